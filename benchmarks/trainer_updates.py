@@ -89,6 +89,16 @@ def _trajectory(batch: Batch, number: int) -> Trajectory:
 
 def our_update(model: Path, batch: Batch) -> Callable[[], None]:
     """Make a call of one step of the learner, with default settings but for the bound on a forward pass."""
+    learner, groups = our_learner(model, batch), groups_of(batch)
+
+    def run() -> None:
+        learner.train(groups, 1)
+
+    return run
+
+
+def our_learner(model: Path, batch: Batch) -> Learner:
+    """Make a learner with default settings but for the bound on a forward pass."""
     spec = validate_spec(
         {
             "name": "benchmark",
@@ -105,13 +115,7 @@ def our_update(model: Path, batch: Batch) -> Callable[[], None]:
             },
         }
     )
-    learner = Learner(spec, LoadedModel(load_policy(model), model))
-    groups = groups_of(batch)
-
-    def run() -> None:
-        learner.train(groups, 1)
-
-    return run
+    return Learner(spec, LoadedModel(load_policy(model), model))
 
 
 def plain_update(model: Path, batch: Batch) -> Callable[[], None]:

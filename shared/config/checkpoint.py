@@ -28,6 +28,10 @@ class CheckpointConfig(Config):
     """Newest checkpoints that are kept."""
     best: BestCheckpointsConfig | None = None
     """Also keep those where a figure was best; null keeps the newest alone."""
+    asynchronous: bool = True
+    """Training waits only until the state is copied into the trainer's memory, and goes on while the copy is written to
+    the disk. Until that is done the copy takes as much memory as the checkpoint has bytes, for all ranks on the host of
+    the first; where that is more than half of what is free there, training waits for the disk, as with false."""
     durability: Literal["checkpoint", "step"] = "checkpoint"
     """checkpoint: groups count as trained when a checkpoint contains them, and a crash replays the plans since then;
     step: they count as trained after each step, which needs less Redis memory and loses the steps since the last

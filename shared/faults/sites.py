@@ -49,6 +49,8 @@ class Site(StrEnum):
     WEIGHTS_SEND = "weights.send"
     WEIGHTS_RECEIVE = "weights.receive"
     WEIGHTS_IMAGE = "weights.image"
+    CHECKPOINT_COPY = "checkpoint.copy"
+    CHECKPOINT_FILE = "checkpoint.file"
     CHECKPOINT_WRITE = "checkpoint.write"
     ENGINE_STEP = "engine.step"
     REWARD_SCORE = "reward.score"
@@ -98,6 +100,8 @@ PLACES: Mapping[Site, Place] = MappingProxyType(
         Site.WEIGHTS_SEND: Place("a slice of an image is sent", _DELAYS | {Kind.PARTIAL}, has_slices=True),
         Site.WEIGHTS_RECEIVE: Place("a slice of an image is received", _DELAYS | {Kind.PARTIAL}, has_slices=True),
         Site.WEIGHTS_IMAGE: Place("room for a weight image is reserved", frozenset({Kind.DISK_FULL})),
+        Site.CHECKPOINT_COPY: Place("a rank has copied its part of a checkpoint into memory", _DELAYS),
+        Site.CHECKPOINT_FILE: Place("one file of a copied checkpoint is on the disk", _DELAYS | {Kind.DISK_FULL}),
         Site.CHECKPOINT_WRITE: Place("a checkpoint is written", _DELAYS | {Kind.DISK_FULL}),
         Site.ENGINE_STEP: Place("the embedded engine makes a step", _DELAYS),
         Site.REWARD_SCORE: Place("a group's samples are scored", _DELAYS | {Kind.REFUSE}),

@@ -22,10 +22,12 @@ TOLERANCE = 1e-5
 NAMED_SECONDS = 10.0
 COMPARED = ("loss/total", "grad_norm", "reward/mean", "advantage/mean_square")
 POINTS = {
-    "early": ("trainer.step kill nth=1", "trainer.snapshot kill nth=2", "checkpoint.write kill nth=1"),
-    "late": ("trainer.step kill nth=6", "trainer.snapshot kill nth=7", "checkpoint.write kill nth=2"),
+    "early": ("trainer.step kill nth=1", "trainer.snapshot kill nth=2", "checkpoint.copy kill nth=1"),
+    "late": ("trainer.step kill nth=6", "trainer.snapshot kill nth=7", "checkpoint.copy kill nth=2"),
 }
 """Each ends the job that counts, and the next job counts from its own start."""
+WRITING = {"early": ("checkpoint.file kill nth=1",), "late": ("checkpoint.write kill nth=2",)}
+"""Likewise, in the leader, while followers train the next step."""
 LONG_STEPS = 16
 """So many that a job which goes on after two deaths comes to its second checkpoint."""
 RANKS = {"trainer-worker": 0, "trainer-follower": 1}
@@ -124,7 +126,8 @@ async def watch_causes(client: GatewayClient, cause: str, seen: list[float]) -> 
 @pytest.mark.parametrize("when", list(POINTS))
 @pytest.mark.parametrize("process", list(RANKS))
 async def test_a_rank_may_die_at_any_point(tmp_path: Path, process: str, when: str) -> None:
-    marks, points, named = tmp_path / "marks", POINTS[when], list[float]()
+    marks, named = tmp_path / "marks", list[float]()
+    points = POINTS[when] + (WRITING[when] if RANKS[process] == 0 else ())
     faults = [point.replace("kill", f"kill in={process}") + " times=1" for point in points]
     spec = an_experiment(tmp_path, ranks=2)
     spec["optimisation"]["steps"] = LONG_STEPS if when == "late" else STEPS

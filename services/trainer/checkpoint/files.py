@@ -1,4 +1,4 @@
-"""The files of a checkpoint that several ranks write: whole tensors, as one rank would write them.
+"""The files of a checkpoint: whole tensors, whatever number of ranks writes them.
 
 The leader makes them in their full size, headers included; then every rank writes its own elements where they belong.
 So any number of ranks goes on from a checkpoint of any other.
@@ -6,15 +6,16 @@ So any number of ranks goes on from a checkpoint of any other.
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from services.trainer.learning.learner import Learner
+from services.trainer.models.versions import VersionedWeights
 from services.trainer.parallel.ranks import ONE_RANK, Ranks
 from services.trainer.parallel.remote_parts import receive_parts, send_parts
 from shared.checkpoints import AVERAGE, CRITIC, MODEL, OPTIMIZER, VERSIONS
@@ -41,9 +42,7 @@ def shared_files(learner: Learner) -> list[SharedFile]:
     is_leader = learner.ranks.is_leader
     files = [_weights(learner), _of_tensors(OPTIMIZER, learner.optimizer.state(), is_leader=is_leader)]
     if learner.versions is not None:
-        shapes, parts = learner.versions.parts()
-        layout = ImageLayout.of({name: (shape, safetensors_name(dtype)) for name, (shape, dtype) in shapes.items()})
-        files.append(SharedFile(VERSIONS, layout, parts))
+        files.append(_versions(learner.versions, learner.ranks))
     if learner.critic is not None:
         files.append(_of_tensors(CRITIC, learner.critic.state(), is_leader=is_leader))
     if learner.average is not None:
@@ -55,8 +54,38 @@ def _weights(learner: Learner) -> SharedFile:
     is_leader = learner.ranks.is_leader
     if learner.adapters is not None:
         return _of_tensors(f"{MODEL}/{ADAPTER}", learner.adapters.tensors(), is_leader=is_leader)
-    weights = ShardedParameters(learner.loaded.model, is_leader=is_leader)
-    return SharedFile(f"{MODEL}/{WEIGHTS}", weights.layout, list(weights.image_parts()))
+    model = learner.loaded.model
+    weights = ShardedParameters(model, is_leader=is_leader)
+    parts = list(weights.image_parts())
+    buffers = _persistent_buffers(model)
+    shapes = {spec.name: (spec.shape, spec.dtype) for spec in weights.layout.tensors}
+    # After the weights: those of one dtype must follow one another.
+    shapes |= {name: (tuple(each.shape), safetensors_name(each.dtype)) for name, each in buffers.items()}
+    parts += [part_of(each, name, is_leader=is_leader) for name, each in buffers.items()]
+    return SharedFile(f"{MODEL}/{WEIGHTS}", ImageLayout.of(shapes), parts)
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """List what a checkpoint of the model holds that is no parameter, such as what balances experts."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
+def _versions(versions: VersionedWeights, ranks: Ranks) -> SharedFile:
+    if not ranks.is_several:
+        return _of_tensors(VERSIONS, versions.state(), is_leader=True)
+    shapes, parts = versions.parts()
+    layout = ImageLayout.of({name: (shape, safetensors_name(dtype)) for name, (shape, dtype) in shapes.items()})
+    return SharedFile(VERSIONS, layout, parts)
+
+
+def paths_in(directory: Path, files: Iterable[SharedFile]) -> dict[str, Path]:
+    """Say where the files with tensors are below a directory."""
+    return {file.name: directory / file.name for file in files if file.layout is not None}
 
 
 def reserve(directory: Path, files: list[SharedFile], source: Path, learner: Learner) -> None:
@@ -71,12 +100,17 @@ def reserve(directory: Path, files: list[SharedFile], source: Path, learner: Lea
     Raises:
         OSError: the disk has no room.
     """
-    (directory / MODEL).mkdir()
+    write_companions(directory, source, learner)
     for file in files:
         if file.layout is None:
             save_file({}, directory / file.name)
         else:
             reserve_file(directory / file.name, file.layout)
+
+
+def write_companions(directory: Path, source: Path, learner: Learner) -> None:
+    """Write all of a checkpoint's model but its weights. Arguments as of ``reserve``."""
+    (directory / MODEL).mkdir()
     describe_model(directory / MODEL, learner)
     copy_companions(source, directory / MODEL)
 
@@ -94,8 +128,13 @@ def describe_model(directory: Path, learner: Learner) -> None:
 
 
 @torch.no_grad()
-def write_shared(directory: Path, files: list[SharedFile], ranks: Ranks = ONE_RANK) -> None:
+def write_shared(paths: Mapping[str, Path], files: list[SharedFile], ranks: Ranks = ONE_RANK) -> None:
     """Write what this rank has; the leader also what the ranks of other hosts have, which send it here.
+
+    Args:
+        paths: of the files, by name; on disk or in the host's memory.
+        files: of this rank.
+        ranks: the job.
 
     Two hosts that write into one page of a file would overwrite each other's elements: no network file system merges
     pages.
@@ -112,7 +151,7 @@ def write_shared(directory: Path, files: list[SharedFile], ranks: Ranks = ONE_RA
             continue
         mapped = None
         try:
-            mapped = None if failure is not None else map_file(directory / file.name)
+            mapped = None if failure is not None else map_file(paths[file.name])
         except OSError as error:
             failure = error
         if mapped is not None:
@@ -136,6 +175,8 @@ _WRITTEN_WITH_WEIGHTS = frozenset({"config.json", "generation_config.json", ADAP
 
 
 def _of_tensors(name: str, tensors: Mapping[str, Tensor], *, is_leader: bool) -> SharedFile:
+    # In one order, whatever order they were made or loaded in: equal training gives equal bytes.
+    tensors = {key: tensors[key] for key in sorted(tensors)}
     # No update was applied yet: the optimiser has no state.
     layout = layout_of_tensors(tensors) if tensors else None
     return SharedFile(name, layout, [part_of(tensor, key, is_leader=is_leader) for key, tensor in tensors.items()])

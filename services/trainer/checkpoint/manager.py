@@ -19,9 +19,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from services.trainer.checkpoint.files import copy_companions, describe_model
+from services.trainer.checkpoint.files import paths_in, reserve, shared_files, write_shared
+from services.trainer.checkpoint.host_copy import HostCopy
 from services.trainer.checkpoint.state import check_same_lineage, software_versions
 from services.trainer.checkpoint.storage import CheckpointStorage
 from services.trainer.data.group_metrics import Totals
@@ -43,6 +44,8 @@ from shared.checkpoints import (
 from shared.config.job import RewardModelJobConfig
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError, Unavailable
+from shared.faults.armed import armed
+from shared.faults.sites import Site
 from shared.lineage import INITIAL, ROOT, Published, VersionLine, follow
 from shared.model_files import ADAPTER
 from shared.model_hub import model_directory
@@ -103,6 +106,21 @@ Build = Callable[[ExperimentSpec, StoredCheckpoint | None], Restored]
 """Makes a learner from a checkpoint, or from the spec's model; raises ``ModelError`` where that is impossible."""
 Fill = Callable[[Learner, Path], None]
 """Writes everything of a learner but ``state.json`` into a directory."""
+Copy = Callable[[Learner], HostCopy | None]
+"""Copies the same into the host's memory; None where that is too small."""
+
+
+@dataclass(frozen=True)
+class CopiedCheckpoint:
+    """A checkpoint in memory.
+
+    Attributes:
+        state: all of it that is no tensor; sizes and checksums of files are not known yet.
+        copy: its files.
+    """
+
+    state: CheckpointState
+    copy: HostCopy
 
 
 class CheckpointManager:
@@ -111,7 +129,7 @@ class CheckpointManager:
     Args:
         experiment_id: whose checkpoints these are.
         storage: where they lie.
-        build, fill: how a learner is made and written; those of one rank unless others are given.
+        build, fill, copy: how a learner is made, written and copied; those of one rank unless others are given.
     """
 
     def __init__(
@@ -120,10 +138,11 @@ class CheckpointManager:
         storage: CheckpointStorage,
         build: Build | None = None,
         fill: Fill | None = None,
+        copy: Copy | None = None,
     ) -> None:
         self._experiment_id = experiment_id
         self._storage = storage
-        self._build, self._fill = build or build_alone, fill or fill_alone
+        self._build, self._fill, self._copy = build or build_alone, fill or fill_alone, copy or copy_alone
 
     def save(self, learner: Learner, progress: Progress, line: VersionLine, figure: float | None = None) -> Path:
         """Write a durable checkpoint, with what it is compared with others by; blocks.
@@ -132,29 +151,59 @@ class CheckpointManager:
             Unavailable: the disk is full or not writable; nothing of it remains.
         """
 
-        published = line.published_at(progress.step)
+        state = self._describe(learner, progress, line, figure)
+        return self._write(state, partial(self._fill, learner))
 
+    def copy(
+        self, learner: Learner, progress: Progress, line: VersionLine, figure: float | None = None
+    ) -> CopiedCheckpoint | None:
+        """Copy all that a checkpoint holds into memory, as it is now; None where memory is too short. Blocks.
+
+        Raises:
+            Unavailable: it could not be copied, on this rank or another.
+        """
+        state = self._describe(learner, progress, line, figure)
+        try:
+            copied = self._copy(learner)
+        except OSError as error:
+            raise Unavailable(f"checkpoint of step {progress.step} could not be copied: {error}") from error
+        return None if copied is None else CopiedCheckpoint(state, copied)
+
+    def write(self, copied: CopiedCheckpoint) -> Path:
+        """Write a durable checkpoint of what was copied, and free the copy; blocks. Errors as of ``save``."""
+        try:
+            return self._write(copied.state, copied.copy.write)
+        finally:
+            copied.copy.close()
+
+    def _write(self, state: CheckpointState, fill: Callable[[Path], None]) -> Path:
         def describe(files: dict[str, int]) -> CheckpointState:
-            return CheckpointState(
-                experiment_id=self._experiment_id,
-                step=progress.step,
-                version=published.version,
-                published_step=published.step,
-                lost_versions=line.lost.to_list(),
-                lineage=progress.lineage,
-                recent=[asdict(replace(plan, entry_ids=())) for plan in progress.recent],
-                updates=learner.optimizer.updates,
-                trained=progress.trained.to_list(),
-                seed=learner.spec.seed,
-                kl_coefficient=learner.kl_coefficient,
-                totals=progress.totals.to_dict(),
-                spec=learner.spec.model_dump(mode="json"),
-                software=software_versions(),
-                files=files,
-                figure=figure,
-            )
+            return state.model_copy(update={"files": files})
 
-        return self._storage.write(progress.step, _failing_as_os_error(partial(self._fill, learner)), describe)
+        return self._storage.write(state.step, _failing_as_os_error(fill), describe)
+
+    def _describe(
+        self, learner: Learner, progress: Progress, line: VersionLine, figure: float | None
+    ) -> CheckpointState:
+        published = line.published_at(progress.step)
+        return CheckpointState(
+            experiment_id=self._experiment_id,
+            step=progress.step,
+            version=published.version,
+            published_step=published.step,
+            lost_versions=line.lost.to_list(),
+            lineage=progress.lineage,
+            recent=[asdict(replace(plan, entry_ids=())) for plan in progress.recent],
+            updates=learner.optimizer.updates,
+            trained=progress.trained.to_list(),
+            seed=learner.spec.seed,
+            kl_coefficient=learner.kl_coefficient,
+            totals=progress.totals.to_dict(),
+            spec=learner.spec.model_dump(mode="json"),
+            software=software_versions(),
+            files={},
+            figure=figure,
+        )
 
     def restore(self, spec: ExperimentSpec) -> Restored:
         """Make a learner from the newest checkpoint that is whole, or from the spec's model where there is none.
@@ -202,21 +251,26 @@ def build_alone(spec: ExperimentSpec, stored: StoredCheckpoint | None) -> Restor
 
 def fill_alone(learner: Learner, directory: Path) -> None:
     """Write all files of a learner whose weights one process has."""
+    files = shared_files(learner)
     # Not from where the weights were loaded: that may be a checkpoint which is removed meanwhile.
-    if learner.adapters is None:
-        learner.loaded.model.save_pretrained(directory / MODEL)  # type: ignore[operator]
-    else:
-        (directory / MODEL).mkdir()
-        describe_model(directory / MODEL, learner)
-        save_file(_contiguous(learner.adapters.tensors()), directory / MODEL / ADAPTER)
-    copy_companions(model_directory(learner.spec.model), directory / MODEL)
-    save_file(_contiguous(learner.optimizer.state()), directory / OPTIMIZER)
-    if learner.versions is not None:
-        save_file(_contiguous(learner.versions.state()), directory / VERSIONS)
-    if learner.critic is not None:
-        save_file(_contiguous(learner.critic.state()), directory / CRITIC)
-    if learner.average is not None:
-        save_file(_contiguous(learner.average.state()), directory / AVERAGE)
+    reserve(directory, files, model_directory(learner.spec.model), learner)
+    write_shared(paths_in(directory, files), files)
+
+
+def copy_alone(learner: Learner) -> HostCopy | None:
+    """Copy the same into memory; None where that is too small."""
+    files = shared_files(learner)
+    copy = HostCopy.reserve(files, model_directory(learner.spec.model), learner)
+    if copy is None:
+        return None
+    try:
+        write_shared(copy.paths, files)
+    except BaseException:
+        copy.close()
+        raise
+    if (faults := armed()) is not None:
+        faults.hit(Site.CHECKPOINT_COPY)
+    return copy
 
 
 def beginning(spec: ExperimentSpec, device: torch.device, ranks: Ranks = ONE_RANK) -> Restored:
@@ -283,11 +337,6 @@ def _load_tensors(learner: Learner, stored: StoredCheckpoint) -> None:
     except (OSError, SafetensorError) as error:
         raise ModelError(f"checkpoint {stored.path} cannot be read: {error}") from error
     learner.kl_coefficient = stored.state.kl_coefficient
-
-
-def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    # safetensors refuses tensors that share memory or have gaps.
-    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
 def _failing_as_os_error(fill: Callable[[Path], None]) -> Callable[[Path], None]:

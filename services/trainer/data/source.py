@@ -203,7 +203,8 @@ class GroupSource:
 
     async def on_durable(self, trained: IntervalSet) -> None:
         """Record which groups a durable checkpoint contains, and resolve those that appeared again meanwhile."""
-        self._durable = IntervalSet.from_list(trained.to_list())
+        # What is said of an older checkpoint, written beside steps that are final already, takes nothing back.
+        self._durable = self._durable.union(trained)
         for step, plan in list(self._plans.items()):
             if all(group_id in self._durable for group_id in plan.group_ids):
                 del self._plans[step]

@@ -58,10 +58,16 @@ class Snapshot(Wire):
 
 
 class Save(Wire):
-    """Write into the files of a checkpoint, which have their size and their headers already; or send, likewise."""
+    """Write into the files of a checkpoint, which have their size and their headers already; or send, likewise.
+
+    Attributes:
+        paths: of the files, by name.
+        is_copy: whether they are in the host's memory, and the leader writes them to the disk later.
+    """
 
     kind: Literal["save"] = "save"
-    directory: str
+    paths: Mapping[str, str]
+    is_copy: bool = False
 
 
 class Offload(Wire):

@@ -2,7 +2,7 @@
 
 Checkpoints are made where the weights are a published version, so that a trainer that comes back can publish that
 version again. A checkpoint that cannot be written (a full disk) is tried again after each version; training goes on
-for one more interval, as its plans can still be replayed, and then ends with the cause.
+for one more interval, as its plans can still be replayed, and then waits.
 
 What the steps since the last checkpoint trained stays in the scored stream. Where that would leave no room for another
 step under the stream's bound, a checkpoint is made before it is due.
@@ -10,7 +10,6 @@ step under the stream's bound, a checkpoint is made before it is due.
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from functools import partial
@@ -19,14 +18,13 @@ from statistics import fmean
 from services.trainer.checkpoint.manager import CheckpointManager, Progress
 from services.trainer.data.source import GroupSource
 from services.trainer.learning.learner import Learner
+from services.trainer.worker.checkpoint_writer import CheckpointWriter
 from services.trainer.worker.publisher import Publisher
 from services.trainer.worker.reporter import Reporter
-from shared.clock import rfc3339
 from shared.config.checkpoint import CheckpointConfig
 from shared.errors import FlotillaError, Unavailable
 from shared.lineage import VersionLine
 from shared.retry import DATA_PLANE, retry
-from shared.schemas.experiment import CheckpointView
 from shared.schemas.service import Failure
 from shared.streams.plans import TrainerQueue
 
@@ -71,12 +69,18 @@ class CheckpointPolicy:
         on_failure: Callable[[Failure | None], None],
     ) -> None:
         self.progress, self._line = progress, line
-        self._config, self._manager, self._learner = config, manager, learner
-        self._queue, self._source, self._reporter = queue, source, reporter
-        self._compute, self._on_failure = compute, on_failure
-        self._durable_step = progress.step
+        self._config, self._learner, self._queue = config, learner, queue
+        self._writer = CheckpointWriter(manager, learner, progress, line, queue, source, reporter, compute, on_failure)
         self._early, self._retained_bytes = 0, 0.0
-        self._figures: list[float] = []
+        self._figures: dict[int, float] = {}
+
+    async def run(self) -> None:
+        """Write what is copied, until cancelled. Errors as of ``CheckpointWriter``."""
+        await self._writer.run()
+
+    async def settled(self) -> None:
+        """Wait until nothing is written beside the steps."""
+        await self._writer.settled()
 
     async def begin(self) -> None:
         """Commit what the checkpoint that training goes on from contains: a crash may have prevented it."""
@@ -89,44 +93,74 @@ class CheckpointPolicy:
     @property
     def is_durable(self) -> bool:
         """Whether the newest checkpoint contains every step."""
-        return self.progress.step == self._durable_step
+        return self.progress.step == self._writer.durable_step
 
     @property
     def _figure(self) -> float | None:
-        return fmean(self._figures) if self._figures else None
+        found = [figure for step, figure in self._figures.items() if step > self._writer.durable_step]
+        return fmean(found) if found else None
+
+    @property
+    def _late_steps(self) -> int:
+        """Steps since a checkpoint was due; below 0 none is."""
+        return self.progress.step - self._writer.reached_step - self._config.every_steps
 
     @property
     def _is_at_version(self) -> bool:
         return self._line.is_published(self.progress.step)
 
     async def after_step(self, is_stopped: Callable[[], bool], values: Mapping[str, float]) -> None:
-        """Write a checkpoint if one is due. Where none can be written for a whole interval, training waits here.
+        """Write a checkpoint if one is due: training waits until the state is copied, and goes on while it is written.
+
+        It waits for the whole of it where ``checkpoint.asynchronous`` is false, where memory has no room for a copy,
+        and where none could be written for a whole interval. The one before is always waited for.
 
         Args:
             is_stopped: whether the loop shall end, which ends the wait.
             values: what is reported of the step.
         """
         if self._config.best is not None and (figure := values.get(self._config.best.metric)) is not None:
-            self._figures.append(figure)
+            kept = {step: each for step, each in self._figures.items() if step > self._writer.durable_step}
+            self._figures = kept | {self.progress.step: figure}
         if self._config.durability == "step":
             await self._commit([self.progress.step])
-        late = self.progress.step - self._durable_step - self._config.every_steps
-        is_crowded = await self._is_crowded()
-        if (late < 0 and not is_crowded) or not self._is_at_version:
+        if not await self._is_due():
             return
+        if self._writer.is_busy:
+            await self._writer.settled()
+            # It may have made room, or failed.
+            if not await self._is_due():
+                return
+        late = self._late_steps
         if late < 0:
             self._tell_of_early(CROWDED)
         is_overdue = late >= self._config.every_steps
+        if not is_overdue and self._config.asynchronous and await self._is_copied():
+            return
         while await self._error_of_checkpoint() and is_overdue and not is_stopped():  # noqa: ASYNC110 (no disk tells of room)
             await asyncio.sleep(PAUSE_SECONDS)
+
+    async def _is_due(self) -> bool:
+        is_crowded = await self._is_crowded()
+        return (self._late_steps >= 0 or is_crowded) and self._is_at_version
+
+    async def _is_copied(self) -> bool:
+        """Copy the state, to be written beside the next steps; False where memory is too short for that."""
+        try:
+            is_copied = await self._writer.copy(self._figure)
+        except Unavailable as error:
+            self._writer.tell_failure(error)
+            return True
+        if not is_copied:
+            log.info("too little memory is free for a copy: training waits until the checkpoint is written")
+        return is_copied
 
     async def _error_of_checkpoint(self) -> Unavailable | None:
         """Write a checkpoint; where that is impossible for now, say so and return why."""
         try:
-            await self._checkpoint()
+            await self._writer.save(self._figure)
         except Unavailable as error:
-            log.warning("checkpoint failed, it is tried again", extra={"error": error.detail})
-            self._on_failure(Failure(component="checkpoint", cause=error.detail, fatal=False))
+            self._writer.tell_failure(error)
             return error
         return None
 
@@ -138,6 +172,7 @@ class CheckpointPolicy:
         Raises:
             CheckpointOverdue: it was to end, and no checkpoint could be written.
         """
+        await self._writer.settled()
         if self.is_durable:
             return
         if not self._is_at_version and not is_over and not await _is_settled(publisher):
@@ -154,13 +189,18 @@ class CheckpointPolicy:
         """Write a checkpoint although none is due; one that cannot be written is left to the next occasion."""
         if self.is_durable or (not self._is_at_version and not await _is_settled(publisher)):
             return
+        await self._writer.settled()
+        if self.is_durable:
+            return
         self._tell_of_early(reason)
         await self._error_of_checkpoint()
 
     def take_figures(self) -> dict[str, float]:
         """Return what a step's report tells: checkpoints made early since the last one, and what is retained."""
         early, self._early = self._early, 0
-        return {"checkpoint/early": float(early), "checkpoint/retained_bytes": self._retained_bytes}
+        found = {"checkpoint/early": float(early), "checkpoint/retained_bytes": self._retained_bytes}
+        written = self._writer.take_write_seconds()
+        return found if written is None else found | {"checkpoint/write_seconds": written}
 
     async def _is_crowded(self) -> bool:
         retained = await retry(self._queue.retained, waiting_for=DATA_PLANE)
@@ -171,30 +211,8 @@ class CheckpointPolicy:
         self._early += 1
         log.info("a checkpoint is made early", extra={"step": self.progress.step, "reason": reason})
 
-    async def _checkpoint(self) -> None:
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._compute, self._reporter.sync)
-        path = await loop.run_in_executor(
-            self._compute, partial(self._manager.save, self._learner, self.progress, self._line, self._figure)
-        )
-        self._figures.clear()
-        self._durable_step = self.progress.step
-        self._on_failure(None)
-        # What stands, rather than what was planned since the last time: a server that came back from its log at an
-        # earlier state has steps again that were committed before.
-        standing = [plan.step for plan in await retry(partial(self._queue.plans_from, 0), waiting_for=DATA_PLANE)]
-        await self._commit(standing)
-        version = self._line.at(self.progress.step)
-        view = CheckpointView(step=self.progress.step, version=version, path=str(path), at=rfc3339(time.time()))
-        self._reporter.checkpoint(view)
-        log.info("checkpoint is durable", extra={"step": view.step, "path": view.path})
-
     async def _commit(self, steps: list[int]) -> None:
-        final = [step for step in steps if step <= self.progress.step]
-        if final:
-            await retry(partial(self._queue.commit, final), waiting_for=DATA_PLANE)
-        await retry(partial(self._queue.record, self._source.plans_until(self.progress.step)), waiting_for=DATA_PLANE)
-        await retry(partial(self._source.on_durable, self.progress.trained), waiting_for=DATA_PLANE)
+        await self._writer.commit(steps, self.progress.step, self.progress.trained)
 
 
 async def _is_settled(publisher: Publisher) -> bool:

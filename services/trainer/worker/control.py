@@ -30,6 +30,11 @@ class RunControl:
         """Whether the loop shall end."""
         return self._stopped.is_set()
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether no further step shall begin for now."""
+        return not self._may_run.is_set()
+
     def resume(self) -> None:
         """Go on."""
         self._may_run.set()

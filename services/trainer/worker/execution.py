@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from services.trainer.checkpoint.manager import Restored, build_alone, fill_alone
+from services.trainer.checkpoint.host_copy import HostCopy
+from services.trainer.checkpoint.manager import Restored, build_alone, copy_alone, fill_alone
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.memory import LearnerMemory
 from services.trainer.parallel.commands import Opening
@@ -55,6 +56,9 @@ class Execution(Protocol):
     def fill(self, learner: Learner, directory: Path) -> None:
         """Write the files of a checkpoint."""
 
+    def copy(self, learner: Learner) -> HostCopy | None:
+        """Copy what they hold into the host's memory; None where that is too small."""
+
     def learner(self, learner: Learner) -> StepLearner:
         """Return what trains."""
 
@@ -75,6 +79,10 @@ class SingleRank:
     def fill(self, learner: Learner, directory: Path) -> None:
         """Write the files of a checkpoint."""
         fill_alone(learner, directory)
+
+    def copy(self, learner: Learner) -> HostCopy | None:
+        """Copy what they hold into the host's memory; None where that is too small."""
+        return copy_alone(learner)
 
     def learner(self, learner: Learner) -> StepLearner:
         """Return what trains."""

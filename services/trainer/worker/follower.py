@@ -123,8 +123,9 @@ class Follower:
                 write_image(map_file(Path(command.path)), learner.weights)
             hit(Site.TRAINER_SNAPSHOT)
         elif isinstance(command, Save):
-            write_shared(Path(command.directory), shared_files(learner), self._ranks)
-            hit(Site.CHECKPOINT_WRITE)
+            paths = {name: Path(path) for name, path in command.paths.items()}
+            write_shared(paths, shared_files(learner), self._ranks)
+            hit(Site.CHECKPOINT_COPY if command.is_copy else Site.CHECKPOINT_WRITE)
         elif isinstance(command, Offload):
             self._memory = LearnerMemory(learner, Path(command.directory))
             self._memory.offload()

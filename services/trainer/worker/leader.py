@@ -9,7 +9,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from services.trainer.checkpoint.files import reserve, shared_files, write_shared
+from services.trainer.checkpoint.files import SharedFile, paths_in, reserve, shared_files, write_shared
+from services.trainer.checkpoint.host_copy import HostCopy
 from services.trainer.checkpoint.manager import Restored
 from services.trainer.learning.finished import FinishedLearner
 from services.trainer.learning.learner import Learner, StepResult
@@ -161,9 +162,32 @@ class Leader:
         """
         files = shared_files(learner)
         reserve(directory, files, model_directory(learner.spec.model), learner)
-        self._channel.send(Save(directory=str(directory)))
+        self._write(paths_in(directory, files), files, is_copy=False)
+
+    def copy(self, learner: Learner) -> HostCopy | None:
+        """Copy what the files of a checkpoint hold on every rank, into this host's memory; None if that is too small.
+
+        Raises:
+            OSError, Unavailable: as of ``fill``.
+        """
+        files = shared_files(learner)
+        copy = HostCopy.reserve(files, model_directory(learner.spec.model), learner)
+        if copy is None:
+            return None
         try:
-            write_shared(directory, files, self._ranks)
+            self._write(copy.paths, files, is_copy=True)
+        except BaseException:
+            copy.close()
+            raise
+        return copy
+
+    def _write(self, paths: Mapping[str, Path], files: list[SharedFile], *, is_copy: bool) -> None:
+        told = {name: str(path) for name, path in paths.items()}
+        self._channel.send(Save(paths=told, is_copy=is_copy))
+        try:
+            write_shared(paths, files, self._ranks)
+            if is_copy:
+                hit(Site.CHECKPOINT_COPY)
         except OSError as error:
             # Another checkpoint is tried later: who stayed in this one would meet the next command's collectives.
             with contextlib.suppress(ModelError):

@@ -2,7 +2,9 @@
 
     groups -> plan -> old log-probs, advantages, updates -> publish -> checkpoint, commit -> report
 
-It waits for groups, for a pause to end, and for the last publication when the next one is due; for nothing else.
+It waits for groups, for a pause to end, for the last publication when the next one is due, and for a checkpoint's
+state to be copied; for the copy to be written when the next checkpoint is due, at a pause and at the end; for nothing
+else.
 Computation runs on one thread of its own, so leases, publications and reports go on meanwhile.
 """
 
@@ -88,6 +90,8 @@ class TrainingLoop:
         """Train until the last step is published and durable: True. Stopped before that: False."""
         await self._with_device(self._begin)
         while self.progress.step < self.total_steps:
+            if self._control.is_paused:
+                await self._durability.settled()
             if not await self._control.may_go_on():
                 break
             step = self.progress.step + 1
@@ -184,6 +188,7 @@ class TrainingLoop:
         is_last = self.progress.step == self.total_steps
         if is_last:
             await self._control.unless_stopped(self._publisher.settled())
+        await self._durability.settled()
         if not self._durability.is_durable:
             await self._end_durably()
         if is_last and self._publisher.is_idle:

@@ -92,6 +92,7 @@ class Session:
     publisher: Publisher
     reporter: Reporter
     device: DeviceShift
+    durability: CheckpointPolicy
 
     async def run(self) -> bool:
         """Train; True when the last step is done. A failure of anything beside the loop ends it, too."""
@@ -100,6 +101,7 @@ class Session:
                 tasks.create_task(self.source.run(), name="group source"),
                 tasks.create_task(self.reporter.run(), name="reporter"),
                 tasks.create_task(self.publisher.watch(), name="publisher"),
+                tasks.create_task(self.durability.run(), name="checkpoints"),
             ]
             try:
                 is_finished = await self.loop.run()
@@ -136,7 +138,7 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         checkpoints = around.directory / CHECKPOINTS
         execution = await stack.enter_async_context(open_execution(spec, around.job, compute, checkpoints))
         storage = CheckpointStorage(checkpoints, keep=spec.checkpoint.keep, best=spec.checkpoint.best)
-        manager = CheckpointManager(around.experiment_id, storage, execution.build, execution.fill)
+        manager = CheckpointManager(around.experiment_id, storage, execution.build, execution.fill, execution.copy)
         restored = await loop.run_in_executor(compute, partial(manager.restore, spec))
         learner, progress = restored.learner, restored.progress
         cores.follow(learner.policy.base)
@@ -163,7 +165,7 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
             await durability.begin()
             parts = trained, planner, publisher, images, durability, reporter, control, compute, line, samples
             training = TrainingLoop(*parts, held_out, device)
-            yield Session(training, source, publisher, reporter, device)
+            yield Session(training, source, publisher, reporter, device, durability)
         finally:
             await publisher.close()
             images.close()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import ablation, algorithms, engine, gpu, samples, scale, streams, trainer, turns, weights
+from benchmarks import ablation, algorithms, checkpoints, engine, gpu, samples, scale, streams, trainer, turns, weights
 from tests.fleet import tiny_model
 
 Main = Callable[[], int | None]
@@ -91,6 +91,15 @@ def test_scale(run: Callable[..., Any]) -> None:
     assert result["tasks_outstanding"] >= 100
     assert 0 < result["change_p50_seconds"] <= result["change_p99_seconds"] < scale.PATIENCE_SECONDS
     assert found["growth"] == dict.fromkeys(found["growth"], 1.0)
+
+
+@pytest.mark.long
+def test_checkpoints(run: Callable[..., Any]) -> None:
+    found = run(checkpoints.main, "--model", "tiny", "--rounds", "1", "--threads", "1")
+
+    assert found["checkpoint_bytes"] > 1 << 20
+    assert min(found[name] for name in ("pause_at_once", "pause_copied", "written", "step", "step_beside")) > 0
+    assert found["pause_ratio"] == pytest.approx(found["pause_at_once"] / found["pause_copied"])
 
 
 @pytest.mark.long

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from services.trainer.checkpoint.host_copy import HostCopy
 from services.trainer.checkpoint.manager import CheckpointManager
+from services.trainer.checkpoint.storage import CheckpointStorage
 from services.trainer.learning.learner import Learner
+from services.trainer.worker.checkpoint_writer import CheckpointWriter
 from services.trainer.worker.images import ImagePool
 from shared.config.lora import LoraConfig
 from shared.errors import ClaimLost
@@ -46,8 +49,24 @@ def files_of(run: Path, step: int) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     ("owner", "name", "at_call"),
-    [(Learner, "train", 4), (Learner, "train", 1), (ImagePool, "snapshot", 3), (CheckpointManager, "save", 2)],
-    ids=["planned, not trained", "in the first step", "trained, not published", "published, not durable"],
+    [
+        (Learner, "train", 4),
+        (Learner, "train", 1),
+        (ImagePool, "snapshot", 3),
+        (CheckpointManager, "copy", 2),
+        (HostCopy, "write", 2),
+        (CheckpointStorage, "_move", 2),
+        (CheckpointWriter, "commit", 2),
+    ],
+    ids=[
+        "planned, not trained",
+        "in the first step",
+        "trained, not published",
+        "published, not copied",
+        "copied, not on the disk",
+        "on the disk, not whole",
+        "whole, not committed",
+    ],
 )
 async def test_parameters_after_a_crash_are_bit_identical(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, at_call: int

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.checkpoint.files import reserve, shared_files, write_shared
+from services.trainer.checkpoint.files import paths_in, reserve, shared_files, write_shared
 from services.trainer.learning.learner import Learner
 from services.trainer.models.loading import LoadedModel
 from services.trainer.parallel.ranks import MeshShape, Ranks
@@ -44,7 +44,7 @@ def written(ranks: Ranks, work: tuple[str, str]) -> tuple[list[int], dict[str, b
             target.mkdir()
             reserve(target, files, Path(directory), learner)
         each.gather(b"")
-        write_shared(target, files, each)
+        write_shared(paths_in(target, files), files, each)
         _write_image(each, learner.weights, target / "image")
         each.gather(b"")
     for name in (*FILES, "image"):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from safetensors.torch import load, load_file
 
-from services.trainer.checkpoint.files import reserve, shared_files, write_shared
+from services.trainer.checkpoint.files import paths_in, reserve, shared_files, write_shared
 from services.trainer.learning.learner import Learner
 from services.trainer.models.loading import LoadedModel
 from services.trainer.parallel.ranks import Ranks
@@ -43,7 +43,7 @@ def compared(ranks: Ranks, directory: str) -> dict[str, dict[str, float]]:
     if ranks.is_leader:
         reserve(Path(directory), files, Path(directory).parent, several)
     ranks.gather(b"")
-    write_shared(Path(directory), files)
+    write_shared(paths_in(Path(directory), files), files)
     ranks.gather(b"")
     if one.average is not None:
         kept, expected = load_file(Path(directory) / AVERAGE), one.average.state()

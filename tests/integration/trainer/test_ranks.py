@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from services.trainer.checkpoint.files import reserve, shared_files, write_shared
+from services.trainer.checkpoint.files import paths_in, reserve, shared_files, write_shared
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.opening import make_learner
 from services.trainer.models.loading import LoadedModel
@@ -149,7 +149,7 @@ def written(ranks: Ranks, argument: tuple[str, dict[str, int] | None]) -> list[f
     if ranks.is_leader:
         reserve(Path(directory), files, Path(directory).parent, learner)
     ranks.gather(b"")
-    write_shared(Path(directory), files)
+    write_shared(paths_in(Path(directory), files), files)
     ranks.gather(b"")
     return _continued(learner)
 

@@ -64,7 +64,7 @@ class Around:
         reporter = SimpleNamespace(sync=lambda: None, checkpoint=lambda _: None)
         self._compute = ThreadPoolExecutor(1)
         self.policy = CheckpointPolicy(
-            CheckpointConfig(every_steps=2, **checkpoint),
+            CheckpointConfig(every_steps=2, asynchronous=False, **checkpoint),
             cast(Any, disk),
             cast(Any, learner),
             progress,

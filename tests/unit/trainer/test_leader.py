@@ -50,7 +50,7 @@ def test_a_disk_that_fails_a_follower_is_told_to_the_leader_and_the_follower_goe
 ) -> None:
     monkeypatch.setattr(follower, "shared_files", lambda _: [])
     monkeypatch.setattr(follower, "write_shared", failing)
-    channel = Ends(Save(directory=str(tmp_path)), KeepVersion(version=1, oldest=0), End())
+    channel = Ends(Save(paths={}), KeepVersion(version=1, oldest=0), End())
     obeys = follower.Follower(a_spec(), ONE_RANK, cast(Channel, channel))
     kept: list[int] = []
     obeys._built = cast(Any, SimpleNamespace(keep_version=lambda version, _: kept.append(version)))
@@ -88,5 +88,5 @@ def test_a_disk_that_fails_the_leader_leaves_no_follower_in_the_command(
     with pytest.raises(OSError, match="Input/output error"):
         leader.Leader(ONE_RANK, cast(Channel, channel)).fill(cast(Any, Learner()), tmp_path)
 
-    assert channel.sent == [Save(directory=str(tmp_path))]
+    assert channel.sent == [Save(paths={})]
     assert len(channel.ends) == 1 and "Input/output error" in (channel.ends[0] or "")

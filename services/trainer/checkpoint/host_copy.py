@@ -1,0 +1,133 @@
+"""A checkpoint's tensors in the host's memory: copied there in a pause between steps, written to the disk beside them.
+
+Each file is memory without a name, with the bytes that the file on the disk will have. It is free as soon as this
+process ends, however it ends. Other ranks of this host write into it by way of this process's open files.
+"""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+from safetensors.torch import save_file
+
+from services.trainer.checkpoint.files import SharedFile, write_companions
+from services.trainer.learning.learner import Learner
+from shared.faults.armed import armed
+from shared.faults.sites import Site
+
+SHARE_OF_FREE_MEMORY = 0.5
+"""What a copy may take: a step, an engine and whatever else is on this host need the rest."""
+CHUNK_BYTES = 64 << 20
+_CONTROL_GROUPS = Path("/sys/fs/cgroup")
+
+
+class HostCopy:
+    """The files of one checkpoint, until they are on the disk or given up.
+
+    Args:
+        descriptors: of the memory of each file, by its name.
+        empty: files without any tensor.
+        source: the directory that tokenizer and templates are taken from.
+        learner: whose configuration is written; its tensors are not looked at again.
+    """
+
+    def __init__(self, descriptors: dict[str, int], empty: list[str], source: Path, learner: Learner) -> None:
+        self._descriptors, self._empty = descriptors, empty
+        self._source, self._learner = source, learner
+
+    @classmethod
+    def reserve(cls, files: Iterable[SharedFile], source: Path, learner: Learner) -> "HostCopy | None":
+        """Make room for the tensors, with the headers of their files; None where this host has not enough memory.
+
+        Raises:
+            OSError: the system gives none although it is there.
+        """
+        layouts = {file.name: file.layout for file in files}
+        wanted = sum(layout.image_bytes for layout in layouts.values() if layout is not None)
+        if not hasattr(os, "memfd_create") or wanted > SHARE_OF_FREE_MEMORY * available_bytes():
+            return None
+        made = cls({}, [name for name, layout in layouts.items() if layout is None], source, learner)
+        try:
+            for name, layout in layouts.items():
+                if layout is not None:
+                    made._descriptors[name] = descriptor = os.memfd_create(f"flotilla-checkpoint-{name}")
+                    os.write(descriptor, layout.header)
+                    os.truncate(descriptor, layout.image_bytes)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """Where this process and others of this host open the memory of each file, by its name."""
+        return {name: Path(f"/proc/{os.getpid()}/fd/{number}") for name, number in self._descriptors.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that is taken."""
+        return sum(os.fstat(number).st_size for number in self._descriptors.values())
+
+    def write(self, directory: Path) -> None:
+        """Write all files into a checkpoint's directory, and free the memory of each as soon as it is there; blocks.
+
+        Raises:
+            OSError: the disk is full or fails.
+        """
+        write_companions(directory, self._source, self._learner)
+        for name in self._empty:
+            save_file({}, directory / name)
+        for name in list(self._descriptors):
+            _write_to_disk(self._descriptors[name], directory / name)
+            os.close(self._descriptors.pop(name))
+            if (faults := armed()) is not None:
+                faults.hit(Site.CHECKPOINT_FILE)
+
+    def close(self) -> None:
+        """Free what is left."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+
+def available_bytes() -> int:
+    """Return the memory that this process could take: the machine's, or what its control groups leave of it."""
+    found: int = psutil.virtual_memory().available
+    try:
+        own = Path("/proc/self/cgroup").read_text(encoding="ascii").rpartition("::")[2].strip().lstrip("/")
+    except OSError:
+        return found
+    group = _CONTROL_GROUPS / own
+    for each in (group, *group.parents):
+        if each == _CONTROL_GROUPS.parent:
+            break
+        left = left_in(each)
+        found = found if left is None else min(found, left)
+    return found
+
+
+def left_in(group: Path) -> int | None:
+    """Return the bytes that a control group may still take; None where it has no bound."""
+    try:
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return None
+    if limit == "max":
+        return None
+    # Pages of files that nobody uses are given back when memory is short.
+    cached = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+    return int(limit) - used + cached
+
+
+def _write_to_disk(descriptor: int, path: Path) -> None:
+    left = os.fstat(descriptor).st_size
+    with path.open("xb", buffering=0) as file:
+        position = 0
+        while left:
+            sent = os.sendfile(file.fileno(), descriptor, position, min(left, CHUNK_BYTES))
+            if not sent:
+                raise OSError(f"{left} bytes of a copied file are gone")
+            position, left = position + sent, left - sent
+        os.fsync(file.fileno())

@@ -1,0 +1,126 @@
+"""A checkpoint that was copied into memory is, byte for byte, the one that would have been written in its place."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from services.trainer.checkpoint import host_copy
+from services.trainer.checkpoint.files import shared_files
+from services.trainer.checkpoint.host_copy import HostCopy
+from services.trainer.checkpoint.manager import beginning, copy_alone, fill_alone
+from services.trainer.learning.learner import Learner
+from shared.checkpoints import MODEL
+from tests.fleet import tiny_model
+from tests.unit.trainer.builders import a_spec, uneven_groups
+
+CPU = torch.device("cpu")
+
+
+def a_learner(*, steps: int = 1, **sections: object) -> Learner:
+    settings = {"steps": 5, "groups_per_mini_batch": 2, "learning_rate": 1e-2, "average_decay": 0.9}
+    spec = a_spec(model={"path": str(tiny_model())}, optimisation=settings, **sections)
+    learner = beginning(spec, CPU).learner
+    for step in range(1, steps + 1):
+        learner.train(uneven_groups(2, seed=step), step)
+    return learner
+
+
+def bytes_of(directory: Path) -> dict[str, bytes]:
+    return {str(each.relative_to(directory)): each.read_bytes() for each in directory.rglob("*") if each.is_file()}
+
+
+def copy_of(learner: Learner) -> HostCopy:
+    copy = copy_alone(learner)
+    assert copy is not None
+    return copy
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [{}, {"advantage": {"kind": "gae"}}, {"old_log_probs": "recompute_at_version"}],
+    ids=["policy", "critic", "versions"],
+)
+def test_what_is_trained_after_the_copy_is_not_in_it(tmp_path: Path, algorithm: dict[str, object]) -> None:
+    learner = a_learner(algorithm=algorithm)
+    for name in ("at once", "copied"):
+        (tmp_path / name).mkdir()
+    fill_alone(learner, tmp_path / "at once")
+
+    copy = copy_of(learner)
+    learner.train(uneven_groups(2, seed=2), 2)
+    copy.write(tmp_path / "copied")
+
+    written = bytes_of(tmp_path / "at once")
+    assert bytes_of(tmp_path / "copied") == written
+    assert {f"{MODEL}/model.safetensors", f"{MODEL}/config.json", f"{MODEL}/tokenizer.json"} < written.keys()
+    assert copy.num_bytes == 0
+
+
+def test_before_the_first_update_there_is_no_optimiser_state(tmp_path: Path) -> None:
+    copy_of(a_learner(steps=0)).write(tmp_path)
+
+    assert load_file(tmp_path / "optimizer.safetensors") == {}
+
+
+def test_persistent_buffers_are_written(tmp_path: Path) -> None:
+    learner = a_learner()
+    layer = learner.loaded.model.get_submodule("model.layers.0.mlp")
+    layer.register_buffer("correction", torch.arange(3.0))
+    layer.register_buffer("derived", torch.ones(2), persistent=False)
+
+    copy_of(learner).write(tmp_path)
+
+    found = load_file(tmp_path / MODEL / "model.safetensors")
+    assert torch.equal(found["model.layers.0.mlp.correction"], torch.arange(3.0))
+    assert "model.layers.0.mlp.derived" not in found
+    weight = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(found[weight], learner.loaded.model.get_parameter(weight))
+
+
+def test_no_copy_is_made_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = a_learner()
+    wanted = sum(each.layout.image_bytes for each in shared_files(learner) if each.layout is not None)
+
+    monkeypatch.setattr(host_copy, "available_bytes", lambda: 2 * wanted - 1)
+    assert copy_alone(learner) is None
+    monkeypatch.setattr(host_copy, "available_bytes", lambda: 2 * wanted)
+    copy = copy_of(learner)
+    assert copy.num_bytes == wanted
+    copy.close()
+
+
+def test_memory_is_what_the_control_groups_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outer, own = tmp_path, tmp_path / "own"
+    own.mkdir()
+    for folder, limit, used, cached in ((outer, "5000", 4000, 100), (own, "9000", 2000, 0)):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon 7\ninactive_file {cached}\n")
+
+    assert host_copy.left_in(own) == 7000
+    assert host_copy.left_in(outer) == 1100
+    (own / "memory.max").write_text("max\n")
+    assert host_copy.left_in(own) is None
+    assert host_copy.left_in(tmp_path / "none") is None
+    assert host_copy.available_bytes() > 0
+
+
+def test_a_copy_that_cannot_be_written_leaves_no_memory_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = copy_of(a_learner())
+    descriptors = [int(path.name) for path in copy.paths.values()]
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "sendfile", full)
+    with pytest.raises(OSError, match="No space left"):
+        copy.write(tmp_path)
+    copy.close()
+
+    for number in descriptors:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(number)

@@ -1,6 +1,6 @@
 """How a batch of groups becomes an update of the weights."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -41,8 +41,10 @@ class OptimisationConfig(Config):
     towards them; null keeps none. It is in every checkpoint; `flotilla export --average` makes a model of it."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Clip the gradient's global norm; null does not clip."""
-    micro_batch_tokens: int = Field(8192, ge=1)
-    """Upper bound on tokens of one forward pass; a longer sequence makes a micro-batch of its own."""
+    micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Upper bound on tokens of one forward pass; a longer sequence makes a micro-batch of its own. auto: as many as the
+    device's memory holds, at most 8192 on a CPU and 131072 on a GPU: estimated for the first step, and measured there
+    for all later ones. Where a pass does not fit into a GPU it is halved; see docs/ranks.md."""
     activation_checkpointing: bool = False
     """Keep of each layer's activations its input alone and compute the rest again in the backward pass: less memory for
     about a third more computation."""

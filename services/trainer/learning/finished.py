@@ -8,6 +8,7 @@ the members of a pair may be in different micro-batches, and no gradient depends
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from services.trainer.data.batch import TrainingBatch, make_batch
 from services.trainer.data.micro_batch import MicroBatch
 from services.trainer.learning.learner import Learner, StepResult
 from services.trainer.learning.metrics import algorithm_names, mean_of_updates
+from services.trainer.learning.passes import split_by_groups
 from services.trainer.models.optimizer import UpdateResult
 from shared.config.job import DpoLossConfig, FinishedJob, PreferenceConfig, SftConfig
 from shared.schemas.trajectory import Group
@@ -32,14 +34,16 @@ class FinishedLearner(Learner):
 
     def train(self, groups: Sequence[Group], step: int) -> StepResult:
         """Train one step; see ``Learner.train``."""
+        self.sizes.begin(step)
         batch = make_batch(groups).to(self.device)
-        fixed = self._fixed(batch, self._cut(batch, range(batch.num_sequences)) if self._needs_fixed else [])
+        fixed = self._fixed(batch) if self.reference is not None else None
         results: list[UpdateResult] = []
         tallies: list[Metrics] = []
         with self._dropping(self.spec.seed * 1_000_003 + step):
             for _ in range(self.spec.optimisation.epochs_per_step):
-                for members in self._mini_batches(batch):
-                    tallies.append(self._accumulate_finished(batch, members, self._cut(batch, members), fixed))
+                for members in split_by_groups(batch, self.spec.optimisation.groups_per_mini_batch):
+                    gradient = partial(self._accumulate_finished, batch, members, fixed)
+                    tallies.append(self.sizes.fit(self._cut_of(batch, members), gradient, self.optimizer.clear))
                     self.optimizer.add_zero()
                     results.append(self._update())
         summary = summarise(self.ranks.combine(combine(tallies)))
@@ -53,13 +57,9 @@ class FinishedLearner(Learner):
         size = self.spec.optimisation.groups_per_mini_batch
         for start in range(0, len(groups), size):
             batch = make_batch(groups[start : start + size]).to(self.device)
-            micro_batches = self._cut(batch, range(batch.num_sequences))
-            tallies.append(self._measured(batch, micro_batches, self._fixed(batch, micro_batches)))
+            cut = self._cut_of(batch, range(batch.num_sequences))
+            tallies.append(self.sizes.fit(cut, partial(self._measured, batch, self._fixed(batch))))
         return {f"{HELD_OUT}/{name}": value for name, value in self._derived(summarise(combine(tallies))).items()}
-
-    @property
-    def _needs_fixed(self) -> bool:
-        return self.reference is not None
 
     @property
     def job(self) -> FinishedJob:
@@ -68,9 +68,9 @@ class FinishedLearner(Learner):
         assert job is not None, "chosen by the job's kind"
         return job
 
-    def _fixed(self, batch: TrainingBatch, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
+    def _fixed(self, batch: TrainingBatch) -> Tensor | None:
         """Compute what does not change with the weights: the reference's log-probs [S]."""
-        log_probs = self._reference_log_probs(batch, micro_batches)
+        log_probs = self._reference_log_probs(batch, self._cut_of(batch, range(batch.num_sequences)))
         return None if log_probs is None else batch.sequences.sum(log_probs)
 
     def _backward(self, loss: Tensor) -> None:
@@ -80,12 +80,12 @@ class FinishedLearner(Learner):
 
     @abstractmethod
     def _accumulate_finished(
-        self, batch: TrainingBatch, members: range, micro_batches: Sequence[MicroBatch], fixed: Tensor | None
+        self, batch: TrainingBatch, members: range, fixed: Tensor | None, micro_batches: Sequence[MicroBatch]
     ) -> Metrics:
         """Leave the gradient of one mini-batch on the parameters."""
 
     @abstractmethod
-    def _measured(self, batch: TrainingBatch, micro_batches: Sequence[MicroBatch], fixed: Tensor | None) -> Metrics:
+    def _measured(self, batch: TrainingBatch, fixed: Tensor | None, micro_batches: Sequence[MicroBatch]) -> Metrics:
         """Tally the loss of a batch, each figure over what it is a mean of."""
 
     def _derived(self, values: dict[str, float]) -> dict[str, float]:
@@ -96,7 +96,7 @@ class SupervisedLearner(FinishedLearner):
     """Raises the likelihood of the answers."""
 
     def _accumulate_finished(
-        self, batch: TrainingBatch, members: range, micro_batches: Sequence[MicroBatch], fixed: Tensor | None
+        self, batch: TrainingBatch, members: range, fixed: Tensor | None, micro_batches: Sequence[MicroBatch]
     ) -> Metrics:
         assert isinstance(self.job, SftConfig)
         denominators = count_sampled(_only(batch.sequences, members))
@@ -112,8 +112,8 @@ class SupervisedLearner(FinishedLearner):
             tallies.append({"loss": once(loss), "nll": mean_over(-log_probs, micro.sequences.response_mask)})
         return combine(tallies)
 
-    def _measured(self, batch: TrainingBatch, micro_batches: Sequence[MicroBatch], fixed: Tensor | None) -> Metrics:
-        log_probs, _ = self._evaluate(self.policy, batch, micro_batches, with_squares=False)
+    def _measured(self, batch: TrainingBatch, fixed: Tensor | None, micro_batches: Sequence[MicroBatch]) -> Metrics:
+        log_probs, _ = self._evaluate(self.policy, batch, micro_batches)
         return {"loss": mean_over(-log_probs, batch.sequences.response_mask)}
 
     def _derived(self, values: dict[str, float]) -> dict[str, float]:
@@ -124,7 +124,7 @@ class _PairLearner(FinishedLearner):
     """Learns from pairs through one number per answer."""
 
     def _accumulate_finished(
-        self, batch: TrainingBatch, members: range, micro_batches: Sequence[MicroBatch], fixed: Tensor | None
+        self, batch: TrainingBatch, members: range, fixed: Tensor | None, micro_batches: Sequence[MicroBatch]
     ) -> Metrics:
         with torch.no_grad():
             values = self._values(batch, micro_batches)
@@ -140,7 +140,7 @@ class _PairLearner(FinishedLearner):
             tallies.append(metrics)
         return combine(tallies)
 
-    def _measured(self, batch: TrainingBatch, micro_batches: Sequence[MicroBatch], fixed: Tensor | None) -> Metrics:
+    def _measured(self, batch: TrainingBatch, fixed: Tensor | None, micro_batches: Sequence[MicroBatch]) -> Metrics:
         members = range(batch.num_sequences)
         found = self._pair_loss(batch, self._values(batch, micro_batches), members, fixed)
         pairs = torch.tensor(float(len(found.chosen_rewards)), device=found.loss.device)
@@ -168,7 +168,7 @@ class PreferenceLearner(_PairLearner):
     """Direct preference optimisation: an answer's number is the sum of its tokens' log-probs."""
 
     def _values(self, batch: TrainingBatch, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        log_probs, _ = self._evaluate(self.policy, batch, micro_batches, with_squares=False)
+        log_probs, _ = self._evaluate(self.policy, batch, micro_batches)
         return batch.sequences.sum(log_probs)
 
     def _pair_loss(self, batch: TrainingBatch, values: Tensor, members: range, fixed: Tensor | None) -> PreferenceLoss:

@@ -4,10 +4,11 @@ A step's groups are split in order into K mini-batches, each of which makes one 
 times over; ``optimisation.shuffle`` draws other parts. Advantages are computed once, over all groups of the step.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from services.trainer.data.micro_batch import MicroBatch, make_micro_batches
 from services.trainer.learning.advantage_inputs import advantage_inputs
 from services.trainer.learning.critic_update import teach
 from services.trainer.learning.metrics import algorithm_names, mean_of_updates
+from services.trainer.learning.pass_sizes import PassSizes, need_of
+from services.trainer.learning.passes import Cut, MiniBatch, forgetting, passes_over, split_by_groups
 from services.trainer.learning.prepared import Prepared, can_skip_zero_advantages, selected, step_weights
 from services.trainer.learning.teacher import taught
 from services.trainer.learning.trace import TokenTrace, TracedStep
@@ -110,6 +113,8 @@ class Learner:
         self.optimizer = PolicyOptimizer(parameters, spec.optimisation, total, is_offloaded=moments)
         decay = spec.optimisation.average_decay
         self.average = None if decay is None else WeightAverage(self.optimizer.masters, decay)
+        others = [] if self.critic is None else [self.critic.optimizer]
+        self.sizes = PassSizes(spec, ranks, need_of(self.policy, [self.optimizer, *others], spec, ranks))
         self.kl_coefficient = spec.algorithm.kl.coefficient if spec.algorithm.kl is not None else None
         self.versions: VersionedWeights | None = None
         if spec.algorithm.old_log_probs == "recompute_at_version":
@@ -140,6 +145,7 @@ class Learner:
             groups: in training order; each with a scored trajectory.
             step: its number, from 1; seeds what the losses draw.
         """
+        self.sizes.begin(step)
         batch = make_batch(groups, joins_branches=self.spec.joins_branches).to(self.device)
         prepared, advantage_metrics = self._prepare(batch, step_weights(self.spec.algorithm, batch, groups))
         trace = TokenTrace(prepared) if self.spec.samples is not None else None
@@ -152,15 +158,16 @@ class Learner:
         tallies: list[Metrics] = []
         learned = tallies if self.critic is None or self.critic.ranks is self.ranks else []
         with self._dropping(seed):
-            for ordered, mini_batches in self._passes(prepared, self._mini_batches(batch), seed):
-                for members, micro_batches in mini_batches:
-                    denominators_at = slice(members.start, members.stop)
+            ranges = split_by_groups(batch, self.spec.optimisation.groups_per_mini_batch)
+            for ordered, mini_batches in passes_over(prepared, ranges, self.spec.optimisation, seed, self._mini_batch):
+                for each in mini_batches:
                     if self.critic is not None:
-                        passes = self._critic_passes(self.critic, ordered.batch, members, micro_batches)
-                        learned.append(teach(self.critic, ordered, passes))
+                        cut = self._critic_cut(self.critic, ordered.batch, each.members, each.cut)
+                        learned.append(teach(self.critic, ordered, cut, self.sizes))
                     if self.critic is None or step > self.critic.config.warmup_steps:
                         note = None if trace is None else partial(trace.note, ordered, update=len(results))
-                        tallies.append(self._accumulate(ordered, denominators_at, micro_batches, generator, note))
+                        work = partial(self._accumulate, ordered, each.members, generator, note)
+                        tallies.append(self.sizes.fit(each.cut, work, forgetting(self.optimizer, generator)))
                     results.append(self._update())
         metrics = self.ranks.combine(combine(tallies))
         if self.critic is not None and learned is not tallies:
@@ -176,45 +183,26 @@ class Learner:
         if self.versions is not None:
             self.versions.keep(version, oldest)
 
-    def _mini_batches(self, batch: TrainingBatch) -> list[range]:
-        """Split the sequences by groups, in order, into K contiguous ranges of whole groups."""
-        size = self.spec.optimisation.groups_per_mini_batch
-        starts = torch.searchsorted(batch.group_index.cpu(), torch.arange(0, batch.num_groups, size)).tolist()
-        return [range(start, end) for start, end in zip(starts, [*starts[1:], batch.num_sequences], strict=True)]
-
-    def _passes(
-        self, prepared: Prepared, ranges: Sequence[range], seed: int
-    ) -> Iterator[tuple[Prepared, list[tuple[range, list[MicroBatch]]]]]:
-        """Return the step's samples, and its mini-batches, once for each pass over them."""
-        config = self.spec.optimisation
-        if not config.shuffle:
-            mini_batches = [self._micro_batches(prepared, members) for members in ranges]
-            yield from [(prepared, mini_batches)] * config.epochs_per_step
-            return
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(config.epochs_per_step):
-            order = torch.randperm(prepared.batch.num_sequences, generator=generator)
-            ordered = prepared.take(order.to(self.device))
-            yield ordered, [self._micro_batches(ordered, members) for members in ranges]
-
     def _prepare(self, batch: TrainingBatch, weights: Tensor | None) -> tuple[Prepared, Metrics]:
         config = self.spec.algorithm
         needs_squares = config.advantage.kind == "optimal_token_baseline"
         needs_passes = (
             config.old_log_probs != "rollout" or self.reference is not None or needs_squares or self.critic is not None
         )
-        micro_batches = self._cut(batch, range(batch.num_sequences)) if needs_passes else []
+        cut = self._cut_of(batch, range(batch.num_sequences) if needs_passes else ())
         old, squares = batch.rollout_log_probs, None
         if config.old_log_probs == "recompute" or needs_squares:
-            current, squares = self._evaluate(self.policy, batch, micro_batches, with_squares=needs_squares)
+            evaluate = partial(self._evaluate, self.policy, batch, with_squares=needs_squares)
+            current, squares = self.sizes.fit(cut, evaluate)
             old = current if config.old_log_probs == "recompute" else old
         if config.old_log_probs == "recompute_at_version":
-            old = self._evaluate_at_versions(batch, micro_batches)
-        reference = self._reference_log_probs(batch, micro_batches)
+            old = self.sizes.fit(cut, partial(self._evaluate_at_versions, batch))
+        reference = self._reference_log_probs(batch, cut)
         values = None
         if self.critic is not None:
-            passes = self._critic_passes(self.critic, batch, range(batch.num_sequences), micro_batches)
-            values = self.critic.ranks.sum(self.critic.evaluate(batch.rollout_log_probs, passes))
+            own = self._critic_cut(self.critic, batch, range(batch.num_sequences), cut)
+            evaluate = partial(self.critic.evaluate, batch.rollout_log_probs)
+            values = self.critic.ranks.sum(self.sizes.fit(own, evaluate))
         found = self._advantages(batch, old, reference, squares, values)
         if config.distillation is not None:
             found = taught(found, config.distillation, old, self._teacher_log_probs(batch), batch.sequences)
@@ -246,27 +234,35 @@ class Learner:
         kl = config.kl if isinstance(config.kl, KlRewardConfig) else None
         return compute_advantages(config.advantage, inputs, kl=kl, kl_coefficient=self.kl_coefficient if kl else None)
 
-    def _micro_batches(self, prepared: Prepared, members: range) -> tuple[range, list[MicroBatch]]:
+    def _mini_batch(self, prepared: Prepared, members: range) -> MiniBatch:
         chosen: Sequence[int] = members
         if can_skip_zero_advantages(self.spec.algorithm):
             sums = prepared.batch.sequences.sum(prepared.advantages.abs()).tolist()
             chosen = [number for number in members if sums[number] > 0]
-        return members, self._cut(prepared.batch, chosen)
+        return MiniBatch(members, self._cut_of(prepared.batch, chosen))
 
-    def _critic_passes(
-        self, critic: Critic, batch: TrainingBatch, members: Sequence[int], own: list[MicroBatch]
-    ) -> list[MicroBatch]:
-        """Cut the critic's share: the policy's own, unless ranks are divided otherwise for the critic."""
-        return own if critic.ranks is self.ranks else self._cut(batch, members, ranks=critic.ranks)
+    def _critic_cut(self, critic: Critic, batch: TrainingBatch, members: Sequence[int], own: Cut) -> Cut:
+        """Cut the critic's share: as the policy's own, unless ranks are divided otherwise for the critic."""
+        return own if critic.ranks is self.ranks else self._cut_of(batch, members, ranks=critic.ranks)
+
+    def _cut_of(self, batch: TrainingBatch, members: Sequence[int], **whose: Any) -> Cut:
+        # Cut once for all that is computed of them.
+        return lru_cache(maxsize=1)(partial(self._cut, batch, members, **whose))
 
     def _cut(
-        self, batch: TrainingBatch, members: Sequence[int], teacher: Policy | None = None, ranks: Ranks | None = None
+        self,
+        batch: TrainingBatch,
+        members: Sequence[int],
+        max_tokens: int,
+        *,
+        teacher: Policy | None = None,
+        ranks: Ranks | None = None,
     ) -> list[MicroBatch]:
         policy, ranks = teacher or self.policy, ranks or self.ranks
         return make_micro_batches(
             batch,
             members,
-            max_tokens=self.spec.optimisation.micro_batch_tokens,
+            max_tokens=max_tokens,
             packing=self._packing if teacher is None else teacher.resolve_packing("auto"),
             device=self.device,
             rank=ranks.data_rank,
@@ -278,7 +274,7 @@ class Learner:
 
     @torch.no_grad()
     def _evaluate(
-        self, policy: Policy, batch: TrainingBatch, micro_batches: Sequence[MicroBatch], *, with_squares: bool
+        self, policy: Policy, batch: TrainingBatch, micro_batches: Sequence[MicroBatch], *, with_squares: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Compute log-probs [T], and sum p^2 [T] if wanted, without gradient."""
         log_probs = torch.zeros_like(batch.rollout_log_probs)
@@ -298,20 +294,20 @@ class Learner:
             self.average.update()
         return result
 
-    def _reference_log_probs(self, batch: TrainingBatch, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
+    def _reference_log_probs(self, batch: TrainingBatch, cut: Cut) -> Tensor | None:
         """Compute log-probs [T] under the reference, if there is one."""
         if self.reference is None:
             return None
         with self.reference.on_device() if self.adapters is None else self.adapters.disabled():
-            return self._evaluate(self.reference, batch, micro_batches, with_squares=False)[0]
+            return self.sizes.fit(cut, partial(self._evaluate, self.reference, batch))[0]
 
     def _teacher_log_probs(self, batch: TrainingBatch) -> Tensor:
         """Compute log-probs [T] under the teacher, or take those that came with the samples from one behind a URL."""
         if self.teacher is None:
             assert batch.teacher_log_probs is not None
             return batch.teacher_log_probs
-        passes = self._cut(batch, range(batch.num_sequences), self.teacher)
-        return self._evaluate(self.teacher, batch, passes, with_squares=False)[0]
+        cut = self._cut_of(batch, range(batch.num_sequences), teacher=self.teacher)
+        return self.sizes.fit(cut, partial(self._evaluate, self.teacher, batch))[0]
 
     def _dropping(self, seed: int) -> AbstractContextManager[None]:
         """Drop inputs of adapters while they are trained, each rank its own, if the spec says so."""
@@ -330,17 +326,17 @@ class Learner:
             is_needed = [self.ranks.is_several or bool(is_of_version[micro.tokens].any()) for micro in micro_batches]
             holders = [micro for micro, wanted in zip(micro_batches, is_needed, strict=True) if wanted]
             with self.versions.using(version):
-                found, _ = self._evaluate(self.policy, batch, holders, with_squares=False)
+                found, _ = self._evaluate(self.policy, batch, holders)
             log_probs = torch.where(is_of_version, found, log_probs)
         return log_probs
 
     def _accumulate(
         self,
         prepared: Prepared,
-        members: slice,
-        micro_batches: Sequence[MicroBatch],
+        members: range,
         generator: torch.Generator,
         note: Callable[[MicroBatch, TokenFigures], None] | None,
+        micro_batches: Sequence[MicroBatch],
     ) -> Metrics:
         """Leave the gradient of one mini-batch on the parameters."""
         batch, config = prepared.batch, self.spec.algorithm
@@ -352,7 +348,7 @@ class Learner:
             response_mask=batch.sequences.response_mask[of_mini_batch],
             sequence_index=batch.sequences.index[of_mini_batch] - members.start,
             num_sequences=members.stop - members.start,
-            shares=None if (shares := batch.sequences.shares) is None else shares[members],
+            shares=None if (shares := batch.sequences.shares) is None else shares[members.start : members.stop],
         )
         chosen = selected(config, prepared, of_mini_batch, generator)
         tallies: list[Metrics] = []

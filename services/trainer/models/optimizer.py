@@ -95,6 +95,21 @@ class PolicyOptimizer:
         """What is trained, in float32, by name."""
         return self._masters
 
+    @property
+    def gradient_bytes(self) -> int:
+        """What the gradients of all masters take between a backward pass and the update."""
+        return sum(local_of(each).numel() * each.element_size() for each in self._masters.values())
+
+    @property
+    def missing_moment_bytes(self) -> int:
+        """What the first update will take for its moments."""
+        return 0 if self._adam.state or self._streamed is not None else 2 * self.gradient_bytes
+
+    def clear(self) -> None:
+        """Forget the gradients of a mini-batch that was not computed to its end."""
+        for each in (*self._masters.values(), *self._parameters.values()):
+            each.grad = None
+
     def collect(self) -> None:
         """Add the gradients of a micro-batch to the masters'; nothing to do where they are the same tensors."""
         for name, parameter in self._parameters.items():

@@ -47,10 +47,10 @@ class Channel:
                 continue
             return COMMAND.validate_json(self._store.get(key))
 
-    def send_groups(self, step: int, groups: Sequence[Group], *, learns: bool = True) -> None:
-        """Leader: begin a step on every rank, or what its loss is."""
+    def send_groups(self, command: Train, groups: Sequence[Group]) -> None:
+        """Leader: begin a step on every rank, or what its loss is; the command lacks the size of the groups."""
         payload: bytes = msgpack.packb([[encode_body(group), encode_grades(group)] for group in groups])
-        self.send(Train(step=step, learns=learns, payload_bytes=len(payload)))
+        self.send(command.model_copy(update={"payload_bytes": len(payload)}))
         self._ranks.broadcast(payload, len(payload))
 
     def receive_groups(self, payload_bytes: int) -> list[Group]:

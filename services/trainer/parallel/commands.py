@@ -39,7 +39,10 @@ class Train(Wire):
     kind: Literal["train"] = "train"
     step: int
     learns: bool = True
-    payload_bytes: int
+    payload_bytes: int = 0
+    bounds: tuple[tuple[int, int, int, str], ...] = ()
+    """Of passes, as the leader has them: first step and piece of work, tokens, why."""
+    bounds_path: str | None = None
 
 
 class KeepVersion(Wire):

@@ -11,6 +11,7 @@ import transformers
 
 from services.trainer.checkpoint.manager import beginning, restored_from
 from services.trainer.learning.learner import Learner, StepResult
+from services.trainer.learning.pass_sizes import RECORD
 from services.trainer.models.loading import check_device
 from services.trainer.replay.chain import ROOT_LINEAGE, StepRecord, start_of
 from shared.checkpoints import CHECKPOINTS, StoredCheckpoint, complete
@@ -109,6 +110,7 @@ def replay(directory: Path, step: int, *, tell: Callable[[str], None] = lambda _
     device = check_device(spec.parallelism.device)
     restored = restored_from(spec, checkpoints[start], device) if start else beginning(spec, device)
     learner, worst = restored.learner, 0.0
+    learner.sizes.load(directory / RECORD)
     for number in range(start + 1, step):
         result, _ = _train(learner, folder, number)
         compared = _compare(result, facts[number])

@@ -15,6 +15,7 @@ from services.trainer.checkpoint.manager import Restored, beginning, restored_fr
 from services.trainer.learning.finished import FinishedLearner
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.memory import LearnerMemory
+from services.trainer.learning.pass_sizes import Bound
 from services.trainer.parallel.channel import Channel
 from services.trainer.parallel.commands import (
     Command,
@@ -108,6 +109,8 @@ class Follower:
         if isinstance(command, Train):
             groups = self._channel.receive_groups(command.payload_bytes)
             hit(Site.TRAINER_STEP)
+            path = None if command.bounds_path is None else Path(command.bounds_path)
+            learner.sizes.follow([Bound(*each) for each in command.bounds], path)
             if command.learns:
                 learner.train(groups, command.step)
             else:

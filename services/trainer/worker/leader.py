@@ -16,7 +16,7 @@ from services.trainer.learning.finished import FinishedLearner
 from services.trainer.learning.learner import Learner, StepResult
 from services.trainer.learning.memory import LearnerMemory
 from services.trainer.parallel.channel import Channel
-from services.trainer.parallel.commands import End, Find, KeepVersion, Offload, Reload, Restore, Save, Snapshot
+from services.trainer.parallel.commands import End, Find, KeepVersion, Offload, Reload, Restore, Save, Snapshot, Train
 from services.trainer.parallel.ranks import ONE_RANK, Ranks
 from services.trainer.parallel.remote_parts import receive_parts
 from services.trainer.worker.follower import build_shard, hit, write_image
@@ -40,7 +40,7 @@ class LedLearner:
 
     def train(self, groups: Sequence[Group], step: int) -> StepResult:
         """Train one step."""
-        self._channel.send_groups(step, groups)
+        self._channel.send_groups(self._command(step), groups)
         result = self._learner.train(groups, step)
         self._channel.end()
         return result
@@ -48,10 +48,16 @@ class LedLearner:
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """Compute the loss on groups that are not trained."""
         assert isinstance(self._learner, FinishedLearner)
-        self._channel.send_groups(0, groups, learns=False)
+        self._channel.send_groups(self._command(0, learns=False), groups)
         found = self._learner.measure(groups)
         self._channel.end()
         return found
+
+    def _command(self, step: int, *, learns: bool = True) -> Train:
+        sizes = self._learner.sizes
+        path = None if sizes.path is None else str(sizes.path)
+        bounds = tuple((each.step, each.work, each.tokens, each.why) for each in sizes.bounds)
+        return Train(step=step, learns=learns, bounds=bounds, bounds_path=path)
 
     def keep_version(self, version: int, oldest: int) -> None:
         """Remember the present weights as this version, and none before ``oldest``, if log-probs need them."""

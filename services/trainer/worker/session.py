@@ -15,6 +15,7 @@ from services.trainer.checkpoint.storage import CheckpointStorage
 from services.trainer.data.plan import StepPlanner
 from services.trainer.data.source import GroupSource, Requirements
 from services.trainer.learning.learner import Learner
+from services.trainer.learning.pass_sizes import RECORD
 from services.trainer.parallel.cores import ComputeCores
 from services.trainer.worker.checkpoint_policy import CheckpointPolicy
 from services.trainer.worker.control import RunControl
@@ -142,6 +143,7 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         restored = await loop.run_in_executor(compute, partial(manager.restore, spec))
         learner, progress = restored.learner, restored.progress
         cores.follow(learner.policy.base)
+        learner.sizes.keep(around.directory / RECORD)
         line = await reconcile_with(queue, around.plane.admission, around.gateway, spec, restored, *mine)
         samples = StepSamples(recorder)
         if recorder is not None:

@@ -74,7 +74,7 @@ def test_the_prompt_of_a_group_is_computed_once() -> None:
     learner, _ = trained(groups, {}, packing="auto", micro_batch_tokens=100_000)
     batch = make_batch(groups)
 
-    [micro] = learner._cut(batch, range(batch.num_sequences))
+    [micro] = learner._cut_of(batch, range(batch.num_sequences))(100_000)
 
     assert set(micro.layout.shared.values()) == {60}
     assert micro.layout.positions < 0.6 * sum(map(len, batch.token_ids))

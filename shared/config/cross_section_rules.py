@@ -117,6 +117,11 @@ def _weights(spec: Sections) -> None:
             "parallelism.tensor_parallel and expert_parallel divide the layers that transformers' plans name, and "
             "model.lora puts others in their place: leave them out, parallelism.ranks alone shards the weights (FSDP2)"
         )
+    if spec.parallelism.mixed_precision is not None and spec.model.dtype == "bfloat16":
+        raise ValueError(
+            "parallelism.mixed_precision keeps the weights in float32 and computes in bfloat16, and model.dtype is "
+            "bfloat16: set model.dtype to float32 or auto, or leave mixed_precision out"
+        )
     if spec.optimisation.freeze and spec.model.lora is not None:
         raise ValueError(
             "optimisation.freeze has no effect while model.lora is set, whose adapters alone are trained: remove it, "

@@ -229,6 +229,7 @@ def decide(spec: Spec, *, trainers: Sequence[DeviceFacts], rollouts: Sequence[De
         is_narrow = all(device.startswith("cuda") for device in used)
         # Asked to round weights for their way, one does not mean to compute with rounded ones.
         is_rounded = spec.asynchrony.publication.wire_dtype is not None
+        is_rounded = is_rounded or spec.parallelism.mixed_precision is not None
         changes["model"] = {"dtype": "bfloat16" if is_narrow and not is_rounded else "float32"}
     return changes
 

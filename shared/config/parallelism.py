@@ -1,7 +1,7 @@
 """What the training processes compute on, and how many there are."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -56,6 +56,15 @@ class CriticParallelismConfig(Config):
     """Ranks that compute the same sequences together (Ulysses)."""
 
 
+class MixedPrecisionConfig(Config):
+    """What layers compute in, where ranks share weights that stay float32 with their gradients and moments (FSDP2)."""
+
+    compute: Literal["bfloat16"] = "bfloat16"
+    """Element type that a layer's weights are gathered in, and that it computes in."""
+    reduce: Literal["float32", "bfloat16"] = "float32"
+    """Element type that gradients travel and are added up in. bfloat16 halves what travels, and rounds each sum."""
+
+
 class ParallelismConfig(Config):
     """The trainer: one process on one device, or several ranks, on one machine or several, that share weights and
     work."""
@@ -93,6 +102,10 @@ class ParallelismConfig(Config):
     """A collective between ranks that takes longer ends the job, which then goes on from its checkpoint."""
     offload: OffloadConfig = OffloadConfig()
     """What is in the host's memory while a GPU does not need it."""
+    mixed_precision: MixedPrecisionConfig | None = None
+    """Compute in another element type than the weights have; needs ranks that share weights, and model.dtype float32,
+    which auto then is. Null computes in the weights' own: with model.dtype bfloat16 masters and moments are float32
+    all the same."""
 
     @model_validator(mode="before")
     @classmethod
@@ -148,6 +161,12 @@ class ParallelismConfig(Config):
             raise ValueError(
                 "parallelism.offload.parameters needs weights that ranks share among them (FSDP2), and there is one "
                 "rank for each part: raise parallelism.ranks, or use offload.optimiser"
+            )
+        if self.mixed_precision is not None and self.ranks == self.tensor_parallel:
+            raise ValueError(
+                "parallelism.mixed_precision is a policy of weights that ranks share among them (FSDP2), and there is "
+                "one rank for each part: raise parallelism.ranks, or set model.dtype to bfloat16, which keeps float32 "
+                "masters as well"
             )
         if self.offload.parameters and len(chosen) > 1:
             raise ValueError(

@@ -8,6 +8,7 @@ trainer.
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -113,11 +114,12 @@ class Critic:
         with self._naming_its_section():
             divide_layers(self._body, ranks)
         shard(self._body, ranks)
-        shard(self._head.to(ranks.device), ranks)
+        # One output for each token: as exact as a policy's log-probabilities.
+        shard(self._head.to(ranks.device), replace(ranks, precision=None))
         if self._stored is not None:
             self._stored.fill(self._body, ranks.home, ranks.device, self._path)
         if self._traits is not None:
-            self._check_same(self._traits, ranks.device)
+            self._check_same(self._traits, ranks)
         self.optimizer = self._new_optimizer()
 
     @contextmanager
@@ -128,11 +130,11 @@ class Critic:
             raise (ModelError(f"parallelism.critic: {error.detail}") if self._is_alone else error) from error
 
     @torch.no_grad()
-    def _check_same(self, traits: Traits, device: torch.device) -> None:
+    def _check_same(self, traits: Traits, ranks: Ranks) -> None:
         is_same = self._split is None or traits.can_pack
         if is_same:
-            found = hidden_states(self._body, probe_input(self._body, device), self._split).float()
-            is_same = agree(found, traits.hidden, next(self._body.parameters()).dtype)
+            found = hidden_states(self._body, probe_input(self._body, ranks.device), self._split).float()
+            is_same = agree(found, traits.hidden, ranks.compute_dtype or next(self._body.parameters()).dtype)
         if not is_same:
             raise ModelError(
                 f"{type(self._body).__name__} computes something else when it is divided among ranks as "

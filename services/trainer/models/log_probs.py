@@ -148,17 +148,17 @@ class Policy:
         for name in ("token_figures", "score_figures", "hidden_figures"):
             register_fsdp_forward_method(self.model, name)
         if self._traits is None:
-            self._traits = self._said(traits_of(self.model, self.device))
+            self._traits = self._said(traits_of(self.model, self.device, ranks.compute_dtype))
         elif ranks.shares_computation:
-            self._check_same()
+            self._check_same(ranks.compute_dtype)
 
     @torch.no_grad()
-    def _check_same(self) -> None:
+    def _check_same(self, dtype: torch.dtype | None) -> None:
         """Refuse a model that computes something else together with other ranks."""
         is_same = self._split is None or (self.can_pack and self.has_plain_head)
         if is_same:
             found = self.model.hidden_figures(probe_input(self.model, self.device))
-            is_same = agree(found, self.traits.hidden, next(self.model.parameters()).dtype)
+            is_same = agree(found, self.traits.hidden, dtype or next(self.model.parameters()).dtype)
         if not is_same and self._split is not None:
             raise ModelError(
                 f"parallelism.sequence_parallel does not work with {self._kind}, whose layers are not all plain "
@@ -241,7 +241,7 @@ def traits_of_twin(model: nn.Module, stored: StoredWeights, ranks: Ranks, path: 
     twin = copy.deepcopy(model)
     shard(twin, ranks.undivided)
     stored.fill(twin, ranks.home, ranks.device, path)
-    found = traits_of(twin, ranks.device)
+    found = traits_of(twin, ranks.device, ranks.compute_dtype)
     del twin
     # Its modules and FSDP's states refer to one another.
     gc.collect()

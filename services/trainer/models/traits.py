@@ -38,17 +38,18 @@ class Traits:
 
 
 @torch.no_grad()
-def traits_of(model: Any, device: torch.device) -> Traits:
+def traits_of(model: Any, device: torch.device, dtype: torch.dtype | None = None) -> Traits:
     """Compute with a model; every rank of a sharded one does it at once.
 
     Args:
         model: a Hugging Face causal LM or classifier, whole or sharded, but with undivided layers.
         device: where it computes.
+        dtype: what it computes in; None: that of its weights.
     """
     ids = probe(model, 0, device)
     logits = model(input_ids=ids, use_cache=False).logits.float() if _has_linear_head(model) else None
     # Only a forward method of the model's own gathers what belongs to no layer: embedding, last norm, head.
-    model.probed = partial(_probed, model)
+    model.probed = partial(_probed, model, dtype or next(model.parameters()).dtype)
     register_fsdp_forward_method(model, "probed")
     try:
         found: Traits = model.probed(ids, logits)
@@ -66,7 +67,8 @@ def attends_apart(model: Any, device: torch.device) -> bool:
         return False
     attend_by_sequence(body)
     try:
-        if _Probing(model, device).can_share_prompts(attends_apart=True):
+        dtype = next(model.parameters()).dtype
+        if _Probing(model, device, dtype).can_share_prompts(attends_apart=True):
             return True
     except (RuntimeError, ValueError, TypeError) as error:
         log.info("model does not take places: its packed rows have a mask", extra={"error": repr(error)})
@@ -100,8 +102,8 @@ def _has_linear_head(model: Any) -> bool:
     return isinstance(head, nn.Linear) and head.bias is None
 
 
-def _probed(model: Any, ids: Tensor, logits: Tensor | None) -> Traits:
-    probing = _Probing(model, ids.device)
+def _probed(model: Any, dtype: torch.dtype, ids: Tensor, logits: Tensor | None) -> Traits:
+    probing = _Probing(model, ids.device, dtype)
     can_pack = probing.can_pack()
     return Traits(
         has_plain_head=logits is not None and probing.is_plain(ids, logits),
@@ -114,9 +116,8 @@ def _probed(model: Any, ids: Tensor, logits: Tensor | None) -> Traits:
 class _Probing:
     """A model while it is asked."""
 
-    def __init__(self, model: Any, device: torch.device) -> None:
-        self._model, self._device = model, device
-        self._dtype = next(model.parameters()).dtype
+    def __init__(self, model: Any, device: torch.device, dtype: torch.dtype) -> None:
+        self._model, self._device, self._dtype = model, device, dtype
 
     def is_plain(self, ids: Tensor, logits: Tensor) -> bool:
         """Whether logits are a product with the output embedding."""

@@ -5,13 +5,22 @@ What tensor and expert parallelism divided before is divided further here, and g
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from services.trainer.parallel.layers import layers_of
 from services.trainer.parallel.ranks import EXPERT_SHARD, REPLICATE, SHARD, Ranks
 from services.trainer.parallel.tensor import is_divided_by_expert
+from shared.config.parallelism import MixedPrecisionConfig
+
+
+def precision_of(config: MixedPrecisionConfig | None) -> MixedPrecisionPolicy | None:
+    """Make FSDP's policy of a spec's section."""
+    if config is None:
+        return None
+    return MixedPrecisionPolicy(param_dtype=getattr(torch, config.compute), reduce_dtype=getattr(torch, config.reduce))
 
 
 def shard(module: nn.Module, ranks: Ranks) -> None:
@@ -38,15 +47,16 @@ def shard_layers(module: nn.Module, ranks: Ranks) -> None:
     offload: dict[str, Any] = {}
     if ranks.offloads_parameters:
         offload["offload_policy"] = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
-    arguments |= offload
+    policies = offload if ranks.precision is None else offload | {"mp_policy": ranks.precision}
+    arguments |= policies
     if ranks.expert_mesh is not None:
-        _shard_experts(module, ranks.expert_mesh, num_batches=num_copies * num_parts, offload=offload)
+        _shard_experts(module, ranks.expert_mesh, num_batches=num_copies * num_parts, policies=policies)
     for layer in layers_of(module):
         fully_shard(layer, **arguments)
     fully_shard(module, **arguments)
 
 
-def _shard_experts(module: nn.Module, mesh: DeviceMesh, *, num_batches: int, offload: dict[str, Any]) -> None:
+def _shard_experts(module: nn.Module, mesh: DeviceMesh, *, num_batches: int, policies: dict[str, Any]) -> None:
     """Shard the experts of every layer among the ranks that have the same ones.
 
     Args:
@@ -54,14 +64,14 @@ def _shard_experts(module: nn.Module, mesh: DeviceMesh, *, num_batches: int, off
         mesh: of the experts.
         num_batches: ranks that compute other sequences than one another. All of them send tokens to each expert, so
             its gradient is the sum over them, of which FSDP is to make the mean.
-        offload: how FSDP keeps them in the host's memory, if it does.
+        policies: how FSDP keeps them in the host's memory and what it gathers them in, where that is said.
     """
     num_copies, num_parts = mesh[REPLICATE].size(), mesh[EXPERT_SHARD].size()
     for experts in module.modules():
         if not is_divided_by_expert(experts):
             continue
         axes = mesh[REPLICATE, EXPERT_SHARD] if num_copies > 1 else mesh[EXPERT_SHARD]
-        fully_shard(experts, mesh=axes, **offload)
+        fully_shard(experts, mesh=axes, **policies)
         assert isinstance(experts, FSDPModule)
         experts.set_gradient_divide_factor(float(num_batches))
         if num_parts > 1:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Self
 
@@ -10,6 +10,7 @@ import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from services.trainer.parallel.channel import Channel
+from services.trainer.parallel.fsdp import precision_of
 from services.trainer.parallel.pulse import Pulse
 from services.trainer.parallel.ranks import MeshShape, Ranks, joined
 from shared.config.parallelism import ParallelismConfig
@@ -80,7 +81,8 @@ def entered(
         with joined(
             shape, place.rank, device, group, timeout_seconds=timeout, host=host, offloads_parameters=offloads
         ) as ranks:
-            yield ranks, Channel(ranks, PrefixStore("commands", store))
+            precise = replace(ranks, precision=precision_of(config.mixed_precision))
+            yield precise, Channel(precise, PrefixStore("commands", store))
     finally:
         pulse.close()
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from services.trainer.algorithms.metrics import Metrics, Tally, combine
 from shared.config.parallelism import CriticParallelismConfig, ParallelismConfig
@@ -40,6 +41,7 @@ class Ranks:
         offloads_parameters: whether sharded weights, their gradients and optimiser are in the host's memory, but for
             the layer that computes.
         timeout: of a collective; None as torch has it.
+        precision: what sharded weights are gathered in and compute in, and gradients are added up in; None: their own.
     """
 
     rank: int = 0
@@ -53,6 +55,12 @@ class Ranks:
     remote: frozenset[int] = frozenset()
     offloads_parameters: bool = False
     timeout: timedelta | None = None
+    precision: MixedPrecisionPolicy | None = None
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """What sharded weights compute in, where that is not their own element type."""
+        return None if self.precision is None else self.precision.param_dtype
 
     @property
     def home(self) -> torch.device:
@@ -73,7 +81,8 @@ class Ranks:
     def reshaped(self, shape: "MeshShape") -> "Ranks":
         """Divide the same ranks otherwise, for another model; every rank asks for it."""
         found = _formed(shape, self.rank, self.device, self.timeout)
-        return replace(found, remote=self.remote, offloads_parameters=self.offloads_parameters)
+        kept = {"offloads_parameters": self.offloads_parameters, "precision": self.precision}
+        return replace(found, remote=self.remote, **kept)
 
     @property
     def is_remote(self) -> bool:

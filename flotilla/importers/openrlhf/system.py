@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from flotilla.importers.adapter import adapter_name, openrlhf_adapter
+from flotilla.importers.attention import attention_of
 from flotilla.importers.datasets import file_or_hub, held_out, takes_split, training
 from flotilla.importers.low_rank import low_rank
 from flotilla.importers.openrlhf import flags, learning
@@ -94,6 +95,26 @@ def devices(source: Source) -> Fields:
             source.put_aside(source.given[flag].spelling, why)
         elif size > 1:
             fields[f"parallelism.{field}"] = size
+    return fields
+
+
+def kernels(source: Source) -> Fields:
+    """Make attention by name and Liger's kernels."""
+    placed, name = devices(source), "--attn_implementation"
+    on_gpus = "resources.trainer.devices" in placed
+    fields: Fields = {}
+    if name in source.given:
+        found = attention_of(
+            source.given[name].value,
+            on_gpus=on_gpus,
+            dtype=str(lengths(source)["model.dtype"]),
+            divides_sequences="parallelism.sequence_parallel" in placed,
+        )
+        if found is not None:
+            source.value(name)
+            fields["model.attention"] = found
+    if on_gpus and source.value("--use_liger_kernel"):
+        fields["model.kernels"] = "liger"
     return fields
 
 
@@ -352,7 +373,7 @@ OPENRLHF: System = make_system(
     "openrlhf",
     (flags.MODELS, flags.DATA, flags.SAMPLING, flags.BATCHES, flags.OPTIMISER, flags.RUNNING, learning.ROWS),
     rules=(
-        model, critic, average, data, batches, asynchrony, devices, sharing, publication, schedule, lengths,
+        model, critic, average, data, batches, asynchrony, devices, sharing, kernels, publication, schedule, lengths,
         learning.advantage, learning.policy_loss, learning.kl, rewards, evaluation, tracking,
     ),
 )  # fmt: skip

@@ -234,8 +234,14 @@ SERVING = ("gpu_memory_utilization", "block_size", "max_model_len", "load_format
 BACKENDS: tuple[Parameter, ...] = (
     *unsupported(SHARDING, *(f"{TRAIN}.{CONFIG}.{name}" for name in BACKEND), f"{TRAIN}.strategy_args.strategy_name",
              f"{TRAIN}.offload_nccl", f"{INFER}.offload_nccl", "reference.offload_nccl"),
-    *unsupported(KERNELS, f"{TRAIN}.model_args.disable_gradient_checkpointing", default=True, nothing=(None,)),
-    *unsupported(KERNELS, f"{TRAIN}.model_args.attn_implementation", f"{TRAIN}.model_args.flash_attn"),
+    translated(f"{TRAIN}.model_args.disable_gradient_checkpointing", "optimisation.activation_checkpointing", flag,
+               "false computes activations again in the backward pass; where it is silent, ours, which keeps them",
+               example=False, translate=lambda value: not value),
+    translated(f"{TRAIN}.model_args.attn_implementation", "model.attention", text,
+               "fa2 is flash_attention_2, where the trainer's device_mapping has several GPUs and it computes in "
+               "bfloat16; beside context parallelism sdpa alone", example="fa2",
+               context={f"{TRAIN}.device_mapping": "list(range(0,4))"}, unread=Verdict.UNSUPPORTED),
+    *unsupported(KERNELS, f"{TRAIN}.model_args.flash_attn"),
     *ignored("how rows are loaded does not change them", f"{TRAIN}.training_args.dataloader_num_workers"),
     *unsupported(SHARDING, f"{TRAIN}.strategy_args", f"{TRAIN}.{CONFIG}", "offload_nccl", is_tree=True, harmless=(1,)),
     *unsupported(ENGINE, *(f"{INFER}.{CONFIG}.{name}" for name in SERVING), f"{INFER}.strategy_args.strategy_name"),

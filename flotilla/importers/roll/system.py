@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from flotilla.importers.attention import attention_of
 from flotilla.importers.composition import Beside, Composition
 from flotilla.importers.datasets import FILES, held_out, training
 from flotilla.importers.hydra import apply_hydra_overrides, as_given
@@ -114,6 +115,20 @@ def batches(source: Source) -> Fields:
         redundant = source.required("max_additional_running_prompts")
         fields |= {"asynchrony.redundant_groups": redundant, "asynchrony.on_max_lag": "drop"}
     return fields
+
+
+def kernels(source: Source) -> Fields:
+    """Make attention by name."""
+    name, placed = f"{TRAIN}.model_args.attn_implementation", placement(source)
+    if name not in source.given:
+        return {}
+    found = attention_of(
+        source.given[name].value,
+        on_gpus="resources.trainer.devices" in placed,
+        dtype=source.choose(f"{TRAIN}.model_args.dtype", DTYPES) or "bfloat16",
+        divides_sequences="parallelism.sequence_parallel" in placed,
+    )
+    return {} if found is None or source.value(name) is None else {"model.attention": found}
 
 
 def adapters(source: Source) -> Fields:
@@ -334,8 +349,8 @@ ROLL: System = make_system(
         learning.ROWS, learning.LOSS_ROWS, learning.REWARD_ROWS, REWARD_ROWS,
     ),
     rules=(
-        data, batches, placement, run, adapters, lengths, learning.advantage, learning.policy_loss, learning.kl,
-        learning.normalisation, learning.masks, rewards, tracking, environments.environments,
+        data, batches, placement, kernels, run, adapters, lengths,
+        learning.advantage, learning.policy_loss, learning.kl, learning.normalisation, learning.masks, rewards, tracking, environments.environments,
     ),
     spellings=rows.GENERIC,
 )  # fmt: skip

@@ -24,6 +24,10 @@ SHARDING = (
     "is computed"
 )
 KERNELS = "activations are kept and kernels are torch's own: this changes speed and memory, not what is computed"
+COMPILED = (
+    "verl compiles the entropy of the logits alone, which is computed in chunks here; optimisation.compile_layers "
+    "compiles whole layers: this changes speed, not what is computed"
+)
 MICRO = "optimisation.micro_batch_tokens alone bounds a pass: the loss does not depend on how it is cut"
 CUTTING = "optimisation.micro_batch_tokens alone bounds a pass: log-probabilities do not depend on how they are cut"
 PACKING = "sequences are packed without padding where that is cheaper: optimisation.packing"
@@ -37,6 +41,8 @@ SAPO = {f"{ACTOR}.policy_loss.loss_mode": "sapo"}
 WITH_LORA = {f"{MODEL}.lora_rank": 8}
 LOW_RANK = LowRank(f"{MODEL}.lora_rank", f"{MODEL}.lora_alpha", f"{MODEL}.target_modules", f"{MODEL}.exclude_modules")
 WITH_KL = {f"{ACTOR}.use_kl_loss": True}
+
+ON_FOUR_GPUS = {"trainer.device": "cuda", "trainer.n_gpus_per_node": 4}
 
 MODEL_ROWS: tuple[Parameter, ...] = (
     applied(f"{MODEL}.path", "model.path", text, "a directory, or a name on the hub", example="other-model",
@@ -66,9 +72,16 @@ MODEL_ROWS: tuple[Parameter, ...] = (
             default=None),
     applied(f"{MODEL}.enable_gradient_checkpointing", "optimisation.activation_checkpointing", flag,
             "activations are computed again in the backward pass; where it is silent, ours, false", example=True),
-    *unsupported(KERNELS, f"{MODEL}.override_config.attn_implementation",
-             f"{MODEL}.enable_activation_offload", f"{MODEL}.use_liger", f"{MODEL}.use_fused_kernels",
-             f"{MODEL}.fused_kernel_options.impl_backend"),
+    translated(f"{MODEL}.override_config.attn_implementation", "model.attention", text,
+               "the same names; flash attention where the trainer is on GPUs (trainer.device is cuda) and computes in "
+               "bfloat16; beside ulysses_sequence_parallel_size sdpa alone", example="flash_attention_2",
+               default="flash_attention_2", context=ON_FOUR_GPUS, unread=Verdict.UNSUPPORTED),
+    translated(f"{MODEL}.enable_activation_offload", "parallelism.offload.activations", flag,
+               "what layers keep for the backward pass, where trainer.device is cuda", example=True, default=False,
+               harmless=(False,), context=ON_FOUR_GPUS, unread=Verdict.UNSUPPORTED),
+    translated(f"{MODEL}.use_liger", "model.kernels", flag, "liger, where trainer.device is cuda", example=True,
+               default=False, harmless=(False,), context=ON_FOUR_GPUS, unread=Verdict.UNSUPPORTED),
+    *unsupported(KERNELS, f"{MODEL}.use_fused_kernels", f"{MODEL}.fused_kernel_options.impl_backend"),
     *ignored(PACKING, f"{MODEL}.use_remove_padding"),
     *ignored("how the model's files are read does not change them", f"{MODEL}.use_shm"),
     translated("actor_rollout_ref.hybrid_engine", "resources.sharing", flag,
@@ -77,7 +90,6 @@ MODEL_ROWS: tuple[Parameter, ...] = (
                unread=Verdict.UNSUPPORTED),
 )  # fmt: skip
 
-ON_FOUR_GPUS = {"trainer.device": "cuda", "trainer.n_gpus_per_node": 4}
 COMPUTED_IN = (
     f"{ACTOR}.fsdp_config.dtype", f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", f"{ACTOR}.megatron.dtype",
 )  # fmt: skip
@@ -154,7 +166,8 @@ ACTOR_ROWS: tuple[Parameter, ...] = (
             "offered", is_tree=True),
     *ignored("what shuffle draws depends on the experiment's seed and the step", f"{ACTOR}.data_loader_seed"),
     *unsupported(MICRO, f"{ACTOR}.ppo_micro_batch_size"),
-    *unsupported(KERNELS, f"{ACTOR}.use_torch_compile", f"{ACTOR}.entropy_from_logits_with_chunking",
+    *unsupported(COMPILED, f"{ACTOR}.use_torch_compile"),
+    *unsupported(KERNELS, f"{ACTOR}.entropy_from_logits_with_chunking",
              f"{ACTOR}.entropy_checkpointing"),
     *unsupported(SHARDING, f"{ACTOR}.strategy", f"{ACTOR}.fsdp_config.wrap_policy.min_num_params",
              f"{ACTOR}.fsdp_config.offload_policy", f"{ACTOR}.fsdp_config.reshard_after_forward",
@@ -166,6 +179,10 @@ ACTOR_ROWS: tuple[Parameter, ...] = (
     translated(f"{ACTOR}.fsdp_config.optimizer_offload", "parallelism.offload.optimiser", flag,
                "AdamW's moments, where trainer.device is cuda; param_offload takes them along", example=True,
                default=False, harmless=(False,), context=ON_FOUR_GPUS, unread=Verdict.UNSUPPORTED),
+    translated(f"{ACTOR}.fsdp_config.mixed_precision.reduce_dtype", "parallelism.mixed_precision.reduce", text,
+               "fp32: gradients of bfloat16 passes are added up among ranks in float32, where several GPUs of the "
+               "trainer are ranks (trainer.device is cuda); bf16 is ours without it", example="fp32", default="bf16",
+               context=ON_FOUR_GPUS, unread=Verdict.UNSUPPORTED),
     translated(f"{ACTOR}.fsdp_config.fsdp_size", "parallelism.replicas", integer,
                "GPUs that a copy of the weights is divided among, where those of the trainer are ranks: "
                "with fewer than these there are several copies (HSDP)",

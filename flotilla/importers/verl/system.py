@@ -47,7 +47,7 @@ VERL: System = make_system(
         datasets.rows, rules.batches, rules.lengths, rules.schedule, learning.advantage, learning.policy_loss,
         learning.kl, learning.old_policy, learning.critic, learning.adapters, learning.resampling,
         distillation.distillation, rules.rewards,
-        rules.evaluation, rules.checkpoints, rules.beginning, rules.placement, offload.offload,
+        rules.evaluation, rules.checkpoints, rules.beginning, rules.placement, offload.offload, offload.kernels,
         rules.publication, rules.tracking,
         tools.episodes,
     ),

@@ -59,7 +59,12 @@ LISTS = Path(__file__).parent / "parameters"
         ("openrlhf", "--flash_attn", True),
         ("roll", "actor_infer.strategy_args.strategy_name", "vllm"),
         ("roll", "actor_train.strategy_args.strategy_name", "megatron_train"),
-        ("roll", "actor_train.model_args.disable_gradient_checkpointing", False),
+        ("roll", "actor_train.model_args.attn_implementation", "fa2"),
+        ("openrlhf", "--attn_implementation", "flash_attention_2"),
+        ("openrlhf", "--use_liger_kernel", True),
+        ("verl", "actor_rollout_ref.model.override_config.attn_implementation", "flash_attention_2"),
+        ("verl", "actor_rollout_ref.model.use_liger", True),
+        ("verl", f"{ACTOR}.use_torch_compile", True),
         ("roll", "actor_infer.device_mapping", "list(range(0,8))"),
         ("roll", "rewards.math.world_size", 8),
         ("roll", "num_gpus_per_node", 8),
@@ -86,7 +91,6 @@ def test_a_way_to_run_that_the_fleet_does_not_have_is_unsupported(system: str, n
         ("verl", "trainer.default_local_dir", None),
         ("openrlhf", "--zero_stage", 0),
         ("openrlhf", "--actor_num_nodes", 1),
-        ("roll", "actor_train.model_args.disable_gradient_checkpointing", True),
     ],
 )
 def test_a_way_to_run_that_is_the_fleets_own_is_not(system: str, name: str, value: Any) -> None:
@@ -167,6 +171,58 @@ def test_coverage_counts_it_apart(capsys: pytest.CaptureFixture[str]) -> None:
     verdicts = {row["name"]: row["verdict"] for row in found["parameters"]}
     assert found["counts"]["verl.json"]["unsupported"] > 30
     assert verdicts["--zero_stage"] == "unsupported"
+
+
+ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
+NARROW = f"{ACTOR}.fsdp_config.mixed_precision.reduce_dtype"
+SEVERAL = {
+    "verl": GPUS,
+    "openrlhf": {"--actor_num_gpus_per_node": 4},
+    "roll": {"actor_train.device_mapping": "list(range(0,4))"},
+}
+
+
+@pytest.mark.parametrize(
+    ("system", "given", "field", "value"),
+    [
+        ("verl", {ATTENTION: "flash_attention_2"}, "model.attention", "flash_attention_2"),
+        ("verl", {"actor_rollout_ref.model.use_liger": True}, "model.kernels", "liger"),
+        ("verl", {"actor_rollout_ref.model.enable_activation_offload": True}, "parallelism.offload.activations", True),
+        ("verl", {NARROW: "fp32"}, "parallelism.mixed_precision.reduce", "float32"),
+        ("openrlhf", {"--attn_implementation": "flash_attention_3"}, "model.attention", "flash_attention_3"),
+        ("openrlhf", {"--use_liger_kernel": True}, "model.kernels", "liger"),
+        ("roll", {"actor_train.model_args.attn_implementation": "fa2"}, "model.attention", "flash_attention_2"),
+        ("roll", {"actor_train.model_args.disable_gradient_checkpointing": False},
+         "optimisation.activation_checkpointing", True),
+    ],
+)  # fmt: skip
+def test_kernels_and_memory_are_those_of_the_file_where_the_trainer_has_gpus(
+    system: str, given: dict[str, Any], field: str, value: Any
+) -> None:
+    imported = import_flat(system, {**BASES[system], **SEVERAL[system], **given})
+
+    assert imported.spec is not None
+    found: Any = imported.spec
+    for name in field.split("."):
+        found = getattr(found, name)
+    assert found == value
+    assert not {entry.name for entry in imported.report.unsupported} & set(given)
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", "flex_attention"])
+def test_attention_that_needs_no_gpu_is_the_same_anywhere(name: str) -> None:
+    imported = import_flat("verl", {**BASES["verl"], ATTENTION: name})
+
+    assert imported.spec is not None and imported.spec.model.attention == name
+
+
+def test_sequences_that_ranks_share_are_attended_to_by_sdpa() -> None:
+    given = {**GPUS, f"{ACTOR}.ulysses_sequence_parallel_size": 2, ATTENTION: "flash_attention_2"}
+
+    imported = import_flat("verl", {**BASES["verl"], **given})
+
+    assert imported.spec is not None and imported.spec.model.attention == "auto"
+    assert [entry.name for entry in imported.report.unsupported] == [ATTENTION]
 
 
 ONE_GPU = {"trainer.device": "cuda", "trainer.n_gpus_per_node": 1}

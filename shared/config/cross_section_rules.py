@@ -9,6 +9,7 @@ from shared.config.advantage import GdpoConfig, RemaxConfig
 from shared.config.algorithm import AlgorithmConfig
 from shared.config.asynchrony import AsynchronyConfig
 from shared.config.checkpoint import CheckpointConfig
+from shared.config.compute_rules import check_compute, check_offload
 from shared.config.data import DataConfig, check_data_source_column
 from shared.config.engine import ServerEngineConfig, SglangEngineConfig
 from shared.config.engine_group_rules import check_engine_group
@@ -90,7 +91,13 @@ def check_sections(spec: Sections) -> None:
     _critic(spec)
     _held_out_sets(spec)
     _sharing(spec)
-    _offload(spec)
+    check_compute(spec.model, spec.parallelism)
+    check_offload(
+        spec.parallelism.offload,
+        shares_devices=spec.shares_devices,
+        has_adapters=spec.model.lora is not None,
+        needs_reference=spec.needs_reference,
+    )
     if not spec.samples_answers:
         return
     _engine(spec)
@@ -117,11 +124,6 @@ def _weights(spec: Sections) -> None:
             "parallelism.tensor_parallel and expert_parallel divide the layers that transformers' plans name, and "
             "model.lora puts others in their place: leave them out, parallelism.ranks alone shards the weights (FSDP2)"
         )
-    if spec.parallelism.mixed_precision is not None and spec.model.dtype == "bfloat16":
-        raise ValueError(
-            "parallelism.mixed_precision keeps the weights in float32 and computes in bfloat16, and model.dtype is "
-            "bfloat16: set model.dtype to float32 or auto, or leave mixed_precision out"
-        )
     if spec.optimisation.freeze and spec.model.lora is not None:
         raise ValueError(
             "optimisation.freeze has no effect while model.lora is set, whose adapters alone are trained: remove it, "
@@ -146,20 +148,6 @@ def _critic(spec: Sections) -> None:
             "parallelism.critic has no effect without a critic, which algorithm.advantage.kind gae alone has: leave it "
             "out"
         )
-
-
-def _offload(spec: Sections) -> None:
-    chosen = spec.parallelism.offload.chosen
-    if chosen and spec.shares_devices:
-        raise ValueError(
-            f"parallelism.offload.{chosen[0]} and resources.sharing time both move what the trainer has off its "
-            "device: leave one of both out"
-        )
-    if spec.parallelism.offload.reference and (spec.model.lora is not None or not spec.needs_reference):
-        why = (
-            "no reference model is used" if spec.model.lora is None else "the reference is the model without model.lora"
-        )
-        raise ValueError(f"parallelism.offload.reference has no effect, since {why}: leave it out")
 
 
 def _engine(spec: Sections) -> None:

@@ -29,6 +29,14 @@ class ModelConfig(Config):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Element type of the weights in training and sampling. auto: bfloat16 where all that compute with them do so on
     GPUs, else float32: on a CPU without AMX, bfloat16 is much slower."""
+    attention: Literal[
+        "auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"
+    ] = "auto"
+    """What computes attention in the trainer, by transformers' names. auto: torch's sdpa where the model has it, else
+    eager. What is not installed there, or what the model does not support, is refused when the model is loaded."""
+    kernels: Literal["auto", "liger"] = "auto"
+    """What computes norms, gates and rotations in the trainer. liger: Liger's Triton kernels, on a GPU, where that
+    package is installed. auto: ours on a CPU, torch's elsewhere."""
     lora: LoraConfig | None = None
     """Adapters that are trained in place of the weights; null trains the weights themselves. See docs/lora.md."""
 

@@ -48,6 +48,9 @@ class OptimisationConfig(Config):
     activation_checkpointing: bool = False
     """Keep of each layer's activations its input alone and compute the rest again in the backward pass: less memory for
     about a third more computation."""
+    compile_layers: bool = False
+    """Let torch.compile make one program of each layer (inductor), for rows of any width: faster steps on a GPU after
+    the first one, which waits for the compiler. Needs a C++ compiler on a CPU, Triton on a GPU."""
     packing: Literal["auto", "packed", "padded"] = "auto"
     """packed: several sequences per row without padding between them, where answers to one prompt may stand behind it
     together, so that it is computed once; padded: one sequence per row; auto: whichever costs least for the

@@ -36,6 +36,9 @@ class OffloadConfig(Config):
     """AdamW's two moments, 8 bytes per trained parameter: an update takes them to the GPU a bucket at a time."""
     reference: bool = False
     """The reference model, which is on the GPU for its pass alone, once per step."""
+    activations: bool = False
+    """What layers keep for the backward pass, which brings it back: beside `optimisation.activation_checkpointing` the
+    input of each layer."""
 
     @property
     def chosen(self) -> list[str]:
@@ -103,9 +106,9 @@ class ParallelismConfig(Config):
     offload: OffloadConfig = OffloadConfig()
     """What is in the host's memory while a GPU does not need it."""
     mixed_precision: MixedPrecisionConfig | None = None
-    """Compute in another element type than the weights have; needs ranks that share weights, and model.dtype float32,
-    which auto then is. Null computes in the weights' own: with model.dtype bfloat16 masters and moments are float32
-    all the same."""
+    """Compute in another element type than ranks keep their weights in, and add gradients up in one of its own. It
+    needs ranks that share weights. model.dtype auto then is float32; with bfloat16, whose masters and moments are
+    float32 all the same, `reduce` alone has an effect. Null: all in the weights' own."""
 
     @model_validator(mode="before")
     @classmethod
@@ -168,9 +171,10 @@ class ParallelismConfig(Config):
                 "one rank for each part: raise parallelism.ranks, or set model.dtype to bfloat16, which keeps float32 "
                 "masters as well"
             )
-        if self.offload.parameters and len(chosen) > 1:
+        beside = [name for name in chosen if name not in {"parameters", "activations"}]
+        if self.offload.parameters and beside:
             raise ValueError(
-                f"parallelism.offload.{chosen[1]} has no effect beside offload.parameters, which takes all models and "
+                f"parallelism.offload.{beside[0]} has no effect beside offload.parameters, which takes all models and "
                 "their optimiser state to the host's memory: leave it out"
             )
         return self

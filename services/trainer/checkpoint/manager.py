@@ -286,7 +286,8 @@ def beginning(spec: ExperimentSpec, device: torch.device, ranks: Ranks = ONE_RAN
 
 def _learner(spec: ExperimentSpec, source: Path, device: torch.device, ranks: Ranks) -> Learner:
     # Several ranks read what each of them keeps, when that is known.
-    load = partial(load_model, device=device, in_parts=ranks.is_several)
+    how = spec.model
+    load = partial(load_model, device=device, in_parts=ranks.is_several, attention=how.attention, kernels=how.kernels)
     loaded = load(source, dtype=spec.model.dtype, scores=isinstance(spec.job, RewardModelJobConfig))
     reference = None
     if spec.needs_reference and spec.model.lora is None:

@@ -1,7 +1,8 @@
 """A micro-batch: one forward pass, and which of the batch's tokens it predicts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -61,6 +62,7 @@ def make_micro_batches(
     shares_prompts: bool = False,
     hidden_size: int = SMALL_HIDDEN_SIZE,
     attends_apart: bool = False,
+    is_varlen: bool = False,
 ) -> list[MicroBatch]:
     """Cut some sequences of a batch into micro-batches; those without a sampled token need no forward pass.
 
@@ -74,6 +76,7 @@ def make_micro_batches(
         shares_prompts: whether a prompt that several sequences begin with may be computed once.
         hidden_size: of the model.
         attends_apart: whether attention goes sequence by sequence in packed rows.
+        is_varlen: whether attention finds sequences by their positions.
     """
     spans = batch.span_lengths
     chosen = [number for number in members if spans[number]]
@@ -85,9 +88,10 @@ def make_micro_batches(
         packing=packing,
         prompts=_prompts_of(batch, chosen) if shares_prompts else None,
         hidden_size=hidden_size,
-        attends_apart=attends_apart,
+        attends_apart=attends_apart or is_varlen,
     )
-    made = list(_filled(batch, [renumbered(layout, chosen) for layout in shares[rank]], device, attends_apart))
+    build = partial(build_input, attends_apart=attends_apart, is_varlen=is_varlen)
+    made = list(_filled(batch, [renumbered(layout, chosen) for layout in shares[rank]], device, build))
     return made + [_empty(device)] * (max(map(len, shares)) - len(made))
 
 
@@ -112,7 +116,7 @@ def _empty(device: torch.device) -> MicroBatch:
 
 
 def _filled(
-    batch: TrainingBatch, layouts: Sequence[MicroLayout], device: torch.device, attends_apart: bool
+    batch: TrainingBatch, layouts: Sequence[MicroLayout], device: torch.device, build: Callable[..., ModelInput]
 ) -> Iterator[MicroBatch]:
     offsets = np.concatenate([[0], np.cumsum(batch.span_lengths)])
     mask = batch.sequences.response_mask.cpu().numpy()
@@ -131,7 +135,7 @@ def _filled(
         counted = None if shares is None else shares[numbers]
         yield MicroBatch(
             layout=layout,
-            inputs=build_input(layout, batch.token_ids, sampled, attends_apart=attends_apart).to(device),
+            inputs=build(layout, batch.token_ids, sampled).to(device),
             members=numbers,
             tokens=torch.from_numpy(tokens).to(device),
             sequences=PackedSequences(index, torch.from_numpy(is_sampled).to(device), len(members), counted),

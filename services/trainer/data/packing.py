@@ -246,6 +246,8 @@ class ModelInput:
         predictors: [N] int64, flat positions whose hidden states predict the labels.
         labels: [N] int64, sampled tokens.
         places: where the sequences are, for attention that goes one by one; there is no mask then.
+        is_varlen: whether sequences begin where positions do, for attention that finds them by that in a single row;
+            there is no mask then.
     """
 
     token_ids: Tensor
@@ -254,6 +256,7 @@ class ModelInput:
     predictors: Tensor
     labels: Tensor
     places: SequencePlaces | None = None
+    is_varlen: bool = False
 
     def to(self, device: torch.device) -> "ModelInput":
         """Move the tensors."""
@@ -264,7 +267,8 @@ class ModelInput:
             mask,
             self.predictors.to(device),
             self.labels.to(device),
-            self.places,
+            None if self.places is None else self.places.to(device),
+            self.is_varlen,
         )
 
 
@@ -274,6 +278,7 @@ def build_input(
     sampled: Mapping[int, npt.NDArray[np.int64]],
     *,
     attends_apart: bool = False,
+    is_varlen: bool = False,
 ) -> ModelInput:
     """Fill the rows of a layout.
 
@@ -282,6 +287,7 @@ def build_input(
         token_ids: per sequence of the whole batch, [L] tokens.
         sampled: by number of the sequence, positions of the tokens that the policy sampled, each at least 1.
         attends_apart: whether packed rows get places for a mask.
+        is_varlen: whether they get neither, but are to be read as one row; no prompt is shared then.
 
     Returns:
         The input; predictors and labels run over the layout's members in order.
@@ -312,7 +318,7 @@ def build_input(
     mask = places = None
     if layout.is_packed and attends_apart:
         places = places_of(sequences, ids.size)
-    elif layout.is_packed:
+    elif layout.is_packed and not is_varlen:
         owners = torch.from_numpy(owner)
         mask = _block_causal(owners, owners)
         if layout.shared:
@@ -324,6 +330,7 @@ def build_input(
         predictors=torch.from_numpy(np.concatenate(predictors)),
         labels=torch.from_numpy(np.concatenate(labels)),
         places=places,
+        is_varlen=layout.is_packed and is_varlen,
     )
 
 

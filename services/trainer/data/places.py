@@ -1,7 +1,7 @@
 """Where the tokens of each sequence are in packed rows, so that attention can go sequence by sequence."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,12 @@ class SequencePlaces:
     starts: Tensor
     slot_of: Tensor
     result_of: Tensor
+
+    def to(self, device: torch.device) -> "SequencePlaces":
+        """Move what gathering by a GPU needs there; kernels of the CPU take the rest."""
+        if device.type == "cpu":
+            return self
+        return replace(self, position_of=self.position_of.to(device), slot_of=self.slot_of.to(device))
 
 
 def places_of(sequences: Sequence[npt.NDArray[np.int64]], num_positions: int) -> SequencePlaces:

@@ -36,7 +36,7 @@ from services.trainer.models.loading import LoadedModel
 from services.trainer.models.log_probs import Policy
 from services.trainer.models.optimizer import PolicyOptimizer, UpdateResult
 from services.trainer.models.versions import VersionedWeights
-from services.trainer.parallel.layers import recompute_activations
+from services.trainer.parallel.layers import prepare_layers
 from services.trainer.parallel.ranks import ONE_RANK, Ranks
 from services.trainer.parallel.sequence import SequenceParallel
 from shared.config.algorithm import KlLossConfig, KlRewardConfig
@@ -103,10 +103,8 @@ class Learner:
                 each.split_sequences(SequenceParallel(group))
         # After the critic's copy, which trains whole.
         self.adapters = choose_trained(loaded.model, spec)
-        if spec.optimisation.activation_checkpointing:
-            recompute_activations(loaded.model)
-            if self.critic is not None:
-                self.critic.recompute_activations()
+        for module in [loaded.model, *([] if self.critic is None else [self.critic.body])]:
+            prepare_layers(module, spec, self.device)
         self.weights = self._lay_out(spec.asynchrony.publication.wire_dtype)
         self._packing = self.policy.resolve_packing(spec.optimisation.packing)
         parameters = loaded.model.named_parameters()
@@ -269,7 +267,9 @@ class Learner:
             num_ranks=ranks.data_size,
             shares_prompts=self._shares_prompts and policy.can_share_prompts,
             hidden_size=policy.hidden_size,
-            attends_apart=all(each.attends_apart for each in (policy, self.policy, self.reference or policy)),
+            is_varlen=policy.is_varlen,
+            attends_apart=not self.spec.optimisation.compile_layers
+            and all(each.attends_apart for each in (policy, self.policy, self.reference or policy)),
         )
 
     @torch.no_grad()

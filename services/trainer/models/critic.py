@@ -24,7 +24,6 @@ from services.trainer.models.log_probs import hidden_states, traits_of_twin
 from services.trainer.models.optimizer import PolicyOptimizer, UpdateResult
 from services.trainer.models.traits import Traits, agree, probe_input, traits_of
 from services.trainer.parallel.fsdp import shard
-from services.trainer.parallel.layers import recompute_activations
 from services.trainer.parallel.ranks import ONE_RANK, MeshShape, Ranks
 from services.trainer.parallel.sequence import SequenceParallel
 from services.trainer.parallel.tensor import divide_layers
@@ -95,9 +94,10 @@ class Critic:
         if self._stored is None:
             self.optimizer = self._new_optimizer()
 
-    def recompute_activations(self) -> None:
-        """Keep of each layer its input alone."""
-        recompute_activations(self._body)
+    @property
+    def body(self) -> nn.Module:
+        """What computes hidden states."""
+        return self._body
 
     def split_sequences(self, split: SequenceParallel) -> None:
         """Compute every row together with other ranks; before the weights are sharded."""

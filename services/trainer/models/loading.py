@@ -16,6 +16,7 @@ from transformers import (
     GenerationConfig,
 )
 
+from services.trainer.models.installed_kernels import apply_kernels, check_attention
 from services.trainer.models.stored_weights import StoredWeights, without_memory
 from shared.errors import ModelError
 from shared.model_files import check_directory
@@ -70,7 +71,14 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_model(
-    path: Path, *, dtype: str, device: torch.device, scores: bool = False, in_parts: bool = False
+    path: Path,
+    *,
+    dtype: str,
+    device: torch.device,
+    scores: bool = False,
+    in_parts: bool = False,
+    attention: str = AUTO,
+    kernels: str = AUTO,
 ) -> LoadedModel:
     """Load config, weights and tokenizer; nothing is ever fetched from a network.
 
@@ -80,6 +88,7 @@ def load_model(
         device: where the weights go.
         scores: as a sequence classifier with one output, whose head is made where the weights have none.
         in_parts: leave the weights where they are, if a rank can read its part of them by itself.
+        attention, kernels: what computes it; see ``ModelConfig``.
 
     Raises:
         ModelError: something is missing or does not fit; one sentence names it.
@@ -95,9 +104,14 @@ def load_model(
         # What a classifier of transformers finds the last token of a padded row by.
         config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     wanted = _dtype(dtype, device)
+    if attention != AUTO:
+        check_attention(attention, device)
+        config._attn_implementation = attention
     if in_parts and (found := without_weights(path, config, wanted, scores=scores)) is not None:
+        apply_kernels(kernels, found.model, device)
         return found
     model = _load_weights(path, config, wanted, scores=scores)
+    apply_kernels(kernels, model, device)
     return LoadedModel(model.to(device).eval(), path)
 
 

@@ -22,7 +22,15 @@ from services.trainer.models.host_memory import ParkedTensors
 from services.trainer.models.loading import LoadedModel
 from services.trainer.models.native.kernels import kernels_for
 from services.trainer.models.stored_weights import StoredWeights
-from services.trainer.models.traits import Traits, agree, arguments_of, attends_apart, probe_input, traits_of
+from services.trainer.models.traits import (
+    Traits,
+    agree,
+    arguments_of,
+    attends_apart,
+    attends_by_position,
+    probe_input,
+    traits_of,
+)
 from services.trainer.parallel.fsdp import shard
 from services.trainer.parallel.ranks import ONE_RANK, Ranks
 from services.trainer.parallel.sequence import SequenceParallel
@@ -64,7 +72,8 @@ class Policy:
         self.device = next(model.parameters()).device if stored is None else ranks.device
         self._kind = type(model).__name__
         self._stored = stored
-        fuse_layers(model)
+        if self.device.type == "cpu":
+            fuse_layers(model)
         self._split: SequenceParallel | None = None
         self._parked: ParkedTensors | None = None
         self._traits: Traits | None = None
@@ -106,6 +115,11 @@ class Policy:
     def can_share_prompts(self) -> bool:
         """Whether answers in a row may follow one prompt."""
         return self.traits.can_share_prompts
+
+    @property
+    def is_varlen(self) -> bool:
+        """Whether attention finds the sequences of packed rows by their positions, without a mask."""
+        return attends_by_position(self.model)
 
     @property
     def hidden_size(self) -> int:

@@ -63,7 +63,7 @@ def attends_apart(model: Any, device: torch.device) -> bool:
     """Let a whole model's attention go sequence by sequence, if it passes on to its layers where the sequences are."""
     body = model.base_model
     before = body.config._attn_implementation
-    if before != "sdpa" or kernels_for(next(model.parameters())) is None:
+    if before != "sdpa" or (device.type == "cpu" and kernels_for(next(model.parameters())) is None):
         return False
     attend_by_sequence(body)
     try:
@@ -74,6 +74,11 @@ def attends_apart(model: Any, device: torch.device) -> bool:
         log.info("model does not take places: its packed rows have a mask", extra={"error": repr(error)})
     body.set_attn_implementation(before)
     return False
+
+
+def attends_by_position(model: Any) -> bool:
+    """Whether a model's attention takes no mask, and sequences of a single row begin where positions do."""
+    return str(model.config._attn_implementation).startswith("flash")
 
 
 def probe(model: Any, seed: int, device: torch.device) -> Tensor:
@@ -108,7 +113,7 @@ def _probed(model: Any, dtype: torch.dtype, ids: Tensor, logits: Tensor | None) 
     return Traits(
         has_plain_head=logits is not None and probing.is_plain(ids, logits),
         can_pack=can_pack,
-        can_share_prompts=can_pack and probing.can_share_prompts(),
+        can_share_prompts=can_pack and not attends_by_position(model) and probing.can_share_prompts(),
         hidden=probing.hidden(input_ids=probe(model, 3, ids.device)),
     )
 
@@ -134,11 +139,11 @@ class _Probing:
         first, second = self._probe(1), self._probe(2)
         joined = torch.cat([first, second], dim=1)
         owner = torch.arange(2, device=self._device).repeat_interleave(PROBE_TOKENS)
-        mask = (owner[:, None] == owner[None, :]).tril()[None, None]
+        mask = None if attends_by_position(self._model) else (owner[:, None] == owner[None, :]).tril()[None, None]
         positions = torch.arange(PROBE_TOKENS, device=self._device).repeat(2)[None]
         try:
             packed = self.hidden(input_ids=joined, attention_mask=mask, position_ids=positions)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
             log.info("model does not take a mask of its own: no packing", extra={"error": repr(error)})
             return False
         apart = torch.cat([self.hidden(input_ids=first), self.hidden(input_ids=second)], dim=1)
@@ -171,6 +176,9 @@ class _Probing:
 def arguments_of(inputs: ModelInput) -> dict[str, Any]:
     """Return what a model is called with."""
     arguments: dict[str, Any] = {"input_ids": inputs.token_ids, "use_cache": False}
+    if inputs.is_varlen:
+        rows = {"input_ids": inputs.token_ids, "position_ids": inputs.position_ids}
+        return arguments | {name: each.reshape(1, -1) for name, each in rows.items()}
     if inputs.attention_mask is not None:
         arguments |= {"attention_mask": inputs.attention_mask, "position_ids": inputs.position_ids}
     if inputs.places is not None:

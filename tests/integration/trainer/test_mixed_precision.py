@@ -36,7 +36,7 @@ def narrow(ranks: Ranks, reduce: str) -> dict[str, Any]:
         "losses": [(a["loss/total"], b["loss/total"]) for a, b in zip(figures, expected, strict=True)],
         "parameters": _furthest(one, learner),
         "computed": {str(each) for each in seen},
-        "kept": {str(each.dtype) for name, each in kept.items() if not name.startswith("moments/count")},
+        "kept": {str(each.dtype) for name, each in kept.items() if not name.startswith("moments/")},
         "layout": str(learner.weights.layout),
         "can_pack": learner.policy.can_pack and learner.policy.has_plain_head,
     }

@@ -9,15 +9,25 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AttentionInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from services.trainer.data.packing import MicroLayout, ModelInput, Prompt, build_input, lay_out
 from services.trainer.data.places import places_of
+from services.trainer.learning.learner import Learner
 from services.trainer.models import attention
+from services.trainer.models.loading import LoadedModel
 from services.trainer.models.log_probs import Policy
 from services.trainer.models.native.kernels import kernels_for
 from services.trainer.models.traits import arguments_of
 from services.trainer.parallel.layers import recompute_activations
+from tests.unit.trainer.builders import a_spec, uneven_groups
 
 pytestmark = pytest.mark.skipif(kernels_for() is None, reason="no C compiler")
 
@@ -127,3 +137,65 @@ def test_rows_hold_whole_groups_where_their_length_costs_nothing() -> None:
     layouts = lay_out(lengths, max_tokens=4096, packing="auto", prompts=prompts, hidden_size=512, attends_apart=True)
 
     assert sum(layout.positions for layout in layouts) == 4 * (24 + 8 * 64)
+
+
+@pytest.mark.parametrize("kinds", MODELS)
+def test_gathering_without_kernels_as_on_a_gpu_gives_the_same(
+    kinds: tuple[type, type], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, made = Policy(make(kinds), temperature=1.0), inputs(attends_apart=True)
+    assert policy.attends_apart
+    expected = gradients(policy, made)
+    monkeypatch.setattr(attention, "kernels_for", lambda *_: None)
+
+    found = gradients(policy, made)
+
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def varlen(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    position_ids: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attend as flash attention does: without a mask, in one row sequence by sequence, as positions begin again."""
+    assert attention_mask is None
+    width = query.shape[2]
+    starts = [0]
+    if position_ids is not None and query.shape[0] == 1:
+        starts = (position_ids[0] == 0).nonzero()[:, 0].tolist()
+    parts = []
+    for start, end in pairwise([*starts, width]):
+        q, k, v = (each[:, :, start:end] for each in (query, key, value))
+        parts.append(
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        )
+    return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+def test_flash_attention_gets_packed_rows_as_one_row_and_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", varlen)
+    found = []
+    for name, packing in (("sdpa", "padded"), ("flash_attention_2", "packed"), ("flash_attention_2", "padded")):
+        model = make(MODELS[0])
+        model.config._attn_implementation_internal = name
+        spec = a_spec(
+            optimisation={
+                "steps": 2, "groups_per_mini_batch": 2, "learning_rate": 1e-2, "epsilon": 1.0, "packing": packing,
+            },
+            asynchrony={"require_batches": 2},
+        )  # fmt: skip
+        learner = Learner(spec, LoadedModel(model, Path()))
+        assert learner.policy.can_pack and learner.policy.attends_apart == (name == "sdpa")
+        assert learner.policy.can_share_prompts == (name == "sdpa")
+        learner.train(uneven_groups(prompt=9), 1)
+        found.append(learner.weights.copies(as_published=False)["float32"])
+
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(found[2], found[0], atol=1e-5, rtol=0)

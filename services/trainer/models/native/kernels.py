@@ -135,7 +135,9 @@ def _kernels() -> Kernels | None:
 
 
 def kernels_for(*tensors: Tensor) -> Kernels | None:
-    """Return the kernels where they compute with such tensors: whole, float32, on the CPU."""
+    """Return the kernels where they compute with such tensors: whole, float32, on the CPU; none of them is traced."""
+    if torch.compiler.is_compiling():
+        return None
     for each in tensors:
         if each.dtype != torch.float32 or each.device.type != "cpu" or isinstance(each, DTensor):
             return None

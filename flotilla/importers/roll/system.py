@@ -350,7 +350,8 @@ ROLL: System = make_system(
     ),
     rules=(
         data, batches, placement, kernels, run, adapters, lengths,
-        learning.advantage, learning.policy_loss, learning.kl, learning.normalisation, learning.masks, rewards, tracking, environments.environments,
+        learning.advantage, learning.policy_loss, learning.kl, learning.normalisation, learning.masks,
+        rewards, tracking, environments.environments,
     ),
     spellings=rows.GENERIC,
 )  # fmt: skip

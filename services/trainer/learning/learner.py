@@ -199,8 +199,8 @@ class Learner:
         values = None
         if self.critic is not None:
             own = self._critic_cut(self.critic, batch, range(batch.num_sequences), cut)
-            evaluate = partial(self.critic.evaluate, batch.rollout_log_probs)
-            values = self.critic.ranks.sum(self.sizes.fit(own, evaluate))
+            value_of = partial(self.critic.evaluate, batch.rollout_log_probs)
+            values = self.critic.ranks.sum(self.sizes.fit(own, value_of))
         found = self._advantages(batch, old, reference, squares, values)
         if config.distillation is not None:
             found = taught(found, config.distillation, old, self._teacher_log_probs(batch), batch.sequences)

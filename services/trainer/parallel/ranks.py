@@ -81,8 +81,9 @@ class Ranks:
     def reshaped(self, shape: "MeshShape") -> "Ranks":
         """Divide the same ranks otherwise, for another model; every rank asks for it."""
         found = _formed(shape, self.rank, self.device, self.timeout)
-        kept = {"offloads_parameters": self.offloads_parameters, "precision": self.precision}
-        return replace(found, remote=self.remote, **kept)
+        return replace(
+            found, remote=self.remote, offloads_parameters=self.offloads_parameters, precision=self.precision
+        )
 
     @property
     def is_remote(self) -> bool:

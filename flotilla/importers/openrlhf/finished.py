@@ -21,7 +21,7 @@ SHARED: Final = (
     "--packing_samples", "--lr_scheduler", "--lr_warmup_ratio", "--max_norm", "--l2", "--adam_betas", "--seed",
     "--wandb_run_name", "--save_steps", "--max_ckpt_num", "--load_checkpoint", "--save_path", "--ckpt_path",
     "--save_hf_ckpt", "--disable_ds_ckpt", "--logging_steps", "--use_wandb", "--wandb_project", "--wandb_org",
-    "--wandb_group", "--use_tensorboard", "--attn_implementation", "--flash_attn", "--gradient_checkpointing",
+    "--wandb_group", "--use_tensorboard", "--flash_attn", "--gradient_checkpointing",
     "--gradient_checkpointing_use_reentrant",
 )  # fmt: skip
 """Flags that mean what they mean to the trainer by reinforcement."""
@@ -42,6 +42,8 @@ COMMON: tuple[Parameter, ...] = (
                  "--zero_stage", "--ds_tensor_parallel_size", "--adam_offload",
                  "--overlap_comm", "--zpg", "--bf16", "--use_liger_kernel", "--deepcompile", "--grad_accum_dtype",
                  "--ring_attn_size", "--ring_head_stride", "--local_rank"),
+    *unsupported("where the trainer's GPUs are not said, attention is torch's own: set model.attention; this changes "
+                 "speed and memory, not what is computed", "--attn_implementation", "--ds.attn_implementation"),
     translated("--dataset", ("data.path", "data.sources"), pieces,
                "one file or folder is the path; several, a hub name and name@folder are sources", example="other.jsonl",
                default=None, aliases=("--data.dataset",)),

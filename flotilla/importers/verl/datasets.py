@@ -1,11 +1,13 @@
 """What verl's ``data`` section means together: rows, their columns, long prompts, a class of the user's."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from flotilla.importers.adapter import adapter_name, verl_rows_adapter
 from flotilla.importers.datasets import FILES, held_out, training
 from flotilla.importers.parameter import UNSET, Inherit
 from flotilla.importers.source import Source
+from flotilla.importers.values import wrong
 from flotilla.importers.verl.data import TEMPLATE
 from shared.config.data import VERL_COLUMNS, is_data_file
 
@@ -21,6 +23,8 @@ def rows(source: Source) -> Fields:
     options: Fields = {}
     for spelling, value in source.trees.get(TEMPLATE, {}).items():
         name = spelling.removeprefix(TEMPLATE).removeprefix(".")
+        if not name and value and not isinstance(value, Mapping):
+            raise wrong(spelling, value, "a mapping of options")
         options |= {name: value} if name else value or {}
     return fields | ({"data.chat_template_options": options} if options else {})
 

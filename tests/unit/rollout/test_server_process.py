@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 
 from services.rollout.engines.servers.dialect import Launch
 from services.rollout.engines.servers.process import ServerProcess
@@ -112,6 +113,41 @@ async def test_lines_without_an_end_do_not_block_the_server(tmp_path: Path) -> N
     assert isinstance(error, WorkerDied)
     assert error.detail.endswith("| last")
     assert len(error.detail) < 1000
+    await server.close(1.0)
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause"),
+    [
+        (
+            [
+                "(EngineCore pid=7) ERROR [core.py:9] ValueError: Head size 24 is not supported",
+                "(APIServer pid=5)   File api_server.py",
+                "(APIServer pid=5) RuntimeError: Engine core initialization failed. See root cause above.",
+            ],
+            "ValueError: Head size 24 is not supported",
+        ),
+        (
+            [
+                "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
+                "  Value error, Model architectures [Foo] are not supported for now.",
+                "    For further information visit https://errors.pydantic.dev",
+            ],
+            "Value error, Model architectures [Foo] are not supported for now.",
+        ),
+    ],
+)
+async def test_the_error_that_ended_it_is_told_not_the_lines_after_it(
+    tmp_path: Path, lines: list[str], cause: str
+) -> None:
+    said = "\n".join([*lines, *("  frame" for _ in range(30))])
+    server = a_server(tmp_path, f"cat <<END\n{said}\nEND\nexit 1")
+    await server.start()
+
+    error = await server.ended()
+
+    assert isinstance(error, WorkerDied)
+    assert error.detail == f"the SGLang server ended by exit code 1: {cause} (more is in the rollout's log)"
     await server.close(1.0)
 
 

@@ -24,11 +24,15 @@ from shared.processes import reap
 log = logging.getLogger(__name__)
 
 LAST_LINES = 20
+ERROR_LINES = 200
+"""Of the last lines, in how many the error is looked for that ended a server: tracebacks are long."""
 MAX_LINE = 400
 CHUNK_BYTES = 1 << 16
 USAGE_EXIT_CODE = 2
 """Of a program that refuses its arguments."""
 KEEPER = Path(keeper.__file__)
+ERROR = re.compile(r"\b(?:\w+(?:Error|Exception): |Value error, )(?!.*See root cause above).+")
+"""In a line; vLLM's front ends with one that only names another, pydantic's is told a line after its name."""
 MISSING = re.compile(r"No module named '?([\w.]+)")
 CHILDREN_SECONDS = 3.0
 """What its children have to tidy up when its first process has ended by itself."""
@@ -54,7 +58,7 @@ class ServerProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._lifeline: int | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._lines: deque[str] = deque(maxlen=ERROR_LINES)
 
     @property
     def process_id(self) -> int | None:
@@ -64,7 +68,7 @@ class ServerProcess:
     @property
     def last_lines(self) -> str:
         """What it wrote last."""
-        return " | ".join(self._last_lines) or "no output"
+        return " | ".join(list(self._lines)[-LAST_LINES:]) or "no output"
 
     async def start(self) -> None:
         """Start it; it is not up yet when this returns."""
@@ -103,15 +107,19 @@ class ServerProcess:
         last = self.last_lines
         if code == keeper.CANNOT_START:
             return WorkerDied(f"{self._variable} {self._python} cannot be started: {last}")
-        if self._last_lines and (missing := MISSING.search(self._last_lines[-1])):
+        if self._lines and (missing := MISSING.search(self._lines[-1])):
             return InvalidSpec(
                 f"{self._variable} {self._python} cannot run {self._name}, it has no module {missing[1]}: set it to "
                 f"the interpreter of an environment in which {self._name} is installed (docs/engines.md), or set "
                 "rollout.engine.url to the address of a server"
             )
         if code == USAGE_EXIT_CODE:
-            why = next((line for line in reversed(self._last_lines) if "error" in line.lower()), last)
+            why = next((line for line in reversed(self._lines) if "error" in line.lower()), last)
             return InvalidSpec(f"the {self._name} server refuses rollout.engine.options: {why}")
+        errors = [found[0] for line in self._lines if (found := ERROR.search(line))]
+        if code > 0 and errors:
+            cause = f"the {self._name} server ended by exit code {code}: {errors[-1]} (more is in the rollout's log)"
+            return WorkerDied(cause, exit_code=code)
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         return WorkerDied(f"the {self._name} server ended by {how}; last lines: {last}", exit_code=code)
 
@@ -171,7 +179,7 @@ class ServerProcess:
             for line in lines:
                 text = line[:MAX_LINE].decode(errors="replace").rstrip()
                 if text:
-                    self._last_lines.append(text)
+                    self._lines.append(text)
                     log.info("engine output", extra={"line": text})
             rest = rest[:MAX_LINE]
 

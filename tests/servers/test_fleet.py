@@ -125,42 +125,21 @@ def test_it_learns_while_a_server_is_killed_and_replaced(tmp_path: Path, kind: s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", ["drain", "continue"])
-def test_it_learns_in_every_mode(tmp_path: Path, mode: str, kind: str) -> None:
-    run = Run(a_spec(kind, mode, steps=20, rollouts=1), tmp_path, tmp_path / "runs")
+def test_it_learns_on_drained_weights(tmp_path: Path, kind: str) -> None:
+    run = Run(a_spec(kind, "drain", steps=12, rollouts=1), tmp_path, tmp_path / "runs")
     try:
         summary = finish(run)
     finally:
         end(run)
 
     assert summary["accuracy_after"] > summary["accuracy_before"] + 0.05
-
-
-@pytest.mark.sglang
-def test_it_learns_from_weights_that_the_trainer_sends_to_servers_of_which_one_is_killed(tmp_path: Path) -> None:
-    spec = a_spec("sglang", "interrupt", steps=30, rollouts=2)
-    spec["rollout"]["engine"]["update_weights_from"] = "distributed"
-    run = Run(spec, tmp_path, tmp_path / "runs")
-    try:
-        until(lambda: len(servers_of(run)) == 2 or run.process.poll() is not None, START_SECONDS, "two servers")
-        run.until_it_says(r"step [1-9]\d*/")
-        os.kill(servers_of(run)[0], signal.SIGKILL)
-        summary = finish(run)
-    finally:
-        end(run)
-
-    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.05
-    members = members_of_committed(run)
-    assert {member["transport"] for each in members for member in each} == {"engine"}
-    ranks = [[member["rank"] for member in each] for each in members]
-    assert [1, 2] in ranks, "both were members before"
-    assert [1] in ranks, "the other one went on alone"
-    assert len(ranks) == summary["policy_version"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rollout_that_is_killed_leaves_no_server(tmp_path: Path, kind: str) -> None:
-    run = Run(a_spec(kind, "interrupt", steps=1000, rollouts=1), tmp_path, tmp_path / "runs")
+def test_it_learns_on_weights_swapped_in_place_though_a_rollout_is_killed_and_leaves_no_server(
+    tmp_path: Path, kind: str
+) -> None:
+    run = Run(a_spec(kind, "continue", steps=16, rollouts=1), tmp_path, tmp_path / "runs")
     try:
         until(lambda: servers_of(run) or run.process.poll() is not None, START_SECONDS, "a server")
         [server] = servers_of(run)
@@ -168,6 +147,7 @@ def test_a_rollout_that_is_killed_leaves_no_server(tmp_path: Path, kind: str) ->
         assert keeper is not None
         rollout = keeper.parent()
         assert rollout is not None
+        run.until_it_says(r"step [1-9]\d*/")
         descendants = [keeper, *psutil.Process(server).children(recursive=True)]
         places = list(Path(tempfile.gettempdir()).glob(f"{PREFIX}{rollout.pid}-*"))
         until(lambda: shared_memory_of(server) or kind != "sglang", START_SECONDS, "its shared memory to be noted")
@@ -177,5 +157,9 @@ def test_a_rollout_that_is_killed_leaves_no_server(tmp_path: Path, kind: str) ->
         until(lambda: not any(each.is_running() for each in descendants), 30, "its server's children to end")
         # The rollout that the fleet starts again tidies up.
         until(lambda: not any(path.exists() for path in [*places, *left]), 120, "what the server left to be removed")
+
+        summary = finish(run)
     finally:
         end(run)
+
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.05

@@ -122,6 +122,8 @@ async def test_lines_without_an_end_do_not_block_the_server(tmp_path: Path) -> N
         (
             [
                 "(EngineCore pid=7) ERROR [core.py:9] ValueError: Head size 24 is not supported",
+                "(APIServer pid=5) ERROR EngineDeadError: an issue. See stack trace (above) for the root cause.",
+                "(APIServer pid=5) WARNING [base.py:380] ValueError: Tokenizer not available",
                 "(APIServer pid=5)   File api_server.py",
                 "(APIServer pid=5) RuntimeError: Engine core initialization failed. See root cause above.",
             ],

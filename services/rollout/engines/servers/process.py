@@ -31,8 +31,8 @@ CHUNK_BYTES = 1 << 16
 USAGE_EXIT_CODE = 2
 """Of a program that refuses its arguments."""
 KEEPER = Path(keeper.__file__)
-ERROR = re.compile(r"\b(?:\w+(?:Error|Exception): |Value error, )(?!.*See root cause above).+")
-"""In a line; vLLM's front ends with one that only names another, pydantic's is told a line after its name."""
+ERROR = re.compile(r"\b(?:\w+(?:Error|Exception): |Value error, )(?!.*(?:root cause above|for the root cause\.)).+")
+"""In a line; vLLM's front ends with some that only refer to another, pydantic's is told a line after its name."""
 MISSING = re.compile(r"No module named '?([\w.]+)")
 CHILDREN_SECONDS = 3.0
 """What its children have to tidy up when its first process has ended by itself."""
@@ -116,8 +116,8 @@ class ServerProcess:
         if code == USAGE_EXIT_CODE:
             why = next((line for line in reversed(self._lines) if "error" in line.lower()), last)
             return InvalidSpec(f"the {self._name} server refuses rollout.engine.options: {why}")
-        errors = [found[0] for line in self._lines if (found := ERROR.search(line))]
-        if code > 0 and errors:
+        errors = [found[0] for line in self._lines if " WARNING " not in line and (found := ERROR.search(line))]
+        if code >= 0 and errors:
             cause = f"the {self._name} server ended by exit code {code}: {errors[-1]} (more is in the rollout's log)"
             return WorkerDied(cause, exit_code=code)
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"

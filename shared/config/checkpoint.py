@@ -1,10 +1,15 @@
 """When training becomes durable."""
 
-from typing import Literal
+from typing import Final, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shared.config.base import Config
+
+Content = Literal["model", "optimizer", "extra"]
+"""model: weights, a critic's too; optimizer: moments and float32 masters, of both; extra: kept versions of the weights
+and their moving average."""
+EVERYTHING: Final[tuple[Content, ...]] = ("model", "optimizer", "extra")
 
 
 class BestCheckpointsConfig(Config):
@@ -36,8 +41,33 @@ class CheckpointConfig(Config):
     """checkpoint: groups count as trained when a checkpoint contains them, and a crash replays the plans since then;
     step: they count as trained after each step, which needs less Redis memory and loses the steps since the last
     checkpoint in a crash."""
+    contents: tuple[Content, ...] = EVERYTHING
+    """What each checkpoint holds, model at least: model is the weights (a critic's too), optimizer AdamW's moments and
+    float32 masters, extra the weights of earlier versions and the moving average where they are kept. Steps, data and
+    schedule always go on. Without optimizer whatever goes on from it, after a crash as well, begins with moments of 0
+    and says so, and bfloat16 weights with the rounding of the file."""
+    final_contents: tuple[Content, ...] | None = None
+    """The same of the checkpoint after the last step, such as [model]; null: as contents."""
+    load_contents: tuple[Content, ...] = EVERYTHING
+    """What is taken over of resume_from, model at least: [model] begins with moments of 0 and without kept versions and
+    average. What is named and was left out there is refused."""
     resume_from: str | None = None
     """A checkpoint of ours that the experiment begins from: weights, optimiser, learning-rate schedule and the place in
     the data; steps are counted on from it. ``EXPERIMENT`` or ``EXPERIMENT@STEP`` of the same gateway, or a path: a
     checkpoint's folder, or an experiment's or a run's, with ``@STEP`` if it is not the newest. null: from the weights
     of ``model.path``. See docs/continue.md."""
+
+    @model_validator(mode="after")
+    def _check_contents(self) -> Self:
+        for name in ("contents", "final_contents", "load_contents"):
+            chosen = getattr(self, name)
+            if chosen is not None and ("model" not in chosen or len(set(chosen)) < len(chosen)):
+                raise ValueError(f"{name} names each of its parts once, and model among them, got {list(chosen)}")
+        if self.resume_from is None and set(self.load_contents) != set(EVERYTHING):
+            raise ValueError("load_contents has no effect without resume_from: leave it out, or name a checkpoint")
+        return self
+
+    def contents_at(self, step: int, last_step: int) -> tuple[Content, ...]:
+        """Return what the checkpoint after a step holds."""
+        final = self.final_contents if step == last_step else None
+        return self.contents if final is None else final

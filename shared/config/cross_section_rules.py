@@ -107,6 +107,7 @@ def check_sections(spec: Sections) -> None:
     _sandboxes(spec)
     _prompts(spec)
     _agents(spec)
+    _contents(spec)
     if spec.finished_job is None and spec.trains:
         _teachers(spec)
         if spec.algorithm.is_pure_distillation:
@@ -357,6 +358,30 @@ def _prompts(spec: Sections) -> None:
 def _held_out_sets(spec: Sections) -> None:
     for number, each in enumerate((spec.evaluation and spec.evaluation.sets) or ()):
         check_data_source_column(each, f"evaluation.sets.{number}", spec.data)
+
+
+def _contents(spec: Sections) -> None:
+    config, algorithm = spec.checkpoint, spec.algorithm
+    if "extra" not in config.contents or "extra" not in config.load_contents:
+        name = "load_contents" if "extra" in config.contents else "contents"
+        if algorithm.old_log_probs == "recompute_at_version":
+            raise ValueError(
+                f"checkpoint.{name} leaves out extra, the weights of earlier versions, which algorithm.old_log_probs "
+                "recompute_at_version goes on with: add extra, or choose recompute"
+            )
+    if spec.optimisation.average_decay is not None and "extra" not in (
+        *config.contents,
+        *(config.final_contents or ()),
+    ):
+        raise ValueError(
+            "optimisation.average_decay has no effect while checkpoint.contents leaves out extra, which the average is "
+            "part of: add extra there or to final_contents, or remove average_decay"
+        )
+    if "optimizer" not in config.load_contents and algorithm.needs_critic:
+        raise ValueError(
+            "checkpoint.load_contents leaves out optimizer, and a critic's is in one file with its weights: add "
+            "optimizer, or begin with model.path and algorithm.value_loss.path from the weights alone"
+        )
 
 
 def _agents(spec: Sections) -> None:

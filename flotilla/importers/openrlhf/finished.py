@@ -6,7 +6,15 @@ from dataclasses import replace
 from typing import Any, Final
 
 from flotilla.importers.datasets import file_or_hub, takes_split, training
-from flotilla.importers.openrlhf.system import DTYPES, OPENRLHF, SCHEDULES, UNLIMITED, model, tracking
+from flotilla.importers.openrlhf.system import (
+    DTYPES,
+    OPENRLHF,
+    SCHEDULES,
+    UNLIMITED,
+    held_by_checkpoints,
+    model,
+    tracking,
+)
 from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
 from flotilla.importers.source import Source
 from flotilla.importers.system import Rule, System, make_system
@@ -163,11 +171,15 @@ def _sizes(source: Source) -> Fields:
         source.lack("optimisation.steps: --max_epochs counts passes over the data: give --rows N, their number")
         return fields
     every = source.required("--save_steps")
-    return fields | {
-        "optimisation.steps": total,
-        "optimisation.warmup_updates": math.ceil(source.required("--lr_warmup_ratio") * total),
-        "checkpoint.every_steps": total if every <= 0 else min(every, total),
-    }
+    return (
+        fields
+        | held_by_checkpoints(source)
+        | {
+            "optimisation.steps": total,
+            "optimisation.warmup_updates": math.ceil(source.required("--lr_warmup_ratio") * total),
+            "checkpoint.every_steps": total if every <= 0 else min(every, total),
+        }
+    )
 
 
 def _sft(source: Source) -> Fields:

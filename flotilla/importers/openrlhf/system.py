@@ -154,11 +154,20 @@ def schedule(source: Source) -> Fields:
         return fields
     updates = total * _mini_batches(source) * source.required("--max_epochs")
     every = source.required("--save_steps")
-    return fields | {
-        "optimisation.steps": total,
-        "optimisation.warmup_updates": math.ceil(source.required("--lr_warmup_ratio") * updates),
-        "checkpoint.every_steps": total if every <= 0 else min(every, total),
-    }
+    return (
+        fields
+        | held_by_checkpoints(source)
+        | {
+            "optimisation.steps": total,
+            "optimisation.warmup_updates": math.ceil(source.required("--lr_warmup_ratio") * updates),
+            "checkpoint.every_steps": total if every <= 0 else min(every, total),
+        }
+    )
+
+
+def held_by_checkpoints(source: Source) -> Fields:
+    """Make what a checkpoint holds, where that is not everything."""
+    return {"checkpoint.contents": ["model"]} if source.value("--disable_ds_ckpt") else {}
 
 
 def lengths(source: Source) -> Fields:

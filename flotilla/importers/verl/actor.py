@@ -11,7 +11,7 @@ from flotilla.importers.parameter import (
     translated,
     unsupported,
 )  # fmt: skip
-from flotilla.importers.values import count, flag, integer, number, share, text
+from flotilla.importers.values import count, flag, integer, number, share, text, texts
 
 MODEL = "actor_rollout_ref.model"
 ACTOR = "actor_rollout_ref.actor"
@@ -201,8 +201,13 @@ ACTOR_ROWS: tuple[Parameter, ...] = (
               default=Inherit("actor_rollout_ref.rollout.dtype"), is_judged=True) for name in COMPUTED_IN),
     *unsupported(SHARDING, f"{ACTOR}.fsdp_config", f"{ACTOR}.megatron", f"{REF}.megatron", is_tree=True,
                  harmless=(1, -1)),
-    *ignored("a checkpoint always holds the model in Hugging Face format, the optimiser, and all it takes to go on",
-             f"{ACTOR}.checkpoint.save_contents", f"{ACTOR}.checkpoint.load_contents"),
+    translated(f"{ACTOR}.checkpoint.save_contents", "checkpoint.contents", texts,
+               "hf_model is model, which is always in Hugging Face format; without optimizer a crash loses moments",
+               example=["hf_model"], default=None),
+    translated(f"{ACTOR}.checkpoint.load_contents", "checkpoint.load_contents", texts,
+               "read with resume_mode resume_path; what a run of its own goes on from is loaded whole",
+               example=["model", "extra"], default=None,
+               context={"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "/runs/mine@40"}),
     *unsupported(PROFILING, f"{ACTOR}.profiler.discrete", f"{ACTOR}.profiler.all_ranks", f"{ACTOR}.profiler.ranks"),
 )  # fmt: skip
 

@@ -9,7 +9,8 @@ from flotilla.importers.parameter import Parameter, applied, ignored, refused, t
 from flotilla.importers.source import Source
 from flotilla.importers.spelling import experiment_name
 from flotilla.importers.system import System, make_system
-from flotilla.importers.values import count, flag, integer, number, numbers, pieces, share, text, unchanged
+from flotilla.importers.values import count, flag, integer, number, numbers, pieces, share, text, texts, unchanged
+from flotilla.importers.verl.rules import contents
 from shared.config.data import is_data_file
 
 Fields = dict[str, Any]
@@ -116,7 +117,9 @@ ROWS: tuple[Parameter, ...] = (
                  "ulysses_sequence_parallel_size", "use_remove_padding", "model.strategy", harmless=(1, "cuda")),
     refused("trainer.resume_mode", "flotilla run --continue goes on where a run ended", default="auto",
             harmless=("disable",)),
-    *unsupported("a checkpoint always holds model, optimiser and all else", "trainer.checkpoint", is_tree=True),
+    translated("trainer.checkpoint.save_contents", "checkpoint.contents", texts,
+               "hf_model is model; without optimizer a crash loses the moments", example=["hf_model"], default=None),
+    *unsupported("what a run goes on from is loaded whole", "trainer.checkpoint", is_tree=True),
 )  # fmt: skip
 
 
@@ -165,6 +168,9 @@ def sizes(source: Source) -> Fields:
         "optimisation.schedule": source.choose("optim.lr_scheduler", {"cosine": "cosine", "constant": "constant"})
         or "constant",
     }
+    held = contents(source, "trainer.checkpoint.save_contents")
+    if held is not None:
+        fields["checkpoint.contents"] = held
     keep = source.value("trainer.max_ckpt_to_keep")
     if keep is not None:
         fields["checkpoint.keep"] = keep

@@ -232,7 +232,25 @@ def checkpoints(source: Source) -> Fields:
     every = min(every, total)
     alone = source.value("trainer.remove_previous_ckpt_in_save")
     keep = 1 if alone else source.value("trainer.max_actor_ckpt_to_keep")
-    return {"checkpoint.every_steps": every, "checkpoint.keep": -(-total // every) if keep is None else keep}
+    held = contents(source, f"{ACTOR}.checkpoint.save_contents")
+    fields = {} if held is None else {"checkpoint.contents": held}
+    return fields | {"checkpoint.every_steps": every, "checkpoint.keep": -(-total // every) if keep is None else keep}
+
+
+def contents(source: Source, name: str) -> list[str] | None:
+    """Make what a checkpoint holds, or what is taken over of one; None where that is not said."""
+    given = source.value(name)
+    if given is None:
+        return None
+    known = {"model": "model", "hf_model": "model", "optimizer": "optimizer", "extra": "extra"}
+    if strange := [each for each in given if each not in known]:
+        source.refuse(name, f"{strange[0]!r} is no part of a checkpoint: they are {', '.join(known)}")
+        return None
+    found = list(dict.fromkeys(known[each] for each in given))
+    if "model" not in found:
+        source.refuse(name, "a checkpoint without weights is none: add model")
+        return None
+    return found
 
 
 def beginning(source: Source) -> Fields:
@@ -243,7 +261,8 @@ def beginning(source: Source) -> Fields:
     if path is None:
         source.refuse("trainer.resume_mode", "resume_path wants trainer.resume_from_path")
         return {}
-    return {"checkpoint.resume_from": path}
+    loaded = contents(source, f"{ACTOR}.checkpoint.load_contents")
+    return {"checkpoint.resume_from": path} | ({} if loaded is None else {"checkpoint.load_contents": loaded})
 
 
 def placement(source: Source) -> Fields:

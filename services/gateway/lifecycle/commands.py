@@ -22,6 +22,7 @@ from services.gateway.store.transaction import Transaction
 from shared.access import Scope
 from shared.checkpoints import StoredCheckpoint
 from shared.clock import Clock, rfc3339
+from shared.config.checkpoint import EVERYTHING
 from shared.config.load import changed_live, validate_spec, with_changes, with_steps
 from shared.config.spec import ExperimentSpec
 from shared.errors import ActionNotAllowed
@@ -86,7 +87,10 @@ class ExperimentCommands:
         """
         parent = self._repository.get(experiment_id)
         reference = parent.id if request.step is None else f"{parent.id}@{request.step}"
-        spec = with_changes(with_changes(parent.spec, request.changes), {"checkpoint": {"resume_from": reference}})
+        begins = {"resume_from": reference}
+        # What the parent itself left behind where it began is no wish of the fork's.
+        spec = with_changes(parent.spec, {"checkpoint": begins | {"load_contents": list(EVERYTHING)}})
+        spec = with_changes(with_changes(spec, request.changes), {"checkpoint": begins})
         return await self._create(spec, start=start)
 
     async def _create(self, spec: ExperimentSpec, *, start: bool) -> Experiment:

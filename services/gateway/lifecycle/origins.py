@@ -15,8 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shared.checkpoints import (
+    AVERAGE,
     CHECKPOINTS,
     CRITIC,
+    OPTIMIZER,
     STATE_FILE,
     VERSIONS,
     StoredCheckpoint,
@@ -146,6 +148,11 @@ def check_spec(stored: StoredCheckpoint, spec: ExperimentSpec) -> None:
                 f"{section}.{key}: the checkpoint of step {stored.step} was made with {json.dumps(before)}, the spec "
                 f"says {json.dumps(after)}: set it back, or start another experiment, without {FIELD} and with {begins}"
             )
+    if "optimizer" in spec.checkpoint.load_contents and OPTIMIZER not in stored.state.files:
+        raise ModelError(
+            f"{FIELD}: {stored.path} has no {OPTIMIZER}, which checkpoint.contents left out there: set "
+            "checkpoint.load_contents to [model, extra] to begin with moments of 0"
+        )
     needed = {CRITIC: spec.algorithm.needs_critic, VERSIONS: spec.algorithm.old_log_probs == "recompute_at_version"}
     for name, is_needed in needed.items():
         if is_needed and name not in stored.state.files:
@@ -194,11 +201,17 @@ def take(stored: StoredCheckpoint, spec: ExperimentSpec, experiment_id: str, dir
 
 
 def _fill(partial: Path, stored: StoredCheckpoint, spec: ExperimentSpec, experiment_id: str) -> None:
-    for name in stored.state.files:
+    loaded = spec.checkpoint.load_contents
+    parts = {"optimizer": {OPTIMIZER}, "extra": {VERSIONS, AVERAGE}}
+    left = {name for part, names in parts.items() if part not in loaded for name in names}
+    files = {name: size for name, size in stored.state.files.items() if name not in left}
+    for name in files:
         target = partial / name
         target.parent.mkdir(parents=True, exist_ok=True)
         _link(stored.path / name, target)
-    state = stored.state.model_copy(update={"experiment_id": experiment_id, "spec": spec.model_dump(mode="json")})
+    checksums = {name: value for name, value in stored.state.checksums.items() if name in files}
+    own = {"experiment_id": experiment_id, "spec": spec.model_dump(mode="json"), "files": files, "checksums": checksums}
+    state = stored.state.model_copy(update=own)
     with (partial / STATE_FILE).open("w", encoding="utf-8") as file:
         file.write(state.model_dump_json(indent=1))
         file.flush()

@@ -6,7 +6,7 @@ So any number of ranks goes on from a checkpoint of any other.
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from services.trainer.models.versions import VersionedWeights
 from services.trainer.parallel.ranks import ONE_RANK, Ranks
 from services.trainer.parallel.remote_parts import receive_parts, send_parts
 from shared.checkpoints import AVERAGE, CRITIC, MODEL, OPTIMIZER, VERSIONS
+from shared.config.checkpoint import EVERYTHING, Content
 from shared.model_files import ADAPTER, ADAPTER_CONFIG
 from shared.weights.layout import ImageLayout
 from shared.weights.parts import Part, layout_of_tensors, map_file, part_of, reserve_file, write_parts
@@ -37,15 +38,18 @@ class SharedFile:
     parts: list[Part]
 
 
-def shared_files(learner: Learner) -> list[SharedFile]:
-    """List the files with tensors of a checkpoint of this learner."""
+def shared_files(learner: Learner, contents: Sequence[Content] = EVERYTHING) -> list[SharedFile]:
+    """List the files with tensors of a checkpoint of this learner that holds ``contents``."""
     is_leader = learner.ranks.is_leader
-    files = [_weights(learner), _of_tensors(OPTIMIZER, learner.optimizer.state(), is_leader=is_leader)]
-    if learner.versions is not None:
+    has_optimizer, has_extra = "optimizer" in contents, "extra" in contents
+    files = [_weights(learner)]
+    if has_optimizer:
+        files.append(_of_tensors(OPTIMIZER, learner.optimizer.state(), is_leader=is_leader))
+    if learner.versions is not None and has_extra:
         files.append(_versions(learner.versions, learner.ranks))
     if learner.critic is not None:
-        files.append(_of_tensors(CRITIC, learner.critic.state(), is_leader=is_leader))
-    if learner.average is not None:
+        files.append(_of_tensors(CRITIC, learner.critic.state(with_optimizer=has_optimizer), is_leader=is_leader))
+    if learner.average is not None and has_extra:
         files.append(_of_tensors(AVERAGE, learner.average.state(), is_leader=is_leader))
     return files
 

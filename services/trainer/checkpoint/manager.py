@@ -3,7 +3,7 @@
 step-00000040/
     model/                 a Hugging Face directory: config, weights, tokenizer; with ``model.lora`` the adapters alone,
                            as peft writes them
-    optimizer.safetensors  AdamW's moments and step counts; float32 masters of bfloat16 weights
+    optimizer.safetensors  AdamW's moments and step counts; float32 masters of bfloat16 weights; not everywhere
     versions.safetensors   weights of earlier versions, if ``old_log_probs`` needs them
     critic.safetensors     weights and optimiser state of the critic, if there is one
     average.safetensors    moving average of the trained weights, float32, if one is kept; without it one begins again
@@ -12,7 +12,7 @@ step-00000040/
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from shared.checkpoints import (
     StoredCheckpoint,
     check_files,
 )
+from shared.config.checkpoint import EVERYTHING, Content
 from shared.config.job import RewardModelJobConfig
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError, Unavailable
@@ -53,6 +54,8 @@ from shared.streams.intervals import IntervalSet
 from shared.streams.plans import RECENT_STEPS, Plan
 
 log = logging.getLogger(__name__)
+
+WITHOUT_OPTIMIZER = "the checkpoint was made without the optimiser's state, which begins again with moments of 0"
 
 
 @dataclass
@@ -104,9 +107,10 @@ class Restored:
 
 Build = Callable[[ExperimentSpec, StoredCheckpoint | None], Restored]
 """Makes a learner from a checkpoint, or from the spec's model; raises ``ModelError`` where that is impossible."""
-Fill = Callable[[Learner, Path], None]
-"""Writes everything of a learner but ``state.json`` into a directory."""
-Copy = Callable[[Learner], HostCopy | None]
+Contents = Sequence[Content]
+Fill = Callable[[Learner, Path, Contents], None]
+"""Writes what a checkpoint of a learner shall hold, but ``state.json``, into a directory."""
+Copy = Callable[[Learner, Contents], HostCopy | None]
 """Copies the same into the host's memory; None where that is too small."""
 
 
@@ -152,7 +156,8 @@ class CheckpointManager:
         """
 
         state = self._describe(learner, progress, line, figure)
-        return self._write(state, partial(self._fill, learner))
+        contents = self._contents(learner, progress)
+        return self._write(state, lambda directory: self._fill(learner, directory, contents))
 
     def copy(
         self, learner: Learner, progress: Progress, line: VersionLine, figure: float | None = None
@@ -164,7 +169,7 @@ class CheckpointManager:
         """
         state = self._describe(learner, progress, line, figure)
         try:
-            copied = self._copy(learner)
+            copied = self._copy(learner, self._contents(learner, progress))
         except OSError as error:
             raise Unavailable(f"checkpoint of step {progress.step} could not be copied: {error}") from error
         return None if copied is None else CopiedCheckpoint(state, copied)
@@ -175,6 +180,9 @@ class CheckpointManager:
             return self._write(copied.state, copied.copy.write)
         finally:
             copied.copy.close()
+
+    def _contents(self, learner: Learner, progress: Progress) -> Contents:
+        return learner.spec.checkpoint.contents_at(progress.step, learner.spec.optimisation.steps)
 
     def _write(self, state: CheckpointState, fill: Callable[[Path], None]) -> Path:
         def describe(files: dict[str, int]) -> CheckpointState:
@@ -249,17 +257,17 @@ def build_alone(spec: ExperimentSpec, stored: StoredCheckpoint | None) -> Restor
     return beginning(spec, device) if stored is None else restored_from(spec, stored, device)
 
 
-def fill_alone(learner: Learner, directory: Path) -> None:
-    """Write all files of a learner whose weights one process has."""
-    files = shared_files(learner)
+def fill_alone(learner: Learner, directory: Path, contents: Contents = EVERYTHING) -> None:
+    """Write the files of a learner whose weights one process has."""
+    files = shared_files(learner, contents)
     # Not from where the weights were loaded: that may be a checkpoint which is removed meanwhile.
     reserve(directory, files, model_directory(learner.spec.model), learner)
     write_shared(paths_in(directory, files), files)
 
 
-def copy_alone(learner: Learner) -> HostCopy | None:
+def copy_alone(learner: Learner, contents: Contents = EVERYTHING) -> HostCopy | None:
     """Copy the same into memory; None where that is too small."""
-    files = shared_files(learner)
+    files = shared_files(learner, contents)
     copy = HostCopy.reserve(files, model_directory(learner.spec.model), learner)
     if copy is None:
         return None
@@ -326,7 +334,10 @@ def _load_tensors(learner: Learner, stored: StoredCheckpoint) -> None:
     try:
         if learner.adapters is not None:
             learner.adapters.load(load_file(stored.path / MODEL / ADAPTER))
-        learner.optimizer.load(load_file(stored.path / OPTIMIZER), stored.state.updates)
+        has_optimizer = (stored.path / OPTIMIZER).is_file()
+        learner.optimizer.load(load_file(stored.path / OPTIMIZER) if has_optimizer else {}, stored.state.updates)
+        if not has_optimizer:
+            log.warning(WITHOUT_OPTIMIZER, extra={"step": stored.step, "path": str(stored.path)})
         if learner.versions is not None:
             learner.versions.load(load_file(stored.path / VERSIONS))
         if learner.critic is not None:

@@ -204,11 +204,11 @@ class Critic:
         """Clip, step, and clear the gradients."""
         return self.optimizer.update()
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self, *, with_optimizer: bool = True) -> dict[str, Tensor]:
         """Return weights and optimiser state as named tensors."""
         weights = {f"weight/{name}": parameter.detach() for name, parameter in self._named_parameters()}
         moments = {f"moments/{name}": getattr(self.moments, name) for name in MOMENTS}
-        return weights | moments | self.optimizer.state()
+        return weights | moments | (self.optimizer.state() if with_optimizer else {})
 
     def load(self, tensors: dict[str, Tensor], updates: int) -> None:
         """Load what ``state`` returned.

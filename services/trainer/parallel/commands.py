@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
+from shared.config.checkpoint import EVERYTHING, Content
 from shared.schemas.wire import Wire
 from shared.telemetry.logging import LogFormat
 
@@ -65,11 +66,13 @@ class Save(Wire):
 
     Attributes:
         paths: of the files, by name.
+        contents: what the checkpoint holds.
         is_copy: whether they are in the host's memory, and the leader writes them to the disk later.
     """
 
     kind: Literal["save"] = "save"
     paths: Mapping[str, str]
+    contents: tuple[Content, ...] = EVERYTHING
     is_copy: bool = False
 
 

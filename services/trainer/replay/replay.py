@@ -14,7 +14,7 @@ from services.trainer.learning.learner import Learner, StepResult
 from services.trainer.learning.pass_sizes import RECORD
 from services.trainer.models.loading import check_device
 from services.trainer.replay.chain import ROOT_LINEAGE, StepRecord, start_of
-from shared.checkpoints import CHECKPOINTS, StoredCheckpoint, complete
+from shared.checkpoints import CHECKPOINTS, OPTIMIZER, StoredCheckpoint, complete
 from shared.config.load import validate_spec
 from shared.config.spec import ExperimentSpec
 from shared.cores import usable_cores
@@ -98,7 +98,8 @@ def replay(directory: Path, step: int, *, tell: Callable[[str], None] = lambda _
     records = {number: _record_of(each) for number, each in facts.items()}
     checkpoints = {each.step: each for each in complete(directory / CHECKPOINTS)}
     spec = _spec_of(directory, step, checkpoints)
-    starts = {number: each.state.lineage for number, each in checkpoints.items()}
+    # Without the optimiser's state the steps after it were trained with other moments than they would be now.
+    starts = {number: each.state.lineage for number, each in checkpoints.items() if OPTIMIZER in each.state.files}
     model = _model_here(spec)
     if spec.checkpoint.resume_from is None and model is not None:
         starts[0] = ROOT_LINEAGE

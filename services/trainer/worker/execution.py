@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from services.trainer.checkpoint.host_copy import HostCopy
-from services.trainer.checkpoint.manager import Restored, build_alone, copy_alone, fill_alone
+from services.trainer.checkpoint.manager import Contents, Restored, build_alone, copy_alone, fill_alone
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.memory import LearnerMemory
 from services.trainer.parallel.commands import Opening
@@ -53,10 +53,10 @@ class Execution(Protocol):
     def build(self, spec: ExperimentSpec, stored: StoredCheckpoint | None) -> Restored:
         """Make the learner, from a checkpoint or the spec's model."""
 
-    def fill(self, learner: Learner, directory: Path) -> None:
+    def fill(self, learner: Learner, directory: Path, contents: Contents) -> None:
         """Write the files of a checkpoint."""
 
-    def copy(self, learner: Learner) -> HostCopy | None:
+    def copy(self, learner: Learner, contents: Contents) -> HostCopy | None:
         """Copy what they hold into the host's memory; None where that is too small."""
 
     def learner(self, learner: Learner) -> StepLearner:
@@ -76,13 +76,13 @@ class SingleRank:
         """Make the learner, from a checkpoint or the spec's model."""
         return build_alone(spec, stored)
 
-    def fill(self, learner: Learner, directory: Path) -> None:
+    def fill(self, learner: Learner, directory: Path, contents: Contents) -> None:
         """Write the files of a checkpoint."""
-        fill_alone(learner, directory)
+        fill_alone(learner, directory, contents)
 
-    def copy(self, learner: Learner) -> HostCopy | None:
+    def copy(self, learner: Learner, contents: Contents) -> HostCopy | None:
         """Copy what they hold into the host's memory; None where that is too small."""
-        return copy_alone(learner)
+        return copy_alone(learner, contents)
 
     def learner(self, learner: Learner) -> StepLearner:
         """Return what trains."""

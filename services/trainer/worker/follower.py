@@ -127,7 +127,7 @@ class Follower:
             hit(Site.TRAINER_SNAPSHOT)
         elif isinstance(command, Save):
             paths = {name: Path(path) for name, path in command.paths.items()}
-            write_shared(paths, shared_files(learner), self._ranks)
+            write_shared(paths, shared_files(learner, command.contents), self._ranks)
             hit(Site.CHECKPOINT_COPY if command.is_copy else Site.CHECKPOINT_WRITE)
         elif isinstance(command, Offload):
             self._memory = LearnerMemory(learner, Path(command.directory))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from services.trainer.checkpoint.files import SharedFile, paths_in, reserve, shared_files, write_shared
 from services.trainer.checkpoint.host_copy import HostCopy
-from services.trainer.checkpoint.manager import Restored
+from services.trainer.checkpoint.manager import Contents, Restored
 from services.trainer.learning.finished import FinishedLearner
 from services.trainer.learning.learner import Learner, StepResult
 from services.trainer.learning.memory import LearnerMemory
@@ -21,6 +21,7 @@ from services.trainer.parallel.ranks import ONE_RANK, Ranks
 from services.trainer.parallel.remote_parts import receive_parts
 from services.trainer.worker.follower import build_shard, hit, write_image
 from shared.checkpoints import StoredCheckpoint
+from shared.config.checkpoint import EVERYTHING
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError, Unavailable
 from shared.faults.sites import Site
@@ -159,37 +160,37 @@ class Leader:
         self._channel.end()
         return restored
 
-    def fill(self, learner: Learner, directory: Path) -> None:
+    def fill(self, learner: Learner, directory: Path, contents: Contents = EVERYTHING) -> None:
         """Write the files of a checkpoint on every rank.
 
         Raises:
             OSError: the disk has no room, or fails; the others are told, and wait for the next command.
             Unavailable: so it was for another rank.
         """
-        files = shared_files(learner)
+        files = shared_files(learner, contents)
         reserve(directory, files, model_directory(learner.spec.model), learner)
-        self._write(paths_in(directory, files), files, is_copy=False)
+        self._write(paths_in(directory, files), files, contents, is_copy=False)
 
-    def copy(self, learner: Learner) -> HostCopy | None:
+    def copy(self, learner: Learner, contents: Contents = EVERYTHING) -> HostCopy | None:
         """Copy what the files of a checkpoint hold on every rank, into this host's memory; None if that is too small.
 
         Raises:
             OSError, Unavailable: as of ``fill``.
         """
-        files = shared_files(learner)
+        files = shared_files(learner, contents)
         copy = HostCopy.reserve(files, model_directory(learner.spec.model), learner)
         if copy is None:
             return None
         try:
-            self._write(copy.paths, files, is_copy=True)
+            self._write(copy.paths, files, contents, is_copy=True)
         except BaseException:
             copy.close()
             raise
         return copy
 
-    def _write(self, paths: Mapping[str, Path], files: list[SharedFile], *, is_copy: bool) -> None:
+    def _write(self, paths: Mapping[str, Path], files: list[SharedFile], contents: Contents, *, is_copy: bool) -> None:
         told = {name: str(path) for name, path in paths.items()}
-        self._channel.send(Save(paths=told, is_copy=is_copy))
+        self._channel.send(Save(paths=told, contents=tuple(contents), is_copy=is_copy))
         try:
             write_shared(paths, files, self._ranks)
             if is_copy:

@@ -92,6 +92,21 @@ def test_a_spec_that_does_not_go_with_the_checkpoint_is_refused(parent: Path) ->
         check_spec(stored, a_longer_spec(algorithm={"advantage": {"kind": "gae"}}))
 
 
+def test_of_a_checkpoint_only_what_is_wanted_is_taken(parent: Path, tmp_path: Path) -> None:
+    begins = {"resume_from": str(parent), "load_contents": ["model"]}
+    spec = a_longer_spec(checkpoint=begins)
+
+    take(find(parent, None), spec, "fork-1", tmp_path / "fork-1")
+
+    (own,) = complete(tmp_path / "fork-1" / "checkpoints")
+    assert "optimizer.safetensors" not in own.state.files
+    assert own.state.files.keys() == own.state.checksums.keys() > set()
+    assert not (own.path / "optimizer.safetensors").exists()
+    with pytest.raises(ModelError, match=r"no optimizer\.safetensors, .*load_contents to \[model, extra\]"):
+        check_spec(own, a_longer_spec())
+    check_spec(own, spec)
+
+
 def test_what_is_left_open_is_what_it_was_decided_to_be(tmp_path: Path) -> None:
     directory = tmp_path / "trial-1"
     decided = a_longer_spec(model={"path": a_spec().model.path, "dtype": "bfloat16"})

@@ -48,7 +48,7 @@ def failing(*_: Any) -> None:
 def test_a_disk_that_fails_a_follower_is_told_to_the_leader_and_the_follower_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follower, "shared_files", lambda _: [])
+    monkeypatch.setattr(follower, "shared_files", lambda *_: [])
     monkeypatch.setattr(follower, "write_shared", failing)
     channel = Ends(Save(paths={}), KeepVersion(version=1, oldest=0), End())
     obeys = follower.Follower(a_spec(), ONE_RANK, cast(Channel, channel))
@@ -67,7 +67,7 @@ def test_a_checkpoint_that_a_follower_could_not_write_is_tried_again(
 ) -> None:
     for name in ("reserve", "write_shared"):
         monkeypatch.setattr(leader, name, lambda *_: None)
-    monkeypatch.setattr(leader, "shared_files", lambda _: [])
+    monkeypatch.setattr(leader, "shared_files", lambda *_: [])
     channel = Ends(others_failure="rank 1 of 2: No space left on device")
 
     with pytest.raises(Unavailable, match="rank 1 of 2: No space left on device"):
@@ -80,7 +80,7 @@ def test_a_disk_that_fails_the_leader_leaves_no_follower_in_the_command(
     def fail(*_: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(leader, "shared_files", lambda _: [])
+    monkeypatch.setattr(leader, "shared_files", lambda *_: [])
     monkeypatch.setattr(leader, "reserve", lambda *_: None)
     monkeypatch.setattr(leader, "write_shared", fail)
     channel = Ends()

@@ -1,0 +1,139 @@
+"""What a checkpoint holds is chosen; what is missing begins again, and is named."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.trainer.checkpoint.manager import (
+    WITHOUT_OPTIMIZER,
+    CheckpointManager,
+    Progress,
+    beginning,
+    copy_alone,
+    fill_alone,
+)
+from services.trainer.checkpoint.storage import CheckpointStorage
+from shared.config.load import validate_spec
+from shared.config.spec import ExperimentSpec
+from shared.errors import InvalidSpec
+from shared.lineage import INITIAL, VersionLine
+from tests.fleet import tiny_model
+from tests.unit.trainer.builders import a_spec, uneven_groups
+
+CPU = torch.device("cpu")
+STEPS = 3
+LINE = VersionLine.of([INITIAL], steps_per_version=1, total_steps=STEPS)
+
+
+def spec_of(checkpoint: dict[str, Any], **sections: Any) -> ExperimentSpec:
+    settings = {"steps": STEPS, "groups_per_mini_batch": 2, "learning_rate": 1e-2}
+    return a_spec(model={"path": str(tiny_model())}, optimisation=settings, checkpoint=checkpoint, **sections)
+
+
+def tensors_in(directory: Path) -> set[str]:
+    return {str(each.relative_to(directory)) for each in directory.rglob("*.safetensors")}
+
+
+@pytest.mark.parametrize("is_copied", [False, True], ids=["at once", "copied"])
+def test_the_last_checkpoint_may_be_the_weights_alone(tmp_path: Path, *, is_copied: bool) -> None:
+    spec = spec_of({"final_contents": ["model"]})
+    manager = CheckpointManager("e", CheckpointStorage(tmp_path, keep=2))
+    learner, progress = beginning(spec, CPU).learner, Progress.start()
+
+    for step in (STEPS - 1, STEPS):
+        learner.train(uneven_groups(2, seed=step), step)
+        progress.step = step
+        copied = manager.copy(learner, progress, LINE) if is_copied else None
+        if copied is not None:
+            manager.write(copied)
+        else:
+            manager.save(learner, progress, LINE)
+
+    weights = "model/model.safetensors"
+    assert tensors_in(tmp_path / "step-00000002") == {weights, "optimizer.safetensors"}
+    assert tensors_in(tmp_path / "step-00000003") == {weights}
+
+
+def test_without_the_optimiser_training_goes_on_with_new_moments_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = spec_of({"contents": ["model"]})
+    manager = CheckpointManager("e", CheckpointStorage(tmp_path, keep=2))
+    learner, progress = manager.restore(spec).learner, Progress.start()
+    learner.train(uneven_groups(2, seed=1), 1)
+    progress.step = 1
+    manager.save(learner, progress, LINE)
+
+    with caplog.at_level(logging.WARNING):
+        restored = manager.restore(spec).learner
+
+    assert WITHOUT_OPTIMIZER in caplog.messages
+    assert restored.optimizer.updates == 1
+    assert restored.optimizer.state() == {}
+    theirs = restored.loaded.model.state_dict()
+    assert all(torch.equal(weight, theirs[name]) for name, weight in learner.loaded.model.state_dict().items())
+    restored.train(uneven_groups(2, seed=2), 2)
+
+
+def test_a_critic_is_weights_with_or_without_their_moments(tmp_path: Path) -> None:
+    learner = beginning(spec_of({}, algorithm={"advantage": {"kind": "gae"}}), CPU).learner
+    learner.train(uneven_groups(2, seed=1), 1)
+    for name, contents in (("whole", ("model", "optimizer")), ("weights", ("model",))):
+        (tmp_path / name).mkdir()
+        fill_alone(learner, tmp_path / name, contents)
+
+    whole, weights = ((tmp_path / name / "critic.safetensors").stat().st_size for name in ("whole", "weights"))
+    assert weights < whole / 2
+    assert not (tmp_path / "weights" / "optimizer.safetensors").exists()
+
+
+def test_copies_hold_what_was_chosen() -> None:
+    learner = beginning(spec_of({}), CPU).learner
+    copy = copy_alone(learner, ("model",))
+
+    assert copy is not None
+    assert set(copy.paths) == {"model/model.safetensors"}
+    copy.close()
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        ({"checkpoint": {"contents": ["optimizer"]}}, "model among them"),
+        ({"checkpoint": {"contents": ["model", "model"]}}, "names each of its parts once"),
+        ({"checkpoint": {"load_contents": ["model"]}}, "no effect without resume_from"),
+        (
+            {"checkpoint": {"contents": ["model"]}, "algorithm": {"old_log_probs": "recompute_at_version"}},
+            "contents leaves out extra",
+        ),
+        (
+            {
+                "checkpoint": {"load_contents": ["model", "optimizer"], "resume_from": "/runs/a"},
+                "algorithm": {"old_log_probs": "recompute_at_version"},
+            },
+            "load_contents leaves out extra",
+        ),
+        (
+            {
+                "checkpoint": {"contents": ["model", "optimizer"]},
+                "optimisation": {"steps": 3, "groups_per_mini_batch": 2, "average_decay": 0.9},
+            },
+            "average_decay has no effect",
+        ),
+        (
+            {
+                "checkpoint": {"load_contents": ["model", "extra"], "resume_from": "/runs/a"},
+                "algorithm": {"advantage": {"kind": "gae"}},
+            },
+            "a critic's is in one file",
+        ),
+    ],
+    ids=["no model", "twice", "nothing to load", "versions", "versions to load", "average", "critic"],
+)
+def test_what_cannot_be_left_out_is_refused(sections: dict[str, Any], problem: str) -> None:
+    document = a_spec().model_dump(mode="json") | sections
+    with pytest.raises(InvalidSpec, match=problem):
+        validate_spec(document)

@@ -347,8 +347,15 @@ async def test_weights_by_handles_leave_every_token_its_own_version(
 @pytest.mark.sglang
 @pytest.mark.parametrize("num_ranks", [1, 2])
 async def test_weights_by_a_group_leave_every_token_its_own_version(
-    model_path: Path, images: list[Path], models: tuple[nn.Module, nn.Module], num_ranks: int
+    model_path: Path,
+    images: list[Path],
+    models: tuple[nn.Module, nn.Module],
+    num_ranks: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if num_ranks > 1:
+        # On a CPU it wants to hear which cores each rank has.
+        monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join(map(str, range(num_ranks))))
     settings = server_settings(model_path, "sglang", version=2, group_host="127.0.0.1", options=ranks_of(num_ranks))
     engine = GroupSglangEngine(settings, backend="gloo")
     async with EndpointClient(sends_to_engines=True) as sender:

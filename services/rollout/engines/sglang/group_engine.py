@@ -186,7 +186,7 @@ class GroupSglangEngine(SglangEngine):
         """Make a request for each broadcast; the last one says which version it makes."""
         buckets = list(buckets_of(manifest.tensors, manifest.slice_bytes))
         flushes = self._on_update is not OnWeightUpdate.CONTINUE
-        last = {"weight_version": str(manifest.version), "flush_cache": flushes}
+        last = {"weight_version": self._labels.of(manifest.version), "flush_cache": flushes}
         return [
             {**update_body(bucket, name), **({"flush_cache": False} if number < len(buckets) else last)}
             for number, bucket in enumerate(buckets, start=1)

@@ -1,7 +1,8 @@
 """Which of a grader's URLs is asked next: by weight, around those that fail, and one careful request after a rest.
 
-Each URL has a circuit breaker: after ``failures`` calls in a row that failed it rests for ``rest_seconds``, then one
-call tries it; if that fails too, it rests for twice as long, up to ``LONGEST_REST_SECONDS``.
+Each URL has a circuit breaker: after ``failures`` calls in a row that failed, or were answered with nothing that can be
+used, it rests for ``rest_seconds``, then one call tries it; if that fails too, it rests for twice as long, up to
+``LONGEST_REST_SECONDS``.
 """
 
 import random
@@ -53,6 +54,8 @@ class Endpoints:
         self._rest_seconds = rest_seconds
         self._now = now
         self._choose = choose
+        self.last_failure = ""
+        """What was wrong with the call that failed last."""
 
     def pick(self, avoid: Collection[str] = ()) -> str | None:
         """Choose a URL, one of ``avoid`` only if no other may be asked; None while all rest."""
@@ -74,15 +77,16 @@ class Endpoints:
         return max(POLL_SECONDS, rest)
 
     @contextmanager
-    def asking(self, url: str, is_outage: Callable[[BaseException], bool]) -> Iterator[None]:
-        """Note how the call inside the block ends; an error that is no outage proves that the URL answers."""
+    def asking(self, url: str, is_failure: Callable[[BaseException], bool]) -> Iterator[None]:
+        """Note how the call inside the block ends; an error that is no failure proves that the URL answers."""
         breaker = self._breakers[url]
         breaker.is_tried = True
         breaker.under_way += 1
         try:
             yield
         except Exception as error:
-            if is_outage(error):
+            if is_failure(error):
+                self.last_failure = str(error)
                 self._failed(breaker)
             else:
                 self._answered(breaker)

@@ -41,6 +41,10 @@ class Retryable(GradingFailed):
         self.answered = answered
 
 
+class Unusable(GradingFailed):
+    """The answer is none that can be read. It is final for those who asked; the URL is asked less often by others."""
+
+
 class GraderCall:
     """Posts a body to a URL.
 
@@ -87,6 +91,7 @@ class GraderCall:
 
         Raises:
             Retryable: the next attempt may succeed.
+            Unusable: the answer is too long, or compressed.
             GradingFailed: it will not.
         """
         most = MAX_ANSWER_BYTES if max_bytes is None else max_bytes
@@ -102,7 +107,7 @@ class GraderCall:
             finally:
                 await response.aclose()
         except ReplyTooLong as error:
-            raise GradingFailed(f"{self._peer}'s answer is longer than {most} bytes") from error
+            raise Unusable(f"{self._peer}'s answer is longer than {most} bytes") from error
         except (httpx.HTTPError, OSError) as error:
             raise Retryable(f"{self._peer} does not answer: {error!r}"[:500]) from error
         except (httpx.InvalidURL, UnicodeError) as error:
@@ -132,7 +137,7 @@ class GraderCall:
     async def _is_later(self, response: httpx.Response, may_be_later: bool) -> bool:
         # Before a byte is read.
         if is_packed(response.headers):
-            raise GradingFailed(f"{self._peer} answered {response.status_code}, compressed, though it was asked not to")
+            raise Unusable(f"{self._peer} answered {response.status_code}, compressed, though it was asked not to")
         if response.status_code == 200:
             return False
         if response.status_code == 202:

@@ -14,7 +14,7 @@ from functools import partial
 import httpx
 
 from services.reward.endpoints import Endpoints
-from services.reward.grader_call import GraderCall, Retryable
+from services.reward.grader_call import GraderCall, Retryable, Unusable
 from services.reward.reply import parse_grades, parse_openrlhf, read_json
 from shared.address_policy import Resolver, resolve
 from shared.clock import Clock, SystemClock
@@ -22,6 +22,7 @@ from shared.config.reward import RemoteConfig
 from shared.errors import GradingFailed
 from shared.retry import DATA_PLANE, Backoff, retry
 from shared.schemas.grading import Grade, GradingRequest, GradingSample
+from shared.schemas.trajectory import GradeStatus
 from shared.security import new_callback_key
 from shared.settings import LOOPBACK, IPNetwork
 from shared.streams.mailbox import Mailbox, wait_for_answer
@@ -32,6 +33,18 @@ MAX_BACKOFF_SECONDS = 30.0
 
 class _AllRest(Retryable):
     """No URL may be asked now."""
+
+
+class _NoneUsable(Exception):
+    """Every grade of an answer is an error.
+
+    Args:
+        grades: they are.
+    """
+
+    def __init__(self, grades: list[Grade]) -> None:
+        super().__init__(grades[0].reason or "each grade is an error")
+        self.grades = grades
 
 
 def request_id(experiment: str, samples: Sequence[GradingSample]) -> str:
@@ -105,23 +118,22 @@ class RemoteVerifier:
         """Ask for the samples' grades; a failure of the grader is an error of each."""
         if not samples:
             return []
-        name = request_id(self._experiment, samples)
         try:
-            name, content = await self._answer(samples, name)
-            answer = read_json(content)
-            if self._config.dialect == "openrlhf":
-                return parse_openrlhf(answer, len(samples))
-            return parse_grades(answer, len(samples), name)
+            return await self._answer(samples, request_id(self._experiment, samples))
         except GradingFailed as error:
             return [Grade.error(error.detail)] * len(samples)
 
-    async def _answer(self, samples: Sequence[GradingSample], name: str) -> tuple[str, bytes]:
-        """Return the answer, and the name of the request that it is to."""
+    async def _answer(self, samples: Sequence[GradingSample], name: str) -> list[Grade]:
+        """Return the answer's grades.
+
+        Raises:
+            GradingFailed: there is none, or none that can be read.
+        """
         callbacks, seconds = self._callbacks, self._config.callback_seconds
         if callbacks is None or seconds is None:
-            answer = await self._ask(self._body(samples, name), name)
-            assert answer is not None
-            return name, answer
+            grades = await self._ask(self._body(samples, name), name, len(samples))
+            assert grades is not None
+            return grades
         while True:
             key = new_callback_key(self._secret, name)
             expecting = partial(callbacks.mailbox.expect, name, key=key, seconds=seconds)
@@ -134,14 +146,28 @@ class RemoteVerifier:
         if expected.answer is None and not expected.is_accepted:
             token = expected.key.partition(":")[0]
             body = self._body(samples, name, callbacks.url(self._experiment, name, token))
-            answer = await self._ask(body, name)
-            if answer is not None:
-                return name, answer
+            grades = await self._ask(body, name, len(samples))
+            if grades is not None:
+                return grades
             await retry(partial(callbacks.mailbox.accept, name), waiting_for=DATA_PLANE)
         later = await wait_for_answer(callbacks.mailbox, name)
         if later is None:
             raise GradingFailed(f"the grader answered 202 (later), and did not call back within {seconds:g} s")
-        return name, later
+        return self._read(later, name, len(samples))
+
+    def _read(self, content: bytes, name: str, num_samples: int) -> list[Grade]:
+        """Read an answer.
+
+        Raises:
+            Unusable: it cannot be read as a whole.
+        """
+        try:
+            answer = read_json(content)
+            if self._config.dialect == "openrlhf":
+                return parse_openrlhf(answer, num_samples)
+            return parse_grades(answer, num_samples, name)
+        except GradingFailed as error:
+            raise Unusable(error.detail) from error
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -155,7 +181,7 @@ class RemoteVerifier:
         )
         return request.model_dump_json().encode()
 
-    async def _ask(self, body: bytes, name: str) -> bytes | None:
+    async def _ask(self, body: bytes, name: str, num_samples: int) -> list[Grade] | None:
         """Ask until there is an answer; None if it comes later. Between attempts the room is left to others."""
         config = self._config
         # The deadline begins with the first attempt: those before in the queue have one each.
@@ -164,28 +190,35 @@ class RemoteVerifier:
         deadline = self._clock.monotonic() + config.deadline_seconds
         asked: list[str] = []
 
-        async def attempt() -> bytes | None:
+        async def attempt() -> list[Grade] | None:
             nonlocal is_inside
             if not is_inside:
                 await self._room.acquire()
                 is_inside = True
             try:
                 return await post()
+            except _NoneUsable as answer:
+                return answer.grades
             finally:
                 is_inside = False
                 self._room.release()
 
-        async def post() -> bytes | None:
+        async def post() -> list[Grade] | None:
             url = self._endpoints.pick(avoid=asked)
             if url is None:
-                raise _AllRest("every URL of the grader failed and rests", self._endpoints.seconds_until_usable())
+                detail = f"every URL of the grader failed and rests ({self._endpoints.last_failure})"
+                raise _AllRest(detail, self._endpoints.seconds_until_usable())
             asked.append(url)
-            with self._endpoints.asking(url, _is_outage):
+            with self._endpoints.asking(url, _is_failure):
                 try:
                     async with asyncio.timeout(min(config.attempt_seconds, deadline - self._clock.monotonic())):
-                        return await self._call.post(url, body, name, may_be_later=self._callbacks is not None)
+                        content = await self._call.post(url, body, name, may_be_later=self._callbacks is not None)
                 except TimeoutError:
                     raise Retryable("no answer in time") from None
+                grades = None if content is None else self._read(content, name, num_samples)
+                if grades and all(grade.status is GradeStatus.ERROR for grade in grades):
+                    raise _NoneUsable(grades)
+                return grades
 
         last: list[Retryable] = []
 
@@ -227,8 +260,8 @@ def _asked_pause(error: Exception) -> float:
     return error.after_seconds if isinstance(error, Retryable) else 0.0
 
 
-def _is_outage(error: BaseException) -> bool:
-    return isinstance(error, Retryable) and error.is_outage
+def _is_failure(error: BaseException) -> bool:
+    return isinstance(error, Unusable | _NoneUsable) or (isinstance(error, Retryable) and error.is_outage)
 
 
 def openrlhf_lists(samples: Sequence[GradingSample]) -> dict[str, list[str]]:

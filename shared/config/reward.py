@@ -204,7 +204,7 @@ class RemoteConfig(ComponentConfig):
     concurrency: int = Field(64, ge=1, le=1024)
     """Requests that one reward service has with the grader at a time; further ones wait, outside of their deadline."""
     breaker_failures: int = Field(5, ge=1)
-    """A URL that fails so often in a row is left alone for a while."""
+    """A URL that fails so often in a row, or answers nothing that can be used, is left alone for a while."""
     breaker_seconds: float = Field(5.0, gt=0, le=60)
     """For how long at first; it doubles up to a minute while the one request that tries it then fails, too."""
     dialect: Literal["flotilla", "openrlhf"] = "flotilla"

@@ -1,6 +1,7 @@
 """Several URLs of one grader: weights, fail-over, circuit breaker, and how many requests are under way."""
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from services.reward.endpoints import Endpoints
 from services.reward.remote import RemoteVerifier
 from shared.clock import ManualClock
 from shared.config.reward import RemoteConfig
+from shared.schemas.trajectory import GradeStatus
 from tests.unit.reward.builders import a_sample
 
 A, B = "http://93.184.215.14/a", "http://93.184.215.14/b"
@@ -109,6 +111,54 @@ async def test_a_request_goes_to_another_url_at_once_and_later_ones_leave_the_de
 
     assert found == [1.0] * 50
     assert Counter(asked)["/a"] == 2
+
+
+USELESS: Sequence[bytes] = (
+    b"no JSON",
+    b"[" * 20_000,
+    b"x" * 2_000_000,
+    b'{"grades": []}',
+    b'{"grades": [{"reward": 1e999}]}',
+    b'{"grades": [{"status": "error", "reason": "the judge is down"}]}',
+)
+
+
+@pytest.mark.parametrize("body", USELESS)
+async def test_a_grader_whose_answers_cannot_be_used_is_asked_less_often_and_each_sample_is_an_error(
+    body: bytes,
+) -> None:
+    clock, asked = ManualClock(0.0), 0
+
+    def handle(_request: httpx.Request) -> httpx.Response:
+        nonlocal asked
+        asked += 1
+        return httpx.Response(200, content=body)
+
+    config = RemoteConfig(url=A, breaker_failures=3, breaker_seconds=5.0, deadline_seconds=0.01)
+    client = httpx.AsyncClient(transport=httpx.MockTransport(handle))
+    verifier = RemoteVerifier(config, "exp", client, clock=clock)
+
+    found = [(await verifier.score(SAMPLES))[0] for _ in range(3)]
+    at_rest = [(await verifier.score(SAMPLES))[0] for _ in range(3)]
+    asked_before = asked
+    clock.advance(5.0)
+    await verifier.score(SAMPLES)
+
+    assert {grade.status for grade in found + at_rest} == {GradeStatus.ERROR}
+    assert (asked_before, asked) == (3, 4)
+    assert all("rests" in grade.reason and found[0].reason[:50] in grade.reason for grade in at_rest)
+
+
+async def test_one_good_answer_in_between_keeps_a_grader_from_resting() -> None:
+    answers = itertools.cycle([b"no JSON", b"no JSON", b'{"grades": [{"reward": 1.0}]}'])
+    client = httpx.AsyncClient(
+        transport=httpx.MockTransport(lambda _request: httpx.Response(200, content=next(answers)))
+    )
+    verifier = RemoteVerifier(RemoteConfig(url=A, breaker_failures=3), "exp", client, clock=ManualClock(0.0))
+
+    found = [(await verifier.score(SAMPLES))[0].reward for _ in range(12)]
+
+    assert found == [None, None, 1.0] * 4
 
 
 async def test_no_more_requests_are_under_way_than_the_grader_is_to_have() -> None:

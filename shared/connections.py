@@ -21,6 +21,9 @@ from typing import Any
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from shared.errors import TooManyRefused
+from shared.strangers import Strangers
+
 log = logging.getLogger(__name__)
 
 READ_AT_ONCE = 8
@@ -28,11 +31,20 @@ READ_AT_ONCE = 8
 KEPT_BYTES = 64 * 1024
 """A connection that has sent so much before its turn comes is not read until then."""
 EXTENSION = "flotilla.connection"
+REFUSED_OFTEN = "too many requests from your address were refused"
 TITLES = {
     400: "Bad Request",
     408: "Request Timeout",
+    429: "Too Many Requests",
     431: "Request Header Fields Too Large",
     503: "Service Unavailable",
+}
+CODES = {
+    400: "invalid_request",
+    408: "request_too_slow",
+    429: TooManyRefused.code,
+    431: "headers_too_large",
+    503: "unavailable",
 }
 
 
@@ -108,6 +120,8 @@ class ConnectionLimits:
         body_seconds: from there to the end of its body.
         idle_seconds: between two requests.
         unread_seconds: how long nothing of an answer may be read.
+        refusals, refusals_per_second: of requests without a token or form, that an address gets at once and in the
+            long run; further ones are answered 429.
     """
 
     connections: int = 4096
@@ -118,6 +132,8 @@ class ConnectionLimits:
     body_seconds: float = 60.0
     idle_seconds: int = 5
     unread_seconds: float = 60.0
+    refusals: int = 100
+    refusals_per_second: float = 5.0
 
 
 class _Part(Enum):
@@ -138,6 +154,7 @@ class Connection(HttpToolsProtocol):
     turns: Turns
     limits: ConnectionLimits
     by_address: Counter[str]
+    strangers: Strangers
     _lost: asyncio.Future[None] | None = None
     _is_lost = False
     _part = _Part.NONE
@@ -162,6 +179,13 @@ class Connection(HttpToolsProtocol):
     def has_whole_request(self) -> bool:
         """Whether nothing more will come of the newest request, and so of none before it."""
         return not self.cycle.more_body
+
+    def refused(self) -> int:
+        """Count a request that is refused for want of a token; returns how long its address is to wait, in seconds.
+
+        More than 0: there were too many, and the answer is 429.
+        """
+        return 0 if self._address is None else self.strangers.refused(self._address)
 
     def read_in_turn(self) -> None:
         """Handle the next request only when its turn comes; call it once a request is answered."""
@@ -219,7 +243,7 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._part is _Part.HEAD and self._head_bytes > self.limits.head_bytes:
-            self._refuse(431, self._largest_head)
+            self._refuse_stranger(431, self._largest_head)
         elif self._part is not _Part.NONE:
             self._arm(self._part)
         elif self.cycle is None or self.cycle.response_complete:
@@ -259,9 +283,9 @@ class Connection(HttpToolsProtocol):
         """Refuse what cannot be read."""
         too_large = self._headers_bytes > self.limits.head_bytes or len(self.headers or ()) >= self.limits.headers
         if too_large:
-            self._refuse(431, self._largest_head)
+            self._refuse_stranger(431, self._largest_head)
         else:
-            self._refuse(400, msg)
+            self._refuse_stranger(400, msg)
 
     def pause_writing(self) -> None:
         """Begin to count the time in which nothing of an answer is read."""
@@ -316,15 +340,23 @@ class Connection(HttpToolsProtocol):
         log.info("a caller does not read its answer", extra={"address": self._address})
         self.transport.abort()
 
-    def _refuse(self, status: int, detail: str) -> None:
+    def _refuse_stranger(self, status: int, detail: str) -> None:
+        """Refuse what no client of ours sends; many times only in a word."""
+        seconds = self.refused()
+        if seconds:
+            self._refuse(429, REFUSED_OFTEN, f"retry-after: {seconds}\r\n")
+        else:
+            self._refuse(status, detail)
+
+    def _refuse(self, status: int, detail: str, headers: str = "") -> None:
         """Answer, unless an answer is under way, and close."""
         is_busy = self.cycle is not None and (self.cycle.response_started and not self.cycle.response_complete)
         if not is_busy:
             title = TITLES[status]
-            problem = {"type": "about:blank", "title": title, "status": status, "detail": detail}
+            problem = {"type": "about:blank", "title": title, "status": status, "code": CODES[status], "detail": detail}
             body = json.dumps(problem).encode()
             head = f"HTTP/1.1 {status} {title}\r\ncontent-type: application/problem+json\r\n"
-            head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            head += f"{headers}content-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(head.encode() + body)
         if self.cycle is not None:
             # Whatever it says from now on is for nobody.
@@ -339,7 +371,14 @@ def connection_of(scope: Scope) -> Connection | None:
     return extension.get("connection")
 
 
+def _is_told(record: logging.LogRecord) -> bool:
+    """Tell whether a line of the server is logged: not one for each piece of nonsense that anybody sends."""
+    return record.msg != "Invalid HTTP request received."
+
+
 def connections(limits: ConnectionLimits) -> type[asyncio.Protocol]:
     """Make the protocol of one server, whose connections take turns with each other."""
-    own: dict[str, Any] = {"turns": Turns(), "limits": limits, "by_address": Counter()}
+    logging.getLogger("uvicorn.error").addFilter(_is_told)
+    strangers = Strangers(limits.refusals, limits.refusals_per_second)
+    own: dict[str, Any] = {"turns": Turns(), "limits": limits, "by_address": Counter(), "strangers": strangers}
     return type("ServerConnection", (Connection,), own)

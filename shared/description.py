@@ -26,6 +26,7 @@ EVERYWHERE = {
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     422: "The request is not valid.",
+    429: "Too many requests from this address, none with a token that is let in, were refused: `Retry-After`.",
     431: "The headers are too large.",
     503: "Something that is needed does not answer now: try again.",
     504: "It took too long: try again.",

@@ -100,6 +100,12 @@ class Unauthorized(FlotillaError):
     code, title, status = "unauthorized", "Not authorised", 401
 
 
+class TooManyRefused(Unauthorized):
+    """Without a token that is let in, and one of very many such requests from its address."""
+
+    code, title, status = "too_many_refused", "Too many requests were refused", 429
+
+
 class Forbidden(FlotillaError):
     """The token is known, but is not for this; the detail names the scope that is."""
 

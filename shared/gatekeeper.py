@@ -1,9 +1,12 @@
 """What a service's requests pass before a route: nobody without the token makes it work, or fills its memory."""
 
+from collections.abc import Mapping
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shared.connections import REFUSED_OFTEN, connection_of
 from shared.credentials import Credentials
-from shared.errors import FlotillaError, InvalidRequest, Unauthorized
+from shared.errors import FlotillaError, InvalidRequest, TooManyRefused, Unauthorized
 from shared.serving import problem_response
 
 READING = {"GET", "HEAD"}
@@ -17,6 +20,23 @@ class RequestTooLarge(InvalidRequest):
 
 class _BrokenOff(Exception):
     """The caller went before the whole body had come."""
+
+
+def refusal_of(
+    scope: Scope, error: Unauthorized, *, is_counted: bool = True
+) -> tuple[FlotillaError, Mapping[str, str]]:
+    """Refuse a request that no token lets in; returns the error, or another one if there were too many, and headers.
+
+    Args:
+        scope: of the request.
+        error: what is wrong.
+        is_counted: whether it counts; where it does not, it is never one too many.
+    """
+    connection = connection_of(scope) if is_counted else None
+    seconds = 0 if connection is None else connection.refused()
+    if not seconds:
+        return error, {"WWW-Authenticate": "Bearer"}
+    return TooManyRefused(f"{REFUSED_OFTEN}: {error.detail}"), {"Retry-After": str(seconds), "Connection": "close"}
 
 
 class Gatekeeper:
@@ -47,7 +67,12 @@ class Gatekeeper:
         except _BrokenOff:
             return
         except FlotillaError as error:
-            await problem_response(error)(scope, receive, send)
+            more: Mapping[str, str] = {}
+            if isinstance(error, Unauthorized):
+                error, more = refusal_of(scope, error)
+            response = problem_response(error)
+            response.headers.update(more)
+            await response(scope, receive, send)
             return
         await self._app(scope, _replay(body, receive), send)
 

@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from shared.access import RENEWED_TOKEN
 from shared.clock import Clock
 from shared.connections import connection_of
 from shared.errors import FlotillaError, Forbidden, IdempotencyMismatch, InvalidRequest, Unauthorized
+from shared.gatekeeper import refusal_of
 from shared.security import bearer_of
 from shared.serving import problem_response
 
@@ -94,9 +95,12 @@ class Guard:
         except _HungUp:
             log.info("a request broke off, nothing of it was done", extra={"path": scope["path"]})
         except _Refused as refused:
-            response = problem_response(refused.error)
-            if isinstance(refused.error, Unauthorized):
-                response.headers["WWW-Authenticate"] = "Bearer"
+            error: FlotillaError = refused.error
+            more: Mapping[str, str] = {}
+            if isinstance(error, Unauthorized):
+                error, more = refusal_of(scope, error, is_counted=not refused.is_ours)
+            response = problem_response(error)
+            response.headers.update(more)
             await response(scope, receive, send)
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -125,9 +129,10 @@ class Guard:
             await self._once(full_key, body, scope, replayed, send)
 
     def _let_in(self, scope: Scope, headers: MutableMapping[str, str]) -> Shown:
-        shown = self._opened_of(scope).tokens.read(bearer_of(headers.get("authorization")))
+        tokens, token = self._opened_of(scope).tokens, bearer_of(headers.get("authorization"))
+        shown = tokens.read(token)
         if shown is None:
-            raise _Refused(Unauthorized(HOW_TO_AUTHORISE))
+            raise _Refused(Unauthorized(HOW_TO_AUTHORISE), is_ours=tokens.is_ours(token))
         reason = refusal(scope["method"], scope["path"], shown.principal)
         if reason is not None:
             raise _Refused(Forbidden(reason))
@@ -235,11 +240,17 @@ class _HeadTooLarge(FlotillaError):
 
 
 class _Refused(Exception):
-    """Ends a request with a problem."""
+    """Ends a request with a problem.
 
-    def __init__(self, error: FlotillaError) -> None:
+    Args:
+        error: the problem.
+        is_ours: whether the token is of this fleet all the same.
+    """
+
+    def __init__(self, error: FlotillaError, *, is_ours: bool = False) -> None:
         super().__init__(error.detail)
         self.error = error
+        self.is_ours = is_ours
 
 
 class _Answer:

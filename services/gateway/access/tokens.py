@@ -69,15 +69,22 @@ class Tokens:
 
     def read(self, token: str | None) -> Shown | None:
         """Tell whom a token stands for; None if it is unknown, revoked or expired."""
+        shown = self._find(token)
+        is_over = shown is not None and shown.expires_at is not None and shown.expires_at <= self._clock.now()
+        return None if is_over else shown
+
+    def is_ours(self, token: str | None) -> bool:
+        """Tell whether a token is of this fleet, though it may have expired."""
+        return self._find(token) is not None
+
+    def _find(self, token: str | None) -> Shown | None:
         if token is None or not token.isascii():
             return None
         if is_same_secret(token, self._operator):
             return Shown(OPERATOR)
         if self._service is not None and is_same_secret(token, self._service):
             return Shown(Principal(Scope.SERVICE, "a service"))
-        shown = self._read_pass(token) or self._read_made(token)
-        is_over = shown is not None and shown.expires_at is not None and shown.expires_at <= self._clock.now()
-        return None if is_over else shown
+        return self._read_pass(token) or self._read_made(token)
 
     def _read_pass(self, token: str) -> Shown | None:
         found = self._key.read(token)

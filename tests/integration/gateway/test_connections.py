@@ -12,6 +12,8 @@ import pytest
 import uvicorn
 
 from shared.connections import ConnectionLimits
+from shared.credentials import Credentials
+from shared.gatekeeper import Gatekeeper
 from shared.serving import bind, config_of
 from tests.unit.gateway.builders import until
 
@@ -52,9 +54,12 @@ class App:
 
 
 @asynccontextmanager
-async def served(limits: ConnectionLimits = SHORT) -> AsyncIterator[tuple[App, uvicorn.Server, int]]:
+async def served(
+    limits: ConnectionLimits = SHORT, *, token: str | None = None
+) -> AsyncIterator[tuple[App, uvicorn.Server, int]]:
     app, listening = App(), bind("127.0.0.1", 0)
-    server = uvicorn.Server(config_of(app, limits))
+    behind = app if token is None else Gatekeeper(app, credentials=Credentials(token), max_bytes=1000)
+    server = uvicorn.Server(config_of(behind, limits))
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     task = asyncio.create_task(server.serve(sockets=[listening]))
     await until(lambda: server.started)
@@ -191,3 +196,32 @@ async def test_beyond_all_connections_requests_are_refused() -> None:
         held.close()
 
     assert refused.startswith(b"HTTP/1.1 503")
+
+
+UNKNOWN = b"POST /x HTTP/1.1\r\nhost: h\r\nauthorization: Bearer wrong\r\nconnection: close\r\n\r\n"
+KNOWN = UNKNOWN.replace(b"wrong", b"right")
+
+
+async def test_who_is_refused_over_and_over_is_told_to_wait_and_who_has_a_token_never_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    few = replace(SHORT, refusals=3, refusals_per_second=0.1)
+    async with served(few, token="right") as (app, _, port):
+        too_many = b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 200
+        refused = [(await sent(port, what))[:12] for what in (UNKNOWN, b"\x00\xff" * 50, too_many)]
+        again = [await sent(port, what) for what in (UNKNOWN, b"\x00\xff" * 50)]
+        known = [await sent(port, KNOWN) for _ in range(5)]
+        reading = await sent(port, WHOLE.replace(b"/%s HTTP/1.1\r\n", b"/healthz HTTP/1.1\r\nconnection: close\r\n"))
+
+    assert refused == [b"HTTP/1.1 401", b"HTTP/1.1 400", b"HTTP/1.1 431"]
+    for answer in again:
+        head = answer.lower()
+        assert answer.startswith(b"HTTP/1.1 429 ")
+        assert b"\r\nretry-after: 10\r\n" in head
+        assert b"\r\nconnection: close\r\n" in head
+    assert {answer[:12] for answer in (*known, reading)} == {b"HTTP/1.1 200"}
+    assert len(app.bodies) == 6
+    assert [record.message for record in caplog.records if "refused" in record.message] == [
+        "an address sends what is refused, over and over"
+    ]
+    assert not [record for record in caplog.records if "Invalid HTTP" in record.message]

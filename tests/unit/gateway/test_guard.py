@@ -16,7 +16,9 @@ from services.gateway.store.records import StoredAnswer
 from shared.access import Principal
 from shared.access import Scope as Role
 from shared.clock import ManualClock
+from shared.connections import EXTENSION
 from shared.errors import InvalidRequest
+from shared.schemas.service import ServiceKind
 
 
 class Seen:
@@ -25,6 +27,7 @@ class Seen:
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
         self.statuses: list[int] = []
+        self.headers: dict[str, str] = {}
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         self.bodies.append((await receive())["body"])
@@ -34,11 +37,45 @@ class Seen:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.statuses.append(message["status"])
+            self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+
+
+PART = {"type": "http.request", "body": b"steps: 3", "more_body": True}
+REST = {"type": "http.request", "body": b"000", "more_body": False}
+
+
+class Flooded:
+    """A connection from an address of which too many requests were refused."""
+
+    has_whole_request = True
+
+    def __init__(self) -> None:
+        self.num_refused = 0
+
+    def refused(self) -> int:
+        self.num_refused += 1
+        return 7
 
 
 async def ask(
-    messages: Sequence[Message], headers: Sequence[tuple[bytes, bytes]] = (), *, then_silent: bool = False
+    messages: Sequence[Message],
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    *,
+    then_silent: bool = False,
+    token: str = "t",
+    age_seconds: float = 0.0,
+    connection: Flooded | None = None,
 ) -> Seen:
+    """Ask the guard.
+
+    Args:
+        messages: of the request.
+        headers: besides its token.
+        then_silent: whether nothing comes after the messages.
+        token: which it has; ``pass``: a service's own.
+        age_seconds: how long ago that was made.
+        connection: which it comes on.
+    """
     seen, left = Seen(), list(messages)
 
     async def receive() -> Message:
@@ -47,7 +84,11 @@ async def ask(
         return left.pop(0)
 
     store, clock = MemoryStore(), ManualClock()
-    opened = Opened(store, clock, Tokens(store, clock, "t"))
+    tokens = Tokens(store, clock, "t")
+    opened = Opened(store, clock, tokens)
+    if token == "pass":
+        token = tokens.pass_of(ServiceKind.TRAINER, "trainer-1")
+        clock.advance(age_seconds)
     guard = Guard(seen, body_bytes=100, body_seconds=0.05, opened_of=lambda _: opened)
     scope: dict[str, Any] = {
         "type": "http",
@@ -56,14 +97,28 @@ async def ask(
         "raw_path": b"/v1/experiments",
         "query_string": b"",
         "state": {},
-        "headers": [(b"authorization", b"Bearer t"), *headers],
+        "headers": [(b"authorization", b"Bearer " + token.encode()), *headers],
+        "extensions": {} if connection is None else {EXTENSION: {"connection": connection}},
     }
     await guard(scope, receive, seen.send)
     return seen
 
 
-PART = {"type": "http.request", "body": b"steps: 3", "more_body": True}
-REST = {"type": "http.request", "body": b"000", "more_body": False}
+@pytest.mark.parametrize(
+    ("token", "age_seconds", "status", "counted"),
+    [("wrong", 0.0, 429, 1), ("t", 0.0, 200, 0), ("pass", 0.0, 403, 0), ("pass", 1e6, 401, 0)],
+)
+async def test_only_who_has_no_token_of_the_fleet_is_refused_too_often(
+    token: str, age_seconds: float, status: int, counted: int
+) -> None:
+    connection = Flooded()
+
+    seen = await ask([REST], token=token, age_seconds=age_seconds, connection=connection)
+
+    assert (seen.statuses, connection.num_refused) == ([status], counted)
+    assert (seen.headers.get("retry-after"), seen.headers.get("connection")) == (
+        ("7", "close") if counted else (None, None)
+    )
 
 
 async def test_a_body_that_broke_off_is_not_executed() -> None:

@@ -33,6 +33,7 @@ VARIABLES = {
     "concurrency": "FLOTILLA_SANDBOX_CONCURRENCY",
     "sessions": "FLOTILLA_SANDBOX_SESSIONS",
     "python": "FLOTILLA_SANDBOX_PYTHON",
+    "busy_part": "FLOTILLA_SANDBOX_BUSY_PART",
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 PART = 0.04
 """Of the machine's processors: what each caller may use before others."""
 SAVED_SECONDS = 10.0
-"""A caller that has used nothing has so long a time of its part saved."""
+"""A caller that has used nothing has so long a time of its part saved, and none owes more."""
 MOST_CALLERS = 1024
 
 
@@ -20,10 +20,11 @@ class Allowances:
     Args:
         processors: how many the machine has.
         now: a clock, in seconds.
+        part: of them, what each caller may use.
     """
 
-    def __init__(self, processors: float, now: Callable[[], float]) -> None:
-        self._rate = PART * processors
+    def __init__(self, processors: float, now: Callable[[], float], *, part: float = PART) -> None:
+        self._rate = part * processors
         self._now = now
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
@@ -35,7 +36,8 @@ class Allowances:
 
     def use(self, caller: str, seconds: float) -> None:
         """Take what a program of a caller has used."""
-        self._left[caller] = self.left(caller) - seconds, self._now()
+        most = self._rate * SAVED_SECONDS
+        self._left[caller] = max(-most, self.left(caller) - seconds), self._now()
         self._left.move_to_end(caller)
         while len(self._left) > MOST_CALLERS:
             self._left.popitem(last=False)

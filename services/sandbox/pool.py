@@ -31,6 +31,10 @@ def may_take(held: int, free: int, spare: int) -> bool:
     return free > spare or 2 * held < free
 
 
+def _nobody(_caller: str) -> bool:
+    return False
+
+
 async def _as_it_is(slot: Slot) -> Slot:
     return slot
 
@@ -53,6 +57,7 @@ class SlotPool:
         queue_seconds: how long.
         renewed: looks at a slot that is given back; returns what is handed out next in its place, or None if it cannot
             be used for now.
+        has_one: tells of a caller whether it gets no more than one slot now.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class SlotPool:
         max_queued: int,
         queue_seconds: float,
         renewed: Callable[[Slot], Awaitable[Slot | None]] = _as_it_is,
+        has_one: Callable[[str], bool] = _nobody,
     ) -> None:
         self.slots = tuple(slots)
         self._free = list(slots)
@@ -71,6 +77,7 @@ class SlotPool:
         self._waiting: dict[str, deque[_Waiter]] = {}
         self._numbers = itertools.count()
         self._renewed = renewed
+        self._has_one = has_one
         self._returning: set[asyncio.Task[None]] = set()
         self._out_of_use: list[Slot] = []
         self._max_queued = max_queued
@@ -166,7 +173,7 @@ class SlotPool:
             entitled = [
                 (self._held[caller], waiters[0].number, caller)
                 for caller, waiters in self._waiting.items()
-                if waiters and may_take(self._held[caller], len(self._free), self._spare)
+                if waiters and self._may_take(caller)
             ]
             if not entitled:
                 return
@@ -175,8 +182,13 @@ class SlotPool:
             # The last that was given back: its fork server is warm.
             self._waiting[caller].popleft().turn.set_result(self._free.pop())
 
+    def _may_take(self, caller: str) -> bool:
+        held = self._held[caller]
+        return may_take(held, len(self._free), self._spare) and not (held and self._has_one(caller))
+
     def _look_again(self) -> None:
-        """Try the slots that are out of use."""
+        """Try the slots that are out of use, and who may have one by now."""
+        self._hand_out()
         slots, self._out_of_use = self._out_of_use, []
         for slot in slots:
             self._start(self._return(slot, None))

@@ -2,7 +2,8 @@
 
 A slot has the weight of a part of an ordinary process, however many processes run in it. A program that has just begun,
 of a caller that has used little lately, has several times that weight; one that has used more than a moment, or whose
-caller has used much lately, has hardly any, but for moments in which it has the weight of a slot. Where the service
+caller has used much lately, has hardly any, but for moments in which it has the weight of a slot. While others want
+most of the machine there is also a bound to what the programs of such a caller use (``spare_time``). Where the service
 may not make such groups, programs are only nice.
 
 Source: Linux, Documentation/scheduler/sched-design-CFS.rst, sched-bwc.rst and admin-guide/cgroup-v1/cpuacct.rst;
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from services.sandbox.allowances import Allowances
 from services.sandbox.cgroups import REMOVE_SECONDS, Mounts
+from services.sandbox.spare_time import SpareTime
 
 FIRST_FACTOR = 8
 """A program that has just begun, of a caller that has used little, has so many times the weight of a slot."""
@@ -33,7 +35,7 @@ LOOK_SECONDS = 0.1
 LONG_LOW_SECONDS, LOW_SECONDS, RAISED_SECONDS = 1.0, 0.2, 0.05
 """For how long a program that takes long has little weight, for how long another one of a caller that has used much,
 and then the weight of a slot."""
-PERIOD_MICROSECONDS = 100_000
+PERIOD_MICROSECONDS, LEAST_QUOTA_MICROSECONDS = 100_000, 1000
 LEAST_SHARES, MOST_SHARES = 2, 262_144
 
 
@@ -45,17 +47,22 @@ class ProcessorGroup:
         cpu: where its weight is set.
         usage: what it has used; None where that is not counted.
         shares: its weight.
+        quota: how much of the processors it may use in each period, in microseconds, while nothing else bounds it.
         allowances: what callers have left.
+        spare: what there is for those that have nothing left.
     """
 
     cpu: Path
     usage: Path | None
     shares: int
+    quota: int
     allowances: Allowances
+    spare: SpareTime
     _weight: int = field(default=0, init=False)
     _is_idle: bool = field(default=False, init=False)
     _caller: str | None = field(default=None, init=False)
     _counted: float = field(default=0.0, init=False)
+    _quota: int = field(default=0, init=False)
 
     def entrances(self) -> list[Path]:
         """List the files to which a process of one thread writes 0 to join the group."""
@@ -73,6 +80,16 @@ class ProcessorGroup:
             if not self._is_idle:
                 (self.cpu / "cpu.shares").write_text(str(weight))
             self._weight = weight
+
+    def bound(self, processors: float | None) -> None:
+        """Let it use so much of the processors; None: as much as a slot may. Without bandwidth control nothing."""
+        quota = self.quota
+        if processors is not None:
+            quota = max(LEAST_QUOTA_MICROSECONDS, min(quota, round(processors * PERIOD_MICROSECONDS)))
+        if quota != self._quota:
+            with suppress(OSError):  # it was removed, or the kernel does not do that
+                (self.cpu / "cpu.cfs_quota_us").write_text(str(quota))
+            self._quota = quota
 
     def _set_idle(self, *, is_idle: bool) -> None:
         """Let the group run only where nothing else wants to, if the kernel knows that (Linux 5.15)."""
@@ -92,15 +109,16 @@ class ProcessorGroup:
         if self.usage is None:
             yield _nothing
             return
-        self._count()  # what came after the last program was for that one
+        self.count()  # what came after the last program was for that one
         self._caller = caller
         self._weigh_for(caller)
         watch = asyncio.create_task(self._watch(caller, self._counted))
 
         def over() -> None:
             watch.cancel()
+            self.spare.end(self)
             with suppress(OSError):
-                self._count()
+                self.count()
                 self.weigh(self.shares * FIRST_FACTOR)
 
         try:
@@ -121,22 +139,29 @@ class ProcessorGroup:
                     await asyncio.sleep(LOOK_SECONDS)
                 else:
                     await asyncio.sleep(LONG_LOW_SECONDS if is_long else LOW_SECONDS)
-                    self._count()
+                    self.count()
                     self.weigh(self.shares)
                     await asyncio.sleep(RAISED_SECONDS)
-                self._count()
+                self.count()
 
     def _weigh_for(self, caller: str, *, is_long: bool = False) -> None:
         is_first = not is_long and self.allowances.left(caller) > 0
         self.weigh(self.shares * FIRST_FACTOR if is_first else self.shares // LONG_PART)
+        self.spare.weigh(self, caller)
 
-    def _count(self) -> None:
-        """Take what was used since the last look from whom it was used for; of what counts for little nothing."""
+    def count(self) -> None:
+        """Take what was used since the last look from whom it was used for; of what counts for little nothing.
+
+        Raises:
+            OSError: the group was removed.
+        """
         assert self.usage is not None
         used = int((self.usage / "cpuacct.usage").read_text()) / 1e9
-        if self._caller is not None and self._weight >= self.shares:
-            self.allowances.use(self._caller, used - self._counted)
-        self._counted = used
+        since, self._counted = used - self._counted, used
+        if self._caller is not None:
+            self.spare.use(self._caller, since)
+            if self._weight >= self.shares:
+                self.allowances.use(self._caller, since)
 
     def remove(self) -> None:
         """Remove the group; its processes have ended or are about to.
@@ -156,23 +181,25 @@ class ProcessorGroups:
         usage: likewise where usage is counted; None where it is not.
         shares: weight of a slot; an ordinary process has 1024.
         processors: how many processors one slot may use at a time.
+        spare: what there is for callers that have used much.
     """
 
-    def __init__(self, cpu: Path, usage: Path | None, *, shares: int, processors: float) -> None:
+    def __init__(self, cpu: Path, usage: Path | None, *, shares: int, processors: float, spare: SpareTime) -> None:
         self._cpu = cpu
         self._usage = usage
         self._shares = shares
+        self._spare = spare
         self._allowances = Allowances(os.cpu_count() or 1, time.monotonic)
-        self._quota = max(1000, int(processors * PERIOD_MICROSECONDS))
+        self._quota = max(LEAST_QUOTA_MICROSECONDS, int(processors * PERIOD_MICROSECONDS))
 
     @classmethod
-    def find(cls, mounts: Mounts, *, shares: int, processors: float) -> "ProcessorGroups | None":
+    def find(cls, mounts: Mounts, *, shares: int, processors: float, spare: SpareTime) -> "ProcessorGroups | None":
         """Find where this process may make groups; None if nowhere. For the arguments see the class."""
         cpu, usage = (
             None if parent is None or not os.access(parent, os.W_OK) else parent
             for parent in (mounts.controllers.get("cpu"), mounts.controllers.get("cpuacct"))
         )
-        return None if cpu is None else cls(cpu, usage, shares=shares, processors=processors)
+        return None if cpu is None else cls(cpu, usage, shares=shares, processors=processors, spare=spare)
 
     def create(self, name: str) -> ProcessorGroup:
         """Make a group for one fork server.
@@ -181,14 +208,14 @@ class ProcessorGroups:
             OSError: the kernel refused.
         """
         usage = None if self._usage is None else self._usage / name
-        group = ProcessorGroup(self._cpu / name, usage, self._shares, self._allowances)
+        group = ProcessorGroup(self._cpu / name, usage, self._shares, self._quota, self._allowances, self._spare)
         for directory in _distinct(group.cpu, group.usage):
             directory.mkdir()
         try:
             group.weigh(self._shares * FIRST_FACTOR)
             with suppress(FileNotFoundError):  # a kernel without bandwidth control
                 (group.cpu / "cpu.cfs_period_us").write_text(str(PERIOD_MICROSECONDS))
-                (group.cpu / "cpu.cfs_quota_us").write_text(str(self._quota))
+            group.bound(None)
         except OSError:
             group.remove()
             raise

@@ -33,6 +33,9 @@ class SandboxSettings(Config):
     begun has eight times the weight if its caller has used little lately, one that takes long a quarter of it."""
     processors: float = Field(2.0, gt=0)
     """How many processors one slot may use at a time."""
+    busy_part: float = Field(0.05, gt=0, le=1)
+    """Part of the machine's processors that programs of callers who have used much get, all together, while others use
+    two thirds of the machine; at least 0.15 of a processor. 1: only their weight is low."""
     limits: Limits = Limits()
     """What one program may use."""
     uid_base: int = Field(61000, ge=1000)

@@ -2,9 +2,11 @@
 
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from services.sandbox.executor import Executor
@@ -20,6 +22,7 @@ from services.sandbox.processors import ProcessorGroups
 from services.sandbox.sessions import Sessions
 from services.sandbox.settings import SandboxSettings
 from services.sandbox.slots import own_uids
+from services.sandbox.spare_time import SpareTime, read_busy_seconds
 from shared.errors import Unavailable
 from shared.schemas.sandbox import IsolationLevel
 
@@ -65,20 +68,28 @@ async def open_state(settings: SandboxSettings) -> AsyncIterator[SandboxState]:
         slots = _furnish(root, uids)
         mounts = find_mounts()
         sweep_groups(mounts)
-        processors = ProcessorGroups.find(mounts, shares=settings.processor_shares, processors=settings.processors)
+        spare = SpareTime(
+            os.cpu_count() or 1,
+            least=settings.busy_part,
+            now=time.monotonic,
+            busy=read_busy_seconds,
+            own=time.process_time,
+        )
+        processors = ProcessorGroups.find(
+            mounts, shares=settings.processor_shares, processors=settings.processors, spare=spare
+        )
         place = Place(python, str(root / "code"), _readable(python, settings.readable_paths))
         await compile_guard(place)
         executor, unavailable = await _choose(settings, place, slots[0], root / "marker", processors)
-        pool, session_pool = (
-            SlotPool(
-                part,
-                spare=settings.spare,
-                max_queued=settings.max_queued,
-                queue_seconds=settings.queue_seconds,
-                renewed=executor.renewed,
-            )
-            for part in (slots[:num_programs], slots[num_programs:])
+        make_pool = partial(
+            SlotPool,
+            spare=settings.spare,
+            max_queued=settings.max_queued,
+            queue_seconds=settings.queue_seconds,
+            renewed=executor.renewed,
         )
+        # A session holds its slot also while it runs nothing.
+        pool, session_pool = make_pool(slots[:num_programs], has_one=spare.is_bounded), make_pool(slots[num_programs:])
         metrics = SandboxMetrics()
         sessions = Sessions(executor, session_pool, settings, python, metrics)
         _tell(executor.isolation.level, unavailable)

@@ -20,7 +20,7 @@ def settings_for(level: str, **fields: Any) -> SandboxSettings:
     unsafe = level == "D"
     usual = {"token": TOKEN, "level": level, "unsafe_sandbox": unsafe, "concurrency": 2, "sessions": 2, "spare": 0}
     # Here the sandbox is what the machine is for.
-    return SandboxSettings.model_validate(usual | {"processor_shares": 262_144} | fields)
+    return SandboxSettings.model_validate(usual | {"processor_shares": 262_144, "busy_part": 1.0} | fields)
 
 
 @asynccontextmanager

@@ -12,14 +12,19 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from services.sandbox import executor
+from services.sandbox import executor, spare_time
+from services.sandbox import state as state_module
 from services.sandbox.fork_servers import ForkServer
 from services.sandbox.guard import landlock
 from services.sandbox.guard.watch import descendants
+from services.sandbox.install import find_mounts
+from services.sandbox.processors import ProcessorGroups
 from services.sandbox.slots import living_processes_of, sweep
+from services.sandbox.spare_time import SpareTime
 from services.sandbox.state import SandboxState
 from shared.schemas.sandbox import CommandStatus, RunStatus
 from tests.integration.sandbox import attacks
@@ -170,6 +175,25 @@ async def test_time_that_others_take_does_not_count() -> None:
             hog.wait()
 
     assert answer.status is RunStatus.SUCCESS, answer
+
+
+async def test_time_in_which_a_program_is_bounded_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    if ProcessorGroups.find(find_mounts(), shares=2, processors=1, spare=cast(SpareTime, None)) is None:
+        pytest.skip("this service may not make groups of the processors")
+    # Others want all of the machine, and each caller has used much at once.
+    monkeypatch.setattr(state_module, "read_busy_seconds", lambda: 2.0 * time.monotonic() * (os.cpu_count() or 1))
+    monkeypatch.setattr(spare_time, "SCARCE_PART", 1e-6)
+    right = "import time\nwhile time.process_time() < 0.3: pass\nprint('done')"
+
+    async with a_sandbox("C", concurrency=1, busy_part=0.001) as state:
+        answer = await run(state, right, run_timeout=0.7)
+        endless = await run(state, "while True: pass", run_timeout=0.3)
+
+    assert answer.status is RunStatus.SUCCESS, answer
+    assert answer.run_result is not None
+    assert (answer.run_result.execution_time or 0.0) > 0.7, "it was bounded"
+    assert endless.run_result is not None
+    assert endless.run_result.status is CommandStatus.TIME_LIMIT_EXCEEDED, endless
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root gives programs a uid of their own")

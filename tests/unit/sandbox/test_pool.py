@@ -1,19 +1,29 @@
 """Whose turn it is."""
 
 import asyncio
+from collections.abc import Container
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
+from services.sandbox import pool as pool_module
 from services.sandbox.isolation import Slot
 from services.sandbox.pool import SlotPool
 from shared.errors import DeadlineExceeded, Unavailable
 
 
-def a_pool(num_slots: int, *, spare: int = 0, max_queued: int = 10, queue_seconds: float = 5.0) -> SlotPool:
+def a_pool(
+    num_slots: int, *, spare: int = 0, max_queued: int = 10, queue_seconds: float = 5.0, bounded: Container[str] = ()
+) -> SlotPool:
     slots = [Slot(number, None, Path("/s")) for number in range(num_slots)]
-    return SlotPool(slots, spare=spare, max_queued=max_queued, queue_seconds=queue_seconds)
+    return SlotPool(
+        slots,
+        spare=spare,
+        max_queued=max_queued,
+        queue_seconds=queue_seconds,
+        has_one=lambda caller: caller in bounded,
+    )
 
 
 class Callers:
@@ -98,6 +108,30 @@ async def test_who_holds_fewest_is_next_and_a_flood_waits_behind_itself() -> Non
     assert callers.order[4:] == ["honest", "honest", "flood"]
     await callers.leave("honest")
     assert callers.order[7:] == ["honest"]
+    await callers.end()
+
+
+async def test_who_is_bounded_runs_one_program_at_a_time_until_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "LOOK_SECONDS", 0.0)
+    bounded: set[str] = set()
+    callers = Callers(a_pool(8, spare=4, bounded=bounded))
+    await callers.ask("flood", 3)
+    bounded.add("flood")
+
+    await callers.ask("flood", 3)
+    await callers.ask("honest")
+    await callers.leave("flood")
+    await callers.leave("flood")
+    while_bounded = list(callers.order)
+    await callers.leave("flood")
+    one_by_one = callers.order[4:]
+    bounded.clear()
+    while len(callers.order) < 7:
+        await asyncio.sleep(0)
+
+    assert while_bounded == ["flood"] * 3 + ["honest"]
+    assert one_by_one == ["flood"]
+    assert callers.order[5:] == ["flood", "flood"]
     await callers.end()
 
 

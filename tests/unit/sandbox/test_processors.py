@@ -9,28 +9,13 @@ from services.sandbox import processors
 from services.sandbox.allowances import PART, SAVED_SECONDS, Allowances
 from services.sandbox.cgroups import Mounts
 from services.sandbox.processors import ProcessorGroups
+from services.sandbox.spare_time import SpareTime
 
 
 def mounts_in(root: Path, *controllers: str) -> Mounts:
     for name in controllers:
         (root / name).mkdir()
     return Mounts({name: root / name for name in controllers}, None)
-
-
-def test_a_slot_has_a_weight_and_a_quota(tmp_path: Path) -> None:
-    mounts = mounts_in(tmp_path, "cpu", "cpuacct")
-
-    groups = ProcessorGroups.find(mounts, shares=128, processors=1.5)
-    assert groups is not None
-    group = groups.create("slot")
-
-    assert (tmp_path / "cpu/slot/cpu.shares").read_text() == "1024"
-    assert (tmp_path / "cpu/slot/cpu.cfs_quota_us").read_text() == "150000"
-    assert group.entrances() == [tmp_path / "cpu/slot/tasks", tmp_path / "cpuacct/slot/tasks"]
-
-
-def test_a_service_without_the_controller_makes_none(tmp_path: Path) -> None:
-    assert ProcessorGroups.find(mounts_in(tmp_path, "memory"), shares=128, processors=1) is None
 
 
 class Clock:
@@ -41,6 +26,36 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class Machine:
+    """What others use of two processors."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.busy = 0.0
+        self.spare = SpareTime(2, least=0.05, now=self.clock, busy=lambda: self.busy, own=lambda: 0.0)
+
+    def go_on(self, seconds: float, *, others: float) -> None:
+        """Let others use a part of it for so long."""
+        self.clock.now += seconds
+        self.busy += 2 * others * seconds
+
+
+def test_a_slot_has_a_weight_and_a_quota(tmp_path: Path) -> None:
+    mounts = mounts_in(tmp_path, "cpu", "cpuacct")
+
+    groups = ProcessorGroups.find(mounts, shares=128, processors=1.5, spare=Machine().spare)
+    assert groups is not None
+    group = groups.create("slot")
+
+    assert (tmp_path / "cpu/slot/cpu.shares").read_text() == "1024"
+    assert (tmp_path / "cpu/slot/cpu.cfs_quota_us").read_text() == "150000"
+    assert group.entrances() == [tmp_path / "cpu/slot/tasks", tmp_path / "cpuacct/slot/tasks"]
+
+
+def test_a_service_without_the_controller_makes_none(tmp_path: Path) -> None:
+    assert ProcessorGroups.find(mounts_in(tmp_path, "memory"), shares=128, processors=1, spare=Machine().spare) is None
 
 
 def test_a_caller_has_a_part_of_the_machine_and_saves_some_of_it() -> None:
@@ -63,11 +78,16 @@ class Cell:
     """A group on files, and what its programs use."""
 
     def __init__(self, root: Path) -> None:
-        groups = ProcessorGroups.find(mounts_in(root, "cpu", "cpuacct"), shares=64, processors=1)
+        self.machine = Machine()
+        groups = ProcessorGroups.find(
+            mounts_in(root, "cpu", "cpuacct"), shares=64, processors=1, spare=self.machine.spare
+        )
         assert groups is not None
         self.usage = root / "cpuacct/slot/cpuacct.usage"
         self.weight = root / "cpu/slot/cpu.shares"
+        self.quota = root / "cpu/slot/cpu.cfs_quota_us"
         self.group = groups.create("slot")
+        self.group.allowances = Allowances(2.0, self.machine.clock)
         self.usage.write_text("7000000000")
 
     def weight_now(self) -> int:
@@ -76,6 +96,7 @@ class Cell:
 
     async def use(self, seconds: float) -> int:
         """Let a program use so much more; returns its weight when that was seen."""
+        self.machine.busy += seconds
         self.usage.write_text(str(int(self.usage.read_text()) + int(seconds * 1e9)))
         for _ in range(5):
             await asyncio.sleep(0)
@@ -140,3 +161,32 @@ async def test_a_long_program_is_idle_where_the_kernel_knows_that(cell: Cell) ->
         during = idle.read_text()
 
     assert (during, idle.read_text(), cell.weight.read_text()) == ("1", "0", "512")
+
+
+async def test_who_has_used_much_is_bounded_while_others_want_the_machine_and_what_follows_is_not(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processors, "LONG_LOW_SECONDS", 0.0)
+    monkeypatch.setattr(processors, "RAISED_SECONDS", 0.0)
+    quotas = []
+    with cell.group.used_by("flood"):
+        for _ in range(4):
+            cell.machine.go_on(1.0, others=0.8)
+            await cell.use(0.6)
+            quotas.append(int(cell.quota.read_text()))
+    after = int(cell.quota.read_text())
+
+    assert quotas[0] == 100_000
+    assert quotas[-1] == 15_000
+    assert after == 100_000
+
+
+async def test_who_has_used_much_of_an_idle_machine_is_not_bounded(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processors, "LONG_LOW_SECONDS", 0.0)
+    monkeypatch.setattr(processors, "RAISED_SECONDS", 0.0)
+    with cell.group.used_by("flood"):
+        for _ in range(10):
+            cell.machine.go_on(1.0, others=0.3)
+            await cell.use(0.9)
+
+    assert int(cell.quota.read_text()) == 100_000

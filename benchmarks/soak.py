@@ -25,7 +25,7 @@ import httpx
 from benchmarks.soak_hostile import HostileProcess, Hostility
 from benchmarks.soak_http import serve
 from benchmarks.soak_load import Load, Targets, grader_answer
-from benchmarks.soak_report import Report, Window, line_of, losses_line, order_of, write
+from benchmarks.soak_report import Report, Window, line_of, losses_line, order_of, verdicts, write
 from shared.client import GatewayClient
 from shared.errors import FlotillaError
 from tests.fleet import RunningFleet, make_experiment, running_fleet
@@ -157,7 +157,7 @@ def main() -> int:
     parser.add_argument(
         "--neighbours", type=_neighbours, default=NEIGHBOURS, help="which of them join, to tell their parts"
     )
-    parser.add_argument("--report", type=Path, help="page to write, such as docs/soak.md")
+    parser.add_argument("--report", type=Path, help="page to write the run into, such as docs/soak.md")
     parser.add_argument("--json", type=Path, help="figures to write")
     arguments = parser.parse_args()
     logging.getLogger().addHandler(logging.NullHandler())  # retries are counted, not told one by one
@@ -175,12 +175,8 @@ def main() -> int:
     machine = f"{os.cpu_count()} cores ({platform.machine()}), load {os.getloadavg()[2]:.0f} in the last 15 minutes"
     write(report, arguments.report, arguments.json, command, machine)
     print(f"level {report.level}: {losses_line(report)}; ledger {dict(report.ledger)}")
-    for each in (
-        *report.false_grades[:5],
-        *report.failures[:5],
-        *report.rewarded[:5],
-        *([report.problem] if report.problem else []),
-    ):
+    print("\n".join(verdicts(report)))
+    for each in (*report.false_grades[:5], *report.failures[:5], *report.rewarded[:5]):
         print(f"not as it should be: {each[:500]}")
     return 0 if report.is_good else 1
 

@@ -88,12 +88,22 @@ def order_of(windows: int) -> list[bool]:
     return [number % 4 in (1, 2) for number in range(windows)]
 
 
+BEGIN, END = "<!-- run: begin -->", "<!-- run: end -->"
+"""What is between them in a page that exists is the latest run; the rest of it stays."""
+
+
+def page_with(run: str, before: str) -> str:
+    """Put the text of a run into a page, in the place of the one before; a page without a place is written."""
+    if BEGIN not in before or END not in before:
+        return f"# Soak: honest work beside hostile neighbours\n\n{BEGIN}\n{run}{END}\n"
+    head, _, rest = before.partition(BEGIN)
+    return f"{head}{BEGIN}\n{run}{END}{rest.partition(END)[2]}"
+
+
 def markdown(report: Report, command: str, machine: str) -> str:
-    """Write the page."""
+    """Write what a run found."""
     alone, beside = (sum(w.seconds for w in report.windows if w.is_hostile is kind) for kind in (False, True))
     lines = [
-        "# Soak: honest work beside hostile neighbours",
-        "",
         f"    {command}",
         "",
         f"{machine}; isolation level {report.level}. {len(report.windows)} windows by turns, {alone:.0f} s alone and",
@@ -116,14 +126,30 @@ def markdown(report: Report, command: str, machine: str) -> str:
         f"requests. {len(report.false_grades)} honest samples were graded wrongly, {absent} got no grade;",
         f"{len(report.rewarded)} hostile ones got a reward. The experiment's ledger at the end: {ledger}.",
     ]
-    lines += ["", f"It ended early: {report.problem}"] if report.problem else []
+    lines += ["", "What is asked of it:", "", *[f"- {line}" for line in verdicts(report)]]
     return "\n".join([*lines, ""])
 
 
+def verdicts(report: Report) -> list[str]:
+    """Say of each thing that is asked of a run whether it is so."""
+    asked = [
+        (f"{NAMES[name]} lose less than {MOST_LOSS:.0%}", report.loss(name) < MOST_LOSS, f"{report.loss(name):.1%}")
+        for name in WORK
+    ]
+    asked += [
+        ("no honest sample is graded wrongly", not report.false_grades, f"{len(report.false_grades)} are"),
+        ("nothing hostile is rewarded", not report.rewarded, f"{len(report.rewarded)} are"),
+        ("the ledger is balanced", bool(report.ledger.get("balanced")), str(dict(report.ledger))),
+        ("the run lasts until its end", not report.problem, report.problem or "it does"),
+    ]
+    return [f"{'yes' if is_so else 'NO'}: {what} ({found})" for what, is_so, found in asked]
+
+
 def write(report: Report, page: Path | None, figures: Path | None, command: str, machine: str) -> None:
-    """Write the page and the figures, as far as they are wanted."""
+    """Write the run into the page, and the figures, as far as they are wanted."""
     if page is not None:
-        page.write_text(markdown(report, command, machine), encoding="utf-8")
+        before = page.read_text(encoding="utf-8") if page.exists() else ""
+        page.write_text(page_with(markdown(report, command, machine), before), encoding="utf-8")
     if figures is not None:
         losses = {name: report.loss(name) for name in WORK}
         figures.write_text(json.dumps({**asdict(report), "losses": losses, "is_good": report.is_good}, indent=1))

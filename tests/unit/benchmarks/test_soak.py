@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.soak_load import LABEL, NUMBERS, grader_answer
-from benchmarks.soak_report import Report, Window, markdown, order_of
+from benchmarks.soak_report import BEGIN, END, Report, Window, markdown, order_of, page_with, verdicts
 from services.reward.verifiers.code import parse_cases
 from shared.schemas.grading import GradingResponse
 
@@ -71,3 +71,20 @@ def test_the_honest_grader_is_right() -> None:
     assert [case.expected for case in parse_cases(LABEL, "python")] == [
         f"{sum(i * i for i in range(number))}\n" for number in NUMBERS
     ]
+
+
+def test_a_run_takes_the_place_of_the_one_before_in_a_page_and_the_rest_of_it_stays() -> None:
+    page = f"# Title\n\nbefore\n\n{BEGIN}\nold\n{END}\n\nafter\n"
+
+    assert page_with("new\n", page) == page.replace("old", "new")
+    assert f"{BEGIN}\nnew\n{END}" in page_with("new\n", "")
+
+
+def test_each_thing_that_is_asked_has_a_verdict() -> None:
+    windows = [Window(False, 10.0, 100, 20, 20), Window(True, 10.0, 80, 20, 20)]
+    report = Report("A", windows, false_grades=["1.0 was graded 0.0"], ledger={"balanced": True})
+
+    told = verdicts(report)
+
+    assert [line.partition(":")[0] for line in told] == ["NO", "yes", "yes", "NO", "yes", "yes", "yes"]
+    assert "20.0%" in told[0]

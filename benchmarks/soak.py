@@ -34,6 +34,8 @@ START_SECONDS = 300.0
 STOP_SECONDS = 300.0
 SETTLE_SECONDS = 3.0
 """After a change of the load, before what is done is counted."""
+LEFT_ALONE_SECONDS = 240.0
+"""Until the sandbox runs no program of a neighbour that has gone: a bounded one takes its time."""
 FIRST_STEPS = 300
 """Before the first window: a run that begins has more groups to train on, and is faster for half a minute."""
 HOSTILE_PROGRAMS = 6
@@ -74,7 +76,9 @@ async def wait_for(client: GatewayClient, path: str, seconds: float, *, steps: i
 
 
 async def measure(client: GatewayClient, path: str, load: Load, window: Window, seconds: float) -> None:
-    """Count what is done in a window, under the load that it says."""
+    """Count what is done in a window, under the load that it says, once what hostile neighbours began is over."""
+    if not window.is_hostile:
+        await load.left_alone(LEFT_ALONE_SECONDS)
     async with load.beside_neighbours(window):
         await asyncio.sleep(SETTLE_SECONDS)
         first, started = await steps_made(client, path), time.monotonic()

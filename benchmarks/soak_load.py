@@ -25,6 +25,7 @@ HOSTILE_PAUSE_SECONDS = 0.05
 MOST_WAITING = 16
 """Of a kind; while so many wait for an answer none is asked for."""
 MOST_FAILURES = 50
+LOOK_SECONDS = 0.1
 RIGHT = "n = int(input())\nprint(sum(i * i for i in range(n)))"
 WRONG = "print(int(input()) + 1)"
 NUMBERS = (30_000, 20_000)
@@ -66,6 +67,7 @@ class Load:
     def __init__(self, targets: Targets, report: Report) -> None:
         self.window = Window(is_hostile=False)
         self._neighbours = targets.neighbours
+        self._sandbox = targets.sandbox
         self._asks_hostile = targets.asks_hostile
         self._report = report
         config = CodeConfig(run_timeout_seconds=2.0)
@@ -109,6 +111,19 @@ class Load:
             done = await self._neighbours.end()
             window.programs, window.requests = done.programs, done.requests
             self._report.rewarded += done.breaches
+
+    async def left_alone(self, seconds: float) -> None:
+        """Wait until the sandbox runs nothing, as it does now and then when all that it runs is honest.
+
+        Raises:
+            TimeoutError: it does not.
+        """
+        async with asyncio.timeout(seconds), new_client() as client:
+            while True:
+                lines = (await client.get(f"{self._sandbox}/metrics")).text.splitlines()
+                if {"flotilla_sandbox_running 0.0", "flotilla_sandbox_waiting 0.0"} <= set(lines):
+                    return
+                await asyncio.sleep(LOOK_SECONDS)
 
     async def close(self) -> None:
         """Close the connections."""

@@ -16,6 +16,7 @@ with collecting_later():
 
     from services.sandbox.app import create_app
     from services.sandbox.settings import SandboxSettings
+    from services.sandbox.spare_time import SpareTime
     from services.sandbox.state import SandboxState, open_state
     from shared.client import GatewayClient
     from shared.credentials import Credentials
@@ -38,9 +39,14 @@ VARIABLES = {
 
 
 class Waiting:
-    """Little to follow: a sandbox serves whoever calls it with the token, and says for whom it is meant."""
+    """Little to follow: a sandbox serves whoever calls it with the token, and says for whom it is meant.
 
-    def __init__(self) -> None:
+    Args:
+        spare: is told which experiment that is.
+    """
+
+    def __init__(self, spare: SpareTime) -> None:
+        self._spare = spare
         self.notify: Callable[[], None] = lambda: None
         self._desired: DesiredState | None = None
 
@@ -55,6 +61,7 @@ class Waiting:
     async def apply(self, desired: DesiredState) -> None:
         """Note the experiment."""
         self._desired = desired
+        self._spare.own_experiment = desired.assignment.experiment_id if desired.assignment is not None else None
         self.notify()
 
     async def run(self) -> None:
@@ -85,7 +92,7 @@ def create_member_app(settings: ServiceSettings, address: str) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def open_and_register(sandbox: SandboxSettings) -> AsyncIterator[SandboxState]:
-        async with open_state(sandbox) as state, _member(settings, address, credentials):
+        async with open_state(sandbox) as state, _member(settings, address, credentials, state.spare):
             yield state
 
     return create_app(sandbox_settings(settings.token, os.environ), open_and_register, credentials)
@@ -97,7 +104,9 @@ def main() -> int:
 
 
 @contextlib.asynccontextmanager
-async def _member(settings: ServiceSettings, address: str, credentials: Credentials) -> AsyncIterator[None]:
+async def _member(
+    settings: ServiceSettings, address: str, credentials: Credentials, spare: SpareTime
+) -> AsyncIterator[None]:
     registration = Registration(
         kind=ServiceKind.SANDBOX,
         address=address,
@@ -106,7 +115,7 @@ async def _member(settings: ServiceSettings, address: str, credentials: Credenti
         capabilities=await asyncio.to_thread(host_capabilities),
         incarnation=secrets.token_hex(8),
     )
-    waiting = Waiting()
+    waiting = Waiting(spare)
     async with GatewayClient(settings.gateway_url, settings.token) as client:
         membership = Membership(client, registration, waiting.observe, waiting.apply, credentials=credentials)
         async with at_work(waiting, membership):

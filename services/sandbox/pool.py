@@ -35,6 +35,10 @@ def _nobody(_caller: str) -> bool:
     return False
 
 
+def _stays() -> bool:
+    return False
+
+
 async def _as_it_is(slot: Slot) -> Slot:
     return slot
 
@@ -109,17 +113,18 @@ class SlotPool:
         return not self._free and self.num_waiting >= 2 * self._max_queued
 
     @asynccontextmanager
-    async def taken(self, caller: str = "") -> AsyncIterator[Slot]:
+    async def taken(self, caller: str = "", is_gone: Callable[[], bool] = _stays) -> AsyncIterator[Slot]:
         """Wait for a slot, and give it back; it is the caller's still until it has been looked at.
 
         Args:
             caller: for whom.
+            is_gone: tells whether nobody waits for the answer any more.
 
         Raises:
-            Unavailable: too many wait already.
+            Unavailable: too many wait already, or nobody waits for the answer any more.
             DeadlineExceeded: no slot became free in time.
         """
-        slot = await self._next(caller)
+        slot = await self._next(caller, is_gone)
         try:
             yield slot
         finally:
@@ -131,7 +136,7 @@ class SlotPool:
         while self._returning:
             await asyncio.wait(self._returning)
 
-    async def _next(self, caller: str) -> Slot:
+    async def _next(self, caller: str, is_gone: Callable[[], bool]) -> Slot:
         self._look_again()
         own = self._waiting.setdefault(caller, deque())
         waiter = _Waiter(next(self._numbers), asyncio.get_running_loop().create_future())
@@ -143,6 +148,8 @@ class SlotPool:
             async with asyncio.timeout(self._queue_seconds):
                 while not waiter.turn.done():
                     await asyncio.wait([waiter.turn], timeout=LOOK_SECONDS)
+                    if is_gone():
+                        raise Unavailable("the caller hung up before its turn")
                     self._look_again()
         except BaseException as error:
             if waiter.turn.done():

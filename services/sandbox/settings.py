@@ -35,7 +35,7 @@ class SandboxSettings(Config):
     """How many processors one slot may use at a time."""
     busy_part: float = Field(0.05, gt=0, le=1)
     """Part of the machine's processors that programs of callers who have used much get, all together, while others use
-    two thirds of the machine; at least 0.15 of a processor. 1: only their weight is low."""
+    40 % of the machine or more; at least 0.15 of a processor. 1: only their weight is low."""
     limits: Limits = Limits()
     """What one program may use."""
     uid_base: int = Field(61000, ge=1000)

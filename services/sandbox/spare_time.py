@@ -2,8 +2,9 @@
 
 To run only where nothing else wants to is not enough: a kernel that is not preemptible interrupts nobody inside of it,
 so each fork, exit and system call of such a program delays the messages of others. So what these programs use is
-bounded too: tightly while others use most of the machine, not at all while they leave half of it. Time in which the
-bound holds a program counts as waiting for a processor, never as the program's own.
+bounded too: tightly while others use much of the machine, not at all while they leave most of it. The programs of the
+experiment that the sandbox is there for are not bounded: the others are its trainer and rollouts, which wait for them.
+Time in which the bound holds a program counts as waiting for a processor, never as the program's own.
 """
 
 from collections import Counter
@@ -14,7 +15,7 @@ from typing import Protocol
 
 from services.sandbox.allowances import Allowances
 
-ROOMY, SCARCE = 0.5, 0.65
+ROOMY, SCARCE = 0.25, 0.4
 """Parts of the machine that others use: up to the first there is no bound, from the second on it is tightest."""
 SCARCE_PART = 0.06
 """Of the machine's processors: what a caller may use, in the long run, before it is bounded while others want them."""
@@ -41,6 +42,16 @@ def busy_seconds(statistics: str) -> float:
 def read_busy_seconds() -> float:
     """Read it of this machine."""
     return busy_seconds(Path("/proc/stat").read_text())
+
+
+def name_caller(token_digest: str, experiment: str) -> str:
+    """Name for whom a call is, as far as turns and processor time go: whose token, and for which experiment."""
+    return f"{token_digest} {experiment}"
+
+
+def experiment_of(caller: str) -> str:
+    """Read the experiment of a caller's name; empty if it has none."""
+    return caller.partition(" ")[2]
 
 
 class Boundable(Protocol):
@@ -84,6 +95,8 @@ class SpareTime:
         self._others = 0.0
         self._running: dict[Boundable, str] = {}
         self._bounded: set[Boundable] = set()
+        self.own_experiment: str | None = None
+        """Which the sandbox is there for; None if it is there for no one in particular."""
 
     @property
     def part(self) -> float:
@@ -99,7 +112,8 @@ class SpareTime:
 
     def is_bounded(self, caller: str) -> bool:
         """Tell whether a caller has used much while there was little to spare, and there still is."""
-        return self.part < 1.0 and self._allowances.left(caller) <= 0
+        is_own = self.own_experiment is not None and experiment_of(caller) == self.own_experiment
+        return not is_own and self.part < 1.0 and self._allowances.left(caller) <= 0
 
     def weigh(self, group: Boundable, caller: str) -> None:
         """Bound a group in which a program of a caller runs, or do not; looks at the others now and then."""

@@ -39,6 +39,7 @@ class SandboxState:
         sessions: interpreters that are kept, in slots of their own.
         languages: what can be run, by name.
         unavailable: why each better level of isolation is not used.
+        spare: what there is for callers that have used much.
     """
 
     settings: SandboxSettings
@@ -48,6 +49,7 @@ class SandboxState:
     languages: dict[str, Language]
     unavailable: dict[IsolationLevel, str]
     metrics: SandboxMetrics
+    spare: SpareTime
 
 
 @asynccontextmanager
@@ -94,7 +96,8 @@ async def open_state(settings: SandboxSettings) -> AsyncIterator[SandboxState]:
         sessions = Sessions(executor, session_pool, settings, python, metrics)
         _tell(executor.isolation.level, unavailable)
         try:
-            yield SandboxState(settings, executor, pool, sessions, find_languages(python), unavailable, metrics)
+            languages = find_languages(python)
+            yield SandboxState(settings, executor, pool, sessions, languages, unavailable, metrics, spare)
         finally:
             await sessions.close()
             for part in (pool, session_pool):

@@ -1,10 +1,13 @@
 """What routes are given."""
 
+from collections.abc import Callable
 from typing import Annotated
 
 from fastapi import Depends, Header, Request
 
+from services.sandbox.spare_time import name_caller
 from services.sandbox.state import SandboxState
+from shared.connections import connection_of
 from shared.schemas.sandbox import EXPERIMENT_HEADER, MAX_EXPERIMENT_LENGTH
 from shared.security import digest_of
 
@@ -20,8 +23,15 @@ async def caller_of(
     experiment: Annotated[str, Header(alias=EXPERIMENT_HEADER, max_length=MAX_EXPERIMENT_LENGTH)] = "",
 ) -> str:
     """Say for whom a call is, as far as turns and processor time go: whose token, and for which experiment."""
-    return f"{digest_of(request.headers.get('authorization', ''))[:16]} {experiment}"
+    return name_caller(digest_of(request.headers.get("authorization", ""))[:16], experiment)
+
+
+async def is_gone_of(request: Request) -> Callable[[], bool]:
+    """Say how to tell whether who calls has hung up."""
+    connection = connection_of(request.scope)
+    return (lambda: False) if connection is None else connection.lost.done
 
 
 Sandbox = Annotated[SandboxState, Depends(from_lifespan)]
 Caller = Annotated[str, Depends(caller_of)]
+IsGone = Annotated[Callable[[], bool], Depends(is_gone_of)]

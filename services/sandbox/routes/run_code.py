@@ -10,7 +10,7 @@ from services.sandbox.fork_servers import SandboxFailed
 from services.sandbox.guard.job import EXITED, NOT_STARTED, STARVED, TIMED_OUT, JobResult, PhaseResult
 from services.sandbox.languages import Language, choose
 from services.sandbox.limits import MEBIBYTE, Limits
-from services.sandbox.routes.dependencies import Caller, Sandbox
+from services.sandbox.routes.dependencies import Caller, IsGone, Sandbox
 from services.sandbox.state import SandboxState
 from shared.errors import FlotillaError, InvalidRequest
 from shared.schemas.sandbox import (
@@ -26,7 +26,7 @@ router = APIRouter(tags=["sandbox"])
 
 
 @router.post("/run_code")
-async def run_code(request: RunCodeRequest, sandbox: Sandbox, caller: Caller) -> RunCodeResponse:
+async def run_code(request: RunCodeRequest, sandbox: Sandbox, caller: Caller, is_gone: IsGone) -> RunCodeResponse:
     """Run a program in isolation and return what it printed.
 
     Raises:
@@ -37,7 +37,7 @@ async def run_code(request: RunCodeRequest, sandbox: Sandbox, caller: Caller) ->
     level = sandbox.executor.isolation.level
     language = choose(sandbox.languages, request.language)
     try:
-        async with sandbox.pool.taken(caller) as slot:
+        async with sandbox.pool.taken(caller, is_gone) as slot:
             directory = sandbox.executor.isolation.work_directory(slot)
             program = make_program(request, language, directory, sandbox, caller)
             try:

@@ -1,15 +1,17 @@
 """A sandbox says for which experiment it is there: without that an experiment that runs code never starts."""
 
 from services.sandbox.__main__ import Waiting
+from services.sandbox.spare_time import SpareTime
 from shared.schemas.service import Assignment, DesiredState, ObservedState, WorkState
 
 
 async def test_a_sandbox_follows_the_experiment_that_it_is_assigned_to() -> None:
     told: list[None] = []
-    waiting = Waiting()
+    spare = SpareTime(2, least=0.05, now=lambda: 0.0, busy=lambda: 0.0, own=lambda: 0.0)
+    waiting = Waiting(spare)
     waiting.notify = lambda: told.append(None)
     assignment = Assignment(experiment_id="a", revision=1, spec={}, directory="/nowhere")
-    seen = [waiting.observe()]
+    seen, own = [waiting.observe()], []
 
     for state, given in (
         (WorkState.RUNNING, assignment),
@@ -18,6 +20,7 @@ async def test_a_sandbox_follows_the_experiment_that_it_is_assigned_to() -> None
     ):
         await waiting.apply(DesiredState(tag=state.value, state=state, assignment=given))
         seen.append(waiting.observe())
+        own.append(spare.own_experiment)
 
     assert seen == [
         ObservedState(),
@@ -25,4 +28,5 @@ async def test_a_sandbox_follows_the_experiment_that_it_is_assigned_to() -> None
         ObservedState(experiment_id="a", state=WorkState.FINISHED),
         ObservedState(),
     ]
+    assert own == ["a", "a", None], "whose programs are not bounded"
     assert len(told) == 3

@@ -135,6 +135,21 @@ async def test_who_is_bounded_runs_one_program_at_a_time_until_it_is_not(monkeyp
     await callers.end()
 
 
+async def test_nothing_is_run_for_who_hung_up_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "LOOK_SECONDS", 0.0)
+    pool, has_hung_up = a_pool(1), False
+
+    async with pool.taken("first"):
+        waiting = asyncio.create_task(pool.taken("second", lambda: has_hung_up).__aenter__())
+        await asyncio.sleep(0.01)
+        assert pool.num_waiting == 1
+        has_hung_up = True
+        with pytest.raises(Unavailable, match="hung up"):
+            await waiting
+
+    assert pool.num_waiting == 0
+
+
 async def test_a_flood_does_not_fill_the_queue() -> None:
     pool = a_pool(1, max_queued=4)
     callers = Callers(pool)

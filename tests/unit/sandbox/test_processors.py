@@ -186,7 +186,7 @@ async def test_who_has_used_much_of_an_idle_machine_is_not_bounded(cell: Cell, m
     monkeypatch.setattr(processors, "RAISED_SECONDS", 0.0)
     with cell.group.used_by("flood"):
         for _ in range(10):
-            cell.machine.go_on(1.0, others=0.3)
+            cell.machine.go_on(1.0, others=0.2)
             await cell.use(0.9)
 
     assert int(cell.quota.read_text()) == 100_000

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.sandbox.spare_time import LEAST_PROCESSORS, SpareTime, busy_seconds
+from services.sandbox.spare_time import LEAST_PROCESSORS, SpareTime, busy_seconds, name_caller
 from shared.clock import ManualClock
 
 PROCESSORS = 4.0
@@ -52,7 +52,7 @@ def test_who_uses_much_of_an_idle_machine_is_not_bounded() -> None:
     machine = Machine()
     program = Program(machine, "big")
 
-    machine.go_on(60, others=0.4, programs={program: 2.0})
+    machine.go_on(60, others=0.2, programs={program: 2.0})
 
     assert program.processors is None
     assert not machine.spare.is_bounded("big")
@@ -77,14 +77,14 @@ def test_programs_of_one_caller_share_its_part_and_callers_share_the_whole() -> 
     assert [program.processors for program in programs] == pytest.approx([0.1, 0.1, 0.2])
 
 
-def test_the_bound_grows_as_others_leave_more_of_the_machine_and_goes_when_they_leave_half_of_it() -> None:
+def test_the_bound_grows_as_others_leave_more_of_the_machine_and_goes_when_they_leave_most_of_it() -> None:
     machine = Machine()
     program = Program(machine, "flood")
     machine.go_on(20, others=0.8, programs={program: 0.6})
 
-    machine.go_on(60, others=0.575, programs={program: 0.6})
+    machine.go_on(60, others=0.325, programs={program: 0.6})
     between = program.processors
-    machine.go_on(60, others=0.3, programs={program: 0.6})
+    machine.go_on(60, others=0.2, programs={program: 0.6})
 
     assert between == pytest.approx((1 + LEAST) / 2 * PROCESSORS, rel=0.01)
     assert program.processors is None
@@ -117,6 +117,16 @@ def test_a_program_of_the_usual_limit_gets_its_time_on_a_small_machine() -> None
     machine.go_on(20, others=0.8, programs={program: 0.6})
 
     assert program.processors == pytest.approx(LEAST_PROCESSORS)
+
+
+def test_programs_of_the_experiment_that_the_sandbox_is_there_for_are_not_bounded() -> None:
+    machine = Machine()
+    machine.spare.own_experiment = "exp-1"
+    own, other = (Program(machine, name_caller("digest", name)) for name in ("exp-1", "exp-2"))
+
+    machine.go_on(20, others=0.8, programs={own: 0.4, other: 0.4})
+
+    assert (own.processors, other.processors) == (None, pytest.approx(LEAST * PROCESSORS))
 
 
 def test_who_stops_is_let_go_soon() -> None:

@@ -196,29 +196,12 @@ class RemoteVerifier:
                 await self._room.acquire()
                 is_inside = True
             try:
-                return await post()
+                return await self._post(body, name, num_samples, asked, deadline)
             except _NoneUsable as answer:
                 return answer.grades
             finally:
                 is_inside = False
                 self._room.release()
-
-        async def post() -> list[Grade] | None:
-            url = self._endpoints.pick(avoid=asked)
-            if url is None:
-                detail = f"every URL of the grader failed and rests ({self._endpoints.last_failure})"
-                raise _AllRest(detail, self._endpoints.seconds_until_usable())
-            asked.append(url)
-            with self._endpoints.asking(url, _is_failure):
-                try:
-                    async with asyncio.timeout(min(config.attempt_seconds, deadline - self._clock.monotonic())):
-                        content = await self._call.post(url, body, name, may_be_later=self._callbacks is not None)
-                except TimeoutError:
-                    raise Retryable("no answer in time") from None
-                grades = None if content is None else self._read(content, name, num_samples)
-                if grades and all(grade.status is GradeStatus.ERROR for grade in grades):
-                    raise _NoneUsable(grades)
-                return grades
 
         last: list[Retryable] = []
 
@@ -242,6 +225,32 @@ class RemoteVerifier:
         finally:
             if is_inside:
                 self._room.release()
+
+    async def _post(
+        self, body: bytes, name: str, num_samples: int, asked: list[str], deadline: float
+    ) -> list[Grade] | None:
+        """Ask one URL, which is added to those that were asked; None if the answer comes later.
+
+        Raises:
+            Retryable: the next attempt may succeed.
+            _NoneUsable: each grade is an error.
+            GradingFailed: the answer is final, and none.
+        """
+        url = self._endpoints.pick(avoid=asked)
+        if url is None:
+            detail = f"every URL of the grader failed and rests ({self._endpoints.last_failure})"
+            raise _AllRest(detail, self._endpoints.seconds_until_usable())
+        asked.append(url)
+        with self._endpoints.asking(url, _is_failure):
+            try:
+                async with asyncio.timeout(min(self._config.attempt_seconds, deadline - self._clock.monotonic())):
+                    content = await self._call.post(url, body, name, may_be_later=self._callbacks is not None)
+            except TimeoutError:
+                raise Retryable("no answer in time") from None
+            grades = None if content is None else self._read(content, name, num_samples)
+            if grades and all(grade.status is GradeStatus.ERROR for grade in grades):
+                raise _NoneUsable(grades)
+            return grades
 
 
 class _FailOver(Backoff):

@@ -172,6 +172,7 @@ class _Attendance:
         if now >= self._due:
             work = time.process_time()
             tree = self._place.tree()
+            self._before.look(tree)
             self._blockage.look(tree, now)
             counts_held = self._job.confinement.counts_held
             excess = find_excess(tree, self._place.directory, self._job.limits, counts_held=counts_held)

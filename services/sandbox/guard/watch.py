@@ -211,24 +211,33 @@ def _mappings(pid: int) -> "list[bytes]":
         return []
 
 
-@dataclass(frozen=True)
+@dataclass
 class Baseline:
-    """What the processes of a tree had used of their time before what is measured began.
+    """What the processes of a tree had used of their time before what is measured began, and have waited since.
 
     Attributes:
         cpu_seconds: all together.
-        queued_seconds: each of them, ready to run and waiting for a processor.
-        guard_seconds: the guard itself, likewise: while it waits, a program may wait for it.
+        queued_seconds: each of them at the last look, ready to run and waiting for a processor.
+        guard_seconds: the guard itself, likewise, at the beginning: while it waits, a program may wait for it.
+        waited_seconds: since the beginning, between two looks as long as the one that waited longest.
     """
 
     cpu_seconds: float = 0.0
     queued_seconds: "Mapping[int, float]" = field(default_factory=dict)
     guard_seconds: float = 0.0
+    waited_seconds: float = 0.0
 
     @classmethod
     def of(cls, tree: "dict[int, ProcessStatus]") -> "Baseline":
         """Look at a tree."""
         return cls(cpu_seconds(tree), {pid: queued_seconds(pid) for pid in tree}, queued_seconds(os.getpid()))
+
+    def look(self, tree: "dict[int, ProcessStatus]") -> None:
+        """Count what has been waited since the last look. Of a process that has ended nobody could tell later."""
+        queued = {pid: queued_seconds(pid) for pid in tree}
+        since = [seconds - self.queued_seconds.get(pid, 0.0) for pid, seconds in queued.items()]
+        self.waited_seconds += max(since, default=0.0)
+        self.queued_seconds = queued
 
 
 def cpu_seconds(tree: "dict[int, ProcessStatus]") -> float:
@@ -272,7 +281,7 @@ def time_verdict(
     """Tell whether a program has had its time: time that it waited for a processor in use by others does not count.
 
     A tree that has used its limit in CPU time cannot gain by waiting for itself. Of all processes it is the one that
-    waited longest that counts.
+    waited longest that counts. A tree without processes is about to be over by itself.
 
     Args:
         tree: the processes.
@@ -284,13 +293,13 @@ def time_verdict(
     Returns:
         ``TIMED_OUT``: it has; ``STARVED``: it has not, and will not wait for longer; None: it may go on.
     """
+    before.look(tree)
     if elapsed_seconds < limit_seconds:
         return None
-    if cpu_seconds(tree) - before.cpu_seconds >= limit_seconds:
+    if tree and cpu_seconds(tree) - before.cpu_seconds >= limit_seconds:
         return TIMED_OUT
-    queued = max((queued_seconds(pid) - before.queued_seconds.get(pid, 0.0) for pid in tree), default=0.0)
     waited_for_guard = queued_seconds(os.getpid()) - before.guard_seconds
-    if elapsed_seconds - queued - waited_for_guard - blocked_seconds >= limit_seconds:
+    if tree and elapsed_seconds - before.waited_seconds - waited_for_guard - blocked_seconds >= limit_seconds:
         return TIMED_OUT
     return STARVED if elapsed_seconds >= longest_seconds(limit_seconds) else None
 

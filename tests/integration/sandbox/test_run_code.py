@@ -27,7 +27,9 @@ AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
 
 @asynccontextmanager
 async def a_client(**fields: Any) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(SandboxSettings.model_validate({"token": TOKEN, "concurrency": 2, "sessions": 2} | fields))
+    app = create_app(
+        SandboxSettings.model_validate({"token": TOKEN, "concurrency": 2, "sessions": 2, "busy_part": 1} | fields)
+    )
     async with app.router.lifespan_context(app) as state:
         transport = httpx.ASGITransport(app=_with_state(app, dict(state or {})))
         async with httpx.AsyncClient(transport=transport, base_url="http://sandbox", headers=AUTHORIZED) as client:

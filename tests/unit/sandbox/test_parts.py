@@ -256,6 +256,26 @@ def test_only_a_programs_own_time_counts(
     assert watch.time_verdict(a_tree(cpu), elapsed, 2.0, watch.Baseline(guard_seconds=4.0)) == verdict
 
 
+def test_what_a_process_waited_counts_when_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    queued = {7: 0.0, 8: 0.0, 9: 0.0}
+    monkeypatch.setattr(watch, "queued_seconds", lambda pid: queued.get(pid, 0.0))
+    before, parent = watch.Baseline(), a_tree(0.1)
+
+    for child in (8, 9):
+        queued[child] = 2.0
+        before.look(parent | {child: parent[7]})
+
+    assert watch.time_verdict(parent, 5.5, 2.0, before) is None
+    assert watch.time_verdict(parent, 6.0, 2.0, before) == TIMED_OUT
+
+
+def test_a_program_of_which_no_process_is_left_is_over_and_not_out_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "queued_seconds", lambda _: 0.0)
+
+    assert watch.time_verdict({}, 5.0, 2.0, watch.Baseline()) is None
+    assert watch.time_verdict({}, 20.0, 2.0, watch.Baseline()) == STARVED
+
+
 def test_a_program_may_wait_for_a_guard_that_waits_for_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "queued_seconds", lambda pid: 0.1 if pid == 7 else 4.0)
 

@@ -157,6 +157,11 @@ class CoreSeat:
         names = sorted(shares)
         return divided(left, [max(LEAST_SHARE, shares[name]) for name in names])[names.index(self._path.name)]
 
+    def fix(self, threads: int) -> None:
+        """Take so many cores from now on, whatever there is."""
+        self._fixed = threads
+        self._write()
+
     def close(self) -> None:
         """Give the seat up."""
         for other in self._others.values():

@@ -121,14 +121,14 @@ class TorchEngineConfig(Config):
     """Completions sampled at the same time."""
     context_tokens: int = Field(2048, ge=8)
     """Longest prompt and completion together; the KV cache grows up to it."""
-    threads: Threads = 1
-    """Compute threads of the engine's process. auto: as many cores of its host as others leave it, as
-    parallelism.threads has it; one with batch_invariant, whose bits would depend on their number. More than one pays
-    for large models and batches alone: a token's products are small, and each waits for the slowest thread."""
+    threads: Threads = "auto"
+    """Compute threads of the engine's process. auto: where the native kernels compute, as many cores of its host as
+    others leave it, as parallelism.threads has it, and the same bits with any number; else one, since torch's operators
+    gain by more on large models alone: give a number there."""
     batch_invariant: bool = False
     """Compute each completion in the same shapes whatever else is in the batch, so that its tokens and their
     log-probabilities are the same to the last bit on every rollout and after every restart. Where the native kernels
-    compute (a CPU, float32, one thread, a C compiler) it costs nothing; elsewhere each step then costs what a full
+    compute (a CPU, float32, a C compiler) it costs nothing; elsewhere each step then costs what a full
     batch costs: set slots to what is really used. For models that the fused forward runs; others are refused."""
     prefix_cache_mb: int = Field(256, ge=0)
     """Megabytes of the KV cache of finished turns that are kept, on the engine's device, so that the next turn of an

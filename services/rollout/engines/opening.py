@@ -79,7 +79,7 @@ def embedded_settings(spec: ExperimentSpec, engine: TorchEngineConfig) -> Engine
         device=engine.device,
         slots=engine.slots,
         context_tokens=engine.context_tokens,
-        threads=1 if engine.batch_invariant and engine.threads == "auto" else engine.threads,
+        threads=engine.threads,
         overlap_load=spec.asynchrony.publication.overlap_load is not False,
         batch_invariant=engine.batch_invariant,
         prefix_cache_mb=engine.prefix_cache_mb,

@@ -130,6 +130,31 @@ def test_a_token_is_computed_alike_in_any_company(tmp_path: Path) -> None:
 
 
 @needs_compiler
+def test_the_bits_do_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
+    """Large enough for products and attention to be divided among threads."""
+    wide = {"hidden_size": 256, "intermediate_size": 4100, "vocab_size": 4200, "num_layers": 2}
+    sizes = an_architecture(**wide, num_heads=10, num_kv_heads=5, head_dim=64, has_qk_norm=True)
+    native, _ = decoders_of(sizes, tmp_path)
+    prompts, tokens = sequences_of(sizes, *[59] * 16), torch.randint(sizes.vocab_size, (4, 16))
+    found = []
+    assert native.gains_by_threads
+
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        logits = [native.prefill(prompts, [[row] for row in range(16)])]
+        logits += [native.decode(tokens[step], torch.full((16,), 59 + step), 59 + step).clone() for step in range(4)]
+        found.append(torch.cat(logits))
+
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@needs_compiler
+def test_a_small_model_gains_nothing_by_threads(tmp_path: Path) -> None:
+    assert [decoder.gains_by_threads for decoder in decoders_of(an_architecture(), tmp_path)] == [False, False]
+
+
+@needs_compiler
 @pytest.mark.parametrize("is_gated", [True, False])
 @pytest.mark.parametrize("shape", [(2, 1), (84, 40), (256, 130)])
 def test_a_packed_weight_holds_every_element_once(native: Kernels, shape: tuple[int, int], is_gated: bool) -> None:

@@ -92,6 +92,17 @@ def test_what_takes_a_fixed_number_leaves_the_rest_to_others(seats: Seats) -> No
     assert trainer.threads() == 8
 
 
+def test_what_finds_that_it_needs_one_core_leaves_the_others(seats: Seats) -> None:
+    trainer, engine = seats.take(), seats.take()
+    trainer.begin()
+
+    assert engine.begin() == 4
+    engine.fix(1)
+
+    assert engine.threads() == 1
+    assert trainer.threads() == 7
+
+
 def test_a_control_group_s_quota_bounds_what_a_process_takes(seats: Seats) -> None:
     seat = seats.take(most=2.5)
 

@@ -43,6 +43,8 @@ class Decoder(Protocol):
     description: str
     is_batch_invariant: bool
     """Whether a token's logits are the same to the last bit whatever is computed along with it or before it."""
+    gains_by_threads: bool
+    """Whether torch's threads make a token of every row faster, and change no bit of it."""
 
     def prefill(
         self,
@@ -115,6 +117,7 @@ class KeepsNothing:
     """What a ``Decoder`` says of KV that could be used again, and of bits, if it promises neither."""
 
     is_batch_invariant = False
+    gains_by_threads = False
 
     def keep(self, row: int, num_tokens: int) -> None:
         """Keep nothing; see ``Decoder.keep``."""

@@ -33,7 +33,7 @@ class FusedDecoder:
         dtype, device: of weights, activations and cache.
         num_rows: rows of the cache.
         context_tokens: the longest row.
-        may_be_native: use the native kernels, which compute on one thread, where they can be had.
+        may_be_native: use the native kernels, where they can be had.
 
     Raises:
         WeightTransferFailed: the files do not fit the architecture.
@@ -68,6 +68,7 @@ class FusedDecoder:
             if self._kernels is not None
             else None
         )
+        self.gains_by_threads = self._native is not None and self._native.gains_by_threads
         self.restore()
         self._scale = architecture.head_dim**-0.5
 

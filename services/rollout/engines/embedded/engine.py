@@ -82,6 +82,11 @@ class TorchEngine:
         return not (self._requests or self._updates or self._outcomes)
 
     @property
+    def gains_by_threads(self) -> bool:
+        """Whether several threads make a step of all slots faster, and change no bit of it."""
+        return self._decoder.gains_by_threads
+
+    @property
     def description(self) -> str:
         """How the model is computed, for people."""
         return self._decoder.description

@@ -71,7 +71,7 @@ def _fused(directory: Path, config: Mapping[str, Any], settings: EngineSettings,
             device=device,
             num_rows=settings.slots,
             context_tokens=settings.context_tokens,
-            may_be_native=settings.threads == 1,
+            may_be_native=True,
         )
     except (WeightTransferFailed, ValueError, TypeError) as error:
         raise ModelError(f"model {directory} cannot be loaded: {error}") from error

@@ -52,10 +52,13 @@ def serve(connection: socket.socket) -> None:
         send({"call": call, "result": result_to_wire(result)})
 
     try:
-        driver = EngineDriver(TorchEngine(settings), reply, cores)
+        engine = TorchEngine(settings)
     except FlotillaError as error:
         send({"call": 0, "result": result_to_wire(error)})
         return
+    if settings.threads == "auto" and not engine.gains_by_threads:
+        cores.fix(1)
+    driver = EngineDriver(engine, reply, cores)
     threading.Thread(target=_read, args=(connection, driver), name="commands", daemon=True).start()
     reply(0, None)
     driver.run()

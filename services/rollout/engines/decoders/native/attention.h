@@ -11,6 +11,7 @@
 #define BLOCK 16
 #define PARTS (BLOCK / LANES)
 #define AT_ONCE 4
+#define WORTH_THREADS_TO_ATTEND (1 << 22) /* multiplications of queries with keys, which are followed by as many others */
 
 /* The other of each pair. */
 INLINE vec swap_pairs(vec x)
@@ -108,12 +109,12 @@ INLINE void mix(const float *weights, float share, const float *values, float *o
 /* What attention reads and writes besides its projections.
 
    norms [heads + kv_heads, dims] or NULL; rotations [positions, 2, dims]; keys and values [rows, kv_heads, capacity, dims];
-   scores [heads, capacity] scratch. */
+   scores [threads, heads, capacity] scratch. */
 struct attention {
     const float *norms, *rotations;
     float *keys, *values, *scores;
     float epsilon;
-    int64_t heads, kv_heads, capacity;
+    int64_t heads, kv_heads, capacity, threads;
 };
 
 /* Append a position's key and value, turned, to a row. */
@@ -132,7 +133,8 @@ INLINE void remember(const float *fused, int64_t row, int64_t at, const struct a
 
 /* Let the queries of a position see it and all before it: out [heads, dims]. All heads go through each part together,
    since within one of them each operation waits for the one before. */
-INLINE void look_back(const float *fused, int64_t row, int64_t at, const struct attention *a, float *out, int64_t dims)
+INLINE void look_back(const float *fused, int64_t row, int64_t at, const struct attention *a, float *scores, float *out,
+                      int64_t dims)
 {
     int64_t queries_of_one = a->heads / a->kv_heads, num = at + 1;
     const float *rotation = a->rotations + at * 2 * dims;
@@ -142,25 +144,45 @@ INLINE void look_back(const float *fused, int64_t row, int64_t at, const struct 
     for (int64_t head = 0; head < a->heads; head++) {
         const float *keys = a->keys + (row * a->kv_heads + head / queries_of_one) * a->capacity * dims;
         for (int64_t t = 0; t < num; t += BLOCK)
-            scores_of_block(queries + head * dims, keys + t * dims, a->scores + head * a->capacity + t, dims);
+            scores_of_block(queries + head * dims, keys + t * dims, scores + head * a->capacity + t, dims);
     }
-    for (int64_t head = 0; head < a->heads; head++) totals[head] = soften(a->scores + head * a->capacity, scale, num);
+    for (int64_t head = 0; head < a->heads; head++) totals[head] = soften(scores + head * a->capacity, scale, num);
     for (int64_t head = 0; head < a->heads; head++) {
         const float *values = a->values + (row * a->kv_heads + head / queries_of_one) * a->capacity * dims;
-        mix(a->scores + head * a->capacity, 1.0f / totals[head], values, out + head * dims, num, dims);
+        mix(scores + head * a->capacity, 1.0f / totals[head], values, out + head * dims, num, dims);
     }
+}
+
+/* Let some positions look back; `out` is that of the first that is wanted. */
+INLINE void look_back_from(const float *qkv, const int64_t *rows, const int64_t *places, const int64_t *wanted, float *out,
+                           int64_t begin, int64_t end, const struct attention *a, float *scores, int64_t dims)
+{
+    int64_t width = (a->heads + 2 * a->kv_heads) * dims;
+    for (int64_t i = begin; i < end; i++)
+        if (!wanted || wanted[i]) {
+            look_back(qkv + i * width, rows[i], places[i], a, scores, out, dims);
+            out += a->heads * dims;
+        }
 }
 
 INLINE void attend_all(const float *qkv, const int64_t *rows, const int64_t *places, const int64_t *wanted, float *out,
                        int64_t num, const struct attention *a, int64_t dims)
 {
-    int64_t width = (a->heads + 2 * a->kv_heads) * dims;
-    for (int64_t i = 0; i < num; i++) remember(qkv + i * width, rows[i], places[i], a, dims);
-    for (int64_t i = 0; i < num; i++)
-        if (!wanted || wanted[i]) {
-            look_back(qkv + i * width, rows[i], places[i], a, out, dims);
-            out += a->heads * dims;
-        }
+    int64_t width = (a->heads + 2 * a->kv_heads) * dims, threads = a->threads, reach = 0;
+    for (int64_t i = 0; i < num; i++) {
+        remember(qkv + i * width, rows[i], places[i], a, dims);
+        reach += places[i] + 1;
+    }
+    if (threads == 1 || wanted || reach * a->heads * dims < WORTH_THREADS_TO_ATTEND) {
+        look_back_from(qkv, rows, places, wanted, out, 0, num, a, a->scores, dims);
+        return;
+    }
+#pragma omp parallel for num_threads((int)threads) schedule(static, 1)
+    for (int64_t part = 0; part < threads; part++) {
+        int64_t begin = num * part / threads, end = num * (part + 1) / threads;
+        look_back_from(qkv, rows, places, 0, out + begin * a->heads * dims, begin, end, a,
+                       a->scores + part * a->heads * a->capacity, dims);
+    }
 }
 
 /* Append positions to rows, then let each see what is there up to itself.

@@ -44,6 +44,13 @@ class NativeForward:
         self._weights: FusedWeights | None = None
         self.release()
 
+    @property
+    def gains_by_threads(self) -> bool:
+        """Whether a token of every row is large enough for several threads."""
+        sizes = self._sizes
+        widest = max(sizes.vocab_size, sizes.intermediate_size)
+        return self._kernels.is_worth_threads(self._num_rows, sizes.hidden_size, widest)
+
     def use(self, weights: FusedWeights) -> None:
         """Compute with these weights from now on."""
         sizes = self._sizes

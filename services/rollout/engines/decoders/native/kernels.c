@@ -1,7 +1,7 @@
-/* The forward pass of the Llama family and sampling, in float32 on one thread.
+/* The forward pass of the Llama family and sampling, in float32.
 
-   Rows are independent of each other, and each is computed in the same order whatever else is in the batch, and whether
-   its position was computed alone or with those before it. Sums are vectorised by `omp simd` alone: nothing here relies
+   Rows are independent of each other, and each is computed in the same order whatever else is in the batch, on how many
+   threads, and whether its position was computed alone or with those before it. Sums are vectorised by `omp simd` alone: nothing here relies
    on -ffast-math, so what is not a number stays visible. */
 
 #include "attention.h"
@@ -45,29 +45,30 @@ static int64_t keep_wanted(float *x, const int64_t *wanted, int64_t rows, int64_
 /* Compute `num` positions: give the number of rows of logits. */
 static int64_t forward_part(const struct model *m, float *const *keys, float *const *values, int64_t capacity,
                             const int64_t *ids, const int64_t *rows, const int64_t *places, const int64_t *wanted,
-                            int64_t num, float *work, float *logits)
+                            int64_t num, int64_t threads, float *work, float *logits)
 {
     int64_t size = m->hidden, queries = m->heads * m->dims, width = queries + 2 * m->kv_heads * m->dims;
+    int64_t inner = m->intermediate;
     float *hidden = work, *normed = hidden + num * size, *qkv = normed + num * size, *mixed = qkv + num * width;
-    float *active = mixed + num * queries, *scores = active + num * m->intermediate, epsilon = (float)m->epsilon;
+    float *active = mixed + num * queries, *scores = active + num * inner, epsilon = (float)m->epsilon;
     for (int64_t i = 0; i < num; i++) memcpy(hidden + i * size, m->embedding + ids[i] * size, size * sizeof(float));
     for (int64_t number = 0; number < m->num_layers; number++) {
         const struct layer *layer = m->layers + number;
         struct attention a = {layer->head_norms, m->rotations, keys[number], values[number], scores,
-                              epsilon,           m->heads,     m->kv_heads,  capacity};
+                              epsilon,           m->heads,     m->kv_heads,  capacity,       threads};
         /* Of the last layer only keys and values of the others are needed. */
         const int64_t *only = number + 1 == m->num_layers ? wanted : 0;
         rms_norm(hidden, layer->input_norm, epsilon, normed, num, size);
-        multiply(normed, size, layer->qkv, layer->qkv_bias, qkv, width, num, size, width, STORE);
+        multiply(&(struct product){normed, layer->qkv, layer->qkv_bias, qkv, size, width, num, size, width, STORE}, threads);
         attend(qkv, rows, places, only, mixed, num, &a, m->dims);
         if (only) num = keep_wanted(hidden, only, num, size);
-        multiply(mixed, queries, layer->output, 0, hidden, size, num, queries, size, ADD);
+        multiply(&(struct product){mixed, layer->output, 0, hidden, queries, size, num, queries, size, ADD}, threads);
         rms_norm(hidden, layer->post_norm, epsilon, normed, num, size);
-        multiply(normed, size, layer->gate_up, 0, active, m->intermediate, num, size, m->intermediate, GATE);
-        multiply(active, m->intermediate, layer->down, 0, hidden, size, num, m->intermediate, size, ADD);
+        multiply(&(struct product){normed, layer->gate_up, 0, active, size, inner, num, size, inner, GATE}, threads);
+        multiply(&(struct product){active, layer->down, 0, hidden, inner, size, num, inner, size, ADD}, threads);
     }
     rms_norm(hidden, m->final_norm, epsilon, normed, num, size);
-    multiply(normed, size, m->head, 0, logits, m->vocab, num, size, m->vocab, STORE);
+    multiply(&(struct product){normed, m->head, 0, logits, size, m->vocab, num, size, m->vocab, STORE}, threads);
     return num;
 }
 
@@ -76,21 +77,21 @@ static int64_t forward_part(const struct model *m, float *const *keys, float *co
    ids, rows, places, wanted [num], those of a row in order; keys and values [layers] caches; work as `work_size` says;
    logits [wanted, vocab]. */
 void forward(const struct model *m, float *const *keys, float *const *values, int64_t capacity, const int64_t *ids,
-             const int64_t *rows, const int64_t *places, const int64_t *wanted, int64_t num, int64_t at_once, float *work,
-             float *logits)
+             const int64_t *rows, const int64_t *places, const int64_t *wanted, int64_t num, int64_t at_once, int64_t threads,
+             float *work, float *logits)
 {
     for (int64_t start = 0; start < num; start += at_once) {
         int64_t part = num - start < at_once ? num - start : at_once;
         logits += m->vocab * forward_part(m, keys, values, capacity, ids + start, rows + start, places + start,
-                                          wanted ? wanted + start : 0, part, work, logits);
+                                          wanted ? wanted + start : 0, part, threads, work, logits);
     }
 }
 
-/* Count the floats that `forward` works with. */
-int64_t work_size(const struct model *m, int64_t capacity, int64_t at_once)
+/* Count the floats that `forward` works with on so many threads, or fewer. */
+int64_t work_size(const struct model *m, int64_t capacity, int64_t at_once, int64_t threads)
 {
     int64_t queries = m->heads * m->dims, width = queries + 2 * m->kv_heads * m->dims;
-    return at_once * (2 * m->hidden + width + queries + m->intermediate) + m->heads * capacity;
+    return at_once * (2 * m->hidden + width + queries + m->intermediate) + threads * m->heads * capacity;
 }
 
 /* Copy the beginnings of rows of a cache [rows, kv_heads, room] to others: `size` floats of each head. */

@@ -1,4 +1,4 @@
-"""Calls into ``kernels.c``: float32, CPU, one thread.
+"""Calls into ``kernels.c``: float32, CPU, on as many threads as torch has; the bits do not depend on their number.
 
 At a hundred rows of a small model the matrix products are a fifth of what a step in torch's operators takes; the rest
 is attention over padded rows, a dozen small operators per layer and what calling each costs. So a forward pass is one
@@ -17,15 +17,18 @@ from shared.native_code import load_library
 SOURCE = Path(__file__).with_name("kernels.c")
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _SUMMED = 64
+MOST_THREADS = 16
+"""Each has scores of its own to work with, and more would wait for each other."""
 _SIGNATURES = {
     "pack": (_POINTER, _POINTER, *(_SIZE,) * 3),
     "packed_size": (_SIZE,) * 3,
-    "work_size": (_POINTER, _SIZE, _SIZE),
-    "forward": (*(_POINTER,) * 3, _SIZE, *(_POINTER,) * 4, _SIZE, _SIZE, _POINTER, _POINTER),
+    "work_size": (_POINTER, *(_SIZE,) * 3),
+    "is_worth_threads": (_SIZE,) * 3,
+    "forward": (*(_POINTER,) * 3, _SIZE, *(_POINTER,) * 4, *(_SIZE,) * 3, _POINTER, _POINTER),
     "copy_rows": (*(_POINTER,) * 3, *(_SIZE,) * 4),
     "sample": (*(_POINTER,) * 7, _SIZE, _SIZE),
 }
-_COUNTING = {"packed_size", "work_size"}
+_COUNTING = {"packed_size", "work_size", "is_worth_threads"}
 
 
 class LayerPointers(ctypes.Structure):
@@ -56,6 +59,7 @@ class Kernels:
             function.argtypes, function.restype = arguments, _SIZE if name in _COUNTING else None
         self._pack, self._packed_size = library.pack, library.packed_size
         self._forward, self._work_size = library.forward, library.work_size
+        self._is_worth_threads = library.is_worth_threads
         self._copy_rows, self._sample = library.copy_rows, library.sample
 
     def pack(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
@@ -64,9 +68,13 @@ class Kernels:
         self._pack(weight.data_ptr(), packed.data_ptr(), *weight.shape, is_gated)
         return packed
 
+    def is_worth_threads(self, rows: int, depth: int, outputs: int) -> bool:
+        """Whether a product of rows [rows, depth] with a weight [outputs, depth] is made by several threads."""
+        return bool(self._is_worth_threads(rows, depth, outputs))
+
     def work_size(self, model: ModelPointers, capacity: int, at_once: int) -> int:
         """Count the floats that ``forward`` works with."""
-        size: int = self._work_size(ctypes.byref(model), capacity, at_once)
+        size: int = self._work_size(ctypes.byref(model), capacity, at_once, MOST_THREADS)
         return size
 
     def forward(
@@ -94,7 +102,7 @@ class Kernels:
         self._forward(
             *(ctypes.byref(model), keys, values, capacity, ids.data_ptr(), rows.data_ptr(), places.data_ptr()),
             None if wanted is None else wanted.data_ptr(),
-            *(ids.shape[0], at_once, work.data_ptr(), logits.data_ptr()),
+            *(ids.shape[0], at_once, min(torch.get_num_threads(), MOST_THREADS), work.data_ptr(), logits.data_ptr()),
         )
 
     def copy_rows(self, cache: Tensor, sources: Tensor, targets: Tensor, num_tokens: int) -> None:
@@ -123,7 +131,7 @@ class Kernels:
 
 @functools.cache
 def _kernels() -> Kernels | None:
-    library = load_library(SOURCE, uses_threads=False)
+    library = load_library(SOURCE)
     return None if library is None else Kernels(library)
 
 

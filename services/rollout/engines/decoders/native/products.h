@@ -17,6 +17,7 @@
 #endif
 #define PACKED_AT_ONCE 64
 #define AHEAD 512 /* floats that are fetched before they are needed */
+#define WORTH_THREADS (1 << 24) /* multiplications that gain more by a second thread than it costs to wake it */
 
 enum ending {
     STORE, /* out = product + bias */
@@ -91,20 +92,58 @@ INLINE void end_row(const float *sums, const float *bias, float *out, int64_t nu
     }
 }
 
-/* Multiply rows: `outputs` counts pairs where they are gated. */
-INLINE void multiply(const float *x, int64_t stride, const float *packed, const float *bias, float *out,
-                     int64_t out_stride, int64_t rows, int64_t depth, int64_t outputs, const enum ending ending)
+/* A product: `outputs` counts pairs where they are gated. */
+struct product {
+    const float *x, *packed, *bias;
+    float *out;
+    int64_t stride, out_stride, rows, depth, outputs;
+    enum ending ending;
+};
+
+/* Some panels of a product, whose ending is known when it is compiled. */
+INLINE void panels(const struct product *p, int64_t begin, int64_t end, const enum ending ending)
 {
     int64_t width = ending == GATE ? LANES : PANEL;
     vec sums[2 * TILE];
-    for (int64_t first = 0; first < outputs; first += width, packed += depth * PANEL)
-        for (int64_t row = 0; row < rows; row += TILE) {
-            int num = rows - row < TILE ? (int)(rows - row) : TILE;
-            tile_of(x + row * stride, stride, packed, depth, sums, num);
+    for (int64_t panel = begin; panel < end; panel++) {
+        const float *packed = p->packed + panel * p->depth * PANEL;
+        int64_t first = panel * width;
+        for (int64_t row = 0; row < p->rows; row += TILE) {
+            int num = p->rows - row < TILE ? (int)(p->rows - row) : TILE;
+            tile_of(p->x + row * p->stride, p->stride, packed, p->depth, sums, num);
             for (int each = 0; each < num; each++)
-                end_row((const float *)(sums + 2 * each), bias ? bias + first : 0,
-                        out + (row + each) * out_stride + first, outputs - first, ending);
+                end_row((const float *)(sums + 2 * each), p->bias ? p->bias + first : 0,
+                        p->out + (row + each) * p->out_stride + first, p->outputs - first, ending);
         }
+    }
+}
+
+static void some_panels(const struct product *p, int64_t begin, int64_t end)
+{
+    switch (p->ending) {
+    case STORE: panels(p, begin, end, STORE); break;
+    case ADD: panels(p, begin, end, ADD); break;
+    case GATE: panels(p, begin, end, GATE); break;
+    }
+}
+
+/* Whether a product is better made by several threads. One of few rows reads its weights for most of the time. */
+int64_t is_worth_threads(int64_t rows, int64_t depth, int64_t outputs)
+{
+    return rows * depth * outputs >= WORTH_THREADS;
+}
+
+/* Multiply rows. Each thread computes some panels, in the order that one thread would: the bits do not depend on their
+   number. */
+static void multiply(const struct product *p, int64_t threads)
+{
+    int64_t width = p->ending == GATE ? LANES : PANEL, num = (p->outputs + width - 1) / width;
+    if (threads == 1 || !is_worth_threads(p->rows, p->depth, p->outputs)) {
+        some_panels(p, 0, num);
+        return;
+    }
+#pragma omp parallel for num_threads((int)threads) schedule(static, 1)
+    for (int64_t part = 0; part < threads; part++) some_panels(p, num * part / threads, num * (part + 1) / threads);
 }
 
 #endif

@@ -74,8 +74,12 @@ def check_devices(spec: ExperimentSpec, num_devices: int) -> None:
     """
     for name, need in (("trainer", trainer_need(spec)), ("rollouts", rollout_need(spec))):
         if need.count > num_devices:
+            by_options = (
+                name == "rollouts" and spec.resources.rollouts.devices == "auto" and devices_of_engine(spec) > 1
+            )
+            field = "rollout.engine.options" if by_options else f"resources.{name}.devices"
             raise InvalidSpec(
-                f"resources.{name}.devices: {need.count} GPUs are asked for, and this machine has {num_devices} for "
+                f"{field}: {need.count} GPUs are asked for, and this machine has {num_devices} for "
                 "the fleet; to use what is there: --set resources.trainer.devices=auto "
                 "--set resources.rollouts.devices=auto --set parallelism={} --set resources.sharing=none"
             )

@@ -87,8 +87,8 @@ def rollout_need(spec: Sections) -> DeviceNeed:
     if isinstance(engine, ServerEngineConfig):
         if engine.url is not None:
             return DeviceNeed()
-        if asked == "auto" and spec.resources.sharing is Sharing.TIME:
-            # Servers free memory on GPUs only.
+        if asked == "auto" and (spec.resources.sharing is Sharing.TIME or used > 1):
+            # Servers free memory on GPUs only, and who divides a model among devices means that there are some.
             asked = used
     return _need(engine.device, 0 if asked == "auto" else asked, used)
 
@@ -99,6 +99,18 @@ def devices_of_engine(spec: Sections) -> int:
     if not isinstance(engine, ServerEngineConfig):
         return 1
     return math.prod(split_sizes(engine.options)) or 1
+
+
+def tensor_parallel(spec: Sections) -> int:
+    """Count the devices that a server divides each layer among."""
+    engine, count = spec.rollout.engine, spec.resources.rollouts.devices
+    if not isinstance(engine, ServerEngineConfig) or engine.url is not None:
+        return 1
+    given = {name.lstrip("-").replace("-", "_"): value for name, value in engine.options.items()}
+    found = next((given[name] for name in SPLITS[0] if name in given), None)
+    if isinstance(found, int) and found > 0:
+        return found
+    return 1 if count == "auto" or split_sizes(engine.options) else count
 
 
 def split_sizes(options: Options) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from flotilla.cli.run_directory import RunDirectory
 from flotilla.evaluation_spec import evaluation_of
 from flotilla.launch_file import read_launch_file
 from flotilla.packages import check_engine, check_packages
+from flotilla.server_arguments import check_options
 
 
 async def evaluate(arguments: argparse.Namespace) -> int:
@@ -23,6 +24,7 @@ async def evaluate(arguments: argparse.Namespace) -> int:
     model, rows = (None if given is None else Path(given) for given in (arguments.model, arguments.rows))
     launch = replace(launch, spec=evaluation_of(launch.spec, model=model, rows=rows, answers=arguments.answers))
     check_engine(launch.spec, os.environ)
+    await check_options(launch.spec)
     directory = RunDirectory(Path(arguments.runs), arguments.name or f"{launch.spec.name}-evaluation")
     has_earlier = directory.holds_run
     path = directory.take_fresh()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flotilla.cli.output import write_json
 from flotilla.launch_file import LaunchFile, read_launch_file
+from flotilla.server_arguments import check_options
 from shared.config.overrides import origin_of
 from shared.config.spec import ExperimentSpec
 from shared.config.yaml_text import write_value
@@ -31,6 +32,7 @@ async def check(arguments: argparse.Namespace) -> int:
     answer: dict[str, Any] = {}
     try:
         launch = _read(arguments.spec, arguments.set or ())
+        await check_options(launch.spec)
     except InvalidSpec as error:
         entries = error.errors or [{"path": "", "value": None, "allowed": error.detail}]
     else:

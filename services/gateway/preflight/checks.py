@@ -1,7 +1,9 @@
 """What the gateway can check of a spec before anything starts: that its files are there and can be read."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from services.gateway.datasets.columns import value_at
 from services.gateway.datasets.dataset import Dataset
@@ -10,6 +12,7 @@ from services.gateway.datasets.loading import joined, load_evaluation, load_rows
 from services.gateway.datasets.written import check_written
 from services.gateway.tracking.opening import check_trackers
 from shared.config.data import DataConfig, RowsConfig, is_url
+from shared.config.device_rules import tensor_parallel
 from shared.config.model import ModelConfig
 from shared.config.reward import CustomConfig, VerlDefaultConfig
 from shared.config.reward_model import RewardModelConfig
@@ -94,7 +97,9 @@ def check_model(spec: ExperimentSpec) -> None:
         ModelError: one is missing, or has no readable config.json; or the hub does not give it.
     """
     for field, model in models_of(spec).items():
-        _check_model(field, model)
+        config = _check_model(field, model)
+        if field == "model.path":
+            _check_heads(spec, config)
 
 
 def models_of(spec: ExperimentSpec) -> dict[str, ModelConfig]:
@@ -106,17 +111,31 @@ def models_of(spec: ExperimentSpec) -> dict[str, ModelConfig]:
     return models
 
 
-def _check_model(field: str, model: ModelConfig) -> None:
+def _check_heads(spec: ExperimentSpec, config: Mapping[str, Any]) -> None:
+    """Check that a server that each rollout starts can divide the model's layers among its devices."""
+    size = tensor_parallel(spec)
+    text = config.get("text_config") or config
+    heads = text.get("num_attention_heads") if isinstance(text, Mapping) else None
+    if size == 1 or not spec.samples_answers or not isinstance(heads, int) or heads % size == 0:
+        return
+    kind = "resources.rollouts.devices" if spec.resources.rollouts.devices != "auto" else "rollout.engine.options"
+    raise InvalidSpec(f"{kind}: {size} devices do not divide the model's {heads} attention heads: choose a divisor")
+
+
+def _check_model(field: str, model: ModelConfig) -> Mapping[str, Any]:
     if model.is_hub_name and not has_config(model):
         fetch_small(model)
     directory = model_directory(model)
     if not directory.is_dir():
         raise ModelError(f"{field}: there is no directory {directory}", path=str(directory), field=field)
     try:
-        (directory / "config.json").read_text(encoding="utf-8")
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         detail = f"{field}: cannot read config.json in {directory}: {error}"
         raise ModelError(detail, path=str(directory), field=field) from None
+    except ValueError:
+        return {}  # what is wrong with it is said where the model is loaded
+    return config if isinstance(config, Mapping) else {}
 
 
 def pinned(spec: ExperimentSpec) -> ExperimentSpec:

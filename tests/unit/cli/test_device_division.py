@@ -80,5 +80,15 @@ def test_what_no_service_of_this_machine_could_have_is_refused(name: str) -> Non
         check_devices(spec, 0)
 
 
+def test_a_model_that_is_divided_among_more_devices_than_there_are_is_refused() -> None:
+    spec = a_spec(rollout={"engine": {"kind": "vllm", "options": {"tensor_parallel_size": 64}}})
+    on_cpu = a_spec(rollout={"engine": {"kind": "vllm", "device": "cpu", "options": {"tensor_parallel_size": 2}}})
+
+    check_devices(spec, 64)
+    with pytest.raises(InvalidSpec, match=r"rollout\.engine\.options: 64 GPUs are asked for, and this machine has 1"):
+        check_devices(spec, 1)
+    check_devices(on_cpu, 0)
+
+
 def test_a_spec_that_asks_for_no_devices_runs_where_there_are_none() -> None:
     check_devices(a_spec(), 0)

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from shared.weights.image import WeightImage
@@ -151,12 +152,22 @@ class DirectReceiver:
         host, port: of the server.
         connect_seconds: for the connection.
         silence_seconds: the longest that nothing may come.
+        cores: held while bytes are moved.
     """
 
-    def __init__(self, host: str, port: int, *, connect_seconds: float, silence_seconds: float) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        connect_seconds: float,
+        silence_seconds: float,
+        cores: AbstractContextManager[object],
+    ) -> None:
         self._address = host, port
         self._connect_seconds = connect_seconds
         self._silence_seconds = silence_seconds
+        self._cores = cores
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self._is_stopped = False
@@ -195,7 +206,8 @@ class DirectReceiver:
                 continue
             if num == 0:
                 raise ConnectionResetError(f"the connection ended after {self.num_received} bytes")
-            image.splice_at(span.start + self.num_received, leaving, num)
+            with self._cores:
+                image.splice_at(span.start + self.num_received, leaving, num)
             self.num_received += num
 
     def stop(self) -> None:

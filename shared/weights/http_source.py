@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import re
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import httpx
@@ -53,7 +54,7 @@ class HttpSource:
                     raise Unavailable(problem.detail) if answer.is_server_error else problem
                 image = await self._expect(answer, arriving, arrival)
                 if self.may_be_direct and TICKET in answer.headers:
-                    await self._take_directly(image, arrival, answer)
+                    await self._take_directly(image, arrival, answer, arriving.cores)
                 else:
                     await self._take_body(image, arrival, answer)
         except httpx.HTTPError as error:
@@ -72,7 +73,9 @@ class HttpSource:
         start, stop, size = int(found[1]), int(found[2]) + 1, int(found[3])
         return await arriving.expect(arrival, range(start, stop), size, answer.headers["etag"].strip('"'))
 
-    async def _take_directly(self, image: WeightImage, arrival: Arrival, answer: httpx.Response) -> None:
+    async def _take_directly(
+        self, image: WeightImage, arrival: Arrival, answer: httpx.Response, cores: AbstractContextManager[object]
+    ) -> None:
         """Fetch what a ticket is good for; it is written where it belongs, on a thread.
 
         Raises:
@@ -82,8 +85,9 @@ class HttpSource:
         if not _TICKET.fullmatch(ticket) or not _PORT.fullmatch(port) or int(port) > LAST_PORT:
             raise WeightTransferFailed(f"{self.url} gives a ticket that is none")
         host = answer.url.host
-        times = {"connect_seconds": CONNECT_SECONDS, "silence_seconds": SILENCE_SECONDS}
-        receiver = arrival.stream = DirectReceiver(host, int(port), **times)
+        receiver = arrival.stream = DirectReceiver(
+            host, int(port), connect_seconds=CONNECT_SECONDS, silence_seconds=SILENCE_SECONDS, cores=cores
+        )
         span = arrival.span
 
         def receive() -> None:

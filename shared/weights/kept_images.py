@@ -12,6 +12,7 @@ import re
 import secrets
 import stat
 import threading
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -67,7 +68,7 @@ class DirectorySource:
             sent = range(arrival.span.start, min(arrival.span.stop, size))
             image = await arriving.expect(arrival, sent, size, self.checksum)
             arrival.stream = reader
-            await self._read(reader, image, arrival.span)
+            await self._read(reader, image, arrival.span, arriving.cores)
         except OSError as error:
             raise Unavailable(f"reading {self.path} failed: {error}") from error
         finally:
@@ -80,9 +81,11 @@ class DirectorySource:
             raise Unavailable(f"opening {self.path} takes longer than {OPEN_SECONDS} s")
         return opening.result()
 
-    async def _read(self, reader: "FileReader", image: WeightImage, span: range) -> None:
+    async def _read(
+        self, reader: "FileReader", image: WeightImage, span: range, cores: AbstractContextManager[object]
+    ) -> None:
         """Read a range on a thread, which is left alone where the file system hangs: it writes no more then."""
-        reading = on_daemon_thread(lambda: reader.read(image, span), "weights from a directory")
+        reading = on_daemon_thread(lambda: reader.read(image, span, cores), "weights from a directory")
         reading.add_done_callback(_settled)
         before, looks = -1, 0
         while not (await asyncio.wait([reading], timeout=LOOK_SECONDS))[0]:
@@ -132,8 +135,8 @@ class FileReader:
             raise
         return size
 
-    def read(self, image: WeightImage, span: range) -> None:
-        """Read a range of the opened file to where it belongs; blocks.
+    def read(self, image: WeightImage, span: range, cores: AbstractContextManager[object]) -> None:
+        """Read a range of the opened file to where it belongs; blocks. ``cores`` is held while bytes are written.
 
         Raises:
             OSError: the file system failed, the file ended, or ``stop`` was called.
@@ -149,7 +152,7 @@ class FileReader:
                 num = os.preadv(file.fileno(), [wanted], span.start + self.num_received)
                 if num == 0:
                     raise ConnectionResetError(f"it ends at byte {span.start + self.num_received}")
-                with self._lock:
+                with cores, self._lock:
                     if self.is_stopped:
                         raise ConnectionAbortedError("stopped")
                     image.write_at(span.start + self.num_received, wanted[:num])

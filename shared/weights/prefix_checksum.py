@@ -1,6 +1,7 @@
 """The checksum of an image whose bytes arrive in any order, computed from its beginning while others still come."""
 
 import asyncio
+from contextlib import AbstractContextManager
 
 import xxhash
 
@@ -10,9 +11,14 @@ PIECE_BYTES = 32 << 20
 
 
 class PrefixChecksum:
-    """Reads an image on a thread, up to where it is known to be there for good."""
+    """Reads an image on a thread, up to where it is known to be there for good.
 
-    def __init__(self) -> None:
+    Args:
+        cores: held while a piece is read.
+    """
+
+    def __init__(self, cores: AbstractContextManager[object]) -> None:
+        self._cores = cores
         self._digest = xxhash.xxh3_64()
         self._num_read = 0
         self._num_there = 0
@@ -45,6 +51,6 @@ class PrefixChecksum:
             await asyncio.to_thread(self._update, image, span)
 
     def _update(self, image: WeightImage, span: range) -> None:
-        with image.view[span.start : span.stop] as piece:
+        with self._cores, image.view[span.start : span.stop] as piece:
             self._digest.update(piece)
         self._num_read = span.stop

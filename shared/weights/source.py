@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,7 +92,9 @@ class ArrivingImage:
         self._creating = asyncio.Lock()
         self._changed = asyncio.Event()
         self._arrivals: list[Arrival] = []
-        self._digest = PrefixChecksum()
+        self.cores = threading.Semaphore(max(1, len(os.sched_getaffinity(0)) // 2))
+        """Whoever moves or reads bytes holds one: a pull takes half of the cores at most, the others may train."""
+        self._digest = PrefixChecksum(self.cores)
         self.missing = MissingRanges()
         self.image: WeightImage | None = None
         self.num_received = 0

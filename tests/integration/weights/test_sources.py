@@ -83,18 +83,6 @@ def slowly(image: WeightImage, connection: socket.socket, span: range) -> None:
     connection.sendall(image.view[span.start : span.stop])
 
 
-def once_asked(other: Source) -> Send:
-    """Send nothing before another source was asked, too."""
-
-    def send(image: WeightImage, connection: socket.socket, span: range) -> None:
-        ends_at = time.monotonic() + DEADLINE / 2
-        while not other.spans and time.monotonic() < ends_at:
-            time.sleep(0.005)
-        slowly(image, connection, span)
-
-    return send
-
-
 def in_silence(image: WeightImage, connection: socket.socket, span: range) -> None:
     connection.sendall(image.view[span.start : span.start + 1000])
     connection.recv(1)  # until the other side ends
@@ -149,7 +137,7 @@ async def test_a_source_that_does_wrong_is_left_for_another(
 ) -> None:
     async with sources(monkeypatch, image, image) as (trainer, peer):
         bad, good = (trainer, peer) if is_trainer else (peer, trainer)
-        bad.send, good.send = wrong, once_asked(bad)
+        bad.send, good.send = wrong, slowly
 
         started = time.monotonic()
         path = await pulled(tmp_path, image, trainer, peer)
@@ -204,6 +192,30 @@ async def test_wrong_bytes_of_every_source_are_refused(
 
     assert list(tmp_path.iterdir()) == []
     assert not list(Path("/dev/shm").glob(f"flotilla-weights-{os.getpid()}-*.partial"))
+
+
+async def test_a_pull_leaves_half_of_the_cores_to_others(
+    image: WeightImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    move, moving, most = os.splice, [], 0
+
+    def slow(source: int, target: int, count: int, *, offset_dst: int | None = None, flags: int = 0) -> int:
+        nonlocal most
+        if offset_dst is None:
+            return move(source, target, count, flags=flags)
+        moving.append(offset_dst)
+        most = max(most, len(moving))
+        time.sleep(0.01)
+        moving.remove(offset_dst)
+        return move(source, target, count, offset_dst=offset_dst)
+
+    monkeypatch.setattr(os, "splice", slow)
+    async with sources(monkeypatch, image, image) as (trainer, peer):
+        path = await pulled(tmp_path, image, trainer, peer)
+
+    assert path.read_bytes() == image.view
+    assert most == 1
 
 
 async def test_without_a_checksum_only_the_trainer_is_asked(

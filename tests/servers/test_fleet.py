@@ -163,3 +163,25 @@ def test_it_learns_on_weights_swapped_in_place_though_a_rollout_is_killed_and_le
         end(run)
 
     assert summary["accuracy_after"] > summary["accuracy_before"] + 0.05
+
+
+@pytest.mark.sglang
+def test_it_learns_from_weights_that_the_trainer_sends_to_servers_of_which_one_is_killed(tmp_path: Path) -> None:
+    spec = a_spec("sglang", "interrupt", steps=30, rollouts=2)
+    spec["rollout"]["engine"]["update_weights_from"] = "distributed"
+    run = Run(spec, tmp_path, tmp_path / "runs")
+    try:
+        until(lambda: len(servers_of(run)) == 2 or run.process.poll() is not None, START_SECONDS, "two servers")
+        run.until_it_says(r"step [1-9]\d*/")
+        os.kill(servers_of(run)[0], signal.SIGKILL)
+        summary = finish(run)
+    finally:
+        end(run)
+
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.05
+    members = members_of_committed(run)
+    assert {member["transport"] for each in members for member in each} == {"engine"}
+    ranks = [[member["rank"] for member in each] for each in members]
+    assert [1, 2] in ranks, "both were members before"
+    assert [1] in ranks, "the other one went on alone"
+    assert len(ranks) == summary["policy_version"]

@@ -75,6 +75,12 @@ class StoredCheckpoint:
     state: CheckpointState
 
 
+def step_of(name: str) -> int | None:
+    """Return the step of a checkpoint's folder by its name; None where it is no such name."""
+    match = _COMPLETE.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
 def folders(directory: Path) -> list[tuple[int, Path]]:
     """List the folders of checkpoints, complete or not, by step in ascending order."""
     if not directory.is_dir():

@@ -18,10 +18,13 @@ from shared.settings import GRADER_NETWORKS, LOOPBACK, IPNetwork, networks_from
 
 CODE_FOLDERS: Final = "FLOTILLA_CODE_FOLDERS"
 DATA_FOLDERS: Final = "FLOTILLA_DATA_FOLDERS"
+CHECKPOINT_URLS: Final = "FLOTILLA_CHECKPOINT_URLS"
 GRANTS: Final = "code-files"
 """File in the data directory of a local fleet: code that was named in a spec file which its user started."""
 CODE: Final = re.compile(r"[/~].*\.py:\w+", re.DOTALL)
 """``file.py:name``; what a spec names is absolute by the time that it is sent."""
+STEP: Final = re.compile(r"@\d+$")
+"""Of a checkpoint that is named with its step."""
 LOCAL: Final = re.compile(r"(?:file:(?://)?|sqlite:///)?((?!databricks|uc)[^:]+)", re.DOTALL)
 """A path, or a URL of MLflow's that is one."""
 REMOTE_PROTOCOLS: Final = frozenset(
@@ -38,13 +41,15 @@ class Places:
         code: folders, and files, with code that a spec may name; those below a folder count, but for what is installed.
         data: folders of files with rows; None: any that this process may read.
         networks: that are not public, and that a URL of rows or of a tool may be in.
+        checkpoint_urls: whose folders, and those below them, checkpoints may be uploaded to and begun from.
         grants: a file that lists further files with code, commands, and where trackers may write as commands
-            ``write PATH``, in JSON, one per line; None: there is none.
+            ``write PATH`` and checkpoints as ``checkpoints URL``, in JSON, one per line; None: there is none.
     """
 
     code: tuple[Path, ...] = ()
     data: tuple[Path, ...] | None = None
     networks: tuple[IPNetwork, ...] = LOOPBACK
+    checkpoint_urls: tuple[str, ...] = ()
     grants: Path | None = None
 
     def check_code(self, reference: str, field: str) -> None:
@@ -109,6 +114,21 @@ class Places:
                 f"experiment's own directory, name its folder in {DATA_FOLDERS} of the gateway, or start the spec's "
                 "file with `flotilla run` or `flotilla start` on the fleet's own machine",
                 errors=[{"path": field, "value": path, "allowed": f"a folder in {DATA_FOLDERS}"}],
+            )
+
+    def check_checkpoint_url(self, url: str, field: str) -> None:
+        """Check that checkpoints may be written to a URL, and read from it.
+
+        Raises:
+            InvalidSpec: they may not; the detail says what to set.
+        """
+        is_allowed = any(_is_below(url, each) for each in self.checkpoint_urls)
+        if not is_allowed and _line_of(("checkpoints", url)) not in self._granted_lines():
+            raise InvalidSpec(
+                f"{field}: {url} is below no URL that this fleet keeps checkpoints at: name one in {CHECKPOINT_URLS} "
+                "of the gateway, or start the spec's file with `flotilla run` or `flotilla start` on the fleet's own "
+                "machine",
+                errors=[{"path": field, "value": url, "allowed": f"a URL in {CHECKPOINT_URLS}"}],
             )
 
     def check_protocol(self, url: str) -> str:
@@ -179,6 +199,28 @@ def written_of(document: Any) -> dict[str, str]:
     return found
 
 
+def checkpoint_urls_of(document: Any) -> dict[str, str]:
+    """List the URLs at which a spec keeps checkpoints, or begins from one, by their field."""
+    section = document.get("checkpoint") if isinstance(document, Mapping) else None
+    found = {}
+    for name in ("upload_to", "resume_from"):
+        given = section.get(name) if isinstance(section, Mapping) else None
+        if isinstance(given, str) and "://" in given:
+            found[f"checkpoint.{name}"] = STEP.sub("", given)
+    return found
+
+
+def _is_below(url: str, allowed: str) -> bool:
+    """Tell whether a URL is another one or below it, without any way out; files count by where links lead."""
+    scheme, _, rest = url.partition("://")
+    if "::" in url or not set(rest.split("/")).isdisjoint({"..", "."}):
+        return False
+    if scheme in {"file", "local"}:
+        own, _, path = allowed.partition("://")
+        return own == scheme and Path(rest).resolve().is_relative_to(Path(path).resolve())
+    return f"{url.rstrip('/')}/".startswith(f"{allowed.rstrip('/')}/")
+
+
 def _line_of(command: Sequence[str]) -> str:
     """Write a command as a line of the grants, which no absolute path is equal to."""
     return json.dumps(list(command))
@@ -198,6 +240,7 @@ def read_places(values: Mapping[str, str], data: Path) -> Places:
         code=_folders(values, CODE_FOLDERS) or (),
         data=folders,
         networks=networks_from(values, GRADER_NETWORKS, LOOPBACK),
+        checkpoint_urls=_urls(values),
         grants=data.resolve() / GRANTS,
     )
 
@@ -212,6 +255,7 @@ def grant_code(data: Path, document: Any) -> None:
     wanted = [str(Path(each.rpartition(":")[0]).expanduser().resolve()) for each in references]
     wanted += map(_line_of, commands_of(document))
     wanted += [_line_of(("write", str(Path(each).expanduser().resolve()))) for each in written_of(document).values()]
+    wanted += [_line_of(("checkpoints", each)) for each in checkpoint_urls_of(document).values()]
     path = data / GRANTS
     known = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     new = [each for each in dict.fromkeys(wanted) if each not in known and "\n" not in each]
@@ -219,6 +263,14 @@ def grant_code(data: Path, document: Any) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         with os.fdopen(descriptor, "a", encoding="utf-8") as file:
             file.write("".join(f"{each}\n" for each in new))
+
+
+def _urls(values: Mapping[str, str]) -> tuple[str, ...]:
+    found = tuple(values.get(CHECKPOINT_URLS, "").replace(",", " ").split())
+    wrong = next((each for each in found if not each.partition("://")[1] or "::" in each), None)
+    if wrong is not None:
+        raise InvalidRequest(f"{CHECKPOINT_URLS} must be URLs with spaces or commas between them, got {wrong!r}")
+    return found
 
 
 def _folders(values: Mapping[str, str], name: str) -> tuple[Path, ...] | None:

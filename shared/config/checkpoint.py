@@ -37,6 +37,11 @@ class CheckpointConfig(Config):
     """Training waits only until the state is copied into the trainer's memory, and goes on while the copy is written to
     the disk. Until that is done the copy takes as much memory as the checkpoint has bytes, for all ranks on the host of
     the first; where that is more than half of what is free there, training waits for the disk, as with false."""
+    upload_to: str | None = Field(None, pattern=r"^[a-z][a-z0-9+]*://[^:?#]+$")
+    """URL of a folder, such as s3://bucket/checkpoints: the gateway copies each whole checkpoint to
+    ``<experiment id>/step-N`` below it, beside training, and removes there what ``keep`` and ``best`` remove. The
+    operator's FLOTILLA_CHECKPOINT_URLS says which URLs a spec may name; it needs ``flotilla[data]`` and the protocol's
+    package. null: they stay in the experiment's directory alone."""
     durability: Literal["checkpoint", "step"] = "checkpoint"
     """checkpoint: groups count as trained when a checkpoint contains them, and a crash replays the plans since then;
     step: they count as trained after each step, which needs less Redis memory and loses the steps since the last
@@ -53,9 +58,9 @@ class CheckpointConfig(Config):
     average. What is named and was left out there is refused."""
     resume_from: str | None = None
     """A checkpoint of ours that the experiment begins from: weights, optimiser, learning-rate schedule and the place in
-    the data; steps are counted on from it. ``EXPERIMENT`` or ``EXPERIMENT@STEP`` of the same gateway, or a path: a
-    checkpoint's folder, or an experiment's or a run's, with ``@STEP`` if it is not the newest. null: from the weights
-    of ``model.path``. See docs/continue.md."""
+    the data; steps are counted on from it. ``EXPERIMENT`` or ``EXPERIMENT@STEP`` of the same gateway, or a path or a
+    URL: a checkpoint's folder, or an experiment's (of a path also a run's), with ``@STEP`` if it is not the newest.
+    null: from the weights of ``model.path``. See docs/continue.md."""
 
     @model_validator(mode="after")
     def _check_contents(self) -> Self:

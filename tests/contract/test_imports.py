@@ -172,6 +172,7 @@ GATEWAY_ORDER = (
     "records",
     "datasets",
     "tracking",
+    "uploads",
     "preflight",
     "registry",
     "publications",

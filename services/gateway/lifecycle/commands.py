@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +20,12 @@ from services.gateway.registry.services import Registry
 from services.gateway.store.answers import stage_answer
 from services.gateway.store.records import ExperimentRecord
 from services.gateway.store.transaction import Transaction
+from services.gateway.uploads.fetching import fetch
 from shared.access import Scope
 from shared.checkpoints import StoredCheckpoint
 from shared.clock import Clock, rfc3339
 from shared.config.checkpoint import EVERYTHING
+from shared.config.data import is_url
 from shared.config.load import changed_live, validate_spec, with_changes, with_steps
 from shared.config.spec import ExperimentSpec
 from shared.errors import ActionNotAllowed
@@ -31,6 +34,9 @@ from shared.redaction import redacted
 from shared.schemas.experiment import ExperimentState, ExperimentView, ForkRequest, Origin, Problem
 from shared.schemas.health import HealthFinding
 from shared.schemas.service import ServiceKind
+
+DOWNLOADS = ".downloads"
+"""Folder beside the experiments' own, of checkpoints that some are about to begin from."""
 
 
 class ExperimentCommands:
@@ -60,12 +66,14 @@ class ExperimentCommands:
         self._events = events
         self._clock = clock
         self._directory = directory
+        self._downloads = directory / DOWNLOADS
         self._places = places
         self._on_restart = on_restart
         self._leaving: set[str] = set()
 
     async def load(self) -> None:
         """Undo what an earlier process began and did not store."""
+        await asyncio.to_thread(shutil.rmtree, self._downloads, ignore_errors=True)
         await asyncio.to_thread(
             origins.remove_unfinished, self._directory, lambda each: self._repository.find(each) is not None
         )
@@ -99,6 +107,14 @@ class ExperimentCommands:
         stored = None
         if spec.checkpoint.resume_from is not None:
             stored = await self._stored(spec.checkpoint.resume_from)
+        try:
+            return await self._create_from(spec, stored, start=start)
+        finally:
+            if stored is not None and stored.path.is_relative_to(self._downloads):
+                await asyncio.to_thread(shutil.rmtree, stored.path.parent, ignore_errors=True)
+
+    async def _create_from(self, spec: ExperimentSpec, stored: StoredCheckpoint | None, *, start: bool) -> Experiment:
+        if stored is not None:
             spec = origins.as_decided(stored, spec)
             origins.check_spec(stored, spec)
         experiment_id = f"{spec.name}-{secrets.token_hex(3)}"
@@ -137,6 +153,9 @@ class ExperimentCommands:
             InvalidSpec, ModelError: there is no such checkpoint.
         """
         where, step = origins.parse_reference(reference)
+        if is_url(where):
+            self._places.check_checkpoint_url(where, origins.FIELD)
+            return await asyncio.to_thread(fetch, where, step, self._downloads / secrets.token_hex(8))
         path = Path(where) if "/" in where else Path(self._repository.named(where).record.directory)
         return await asyncio.to_thread(origins.find, path, step)
 
@@ -149,6 +168,8 @@ class ExperimentCommands:
             Unavailable: it could not be written.
         """
         origin = await asyncio.to_thread(origins.take, stored, spec, record.id, Path(record.directory))
+        if is_url(begun := spec.checkpoint.resume_from or ""):
+            origin = origin.model_copy(update={"path": begun})
         state = stored.state
         published_step = origin.step if state.published_step is None else state.published_step
         return replace(

@@ -22,7 +22,7 @@ from shared.config.verl_sources import first_not_graded
 from shared.episode_places import check_episodes, files_of
 from shared.errors import DataError, InvalidSpec, ModelError, Scalar
 from shared.model_hub import COMMIT, fetch_small, has_config, model_directory
-from shared.places import Places, code_of, written_of
+from shared.places import Places, checkpoint_urls_of, code_of, written_of
 
 
 def paths_of(spec: ExperimentSpec) -> dict[str, str]:
@@ -88,6 +88,8 @@ def check_code(spec: ExperimentSpec, places: Places) -> None:
     check_episodes(spec.rollout.episodes, places)
     for field, path in written_of(document).items():
         places.check_written(path, field)
+    for field, url in checkpoint_urls_of(document).items():
+        places.check_checkpoint_url(url, field)
 
 
 def check_model(spec: ExperimentSpec) -> None:

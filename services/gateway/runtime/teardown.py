@@ -28,7 +28,8 @@ class Teardown:
 
     Args:
         idle_timeout_seconds: how long its services may take to fall idle; later ones lose their claims.
-        finish_tracking: sends the last values to the trackers, within a deadline of its own.
+        finish_sending: sends the last values to the trackers, and the last checkpoint to its URL, within deadlines of
+            its own.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Teardown:
         clock: Clock,
         *,
         idle_timeout_seconds: float,
-        finish_tracking: Callable[[], Awaitable[None]],
+        finish_sending: Callable[[], Awaitable[None]],
     ) -> None:
         self._experiment = experiment
         self._repository = repository
@@ -50,10 +51,10 @@ class Teardown:
         self._commands = commands
         self._clock = clock
         self._idle_timeout_seconds = idle_timeout_seconds
-        self._finish_tracking = finish_tracking
+        self._finish_sending = finish_sending
 
     async def run(self) -> None:
-        """Wait for quiet, resolve what is left, release the services, finish the trackers, conclude."""
+        """Wait for quiet, resolve what is left, release the services, finish what is sent elsewhere, conclude."""
         await self._wait_for_quiet()
         while True:
             try:
@@ -71,7 +72,7 @@ class Teardown:
                 await asyncio.sleep(UNAVAILABLE_BACKOFF_SECONDS)
         for service in self._registry.of(self._experiment.id):
             await self._fleet.release(service, "the experiment has ended")
-        await self._finish_tracking()
+        await self._finish_sending()
         ledgers = {"train": train.model_dump(mode="json"), "evaluation": evaluation.model_dump(mode="json")}
         async with self._repository.transaction() as change:
             self._repository.stage(change, self._experiment, final_ledger=ledgers, evaluating_version=None)

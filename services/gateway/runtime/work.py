@@ -22,6 +22,7 @@ from services.gateway.runtime.parts import GatewayParts
 from services.gateway.runtime.shifts import Shifts
 from services.gateway.runtime.teardown import Teardown
 from services.gateway.tracking.tracking import Tracking
+from services.gateway.uploads.uploads import Uploads
 
 
 class ExperimentWork:
@@ -30,6 +31,7 @@ class ExperimentWork:
     def __init__(self, parts: GatewayParts) -> None:
         self._parts = parts
         self._tracking = Tracking(parts.store, parts.events)
+        self._uploads = Uploads(parts.events, parts.settings.places)
 
     async def run(self, experiment: Experiment) -> None:
         """Feed, watch, evaluate and track an experiment until cancelled.
@@ -69,6 +71,7 @@ class ExperimentWork:
             self._health(experiment).run(),
             OrphanedClaims(experiment, parts.registry, parts.events, parts.fleet.left.of(experiment)).run(),
             self._tracking.run(experiment),
+            self._uploads.run(experiment),
             parts.samples.follow(experiment),
         ]
         if dataset is not None:
@@ -142,9 +145,13 @@ class ExperimentWork:
             parts.commands,
             parts.clock,
             idle_timeout_seconds=parts.settings.teardown_seconds,
-            finish_tracking=functools.partial(self._tracking.finish, experiment),
+            finish_sending=functools.partial(self._finish_sending, experiment),
         )
         await teardown.run()
+
+    async def _finish_sending(self, experiment: Experiment) -> None:
+        await self._tracking.finish(experiment)
+        await self._uploads.finish(experiment)
 
 
 async def _evaluate(evaluator: Evaluator, written: WrittenAnswers | None) -> None:

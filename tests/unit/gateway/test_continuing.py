@@ -1,6 +1,8 @@
 """Experiments that go on: forked, given more steps, resumed after a stop."""
 
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +10,14 @@ import pytest
 
 from services.gateway.datasets.dataset import Dataset
 from services.gateway.feeder.feeder import Feeder
+from services.gateway.lifecycle.commands import DOWNLOADS
 from services.gateway.lifecycle.states import Action, LifecycleEvent
 from services.gateway.records.repository import Experiment
 from services.gateway.state import GatewayState
 from services.gateway.store.writes import PutCheckpoint
+from services.gateway.uploads.uploads import Uploads
+from shared.checkpoints import complete
+from shared.config.load import with_changes
 from shared.errors import ActionNotAllowed, InvalidSpec, ModelError, NotFound
 from shared.schemas.experiment import CheckpointView, ExperimentState, ForkRequest
 from shared.schemas.service import ObservedState, ServiceKind, WorkState
@@ -71,6 +77,32 @@ async def test_a_fork_takes_groups_after_those_of_its_checkpoint_for_the_steps_t
     assert issued[:6] == [(group_id, 2) for group_id in range(4, 10)], "two groups of each of steps 3, 4 and 5"
     assert (fork.record.step, fork.record.published_step, fork.spec.checkpoint.resume_from) == (2, 2, parent.id)
     assert parent.record.step == 2 and (await parent.train.ledger()).issued == 0
+
+
+async def test_an_experiment_begins_from_a_checkpoint_at_a_url(gateway: GatewayState, tmp_path: Path) -> None:
+    url = f"memory://{tmp_path}"
+    parent = await add_ended(gateway)
+    document = parent.record.spec | {
+        "name": "another",
+        "optimisation": parent.record.spec["optimisation"] | {"steps": 5},
+    }
+    document["checkpoint"] = document["checkpoint"] | {"resume_from": f"{url}/{parent.id}@2"}
+    with pytest.raises(InvalidSpec, match="FLOTILLA_CHECKPOINT_URLS"):
+        await gateway.commands.create(json.dumps(document))
+    places = replace(gateway.settings.places, checkpoint_urls=(url,))
+    gateway.commands._places = places
+    uploads = Uploads(gateway.events, places)
+    parent.spec = with_changes(parent.spec, {"checkpoint": {"upload_to": url}})
+    await uploads.finish(parent)
+    shutil.rmtree(parent.record.directory)
+
+    begun = await gateway.commands.create(json.dumps(document))
+
+    origin = begun.record.origin
+    assert origin is not None
+    assert (origin["experiment_id"], origin["step"], origin["path"]) == ("tiny-1", 2, f"{url}/{parent.id}@2")
+    assert [each.step for each in complete(Path(begun.record.directory) / "checkpoints")] == [2]
+    assert not list((gateway.settings.experiments / DOWNLOADS).iterdir())
 
 
 async def test_a_fork_ends_when_its_own_steps_have_their_groups(gateway: GatewayState) -> None:

@@ -105,6 +105,55 @@ def test_trackers_write_where_the_operator_allows_or_what_its_user_started(
     }
 
 
+@pytest.mark.parametrize(
+    ("url", "is_allowed"),
+    [
+        ("s3://mine/kept", True),
+        ("s3://mine/kept/below", True),
+        ("s3://mine/kept-not", False),
+        ("s3://mine", False),
+        ("s3://mine/kept/../other", False),
+        ("gs://mine/kept", False),
+        ("simplecache::s3://mine/kept", False),
+        ("file://{}/kept/a", True),
+        ("file://{}/link/a", False),
+        ("file://{}/kept/../other", False),
+        ("local://{}/kept/a", False),
+        ("https://example.org/kept", False),
+    ],
+)
+def test_checkpoints_are_kept_where_the_operator_says_and_nowhere_else(
+    tmp_path: Path, url: str, *, is_allowed: bool
+) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "link").symlink_to("/etc")
+    given = url.format(tmp_path)
+    values = {"FLOTILLA_CHECKPOINT_URLS": f"s3://mine/kept, file://{tmp_path}/kept"}
+    for section in ({"upload_to": given}, {"resume_from": f"{given}@40"}):
+        if "::" in given and "upload_to" in section:
+            continue  # no upload_to at all
+        spec = a_spec(checkpoint=section)
+        if is_allowed:
+            check_code(spec, read_places(values, tmp_path))
+        else:
+            with pytest.raises(InvalidSpec, match="FLOTILLA_CHECKPOINT_URLS"):
+                check_code(spec, read_places(values, tmp_path))
+        with pytest.raises(InvalidSpec, match="FLOTILLA_CHECKPOINT_URLS"):
+            check_code(spec, read_places({}, tmp_path))
+
+
+def test_whoever_starts_a_file_on_the_fleets_machine_may_keep_checkpoints_where_it_says(tmp_path: Path) -> None:
+    spec = a_spec(checkpoint={"upload_to": "s3://mine/kept"})
+
+    grant_code(tmp_path, spec.model_dump(mode="json"))
+
+    check_code(spec, read_places({}, tmp_path))
+    with pytest.raises(InvalidSpec, match="FLOTILLA_CHECKPOINT_URLS"):
+        check_code(a_spec(checkpoint={"upload_to": "s3://mine/kept/below"}), read_places({}, tmp_path))
+    with pytest.raises(InvalidRequest, match="FLOTILLA_CHECKPOINT_URLS"):
+        read_places({"FLOTILLA_CHECKPOINT_URLS": "mine"}, tmp_path)
+
+
 def test_trackers_elsewhere_and_in_their_own_directory_are_not_looked_at() -> None:
     trackers = [
         {"kind": "jsonl"},

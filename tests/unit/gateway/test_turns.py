@@ -137,7 +137,7 @@ async def test_a_failure_keeps_its_cause_while_the_data_plane_is_absent(monkeypa
         gateway.commands,
         gateway.clock,
         idle_timeout_seconds=1.0,
-        finish_tracking=finished,
+        finish_sending=finished,
     ).run()
 
     assert not absences and experiment.record.final_ledger is not None

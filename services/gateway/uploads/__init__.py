@@ -1,0 +1,1 @@
+"""An experiment's checkpoints, copied to a URL and taken from one."""

@@ -1,0 +1,48 @@
+"""A checkpoint at a URL, brought to the disk and checked, for an experiment that begins from it."""
+
+import contextlib
+import shutil
+from pathlib import Path
+
+from services.gateway.uploads.remote import RemoteCheckpoints
+from shared.checkpoints import StoredCheckpoint, check_files, step_of
+from shared.errors import FlotillaError, ModelError
+
+FIELD = "checkpoint.resume_from"
+
+
+def fetch(url: str, step: int | None, directory: Path) -> StoredCheckpoint:
+    """Download the checkpoint of a step, or the newest one; blocks.
+
+    Args:
+        url: of a folder of checkpoints, or of one checkpoint.
+        step: None for the newest.
+        directory: to be made; removed where this fails.
+
+    Raises:
+        InvalidSpec: nothing that is installed reaches the URL.
+        ModelError: there is none, it cannot be read, or it is damaged.
+    """
+    root, _, last = url.rstrip("/").rpartition("/")
+    own = step_of(last)
+    if own is not None:
+        if step not in {None, own}:
+            raise ModelError(f"{FIELD}: {url} is not the folder of step {step}")
+        url, step = root, own
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        try:
+            remote = RemoteCheckpoints(url)
+            steps = remote.steps()
+            if not steps or (step is not None and step not in steps):
+                there = ", ".join(map(str, steps)) or "none"
+                wanted = "checkpoint" if step is None else f"whole checkpoint of step {step}"
+                raise ModelError(f"{FIELD}: there is no {wanted} at {url}; steps that are there: {there}")
+            stored = remote.download(steps[-1] if step is None else step, directory)
+        except FlotillaError:
+            raise
+        except Exception as error:  # each protocol's package raises errors of its own
+            raise ModelError(f"{FIELD}: {url} cannot be read: {type(error).__name__}: {error}") from error
+        check_files(stored)
+        stack.pop_all()
+    return stored

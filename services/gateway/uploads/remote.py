@@ -1,0 +1,142 @@
+"""Checkpoints at a URL: one folder for each step, whole when its ``state.json`` is there, which comes last.
+
+URL/step-00000040/
+    uploading.json     the state of the checkpoint whose files are being written; gone when it is whole
+    model/...          and all other files, as they are on the disk
+    state.json
+
+What was interrupted goes on where it stopped: files that have their size are not sent again, if they are of the same
+checkpoint. A store's own upload of one file is whole or not there; of a file system one that was cut off is shorter.
+"""
+
+import threading
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from pydantic import ValidationError
+
+from shared.checkpoints import STATE_FILE, CheckpointState, StoredCheckpoint, step_of
+from shared.errors import InvalidSpec, ModelError
+
+UPLOADING = "uploading.json"
+
+
+class RemoteCheckpoints:
+    """The checkpoints below a URL; every call blocks, and raises whatever the store's package raises.
+
+    Args:
+        url: that fsspec knows.
+
+    Raises:
+        InvalidSpec: nothing that is installed reaches it.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            import fsspec
+
+            self._system, root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise InvalidSpec(
+                f"{url} cannot be reached: {error}; install flotilla[data] and its protocol's package"
+            ) from None
+        self._root, self._url = str(root).rstrip("/"), url
+
+    def steps(self) -> list[int]:
+        """List the steps whose checkpoint is whole, in ascending order."""
+        self._system.invalidate_cache()
+        if not self._system.exists(self._root):
+            return []
+        names = [PurePosixPath(str(name)).name for name in self._system.ls(self._root, detail=False)]
+        found = [step for name in names if (step := step_of(name)) is not None]
+        return sorted(step for step in found if self._system.exists(f"{self._folder(step)}/{STATE_FILE}"))
+
+    def holds(self, stored: StoredCheckpoint) -> bool:
+        """Tell whether this very checkpoint is there, and whole."""
+        return self._read(f"{self._folder(stored.step)}/{STATE_FILE}") == (stored.path / STATE_FILE).read_bytes()
+
+    def upload(self, stored: StoredCheckpoint, stop: threading.Event) -> bool:
+        """Copy a checkpoint there; False if it was told to stop before it was whole.
+
+        Raises:
+            FileNotFoundError: it was removed from the disk meanwhile.
+        """
+        folder, state = self._folder(stored.step), (stored.path / STATE_FILE).read_bytes()
+        self._system.invalidate_cache()
+        there = self._sizes(folder)
+        if STATE_FILE in there:
+            # Of the same step, and another lineage. From here on it is no checkpoint.
+            self._system.rm_file(f"{folder}/{STATE_FILE}")
+        if self._read(f"{folder}/{UPLOADING}") != state:
+            if there:
+                self._system.rm(folder, recursive=True)
+            there = {}
+            self._write(f"{folder}/{UPLOADING}", state)
+        for name, size in stored.state.files.items():
+            if stop.is_set():
+                return False
+            if there.get(name) != size:
+                self._make_parent(f"{folder}/{name}")
+                self._system.put_file(str(stored.path / name), f"{folder}/{name}")
+        self._write(f"{folder}/{STATE_FILE}", state)
+        self._system.rm_file(f"{folder}/{UPLOADING}")
+        return True
+
+    def remove(self, step: int) -> None:
+        """Remove a step's checkpoint: first what makes it one."""
+        folder = self._folder(step)
+        if self._system.exists(f"{folder}/{STATE_FILE}"):
+            self._system.rm_file(f"{folder}/{STATE_FILE}")
+        self._system.rm(folder, recursive=True)
+
+    def download(self, step: int, directory: Path) -> StoredCheckpoint:
+        """Copy a step's checkpoint into a new folder of a directory; its checksums are not looked at.
+
+        Raises:
+            ModelError: it is not there, or no checkpoint of ours.
+        """
+        folder, path = self._folder(step), directory / f"step-{step:08d}"
+        encoded = self._read(f"{folder}/{STATE_FILE}")
+        if encoded is None:
+            raise ModelError(f"there is no whole checkpoint of step {step} at {self._url}")
+        try:
+            state = CheckpointState.model_validate_json(encoded)
+        except ValidationError as error:
+            raise ModelError(
+                f"{self._url} has no checkpoint of ours at step {step}: {error.errors()[0]['msg']}"
+            ) from None
+        for name in state.files:
+            target = path / name
+            if not target.resolve().is_relative_to(path.resolve()):
+                raise ModelError(f"the checkpoint of step {step} at {self._url} has a file outside of it, {name!r}")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._system.get_file(f"{folder}/{name}", str(target))
+        (path / STATE_FILE).write_bytes(encoded)
+        return StoredCheckpoint(step, path, state)
+
+    def _folder(self, step: int) -> str:
+        return f"{self._root}/step-{step:08d}"
+
+    def _sizes(self, folder: str) -> dict[str, int]:
+        if not self._system.exists(folder):
+            return {}
+        found: dict[str, Any] = self._system.find(folder, detail=True)
+        start = len(str(self._system._strip_protocol(folder)).rstrip("/")) + 1
+        return {str(self._system._strip_protocol(name))[start:]: int(about["size"]) for name, about in found.items()}
+
+    def _read(self, path: str) -> bytes | None:
+        try:
+            content: bytes = self._system.cat_file(path)
+        except FileNotFoundError:
+            return None
+        return content
+
+    def _write(self, path: str, content: bytes) -> None:
+        self._make_parent(path)
+        self._system.pipe_file(path, content)
+
+    def _make_parent(self, path: str) -> None:
+        protocol = self._system.protocol
+        # Stores of objects have no folders.
+        if "file" in ((protocol,) if isinstance(protocol, str) else protocol):
+            self._system.makedirs(path.rpartition("/")[0], exist_ok=True)

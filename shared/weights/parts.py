@@ -119,6 +119,35 @@ def write_parts(mapped: mmap.mmap, layout: ImageLayout, parts: Iterable[Part]) -
         region[part.index] = part.values.to(region)
 
 
+def write_whole_parts(path: Path, layout: ImageLayout, parts: Iterable[Part]) -> list[Part]:
+    """Write the parts that are whole regions without mapping the file, whose fresh pages would each be a fault.
+
+    Returns:
+        the other parts.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    places = {spec.name: (spec.dtype, spec.start) for spec in layout.tensors}
+    others = []
+    with path.open("r+b", buffering=0) as file:
+        for part in parts:
+            if any(
+                isinstance(own, Tensor) or own != slice(0, size)
+                for own, size in zip(part.index, part.shape, strict=True)
+            ):
+                others.append(part)
+                continue
+            dtype, start = places[part.tensor]
+            values = part.values.to(device="cpu", dtype=TORCH_DTYPES[dtype]).contiguous()
+            view = memoryview(values.reshape(-1).view(torch.uint8).numpy().data)
+            at = start + part.start * TORCH_DTYPES[dtype].itemsize
+            while view:
+                written = os.pwrite(file.fileno(), view, at)
+                view, at = view[written:], at + written
+    return others
+
+
 def reserve_file(path: Path, layout: ImageLayout) -> None:
     """Make a file with its header and room for its tensors: a page that is missing later would be a bus error.
 

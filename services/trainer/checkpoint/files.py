@@ -22,7 +22,15 @@ from shared.checkpoints import AVERAGE, CRITIC, MODEL, OPTIMIZER, VERSIONS
 from shared.config.checkpoint import EVERYTHING, Content
 from shared.model_files import ADAPTER, ADAPTER_CONFIG
 from shared.weights.layout import ImageLayout
-from shared.weights.parts import Part, layout_of_tensors, map_file, part_of, reserve_file, write_parts
+from shared.weights.parts import (
+    Part,
+    layout_of_tensors,
+    map_file,
+    part_of,
+    reserve_file,
+    write_parts,
+    write_whole_parts,
+)
 from shared.weights.sharded_parameters import ShardedParameters
 from shared.weights.tensors import safetensors_name
 
@@ -155,11 +163,13 @@ def write_shared(paths: Mapping[str, Path], files: list[SharedFile], ranks: Rank
             continue
         mapped = None
         try:
-            mapped = None if failure is not None else map_file(paths[file.name])
+            if failure is None:
+                others = write_whole_parts(paths[file.name], file.layout, file.parts)
+                mapped = map_file(paths[file.name]) if others or ranks.remote else None
         except OSError as error:
             failure = error
         if mapped is not None:
-            write_parts(mapped, file.layout, file.parts)
+            write_parts(mapped, file.layout, others)
         if ranks.is_leader:
             receive_parts(ranks, file.layout, mapped)
     if failure is not None:

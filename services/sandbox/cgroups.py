@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from services.sandbox.control_files import read_control
 from services.sandbox.limits import MEBIBYTE, Limits
 from shared.errors import Unavailable
 
@@ -102,7 +103,7 @@ class Group:
         """
         # All that is charged can be read at once, which the parts of it cannot.
         charged = self.memory / ("memory.current" if self.is_unified else "memory.usage_in_bytes")
-        if int(charged.read_bytes()) <= bound_bytes:
+        if int(read_control(charged)) <= bound_bytes:
             return False
         names = {"anon", "shmem"} if self.is_unified else {"rss", "shmem"}
         lines = (line.split() for line in (self.memory / "memory.stat").read_text().splitlines())
@@ -112,9 +113,9 @@ class Group:
         """Count the processes that the kernel ended because the group's memory was used up."""
         name = "memory.events" if self.is_unified else "memory.oom_control"
         with suppress(OSError):
-            for line in (self.memory / name).read_text().splitlines():
-                key, _, value = line.partition(" ")
-                if key == "oom_kill":
+            for line in read_control(self.memory / name).splitlines():
+                key, _, value = line.partition(b" ")
+                if key == b"oom_kill":
                     return int(value)
         return 0
 

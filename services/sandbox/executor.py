@@ -13,8 +13,8 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from services.sandbox.conversation import Conversation, answer_bytes, blame_memory
 from services.sandbox.fork_servers import ForkServer, Groups, SandboxFailed
@@ -72,16 +72,13 @@ class Executor:
         answered: asyncio.Future[JobResult] = asyncio.get_running_loop().create_future()
         attempt = asyncio.create_task(self._attempt(slot, program, answered))
         self._attempts[slot.number] = attempt
-        either: list[asyncio.Future[Any]] = [answered, attempt]
+        attempt.add_done_callback(partial(_tell_failure, answered))
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            return await answered
         except asyncio.CancelledError:
             attempt.cancel()
             await asyncio.wait([attempt])
             raise
-        if not answered.done():
-            await attempt
-        return answered.result()
 
     async def _attempt(self, slot: Slot, program: Program, answered: "asyncio.Future[JobResult]") -> None:
         """Run a program, once more if its server is lost, until nothing of it is left; answers as soon as it can.
@@ -224,9 +221,9 @@ class Executor:
                 result = _read_result(answer, program)
                 if server.has_used_up_memory():
                     result = blame_memory(result, program.limits)
-                if answer:
+                if answer and not answered.done():  # done: nobody waits
                     answered.set_result(result)
-            if not answer:  # the guard was killed: by its program, unless the server was, which would have shown by now
+            if not answered.done():  # the guard was killed: by its program, or else the server's loss would have shown
                 answered.set_result(result)
             is_clean = bool(answer) and await server.is_empty()
         finally:
@@ -273,6 +270,16 @@ class Executor:
             with self._cleaning(slot):
                 if not remove_if_small(work):
                     await asyncio.shield(asyncio.to_thread(remove_tree, work))
+
+
+def _tell_failure(answered: "asyncio.Future[JobResult]", attempt: asyncio.Task[None]) -> None:
+    """Have who waits for an answer learn that there is none."""
+    if answered.done():
+        return
+    if attempt.cancelled():
+        answered.cancel()
+    else:
+        answered.set_exception(attempt.exception() or AssertionError("an attempt ends with an answer or fails"))
 
 
 def _sibling(directory: Path) -> Path:

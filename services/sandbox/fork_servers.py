@@ -26,6 +26,7 @@ START_SECONDS = 20.0
 EMPTY_SECONDS = 1.0
 MAX_COMPLAINT_BYTES = 4096
 CHUNK_BYTES = 262_144
+SMALL_BYTES = 32_768
 MAX_RUNS = 256
 """After so many runs a server is replaced: layout of memory and hash seed are the same for all of one server."""
 
@@ -97,9 +98,11 @@ class ForkServer:
         """
         with self.used_by(caller) as over:
             async with asyncio.timeout(seconds):
-                with self._handed() as stream:
+                unsent = memoryview(framed(job))
+                with self._handed(unsent[:SMALL_BYTES]) as stream:
                     with suppress(ConnectionError):  # it ended early: its answer, or the lack of one, says more
-                        await asyncio.get_running_loop().sock_sendall(stream, framed(job))
+                        if len(unsent) > SMALL_BYTES:
+                            await asyncio.get_running_loop().sock_sendall(stream, unsent[SMALL_BYTES:])
                     answer = await _read_answer(stream, phases, max_bytes, over)
                 yield answer
                 await self.done()
@@ -129,8 +132,11 @@ class ForkServer:
         finally:
             writer.close()
 
-    def _handed(self) -> socket.socket:
+    def _handed(self, message: bytes | memoryview = b"") -> socket.socket:
         """Hand a stream to the guard of the next run; returns the other end of it.
+
+        Args:
+            message: what the guard finds in it: at most so much as a new stream takes at once.
 
         Raises:
             OSError: the server is gone.
@@ -140,6 +146,7 @@ class ForkServer:
         ours.setblocking(False)
         try:
             with theirs:
+                ours.sendall(message)
                 socket.send_fds(self.control, [b"r"], [theirs.fileno()])
         except BaseException:
             ours.close()

@@ -128,11 +128,16 @@ class Isolation:
         return Confinement(
             scope,
             slot.uid,
-            readable=("/usr", *SYSTEM_LINKS, *SYSTEM_FILES, *DEVICES, *self.place.readable),
+            readable=("/usr", *filter(_is_beside_usr, SYSTEM_LINKS), *SYSTEM_FILES, *DEVICES, *self.place.readable),
             writable=(self.work_directory(slot), "/dev/null"),
             denies_metadata=slot.uid is None,
             counts_held=True,
         )
+
+
+def _is_beside_usr(path: str) -> bool:
+    """Tell whether a directory is there and no part of /usr: what is needs no rule of its own, for links need none."""
+    return Path(path).exists() and not Path(path).resolve().is_relative_to("/usr")
 
 
 def bwrap_command(place: Place) -> list[str]:

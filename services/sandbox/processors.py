@@ -17,10 +17,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from services.sandbox.allowances import Allowances
 from services.sandbox.cgroups import REMOVE_SECONDS, Mounts
+from services.sandbox.control_files import read_control, write_control
 from services.sandbox.spare_time import SpareTime
 
 FIRST_FACTOR = 8
@@ -78,7 +80,7 @@ class ProcessorGroup:
         if weight != self._weight:
             self._set_idle(is_idle=weight < self.shares)
             if not self._is_idle:
-                (self.cpu / "cpu.shares").write_text(str(weight))
+                write_control(self._shares_file, weight)
             self._weight = weight
 
     def bound(self, processors: float | None) -> None:
@@ -93,9 +95,23 @@ class ProcessorGroup:
 
     def _set_idle(self, *, is_idle: bool) -> None:
         """Let the group run only where nothing else wants to, if the kernel knows that (Linux 5.15)."""
-        if is_idle != self._is_idle and (self.cpu / "cpu.idle").exists():
-            (self.cpu / "cpu.idle").write_text(str(int(is_idle)))
+        if is_idle != self._is_idle and self._idle_file is not None:
+            write_control(self._idle_file, int(is_idle))
             self._is_idle = is_idle
+
+    @cached_property
+    def _shares_file(self) -> Path:
+        return self.cpu / "cpu.shares"
+
+    @cached_property
+    def _idle_file(self) -> Path | None:
+        file = self.cpu / "cpu.idle"
+        return file if file.exists() else None
+
+    @cached_property
+    def _usage_file(self) -> Path:
+        assert self.usage is not None
+        return self.usage / "cpuacct.usage"
 
     @contextmanager
     def used_by(self, caller: str) -> Iterator[Callable[[], None]]:
@@ -112,9 +128,13 @@ class ProcessorGroup:
         self.count()  # what came after the last program was for that one
         self._caller = caller
         self._weigh_for(caller)
-        watch = asyncio.create_task(self._watch(caller, self._counted))
+        watch, is_over = asyncio.create_task(self._watch(caller, self._counted)), False
 
         def over() -> None:
+            nonlocal is_over
+            if is_over:
+                return
+            is_over = True
             watch.cancel()
             self.spare.end(self)
             with suppress(OSError):
@@ -155,8 +175,7 @@ class ProcessorGroup:
         Raises:
             OSError: the group was removed.
         """
-        assert self.usage is not None
-        used = int((self.usage / "cpuacct.usage").read_text()) / 1e9
+        used = int(read_control(self._usage_file)) / 1e9
         since, self._counted = used - self._counted, used
         if self._caller is not None:
             self.spare.use(self._caller, since)

@@ -16,20 +16,17 @@ import ctypes
 import gc
 import json
 import os
-import select
 import signal
 import socket
 import struct
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import NamedTuple
 
 from services.sandbox.guard import kernel, landlock, main, namespaces, program, seccomp
-from services.sandbox.guard.agent import open_pidfd
 from services.sandbox.guard.job import DONE, ENDED, FORKING, GONE, JOINED, KILL_NAMESPACE, READY, Orders
 from services.sandbox.guard.program import MACHINE, IsProgram
-from services.sandbox.guard.watch import POLL_SECONDS, descendants, read
+from services.sandbox.guard.watch import descendants, read
 
 MESSAGE_BYTES = 65536
 MOST_GROUPS = 8
@@ -85,30 +82,18 @@ def _join(groups: "list[int]") -> None:
         os.close(group)
 
 
-class _Run(NamedTuple):
-    """The processes of one run.
-
-    Attributes:
-        first: that of its process namespace; 0 if it has none.
-        program: the one that becomes the program, or is its agent.
-        stream: where the guard learns of the run's end.
-        ending: can be read when the program has ended; None on a kernel that has no such thing.
-    """
-
-    first: int
-    program: int
-    stream: socket.socket
-    ending: "int | None"
-
-
 class _Server:
-    """Makes a place for a run whenever the guard asks, and tells it when all of a run is gone."""
+    """Makes a place for a run when the guard asks, and tells it when all of the run is gone; one run at a time.
+
+    From a fork to the run's end it only waits: the process of a run writes to most of what it uses, and while that is
+    shared each write of the server to the same page would be one more copy.
+    """
 
     def __init__(self, control: socket.socket, orders: Orders) -> None:
         self._control = control
         self._orders = orders
+        self._has_namespaces = orders.confinement.kill_scope == KILL_NAMESPACE
         self._own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
-        self._runs: list[_Run] = []
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._guard = os.fork()
         if self._guard == 0:
@@ -122,31 +107,14 @@ class _Server:
         Raises:
             IsProgram: in the child that is the program.
         """
-        poll = select.poll()
-        poll.register(self._link, select.POLLIN)
-        while True:
-            is_blind = any(run.ending is None for run in self._runs)
-            events = poll.poll(1000 * POLL_SECONDS if is_blind else None)
-            for run in [run for run in self._runs if _has_ended(run.program)]:
-                self._runs.remove(run)
-                if run.ending is not None:
-                    poll.unregister(run.ending)
-                    os.close(run.ending)
-                self._end(run)
-            if any(descriptor == self._link.fileno() for descriptor, _ in events):
-                if not self._link.recv(1):
-                    break
-                made = self._fork()
-                if made is not None:
-                    self._runs.append(made)
-                    if made.ending is not None:
-                        poll.register(made.ending, select.POLLIN)
+        while self._link.recv(1) and self._run():
+            pass
         self._end_all(but=())
         with suppress(ConnectionError):
             self._control.send(DONE)  # a program may have ended the guard: that is its failure, not the server's
 
-    def _fork(self) -> "_Run | None":
-        """Fork the processes of a run, whose streams the guard has by then; None if the kernel refuses.
+    def _run(self) -> bool:
+        """Fork the processes of a run, and wait until all of it is gone; False if the guard is gone first.
 
         Raises:
             IsProgram: in the child that is the program.
@@ -158,40 +126,48 @@ class _Server:
             with stream, channel:
                 socket.send_fds(self._link, [FORKING], [stream.fileno(), channel.fileno()])
 
+        first = 0
         try:
-            if self._orders.confinement.kill_scope == KILL_NAMESPACE:
+            if self._has_namespaces:
                 first, pid = namespaces.fork(self._own, hand_over)
             else:
                 hand_over()
-                first, pid = 0, os.fork()
+                pid = os.fork()
         except OSError as error:
             for ours in (stream, channel, told, child_channel):
                 ours.close()
             self._link.send(f"{type(error).__name__}: {error}".encode())
-            return None
+            return True
         if pid == 0:
             program.become(child_channel, self._orders)
         child_channel.close()
         self._link.send(b"%d %d" % (first or os.getpid(), pid))
-        return _Run(first, pid, told, open_pidfd(pid))
+        ended, status = 0, 0
+        while ended != pid:
+            ended, status = os.waitpid(-1, 0)  # orphans too
+            if ended == self._guard:
+                return False
+        self._end(first, told, struct.pack("=i", status))
+        return True
 
-    def _end(self, run: _Run) -> None:
-        """End what is left of a run whose program has ended, and tell the guard."""
-        try:
-            _, status = os.waitpid(run.program, 0)
-        except ChildProcessError:  # it was killed before it was a program: see ``kernel.clone_waiting``
-            status = signal.SIGKILL
-        told = struct.pack("=i", status)
-        with run.stream, suppress(ConnectionError):
-            if run.first:
+    def _end(self, first: int, stream: socket.socket, status: bytes) -> None:
+        """End what is left of a run whose program has ended, and tell the guard.
+
+        Args:
+            first: process of its process namespace; 0 if it has none.
+            stream: where the guard learns of it.
+            status: of the program.
+        """
+        with stream, suppress(ConnectionError):
+            if first:
                 with suppress(ProcessLookupError):
-                    os.kill(run.first, signal.SIGKILL)
+                    os.kill(first, signal.SIGKILL)
                 with suppress(ChildProcessError):
-                    os.waitpid(run.first, 0)
+                    os.waitpid(first, 0)
             else:
-                run.stream.send(ENDED + told)  # the guard ends what has a uid of its own
+                stream.send(ENDED + status)  # the guard ends what has a uid of its own
                 self._end_all(but=(self._guard,))
-            run.stream.send(GONE + told)
+            stream.send(GONE + status)
 
     @staticmethod
     def _end_all(but: "tuple[int, ...]") -> None:
@@ -211,13 +187,6 @@ def _children() -> "list[int]":
         return [int(pid) for pid in read(f"/proc/{own}/task/{own}/children").split()]
     except OSError:  # a kernel without these lists
         return [pid for pid, status in descendants(own).items() if status.parent == own]
-
-
-def _has_ended(pid: int) -> bool:
-    try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:
-        return True
 
 
 def _warm_up() -> None:

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+from itertools import repeat
 
 PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
@@ -17,6 +18,12 @@ SIG_BLOCK, SIG_SETMASK = 0, 2
 M_MMAP_THRESHOLD, MMAP_BYTES = -3, 131_072
 
 _LIBRARY = ctypes.PyDLL(None, use_errno=True)
+for _name in ("capset", "mount", "prctl", "setns", "syscall", "unshare"):
+    getattr(_LIBRARY, _name)  # looked up now, and not in each fork
+_CAPABILITIES_OF_THIS = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
+_NO_CAPABILITIES = (ctypes.c_uint32 * 6)()
+_NOTHING = ctypes.c_ulong(0)
+_ALL_CAPABILITIES = range(LAST_CAPABILITY + 1)
 _ALL_SIGNALS = ctypes.create_string_buffer(b"\xff" * 128, 128)
 _SIGNALS_BEFORE = ctypes.create_string_buffer(128)
 _PAUSE = ctypes.cast(_LIBRARY.pause, ctypes.c_void_p)
@@ -37,14 +44,13 @@ def system_call(number: int, *arguments: object) -> int:
     return result
 
 
-def prctl(option: int, *arguments: int) -> None:
+def prctl(option: int, value: int, address: int = 0) -> None:
     """Change a property of this process.
 
     Raises:
         OSError: the kernel refused.
     """
-    padded = [ctypes.c_ulong(value) for value in (*arguments, 0, 0, 0, 0)[:4]]
-    if _LIBRARY.prctl(ctypes.c_int(option), *padded) != 0:
+    if _LIBRARY.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(address), _NOTHING, _NOTHING) != 0:
         raise _error(f"prctl {option}")
 
 
@@ -85,10 +91,8 @@ def drop_capabilities() -> None:
     Raises:
         OSError: the kernel refused.
     """
-    call, nothing = _LIBRARY.prctl, ctypes.c_ulong(0)
-    for capability in range(LAST_CAPABILITY + 1):
-        if call(PR_CAPBSET_DROP, capability, nothing, nothing, nothing):
-            break  # the first number that the kernel does not know
+    # Until the first number that the kernel does not know. A loop Python would rewrite to be fast, in each fork again.
+    any(map(_LIBRARY.prctl, repeat(PR_CAPBSET_DROP), _ALL_CAPABILITIES, *[repeat(_NOTHING)] * 3))
     set_no_capabilities()
 
 
@@ -98,8 +102,7 @@ def set_no_capabilities() -> None:
     Raises:
         OSError: the kernel refused.
     """
-    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
-    if _LIBRARY.capset(header, (ctypes.c_uint32 * 6)()) != 0:
+    if _LIBRARY.capset(_CAPABILITIES_OF_THIS, _NO_CAPABILITIES) != 0:
         raise _error("capset")
 
 

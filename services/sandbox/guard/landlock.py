@@ -29,6 +29,9 @@ SCOPE_VERSION = 6
 """From this version on a program cannot send signals to processes outside its own domain."""
 
 
+_RULE, _RIGHTS = struct.Struct("=Qi"), struct.Struct("=Q")
+
+
 @cache
 def version() -> int:
     """Ask the kernel for its Landlock version; 0 if it has none or it is switched off."""
@@ -61,11 +64,11 @@ def restrict(readable: Iterable[str], writable: Iterable[str]) -> None:
     if kernel_version < 1:
         raise OSError("this kernel has no Landlock")
     handled = handled_rights(kernel_version)
-    attributes = struct.pack("=Q", handled)
+    attributes = _RIGHTS.pack(handled)
     if kernel_version >= NETWORK_VERSION:
-        attributes += struct.pack("=Q", NETWORK_RIGHTS)
+        attributes += _RIGHTS.pack(NETWORK_RIGHTS)
     if kernel_version >= SCOPE_VERSION:
-        attributes += struct.pack("=Q", SCOPES)
+        attributes += _RIGHTS.pack(SCOPES)
     ruleset = system_call(CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0))
     try:
         for path in readable:
@@ -84,7 +87,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
         return
     try:
         is_directory = stat.S_ISDIR(os.fstat(descriptor).st_mode)
-        rule = struct.pack("=Qi", rights if is_directory else rights & FILE_RIGHTS, descriptor)
+        rule = _RULE.pack(rights if is_directory else rights & FILE_RIGHTS, descriptor)
         system_call(ADD_RULE, ctypes.c_int(ruleset), ctypes.c_int(RULE_PATH_BENEATH), rule, ctypes.c_uint32(0))
     finally:
         os.close(descriptor)

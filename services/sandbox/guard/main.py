@@ -51,9 +51,11 @@ def guard(control: socket.socket, link: socket.socket, orders: Orders) -> NoRetu
             if not message:
                 os._exit(0)
             caller = int.from_bytes(ancillary[0][2], sys.byteorder)
-            requested = _run_one(caller, link, requested, orders)
+            _run_one(caller, link, requested, orders)
             os.close(caller)
             control.send(DONE)
+            # The next one is made while nobody waits, and beside no program.
+            requested = place.request(link)
     except BaseException:  # this is a copy of the server and must not go on as one
         os._exit(1)
 
@@ -75,14 +77,8 @@ def _give_up_privileges(confinement: Confinement) -> None:
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # without the server nothing can be run
 
 
-def _run_one(
-    caller: int, link: socket.socket, requested: "place.Request | Exception", orders: Orders
-) -> "place.Request | Exception":
-    """Run one job from a stream of the service and write its result there; all of it is gone then.
-
-    The place of the next run, which is returned, is made meanwhile. A program can keep it from being made, by using up
-    what both share: it is made again when the program is gone, so that nothing of it is left to the next one.
-    """
+def _run_one(caller: int, link: socket.socket, requested: "place.Request | Exception", orders: Orders) -> None:
+    """Run one job from a stream of the service and write its result there; all of it is gone then."""
     where: Place | Exception
     try:
         where = place.take(link, requested, orders)
@@ -91,16 +87,11 @@ def _run_one(
             where = place.take(link, place.request(link), orders)
         except OSError as error:  # the service learns it
             where = error
-    # Without a namespace orphans are the fork server's children, as is the process of a place.
-    is_made_meanwhile = orders.confinement.kill_scope == KILL_NAMESPACE
-    if is_made_meanwhile:
-        requested = place.request(link)
     with suppress(ConnectionError):  # the service went away, or wants no answer any more
         _attend(caller, where, orders)
     if isinstance(where, Place):
         where.end()
         where.close()
-    return requested if is_made_meanwhile else place.request(link)
 
 
 def _attend(caller: int, where: "Place | Exception", orders: Orders) -> None:

@@ -39,7 +39,7 @@ class Command:
     Attributes:
         stdin: where its input is written.
         outputs: where its stdout and stderr are read.
-        reason: why it did not start; empty if it did.
+        reason: why it could not be ordered; empty if it was.
     """
 
     stdin: int
@@ -59,7 +59,7 @@ class Place:
         directory: where the program works, as the guard reaches it.
         kept: descriptors that keep the directory, and the mounts around it.
         status: wait status of the last command that has ended.
-        reason: why a command that the agent starts did not start.
+        reason: why a command that has ended did not start; empty if it did.
         reaped_seconds: processor time of orphans that were reaped.
     """
 
@@ -101,9 +101,6 @@ class Place:
             reason = f"{type(error).__name__}: {error}"
         for descriptor in streams:
             os.close(descriptor)
-        if not self._has_agent and not reason:
-            # At once: the program's start closes the other end.
-            reason = self.program.recv(MESSAGE_BYTES).removeprefix(FAILED).decode(errors="replace")
         return Command(stdin, (stdout, stderr), reason)
 
     @property
@@ -112,9 +109,11 @@ class Place:
         return self.program if self._has_agent else self.first
 
     def has_ended(self) -> bool:
-        """Look whether the command has ended; then ``status`` says how."""
+        """Look whether the command has ended; then ``status`` says how, and ``reason`` why it did not start."""
         while self.status is None and _can_be_read(self.ending, 0.0):
             self._read(self.ending)
+        if self.status is not None and not self._has_agent and _can_be_read(self.program, 0.0):
+            self._read(self.program)  # the program's start has closed the other end, unless it failed
         return self.status is not None
 
     def tree(self) -> "dict[int, ProcessStatus]":
@@ -164,14 +163,12 @@ class Place:
             TimeoutError: some could not be ended.
         """
         deadline = time.monotonic() + KILL_SECONDS
-        self._kill()
         while not self._is_gone:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"processes did not end within {KILL_SECONDS:g} s of SIGKILL")
+            self._kill()
             if _can_be_read(self.first, AGAIN_SECONDS):
                 self._read(self.first)
-            else:
-                self._kill()
         return self.status
 
     def close(self) -> None:

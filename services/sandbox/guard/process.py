@@ -4,6 +4,7 @@ A command is over only when every process below the first one of its run is gone
 """
 
 import binascii
+import math
 import os
 import select
 import time
@@ -32,6 +33,8 @@ from services.sandbox.limits import longest_seconds
 
 CHUNK_BYTES = 65536
 PIPE_BYTES = 1 << 20
+QUIET_SECONDS = 0.02
+"""For so long the outputs of a command are not read: most end before, and to wake up for each output takes time."""
 
 
 class Drain:
@@ -125,20 +128,22 @@ class _Attendance:
     def run(self, stdin: int, given: bytes, drains: "list[Drain]") -> "tuple[str, str]":
         """Return the outcome and its detail; closes ``stdin``, to which ``given`` is written."""
         ending = self._place.ending.fileno()
-        unsent = memoryview(given)
-        open_drains = {drain.descriptor: drain for drain in drains}
+        unsent, open_drains = memoryview(given), {drain.descriptor: drain for drain in drains}
+        listens_from = self._started + QUIET_SECONDS
         poll = select.poll()
-        for descriptor in (*open_drains, self._caller, ending):
+        for descriptor in (self._caller, ending):
             poll.register(descriptor, select.POLLIN)
-        if given:
-            os.set_blocking(stdin, False)
-            poll.register(stdin, select.POLLOUT)
-        else:
-            os.close(stdin)
-            stdin = -1
         try:
+            if given:
+                os.set_blocking(stdin, False)
+                unsent = feed(stdin, unsent)
+            if unsent:
+                poll.register(stdin, select.POLLOUT)
+            else:
+                os.close(stdin)
+                stdin = -1
             while True:
-                until = min(self._due, self._deadline)
+                until = min(self._due, self._deadline, listens_from)
                 for descriptor, _ in poll.poll(1000 * max(0.0, until - time.monotonic())):
                     if descriptor == ending and self._place.has_ended():
                         return EXITED, ""
@@ -153,6 +158,10 @@ class _Attendance:
                             poll.unregister(stdin)
                             os.close(stdin)
                             stdin = -1
+                if time.monotonic() >= listens_from:
+                    listens_from = math.inf
+                    for descriptor in open_drains:
+                        poll.register(descriptor, select.POLLIN)
                 if (ended := self._look()) is not None:
                     return ended
         finally:

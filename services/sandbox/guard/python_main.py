@@ -18,7 +18,7 @@ from typing import NoReturn
 
 WRITING_FAILED = 120
 _PYTHON = ctypes.pythonapi
-_LIBRARY = ctypes.PyDLL(None)
+_FLUSH_ALL = ctypes.PyDLL(None).fflush  # looked up now, and not in each fork
 
 
 def run(source: str) -> NoReturn:
@@ -81,7 +81,7 @@ def end(code: int, directory: str, num_modules: int) -> NoReturn:
     is_written = flush()
     _take_apart(added, directory)
     is_written = flush() and is_written
-    _LIBRARY.fflush(None)
+    _FLUSH_ALL(None)
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

@@ -1,6 +1,7 @@
 """Programs run in forks of a warm interpreter: they cannot tell, and leave nothing in it."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from services.sandbox import fork_servers
+from services.sandbox.guard.job import NOT_STARTED
+from services.sandbox.guard.watch import descendants
 from services.sandbox.languages import find_python, python_command
 from services.sandbox.routes.run_code import make_program
 from services.sandbox.state import SandboxState
@@ -167,6 +170,36 @@ async def test_nothing_of_a_program_is_in_the_memory_of_the_next(one_slot: Sandb
     assert after.run_result is not None and control.run_result is not None
     assert after.run_result.stdout == "0\n", after
     assert int(control.run_result.stdout or "") > 0
+
+
+async def test_no_place_is_made_beside_a_program(one_slot: SandboxState) -> None:
+    await run(one_slot, "")
+    (server,) = one_slot.executor.servers()
+    outside = 0 if one_slot.executor.isolation.level is IsolationLevel.C else 2
+    running = asyncio.create_task(run(one_slot, "import time; time.sleep(0.5)"))
+    most = 0
+
+    while not running.done():
+        most = max(most, len(descendants(server.process.pid)))
+        await asyncio.sleep(0.01)
+
+    # The guard and the program; with namespaces also the server, below bwrap's first process, and the run's first one.
+    assert most == 2 + (outside + 1 if outside else 0)
+    assert running.result().status is RunStatus.SUCCESS
+
+
+async def test_a_program_that_cannot_be_confined_is_not_started(one_slot: SandboxState) -> None:
+    request = RunCodeRequest(code="print('fine')", language="python")
+
+    async with one_slot.pool.taken() as slot:
+        directory = one_slot.executor.isolation.work_directory(slot)
+        program = make_program(request, one_slot.languages["python"], directory, one_slot)
+        limits = dataclasses.replace(program.limits, open_files=3)
+        result = await one_slot.executor.run(slot, dataclasses.replace(program, limits=limits))
+    await one_slot.pool.settled()
+
+    assert (result.phases[0].outcome, result.phases[0].return_code) == (NOT_STARTED, None)
+    assert "Too many open files" in result.phases[0].detail
 
 
 @pytest.mark.parametrize("level", ["A", "B"])

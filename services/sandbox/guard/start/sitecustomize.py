@@ -5,6 +5,9 @@ import sys
 
 _BEFORE = tuple(sys.modules)
 _PATHS = os.environ["PYTHONPATH"].split(os.pathsep)
+# dataclasses asks it for the signature of a class without a docstring, which the guard has none of; what it loads would
+# be shared with every fork, and that takes time by the page. Programs get the real one.
+sys.modules.setdefault("inspect", type(sys)("inspect"))
 
 from services.sandbox.guard.fork_server import serve  # noqa: E402
 from services.sandbox.guard.python_main import run  # noqa: E402

@@ -136,7 +136,6 @@ class ProcessorGroup:
                 return
             is_over = True
             watch.cancel()
-            self.spare.end(self)
             with suppress(OSError):
                 self.count()
                 self.weigh(self.shares * FIRST_FACTOR)
@@ -145,6 +144,7 @@ class ProcessorGroup:
             yield over
         finally:
             over()  # between programs the server makes the next one's place: nobody's program is to delay that
+            self.spare.end(self)  # to take a program apart is work as well: a bound holds until that is done
 
     async def _watch(self, caller: str, before: float) -> None:
         """Lower a program's weight but for moments when its caller has nothing left, or when it takes long.

@@ -169,15 +169,17 @@ async def test_who_has_used_much_is_bounded_while_others_want_the_machine_and_wh
     monkeypatch.setattr(processors, "LONG_LOW_SECONDS", 0.0)
     monkeypatch.setattr(processors, "RAISED_SECONDS", 0.0)
     quotas = []
-    with cell.group.used_by("flood"):
+    with cell.group.used_by("flood") as over:
         for _ in range(4):
             cell.machine.go_on(1.0, others=0.8)
             await cell.use(0.6)
             quotas.append(int(cell.quota.read_text()))
+        over()
+        quotas.append(int(cell.quota.read_text()))
     after = int(cell.quota.read_text())
 
     assert quotas[0] == 100_000
-    assert quotas[-1] == 15_000
+    assert quotas[-2:] == [15_000, 15_000], "also while what it has left is taken apart"
     assert after == 100_000
 
 

@@ -267,6 +267,9 @@ ELSEWHERE: Final = {
     ("docs/faults.md", "FLOTILLA_FAULTS"): "tests/faults/test_injected.py arms faults in a fleet by this variable",
     ("docs/survival.md", "python -m benchmarks.survival"): "tests/faults/test_survival.py; the report takes an hour",
     ("docs/soak.md", "python -m benchmarks.soak"): "tests/faults/test_soak.py; the report takes half an hour",
+    ("docs/performance.md", "python -m benchmarks.trainer"): "tests/integration/benchmarks/test_smoke.py, in small",
+    ("docs/performance.md", "FLOTILLA_TRL_PYTHON="): "tests/integration/benchmarks/test_smoke.py, without TRL",
+    ("docs/performance.md", "git worktree add"): "makes a checkout of an earlier commit for the line below it",
     ("docs/security.md", "FLOTILLA_TOKEN=flt_... flotilla stop arithmetic"): "tests of scopes: it is refused",
     ("docs/sweeps.md", "python examples/sweep/sweep.py"): "tests/e2e/test_examples.py",
     ("examples/arithmetic/README.md", "python examples/arithmetic/prepare.py"):

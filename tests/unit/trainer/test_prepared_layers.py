@@ -80,6 +80,8 @@ def test_a_pass_without_gradient_keeps_nothing() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
+# The compiler looks at the gradients of what it traces.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_compiled_layers_learn_the_same(recomputes: bool) -> None:
     found = []

@@ -28,8 +28,8 @@ POINTS = {
 """Each ends the job that counts, and the next job counts from its own start."""
 WRITING = {"early": ("checkpoint.file kill nth=1",), "late": ("checkpoint.write kill nth=2",)}
 """Likewise, in the leader, while followers train the next step."""
-LONG_STEPS = 16
-"""So many that a job which goes on after two deaths comes to its second checkpoint."""
+LONG_STEPS = 24
+"""So many that a job which goes on after three deaths comes to its second checkpoint."""
 RANKS = {"trainer-worker": 0, "trainer-follower": 1}
 
 

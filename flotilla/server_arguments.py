@@ -47,7 +47,8 @@ async def _ask(command: list[str], environment: Mapping[str, str]) -> tuple[int 
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**environment, "CUDA_VISIBLE_DEVICES": ""},
+            # Without a GPU: the server may hold all of its memory, and nothing is computed.
+            env={**environment, "CUDA_VISIBLE_DEVICES": "", "SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"},
         )
     except OSError:
         return None, ""

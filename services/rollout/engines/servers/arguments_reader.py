@@ -24,8 +24,11 @@ def vllm_parser() -> Any:
 
 
 PARSERS = {"sglang": sglang_parser, "vllm": vllm_parser}
+REQUIRED = {"sglang": ["--model-path", "model"], "vllm": []}
+"""What a parser does not do without."""
 
 if __name__ == "__main__":
     # The folder of this file is no package of the server's.
     sys.path.pop(0)
-    PARSERS[sys.argv[1]]().parse_args(sys.argv[2:])
+    kind, *words = sys.argv[1:]
+    PARSERS[kind]().parse_args([*REQUIRED[kind], *words])

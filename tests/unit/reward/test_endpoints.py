@@ -134,7 +134,7 @@ async def test_a_grader_whose_answers_cannot_be_used_is_asked_less_often_and_eac
         asked += 1
         return httpx.Response(200, content=body)
 
-    config = RemoteConfig(url=A, breaker_failures=3, breaker_seconds=5.0, deadline_seconds=0.01)
+    config = RemoteConfig(url=A, breaker_failures=3, breaker_seconds=5.0, deadline_seconds=4.0)
     client = httpx.AsyncClient(transport=httpx.MockTransport(handle))
     verifier = RemoteVerifier(config, "exp", client, clock=clock)
 

@@ -4,6 +4,7 @@ The file is an ordinary safetensors file of whole tensors, whatever number of ra
 by one or by four. Ranks write different bytes, so nobody waits for another but at the end.
 """
 
+import ctypes
 import math
 import mmap
 import os
@@ -140,7 +141,8 @@ def write_whole_parts(path: Path, layout: ImageLayout, parts: Iterable[Part]) ->
                 continue
             dtype, start = places[part.tensor]
             values = part.values.to(device="cpu", dtype=TORCH_DTYPES[dtype]).contiguous()
-            view = memoryview(values.reshape(-1).view(torch.uint8).numpy().data)
+            # Not by numpy, after which torch refuses to resize the storage: a trainer that shares its device does.
+            view = memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B")
             at = start + part.start * TORCH_DTYPES[dtype].itemsize
             while view:
                 written = os.pwrite(file.fileno(), view, at)

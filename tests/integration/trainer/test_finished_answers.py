@@ -126,7 +126,7 @@ async def test_a_job_learns_what_its_rows_show(tmp_path: Path, kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "reward_model"])
-@pytest.mark.parametrize(("owner", "name", "at_call"), [(FinishedLearner, "train", 7), (CheckpointManager, "save", 2)])
+@pytest.mark.parametrize(("owner", "name", "at_call"), [(FinishedLearner, "train", 7), (CheckpointManager, "copy", 2)])
 async def test_a_killed_job_ends_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, owner: type, name: str, at_call: int
 ) -> None:

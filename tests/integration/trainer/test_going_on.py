@@ -91,7 +91,7 @@ async def test_more_steps_give_what_a_longer_run_gives(
 
     with monkeypatch.context() as patched:
         if dies:
-            crash_once(patched, CheckpointManager, "save", at_call=2)
+            crash_once(patched, CheckpointManager, "copy", at_call=2)
             with pytest.raises(ExceptionGroup):
                 await train(longer, tmp_path / "extended", plane, gateway, LateFleet)
         assert await train(longer, tmp_path / "extended", plane, gateway, LateFleet)

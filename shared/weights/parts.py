@@ -4,7 +4,6 @@ The file is an ordinary safetensors file of whole tensors, whatever number of ra
 by one or by four. Ranks write different bytes, so nobody waits for another but at the end.
 """
 
-import ctypes
 import math
 import mmap
 import os
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shared.weights.layout import ImageLayout
-from shared.weights.tensors import TORCH_DTYPES, flat_view, safetensors_name
+from shared.weights.tensors import TORCH_DTYPES, flat_view, host_memory, safetensors_name
 
 Index = tuple[slice | Tensor, ...]
 """Of each dim the elements; at most one dim has a tensor of positions, where they are no run."""
@@ -141,8 +140,7 @@ def write_whole_parts(path: Path, layout: ImageLayout, parts: Iterable[Part]) ->
                 continue
             dtype, start = places[part.tensor]
             values = part.values.to(device="cpu", dtype=TORCH_DTYPES[dtype]).contiguous()
-            # Not by numpy, after which torch refuses to resize the storage: a trainer that shares its device does.
-            view = memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B")
+            view = host_memory(values.data_ptr(), values.nbytes)
             at = start + part.start * TORCH_DTYPES[dtype].itemsize
             while view:
                 written = os.pwrite(file.fileno(), view, at)

@@ -1,5 +1,6 @@
 """Weight images as torch tensors: views of the mapped bytes, never copies."""
 
+import ctypes
 import mmap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -30,6 +31,14 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
 }
 SAFETENSORS_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def host_memory(address: int, num_bytes: int) -> memoryview:
+    """View bytes of a tensor or storage on the host, which has to outlive the view.
+
+    Not by numpy, after which torch refuses to resize the storage: a trainer that shares its device does.
+    """
+    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
 
 
 def open_image(path: Path) -> dict[str, Tensor]:

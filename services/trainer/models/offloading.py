@@ -5,7 +5,6 @@ vanishes with the process. Storages are emptied and filled again in place: tenso
 are, so that neither a model nor its optimiser notices.
 """
 
-import ctypes
 import os
 import tempfile
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shared.errors import Unavailable
 from shared.freed_memory import return_freed_memory
+from shared.weights.tensors import host_memory
 
 LEAST_BYTES = 1 << 16
 """Smaller storages stay: they free nothing worth the while."""
@@ -111,14 +111,14 @@ class Offloader:
 
     def _write(self, storage: torch.UntypedStorage, start: int) -> None:
         assert self._file is not None
-        view = _view_of(storage)
+        view = host_memory(storage.data_ptr(), storage.nbytes())
         while view:
             written = os.pwrite(self._file.fileno(), view, start)
             view, start = view[written:], start + written
 
     def _read(self, moved: _Moved) -> None:
         assert self._file is not None
-        view, start = _view_of(moved.storage), moved.start
+        view, start = host_memory(moved.storage.data_ptr(), moved.storage.nbytes()), moved.start
         while view:
             found = os.preadv(self._file.fileno(), [view], start)
             if not found:
@@ -140,11 +140,6 @@ def storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
     """View a storage's bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _view_of(storage: torch.UntypedStorage) -> memoryview:
-    """View bytes of the host's memory; not by numpy, after which torch refuses to resize the storage."""
-    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 
 def _return_memory(storages: Iterable[torch.UntypedStorage]) -> None:

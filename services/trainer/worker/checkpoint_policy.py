@@ -11,21 +11,17 @@ step under the stream's bound, a checkpoint is made before it is due.
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
 from functools import partial
 from statistics import fmean
 
-from services.trainer.checkpoint.manager import CheckpointManager, Progress
-from services.trainer.data.source import GroupSource
+from services.trainer.checkpoint.manager import Progress
 from services.trainer.learning.learner import Learner
 from services.trainer.worker.checkpoint_writer import CheckpointWriter
 from services.trainer.worker.publisher import Publisher
-from services.trainer.worker.reporter import Reporter
 from shared.config.checkpoint import CheckpointConfig
 from shared.errors import FlotillaError, Unavailable
 from shared.lineage import VersionLine
 from shared.retry import DATA_PLANE, retry
-from shared.schemas.service import Failure
 from shared.streams.plans import TrainerQueue
 
 log = logging.getLogger(__name__)
@@ -47,30 +43,23 @@ class CheckpointPolicy:
 
     Args:
         config: when.
-        manager: how.
+        writer: how.
         learner, progress, line: what.
-        queue, source: told when steps are final.
-        reporter: told of each checkpoint.
-        compute: the thread that may touch the weights.
-        on_failure: told that a checkpoint failed and will be tried again, and None when one succeeded.
+        queue: where the plans of steps are.
     """
 
     def __init__(
         self,
         config: CheckpointConfig,
-        manager: CheckpointManager,
+        writer: CheckpointWriter,
         learner: Learner,
         progress: Progress,
         line: VersionLine,
         queue: TrainerQueue,
-        source: GroupSource,
-        reporter: Reporter,
-        compute: Executor,
-        on_failure: Callable[[Failure | None], None],
     ) -> None:
         self.progress, self._line = progress, line
         self._config, self._learner, self._queue = config, learner, queue
-        self._writer = CheckpointWriter(manager, learner, progress, line, queue, source, reporter, compute, on_failure)
+        self._writer = writer
         self._early, self._retained_bytes = 0, 0.0
         self._figures: dict[int, float] = {}
 

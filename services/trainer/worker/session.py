@@ -18,6 +18,7 @@ from services.trainer.learning.learner import Learner
 from services.trainer.learning.pass_sizes import RECORD
 from services.trainer.parallel.cores import ComputeCores
 from services.trainer.worker.checkpoint_policy import CheckpointPolicy
+from services.trainer.worker.checkpoint_writer import CheckpointWriter
 from services.trainer.worker.control import RunControl
 from services.trainer.worker.device_shift import DeviceShift
 from services.trainer.worker.execution import Job, Memory, open_execution
@@ -156,9 +157,8 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
             queue, requirements_of(spec, learner), progress.trained, progress.totals, line, samples.ended
         )
         publisher = _publisher(around, images)
-        durability = CheckpointPolicy(
-            spec.checkpoint, manager, learner, progress, line, queue, source, reporter, compute, around.on_failure
-        )
+        writer = CheckpointWriter(manager, learner, progress, line, queue, source, reporter, compute, around.on_failure)
+        durability = CheckpointPolicy(spec.checkpoint, writer, learner, progress, line, queue)
         planner = StepPlanner(spec, queue, around.plane.admission, source, line)
         trained = execution.learner(learner)
         device = _device(around, execution.memory(learner, around.directory / OFFLOADED), compute)

@@ -14,6 +14,7 @@ import pytest
 from services.trainer.checkpoint.manager import Progress
 from services.trainer.worker import checkpoint_policy
 from services.trainer.worker.checkpoint_policy import CheckpointPolicy
+from services.trainer.worker.checkpoint_writer import CheckpointWriter
 from shared.config.checkpoint import BestCheckpointsConfig, CheckpointConfig
 from shared.errors import ClaimLost, Unavailable
 from shared.lineage import INITIAL, VersionLine
@@ -99,18 +100,13 @@ class Around:
         self.reported: list[int] = []
         self.compute = ThreadPoolExecutor(1)
         self._progress = Progress.start()
-        self.policy = CheckpointPolicy(
-            CheckpointConfig(every_steps=2, **checkpoint),
-            cast(Any, disk),
-            cast(Any, SimpleNamespace(spec=SimpleNamespace(groups_per_step=1))),
-            self._progress,
-            VersionLine.of([INITIAL], steps_per_version=1, total_steps=9),
-            cast(Any, self.queue),
-            cast(Any, self.source),
-            cast(Any, SimpleNamespace(sync=lambda: None, checkpoint=lambda view: self.reported.append(view.step))),
-            self.compute,
-            self.failures.append,
-        )
+        learner = cast(Any, SimpleNamespace(spec=SimpleNamespace(groups_per_step=1)))
+        line = VersionLine.of([INITIAL], steps_per_version=1, total_steps=9)
+        state = learner, self._progress, line, cast(Any, self.queue)
+        reporter = SimpleNamespace(sync=lambda: None, checkpoint=lambda view: self.reported.append(view.step))
+        around = cast(Any, self.source), cast(Any, reporter), self.compute, self.failures.append
+        writer = CheckpointWriter(cast(Any, disk), *state, *around)
+        self.policy = CheckpointPolicy(CheckpointConfig(every_steps=2, **checkpoint), writer, *state)
 
     async def step(self, number: int, is_stopped: Callable[[], bool] = lambda: False, **values: float) -> None:
         self._progress.step = number

@@ -12,6 +12,7 @@ import pytest
 from services.trainer.checkpoint.manager import Progress
 from services.trainer.worker import checkpoint_policy
 from services.trainer.worker.checkpoint_policy import LAST_ATTEMPTS, CheckpointOverdue, CheckpointPolicy
+from services.trainer.worker.checkpoint_writer import CheckpointWriter
 from shared.config.checkpoint import BestCheckpointsConfig, CheckpointConfig
 from shared.errors import Unavailable
 from shared.lineage import INITIAL, VersionLine
@@ -63,17 +64,12 @@ class Around:
         learner = SimpleNamespace(spec=SimpleNamespace(groups_per_step=1))
         reporter = SimpleNamespace(sync=lambda: None, checkpoint=lambda _: None)
         self._compute = ThreadPoolExecutor(1)
+        line = VersionLine.of([INITIAL], steps_per_version=1, total_steps=9)
+        state = cast(Any, learner), progress, line, cast(Any, Queue())
+        around = cast(Any, Source()), cast(Any, reporter), self._compute, self.failures.append
+        writer = CheckpointWriter(cast(Any, disk), *state, *around)
         self.policy = CheckpointPolicy(
-            CheckpointConfig(every_steps=2, asynchronous=False, **checkpoint),
-            cast(Any, disk),
-            cast(Any, learner),
-            progress,
-            VersionLine.of([INITIAL], steps_per_version=1, total_steps=9),
-            cast(Any, Queue()),
-            cast(Any, Source()),
-            cast(Any, reporter),
-            self._compute,
-            self.failures.append,
+            CheckpointConfig(every_steps=2, asynchronous=False, **checkpoint), writer, *state
         )
         progress.step = 4
 

@@ -1,11 +1,13 @@
 """Write the reference of the spec from the classes themselves: ``python -m shared.config.reference_page``."""
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -69,6 +71,8 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 def _type(field: FieldInfo) -> str:
     models = _models(field.annotation)
+    if models and _is_list(field.annotation):
+        return "list of sections"
     if models:
         return "section" if len(models) == 1 else "one of several sections"
     name = _name(field.annotation)
@@ -84,6 +88,10 @@ def _name(annotation: Any) -> str:
         return " or ".join(member.value for member in annotation)
     if annotation is type(None):
         return "null"
+    if annotation is JsonValue:
+        return "any value"
+    if get_origin(annotation) is Mapping or get_origin(annotation) is dict:
+        return f"mapping of {_name(arguments[0])} to {_name(arguments[1])}"
     if get_origin(annotation) is Annotated:
         return _name(arguments[0])
     if arguments and get_origin(annotation) is tuple:
@@ -91,6 +99,12 @@ def _name(annotation: Any) -> str:
     if arguments:
         return " or ".join(_name(argument) for argument in arguments)
     return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+
+
+def _is_list(annotation: Any) -> bool:
+    if get_origin(annotation) in {Union, UnionType, Annotated}:
+        return any(_is_list(argument) for argument in get_args(annotation))
+    return get_origin(annotation) is tuple
 
 
 def _bound(item: Any) -> str:
@@ -110,8 +124,9 @@ def _default(field: FieldInfo) -> str:
         return "as below"
     if isinstance(default, tuple) and any(isinstance(item, BaseModel) for item in default):
         return "as below"
-    shown = "null" if default is None else str(default)
-    return f"`{shown}`".replace("|", "\\|") if shown else "empty"
+    # As it is written in a spec; text of several lines would end the table's row.
+    shown = default if isinstance(default, str) else json.dumps(default, default=str)
+    return f"`{shown}`".replace("|", "\\|").replace("\n", "\\n") if shown else "empty"
 
 
 def _meaning(model: type[BaseModel], name: str) -> str:
@@ -121,7 +136,7 @@ def _meaning(model: type[BaseModel], name: str) -> str:
         return "Chooses this variant."
     if description is None:
         models = _models(field.annotation)
-        return _first_paragraphs(models[0]).split("\n")[0] if len(models) == 1 else ""
+        return _first_paragraphs(models[0]).split("\n\n")[0].replace("\n", " ") if len(models) == 1 else ""
     return " ".join(description.split()).replace("|", "\\|")
 
 

@@ -78,8 +78,8 @@ DATA: tuple[Parameter, ...] = (
             default=None, aliases=("--data.label_key",)),
     translated("--max_samples", "data.max_rows", integer, "the first rows; of each source where there are weights",
                example=500, default=1e8, aliases=("--data.max_samples",)),
-    refused("--output_key", "only supervised fine-tuning reads it, which the fleet does not do", default=None,
-            aliases=("--data.output_key",)),
+    refused("--output_key", "train_ppo_ray samples its answers: leave it out; a script of train_sft is imported with "
+            "it", default=None, aliases=("--data.output_key",)),
     translated("--input_template", "data.input_template", text,
                "the prompt goes where {} stands; without {} it has no effect", example="Q: {}", default=None,
                context={"--apply_chat_template": False}, aliases=("--data.input_template",)),

@@ -43,7 +43,8 @@ TRAINER_ROWS: tuple[Parameter, ...] = (
                example=["console", "tensorboard"]),
     translated("trainer.project_name", "tracking.trackers", text, "project of wandb, experiment of mlflow",
                example="another", default="verl_examples", context={"trainer.logger": ["wandb"]}),
-    refused("trainer.val_only", "the fleet trains; a run without steps is none", default=False),
+    refused("trainer.val_only", "leave it out, and give the spec to flotilla evaluate, which answers the held-out "
+            "problems once", default=False),
     translated("trainer.resume_from_path", "checkpoint.resume_from", text,
                "read with resume_mode resume_path; a checkpoint of ours: one of verl's is refused when it is started, "
                "to begin from its weights alone set model.path to their directory", example="/runs/mine@40",
@@ -55,7 +56,8 @@ TRAINER_ROWS: tuple[Parameter, ...] = (
              "trainer.log_val_generations"),
     *ignored("all groups of every step and evaluation are kept (samples), in parquet files in the run's own folder: "
              "see flotilla show", "trainer.rollout_data_dir", "trainer.validation_data_dir"),
-    refused("trainer.default_hdfs_dir", "checkpoints are not copied to HDFS: copy the run's directory", default=None),
+    refused("trainer.default_hdfs_dir", "leave it out, and set checkpoint.upload_to: checkpoints are copied to any URL "
+            "that fsspec knows", default=None),
     refused("trainer.del_local_ckpt_after_load", "a checkpoint is never deleted for having been read", default=False),
     *unsupported("an evaluation at the start is always made; training does not wait for it", "trainer.val_before_train",
                  default=True, nothing=(None,)),
@@ -159,8 +161,8 @@ OTHER_ROWS: tuple[Parameter, ...] = (
         ("model.enable_gradient_checkpointing", False), ("model.trust_remote_code", False), ("model.lora_rank", 0),
         ("model.lora_alpha", 16), ("model.target_modules", "all-linear"), ("model.use_liger", False),
     )),
-    refused("data.response_key", "answers that were written before are neither trained on nor scored here: leave it "
-            "out, and sample them", default=None),
+    refused("data.response_key", "reinforcement learning samples its answers: leave it out; answers that were written "
+            "before are read from a script of verl.trainer.main_eval or sft_trainer", default=None),
     refused("data.max_length", f"of prompt and written answer together: {SFT}", default=None),
 )  # fmt: skip
 

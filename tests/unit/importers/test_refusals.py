@@ -6,6 +6,7 @@ import pytest
 
 from flotilla.importers.build import build
 from flotilla.importers.openrlhf.launch import read_openrlhf
+from flotilla.importers.parameter import Verdict
 from flotilla.importers.systems import SYSTEMS, read, system_of
 from shared.errors import InvalidSpec
 from tests.unit.importers.sources import BASES, import_flat
@@ -40,7 +41,7 @@ def test_fine_tuning_beside_reinforcement_is_refused_for_what_it_is() -> None:
 
     refused = {entry.name: entry.detail for entry in report.refused}
     assert set(refused) == {"model.partial_pretrain", "optim.lr", "data.response_key", "data.max_length"}
-    assert "imported by themselves" in refused["optim.lr"] and "neither trained on" in refused["data.response_key"]
+    assert "imported by themselves" in refused["optim.lr"] and "samples its answers" in refused["data.response_key"]
 
 
 def test_parameters_of_verls_offline_scoring_are_refused_among_those_of_training() -> None:
@@ -70,3 +71,19 @@ def test_a_flag_that_has_lost_its_value_is_named(flag: str) -> None:
         build(SYSTEMS["openrlhf"], read_openrlhf([flag, "--max_steps", "3"]))
 
     assert [entry["path"] for entry in caught.value.errors] == [flag]
+
+
+@pytest.mark.parametrize(
+    ("system", "name", "way_out"),
+    [
+        ("verl", "trainer.val_only", "flotilla evaluate"),
+        ("verl", "trainer.default_hdfs_dir", "checkpoint.upload_to"),
+        ("verl", "data.response_key", "verl.trainer.main_eval or sft_trainer"),
+        ("openrlhf", "--output_key", "a script of train_sft is imported"),
+    ],
+)
+def test_what_the_fleet_does_in_another_way_is_refused_with_that_way(system: str, name: str, way_out: str) -> None:
+    row = SYSTEMS[system].find(name)
+
+    assert row is not None and row.verdict is Verdict.REFUSED
+    assert way_out in row.reason

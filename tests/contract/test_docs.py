@@ -1,6 +1,8 @@
-"""Pages name files and commands that exist, and link to pages and sections that exist."""
+"""Pages name files and commands that exist, link to pages and sections that exist, and leave out nothing of a list."""
 
+import ast
 import re
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -140,3 +142,56 @@ def test_every_command_is_on_the_page_of_the_command_line() -> None:
     page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
 
     assert [command for command in leaves(build_parser()) if f"flotilla {command}" not in page] == []
+
+
+def text_of(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def sources(*tops: str) -> list[str]:
+    return [path.read_text(encoding="utf-8") for top in tops for path in (ROOT / top).rglob("*.py")]
+
+
+OF_ITS_OWN = {"FLOTILLA_PARENT_PID"}
+"""What a local fleet tells its processes, and nobody else."""
+
+
+def test_every_variable_that_services_read_is_on_the_page_of_machines() -> None:
+    read = {name for text in sources("services", "shared") for name in re.findall(r'"(FLOTILLA_[A-Z_]*[A-Z])"', text)}
+
+    assert len(read) > 25
+    assert [name for name in sorted(read - OF_ITS_OWN) if f"`{name}`" not in text_of("cluster.md")] == []
+
+
+def types_of_events(text: str) -> set[str]:
+    """Find what is stored in the event log: ``events.stage(change, experiment, TYPE, ...)``, ``append`` likewise."""
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    stored = [
+        call
+        for call in calls
+        if isinstance(call.func, ast.Attribute)
+        and call.func.attr in {"stage", "append"}
+        and ast.unparse(call.func.value).endswith("events")
+    ]
+    values = [each.value for call in stored for each in call.args if isinstance(each, ast.Constant)]
+    return {value for value in values if isinstance(value, str)}
+
+
+def test_every_type_of_event_is_on_the_page_of_routes() -> None:
+    stored = set().union(*map(types_of_events, sources("services/gateway")))
+
+    assert len(stored) > 20
+    assert [name for name in sorted(stored) if f"`{name}`" not in text_of("rest.md")] == []
+
+
+def test_every_extra_is_on_the_page_of_installing() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+    assert [name for name in extras if name != "dev" and f"`{name}`" not in text_of("install.md")] == []
+
+
+def test_every_room_of_the_gateway_is_on_the_map() -> None:
+    rooms = [path.parent.name for path in (ROOT / "services" / "gateway").glob("*/__init__.py")]
+
+    assert len(rooms) > 15
+    assert [name for name in rooms if f"`{name}/`" not in text_of("architecture.md")] == []

@@ -8,30 +8,39 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
-
-import psutil
+from typing import Any, Protocol, Self, TypeVar
 
 from flotilla.defaults import DEFAULT_DATA as DEFAULT_DATA
 from shared.client import GatewayClient
 from shared.errors import Conflict, NotFound, Unauthorized, Unavailable
 from shared.places import grant_code
+from shared.processes import birth_of
 from shared.schemas.experiment import ExperimentState, ExperimentView, Page
+from shared.settings import check_gateway_url, token_from
 
 FLEET_FILE = "fleet.json"
 RUNS = Path("runs")
 """Where ``flotilla run`` keeps its runs, below the present directory."""
+Client = TypeVar("Client", bound=GatewayClient)
 
 
 @dataclass(frozen=True, slots=True)
 class FleetInfo:
-    """Where a running fleet is found."""
+    """Where a running fleet is found.
+
+    Attributes:
+        pid, birth: the process that owns it, and what tells that process from a later one of its id.
+        gateway_url, redis_url: its servers.
+        token: the operator's.
+        data: its directory.
+    """
 
     pid: int
     gateway_url: str
     token: str
     data: Path
     redis_url: str
+    birth: str | None = None
 
     @classmethod
     def read(cls, data: Path) -> "FleetInfo":
@@ -42,13 +51,20 @@ class FleetInfo:
         """
         try:
             content = json.loads((data / FLEET_FILE).read_text(encoding="utf-8"))
-            info = cls(int(content["pid"]), content["gateway_url"], content["token"], data, content["redis_url"])
-        except (OSError, ValueError, KeyError):
+            place = content["gateway_url"], content["token"], data, content["redis_url"]
+            info = cls(int(content["pid"]), *place, content.get("birth"))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             start = f"no fleet runs with the data directory {data}: start one with `{typed('up', data)}`"
             raise Unavailable(start + _of_earlier_run(data)) from None
-        if not is_running(info.pid):
+        if not info.is_running:
             raise Unavailable(f"the fleet of {data} (pid {info.pid}) is gone: start one with `{typed('up', data)}`")
         return info
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process that owns the fleet lives: after a crash another one may have its id."""
+        now = birth_of(self.pid)
+        return now is not None and self.birth in {None, now}
 
 
 def _of_earlier_run(data: Path) -> str:
@@ -61,11 +77,6 @@ def _of_earlier_run(data: Path) -> str:
 def typed(command: str, data: Path) -> str:
     """Write a command for the fleet of a data directory as it is typed."""
     return f"flotilla {command}" if str(data) == DEFAULT_DATA else f"flotilla {command} --data {shlex.quote(str(data))}"
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process lives (a zombie does not)."""
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 class Source(Protocol):
@@ -100,21 +111,32 @@ def open_client(
 
     Raises:
         Unavailable: no gateway is named and no fleet runs.
+        InvalidRequest: the URL is none, or what should be a token is none.
         Unauthorized: a gateway is named, but no token.
     """
+    return open_client_of(GatewayClient, url, data, token=token, environment=environment)
+
+
+def open_client_of(
+    kind: type[Client],
+    url: str | None,
+    data: Path,
+    *,
+    token: str | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> Client:
+    """Make a client of a kind, as ``open_client`` does."""
     url = url or environment.get("FLOTILLA_GATEWAY_URL")
     if not url:
         info = FleetInfo.read(data)
-        return GatewayClient(info.gateway_url, token or info.token)
-    token = token or environment.get("FLOTILLA_TOKEN")
-    token_file = environment.get("FLOTILLA_TOKEN_FILE")
-    if not token and token_file:
-        token = Path(token_file).read_text(encoding="utf-8").strip()
+        return kind(info.gateway_url, token or info.token)
+    check_gateway_url(url)
+    token = token or token_from(environment)
     if not token:
         raise Unauthorized(
             f"{url} wants the fleet's token: set FLOTILLA_TOKEN, or FLOTILLA_TOKEN_FILE to a file that holds it"
         )
-    return GatewayClient(url, token)
+    return kind(url, token)
 
 
 def allow_code(url: str | None, data: Path, document: Any, environment: Mapping[str, str] = os.environ) -> None:

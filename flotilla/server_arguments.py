@@ -14,6 +14,8 @@ from shared.settings import engine_pythons_from
 
 READER = Path(arguments_reader.__file__)
 ASK_SECONDS = 90.0
+ASKING_THE_ENGINE = "asking the engine's own parser whether it knows rollout.engine.options"
+"""What is waited for meanwhile."""
 USAGE_EXIT_CODE = 2
 """Of a parser that refuses its arguments."""
 

@@ -29,16 +29,23 @@ log = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0
 
 
-def problem_to_error(status: int, body: bytes) -> FlotillaError:
-    """Make the exception that a problem document stands for."""
+def problem_to_error(status: int, body: bytes, request: str = "") -> FlotillaError:
+    """Make the exception that a problem document stands for.
+
+    Args:
+        status: of the answer.
+        body: of the answer; another than a problem document is a proxy's, or of what is no server of ours.
+        request: what was answered so, such as ``GET http://127.0.0.1:8470/v1/fleet``, for the second case.
+    """
     try:
         problem = json.loads(body)
     except ValueError:
         problem = None
-    if not isinstance(problem, dict):
-        text = body[:200].decode("utf-8", "replace")
+    if not isinstance(problem, dict) or "code" not in problem:
+        text = " ".join(body[:200].decode("utf-8", "replace").split())
         kind = Unavailable if status in {502, 503} else DeadlineExceeded if status == 504 else FlotillaError
-        return kind(f"HTTP {status}: {text}")
+        who = f"{request} was answered by no server of Flotilla: " if request else ""
+        return kind(f"{who}HTTP {status}: {text}")
     known = {"type", "title", "status", "detail", "code", "errors", "instance"}
     detail = str(problem.get("detail") or problem.get("title") or f"HTTP {status}")
     context = {key: value for key, value in problem.items() if key not in known and key != "self"}
@@ -190,7 +197,8 @@ class GatewayClient:
         try:
             async with self._http.stream("GET", path, headers=dict(headers), timeout=timeout) as response:
                 if not response.is_success:
-                    raise problem_to_error(response.status_code, await response.aread())
+                    body = await response.aread()
+                    raise problem_to_error(response.status_code, body, f"GET {self.base_url}{path}")
                 yield response
         except httpx.TimeoutException as error:
             raise DeadlineExceeded(f"GET {self.base_url}{path} sent nothing for {silence_seconds:.0f} s") from error
@@ -220,12 +228,21 @@ class GatewayClient:
         renewed = response.headers.get(RENEWED_TOKEN)
         if renewed is not None:
             self.adopt(renewed)
+        request = f"{method} {self.base_url}{path}"
         if response.is_success:
-            return response.json() if response.content else None
-        problem = problem_to_error(response.status_code, response.content)
+            return _decoded(response, request)
+        problem = problem_to_error(response.status_code, response.content, request)
         if isinstance(problem, Unauthorized) and self._pass is not None and "Authorization" not in headers:
             raise TokenExpired(problem.detail)
         raise problem
+
+
+def _decoded(response: httpx.Response, request: str) -> Any:
+    try:
+        return response.json() if response.content else None
+    except ValueError:
+        kind = response.headers.get("Content-Type", "something")
+        raise Unavailable(f"{request} was answered by no server of Flotilla: {kind} in place of JSON") from None
 
 
 def _encode(body: Any) -> bytes | None:

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
@@ -17,6 +18,21 @@ REAP_SECONDS = 10.0
 POLL_SECONDS = 0.02
 
 log = logging.getLogger(__name__)
+
+
+def birth_of(pid: int) -> str | None:
+    """Name the process that has an id now, by the boot and the moment that it began in: ids are given again.
+
+    Returns:
+        None where there is none, or only its exit code is left (a zombie).
+    """
+    try:
+        # The program's name is in brackets, and may hold any; the 22nd field is when the process began.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return None if fields[0] in {b"Z", b"X"} else f"{boot}/{fields[19].decode()}"
 
 
 def python_module(name: str, *arguments: str) -> list[str]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from shared.errors import InvalidRequest
 from shared.telemetry.logging import FORMATS
@@ -20,6 +21,7 @@ VOLATILE_REDIS = "FLOTILLA_ALLOW_VOLATILE_REDIS"
 ENGINE_PYTHONS: Mapping[str, str] = {"sglang": "FLOTILLA_SGLANG_PYTHON", "vllm": "FLOTILLA_VLLM_PYTHON"}
 """Variables that name the interpreters of engines in environments of their own, by ``rollout.engine.kind``."""
 DEFAULT_GATEWAY = "http://127.0.0.1:8470"
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +67,7 @@ def read_settings(environment: Mapping[str, str] | None = None, *, default_port:
         InvalidRequest: a variable is missing or malformed; the detail names it.
     """
     values = os.environ if environment is None else environment
-    token = values.get("FLOTILLA_TOKEN", "")
-    token_file = values.get("FLOTILLA_TOKEN_FILE")
-    if not token and token_file:
-        try:
-            token = Path(token_file).read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise InvalidRequest(f"FLOTILLA_TOKEN_FILE cannot be read: {error}") from None
+    token = token_from(values)
     if not token:
         raise InvalidRequest("FLOTILLA_TOKEN or FLOTILLA_TOKEN_FILE must be set: no service runs without a token")
     redis_url = values.get("FLOTILLA_REDIS_URL", "")
@@ -80,18 +76,23 @@ def read_settings(environment: Mapping[str, str] | None = None, *, default_port:
     port = values.get("FLOTILLA_PORT", str(default_port))
     if not port.isdigit() or int(port) > 65535:
         raise InvalidRequest(f"FLOTILLA_PORT must be a number from 0 to 65535, got {port!r}")
+    gateway_url = values.get("FLOTILLA_GATEWAY_URL") or DEFAULT_GATEWAY
+    check_gateway_url(gateway_url)
+    log_level = (values.get("FLOTILLA_LOG_LEVEL") or "INFO").upper()
+    if log_level not in LEVELS:
+        raise InvalidRequest(f"FLOTILLA_LOG_LEVEL must be {' or '.join(LEVELS)}, got {log_level!r}")
     log_format = values.get("FLOTILLA_LOG_FORMAT") or "auto"
     if log_format not in FORMATS:
         raise InvalidRequest(f"FLOTILLA_LOG_FORMAT must be {' or '.join(FORMATS)}, got {log_format!r}")
     parent = values.get("FLOTILLA_PARENT_PID")
     return ServiceSettings(
-        gateway_url=values.get("FLOTILLA_GATEWAY_URL", DEFAULT_GATEWAY),
+        gateway_url=gateway_url,
         token=token,
         redis_url=redis_url,
         host=values.get("FLOTILLA_HOST", "127.0.0.1"),
         port=int(port),
         data=Path(values.get("FLOTILLA_DATA", ".flotilla")),
-        log_level=values.get("FLOTILLA_LOG_LEVEL", "INFO"),
+        log_level=log_level,
         log_format=log_format,
         lease_seconds=seconds_from(values, "FLOTILLA_LEASE_SECONDS", 60.0),
         parent_pid=int(parent) if parent and parent.isdigit() else None,
@@ -100,6 +101,43 @@ def read_settings(environment: Mapping[str, str] | None = None, *, default_port:
         grader_networks=networks_from(values, GRADER_NETWORKS, LOOPBACK),
         public_url=values.get(PUBLIC_URL) or None,
     )
+
+
+def check_gateway_url(url: str) -> None:
+    """Check that a gateway's address is one; what is none would be waited for.
+
+    Raises:
+        InvalidRequest: it is not.
+    """
+    try:
+        parts = urlsplit(url)
+        is_right = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_right = False
+    if not is_right or not url.isprintable() or " " in url:
+        raise InvalidRequest(f"{url!r} is no address of a gateway: it is written http://HOST:PORT or https://HOST:PORT")
+
+
+def token_from(values: Mapping[str, str]) -> str:
+    """Read ``FLOTILLA_TOKEN``, else the file that ``FLOTILLA_TOKEN_FILE`` names; empty where neither is set.
+
+    Raises:
+        InvalidRequest: the file cannot be read, or what is there is no token; the detail does not repeat it.
+    """
+    token, name, path = values.get("FLOTILLA_TOKEN", "").strip(), "FLOTILLA_TOKEN", values.get("FLOTILLA_TOKEN_FILE")
+    if not token and path:
+        name = f"{path} (FLOTILLA_TOKEN_FILE)"
+        try:
+            token = Path(path).read_text(encoding="utf-8").strip()
+        except UnicodeDecodeError:
+            raise InvalidRequest(f"{name} holds no token: it is no text") from None
+        except OSError as error:
+            raise InvalidRequest(f"{name} cannot be read: {error.strerror}") from None
+        if not token:
+            raise InvalidRequest(f"{name} is empty: it must hold a token")
+    if not (token.isascii() and token.isprintable()) or " " in token:
+        raise InvalidRequest(f"{name} holds no token: a token is one word of ASCII characters")
+    return token
 
 
 def networks_from(values: Mapping[str, str], name: str, default: tuple[IPNetwork, ...]) -> tuple[IPNetwork, ...]:

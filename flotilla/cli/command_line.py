@@ -61,7 +61,7 @@ def _add_run(commands: "Commands") -> None:
     text = "Run one experiment on a fleet of its own, show its result, leave nothing running."
     parser = add_command(commands, "run", text, "run:run")
     parsing.add_spec(parser)
-    parsing.add_fleet(parser, port=0)
+    parsing.add_fleet(parser, default_port=0)
     parser.add_argument("--runs", default="runs", help="where run directories are made (%(default)s)")
     parser.add_argument("--name", help="name of the run directory (default: the experiment's name)")
     which = parser.add_mutually_exclusive_group()
@@ -79,7 +79,7 @@ def _add_evaluate(commands: "Commands") -> None:
     parser.add_argument("--rows", metavar="FILE", help="problems to answer (default: those of the evaluation section)")
     text = "column of the rows with answers that were written before, which are graded in place of a model's"
     parser.add_argument("--answers", metavar="COLUMN", help=text)
-    parsing.add_fleet(parser, port=0)
+    parsing.add_fleet(parser, default_port=0)
     parser.add_argument("--runs", default="runs", help="where run directories are made (%(default)s)")
     parser.add_argument("--name", help="name of the run directory (default: the experiment's name and -evaluation)")
     parser.add_argument("--plain", action="store_true", help="lines instead of a live view")
@@ -88,8 +88,9 @@ def _add_evaluate(commands: "Commands") -> None:
 
 def _add_fleet(commands: "Commands") -> None:
     up = add_command(commands, "up", "Start a fleet on this machine.", "fleet:up")
-    parsing.add_fleet(up, port=DEFAULT_PORT)
-    up.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parsing.add_fleet(up, default_port=DEFAULT_PORT)
+    text = "address of this machine that the gateway and the services listen on, and are reached at (%(default)s)"
+    up.add_argument("--host", default="127.0.0.1", help=text)
     up.add_argument("--data", default=DEFAULT_DATA, help="data directory (%(default)s)")
     each = "GPUs of each %s service, 0 for none (default: an even part of those that there are)"
     up.add_argument("--trainer-devices", type=parsing.at_least_zero, metavar="N", help=each % "trainer")
@@ -219,14 +220,15 @@ def _add_kept(commands: "Commands") -> None:
     text = "Show what an experiment has come to, and plot it."
     report = add_command(commands, "report", text, "report:report")
     add_experiment(report, or_directory=True)
-    report.add_argument("--plot", metavar="FILE", help="PNG to write (default: ID.png here; with --json none)")
+    picture = "picture to write, .png, .pdf or .svg (default: %s.png here; with --json none)"
+    report.add_argument("--plot", metavar="FILE", help=picture % "ID")
     text = "Show experiments side by side: metrics at equal steps, differences of their specs, a plot."
     compare = add_command(commands, "compare", text, "report:compare")
     add_experiment(compare, is_needed=True, or_directory=True)
     compare.add_argument("others", nargs="+", metavar="EXPERIMENT", help="one or more to compare it with")
     compare.add_argument("--metric", action="append", metavar="NAME", help="series such as 'loss/*' (may be repeated)")
     compare.add_argument("--step", type=parsing.at_least_zero, help="not beyond this step (default: the last of all)")
-    compare.add_argument("--plot", metavar="FILE", help="PNG to write (default: compare.png here; with --json none)")
+    compare.add_argument("--plot", metavar="FILE", help=picture % "compare")
     for parser in (report, compare):
         add_json(parser)
         add_gateway(parser)
@@ -313,7 +315,8 @@ def _add_imports(systems: "Commands") -> None:
 def _import_options(parser: argparse.ArgumentParser, system: str) -> None:
     parser.add_argument("--output", "-o", help="where to write the spec; without it, standard output")
     parser.add_argument("--force", action="store_true", help="replace files that are there")
-    parser.add_argument("--rows", type=int, help="rows of the training data, where its passes must become steps")
+    text = "rows of the training data, where its passes must become steps"
+    parser.add_argument("--rows", type=parsing.at_least_one, help=text)
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="set a field of the spec, last of all")
     parser.add_argument("--allow-refused", action="store_true", help="make the spec without what is refused")
     parser.add_argument("--strict", action="store_true", help="fail on what is unsupported, too")

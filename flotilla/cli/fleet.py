@@ -1,15 +1,16 @@
 """A local fleet: the same services as anywhere, as processes of this one, with a data directory of their own.
 
-<data>/fleet.json   who runs it and where (mode 0600)
-<data>/token        the fleet's bearer token (mode 0600)
-<data>/flotilla.db  the control plane's state
-<data>/redis/       the data plane's log, if the fleet runs its own server
-<data>/logs/        one file per process
-<data>/experiments/ checkpoints
+<data>/fleet.json      who runs it and where (mode 0600)
+<data>/token           the fleet's bearer token (mode 0600)
+<data>/gateway.sqlite  the control plane's state, unless FLOTILLA_DATABASE_URL names another database
+<data>/redis/          the data plane's log, if the fleet runs its own server
+<data>/logs/           one file per process
+<data>/experiments/    checkpoints
 """
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -28,9 +29,9 @@ from flotilla.connection import FLEET_FILE, FleetInfo, typed
 from shared.access import PassKey
 from shared.client import GatewayClient
 from shared.devices import given_to, machine_devices, own_devices
-from shared.errors import Conflict, FlotillaError, Unavailable, WorkerDied
+from shared.errors import Conflict, FlotillaError, InvalidRequest, Unavailable, WorkerDied
 from shared.ports import lasting_port
-from shared.processes import end_family, python_module
+from shared.processes import birth_of, end_family, python_module
 from shared.schemas.service import ServiceKind
 from shared.security import new_token, write_secret
 from shared.settings import allows_volatile_redis
@@ -89,19 +90,27 @@ def service_environment(gateway_url: str, token: str, redis_url: str, data: Path
 
 
 def check_port(host: str, port: int) -> None:
-    """Check that a port can be taken, before anything is started.
+    """Check that a port can be taken, before anything is started; 0 checks the host alone.
 
     Raises:
-        Unavailable: it cannot.
+        InvalidRequest: the host is no address of this machine.
+        Unavailable: the port cannot be taken.
     """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                raise InvalidRequest(f"--host {host} is no address of this machine: {error.strerror}") from None
             raise Unavailable(
                 f"port {port} on {host} cannot be used ({error.strerror}): choose another --port"
             ) from None
+
+
+def url_of(host: str, port: int) -> str:
+    """Write where a server of this machine is found."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class LocalFleet:
@@ -127,7 +136,8 @@ class LocalFleet:
     @property
     def info(self) -> FleetInfo:
         """Where it is found."""
-        return FleetInfo(os.getpid(), self.gateway_url, self._token, self.options.data, self._redis_url)
+        servers = self.gateway_url, self._token, self.options.data, self._redis_url
+        return FleetInfo(os.getpid(), *servers, birth_of(os.getpid()))
 
     def processes(self) -> list[dict[str, Any]]:
         """List name, pid and restarts of each process."""
@@ -177,12 +187,12 @@ class LocalFleet:
         # It holds what specs say, passwords in URLs of graders included.
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._take_lock(data)
+        check_port(self.options.host, self.options.port)
         port = self.options.port or lasting_port(self.options.host)
-        check_port(self.options.host, port)
         self._token = new_token()
         write_secret(data / "token", self._token)
         self._redis_url = await self._start_redis(data)
-        self.gateway_url = f"http://{self.options.host}:{port}"
+        self.gateway_url = url_of(self.options.host, port)
         environment = service_environment(self.gateway_url, self._token, self._redis_url, data)
         environment |= {"FLOTILLA_HOST": self.options.host, "FLOTILLA_LOG_LEVEL": self.options.log_level}
         self._add("gateway", "services.gateway", {**environment, "FLOTILLA_PORT": str(port)})
@@ -268,8 +278,8 @@ class LocalFleet:
                 await asyncio.sleep(0.2)
 
     def _write_fleet_file(self, data: Path) -> None:
-        content = {"pid": os.getpid(), "gateway_url": self.gateway_url, "token": self._token}
-        content |= {"redis_url": self._redis_url}
+        content = {"pid": os.getpid(), "birth": birth_of(os.getpid()), "gateway_url": self.gateway_url}
+        content |= {"token": self._token, "redis_url": self._redis_url}
         write_secret(data / FLEET_FILE, json.dumps(content))
 
     async def _stop(self) -> None:

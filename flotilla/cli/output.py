@@ -4,9 +4,12 @@ In a pipe nothing is coloured, wrapped or shortened. In a terminal a column that
 shortened, and paths are printed outside of tables.
 """
 
+import asyncio
+import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,35 @@ PIPE_COLUMNS = 100_000
 """Wider than any line."""
 LONGEST_WORD = 20
 """That a cell holds in one piece, however narrow the terminal; a path is broken."""
+SILENT_SECONDS = 2.0
+AGAIN_SECONDS = 10.0
+"""A wait is told of once it takes longer than the first, and again after each of the second."""
 
 
 def new_console() -> Console:
     """A console that writes to standard output, without markup surprises."""
     width = None if sys.stdout.isatty() else PIPE_COLUMNS
     return Console(highlight=False, soft_wrap=True, width=width)
+
+
+@contextlib.asynccontextmanager
+async def telling(what: str) -> AsyncGenerator[None, None]:
+    """Say on standard error what is waited for, where the inside takes longer than a person waits without a word."""
+    teller = asyncio.create_task(_tell(what), name=f"tell: {what}")
+    try:
+        yield
+    finally:
+        teller.cancel()
+        await asyncio.gather(teller, return_exceptions=True)
+
+
+async def _tell(what: str) -> None:
+    began = time.monotonic()
+    await asyncio.sleep(SILENT_SECONDS)
+    while True:
+        sys.stderr.write(f"{what} ({time.monotonic() - began:.0f} s)\n")
+        sys.stderr.flush()
+        await asyncio.sleep(AGAIN_SECONDS)
 
 
 def short_path(path: str | Path) -> str:

@@ -11,6 +11,7 @@ from flotilla.cli.exit_codes import ExitCode
 from flotilla.defaults import DEFAULT_DATA
 
 MAX_NOTICE_SECONDS = 86_400
+MAX_PORT = 65_535
 LIFE_UNITS = {"m": 60, "h": 3600, "d": 86_400}
 
 
@@ -111,29 +112,34 @@ def add_spec(parser: argparse.ArgumentParser, *, is_needed: bool = True) -> None
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Add what overrides a spec."""
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="override, such as optimisation.steps=10")
-    parser.add_argument("--seed", type=int, help="the experiment's seed")
+    parser.add_argument("--seed", type=at_least_zero, help="the experiment's seed")
 
 
-def add_fleet(parser: argparse.ArgumentParser, port: int) -> None:
+def add_fleet(parser: argparse.ArgumentParser, default_port: int) -> None:
     """Add what a local fleet consists of."""
     parser.add_argument("--rollouts", type=at_least_one, help="rollout services")
     parser.add_argument("--trainers", type=at_least_one, help="trainers: parallelism.nodes per experiment at a time")
     parser.add_argument("--rewards", type=at_least_one, help="reward services")
     parser.add_argument("--sandboxes", type=at_least_one, help="sandbox services")
-    parser.add_argument("--port", type=int, default=port, help="port of the gateway, 0 for any free one (%(default)s)")
+    text = "port of the gateway, 0 for any free one (%(default)s)"
+    parser.add_argument("--port", type=port, default=default_port, help=text)
     parser.add_argument(
         "--redis-url",
         default=os.environ.get("FLOTILLA_REDIS_URL"),
         help="Redis or Valkey server to use (default: FLOTILLA_REDIS_URL, else one of its own)",
     )
-    parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    text = "least severe level that the services log (%(default)s)"
+    parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"], help=text)
 
 
 def seconds(text: str) -> float:
-    """Read a notice."""
-    value = float(text)
+    """Read a number of seconds, such as a notice."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
     if not 0 <= value <= MAX_NOTICE_SECONDS:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds from 0 to {MAX_NOTICE_SECONDS}")
+        raise argparse.ArgumentTypeError(f"must be a number of seconds from 0 to {MAX_NOTICE_SECONDS}, got {text!r}")
     return value
 
 
@@ -148,16 +154,27 @@ def life(text: str) -> float | None:
 
 
 def at_least_zero(text: str) -> int:
-    """Read a count that may be zero."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError("must be at least 0")
-    return value
+    """Read a count that may be zero, or a seed."""
+    return _whole_number(text, 0)
 
 
 def at_least_one(text: str) -> int:
     """Read a count."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
+    return _whole_number(text, 1)
+
+
+def port(text: str) -> int:
+    """Read a port; 0 is any free one."""
+    return _whole_number(text, 0, MAX_PORT)
+
+
+def _whole_number(text: str, least: int, most: int | None = None) -> int:
+    # argparse would name the function that reads the value, not what is allowed.
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least or (most is not None and value > most):
+        allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise argparse.ArgumentTypeError(f"must be a whole number {allowed}, got {text!r}")
     return value

@@ -16,6 +16,9 @@ from shared.errors import Conflict, NotFound
 LOCK_FILE = "lock"
 RUN_FILE = "run.json"
 FLEET = "fleet"
+LEFT = frozenset({LOCK_FILE, FLEET, f"{RUN_FILE}.tmp", "plot.png", "summary.tmp"})
+"""What a run that ended before its experiment was created may have left."""
+MAX_NAMED = 3
 
 
 class RunDirectory:
@@ -36,7 +39,7 @@ class RunDirectory:
         """Take the directory for a new run.
 
         Raises:
-            Conflict: another process uses it, or it holds a run already.
+            Conflict: another process uses it, it holds a run already, or files that are no run's.
         """
         if not self._try_lock(self.path):
             raise Conflict(f"{self.path} is in use by another run: give this one a name of its own with --name")
@@ -48,6 +51,7 @@ class RunDirectory:
                 f"{self.path} holds {what} already: add --continue to go on with it, --fresh to move it to "
                 f"{self._root / 'earlier'} and begin again, or --name NAME to begin another beside it"
             )
+        self._refuse_others_files()
         self._move_aside()
         return self.path
 
@@ -55,12 +59,13 @@ class RunDirectory:
         """Take the first directory that no other process uses, for a new run; an earlier run is moved aside.
 
         Raises:
-            Conflict: all of them are in use.
+            Conflict: all of them are in use, or one holds files that are no run's.
         """
         for number in range(1, 1000):
             path = self._root / (self._name if number == 1 else f"{self._name}-{number}")
             if self._try_lock(path):
                 self.path = path
+                self._refuse_others_files()
                 self._move_aside()
                 return path
         raise Conflict(f"every directory from {self._root / self._name} to -999 is in use")
@@ -114,7 +119,7 @@ class RunDirectory:
 
     def _try_lock(self, path: Path) -> bool:
         path.mkdir(parents=True, exist_ok=True)
-        lock = (path / LOCK_FILE).open("w")
+        lock = (path / LOCK_FILE).open("a")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -122,6 +127,21 @@ class RunDirectory:
             return False
         self._lock = lock
         return True
+
+    def _refuse_others_files(self) -> None:
+        """A directory that is no run's is somebody's: nothing in it is moved."""
+        others = sorted(entry.name for entry in self.path.iterdir() if entry.name not in LEFT)
+        if self.holds_run or not others:
+            return
+        self.release()
+        lock = self.path / LOCK_FILE
+        if lock.stat().st_size == 0:  # it was made to look
+            lock.unlink()
+        more = ", ..." if len(others) > MAX_NAMED else ""
+        raise Conflict(
+            f"{self.path} holds files that are no run's ({', '.join(others[:MAX_NAMED])}{more}): give this run another "
+            "directory with --name NAME or --runs DIRECTORY"
+        )
 
     def _move_aside(self) -> None:
         earlier = [entry for entry in self.path.iterdir() if entry.name != LOCK_FILE]

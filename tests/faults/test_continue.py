@@ -22,9 +22,9 @@ import psutil
 import pytest
 import yaml
 
-from flotilla.connection import FleetInfo, is_running
+from flotilla.connection import FleetInfo
 from shared.errors import Unavailable
-from tests.fleet import make_experiment, until
+from tests.fleet import is_running, make_experiment, until
 from tests.unit.cli.test_commands_of_pages import PAGE, commands_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from flotilla.connection import is_running
 from shared.schemas.service import ServiceView
 from tests.faults.test_kill import until_step, watch_balance
 from tests.faults.trial import (
@@ -23,7 +22,7 @@ from tests.faults.trial import (
     two_rollouts,
     waited,
 )
-from tests.fleet import FLOTILLA, ROOT, make_experiment
+from tests.fleet import FLOTILLA, ROOT, is_running, make_experiment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

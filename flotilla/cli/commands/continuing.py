@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.cli.continuing import CALL_SECONDS, at_rest
+from flotilla.cli.gateway import open_gateway
 from flotilla.cli.output import new_console, write_json
-from flotilla.connection import allow_code, find_experiment, open_client
+from flotilla.connection import allow_code, find_experiment
 from shared.client import GatewayClient
 from shared.config.load import validate_spec
 from shared.config.overrides import apply, on_command_line, with_origins
@@ -19,7 +20,7 @@ FORK_SECONDS = 600.0
 
 async def extend(arguments: argparse.Namespace) -> int:
     """Raise the steps of an experiment; one that is ending is waited for, one that has ended goes on."""
-    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+    async with open_gateway(arguments) as client:
         view = await at_rest(client, await find_experiment(client, arguments.experiment))
         path, body = f"/v1/experiments/{view.id}/extend", {"steps": arguments.steps}
         answer = await client.call("POST", path, body=body, deadline_seconds=CALL_SECONDS)
@@ -36,7 +37,7 @@ async def extend(arguments: argparse.Namespace) -> int:
 
 async def fork(arguments: argparse.Namespace) -> int:
     """Start an experiment from a checkpoint of another, with other settings where they are given."""
-    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+    async with open_gateway(arguments) as client:
         answer = await fork_of(client, arguments, arguments.name)
     if arguments.json:
         write_json(answer)

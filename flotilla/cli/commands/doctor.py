@@ -20,7 +20,7 @@ from pydantic import SecretStr
 from flotilla.cli import machine
 from flotilla.cli.fleet import check_port
 from flotilla.cli.machine import Finding, Verdict
-from flotilla.cli.output import new_console, table_of, write_json
+from flotilla.cli.output import new_console, table_of, telling, write_json
 from flotilla.cli.redis_server import find_server, server_version
 from flotilla.connection import FleetInfo
 from flotilla.defaults import DEFAULT_PORT
@@ -57,7 +57,8 @@ print(json.dumps({
 
 async def doctor(arguments: argparse.Namespace) -> int:
     """Look at this machine; 1 if something is missing without which no fleet works."""
-    findings = await look(Path(arguments.data))
+    async with telling("importing torch and trying the sandbox"):
+        findings = await look(Path(arguments.data))
     is_ready = all(each.verdict is not Verdict.MISSING for each in findings)
     if arguments.json:
         write_json({"is_ready": is_ready, "checks": [asdict(each) for each in findings]})

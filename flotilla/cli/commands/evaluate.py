@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from flotilla.cli.commands.run import run_on_own_fleet
-from flotilla.cli.output import new_console, short_path
+from flotilla.cli.output import new_console, short_path, telling
 from flotilla.cli.run_directory import RunDirectory
 from flotilla.evaluation_spec import evaluation_of
 from flotilla.launch_file import read_launch_file
 from flotilla.packages import check_engine, check_packages
-from flotilla.server_arguments import check_options
+from flotilla.server_arguments import ASKING_THE_ENGINE, check_options
 
 
 async def evaluate(arguments: argparse.Namespace) -> int:
@@ -24,7 +24,8 @@ async def evaluate(arguments: argparse.Namespace) -> int:
     model, rows = (None if given is None else Path(given) for given in (arguments.model, arguments.rows))
     launch = replace(launch, spec=evaluation_of(launch.spec, model=model, rows=rows, answers=arguments.answers))
     check_engine(launch.spec, os.environ)
-    await check_options(launch.spec)
+    async with telling(ASKING_THE_ENGINE):
+        await check_options(launch.spec)
     directory = RunDirectory(Path(arguments.runs), arguments.name or f"{launch.spec.name}-evaluation")
     has_earlier = directory.holds_run
     path = directory.take_fresh()

@@ -2,17 +2,17 @@
 
 import argparse
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from flotilla.cli.following import follow, follow_as_json
+from flotilla.cli.gateway import open_gateway
 from flotilla.cli.health import finding_lines
 from flotilla.cli.output import new_console, write_json
 from flotilla.cli.progress import Progress
 from flotilla.cli.reasons import histograms
-from flotilla.connection import find_experiment, open_client
+from flotilla.connection import find_experiment
 from shared.schemas.experiment import DiagnosisView, ExperimentState, ExperimentView
 
 
@@ -20,7 +20,7 @@ def action(name: str) -> Callable[[argparse.Namespace], Coroutine[Any, Any, int]
     """Make the command for an action that takes an experiment."""
 
     async def act(arguments: argparse.Namespace) -> int:
-        async with open_client(arguments.gateway, Path(arguments.data)) as client:
+        async with open_gateway(arguments) as client:
             view = await find_experiment(client, arguments.experiment)
             answer = await client.call("POST", f"/v1/experiments/{view.id}/{name}", deadline_seconds=30)
             if arguments.json:
@@ -38,7 +38,7 @@ pause, resume, stop = action("pause"), action("resume"), action("stop")
 
 async def watch(arguments: argparse.Namespace) -> int:
     """Show an experiment until it ends; Ctrl-C ends the watching only."""
-    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+    async with open_gateway(arguments) as client:
         progress = Progress(await find_experiment(client, arguments.experiment))
         if arguments.json:
             await follow_as_json(progress, client)
@@ -99,6 +99,6 @@ async def ledger(arguments: argparse.Namespace) -> int:
 
 async def _read(arguments: argparse.Namespace, what: str) -> tuple[ExperimentView, Any]:
     """Find the experiment that is meant, and read one thing of it."""
-    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+    async with open_gateway(arguments) as client:
         view = await find_experiment(client, arguments.experiment)
         return view, await client.call("GET", f"/v1/experiments/{view.id}/{what}")

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from flotilla.cli.exit_codes import ExitCode
-from flotilla.cli.output import new_console, short_path, write_json
+from flotilla.cli.output import new_console, short_path, telling, write_json
 from flotilla.evaluation_spec import model_at
 from shared.errors import InvalidRequest
 
@@ -19,7 +19,8 @@ async def export(arguments: argparse.Namespace) -> int:
         from services.trainer.checkpoint.export import export as write
     except ModuleNotFoundError as error:
         raise InvalidRequest(f"exporting needs {error.name}: pip install 'flotilla[torch]'") from None
-    await asyncio.to_thread(partial(write, source, directory, averaged=arguments.average))
+    async with telling(f"writing {short_path(directory)}"):
+        await asyncio.to_thread(partial(write, source, directory, averaged=arguments.average))
     if arguments.json:
         write_json({"source": str(source), "directory": str(directory)})
     else:

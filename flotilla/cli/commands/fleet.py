@@ -11,10 +11,10 @@ from pathlib import Path
 
 from flotilla.cli.device_division import Wish, Wishes
 from flotilla.cli.fleet import FleetOptions, LocalFleet
-from flotilla.cli.output import new_console
-from flotilla.connection import FleetInfo, is_running, typed
+from flotilla.cli.output import new_console, telling
+from flotilla.connection import FleetInfo, typed
 from flotilla.packages import check_packages
-from shared.errors import Conflict, Unavailable
+from shared.errors import Conflict, Forbidden, Unavailable
 from shared.processes import python_module
 
 DOWN_SECONDS = 40.0
@@ -127,11 +127,16 @@ async def down(arguments: argparse.Namespace) -> int:
     """End the fleet of a data directory."""
     console = new_console()
     info = FleetInfo.read(Path(arguments.data))
-    os.kill(info.pid, signal.SIGTERM)
+    try:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(info.pid, signal.SIGTERM)
+    except PermissionError:
+        raise Forbidden(f"the fleet of {info.data} (pid {info.pid}) is another user's, who may end it") from None
     end = time.monotonic() + DOWN_SECONDS
-    while is_running(info.pid):
-        if time.monotonic() > end:
-            raise Unavailable(f"the fleet (pid {info.pid}) did not end within {DOWN_SECONDS:.0f} s")
-        await asyncio.sleep(0.1)
-    console.print(f"the fleet of {info.data} is down")
+    async with telling(f"waiting for the end of the fleet (pid {info.pid}), at most {DOWN_SECONDS:.0f} s"):
+        while info.is_running:
+            if time.monotonic() > end:
+                raise Unavailable(f"the fleet (pid {info.pid}) did not end within {DOWN_SECONDS:.0f} s")
+            await asyncio.sleep(0.1)
+    console.print(f"the fleet of {info.data} is down", markup=False)
     return 0

@@ -6,11 +6,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from flotilla.cli.gateway import open_gateway
 from flotilla.cli.output import new_console, short_path, table_of, write_json
 from flotilla.cli.progress import number
 from flotilla.cli.reading import PAGE, read_checkpoints
 from flotilla.cli.stored import open_source
-from flotilla.connection import Source, find_experiment, is_active, list_experiments, open_client
+from flotilla.connection import Source, find_experiment, is_active, list_experiments
 from shared.schemas.experiment import CheckpointView, ExperimentView, Page
 
 COLUMNS = ("id", "name", "state", "step", "version", "created")
@@ -18,7 +19,7 @@ COLUMNS = ("id", "name", "state", "step", "version", "created")
 
 async def ls(arguments: argparse.Namespace) -> int:
     """List experiments: those that are active, then the others, newest first."""
-    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+    async with open_gateway(arguments) as client:
         views = await list_experiments(client)
     found = select(views, names=arguments.name or None, states=arguments.state, only_active=arguments.active)
     found = found[: arguments.last]
@@ -77,7 +78,7 @@ def row_of(view: ExperimentView) -> dict[str, str]:
 
 async def delete(arguments: argparse.Namespace) -> int:
     """Delete an experiment and its series; its directory, with the checkpoints, stays."""
-    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+    async with open_gateway(arguments) as client:
         view = await find_experiment(client, arguments.experiment, is_unique=True)
         await client.call("DELETE", f"/v1/experiments/{view.id}", deadline_seconds=30)
     if arguments.json:

@@ -7,10 +7,12 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from flotilla.cli.fleet import service_environment
+from flotilla.cli.gateway import open_gateway
 from flotilla.cli.output import new_console
-from flotilla.connection import FleetInfo, open_client
+from flotilla.connection import FleetInfo
 from flotilla.packages import check_packages
 from shared.access import PassKey
 from shared.client import GatewayClient
@@ -60,12 +62,11 @@ async def drain(arguments: argparse.Namespace) -> int:
         Unavailable: it was not gone in time.
     """
     console = new_console()
-    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+    async with open_gateway(arguments) as client:
         started = time.monotonic()
         body = {} if arguments.notice is None else {"notice_seconds": arguments.notice}
-        view = ServiceView.model_validate(
-            await client.call("POST", f"/v1/services/{arguments.service}/drain", body=body)
-        )
+        path = f"/v1/services/{quote(arguments.service, safe='')}/drain"
+        view = ServiceView.model_validate(await client.call("POST", path, body=body))
         notice = view.notice_ends_in_seconds or 0.0
         console.print(f"{view.service_id} leaves within {notice:.0f} s", markup=False)
         last = await _until_gone(client, view, started + notice + PATIENCE_SECONDS)

@@ -12,8 +12,9 @@ from rich.text import Text
 
 from flotilla.cli.commands.show import experiment_directory
 from flotilla.cli.exit_codes import ExitCode
+from flotilla.cli.gateway import open_gateway
 from flotilla.cli.output import new_console, table_of, write_json
-from flotilla.connection import find_experiment, open_client
+from flotilla.connection import find_experiment
 from shared.errors import InvalidRequest, NotFound
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def _sample_of(text: str | None) -> tuple[int | None, int]:
 
 
 async def _directory_of(arguments: argparse.Namespace) -> Path:
-    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+    async with open_gateway(arguments) as client:
         view = await find_experiment(client, arguments.experiment)
     directory = Path(view.directory)
     if not await asyncio.to_thread(directory.is_dir):

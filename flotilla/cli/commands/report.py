@@ -20,6 +20,7 @@ from flotilla.connection import FleetInfo, Source, find_experiment
 from shared.errors import InvalidRequest, Unavailable
 from shared.schemas.experiment import ExperimentView
 
+PICTURES = (".png", ".pdf", ".svg")
 NO_FLEET = "its fleet does not run now: no ledger, and nothing goes on"
 NO_MATPLOTLIB = "no plot: matplotlib is not installed (pip install 'flotilla[plot]')"
 
@@ -134,6 +135,8 @@ def _plot_path(arguments: argparse.Namespace, usual: str) -> Path | None:
         path = Path(arguments.plot)
         if not path.parent.is_dir():
             raise InvalidRequest(f"the plot cannot be written: there is no directory {path.parent}")
+        if path.suffix not in PICTURES:
+            raise InvalidRequest(f"--plot {path}: the name must end with {', '.join(PICTURES)}, by which it is drawn")
         return path
     return None if arguments.json else Path(usual)
 

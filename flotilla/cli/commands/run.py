@@ -14,7 +14,7 @@ from flotilla.cli.continuing import CALL_SECONDS, continue_command, go_on
 from flotilla.cli.device_division import check_devices, wishes_of
 from flotilla.cli.fleet import FleetOptions, LocalFleet
 from flotilla.cli.following import REFRESH_SECONDS, follow
-from flotilla.cli.output import new_console, short_path
+from flotilla.cli.output import new_console, short_path, telling
 from flotilla.cli.plots import write_plot
 from flotilla.cli.progress import Progress, duration
 from flotilla.cli.reading import read_checkpoints
@@ -23,7 +23,7 @@ from flotilla.cli.run_directory import FLEET, RunDirectory
 from flotilla.cli.summary import show_summary, summarise, write_summary
 from flotilla.launch_file import LaunchFile, fetch_model, read_launch_file, run_prepare
 from flotilla.packages import check_engine, check_packages
-from flotilla.server_arguments import check_options
+from flotilla.server_arguments import ASKING_THE_ENGINE, check_options
 from shared.client import GatewayClient
 from shared.devices import machine_devices, own_devices
 from shared.errors import Unavailable
@@ -42,7 +42,8 @@ async def run(arguments: argparse.Namespace) -> int:
         overrides.append(f"seed={arguments.seed}")
     launch = read_launch_file(Path(arguments.spec), overrides, os.environ)
     check_engine(launch.spec, os.environ)
-    await check_options(launch.spec)
+    async with telling(ASKING_THE_ENGINE):
+        await check_options(launch.spec)
     directory = RunDirectory(Path(arguments.runs), arguments.name or launch.spec.name)
     path = directory.reopen() if arguments.go_on else directory.take_fresh() if arguments.fresh else directory.take()
     console.print(f"run        {short_path(path)}")

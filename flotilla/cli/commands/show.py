@@ -121,9 +121,10 @@ def _newest_below(path: Path, reference: str | None) -> Path:
 
 
 async def _from_gateway(arguments: argparse.Namespace, query: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
-    from flotilla.connection import find_experiment, open_client
+    from flotilla.cli.gateway import open_gateway
+    from flotilla.connection import find_experiment
 
-    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+    async with open_gateway(arguments) as client:
         view = await find_experiment(client, arguments.experiment)
         path, items, after = f"/v1/experiments/{view.id}/samples", list[dict[str, Any]](), None
         while True:

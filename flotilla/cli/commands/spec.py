@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flotilla.cli.output import write_json
+from flotilla.cli.output import telling, write_json
 from flotilla.launch_file import LaunchFile, read_launch_file
-from flotilla.server_arguments import check_options
+from flotilla.server_arguments import ASKING_THE_ENGINE, check_options
 from shared.config.overrides import origin_of
 from shared.config.spec import ExperimentSpec
 from shared.config.yaml_text import write_value
@@ -32,15 +32,18 @@ async def check(arguments: argparse.Namespace) -> int:
     answer: dict[str, Any] = {}
     try:
         launch = _read(arguments.spec, arguments.set or ())
-        await check_options(launch.spec)
+        async with telling(ASKING_THE_ENGINE):
+            await check_options(launch.spec)
     except InvalidSpec as error:
         entries = error.errors or [{"path": "", "value": None, "allowed": error.detail}]
     else:
         lines.append(f"{arguments.spec} is valid: {launch.spec.name}, {launch.spec.optimisation.steps} steps\n")
         if arguments.data:
-            found = await asyncio.to_thread(_inspect, launch.spec)
+            async with telling("opening the model, the data and the graders"):
+                found = await asyncio.to_thread(_inspect, launch.spec)
+                unbuildable = await _unbuildable(launch.spec)
             missing = {entry["path"] for entry in found.errors}
-            graders = [each for each in await _unbuildable(launch.spec) if f"{each['path']}.path" not in missing]
+            graders = [each for each in unbuildable if f"{each['path']}.path" not in missing]
             entries, answer["data"] = (*found.errors, *graders), [asdict(rows) for rows in found.rows]
             answer["prompts"] = asdict(found.prompts) if found.prompts else None
             lines += [_told(rows) for rows in found.rows]

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flotilla.cli.commands.continuing import FORK_SECONDS, absolute_reference, fork_of
+from flotilla.cli.gateway import open_gateway
 from flotilla.cli.output import new_console, write_json
-from flotilla.connection import allow_code, open_client
+from flotilla.connection import allow_code
 from flotilla.launch_file import LaunchFile, read_launch_file, run_prepare
 from shared.errors import InvalidRequest
 from shared.schemas.experiment import ExperimentView
@@ -38,7 +39,7 @@ async def start(arguments: argparse.Namespace) -> int:
     """
     if arguments.spec is None and arguments.origin is None:
         raise InvalidRequest("name an experiment file to start, or --from EXPERIMENT[@STEP] to begin from a checkpoint")
-    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+    async with open_gateway(arguments) as client:
         if arguments.spec is None:
             answer = await fork_of(client, arguments)
         else:

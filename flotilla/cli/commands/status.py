@@ -11,9 +11,10 @@ from typing import Any
 import psutil
 from rich.table import Table
 
+from flotilla.cli.gateway import open_gateway
 from flotilla.cli.health import names_of
 from flotilla.cli.output import fitting, new_console, table_of, write_json
-from flotilla.connection import FLEET_FILE, FleetInfo, open_client
+from flotilla.connection import FLEET_FILE, FleetInfo
 from shared.errors import FlotillaError
 from shared.schemas.experiment import Page
 from shared.schemas.fleet import FleetView
@@ -25,7 +26,7 @@ EXPERIMENT_KEYS = ("id", "name", "state", "step", "total_steps", "policy_version
 
 async def status(arguments: argparse.Namespace) -> int:
     """List services and experiments."""
-    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+    async with open_gateway(arguments) as client:
         services = Page.model_validate(await client.call("GET", "/v1/services", params={"limit": 1000})).items
         fleet = FleetView.model_validate(await client.call("GET", "/v1/fleet"))
         experiments = Page.model_validate(await client.call("GET", "/v1/experiments", params={"limit": 1000})).items

@@ -1,12 +1,11 @@
 """``flotilla token create | list | revoke``: who else may use a fleet, and for what."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from flotilla.cli.gateway import open_gateway
 from flotilla.cli.output import new_console, table_of, write_json
-from flotilla.connection import open_client
 from shared.schemas.experiment import Page
 from shared.schemas.token import NewToken, TokenView
 
@@ -23,7 +22,7 @@ async def create(arguments: argparse.Namespace) -> int:
         "experiment_id": arguments.experiment,
         "expires_in_seconds": arguments.expires,
     }
-    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+    async with open_gateway(arguments) as client:
         made = NewToken.model_validate(await client.call("POST", "/v1/tokens", body=body))
     if arguments.json:
         write_json(made.model_dump(mode="json"))
@@ -39,7 +38,7 @@ async def list_tokens(arguments: argparse.Namespace) -> int:
     """List the tokens that were made and not revoked."""
     found: list[TokenView] = []
     after: str | None = None
-    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+    async with open_gateway(arguments) as client:
         while True:
             answer = await client.call("GET", "/v1/tokens", params={"limit": PAGE, "after": after})
             page = Page.model_validate(answer)
@@ -58,7 +57,7 @@ async def list_tokens(arguments: argparse.Namespace) -> int:
 
 async def revoke(arguments: argparse.Namespace) -> int:
     """Revoke a token: its next request is refused."""
-    async with open_client(arguments.gateway, Path(arguments.data)) as client:
+    async with open_gateway(arguments) as client:
         await client.call("DELETE", f"/v1/tokens/{quote(arguments.token, safe='')}")
     if arguments.json:
         write_json({"revoked": arguments.token})

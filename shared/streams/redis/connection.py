@@ -27,7 +27,7 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from shared.errors import Unavailable
+from shared.errors import InvalidRequest, Unavailable
 from shared.retry import retry
 from shared.settings import VOLATILE_REDIS
 from shared.streams.redis.connection_io import PACKING
@@ -87,16 +87,26 @@ def connect(url: str) -> Redis:
     is left to callers that know theirs is safe. Nor does it limit the time of a command: with a limit, redis-py sends
     through ``asyncio.wait_for``, which before Python 3.12 loses a cancellation that comes at the same moment. Use
     ``answer_in_time`` around its commands. Close it with ``await client.aclose()``.
+
+    Raises:
+        InvalidRequest: it is no such address.
     """
-    client = Redis.from_url(
-        url,
-        protocol=2,
-        decode_responses=False,
-        socket_timeout=None,
-        socket_connect_timeout=CONNECT_SECONDS,
-        socket_read_size=256 * 1024,
-        retry=Retry(NoBackoff(), 0),
-    )
+    try:
+        client = Redis.from_url(
+            url,
+            protocol=2,
+            decode_responses=False,
+            socket_timeout=None,
+            socket_connect_timeout=CONNECT_SECONDS,
+            socket_read_size=256 * 1024,
+            retry=Retry(NoBackoff(), 0),
+        )
+    except ValueError:
+        # Not repeated: it may hold a password.
+        raise InvalidRequest(
+            "the address of a Redis server (FLOTILLA_REDIS_URL) is written redis://[:PASSWORD@]HOST:PORT/DB, "
+            "rediss://... or unix://[:PASSWORD@]PATH?db=DB"
+        ) from None
     client.connection_pool.connection_class = PACKING[client.connection_pool.connection_class]
     return client
 

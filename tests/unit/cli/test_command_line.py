@@ -51,6 +51,38 @@ def test_a_word_like_no_other_is_told_all_there_is(capsys: pytest.CaptureFixture
     assert said.endswith("unknown action 'zzz': choose from check, show, schema")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["up", "--rollouts", "many"], "--rollouts: must be a whole number of at least 1, got 'many'"),
+        (["up", "--rollouts", "0"], "--rollouts: must be a whole number of at least 1, got '0'"),
+        (["up", "--port", "70000"], "--port: must be a whole number from 0 to 65535, got '70000'"),
+        (["up", "--port", "http"], "--port: must be a whole number from 0 to 65535, got 'http'"),
+        (["show", "--step", "-1"], "--step: must be a whole number of at least 0, got '-1'"),
+        (["run", "x.yaml", "--seed", "1.5"], "--seed: must be a whole number of at least 0, got '1.5'"),
+        (["import", "verl", "x.yaml", "--rows", "0"], "--rows: must be a whole number of at least 1, got '0'"),
+        (["drain", "x", "--notice", "soon"], "--notice: must be a number of seconds from 0 to 86400, got 'soon'"),
+        (["token", "create", "x", "--expires", "2w"], "must be a number with m, h or d, such as 90d, or never"),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_told_what_is(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refusal(capsys, *words).endswith(said)
+
+
+def test_every_option_is_explained() -> None:
+    unexplained = {
+        f"{command} {option}"
+        for command, parser in leaves(build_parser()).items()
+        for action in parser._actions
+        for option in action.option_strings
+        if not action.help
+    }
+
+    assert unexplained == set()
+
+
 @pytest.mark.parametrize(("words", "command"), [([], "doctor"), (["token"], "create")])
 def test_a_command_alone_lists_what_there_is(
     words: list[str], command: str, capsys: pytest.CaptureFixture[str]

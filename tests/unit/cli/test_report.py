@@ -107,6 +107,18 @@ def test_a_comparison_shows_metrics_settings_and_a_plot(
     assert plot.read_bytes().startswith(PNG)
 
 
+@pytest.mark.parametrize("name", ["plot", "plot.foo", "plot.PNG.txt"])
+def test_a_picture_of_no_known_kind_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fleet_of(monkeypatch, (ended("one", 1e-3), [point("reward/mean", 4, 0.25)]))
+
+    assert main(["report", "one", "--plot", str(tmp_path / name)]) == ExitCode.FAILED
+
+    assert f"{name}: the name must end with .png, .pdf, .svg, by which it is drawn\n" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_comparison_as_json_plots_only_where_it_is_asked_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """A directory belongs to one run at a time, and an earlier run is never moved without a word."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,28 @@ def test_a_fresh_run_moves_the_earlier_one_aside(earlier: Path) -> None:
 
     assert not directory.holds_run
     assert len(list((earlier.parent / "earlier").glob("trial-*/summary.json"))) == 1
+
+
+@pytest.mark.parametrize("take", [RunDirectory.take, RunDirectory.take_fresh])
+def test_files_that_are_no_runs_are_never_moved(tmp_path: Path, take: Callable[[RunDirectory], Path]) -> None:
+    """Such as those of a directory that was meant for something else, or the one that holds them all."""
+    place = tmp_path / "notes"
+    place.mkdir()
+    for name in ("a.txt", "b.txt", "c.txt", "d.txt"):
+        (place / name).write_text("mine")
+
+    with pytest.raises(Conflict, match=r"no run's \(a.txt, b.txt, c.txt, ...\): give this run another directory"):
+        take(RunDirectory(tmp_path, "notes"))
+
+    assert sorted(entry.name for entry in place.iterdir()) == ["a.txt", "b.txt", "c.txt", "d.txt"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["notes"]
+
+
+def test_what_lies_beside_a_run_goes_with_it(earlier: Path) -> None:
+    (earlier / "remarks.txt").write_text("mine")
+    directory = RunDirectory(earlier.parent, "trial")
+
+    directory.take_fresh()
+    directory.release()
+
+    assert len(list((earlier.parent / "earlier").glob("trial-*/remarks.txt"))) == 1

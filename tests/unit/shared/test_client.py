@@ -84,6 +84,26 @@ def test_an_answer_that_is_no_problem_document_still_becomes_an_error(status: in
     assert type(problem_to_error(status, b"<html>proxy</html>")) is kind
 
 
+@pytest.mark.parametrize("body", [b"<html>\n  Not   Found", b'{"detail": "Not Found"}'])
+async def test_who_answers_and_is_no_gateway_is_named(body: bytes) -> None:
+    other = httpx.MockTransport(lambda request: httpx.Response(404, content=body))
+
+    async with a_client(other) as client:
+        with pytest.raises(FlotillaError, match="Not Found") as caught:
+            await client.call("GET", "/v1/fleet")
+
+    said = "GET http://gateway/v1/fleet was answered by no server of Flotilla: HTTP 404: "
+    assert caught.value.detail.startswith(said)
+
+
+async def test_an_answer_that_is_no_json_is_waited_out_and_named() -> None:
+    page = httpx.MockTransport(lambda request: httpx.Response(200, html="<html>soon again</html>"))
+
+    async with a_client(page) as client:
+        with pytest.raises(Unavailable, match="no server of Flotilla: text/html; charset=utf-8 in place of JSON"):
+            await client.call("GET", "/v1/fleet", deadline_seconds=0.05)
+
+
 def test_a_code_of_a_newer_server_becomes_the_base_error() -> None:
     error = problem_to_error(418, json.dumps({"code": "teapot", "detail": "short and stout"}).encode())
 

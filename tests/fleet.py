@@ -218,12 +218,12 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
-    """Wait for a state, with a deadline."""
+def until(condition: Callable[[], Any], seconds: float, what: str, *, pause_seconds: float = 0.05) -> Any:
+    """Wait for a state, with a deadline; looks again after each pause."""
     end = time.monotonic() + seconds
     while True:
         found = condition()
         if found:
             return found
         assert time.monotonic() < end, f"waited {seconds} s for {what}"
-        time.sleep(0.05)
+        time.sleep(pause_seconds)

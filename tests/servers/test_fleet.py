@@ -5,14 +5,17 @@ import os
 import signal
 import sqlite3
 import tempfile
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import yaml
 
+from flotilla.connection import FleetInfo
 from services.rollout.engines.servers import leftovers
 from services.rollout.engines.servers.model import PREFIX
 from services.rollout.engines.sglang import arguments as sglang
@@ -31,6 +34,25 @@ MODULES = {sglang.MODULE, vllm.MODULE}
 EXAMPLE = ROOT / "examples" / "arithmetic"
 START_SECONDS = 900
 RUN_SECONDS = 1500
+HELD_FROM = 80
+"""The first group that waits: those before it are enough for some steps."""
+
+HOLDING_GRADER = '''
+"""Groups to train on wait for their reward from a certain one on, while there is a file; it adds nothing to it."""
+import asyncio
+import json
+from pathlib import Path
+
+HOLD = Path(__file__).with_name("hold")
+HELD_OUT = {json.loads(line)["prompt"] for line in Path("HELD_OUT_FILE").read_text().splitlines()}
+
+
+async def score(sample):
+    while int(sample.id.partition("/")[0]) >= HELD_FROM and HOLD.exists():
+        if sample.messages[-1].content in HELD_OUT:
+            break
+        await asyncio.sleep(0.1)
+'''
 
 
 @pytest.fixture(autouse=True)
@@ -40,20 +62,30 @@ def rollouts_write_down_what_they_send(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_spec(kind: str, mode: str, *, steps: int, rollouts: int) -> dict[str, Any]:
-    """Take the example as it is, but for the engine; vLLM's has wider heads."""
+    """Take the example as it is, but for how long it trains and is evaluated: less shows the same."""
     python_of(kind)
-    text = (EXAMPLE / ("vllm.yaml" if kind == "vllm" else "experiment.yaml")).read_text()
+    text = (EXAMPLE / f"{kind}.yaml").read_text()
     text = text.replace("{seed}", "0").replace("prepared/", f"{EXAMPLE}/prepared/")
     spec: dict[str, Any] = yaml.safe_load(text.replace("prepare.py", str(EXAMPLE / "prepare.py")))
     spec["name"] = "arithmetic"
-    if kind == "sglang":
-        spec["rollout"]["engine"] = {"kind": kind, "slots": 64, "context_tokens": 128}
     spec["optimisation"]["steps"] = steps
     spec["asynchrony"]["on_weight_update"] = mode
     if mode == "drain":
         spec["asynchrony"]["staleness_threshold"] = 0.0
+    spec["evaluation"] |= {"every_versions": None, "max_rows": 256}
     spec["resources"] = {"rollouts": {"min": rollouts, "max": rollouts}}
     return spec
+
+
+def hold_back(spec: dict[str, Any], directory: Path) -> Path:
+    """Let a run make some steps, and go on when the file that is given is gone: a server takes a minute to start."""
+    hold = directory / "hold"
+    hold.touch()
+    grader = HOLDING_GRADER.replace("HELD_OUT_FILE", spec["evaluation"]["path"]).replace("HELD_FROM", str(HELD_FROM))
+    (directory / "hold.py").write_text(grader)
+    path = f"{directory / 'hold.py'}:score"
+    spec["reward"]["components"].append({"kind": "custom", "path": path, "timeout_seconds": RUN_SECONDS})
+    return hold
 
 
 def servers_of(run: Run) -> list[int]:
@@ -87,6 +119,31 @@ def members_of_committed(run: Run) -> list[list[dict[str, Any]]]:
         return [json.loads(members) for (members,) in rows]
 
 
+def rollouts_of(run: Run) -> list[dict[str, Any]]:
+    """Ask the gateway what its rollouts can do and what they say of themselves."""
+    info = FleetInfo.read(run.runs / "arithmetic" / "fleet")
+    headers = {"Authorization": f"Bearer {info.token}"}
+    services = httpx.get(f"{info.gateway_url}/v1/services", headers=headers, timeout=60).raise_for_status().json()
+    return [each for each in services["items"] if each["kind"] == "rollout"]
+
+
+def serve_alike(run: Run) -> bool:
+    """Whether every rollout serves the same version, and not the first one."""
+    versions = {each["observed"]["policy_version"] for each in rollouts_of(run)}
+    return len(versions) == 1 and bool(versions - {None, 0})
+
+
+def soon(run: Run, condition: Callable[[], Any], what: str) -> None:
+    """Wait for a state of a run that goes on; a look takes a part of what the run computes with."""
+
+    def holds() -> Any:
+        found = condition()
+        assert found or run.process.poll() is None, run.said()
+        return found
+
+    until(holds, START_SECONDS, what, pause_seconds=1.0)
+
+
 def end(run: Run) -> None:
     """End a run that a test gave up."""
     if run.process.poll() is None:
@@ -107,15 +164,19 @@ def finish(run: Run) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_learns_while_a_server_is_killed_and_replaced(tmp_path: Path, kind: str) -> None:
-    run = Run(a_spec(kind, "interrupt", steps=40, rollouts=2), tmp_path, tmp_path / "runs")
+    spec = a_spec(kind, "interrupt", steps=16, rollouts=2)
+    hold = hold_back(spec, tmp_path)
+    run = Run(spec, tmp_path, tmp_path / "runs")
     try:
-        until(lambda: len(servers_of(run)) == 2 or run.process.poll() is not None, START_SECONDS, "two servers")
+        soon(run, lambda: len(servers_of(run)) == 2, "two servers")
         run.until_it_says(r"step [1-9]\d*/")
         victim = servers_of(run)[0]
         os.kill(victim, signal.SIGKILL)
-        until(lambda: len(set(servers_of(run)) - {victim}) == 2, START_SECONDS, "another server")
+        soon(run, lambda: len(set(servers_of(run)) - {victim}) == 2, "another server")
+        soon(run, lambda: serve_alike(run), "the rollout of the other server to have caught up")
 
         servers = servers_of(run)
+        hold.unlink()
         summary = finish(run)
     finally:
         end(run)
@@ -126,8 +187,14 @@ def test_it_learns_while_a_server_is_killed_and_replaced(tmp_path: Path, kind: s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_learns_on_drained_weights(tmp_path: Path, kind: str) -> None:
-    run = Run(a_spec(kind, "drain", steps=12, rollouts=1), tmp_path, tmp_path / "runs")
+    run = Run(a_spec(kind, "drain", steps=10, rollouts=1), tmp_path, tmp_path / "runs")
     try:
+        soon(run, lambda: servers_of(run), "a server")
+        [found] = [each["capabilities"] for each in rollouts_of(run)]
+        [offer] = [each for each in found["engines"] if each["kind"] == kind]
+        assert offer["can_start"]
+        assert ("sleep" in offer["capabilities"]) == bool(found["devices"]), "on a CPU it keeps its memory"
+
         summary = finish(run)
     finally:
         end(run)
@@ -139,9 +206,9 @@ def test_it_learns_on_drained_weights(tmp_path: Path, kind: str) -> None:
 def test_it_learns_on_weights_swapped_in_place_though_a_rollout_is_killed_and_leaves_no_server(
     tmp_path: Path, kind: str
 ) -> None:
-    run = Run(a_spec(kind, "continue", steps=16, rollouts=1), tmp_path, tmp_path / "runs")
+    run = Run(a_spec(kind, "continue", steps=10, rollouts=1), tmp_path, tmp_path / "runs")
     try:
-        until(lambda: servers_of(run) or run.process.poll() is not None, START_SECONDS, "a server")
+        soon(run, lambda: servers_of(run), "a server")
         [server] = servers_of(run)
         keeper = psutil.Process(server).parent()
         assert keeper is not None
@@ -149,7 +216,7 @@ def test_it_learns_on_weights_swapped_in_place_though_a_rollout_is_killed_and_le
         assert rollout is not None
         descendants = [keeper, *psutil.Process(server).children(recursive=True)]
         places = list(Path(tempfile.gettempdir()).glob(f"{PREFIX}{rollout.pid}-*"))
-        until(lambda: shared_memory_of(server) or kind != "sglang", START_SECONDS, "its shared memory to be noted")
+        soon(run, lambda: shared_memory_of(server) or kind != "sglang", "its shared memory to be noted")
         left = shared_memory_of(server)
         rollout.kill()
         until(lambda: not psutil.pid_exists(server), 30, "its server to end")
@@ -166,11 +233,11 @@ def test_it_learns_on_weights_swapped_in_place_though_a_rollout_is_killed_and_le
 
 @pytest.mark.sglang
 def test_it_learns_from_weights_that_the_trainer_sends_to_servers_of_which_one_is_killed(tmp_path: Path) -> None:
-    spec = a_spec("sglang", "interrupt", steps=30, rollouts=2)
+    spec = a_spec("sglang", "interrupt", steps=16, rollouts=2)
     spec["rollout"]["engine"]["update_weights_from"] = "distributed"
     run = Run(spec, tmp_path, tmp_path / "runs")
     try:
-        until(lambda: len(servers_of(run)) == 2 or run.process.poll() is not None, START_SECONDS, "two servers")
+        soon(run, lambda: len(servers_of(run)) == 2, "two servers")
         run.until_it_says(r"step [1-9]\d*/")
         os.kill(servers_of(run)[0], signal.SIGKILL)
         summary = finish(run)

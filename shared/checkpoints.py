@@ -3,7 +3,7 @@
 The trainer writes them; the gateway looks here for what is durable, since its database may be older or newer.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from re import compile as pattern
@@ -112,8 +112,12 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def check_files(stored: StoredCheckpoint) -> None:
+def check_files(stored: StoredCheckpoint, moved: Callable[[], None] = lambda: None) -> None:
     """Read every file once, and compare it with what was written; blocks.
+
+    Args:
+        stored: a checkpoint.
+        moved: called after each file.
 
     Raises:
         ModelError: a file has other bytes.
@@ -125,6 +129,7 @@ def check_files(stored: StoredCheckpoint) -> None:
             raise ModelError(f"checkpoint {stored.path} cannot be read: {error}") from error
         if found != expected:
             raise ModelError(f"checkpoint {stored.path} is damaged: {name} is not what was written")
+        moved()
 
 
 def state_of(path: Path) -> CheckpointState | None:

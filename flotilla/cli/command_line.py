@@ -208,6 +208,9 @@ def _add_kept(commands: "Commands") -> None:
     checkpoints = add_command(commands, "checkpoints", text, "listing:checkpoints")
     add_experiment(checkpoints, or_directory=True)
     checkpoints.add_argument("--all", action="store_true", help="list those that were removed, too")
+    checkpoints.add_argument(
+        "--verify", action="store_true", help="compare with the copies at checkpoint.upload_to now"
+    )
     for parser in (ls, delete, checkpoints):
         add_json(parser)
         add_gateway(parser)

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from flotilla.connection import Source, open_client
 from shared.errors import NotFound, Unavailable
+from shared.schemas.uploads import UploadRecord
 
 DATABASE = "gateway.sqlite"
 EXPERIMENTS = "experiments"
@@ -102,6 +103,8 @@ class StoredExperiments:
         row = next((row for row in rows if row["id"] == rest[0]), None)
         if row is None:
             raise NotFound(f"there is no experiment {rest[0]!r} in {self.data}")
+        if rest[2:]:
+            raise Unavailable(f"no fleet runs with the data directory {self.data}: only its gateway looks there now")
         return self._part(row, rest[1] if rest[1:] else "", params or {})
 
     def _part(self, row: Mapping[str, Any], name: str, params: Mapping[str, Any]) -> Any:
@@ -116,9 +119,11 @@ class StoredExperiments:
                 found = self._rows("SELECT * FROM checkpoints WHERE experiment_id = ? ORDER BY step", row["id"])
                 names = ("step", "version", "at")
                 place = self._directory(row)
+                copies = self._uploads(row["id"])
                 items = [
                     {each: made[each] for each in names}
                     | {"path": str(place / Path(made["path"]).relative_to(row["directory"]))}
+                    | ({} if copies is None else {"upload": copies.view_of(made["step"]).model_dump(mode="json")})
                     for made in found
                 ]
                 return {"items": items, "next": None}
@@ -131,6 +136,11 @@ class StoredExperiments:
 
     def _rows(self, query: str, *values: Any) -> list[dict[str, Any]]:
         return [dict(row) for row in self._database.execute(query, values)]
+
+    def _uploads(self, experiment_id: str) -> UploadRecord | None:
+        query = "SELECT data FROM windows WHERE experiment_id = ? AND name = 'uploads'"
+        found = self._rows(query, experiment_id)
+        return UploadRecord.model_validate_json(found[0]["data"]) if found else None
 
     def _metrics(self, experiment_id: str, params: Mapping[str, Any]) -> dict[str, Any]:
         names = [name for name in str(params.get("names") or "").split(",") if name]

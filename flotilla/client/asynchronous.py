@@ -24,7 +24,6 @@ from shared.samples.kinds import SampleKind
 from shared.samples.query import SampleOrder
 from shared.schemas.experiment import (
     CheckpointFiles,
-    CheckpointView,
     DiagnosisView,
     Event,
     ExperimentView,
@@ -34,6 +33,7 @@ from shared.schemas.experiment import (
 from shared.schemas.fleet import FleetView
 from shared.schemas.samples import SamplePage, SampleView
 from shared.schemas.service import ServiceView
+from shared.schemas.uploads import ListedCheckpoint
 from shared.streams.ledger import Ledger
 
 CALL_SECONDS = 30.0
@@ -245,9 +245,9 @@ class AsyncClient:
         """Read what bounds its speed, and what would change that."""
         return DiagnosisView.model_validate(await self._read(await self._path(experiment), "diagnosis"))
 
-    async def checkpoints(self, experiment: str) -> list[CheckpointView]:
-        """List its durable checkpoints by step."""
-        return await self._pages(CheckpointView, f"{await self._path(experiment)}/checkpoints", {})
+    async def checkpoints(self, experiment: str) -> list[ListedCheckpoint]:
+        """List its durable checkpoints by step, with how far their copies at ``checkpoint.upload_to`` are."""
+        return await self._pages(ListedCheckpoint, f"{await self._path(experiment)}/checkpoints", {})
 
     async def fetch_model(
         self, experiment: str, directory: str | Path | None = None, *, step: int | None = None

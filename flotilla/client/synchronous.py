@@ -11,10 +11,11 @@ from flotilla.client.views import Experiment, Experiments, Metrics
 from flotilla.connection import DEFAULT_DATA
 from shared.samples.kinds import SampleKind
 from shared.samples.query import SampleOrder
-from shared.schemas.experiment import CheckpointView, DiagnosisView, Event, MetricPoint
+from shared.schemas.experiment import DiagnosisView, Event, MetricPoint
 from shared.schemas.fleet import FleetView
 from shared.schemas.samples import SampleView
 from shared.schemas.service import ServiceView
+from shared.schemas.uploads import ListedCheckpoint
 
 Result = TypeVar("Result")
 Params = ParamSpec("Params")
@@ -140,8 +141,8 @@ class Client:
         """Read what bounds its speed."""
         return self._run(self._client.diagnosis, experiment)
 
-    def checkpoints(self, experiment: str) -> list[CheckpointView]:
-        """List its durable checkpoints by step."""
+    def checkpoints(self, experiment: str) -> list[ListedCheckpoint]:
+        """List its durable checkpoints by step, with how far their copies at ``checkpoint.upload_to`` are."""
         return self._run(self._client.checkpoints, experiment)
 
     def samples(

@@ -6,13 +6,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from flotilla.cli.exit_codes import ExitCode
 from flotilla.cli.gateway import open_gateway
 from flotilla.cli.output import new_console, short_path, table_of, write_json
 from flotilla.cli.progress import number
 from flotilla.cli.reading import PAGE, read_checkpoints
 from flotilla.cli.stored import open_source
 from flotilla.connection import Source, find_experiment, is_active, list_experiments
-from shared.schemas.experiment import CheckpointView, ExperimentView, Page
+from shared.schemas.experiment import ExperimentView, Page
+from shared.schemas.uploads import ListedCheckpoint, UploadCheck
 
 COLUMNS = ("id", "name", "state", "step", "version", "created")
 
@@ -97,28 +99,61 @@ async def checkpoints(arguments: argparse.Namespace) -> int:
         view = await find_experiment(client, reference)
         found = await read_checkpoints(client, view)
         evaluations = await read_evaluations(client, view)
-    rows = describe_checkpoints(found, evaluations, Path(view.directory))
+        rows = describe_checkpoints(found, evaluations, Path(view.directory))
+        checked = await verify(client, view, rows) if arguments.verify else {}
+    code = ExitCode.DONE if all(each.is_whole for each in checked.values()) else ExitCode.FAILED
     if arguments.json:
-        write_json(rows)
-        return 0
+        copies = {step: each.model_dump(mode="json") for step, each in checked.items()}
+        write_json([row | ({"copy": copies[row["step"]]} if row["step"] in copies else {}) for row in rows])
+        return code
     console = new_console()
     if not rows:
         console.print(f"{view.id} has no checkpoint yet", markup=False)
-        return 0
+        return code
     shown = [row for row in rows if arguments.all or row["is_kept"] is not False]
+    columns = ["step", "version", "held-out", "made", ""]
     cells = [
-        (str(row["step"]), str(row["version"]), number(row["held_out"]), row["at"][:19].replace("T", " "), _marks(row))
+        [str(row["step"]), str(row["version"]), number(row["held_out"]), row["at"][:19].replace("T", " "), _marks(row)]
         for row in shown
     ]
-    console.print(table_of(("step", "version", "held-out", "made", ""), cells, title=f"{view.name} ({view.id})"))
+    if any(row["upload"] for row in shown):
+        columns.insert(4, "copy")
+        for cell, row in zip(cells, shown, strict=True):
+            cell.insert(4, row["upload"]["state"] if row["upload"] else "")
+    console.print(table_of(columns, cells, title=f"{view.name} ({view.id})"))
     for row in shown:
         if row["is_kept"] is not False:
             console.print(f"step {row['step']:<6} {short_path(row['path'])}", markup=False)
+        if row["upload"] and row["upload"]["state"] != "removed":
+            console.print(f"            {_copy_of(row['upload'], checked.get(row['step']))}", markup=False)
     if len(shown) < len(rows):
         num_removed = len(rows) - len(shown)
         what = "1 older one was" if num_removed == 1 else f"{num_removed} older ones were"
         console.print(f"{what} removed (checkpoint.keep); --all lists {'it' if num_removed == 1 else 'them'}")
-    return 0
+    return code
+
+
+async def verify(client: Source, view: ExperimentView, rows: Sequence[Mapping[str, Any]]) -> dict[int, UploadCheck]:
+    """Compare the checkpoints that are kept with their copies, by step."""
+    path, found = f"/v1/experiments/{view.id}/checkpoints", {}
+    for row in rows:
+        if row["upload"] and row["is_kept"] is not False and row["upload"]["state"] != "removed":
+            answer = await client.call("GET", f"{path}/{row['step']}/upload", deadline_seconds=60)
+            found[int(row["step"])] = UploadCheck.model_validate(answer)
+    return found
+
+
+def _copy_of(upload: Mapping[str, Any], checked: UploadCheck | None) -> str:
+    """Say where the copy of a checkpoint is, and whether it is whole."""
+    if checked is not None:
+        return f"{upload['url']} ({'whole' if checked.is_whole else 'lacks ' + ', '.join(checked.missing)})"
+    match upload["state"]:
+        case "uploaded":
+            return f"{upload['url']} (whole, since {upload['at'][:19].replace('T', ' ')})"
+        case "failed":
+            return f"{upload['url']} (not there: {upload['cause']}; it is tried again)"
+        case state:
+            return f"{upload['url']} ({state})"
 
 
 def _marks(row: Mapping[str, Any]) -> str:
@@ -134,7 +169,7 @@ async def read_evaluations(client: Source, view: ExperimentView) -> dict[int, fl
 
 
 def describe_checkpoints(
-    found: Sequence[CheckpointView], evaluations: Mapping[int, float], directory: Path
+    found: Sequence[ListedCheckpoint], evaluations: Mapping[int, float], directory: Path
 ) -> list[dict[str, Any]]:
     """Say of each checkpoint what its version came to on held-out problems.
 

@@ -76,6 +76,7 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("GET", f"{EXPERIMENT}/metrics"): READING,
     ("GET", f"{EXPERIMENT}/events"): READING,
     ("GET", f"{EXPERIMENT}/checkpoints"): READING,
+    ("GET", f"{EXPERIMENT}/checkpoints/{{step}}/upload"): READING,
     ("GET", f"{EXPERIMENT}/checkpoints/{{step}}/files"): READING,
     ("GET", f"{EXPERIMENT}/checkpoints/{{step}}/files/{{name:path}}"): READING,
     ("GET", f"{EXPERIMENT}/diagnosis"): READING,

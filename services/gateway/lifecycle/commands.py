@@ -21,6 +21,7 @@ from services.gateway.store.answers import stage_answer
 from services.gateway.store.records import ExperimentRecord
 from services.gateway.store.transaction import Transaction
 from services.gateway.uploads.fetching import fetch
+from services.gateway.uploads.watched import WatchedCalls
 from shared.access import Scope
 from shared.checkpoints import StoredCheckpoint
 from shared.clock import Clock, rfc3339
@@ -155,7 +156,8 @@ class ExperimentCommands:
         where, step = origins.parse_reference(reference)
         if is_url(where):
             self._places.check_checkpoint_url(where, origins.FIELD)
-            return await asyncio.to_thread(fetch, where, step, self._downloads / secrets.token_hex(8))
+            place = self._downloads / secrets.token_hex(8)
+            return await WatchedCalls(where).run(lambda _, moved: fetch(where, step, place, moved))
         path = Path(where) if "/" in where else Path(self._repository.named(where).record.directory)
         return await asyncio.to_thread(origins.find, path, step)
 

@@ -9,9 +9,11 @@ from fastapi.responses import FileResponse
 from services.gateway.routes.dependencies import Cursor, Gateway, Limit, page_of
 from services.gateway.store.answers import stage_answer
 from services.gateway.store.writes import PutCheckpoint
-from shared.checkpoints import CheckpointState, state_of
+from services.gateway.uploads.uploads import compare, record_of
+from shared.checkpoints import CheckpointState, StoredCheckpoint, state_of
 from shared.errors import NotFound
 from shared.schemas.experiment import CheckpointFile, CheckpointFiles, CheckpointView, Page
+from shared.schemas.uploads import ListedCheckpoint, UploadCheck
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
 
@@ -36,14 +38,33 @@ async def put_checkpoint(experiment_id: str, checkpoint: CheckpointView, gateway
 
 @router.get("/checkpoints")
 async def checkpoints(experiment_id: str, gateway: Gateway, after: Cursor = None, limit: Limit = 100) -> Page:
-    """List the checkpoints by step.
+    """List the checkpoints by step, with how far their copies at ``checkpoint.upload_to`` are.
 
     Raises:
         NotFound: there is no such experiment (404).
     """
-    gateway.repository.get(experiment_id)
+    experiment = gateway.repository.get(experiment_id)
     found = await gateway.store.checkpoints(experiment_id)
-    return page_of([(str(each.step), each) for each in found], after, limit)
+    uploads = await record_of(gateway.store, experiment)
+    listed = [
+        ListedCheckpoint(**each.model_dump(), upload=None if uploads is None else uploads.view_of(each.step))
+        for each in found
+    ]
+    return page_of([(str(each.step), each) for each in listed], after, limit)
+
+
+@router.get("/checkpoints/{step}/upload")
+async def check_upload(experiment_id: str, step: int, gateway: Gateway) -> UploadCheck:
+    """Compare a checkpoint with its copy at ``checkpoint.upload_to`` as it is now: its state, and every file's size.
+
+    Raises:
+        NotFound: there is no such experiment or checkpoint, it is not on the gateway's disk, or no URL is named (404).
+        InvalidSpec: the operator does not allow the URL any more (422).
+        Unavailable: the store does not answer, or refuses (503).
+    """
+    path, state = await _stored(experiment_id, step, gateway)
+    stored = StoredCheckpoint(step, path, state)
+    return await compare(gateway.repository.get(experiment_id), stored, gateway.settings.places)
 
 
 @router.get("/checkpoints/{step}/files")

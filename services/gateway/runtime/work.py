@@ -31,7 +31,7 @@ class ExperimentWork:
     def __init__(self, parts: GatewayParts) -> None:
         self._parts = parts
         self._tracking = Tracking(parts.store, parts.events)
-        self._uploads = Uploads(parts.events, parts.settings.places)
+        self._uploads = Uploads(parts.store, parts.clock, parts.events, parts.settings.places)
 
     async def run(self, experiment: Experiment) -> None:
         """Feed, watch, evaluate and track an experiment until cancelled.

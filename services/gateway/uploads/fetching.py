@@ -1,27 +1,31 @@
 """A checkpoint at a URL, brought to the disk and checked, for an experiment that begins from it."""
 
 import contextlib
+import errno
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from services.gateway.uploads.remote import RemoteCheckpoints
 from shared.checkpoints import StoredCheckpoint, check_files, step_of
-from shared.errors import FlotillaError, ModelError
+from shared.errors import FlotillaError, ModelError, Unavailable
 
 FIELD = "checkpoint.resume_from"
 
 
-def fetch(url: str, step: int | None, directory: Path) -> StoredCheckpoint:
+def fetch(url: str, step: int | None, directory: Path, moved: Callable[[], None] = lambda: None) -> StoredCheckpoint:
     """Download the checkpoint of a step, or the newest one; blocks.
 
     Args:
         url: of a folder of checkpoints, or of one checkpoint.
         step: None for the newest.
         directory: to be made; removed where this fails.
+        moved: called whenever some bytes came.
 
     Raises:
         InvalidSpec: nothing that is installed reaches the URL.
         ModelError: there is none, it cannot be read, or it is damaged.
+        Unavailable: the disk is full.
     """
     root, _, last = url.rstrip("/").rpartition("/")
     own = step_of(last)
@@ -32,7 +36,7 @@ def fetch(url: str, step: int | None, directory: Path) -> StoredCheckpoint:
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         try:
-            remote = RemoteCheckpoints(url)
+            remote = RemoteCheckpoints(url, moved)
             steps = remote.steps()
             if not steps or (step is not None and step not in steps):
                 there = ", ".join(map(str, steps)) or "none"
@@ -41,8 +45,14 @@ def fetch(url: str, step: int | None, directory: Path) -> StoredCheckpoint:
             stored = remote.download(steps[-1] if step is None else step, directory)
         except FlotillaError:
             raise
+        except OSError as error:
+            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+                raise Unavailable(
+                    f"{FIELD}: the disk of {directory.parent} is full, so the checkpoint at {url} could not be taken"
+                ) from error
+            raise ModelError(f"{FIELD}: {url} cannot be read: {type(error).__name__}: {error}") from error
         except Exception as error:  # each protocol's package raises errors of its own
             raise ModelError(f"{FIELD}: {url} cannot be read: {type(error).__name__}: {error}") from error
-        check_files(stored)
+        check_files(stored, moved)
         stack.pop_all()
     return stored

@@ -6,10 +6,15 @@ URL/step-00000040/
     state.json
 
 What was interrupted goes on where it stopped: files that have their size are not sent again, if they are of the same
-checkpoint. A store's own upload of one file is whole or not there; of a file system one that was cut off is shorter.
+checkpoint. A store's own upload of one file is whole or not there; in a file system each file is flushed before it gets
+its name, and all of them before the ``state.json``.
 """
 
+import contextlib
+import os
+import secrets
 import threading
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,12 +31,13 @@ class RemoteCheckpoints:
 
     Args:
         url: that fsspec knows.
+        moved: called whenever a store has taken some bytes.
 
     Raises:
         InvalidSpec: nothing that is installed reaches it.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, moved: Callable[[], None] = lambda: None) -> None:
         try:
             import fsspec
 
@@ -40,23 +46,35 @@ class RemoteCheckpoints:
             raise InvalidSpec(
                 f"{url} cannot be reached: {error}; install flotilla[data] and its protocol's package"
             ) from None
-        self._root, self._url = str(root).rstrip("/"), url
+        self._root, self._url, self._moved = str(root).rstrip("/"), url, moved
 
     def steps(self) -> list[int]:
         """List the steps whose checkpoint is whole, in ascending order."""
+        return [step for step in self.folders() if self._system.exists(f"{self._folder(step)}/{STATE_FILE}")]
+
+    def folders(self) -> list[int]:
+        """List the steps that have a folder, whole or not, in ascending order."""
         self._system.invalidate_cache()
         if not self._system.exists(self._root):
             return []
         names = [PurePosixPath(str(name)).name for name in self._system.ls(self._root, detail=False)]
-        found = [step for name in names if (step := step_of(name)) is not None]
-        return sorted(step for step in found if self._system.exists(f"{self._folder(step)}/{STATE_FILE}"))
+        return sorted(step for name in names if (step := step_of(name)) is not None)
 
     def holds(self, stored: StoredCheckpoint) -> bool:
         """Tell whether this very checkpoint is there, and whole."""
-        return self._read(f"{self._folder(stored.step)}/{STATE_FILE}") == (stored.path / STATE_FILE).read_bytes()
+        return not self.lacking(stored)
+
+    def lacking(self, stored: StoredCheckpoint) -> list[str]:
+        """Name what is not there of this very checkpoint: its state alone, or files without their size."""
+        folder = self._folder(stored.step)
+        if self._read(f"{folder}/{STATE_FILE}") != (stored.path / STATE_FILE).read_bytes():
+            return [STATE_FILE]
+        self._system.invalidate_cache()
+        there = self._sizes(folder)
+        return [name for name, size in stored.state.files.items() if there.get(name) != size]
 
     def upload(self, stored: StoredCheckpoint, stop: threading.Event) -> bool:
-        """Copy a checkpoint there; False if it was told to stop before it was whole.
+        """Copy a checkpoint there; False if it was told to stop before it was whole, or another one took its place.
 
         Raises:
             FileNotFoundError: it was removed from the disk meanwhile.
@@ -65,7 +83,10 @@ class RemoteCheckpoints:
         self._system.invalidate_cache()
         there = self._sizes(folder)
         if STATE_FILE in there:
-            # Of the same step, and another lineage. From here on it is no checkpoint.
+            if self._read(f"{folder}/{STATE_FILE}") == state:
+                # Files of it were lost: what is still there stays.
+                self._write(f"{folder}/{UPLOADING}", state)
+            # Else of the same step, and another lineage. From here on it is no checkpoint.
             self._system.rm_file(f"{folder}/{STATE_FILE}")
         if self._read(f"{folder}/{UPLOADING}") != state:
             if there:
@@ -76,8 +97,14 @@ class RemoteCheckpoints:
             if stop.is_set():
                 return False
             if there.get(name) != size:
-                self._make_parent(f"{folder}/{name}")
-                self._system.put_file(str(stored.path / name), f"{folder}/{name}")
+                self._put(stored.path / name, f"{folder}/{name}")
+            self._moved()
+        for name in there.keys() - stored.state.files.keys() - {STATE_FILE, UPLOADING}:
+            # What a file system had of a file when its writer died.
+            self._system.rm_file(f"{folder}/{name}")
+        if stop.is_set() or (stored.path / STATE_FILE).read_bytes() != state:
+            # A trainer that went on from an older one made this step again meanwhile: some files are of either.
+            return False
         self._write(f"{folder}/{STATE_FILE}", state)
         self._system.rm_file(f"{folder}/{UPLOADING}")
         return True
@@ -110,7 +137,10 @@ class RemoteCheckpoints:
             if not target.resolve().is_relative_to(path.resolve()):
                 raise ModelError(f"the checkpoint of step {step} at {self._url} has a file outside of it, {name!r}")
             target.parent.mkdir(parents=True, exist_ok=True)
-            self._system.get_file(f"{folder}/{name}", str(target))
+            self._system.get_file(f"{folder}/{name}", str(target), callback=self._callback())
+            self._moved()
+            # An experiment that begins from it gets a second name of the file, no copy.
+            _flush(target)
         (path / STATE_FILE).write_bytes(encoded)
         return StoredCheckpoint(step, path, state)
 
@@ -131,12 +161,47 @@ class RemoteCheckpoints:
             return None
         return content
 
-    def _write(self, path: str, content: bytes) -> None:
-        self._make_parent(path)
-        self._system.pipe_file(path, content)
-
-    def _make_parent(self, path: str) -> None:
+    @property
+    def _is_file_system(self) -> bool:
         protocol = self._system.protocol
-        # Stores of objects have no folders.
-        if "file" in ((protocol,) if isinstance(protocol, str) else protocol):
-            self._system.makedirs(path.rpartition("/")[0], exist_ok=True)
+        return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
+
+    def _put(self, source: Path, path: str) -> None:
+        watched = self._callback()
+        self._store(path, lambda there: self._system.put_file(str(source), there, callback=watched))
+
+    def _callback(self) -> Any:
+        from fsspec.callbacks import Callback
+
+        return Callback(hooks={"moved": lambda *_, **__: self._moved()})
+
+    def _write(self, path: str, content: bytes) -> None:
+        self._store(path, lambda there: self._system.pipe_file(there, content))
+
+    def _store(self, path: str, write: Callable[[str], None]) -> None:
+        """Write a file that is whole or not there."""
+        if not self._is_file_system:
+            write(path)
+            return
+        # Stores of objects have no folders, and name an object when they have all of it.
+        folder = Path(path).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = f"{path}.{secrets.token_hex(4)}.part"
+        try:
+            write(partial)
+            _flush(Path(partial))
+            Path(partial).replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                Path(partial).unlink()
+            raise
+        for each in (folder, folder.parent, folder.parent.parent):
+            _flush(each)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

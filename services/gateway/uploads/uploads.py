@@ -5,17 +5,26 @@ from pathlib import Path
 
 from services.gateway.events.log import EventLog
 from services.gateway.records.repository import Experiment
-from services.gateway.uploads.uploader import Uploader
+from services.gateway.store.base import Store
+from services.gateway.uploads.remote import RemoteCheckpoints
+from services.gateway.uploads.uploader import WINDOW, Uploader
+from services.gateway.uploads.watched import WatchedCalls
+from shared.checkpoints import StoredCheckpoint
+from shared.clock import Clock
+from shared.errors import FlotillaError, NotFound, Unavailable
 from shared.places import Places
+from shared.schemas.uploads import UploadCheck, UploadRecord
 
 FIELD = "checkpoint.upload_to"
+COMPARE_SECONDS = 25.0
+"""What a store has for its answer to who asks whether a copy is whole."""
 
 
 class Uploads:
-    """Keeps the uploader of each experiment that wants one."""
+    """Makes the uploader of each experiment that wants one."""
 
-    def __init__(self, events: EventLog, places: Places) -> None:
-        self._events, self._places = events, places
+    def __init__(self, store: Store, clock: Clock, events: EventLog, places: Places) -> None:
+        self._store, self._clock, self._events, self._places = store, clock, events, places
 
     async def run(self, experiment: Experiment) -> None:
         """Upload until cancelled; returns at once where no URL is named."""
@@ -28,8 +37,49 @@ class Uploads:
             await uploader.finish()
 
     def _of(self, experiment: Experiment) -> Uploader | None:
-        url, record = experiment.spec.checkpoint.upload_to, experiment.record
+        url = url_of(experiment)
         if url is None:
             return None
-        check = functools.partial(self._places.check_checkpoint_url, url, FIELD)
-        return Uploader(experiment.id, Path(record.directory), url, self._events, check)
+        named = experiment.spec.checkpoint.upload_to or ""
+        check = functools.partial(self._places.check_checkpoint_url, named, FIELD)
+        directory = Path(experiment.record.directory)
+        return Uploader(experiment.id, directory, url, self._store, self._clock, self._events, check)
+
+
+def url_of(experiment: Experiment) -> str | None:
+    """Return the URL of the folder with an experiment's checkpoints; None where its spec names none."""
+    url = experiment.spec.checkpoint.upload_to
+    return None if url is None else f"{url.rstrip('/')}/{experiment.id}"
+
+
+async def compare(experiment: Experiment, stored: StoredCheckpoint, places: Places) -> UploadCheck:
+    """Hold a checkpoint on the disk against its copy, as it is there now.
+
+    Raises:
+        NotFound: the spec names no URL.
+        InvalidSpec: the operator does not allow it any more.
+        Unavailable: the store does not answer, or refuses.
+    """
+    url = url_of(experiment)
+    if url is None:
+        raise NotFound(f"{experiment.id} keeps no copies of its checkpoints: set {FIELD}", experiment_id=experiment.id)
+    places.check_checkpoint_url(experiment.spec.checkpoint.upload_to or "", FIELD)
+    try:
+        missing = await WatchedCalls(url, COMPARE_SECONDS).run(
+            lambda _, moved: RemoteCheckpoints(url, moved).lacking(stored)
+        )
+    except FlotillaError:
+        raise
+    except Exception as error:  # each protocol's package raises errors of its own
+        raise Unavailable(f"{url} cannot be read: {type(error).__name__}: {error}") from error
+    folder = f"{url}/step-{stored.step:08d}"
+    return UploadCheck(step=stored.step, url=folder, is_whole=not missing, missing=tuple(missing))
+
+
+async def record_of(store: Store, experiment: Experiment) -> UploadRecord | None:
+    """Read how far the copies of an experiment's checkpoints are; None where its spec names no URL."""
+    url = url_of(experiment)
+    if url is None:
+        return None
+    kept = await store.window(experiment.id, WINDOW)
+    return UploadRecord.model_validate(kept) if kept else UploadRecord(url=url)

@@ -11,10 +11,12 @@ import pytest
 from flotilla.cli.__main__ import main
 from flotilla.cli.exit_codes import ExitCode
 from services.gateway.store.sql import SqlStore
-from services.gateway.store.writes import PutCheckpoint, PutExperiment, PutMetrics, Write
+from services.gateway.store.writes import PutCheckpoint, PutExperiment, PutMetrics, PutWindow, Write
+from services.gateway.uploads.uploader import WINDOW
 from shared.config.samples import SamplesConfig
 from shared.samples.folder import SampleFolder
 from shared.schemas.experiment import CheckpointView, ExperimentState, MetricPoint
+from shared.schemas.uploads import UploadedCheckpoint, UploadRecord
 from tests.unit.gateway.builders import a_record
 from tests.unit.samples.builders import a_step
 
@@ -66,6 +68,22 @@ def test_a_directory_is_reported_as_the_experiment_that_it_holds(
     assert [sample["reward"] for sample in summary["samples"]] == [1.0, 0.0]
     assert Path(summary["checkpoint"]).is_relative_to(tmp_path) and checkpoint["is_kept"]
     assert summary["logs"] == str(tmp_path / "run" / "fleet" / "logs") or inside
+
+
+def test_a_directory_says_whether_the_copies_of_its_checkpoints_are_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = a_run(tmp_path / "run")
+    done = {"2": UploadedCheckpoint(at="2026-01-01T00:00:00Z", digest="")}
+    record = UploadRecord(url="s3://team/tiny-1", local=(2,), uploaded=done)
+    asyncio.run(store_in(path / "fleet", [PutWindow("tiny-1", WINDOW, record.model_dump(mode="json"))]))
+
+    (checkpoint,) = asked(capsys, "checkpoints", str(path))
+
+    assert checkpoint["upload"] == record.view_of(2).model_dump(mode="json")
+    assert checkpoint["upload"]["state"] == "uploaded"
+    assert main(["checkpoints", str(path), "--verify"]) == ExitCode.UNREACHABLE
+    assert "only its gateway looks there now" in capsys.readouterr().err
 
 
 def test_runs_in_different_directories_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

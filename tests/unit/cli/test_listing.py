@@ -10,7 +10,8 @@ from flotilla.cli.__main__ import main
 from flotilla.cli.command_line import STATES
 from flotilla.cli.commands.listing import describe_checkpoints
 from flotilla.cli.exit_codes import ExitCode
-from shared.schemas.experiment import CheckpointView, ExperimentState
+from shared.schemas.experiment import ExperimentState
+from shared.schemas.uploads import ListedCheckpoint, UploadCheck, UploadView
 from tests.unit.cli.gateway import serve
 from tests.unit.cli.test_progress import a_view
 from tests.unit.cli.test_reference import DRAFT, ENDED, RUNNING, views
@@ -83,9 +84,9 @@ def test_what_is_deleted_is_named_with_what_stays(
     assert "its directory stays: /data/trial-1" in capsys.readouterr().out
 
 
-def made(directory: Path, *steps: int) -> list[CheckpointView]:
+def made(directory: Path, *steps: int) -> list[ListedCheckpoint]:
     return [
-        CheckpointView(step=step, version=step // 5, path=str(directory / f"step-{step}"), at="2026-01-01T00:00:00Z")
+        ListedCheckpoint(step=step, version=step // 5, path=str(directory / f"step-{step}"), at="2026-01-01T00:00:00Z")
         for step in steps
     ]
 
@@ -133,3 +134,58 @@ def test_paths_of_checkpoints_are_printed_whole_outside_of_the_table(
     everything = capsys.readouterr().out
     assert "removed" in everything and "--all" not in everything
     assert found[0].path not in said + everything
+
+
+def test_where_the_copies_are_and_whether_they_are_whole_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    view = a_view(directory=str(tmp_path))
+    uploads = [
+        UploadView(state="removed", url="s3://team/trial-1/step-00000005"),
+        UploadView(state="uploaded", url="s3://team/trial-1/step-00000010", at="2026-01-01T00:05:00.000Z"),
+        UploadView(state="failed", url="s3://team/trial-1/step-00000015", cause="the store is away"),
+        UploadView(state="pending", url="s3://team/trial-1/step-00000020"),
+    ]
+    found = made(tmp_path, 5, 10, 15, 20)
+    for each in found[1:]:
+        Path(each.path).mkdir()
+    listed = [
+        each.model_copy(update={"upload": upload}).model_dump(mode="json")
+        for each, upload in zip(found, uploads, strict=True)
+    ]
+    serve(monkeypatch, [view], {f"/experiments/{view.id}/checkpoints": listed, f"/experiments/{view.id}/metrics": []})
+
+    assert main(["checkpoints", "trial"]) == 0
+    said = capsys.readouterr().out
+    assert main(["checkpoints", "trial", "--json"]) == 0
+
+    assert "s3://team/trial-1/step-00000010 (whole, since 2026-01-01 00:05:00)\n" in said
+    assert "s3://team/trial-1/step-00000015 (not there: the store is away; it is tried again)\n" in said
+    assert "s3://team/trial-1/step-00000020 (pending)\n" in said
+    assert "step-00000005" not in said
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["upload"]["state"] for row in rows] == ["removed", "uploaded", "failed", "pending"]
+
+
+def test_copies_are_looked_at_now_where_that_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    view = a_view(directory=str(tmp_path))
+    found, url = made(tmp_path, 5, 10), "s3://team/trial-1/step-"
+    checks, listed = {}, []
+    for each, missing in zip(found, ((), ("optimizer.safetensors",)), strict=True):
+        Path(each.path).mkdir()
+        upload = UploadView(state="uploaded", url=f"{url}{each.step:08d}", at="2026-01-01T00:05:00.000Z")
+        listed.append(each.model_copy(update={"upload": upload}).model_dump(mode="json"))
+        check = UploadCheck(step=each.step, url=upload.url, is_whole=not missing, missing=missing)
+        checks[f"/experiments/{view.id}/checkpoints/{each.step}/upload"] = check.model_dump(mode="json")
+    lists = {f"/experiments/{view.id}/checkpoints": listed, f"/experiments/{view.id}/metrics": []}
+    serve(monkeypatch, [view], lists | checks)
+
+    assert main(["checkpoints", "trial", "--verify"]) == ExitCode.FAILED
+    said = capsys.readouterr().out
+    assert main(["checkpoints", "trial", "--verify", "--json"]) == ExitCode.FAILED
+
+    assert f"{url}00000005 (whole)\n" in said and f"{url}00000010 (lacks optimizer.safetensors)\n" in said
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["copy"]["is_whole"] for row in rows] == [True, False]

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.core import url_to_fs
 
 from services.gateway.datasets.dataset import Dataset
 from services.gateway.feeder.feeder import Feeder
 from services.gateway.lifecycle.commands import DOWNLOADS
 from services.gateway.lifecycle.states import Action, LifecycleEvent
 from services.gateway.records.repository import Experiment
+from services.gateway.routes.checkpoints import check_upload, checkpoints
 from services.gateway.state import GatewayState
 from services.gateway.store.writes import PutCheckpoint
 from services.gateway.uploads.uploads import Uploads
@@ -91,9 +93,19 @@ async def test_an_experiment_begins_from_a_checkpoint_at_a_url(gateway: GatewayS
         await gateway.commands.create(json.dumps(document))
     places = replace(gateway.settings.places, checkpoint_urls=(url,))
     gateway.commands._places = places
-    uploads = Uploads(gateway.events, places)
+    uploads = Uploads(gateway.store, gateway.clock, gateway.events, places)
     parent.spec = with_changes(parent.spec, {"checkpoint": {"upload_to": url}})
+    assert [each["upload"]["state"] for each in (await checkpoints(parent.id, gateway)).items] == ["pending"] * 2
     await uploads.finish(parent)
+    assert [each["upload"]["state"] for each in (await checkpoints(parent.id, gateway)).items] == ["uploaded"] * 2
+    system, root = url_to_fs(f"{url}/{parent.id}")
+    system.rm_file(f"{root}/step-00000001/optimizer.safetensors")
+    allowed = replace(gateway, settings=replace(gateway.settings, places=places))
+    assert (await check_upload(parent.id, 2, allowed)).is_whole
+    check = await check_upload(parent.id, 1, allowed)
+    assert (check.url, check.missing) == (f"{url}/{parent.id}/step-00000001", ("optimizer.safetensors",))
+    with pytest.raises(InvalidSpec, match="FLOTILLA_CHECKPOINT_URLS"):
+        await check_upload(parent.id, 2, gateway)
     shutil.rmtree(parent.record.directory)
 
     begun = await gateway.commands.create(json.dumps(document))

@@ -1,5 +1,8 @@
 """Checkpoints at a URL: whole or not there, as those on the disk, and another experiment's beginning."""
 
+import asyncio
+import errno
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -10,12 +13,14 @@ import pytest
 
 from services.gateway.events.log import EventLog
 from services.gateway.store.memory import MemoryStore
+from services.gateway.uploads import uploader, watched
 from services.gateway.uploads.fetching import fetch
 from services.gateway.uploads.remote import UPLOADING, RemoteCheckpoints
-from services.gateway.uploads.uploader import Uploader
+from services.gateway.uploads.uploader import WINDOW, Uploader
 from shared.checkpoints import STATE_FILE, StoredCheckpoint, complete
 from shared.clock import ManualClock
-from shared.errors import InvalidSpec, ModelError
+from shared.errors import InvalidSpec, ModelError, Unavailable
+from shared.schemas.uploads import UploadRecord, UploadView
 from tests.unit.gateway.builders import a_spec
 from tests.unit.gateway.stored import store_checkpoint
 
@@ -158,10 +163,18 @@ class Uploading:
     """An uploader and what it told."""
 
     def __init__(self, directory: Path, url: str, check: Any = lambda: None) -> None:
-        self._store = MemoryStore()
-        events = EventLog(self._store, ManualClock())
-        self.uploader = Uploader(directory.name, directory, url, events, check)
+        self._store, clock = MemoryStore(), ManualClock()
+        about = self._store, clock, EventLog(self._store, clock)
+        self.uploader = Uploader("mine", directory, f"{url}/mine", *about, check)
         self._told = 0
+
+    async def views(self, *steps: int) -> list[str]:
+        """Say how far the copies of some steps are, as whoever lists checkpoints is told."""
+        record = UploadRecord.model_validate(await self._store.window("mine", WINDOW))
+        return [record.view_of(step).state for step in steps]
+
+    async def view(self, step: int) -> UploadView:
+        return UploadRecord.model_validate(await self._store.window("mine", WINDOW)).view_of(step)
 
     async def attempt(self) -> list[tuple[str, Any]]:
         """Look once; returns the events."""
@@ -196,6 +209,227 @@ async def test_a_store_that_is_unavailable_is_named_once_and_tried_again(
         assert await uploading.attempt() == []
 
     assert await uploading.attempt() == [("checkpoint_uploaded", 4), ("checkpoint_uploaded", 2)]
+
+
+async def test_what_is_copied_pending_failed_and_gone_is_told(
+    url: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploading = Uploading(directory, url)
+    seen = list[list[str]]()
+    put = type(fsspec.core.url_to_fs(url)[0]).put_file
+
+    with monkeypatch.context() as patched:
+        counted(patched, url, fails_at=3)
+        await uploading.attempt()
+    assert await uploading.views(4, 2) == ["uploaded", "failed"], "one has two files"
+    failed = await uploading.view(2)
+    assert (failed.url, failed.cause) == (f"{url}/mine/step-00000002", "ConnectionError: the store is away")
+
+    loop = asyncio.get_running_loop()
+
+    def put_file(self: Any, *names: str, **options: Any) -> None:
+        seen.append(asyncio.run_coroutine_threadsafe(uploading.views(4, 2), loop).result(5))
+        put(self, *names, **options)
+
+    monkeypatch.setattr(type(fsspec.core.url_to_fs(url)[0]), "put_file", put_file)
+    await uploading.attempt()
+
+    assert seen == [["uploaded", "uploading"]] * 2
+    assert await uploading.views(6, 4, 2) == ["pending", "uploaded", "uploaded"]
+    assert (await uploading.view(4)).at == "1970-01-12T13:46:40.000Z"
+    shutil.rmtree(directory / "checkpoints" / "step-00000002")
+    await uploading.attempt()
+    assert await uploading.views(4, 2) == ["uploaded", "removed"]
+
+
+async def test_a_later_gateway_knows_what_is_there_and_tells_it_no_second_time(url: str, directory: Path) -> None:
+    uploading = Uploading(directory, url)
+    await uploading.attempt()
+    before = uploading.uploader
+    after = Uploader("mine", directory, before.url, before._store, before._clock, before._events, before._check)
+    uploading.uploader = after
+
+    assert await uploading.attempt() == []
+    assert await uploading.views(4, 2) == ["uploaded", "uploaded"]
+
+
+async def test_a_file_that_was_lost_at_the_url_is_noticed_and_sent_again(
+    url: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploading, remote = Uploading(directory, url), RemoteCheckpoints(f"{url}/mine")
+    await uploading.attempt()
+    system, root = fsspec.core.url_to_fs(f"{url}/mine")
+    system.rm_file(f"{root}/step-00000004/optimizer.safetensors")
+    assert not remote.holds(newest(directory))
+    sent = counted(monkeypatch, url)
+    assert await uploading.attempt() == [], "sizes are compared every ten minutes"
+    monkeypatch.setattr(uploader, "CHECK_SECONDS", 0.0)
+
+    assert await uploading.attempt() == [("checkpoint_uploaded", 4)]
+
+    assert len(sent) == 1
+    assert remote.holds(newest(directory))
+    assert await uploading.views(4) == ["uploaded"]
+
+
+async def test_one_that_the_disk_loses_while_it_is_looked_at_is_no_failure(
+    url: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploading, holds = Uploading(directory, url), RemoteCheckpoints.holds
+
+    def vanishing(self: RemoteCheckpoints, stored: StoredCheckpoint) -> bool:
+        if stored.step == 2:
+            shutil.rmtree(stored.path)
+        return holds(self, stored)
+
+    monkeypatch.setattr(RemoteCheckpoints, "holds", vanishing)
+
+    assert await uploading.attempt() == [("checkpoint_uploaded", 4)]
+
+
+def test_a_step_that_is_made_again_while_it_is_copied_is_not_called_whole(
+    url: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = type(fsspec.core.url_to_fs(url)[0])
+    put = system.put_file
+
+    def put_file(self: Any, *names: str, **options: Any) -> None:
+        put(self, *names, **options)
+        shutil.rmtree(newest(directory).path)
+        store_checkpoint(directory, 4, SPEC | {"seed": 9})
+
+    with monkeypatch.context() as patched:
+        patched.setattr(system, "put_file", put_file)
+        assert not upload(url, directory)
+
+    assert RemoteCheckpoints(url).steps() == []
+    assert upload(url, directory)
+    assert files_of(fetch(url, 4, tmp_path / "fetched").path) == files_of(newest(directory).path)
+
+
+async def test_half_of_a_checkpoint_that_the_disk_keeps_no_more_is_removed(
+    url: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploading = Uploading(directory, url)
+    with monkeypatch.context() as patched:
+        counted(patched, url, fails_at=2)
+        await uploading.attempt()
+    system, root = fsspec.core.url_to_fs(f"{url}/mine")
+    assert system.exists(f"{root}/step-00000004")
+    shutil.rmtree(directory / "checkpoints" / "step-00000004")
+    store_checkpoint(directory, 6, SPEC)
+
+    await uploading.attempt()
+
+    assert sorted(Path(each).name for each in system.ls(root, detail=False)) == ["step-00000002", "step-00000006"]
+
+
+async def test_an_experiment_that_ends_does_not_wait_for_a_url_that_is_not_allowed(url: str, directory: Path) -> None:
+    def refuse() -> None:
+        raise InvalidSpec("no longer")
+
+    uploading = Uploading(directory, url, refuse)
+
+    await asyncio.wait_for(uploading.uploader.finish(), 5)
+
+    assert (await uploading.view(4)).cause == "no longer"
+
+
+async def test_a_store_that_hangs_is_named_and_keeps_nothing_from_ending(
+    url: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploading, answers = Uploading(directory, url), threading.Event()
+    monkeypatch.setattr(watched, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(watched, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(watched, "LEAVE_SECONDS", 0.1)
+    system = type(fsspec.core.url_to_fs(url)[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(system, "put_file", lambda *_, **__: answers.wait(30))
+
+        assert await asyncio.wait_for(uploading.attempt(), 5) == [("upload_failed", None)]
+        assert "does not answer: nothing moved for 0.2 s" in str((await uploading.view(4)).cause)
+        assert await asyncio.wait_for(uploading.attempt(), 5) == []
+        assert "a call that was given up has not ended" in str((await uploading.view(4)).cause)
+        monkeypatch.setattr(watched, "SILENT_SECONDS", 60.0)
+        other = Uploading(directory, url)
+        running = asyncio.create_task(other.uploader.run())
+        await asyncio.sleep(0.1)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(running, 5)
+        answers.set()
+
+
+def test_every_file_is_on_the_disk_of_a_file_system_before_the_state_is(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "remote/step-00000004"
+    flushed = list[tuple[str, bool]]()
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        flushed.append((os.readlink(f"/proc/self/fd/{descriptor}"), (folder / STATE_FILE).exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    upload(f"file://{tmp_path}/remote", directory)
+
+    early = [Path(path) for path, is_whole in flushed if not is_whole and path.endswith(".part")]
+    written = {str(each.relative_to(folder).with_suffix("").with_suffix("")) for each in early}
+    assert written >= set(newest(directory).state.files)
+    assert str(folder) in {path for path, _ in flushed} and str(folder.parent) in {path for path, _ in flushed}
+
+
+def test_a_file_that_was_cut_off_has_no_name_and_is_removed_with_the_next_upload(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "remote/step-00000004"
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", lambda *_: raise_killed())
+        patched.setattr(Path, "unlink", lambda *_: None)
+        with pytest.raises(KeyboardInterrupt):
+            upload(f"file://{tmp_path}/remote", directory)
+    assert [each.suffix for each in folder.iterdir()] == [".part"]
+
+    assert upload(f"file://{tmp_path}/remote", directory)
+
+    assert files_of(folder).keys() == newest(directory).state.files.keys() | {STATE_FILE}
+
+
+def raise_killed() -> None:
+    raise KeyboardInterrupt
+
+
+def test_what_is_downloaded_is_flushed_since_an_experiment_links_to_it(
+    url: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload(url, directory)
+    flushed = set[str]()
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        flushed.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    stored = fetch(url, None, tmp_path / "fetched")
+
+    assert {str(stored.path / name) for name in stored.state.files} <= flushed
+
+
+def test_a_full_disk_is_not_called_a_store_that_cannot_be_read(
+    url: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload(url, directory)
+
+    def get_file(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(type(fsspec.core.url_to_fs(url)[0]), "get_file", get_file)
+
+    with pytest.raises(Unavailable, match=r"checkpoint\.resume_from: the disk of .* is full"):
+        fetch(url, None, tmp_path / "fetched")
+    assert not (tmp_path / "fetched").exists()
 
 
 async def test_a_url_that_the_operator_allows_no_more_is_left_alone(url: str, directory: Path) -> None:

@@ -1,8 +1,11 @@
-"""Ending a block of a task when something happens elsewhere, as ``asyncio.timeout`` does when its time is over."""
+"""Ending a block when something happens elsewhere, as ``asyncio.timeout`` does; and not ending what must not be."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 
 @asynccontextmanager
@@ -40,3 +43,27 @@ async def cancelled_by(event: Callable[[], Awaitable[object]], error: Exception,
         if is_ours and isinstance(ended, asyncio.CancelledError):
             raise error from ended
         raise
+
+
+async def until_done(work: "asyncio.Future[Any]") -> None:
+    """Wait for the end of what must not be left half-way, whatever comes of it; never cancels it.
+
+    Who is cancelled meanwhile waits all the same, and is cancelled then. However often: a deadline that passes and the
+    end of whoever set it are two cancellations.
+    """
+    is_cancelled = False
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            is_cancelled = True
+    if not work.cancelled():
+        work.exception()  # seen, whoever wants to know it
+    if is_cancelled:
+        raise asyncio.CancelledError
+
+
+async def to_the_end(work: "asyncio.Future[Result]") -> Result:
+    """Return what such work comes to; errors are its own. To a caller that is cancelled nothing is told of them."""
+    await until_done(work)
+    return work.result()

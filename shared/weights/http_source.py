@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import httpx
 
+from shared.cancelling import until_done
 from shared.client import problem_to_error
 from shared.daemon_threads import on_daemon_thread
 from shared.errors import FlotillaError, Unavailable, WeightTransferFailed
@@ -103,7 +104,7 @@ class HttpSource:
             if not receiving.done():
                 # Nobody may take the memory away while the thread writes into it.
                 receiver.stop()
-                await asyncio.wait([receiving])
+                await until_done(receiving)
 
     async def _take_body(self, image: WeightImage, arrival: Arrival, answer: httpx.Response) -> None:
         """Write the answer's body where it belongs.

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 
+from shared.cancelling import to_the_end
 from shared.credentials import Credentials
 from shared.errors import DeadlineExceeded, FlotillaError, NotFound, Unavailable, WeightTransferFailed
 from shared.retry import Backoff, retry
@@ -204,14 +205,13 @@ class _Pull:
         await self._image.settled()
         finishing = asyncio.ensure_future(asyncio.to_thread(self._image.finish))
         try:
-            self._finished = await asyncio.shield(finishing)
+            path = await to_the_end(finishing)
         except asyncio.CancelledError:
-            # The thread goes on: whoever takes the file away has to come after it.
-            [result] = await asyncio.gather(finishing, return_exceptions=True)
-            self._finished = result if isinstance(result, Path) else None
+            # The thread has ended: whoever takes the file away comes after it.
+            self._finished = finishing.result() if finishing.exception() is None else None
             raise
-        self._image = None
-        return self._finished
+        self._finished, self._image = path, None
+        return path
 
     async def _drop(self) -> None:
         if self._image is not None:

@@ -8,15 +8,16 @@ pulling the committed version.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from services.rollout.engines.base import Engine, GroupMember, WeightTransfer
 from services.rollout.weights.group_orders import GroupOrders
 from services.rollout.weights.staged_images import StagedImage, StagedImages
 from services.rollout.weights.switcher import Locator, Puller, VersionSwitcher
 from services.rollout.weights.version import VersionGate
+from shared.cancelling import to_the_end
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import DeadlineExceeded, FlotillaError, Unavailable, WeightTransferFailed, WorkerDied
 from shared.schemas.publication import (
@@ -260,7 +261,8 @@ class WeightReceiver:
                     found = f"checksum of the patch is {checksum}, the manifest says {delta.checksum}"
                     raise WeightTransferFailed(found)
                 work = (patch.view, base.image.view, image.view, delta.block_bytes)
-                return await _to_the_end(asyncio.to_thread(apply_patch, *work))
+                # What the thread writes to must not be used for anything else meanwhile.
+                return await to_the_end(asyncio.ensure_future(asyncio.to_thread(apply_patch, *work)))
             finally:
                 await close_images(patch)
 
@@ -293,13 +295,3 @@ class WeightReceiver:
     def _report(self, order: PublicationOrder, state: ReceiveState, **facts: str | None) -> None:
         self.report = PublicationReport(version=order.version, epoch=order.epoch, state=state, **facts)
         self._notify()
-
-
-async def _to_the_end(work: Coroutine[Any, Any, str]) -> str:
-    """Await work of a thread, also when cancelled: what it writes to must not be used for anything else meanwhile."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise

@@ -6,7 +6,6 @@ may be repeated.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from services.trainer.worker.images import ImagePool
+from shared.cancelling import until_done
 from shared.errors import Conflict, FlotillaError, NotFound, StalePolicyVersion
 from shared.retry import GATEWAY, retry
 from shared.schemas.publication import Manifest, Publication, PublicationPhase, PublicationRequest
@@ -239,10 +239,8 @@ class Publisher:
             log.warning("send failed", extra={"version": version, "epoch": epoch, "error": error.detail})
             return await self._failed(version, epoch, error.detail)
         finally:
-            if not sending.done():
-                sending.cancel()
-                with contextlib.suppress(asyncio.CancelledError, FlotillaError):
-                    await sending
+            sending.cancel()
+            await until_done(sending)
         body = {"epoch": epoch, "checksum": manifest.checksum}
         return await self._call("POST", f"{self._path}/{version}/sent", body=body)
 

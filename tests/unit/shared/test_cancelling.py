@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from shared.cancelling import cancelled_by
+from shared.cancelling import cancelled_by, to_the_end, until_done
 
 
 class TooLate(Exception):
@@ -48,3 +48,38 @@ async def test_a_block_that_ends_by_itself_leaves_nobody_waiting(outcome: str) -
             if outcome == "raises":
                 raise KeyError
     assert asyncio.all_tasks() == before
+
+
+@pytest.mark.parametrize("times", [1, 3])
+async def test_what_must_not_be_left_half_way_is_awaited_however_often_its_caller_is_cancelled(times: int) -> None:
+    work = asyncio.get_running_loop().create_future()
+    waiting = asyncio.create_task(to_the_end(work))
+    await asyncio.sleep(0)
+
+    for _ in range(times):
+        waiting.cancel()
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    work.set_result("done")
+
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_a_deadline_that_passes_meanwhile_is_one_all_the_same() -> None:
+    work = asyncio.create_task(asyncio.sleep(0.02))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.001):
+            await to_the_end(work)
+    assert work.done() and not work.cancelled()
+
+
+async def test_what_it_comes_to_is_returned_and_an_error_raised_where_it_is_wanted() -> None:
+    found, failed = asyncio.get_running_loop().create_future(), asyncio.get_running_loop().create_future()
+    found.set_result(3)
+    failed.set_exception(TooLate())
+
+    assert await to_the_end(found) == 3
+    await until_done(failed)
+    with pytest.raises(TooLate):
+        await to_the_end(failed)

@@ -212,6 +212,34 @@ async def test_a_stuck_send_is_abandoned_when_the_gateway_closes_the_epoch(a_rig
     assert sender.open == [2]
 
 
+async def test_a_publisher_that_is_closed_while_it_abandons_a_send_opens_no_other_epoch(a_rig: MakeRig) -> None:
+    is_ending, may_end = asyncio.Event(), asyncio.Event()
+
+    async def stuck() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_ending.set()
+            await may_end.wait()
+
+    gateway, sender = FakeGateway("a"), FakeSender(lambda epoch: stuck() if epoch == 1 else None)
+    rig = a_rig(gateway, sender)
+    await rig.publish(1)
+    async with asyncio.timeout(5):
+        while not any(call.startswith("GET") for call in gateway.calls):
+            await asyncio.sleep(0)
+        await gateway.move(epoch=2, phase=PREPARING, rendezvous=None)
+        await is_ending.wait()
+
+        closing = asyncio.create_task(rig.publisher.close())
+        await asyncio.sleep(0.01)
+        may_end.set()
+        await closing
+
+    assert rig.publisher.is_idle
+    assert (len(sender.world_sizes), sender.open) == (1, [])
+
+
 async def test_a_version_that_the_gateway_knows_is_passed_over(a_rig: MakeRig) -> None:
     gateway = FakeGateway("a")
     gateway.errors = [StalePolicyVersion("version 1 is not newer than 3")]

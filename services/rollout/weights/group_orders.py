@@ -49,10 +49,11 @@ class GroupOrders:
         self._following: tuple[PublicationOrder, asyncio.Task[None]] | None = None
         self._is_sending = asyncio.Event()
         self._received: int | None = None
+        self._hold: int | None = None
 
     async def follow(self, desired: DesiredState, tasks: asyncio.TaskGroup) -> None:
         """Do what is wanted now, which may be what was wanted before."""
-        order = desired.publication
+        order, self._hold = desired.publication, desired.hold_version
         if order is None or order.phase not in OPEN or order.transport is not Transport.ENGINE:
             await self._settle(desired.policy_version)
             return
@@ -65,11 +66,10 @@ class GroupOrders:
                     self._is_sending.set()
                 return
             await _cancelled(task)
-        self._is_sending, self._received = asyncio.Event(), None
+        self._is_sending = asyncio.Event()
         if order.phase is PublicationPhase.TRANSFERRING:
             self._is_sending.set()
-        work = self._take_part(order, desired.hold_version)
-        self._following = order, tasks.create_task(work, name=f"receive version {order.version}")
+        self._following = order, tasks.create_task(self._take_part(order), name=f"receive version {order.version}")
 
     async def close(self) -> None:
         """Leave what is going on; the engine is closed next."""
@@ -83,15 +83,16 @@ class GroupOrders:
         if self._following is None:
             return
         (_, task), self._following = self._following, None
+        await _cancelled(task)
         if self._received is None or self._received != committed:
-            await _cancelled(task)
             await self._give_up()
 
-    async def _take_part(self, order: PublicationOrder, hold: int | None) -> None:
+    async def _take_part(self, order: PublicationOrder) -> None:
         try:
-            await self._join(order, hold)
+            await self._join(order)
             self._report(order, ReceiveState.JOINED, None)
             await self._is_sending.wait()
+            self._check_hold(order)
             await self._member.receive(order)
             self._received = order.version
             self._report(order, ReceiveState.RECEIVED, None)
@@ -105,17 +106,23 @@ class GroupOrders:
             await self._give_up()
             self._report(order, ReceiveState.FAILED, error.detail)
 
-    async def _join(self, order: PublicationOrder, hold: int | None) -> None:
-        if hold is not None and order.version > hold:
-            raise WeightTransferFailed(f"an evaluation holds version {hold}: its weights cannot be written over")
+    async def _join(self, order: PublicationOrder) -> None:
         try:
             async with asyncio.timeout(order.deadline_seconds):
                 await self._switcher.reserve()
+                self._received = None
+                self._check_hold(order)
                 await self._member.join(order, self._on_update)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the engine did not stop sampling and join within {order.deadline_seconds} s"
             ) from None
+
+    def _check_hold(self, order: PublicationOrder) -> None:
+        # Asked again before the first tensor: the evaluation may have begun since.
+        if self._hold is not None and order.version > self._hold:
+            held = f"an evaluation holds version {self._hold}: its weights cannot be written over"
+            raise WeightTransferFailed(held)
 
     async def _give_up(self) -> None:
         self._received = None

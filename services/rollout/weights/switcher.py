@@ -128,8 +128,11 @@ class VersionSwitcher:
         self.look()
 
     async def reserve(self) -> None:
-        """Wait until no weights are being loaded; until ``release``, serve only what the engine has received itself."""
-        if self._is_reserved:
+        """Wait until no weights are being loaded; until ``release``, serve only what the engine has received itself.
+
+        What it has received, and is committed by now, is served first.
+        """
+        if self._is_reserved and self._target() is None:
             return
         self._is_to_be_reserved = True
         try:
@@ -204,10 +207,14 @@ class VersionSwitcher:
 
     async def _serve(self, version: int) -> None:
         if self._is_reserved and self._member is not None:
-            await self._gate.announce(version)
-            await self._member.serve()
-            await self._note_served(version)
-            await self.release(is_lost=False)
+            # As for a load from here on: whoever reserves the engine for the next version waits until this one serves.
+            self._is_reserved = False
+            try:
+                await self._gate.announce(version)
+                await self._member.serve()
+                await self._note_served(version)
+            finally:
+                self._engine_use.release()
         else:
             async with self._engine_use:
                 if self.is_asleep:

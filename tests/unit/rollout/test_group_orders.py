@@ -38,7 +38,8 @@ class MemberEngine:
         self.is_paused = self._is_lost = False
         self.error: Exception | None = None
         self.may_join, self.may_receive, self.may_load = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        for each in (self.may_join, self.may_receive, self.may_load):
+        self.may_serve = asyncio.Event()
+        for each in (self.may_join, self.may_receive, self.may_load, self.may_serve):
             each.set()
 
     async def join(self, order: PublicationOrder, on_update: OnWeightUpdate) -> None:
@@ -56,6 +57,7 @@ class MemberEngine:
         self.received, self._is_lost = order.version, False
 
     async def serve(self) -> None:
+        await self.may_serve.wait()
         self.did.append(f"serve {self.received}")
         self.received, self.is_paused = None, False
 
@@ -297,3 +299,66 @@ async def test_an_epoch_that_follows_on_another_ends_what_is_done_for_that(tmp_p
 
         await world.until_reported(ReceiveState.RECEIVED, epoch=2)
         assert world.engine.did == ["join 1", "join 2", "receive 1"]
+
+
+async def test_what_is_committed_is_served_before_the_engine_joins_for_the_next_version(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        world.want(0, an_order())
+        await world.until_reported(ReceiveState.RECEIVED)
+        world.engine.may_serve.clear()
+
+        world.want(1, an_order(2))  # the commit and the next order are seen in one look
+        await asyncio.sleep(0.01)
+        assert world.engine.did == ["join 1", "receive 1"]
+        world.engine.may_serve.set()
+
+        await world.until_reported(ReceiveState.RECEIVED, version=2)
+        assert world.engine.did == ["join 1", "receive 1", "serve 1", "join 1", "receive 2"]
+        assert world.gate.version == 1
+        world.want(2)
+        await world.until(lambda: world.gate.version == 2)
+        assert world.engine.loaded == []
+
+
+async def test_what_is_committed_is_served_though_the_next_order_is_withdrawn_meanwhile(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        world.want(0, an_order())
+        await world.until_reported(ReceiveState.RECEIVED)
+        world.engine.may_serve.clear()
+        world.want(1, an_order(2))
+        await asyncio.sleep(0.01)
+
+        world.want(1)
+        await asyncio.sleep(0.01)
+        world.engine.may_serve.set()
+
+        await world.until(lambda: world.gate.version == 1)
+        assert world.engine.did == ["join 1", "receive 1", "serve 1"]
+        assert (world.engine.loaded, world.engine.is_paused) == ([], False)
+
+
+@pytest.mark.parametrize("hold", [None, 1], ids=["nobody", "an evaluation"])
+async def test_what_is_committed_is_served_whoever_holds_it(tmp_path: Path, hold: int | None) -> None:
+    async with a_world(tmp_path) as world:
+        world.want(0, an_order())
+        await world.until_reported(ReceiveState.RECEIVED)
+        world.engine.may_serve.clear()
+
+        world.want(1, an_order(2), hold_version=hold)
+        await asyncio.sleep(0.01)
+        world.engine.may_serve.set()
+
+        last = ReceiveState.RECEIVED if hold is None else ReceiveState.FAILED
+        await world.until_reported(last, version=2)
+        assert (world.gate.version, world.engine.loaded) == (1, [])
+
+
+async def test_an_evaluation_that_begins_before_the_first_tensor_keeps_the_weights(tmp_path: Path) -> None:
+    async with a_world(tmp_path, serving=4) as world:
+        world.want(4, an_order(5, phase=PREPARING))
+        await world.until_reported(ReceiveState.JOINED, version=5)
+
+        world.want(4, an_order(5), hold_version=4)
+
+        await world.until_reported(ReceiveState.FAILED, version=5)
+        assert (world.engine.did, world.engine.is_paused, world.gate.version) == (["join 1", "give up"], False, 4)

@@ -8,6 +8,7 @@ over takes leaves no time to finish anything: the engine is interrupted at once.
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from services.rollout.consumer import RolloutConsumer
 from shared.schemas.service import DRAIN_NOTICE_SECONDS, DesiredState, WorkState
@@ -63,7 +64,7 @@ class GracefulShutdown:
             now = time.monotonic()
             if self._interrupted_at is None and self.seconds_left <= HAND_OVER_SECONDS:
                 self._interrupted_at = now
-                await worker.interrupt()
+                await _interrupt(worker)
             is_over = self._interrupted_at is not None and now - self._interrupted_at >= HAND_OVER_SECONDS
             if is_over and self.seconds_left <= 0:
                 break
@@ -76,8 +77,15 @@ class GracefulShutdown:
 
 async def hand_over(worker: RolloutConsumer) -> None:
     """Interrupt a worker at once, and wait until it has handed over what it has, or cannot."""
-    await worker.interrupt()
+    await _interrupt(worker)
     for _ in range(round(HAND_OVER_SECONDS / POLL_SECONDS)):
         if not worker.in_work:
             return
         await asyncio.sleep(POLL_SECONDS)
+
+
+async def _interrupt(worker: RolloutConsumer) -> None:
+    # An engine that does not end its requests in time keeps nobody: their tasks are handed back without them.
+    with suppress(TimeoutError):
+        async with asyncio.timeout(HAND_OVER_SECONDS):
+            await worker.interrupt()

@@ -1,5 +1,6 @@
 """How turns are sampled, and the requests that sample them."""
 
+import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -67,11 +68,13 @@ class Requests:
             self._in_flight.discard(request.request_id)
 
     async def abort_all(self) -> None:
-        """End all that are in flight: each returns with what it has."""
+        """End all that are in flight, at once: each returns with what it has."""
+        await asyncio.gather(*map(self._abort, list(self._in_flight)))
+
+    async def _abort(self, request_id: str) -> None:
         # An engine that has died says so to those who wait for it.
         with contextlib.suppress(FlotillaError):
-            for request_id in list(self._in_flight):
-                await self._engine.abort(request_id)
+            await self._engine.abort(request_id)
 
 
 def request_name(task: Task, delivery: str) -> str:

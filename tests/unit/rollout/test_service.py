@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import services.rollout.service as rollout_service
+from services.rollout import shutdown
 from services.rollout.busy import BusyTime
 from services.rollout.engines.base import EngineLoad
 from services.rollout.episodes.special_tokens import SamplingTally
@@ -47,7 +48,7 @@ class ScriptedSession:
         self.answered, self.in_work, self.switches, self.report = answered, 0, 0, None
         self.held_image = None
         self.is_claiming = self.is_closed = self.is_interrupted = self.is_asleep = False
-        self.sleeps_forever = False
+        self.sleeps_forever = self.ends_nothing = False
         self.counts = HandOverCounts()
         self.busy = BusyTime()
         self.tally = SamplingTally()
@@ -60,6 +61,8 @@ class ScriptedSession:
 
     async def interrupt(self) -> None:
         self.is_interrupted = True
+        if self.ends_nothing:
+            await asyncio.Event().wait()
         self.in_work = 0
 
     async def load(self) -> EngineLoad:
@@ -435,6 +438,17 @@ async def test_a_notice_that_ends_interrupts_the_work() -> None:
         await world.until(lambda: world.is_in(WorkState.FINISHED))
 
 
+async def test_an_engine_that_ends_no_request_keeps_nobody_from_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutdown, "HAND_OVER_SECONDS", 0.05)
+    async with a_world() as world:
+        session = await a_busy_world(world)
+        session.ends_nothing = True
+
+        await world.want(WorkState.DRAINING, notice_seconds=0.0)
+
+        await world.until(lambda: world.is_in(WorkState.FINISHED) and session.is_closed)
+
+
 async def test_news_while_it_drains_do_not_prolong_the_notice() -> None:
     async with a_world() as world:
         session = await a_busy_world(world)
@@ -533,6 +547,19 @@ async def test_an_engine_sleeps_while_others_have_the_device_and_wakes_in_its_sh
         await world.until(lambda: has_device(world, shift=4, held=True) and session.is_claiming)
         assert not session.is_asleep
         assert world.sessions == [session]
+
+
+async def test_an_engine_that_ends_no_request_is_put_to_sleep_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutdown, "HAND_OVER_SECONDS", 0.05)
+    async with a_world() as world:
+        await world.want(WorkState.RUNNING, device=DeviceOrder(shift=2, may_hold=True))
+        await world.until(lambda: has_device(world, shift=2, held=True))
+        session = world.sessions[0]
+        session.in_work, session.ends_nothing = 1, True
+
+        await world.want(WorkState.RUNNING, device=DeviceOrder(shift=3, may_hold=False))
+
+        await world.until(lambda: has_device(world, shift=3, held=False))
 
 
 async def test_an_engine_starts_in_its_shift_and_not_before() -> None:

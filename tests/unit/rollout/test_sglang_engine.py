@@ -136,6 +136,23 @@ async def test_it_sleeps_without_weights_and_wakes_with_those_it_is_given(
     assert completion.versions == ((0, 4),)
 
 
+async def test_a_server_that_does_not_end_its_requests_does_not_keep_its_memory(
+    server: FakeSglang, settings: ServerSettings
+) -> None:
+    engine = SglangEngine(replace(settings, probe_seconds=60, load_seconds=0.1, close_seconds=0.1), transport=server)
+    await engine.start()
+    server.token_seconds = 60
+    sampling = asyncio.create_task(engine.generate(a_request(max_new_tokens=LONG)))
+    await until_sampling(server)
+
+    async with asyncio.timeout(10):
+        with pytest.raises(WorkerDied, match=r"did not go to sleep: its requests did not end within 0\.1 s"):
+            await engine.sleep()
+        with pytest.raises(WorkerDied):
+            await sampling
+    await engine.close()
+
+
 async def test_a_server_that_ends_instead_of_going_to_sleep_is_the_engines_death(
     engine: SglangEngine, server: FakeSglang
 ) -> None:

@@ -1,16 +1,18 @@
 """How one prompt's completions are sampled, in training and in evaluation."""
 
+import asyncio
 from collections.abc import Sequence
 
 from services.rollout.engines.base import Completion, GenerationRequest
 from services.rollout.engines.resumption import UNMIXED
 from services.rollout.engines.scripted import ScriptedEngine
 from services.rollout.episodes.single_turn import SingleTurnEpisodes
-from services.rollout.episodes.turns import Turns
+from services.rollout.episodes.turns import Requests, Turns
 from shared.config.evaluation import EvaluationConfig
 from shared.config.rollout import SamplingConfig
 from shared.schemas.task import Message, Task
 from shared.testing.builders import a_task
+from tests.contract.engine.requests import a_request
 
 
 class Letters:
@@ -88,3 +90,25 @@ async def test_a_baseline_is_answered_greedily_beside_the_group_in_training_alon
         member.token_ids.tolist() for member in trained.trajectories
     ], "finished members are kept, the baseline too"
     assert [member.is_baseline for member in evaluated.trajectories] == [False, False]
+
+
+async def test_an_interruption_aborts_all_requests_at_once() -> None:
+    class EndsTogether(ScriptedEngine):
+        """Ends nothing before it was asked to end everything, as a server that answers late."""
+
+        are_asked = asyncio.Barrier(3)
+
+        async def abort(self, request_id: str) -> None:
+            await self.are_asked.wait()
+            await super().abort(request_id)
+
+    engine = EndsTogether(token_seconds=60)
+    await engine.start()
+    requests = Requests(engine)
+    running = [asyncio.create_task(requests.generate(a_request(request_id=name))) for name in "abc"]
+    await asyncio.sleep(0)
+
+    async with asyncio.timeout(5):
+        await requests.abort_all()
+        await asyncio.gather(*running)
+    await engine.close()

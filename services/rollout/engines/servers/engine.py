@@ -25,6 +25,7 @@ from services.rollout.engines.servers.gate import UpdateGate
 from services.rollout.engines.servers.labels import VersionLabels, VersionLost
 from services.rollout.engines.servers.model import ServedModel, make_place, read_served_model, stage_directory
 from services.rollout.engines.servers.settings import ServerSettings
+from shared.cancelling import to_the_end
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import (
     DeadlineExceeded,
@@ -231,9 +232,15 @@ class ServerEngine:
         self._is_falling_asleep = True
         self._num_sleeps += 1
         try:
-            await asyncio.gather(*(self.abort(request_id) for request_id in list(self._active)))
-            async with self._gate.updating(OnWeightUpdate.DRAIN), self._gate.switching():
-                await self._to_the_end(connection, self._fall_asleep(connection, sleeper))
+            async with asyncio.timeout(self._settings.load_seconds) as until_empty:
+                await asyncio.gather(*(self.abort(request_id) for request_id in list(self._active)))
+                async with self._gate.updating(OnWeightUpdate.DRAIN), self._gate.switching():
+                    until_empty.reschedule(None)
+                    await self._to_the_end(connection, self._fall_asleep(connection, sleeper))
+        except TimeoutError:
+            late = f"its requests did not end within {self._settings.load_seconds:g} s (rollout.engine.load_seconds)"
+            connection.die(WorkerDied(f"the {self._dialect.name} server did not go to sleep: {late}"))
+            raise connection.death or Unavailable(late) from None
         finally:
             self._is_falling_asleep = False
 
@@ -318,12 +325,7 @@ class ServerEngine:
 
     async def _to_the_end(self, connection: Connection, work: Coroutine[None, None, None]) -> None:
         """Await what changes the server, also when cancelled: half-way there is no way back, so the server goes on."""
-        task = connection.spawn(work, "change of the server")
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            await asyncio.wait([task])
-            raise
+        await to_the_end(connection.spawn(work, "change of the server"))
 
     async def _switch(self, connection: Connection, source: Path, version: int, mode: OnWeightUpdate) -> None:
         """Pause or wake, load, go on. After a failure between nobody knows the weights: the server is given up."""

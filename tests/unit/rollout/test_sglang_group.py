@@ -182,6 +182,58 @@ async def test_a_group_that_was_not_formed_leaves_the_weights_as_they_are(
     assert completion.versions == ((0, 3),)
 
 
+@pytest.mark.parametrize(
+    "answer", [httpx.Response(503, json={"error": "busy"}), httpx.Response(200, json={"status": "ok"})]
+)
+async def test_a_server_that_does_not_say_how_many_ranks_it_has_is_not_let_in(
+    engine: GroupSglangEngine, server: FakeSglang, model: Path, answer: httpx.Response
+) -> None:
+    server._routes["GET /server_info"] = lambda _: answer
+
+    with pytest.raises(WeightTransferFailed, match="does not say how many ranks"):
+        await engine.join(an_order(model), OnWeightUpdate.INTERRUPT)
+
+    assert not engine.is_paused
+
+
+async def test_a_join_that_is_cancelled_twice_ends_with_the_servers_answer(
+    engine: GroupSglangEngine, server: FakeSglang, model: Path
+) -> None:
+    is_asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def join(body: Body) -> Any:
+        is_asked.set()
+        await may_answer.wait()
+        return server._join(body)
+
+    server._routes["POST /init_weights_update_group"] = join
+    joining = asyncio.create_task(engine.join(an_order(model), OnWeightUpdate.INTERRUPT))
+    await is_asked.wait()
+
+    for _ in range(2):  # the order's deadline, and the next order
+        joining.cancel()
+        await asyncio.sleep(0.005)
+
+    assert not joining.done(), "what the server does meanwhile would meet the next order"
+    may_answer.set()
+    with pytest.raises(asyncio.CancelledError):
+        await joining
+    await engine.join(an_order(model, epoch=2), OnWeightUpdate.INTERRUPT)
+    assert server.groups == ["flotilla-2-4002"]
+
+
+async def test_what_was_received_is_not_served_once_the_engine_joins_again(
+    engine: GroupSglangEngine, server: FakeSglang, model: Path
+) -> None:
+    await engine.join(an_order(model), OnWeightUpdate.INTERRUPT)
+    await engine.receive(an_order(model))
+
+    await engine.join(an_order(model, epoch=2), OnWeightUpdate.INTERRUPT)
+
+    assert engine.received is None, "the trainer that comes next may make another image of the version"
+    assert not await engine.give_up()
+
+
 async def test_a_server_is_not_sent_to_a_store_that_is_gone(
     engine: GroupSglangEngine, server: FakeSglang, model: Path
 ) -> None:

@@ -16,6 +16,7 @@ import httpx
 
 from services.rollout.engines.base import GroupBroken
 from services.rollout.engines.decoders.checkpoint import TensorHeader
+from services.rollout.engines.servers.attaching import UNREADABLE
 from services.rollout.engines.servers.client import Refused
 from services.rollout.engines.servers.connection import Connection
 from services.rollout.engines.servers.dialect import Body
@@ -86,7 +87,7 @@ class GroupSglangEngine(SglangEngine):
         connection, model = self._running()
         model.check_tensors({each.name: TensorHeader(each.dtype, each.shape) for each in order.manifest.tensors})
         if self._num_ranks is None:
-            self._num_ranks = int((await connection.get("/server_info"))["tp_size"])
+            self._num_ranks = await self._ask_num_ranks(connection)
         if self._num_ranks != order.num_ranks:
             raise WeightTransferFailed(
                 f"the server has {self._num_ranks} ranks, its place in the group {order.num_ranks}"
@@ -94,6 +95,9 @@ class GroupSglangEngine(SglangEngine):
         if not self._gate.is_held:
             self._on_update = on_update
             await self._gate.hold(on_update)
+        if self._received is not None:
+            # Of an epoch that came to nothing: another trainer may have made another image of that version since.
+            self._received, self._has_lost_weights = None, True
         await self._changing(connection, self._join(connection, order))
 
     async def receive(self, order: PublicationOrder) -> None:
@@ -196,8 +200,14 @@ class GroupSglangEngine(SglangEngine):
         if self._has_session:
             await self._end_session(connection)
         await connection.post("/continue_generation", {})
-        self._version, self._received = version, None
+        self._version, self._received, self._has_lost_weights = version, None, False
         await self._gate.release()
+
+    async def _ask_num_ranks(self, connection: Connection) -> int:
+        try:
+            return int((await connection.get("/server_info"))["tp_size"])
+        except (Refused, *UNREADABLE) as error:
+            raise WeightTransferFailed(f"the server does not say how many ranks it has: {error}") from error
 
     async def _end_session(self, connection: Connection) -> None:
         await connection.post("/end_weight_update", {}, seconds=self._settings.load_seconds)

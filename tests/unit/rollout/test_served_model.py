@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from services.rollout.engines.servers.model import make_place, read_served_model, stage_directory, sweep_places
-from shared.errors import ModelError, WeightTransferFailed
+from shared.errors import ModelError, Unavailable, WeightTransferFailed
 from tests.contract.engine.models import make_model, save_image, save_model
 
 
@@ -32,6 +32,13 @@ def test_a_directory_that_is_no_model_says_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 9}')
     with pytest.raises(ModelError, match=r"neither model\.safetensors"):
         read_served_model(tmp_path)
+
+
+def test_a_directory_that_cannot_be_staged_now_is_no_fault_of_the_image(tmp_path: Path) -> None:
+    save_model("qwen3", tmp_path / "model")
+
+    with pytest.raises(Unavailable, match="no directory can be made"):
+        stage_directory(tmp_path / "gone", tmp_path / "model", tmp_path / "image.safetensors")
 
 
 def test_a_staged_directory_holds_the_image_itself_and_the_models_configuration(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from services.rollout.engines.decoders.checkpoint import (
     safetensors_files,
 )
 from services.rollout.engines.servers import leftovers
-from shared.errors import ModelError, WeightTransferFailed
+from shared.errors import ModelError, Unavailable, WeightTransferFailed
 
 PREFIX = "flotilla-engine-"
 HEAD = frozenset({"lm_head.weight"})
@@ -113,10 +113,16 @@ def stage_directory(place: Path, model: Path, image: Path) -> Path:
         place: where it is made.
         model: directory of the model that the server runs.
         image: a safetensors file.
+
+    Raises:
+        Unavailable: it cannot be made now: the disk is full, or somebody has removed the place.
     """
-    made = Path(tempfile.mkdtemp(prefix="weights-", dir=place))
-    for file in model.iterdir():
-        if file.is_file() and file.suffix == ".json" and not file.name.endswith(".index.json"):
-            shutil.copyfile(file, made / file.name)
-    (made / "model.safetensors").symlink_to(image.resolve())
+    try:
+        made = Path(tempfile.mkdtemp(prefix="weights-", dir=place))
+        for file in model.iterdir():
+            if file.is_file() and file.suffix == ".json" and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, made / file.name)
+        (made / "model.safetensors").symlink_to(image.resolve())
+    except OSError as error:
+        raise Unavailable(f"no directory can be made to load weights from, in {place}: {error}") from error
     return made

@@ -242,7 +242,7 @@ class RolloutConsumer:
             try:
                 with self.busy.sampling():
                     async with sampling, self._while_young(config, oldest):
-                        return await self._episodes.run(task, partials, version, delivery=claim.token)
+                        group = await self._episodes.run(task, partials, version, delivery=claim.token)
             except FlotillaError as error:
                 if error.retryable:
                     await self._hold(UNAVAILABLE_PAUSE_SECONDS)
@@ -257,6 +257,13 @@ class RolloutConsumer:
                 log.warning("task took too long", extra={"entry_id": claim.entry_id, "seconds": config.task_seconds})
                 await self._fail(hop, claim, ROLLOUT_TIMEOUT, f"not sampled within {config.task_seconds:g} s")
                 return None
+            if task.pinned_version is not None and (others := _sampled_by(group) - {task.pinned_version}):
+                # The engine was given other weights before it began: nobody would know of whom this is the answer.
+                log.warning("task was sampled by another version", extra={"versions": sorted(others)})
+                await self._hold(OTHER_VERSION_PAUSE_SECONDS)
+                await hop.hand_back(claim)
+                return None
+            return group
 
     async def _hold(self, seconds: float) -> None:
         """Keep a claim that is to be handed back for some seconds, or until the worker is interrupted."""
@@ -343,3 +350,8 @@ class RolloutConsumer:
                 await hop.hand_back(claim)
         except (FlotillaError, TimeoutError) as error:
             log.warning("claim could not be handed back", extra={"entry_id": claim.entry_id, "error": repr(error)})
+
+
+def _sampled_by(group: Group) -> set[int]:
+    """Name the versions that sampled a token of a group."""
+    return {version for each in group.trajectories if each.num_sampled for _, version in each.versions}

@@ -163,6 +163,18 @@ async def test_a_task_pinned_to_an_older_version_is_handed_back() -> None:
     assert episodes.asked == []
 
 
+async def test_what_another_version_than_the_pinned_one_has_sampled_is_no_answer() -> None:
+    sampled_by = iter((3, 2))
+    episodes = ScriptedEpisodes(lambda task: a_group(task, version=next(sampled_by)))
+    async with World(episodes).running(version=2) as world:
+        await world.issue(a_task(0, pinned_version=2))
+
+        ledger = await world.until(lambda ledger: ledger.waiting.generated == 1)
+
+    assert len(episodes.asked) == 2, "the engine was given other weights before it began the first time"
+    assert ledger.issued == 1 and not ledger.failed
+
+
 async def test_a_cancelled_worker_hands_its_claims_back() -> None:
     episodes = ScriptedEpisodes()
     episodes.may_finish.clear()

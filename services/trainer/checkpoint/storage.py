@@ -1,9 +1,11 @@
 """Where checkpoints lie: one directory each, whole or not there at all.
 
 A checkpoint is written beside its place under a name that no reader accepts, every file is flushed to the disk, and
-then the directory is renamed. What a crash leaves behind is removed at the next start.
+then the directory is renamed. What a crash leaves behind is removed at the next start; a checkpoint that another one of
+its step was about to replace gets its place back.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -30,7 +32,8 @@ from shared.faults.sites import Site
 
 log = logging.getLogger(__name__)
 
-_PARTIAL = re.compile(r"\.step-\d{8}\..+")
+_PARTIAL = re.compile(r"\.(step-\d{8})\.(.+)")
+_REPLACED = "replaced-"
 
 
 class CheckpointStorage:
@@ -60,7 +63,7 @@ class CheckpointStorage:
             Unavailable: the disk is full or not writable; nothing of the checkpoint remains.
         """
         final = self.directory / f"step-{step:08d}"
-        partial = self.directory / f".{final.name}.{secrets.token_hex(4)}"
+        partial = self._hidden(final)
         try:
             partial.mkdir(parents=True)
             fill(partial)
@@ -95,19 +98,45 @@ class CheckpointStorage:
                 log.warning("a checkpoint cannot be used, it is set aside", extra={"path": str(aside)})
 
     def sweep(self) -> None:
-        """Remove what interrupted writes left behind."""
-        if self.directory.is_dir():
-            for path in self.directory.iterdir():
-                if _PARTIAL.fullmatch(path.name):
-                    shutil.rmtree(path, ignore_errors=True)
+        """Remove what interrupted writes left behind, and give back what one was about to replace."""
+        if not self.directory.is_dir():
+            return
+        for path in sorted(self.directory.iterdir()):
+            match = _PARTIAL.fullmatch(path.name)
+            if match is None:
+                continue
+            final = self.directory / match.group(1)
+            if match.group(2).startswith(_REPLACED) and not final.exists():
+                path.rename(final)
+                log.warning("a checkpoint that was to be replaced is back", extra={"path": str(final)})
+                continue
+            # Renamed first: a trainer that was given up for dead may still be writing into it. Its next file has no
+            # place then, where half a folder that is removed beside it could become a checkpoint without its weights.
+            try:
+                doomed = path.rename(self._hidden(final))
+            except FileNotFoundError:
+                continue  # it has just become whole
+            shutil.rmtree(doomed, ignore_errors=True)
+
+    def _hidden(self, final: Path, kind: str = "") -> Path:
+        return self.directory / f".{final.name}.{kind}{secrets.token_hex(4)}"
 
     def _move(self, partial: Path, final: Path) -> None:
         replaced = None
         if final.exists():
             # A checkpoint of this step was passed over, or an older one was chosen to go on from.
-            replaced = final.rename(self.directory / f".{final.name}.{secrets.token_hex(4)}")
-        partial.rename(final)
+            replaced = final.rename(self._hidden(final, _REPLACED))
+        try:
+            partial.rename(final)
+        except OSError:
+            if replaced is not None:
+                replaced.rename(final)
+            raise
         _flush_entry(self.directory)
+        # The folder of all of them, and the experiment's, may be as new as this one.
+        with contextlib.suppress(PermissionError):
+            for folder in list(self.directory.parents)[:2]:
+                _flush_entry(folder)
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
 
@@ -123,7 +152,7 @@ class CheckpointStorage:
         for path in {path for _, path in older} - self._best_of([path for _, path in older]):
             # Renamed first: a removal that is interrupted must not leave something that looks complete.
             try:
-                doomed = path.rename(self.directory / f".{path.name}.{secrets.token_hex(4)}")
+                doomed = path.rename(self._hidden(path))
             except OSError as error:
                 log.warning("old checkpoint could not be removed", extra={"path": str(path), "error": repr(error)})
                 continue

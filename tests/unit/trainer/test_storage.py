@@ -1,6 +1,7 @@
 """A checkpoint is whole or not there."""
 
 import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,87 @@ def test_what_a_crash_left_is_swept(tmp_path: Path) -> None:
     storage.sweep()
 
     assert names(tmp_path) == ["notes", "step-00000020"]
+
+
+def test_a_crash_between_two_checkpoints_of_a_step_loses_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = CheckpointStorage(tmp_path, keep=1)
+    write(storage, 20, b"old")
+    rename = Path.rename
+
+    def dies(self: Path, target: Path) -> Path:
+        if self.name.startswith(".step-"):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", dies)
+        with pytest.raises(KeyboardInterrupt):
+            write(storage, 20, b"new")
+    storage.sweep()
+
+    assert names(tmp_path) == ["step-00000020"]
+    assert [each.step for each in storage.complete()] == [20]
+
+
+def test_a_checkpoint_that_cannot_get_its_name_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = CheckpointStorage(tmp_path, keep=1)
+    path = write(storage, 20, b"old")
+    rename = Path.rename
+
+    def fails(self: Path, target: Path) -> Path:
+        if self.name.startswith(".step-") and "replaced" not in self.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return rename(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", fails)
+        with pytest.raises(Unavailable, match="is full"):
+            write(storage, 20, b"new")
+
+    assert names(tmp_path) == ["step-00000020"]
+    assert (path / "model" / "weights").read_bytes() == b"old"
+
+
+def test_what_a_later_trainer_sweeps_beside_its_writer_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = CheckpointStorage(tmp_path, keep=2)
+
+    def remove_files(path: Path, ignore_errors: bool) -> None:
+        for each in Path(path).rglob("*"):
+            if each.is_file():
+                each.unlink()
+
+    def fill(directory: Path) -> None:
+        (directory / "weights").write_bytes(b"weights")
+        with monkeypatch.context() as patched:
+            # It has come as far as the folder's files when the other writes its next one.
+            patched.setattr("shutil.rmtree", remove_files)
+            CheckpointStorage(tmp_path, keep=2).sweep()
+        (directory / "moments").write_bytes(b"moments")
+
+    with pytest.raises(Unavailable, match="step 20 could not be written"):
+        storage.write(20, fill, lambda files: a_state(20, files))
+
+    assert list(storage.complete()) == []
+
+
+def test_every_folder_above_a_checkpoint_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed = list[str]()
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    path = write(CheckpointStorage(tmp_path / "experiments" / "e" / "checkpoints", keep=2), 20)
+
+    assert {str(each) for each in list(path.parents)[:3]} <= set(flushed)
 
 
 def test_a_step_is_written_again(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ class SequencePlaces:
         slots, starts: [<=G] and [P + 1] int64, the slots that hold position p: ``slots[starts[p] : starts[p + 1]]``.
         slot_of: [P] int64, the slot in which a position's own result is; -1 for padding.
         result_of: [G] int64, the position whose result a slot has; -1 for padding, and where another slot has it.
+        row_starts: [N + 1] int32, where each sequence's slots begin, padding included, and where the last one's end.
     """
 
     blocks: tuple[tuple[int, int], ...]
@@ -30,12 +31,14 @@ class SequencePlaces:
     starts: Tensor
     slot_of: Tensor
     result_of: Tensor
+    row_starts: Tensor
 
     def to(self, device: torch.device) -> "SequencePlaces":
         """Move what gathering by a GPU needs there; kernels of the CPU take the rest."""
         if device.type == "cpu":
             return self
-        return replace(self, position_of=self.position_of.to(device), slot_of=self.slot_of.to(device))
+        names = ("position_of", "slot_of", "row_starts")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
 def places_of(sequences: Sequence[npt.NDArray[np.int64]], num_positions: int) -> SequencePlaces:
@@ -65,8 +68,8 @@ def places_of(sequences: Sequence[npt.NDArray[np.int64]], num_positions: int) ->
     slot_of[present] = order[starts[:-1][present]]
     result_of = np.full(len(position_of), -1, dtype=np.int64)
     result_of[slot_of[present]] = np.flatnonzero(present)
-    tensors = (
-        torch.from_numpy(np.ascontiguousarray(each)) for each in (position_of, order, starts, slot_of, result_of)
-    )
     shapes = tuple((int(slots.shape[0]), int(slots.shape[1])) for slots in filled)
-    return SequencePlaces(shapes, *tensors)
+    widths = np.repeat([width for _, width in shapes], [count for count, _ in shapes])
+    row_starts = np.concatenate([[0], np.cumsum(widths)]).astype(np.int32)
+    arrays = (position_of, order, starts, slot_of, result_of, row_starts)
+    return SequencePlaces(shapes, *(torch.from_numpy(np.ascontiguousarray(each)) for each in arrays))

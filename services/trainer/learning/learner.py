@@ -134,6 +134,8 @@ class Learner:
                 each.shard(self._ranks_of(each))
             if self.adapters is not None:
                 self.adapters.begin()
+        for each in self._computing if not self.spec.optimisation.compile_layers else ():
+            each.choose_attention(self.policy)
         return image_weights(self.loaded.model, self.adapters, self.ranks, getattr(torch, wire_dtype or "", None))
 
     def train(self, groups: Sequence[Group], step: int) -> StepResult:
@@ -269,7 +271,9 @@ class Learner:
             hidden_size=policy.hidden_size,
             is_varlen=policy.is_varlen,
             attends_apart=not self.spec.optimisation.compile_layers
-            and all(each.attends_apart for each in (policy, self.policy, self.reference or policy)),
+            and all(
+                each.attends_apart for each in (policy, self.policy, self.reference or policy, self.critic or policy)
+            ),
         )
 
     @torch.no_grad()

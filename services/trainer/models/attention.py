@@ -3,7 +3,7 @@
 A row may be as long as it likes then, so that answers to one prompt need no padding and no second copy of the prompt.
 Queries, keys and values of each sequence, its prompt's included, are gathered from where they are in the rows;
 sequences of about the same length are attended to in one call, under a plain causal mask; what they give goes back to
-its place.
+its place. On a GPU in 16 bits torch's FlashAttention takes sequences of all lengths in one call.
 """
 
 from typing import Any
@@ -17,6 +17,9 @@ from services.trainer.data.places import SequencePlaces
 from services.trainer.models.native.kernels import Kernels, kernels_for
 
 ATTENTION = "flotilla_by_sequence"
+LEAST_CAPABILITY = (8, 0)
+LARGEST_HEAD = 256
+"""What torch's FlashAttention over sequences of all lengths computes: GPUs from Ampere on, heads of so many numbers."""
 
 
 def attend_by_sequence(body: nn.Module) -> None:
@@ -41,19 +44,70 @@ def _attention(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
         return found, None
+    return attended_by_sequence(query, key, value, places, scaling), None
+
+
+def attended_by_sequence(
+    query: Tensor, key: Tensor, value: Tensor, places: SequencePlaces, scaling: float | None
+) -> Tensor:
+    """Attend causally within each sequence.
+
+    Args:
+        query, key, value: [B, H, T, D]; keys and values may have fewer heads.
+        places: where the sequences are in the B * T positions.
+        scaling: of the products; None: as sdpa has it.
+
+    Returns:
+        [B, T, H, D]; what is in padding is not used.
+    """
     rows, heads, tokens, dims = query.shape
     flat = [each.transpose(1, 2).reshape(rows * tokens, -1) for each in (query, key, value)]
-    taken = [_taken(each, places) for each in flat]
+    taken = [_taken(each, places).view(len(places.position_of), -1, dims) for each in flat]
+    attend = _in_one_call if takes_all_lengths(query.device, query.dtype, dims) else _block_by_block
+    joined = attend(taken[0], taken[1], taken[2], places, scaling).reshape(-1, heads * dims)
+    return _put_back(joined, places).view(rows, tokens, heads, dims)
+
+
+def takes_all_lengths(device: torch.device, dtype: torch.dtype, dims: int) -> bool:
+    """Whether torch's FlashAttention computes sequences of all lengths in one call, for heads of so many numbers."""
+    if device.type != "cuda" or dtype not in {torch.bfloat16, torch.float16}:
+        return False
+    return dims <= LARGEST_HEAD and dims % 8 == 0 and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+
+
+def _in_one_call(query: Tensor, key: Tensor, value: Tensor, places: SequencePlaces, scaling: float | None) -> Tensor:
+    """Attend in slots: [G, H, D] each. A sequence's padding comes after it, where no token of it looks."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    starts, longest = places.row_starts, max(width for _, width in places.blocks)
+    found = varlen_attn(
+        query,
+        key,
+        value,
+        starts,
+        starts,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1, 0),
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _block_by_block(query: Tensor, key: Tensor, value: Tensor, places: SequencePlaces, scaling: float | None) -> Tensor:
+    """Attend in slots: [G, H, D] each; sequences of about the same length in one call."""
     results, start = [], 0
     for count, width in places.blocks:
-        block = [each[start : start + count * width].view(count, width, -1, dims).transpose(1, 2) for each in taken]
+        slots = slice(start, start + count * width)
+        block = [each[slots].view(count, width, *each.shape[1:]).transpose(1, 2) for each in (query, key, value)]
         attended = nn.functional.scaled_dot_product_attention(
-            block[0], block[1], block[2], is_causal=True, scale=scaling, enable_gqa=key.shape[1] != heads
+            block[0], block[1], block[2], is_causal=True, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
         )
-        results.append(attended.transpose(1, 2).reshape(count * width, heads * dims))
+        results.append(attended.transpose(1, 2).flatten(0, 1))
         start += count * width
-    joined = results[0] if len(results) == 1 else torch.cat(results)
-    return _put_back(joined, places).view(rows, tokens, heads, dims), None
+    return results[0] if len(results) == 1 else torch.cat(results)
 
 
 def _taken(x: Tensor, places: SequencePlaces) -> Tensor:

@@ -19,10 +19,11 @@ from services.trainer.algorithms.objective import value_objective
 from services.trainer.algorithms.value import ReturnMoments
 from services.trainer.data.micro_batch import MicroBatch
 from services.trainer.data.packing import ModelInput
+from services.trainer.models.attention import attended_by_sequence
 from services.trainer.models.loading import LoadedModel
-from services.trainer.models.log_probs import hidden_states, traits_of_twin
+from services.trainer.models.log_probs import Policy, hidden_states, traits_of_twin
 from services.trainer.models.optimizer import PolicyOptimizer, UpdateResult
-from services.trainer.models.traits import Traits, agree, probe_input, traits_of
+from services.trainer.models.traits import Traits, agree, attends_apart, probe_input, traits_of
 from services.trainer.parallel.fsdp import shard
 from services.trainer.parallel.ranks import ONE_RANK, MeshShape, Ranks
 from services.trainer.parallel.sequence import SequenceParallel
@@ -76,6 +77,8 @@ class Critic:
         self._path = f"{path}." if path else ""
         self._split: SequenceParallel | None = None
         self._traits: Traits | None = None
+        self.attends_apart = False
+        """Whether attention goes sequence by sequence in packed rows, which need no mask then."""
         if is_alone and ranks.shares_computation and self._stored is not None:
             self._traits = traits_of_twin(body, self._stored, ranks, self._path)
         elif is_alone and ranks.shares_computation:
@@ -102,7 +105,7 @@ class Critic:
     def split_sequences(self, split: SequenceParallel) -> None:
         """Compute every row together with other ranks; before the weights are sharded."""
         with self._naming_its_section():
-            split.install(self._body)
+            split.install(self._body, attended_by_sequence)
         self._split = split
 
     def shard(self, ranks: Ranks) -> None:
@@ -133,13 +136,22 @@ class Critic:
     def _check_same(self, traits: Traits, ranks: Ranks) -> None:
         is_same = self._split is None or traits.can_pack
         if is_same:
-            found = hidden_states(self._body, probe_input(self._body, ranks.device), self._split).float()
+            found = self._hidden(probe_input(self._body, ranks.device))
             is_same = agree(found, traits.hidden, ranks.compute_dtype or next(self._body.parameters()).dtype)
         if not is_same:
             raise ModelError(
                 f"{type(self._body).__name__} computes something else when it is divided among ranks as "
                 "parallelism.critic says: leave that out, or use its replicas alone"
             )
+
+    def choose_attention(self, policy: Policy) -> None:
+        """Let attention go sequence by sequence in packed rows where the policy's does; once weights are sharded."""
+        if policy.attends_apart:
+            dtype = self.ranks.compute_dtype or next(self._body.parameters()).dtype
+            self.attends_apart = attends_apart(self._body, self._hidden, policy.device, dtype)
+
+    def _hidden(self, inputs: ModelInput) -> Tensor:
+        return hidden_states(self._body, inputs, self._split).float()
 
     def _new_optimizer(self) -> PolicyOptimizer:
         return PolicyOptimizer(

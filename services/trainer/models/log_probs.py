@@ -17,6 +17,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from services.trainer.algorithms.log_probs import TokenStatistics, log_probs_and_entropy, statistics_from_logits
 from services.trainer.data.packing import ModelInput, Packing
+from services.trainer.models.attention import attended_by_sequence
 from services.trainer.models.fused_layers import fuse_layers
 from services.trainer.models.host_memory import ParkedTensors
 from services.trainer.models.loading import LoadedModel
@@ -81,7 +82,11 @@ class Policy:
             self._traits = self._said(traits_of(model, self.device))
         elif ranks.shares_computation:
             self._traits = self._said(traits_of_twin(model, stored, ranks))
-        self.attends_apart = stored is None and self.can_share_prompts and attends_apart(model, self.device)
+        self._compute_dtype: torch.dtype | None = None
+        self.attends_apart = False
+        """Whether attention goes sequence by sequence in packed rows, which need no mask then."""
+        if stored is None:
+            self.choose_attention(self)
 
     @classmethod
     def of(cls, loaded: LoadedModel, temperature: float, ranks: Ranks, *, is_trained: bool = True) -> "Policy":
@@ -133,7 +138,7 @@ class Policy:
             ModelError: the model's heads cannot be divided.
         """
         self.attends_apart = False
-        split.install(self.base)
+        split.install(self.base, attended_by_sequence)
         self._split = split
 
     def park(self) -> None:
@@ -150,7 +155,7 @@ class Policy:
         Raises:
             ModelError: the model's layers cannot be divided as the job says.
         """
-        self.attends_apart = False
+        self.attends_apart, self._compute_dtype = False, ranks.compute_dtype
         divide_layers(self.model, ranks)
         shard(self.model, ranks)
         if self._stored is not None:
@@ -165,6 +170,17 @@ class Policy:
             self._traits = self._said(traits_of(self.model, self.device, ranks.compute_dtype))
         elif ranks.shares_computation:
             self._check_same(ranks.compute_dtype)
+
+    def choose_attention(self, policy: "Policy") -> None:
+        """Let attention go sequence by sequence in packed rows, where it gives the same; once weights are sharded.
+
+        Args:
+            policy: that is trained; rows are filled as it can read them.
+        """
+        if policy.can_share_prompts and self.can_share_prompts:
+            compute = getattr(self.model, "hidden_figures", self._hidden)
+            dtype = self._compute_dtype or next(self.model.parameters()).dtype
+            self.attends_apart = attends_apart(self.base, compute, self.device, dtype)
 
     @torch.no_grad()
     def _check_same(self, dtype: torch.dtype | None) -> None:

@@ -1,6 +1,7 @@
 """What is found out about a model by computing some tokens with it, because its configuration does not say it."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from services.trainer.data.packing import MicroLayout, ModelInput, build_input
+from services.trainer.models.attention import ATTENTION as BY_SEQUENCE
 from services.trainer.models.attention import attend_by_sequence
 from services.trainer.models.native.kernels import kernels_for
+from services.trainer.parallel.sequence import ATTENTION as ULYSSES
 
 log = logging.getLogger(__name__)
 
@@ -59,20 +62,31 @@ def traits_of(model: Any, device: torch.device, dtype: torch.dtype | None = None
 
 
 @torch.no_grad()
-def attends_apart(model: Any, device: torch.device) -> bool:
-    """Let a whole model's attention go sequence by sequence, if it passes on to its layers where the sequences are."""
-    body = model.base_model
+def attends_apart(body: Any, compute: Callable[[ModelInput], Tensor], device: torch.device, dtype: torch.dtype) -> bool:
+    """Let a model's attention go sequence by sequence, if it passes on to its layers where the sequences are.
+
+    Args:
+        body: what has the layers; of a model that can be packed, and whose answers can share prompts.
+        compute: its last hidden states of an input, as they are computed in a step; every rank of a sharded model
+            calls it at once.
+        device: where it computes.
+        dtype: what it computes in.
+    """
     before = body.config._attn_implementation
-    if before != "sdpa" or (device.type == "cpu" and kernels_for(next(model.parameters())) is None):
+    if before == BY_SEQUENCE:
+        return True  # a copy of one that does
+    if before not in {"sdpa", ULYSSES} or (device.type == "cpu" and (dtype != torch.float32 or kernels_for() is None)):
         return False
-    attend_by_sequence(body)
+    if before == "sdpa":
+        attend_by_sequence(body)
     try:
-        dtype = next(model.parameters()).dtype
-        if _Probing(model, device, dtype).can_share_prompts(attends_apart=True):
+        apart, masked = (compute(shared_probe(body, device, attends_apart=each)) for each in (True, False))
+        if agree(apart, masked, dtype):
             return True
     except (RuntimeError, ValueError, TypeError) as error:
         log.info("model does not take places: its packed rows have a mask", extra={"error": repr(error)})
-    body.set_attn_implementation(before)
+    if before == "sdpa":
+        body.set_attn_implementation(before)
     return False
 
 
@@ -92,6 +106,15 @@ def probe_input(model: Any, device: torch.device) -> ModelInput:
     """Make the input whose hidden states traits have."""
     ids = probe(model, 3, device)
     return ModelInput(ids, torch.arange(PROBE_TOKENS, device=device)[None], None, ids[0, :1], ids[0, :1])
+
+
+def shared_probe(model: Any, device: torch.device, *, attends_apart: bool) -> ModelInput:
+    """Make a row of two answers after their prompt, of ``PROBE_TOKENS`` each."""
+    prompt, *answers = (probe(model, seed, device)[0] for seed in (4, 5, 6))
+    token_ids = [torch.cat([prompt, each]).cpu().numpy() for each in answers]
+    layout = MicroLayout(((0, 1),), 3 * PROBE_TOKENS, is_packed=True, shared={1: PROBE_TOKENS})
+    places = np.arange(PROBE_TOKENS, 2 * PROBE_TOKENS)
+    return build_input(layout, token_ids, {0: places, 1: places}, attends_apart=attends_apart).to(device)
 
 
 def agree(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
@@ -149,19 +172,16 @@ class _Probing:
         apart = torch.cat([self.hidden(input_ids=first), self.hidden(input_ids=second)], dim=1)
         return agree(packed, apart, self._dtype)
 
-    def can_share_prompts(self, *, attends_apart: bool = False) -> bool:
+    def can_share_prompts(self) -> bool:
         """Ask whether two answers beside each other, after their prompt, are computed as each after the prompt alone.
 
         Not where a layer counts positions by their places in a row.
         """
-        prompt, answer, other = self._probe(4), self._probe(5), self._probe(6)
-        token_ids = [torch.cat([prompt, each], dim=1)[0].cpu().numpy() for each in (answer, other)]
-        layout = MicroLayout(((0, 1),), 3 * PROBE_TOKENS, is_packed=True, shared={1: PROBE_TOKENS})
-        places = np.arange(PROBE_TOKENS, 2 * PROBE_TOKENS)
-        inputs = build_input(layout, token_ids, {0: places, 1: places}, attends_apart=attends_apart).to(self._device)
+        inputs = shared_probe(self._model, self._device, attends_apart=False)
         with_mask = {name: each for name, each in arguments_of(inputs).items() if name != "use_cache"}
         shared = self.hidden(**with_mask)
-        apart = [self.hidden(input_ids=torch.from_numpy(ids)[None].to(self._device)) for ids in token_ids]
+        prompt, answer, other = self._probe(4), self._probe(5), self._probe(6)
+        apart = [self.hidden(input_ids=torch.cat([prompt, each], dim=1)) for each in (answer, other)]
         return agree(shared, torch.cat([apart[0], apart[1][:, PROBE_TOKENS:]], dim=1), self._dtype)
 
     def hidden(self, **arguments: Any) -> Tensor:

@@ -6,6 +6,7 @@ others' heads and gets all positions of its own, and back. Hidden states are gat
 Source: Jacobs et al., DeepSpeed Ulysses, 2023.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,10 +17,13 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from services.trainer.data.packing import ModelInput
+from services.trainer.data.places import SequencePlaces
 from shared.errors import ModelError
 
 ATTENTION = "flotilla_ulysses"
 _STATE = "sequence_parallel"
+Attend = Callable[[Tensor, Tensor, Tensor, SequencePlaces, float | None], Tensor]
+"""Attends within each sequence: queries, keys and values [B, H, T, D], their places and scaling to [B, T, H, D]."""
 
 
 class SequenceParallel:
@@ -33,9 +37,17 @@ class SequenceParallel:
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         self.mask: Tensor | None = None
         """[rows, 1, W, W] of the rows under way, whole; None for plain causal attention."""
+        self.places: SequencePlaces | None = None
+        """Where the sequences of the rows under way are, if attention goes one by one."""
+        self.width = 0
+        """Positions of the rows under way, without those that make them divisible."""
 
-    def install(self, body: nn.Module) -> None:
+    def install(self, body: nn.Module, attend: Attend) -> None:
         """Make a model's attention exchange heads for positions; before its weights are sharded.
+
+        Args:
+            body: what has the layers.
+            attend: what computes attention where it goes sequence by sequence.
 
         Raises:
             ModelError: its heads cannot be divided.
@@ -48,6 +60,7 @@ class SequenceParallel:
                 f"parallelism.sequence_parallel {self.size} does not divide the model's {sorted(heads)} attention "
                 "heads: choose a common divisor"
             )
+        self.attend = attend
         AttentionInterface.register(ATTENTION, _attention)
         body.set_attn_implementation(ATTENTION)  # type: ignore[operator]
         for module in body.modules():
@@ -60,6 +73,7 @@ class SequenceParallel:
         own = slice(self.rank * ((width + spare) // self.size), (self.rank + 1) * ((width + spare) // self.size))
         ids, positions = (nn.functional.pad(each, (0, spare)) for each in (inputs.token_ids, inputs.position_ids))
         self.mask = None if inputs.attention_mask is None else _widened(inputs.attention_mask, spare)
+        self.places, self.width = inputs.places, width
         found = body(input_ids=ids[:, own], position_ids=positions[:, own], use_cache=False).last_hidden_state
         gathered: Tensor = _Gather.apply(found, self)  # type: ignore[no-untyped-call]
         return gathered[:, :width]
@@ -80,7 +94,13 @@ def _attention(
     """Attend as sdpa does, from [B, heads, own positions, D]; transformers' own mask is of these positions only."""
     group: SequenceParallel = getattr(module, _STATE)
     own_heads = [_Exchange.apply(each, group, 1, 2) for each in (query, key, value)]  # type: ignore[no-untyped-call]
-    found, _ = sdpa_attention_forward(module, *own_heads, group.mask, **options)  # type: ignore[no-untyped-call]
+    if group.places is None:
+        found, _ = sdpa_attention_forward(module, *own_heads, group.mask, **options)  # type: ignore[no-untyped-call]
+    else:
+        spare = query.shape[2] * group.size - group.width
+        rows = [each[:, :, : group.width] for each in own_heads]
+        found = group.attend(rows[0], rows[1], rows[2], group.places, options.get("scaling"))
+        found = nn.functional.pad(found, (0, 0, 0, 0, 0, spare))
     exchanged: Tensor = _Exchange.apply(found, group, 1, 2)  # type: ignore[no-untyped-call]
     return exchanged, None
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from services.trainer.checkpoint.files import paths_in, reserve, shared_files, write_shared
+from services.trainer.data import packing
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.opening import make_learner
 from services.trainer.models.loading import LoadedModel
@@ -265,6 +266,41 @@ def _is_image_exact(sharded: nn.Module, ranks: Ranks, whole: nn.Module) -> bool:
     return written.max(0).tobytes() == expected
 
 
+def by_sequence(ranks: Ranks, section: dict[str, int]) -> tuple[float, float, list[bool]]:
+    """Train packed groups with shared prompts on this job, without any mask, and alone."""
+    spec = a_spec(
+        algorithm=RESHARDED | {"kl": {"placement": "loss"}},
+        parallelism={"ranks": ranks.size, "critic": section} if ranks.is_several else {},
+        optimisation={
+            "steps": STEPS,
+            "groups_per_mini_batch": 2,
+            "learning_rate": RATE,
+            "micro_batch_tokens": 256,
+            "packing": "packed",
+            "epsilon": 1e-6,
+        },
+        asynchrony={"require_batches": 2},
+    )
+    trained = []
+    for each in (ONE_RANK, ranks):
+        learner = _made(partial(Learner, spec), [a_model(), a_model()], each)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(packing, "_block_causal", _refuse_mask)
+            results = [learner.train(uneven_groups(seed=step, prompt=9), step).metrics for step in (1, 2)]
+        trained.append((learner, [found["loss/total"] + found["loss/value"] for found in results]))
+    (one, expected), (several, found) = trained
+    computing = [several.policy, several.reference, several.critic]
+    return (
+        max(abs(a - b) for a, b in zip(found, expected, strict=True)),
+        max(_furthest(one, several), _furthest_critic(one, several)),
+        [each is not None and each.attends_apart for each in computing],
+    )
+
+
+def _refuse_mask(*_: object) -> torch.Tensor:
+    raise AssertionError("a dense mask is made")
+
+
 def _check_equality(all_found: list[dict[str, Any]]) -> None:
     for found in all_found:
         assert {name: figures["measured"] for name, figures in found.items()} == {
@@ -317,6 +353,22 @@ def test_a_critic_that_is_divided_otherwise_learns_what_it_learns_alone() -> Non
     found = run_ranks(critics, [{"tensor_parallel": 2}])
 
     _check_equality(found)
+
+
+@pytest.mark.parametrize(
+    ("policy", "critic"),
+    [
+        (TWO_RANKS, {"sequence_parallel": 2}),
+        pytest.param(MeshShape(2, sequence=2), {"tensor_parallel": 2}, marks=pytest.mark.long),
+        pytest.param(MeshShape(1, tensor=2), {}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_packed_rows_need_no_mask_however_ranks_are_divided(policy: MeshShape, critic: dict[str, int]) -> None:
+    for losses, parameters, attends_apart in run_ranks(by_sequence, critic, policy):
+        assert attends_apart == [True] * 3
+        assert losses < 1e-5
+        assert parameters < MARGIN
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """Attention that goes sequence by sequence gives what a dense mask gives."""
 
 import copy
+import inspect
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -127,6 +128,7 @@ def test_every_position_of_a_sequence_has_one_result() -> None:
     assert places.position_of.tolist() == [0, 1, 5, 6, 7, 0, 1, 2, 3, 4, 8]
     assert places.slot_of.tolist() == [0, 1, 7, 8, 9, 2, 3, 4, 10, -1]
     assert places.result_of.tolist() == [0, 1, 5, 6, 7, -1, -1, 2, 3, 4, 8]
+    assert places.row_starts.tolist() == [0, 5, 10, 11]
     held = [places.slots[start:end].tolist() for start, end in pairwise(places.starts.tolist())]
     assert held == [[0, 5], [1, 6], [7], [8], [9], [2], [3], [4], [10], []]
 
@@ -152,6 +154,93 @@ def test_gathering_without_kernels_as_on_a_gpu_gives_the_same(
 
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_a_critic_with_weights_of_its_own_attends_as_the_policy_does() -> None:
+    spec = a_spec(
+        algorithm={"advantage": {"kind": "gae"}},
+        optimisation={"steps": 3, "groups_per_mini_batch": 2, "learning_rate": 1e-2, "packing": "packed"},
+        asynchrony={"require_batches": 2},
+    )
+    found = []
+    for own in (None, LoadedModel(make(MODELS[0]), Path())):
+        learner = Learner(spec, LoadedModel(make(MODELS[0]), Path()), critic=own)
+        assert learner.policy.attends_apart
+        found.append([learner.train(uneven_groups(prompt=9, seed=step), step).metrics for step in (1, 2, 3)])
+
+    assert found[1] == [pytest.approx(each, rel=1e-5, abs=1e-6) for each in found[0]]
+
+
+def one_call(calls: list[dict[str, object]]) -> object:
+    """Attend as torch's ``varlen_attn`` does under a causal mask, and note how it is called."""
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, starts: Tensor, key_starts: Tensor, longest: int, key_longest: int,
+        *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        assert torch.equal(starts, key_starts) and longest == key_longest
+        lengths = starts.diff()
+        assert starts[0] == 0 and starts[-1] == len(query) and int(lengths.max()) == longest
+        calls.append({"dtype": starts.dtype, "window": window_size, "gqa": enable_gqa, "sequences": len(lengths)})
+        parts = []
+        for start, end in pairwise(starts.tolist()):
+            q, k, v = (each[start:end].transpose(0, 1)[None] for each in (query, key, value))
+            attended = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa
+            )
+            parts.append(attended[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    return attend
+
+
+def test_sequences_of_all_lengths_go_in_one_call_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, made = Policy(make(MODELS[0]), temperature=1.0), inputs(attends_apart=True)
+    expected = gradients(policy, made)
+    calls: list[dict[str, object]] = []
+    monkeypatch.setattr(attention, "takes_all_lengths", lambda *_: True)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", one_call(calls))
+
+    found = gradients(policy, made)
+
+    layers = SHAPE["num_hidden_layers"]
+    assert calls == [{"dtype": torch.int32, "window": (-1, 0), "gqa": True, "sequences": len(LENGTHS)}] * layers
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "dims", "capability", "expected"),
+    [
+        ("cuda", torch.bfloat16, 128, (9, 0), True),
+        ("cuda", torch.float16, 64, (8, 0), True),
+        ("cuda", torch.float32, 128, (9, 0), False),
+        ("cuda", torch.bfloat16, 128, (7, 5), False),
+        ("cuda", torch.bfloat16, 288, (9, 0), False),
+        ("cuda", torch.bfloat16, 20, (9, 0), False),
+        ("cpu", torch.bfloat16, 128, (9, 0), False),
+    ],
+)
+def test_one_call_is_taken_where_flash_attention_computes(
+    device: str,
+    dtype: torch.dtype,
+    dims: int,
+    capability: tuple[int, int],
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+
+    assert attention.takes_all_lengths(torch.device(device), dtype, dims) == expected
+
+
+def test_torch_has_the_call_under_these_names() -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    names = list(inspect.signature(varlen_attn).parameters)
+
+    assert names[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert {"scale", "window_size", "enable_gqa"} <= set(names)
 
 
 def varlen(

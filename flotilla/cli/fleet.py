@@ -185,7 +185,10 @@ class LocalFleet:
     async def _start(self) -> None:
         data = self.options.data
         # It holds what specs say, passwords in URLs of graders included.
-        data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise InvalidRequest(f"{data} is no directory and cannot become one: a file is in its place") from None
         self._take_lock(data)
         check_port(self.options.host, self.options.port)
         port = self.options.port or lasting_port(self.options.host)
@@ -296,7 +299,8 @@ class LocalFleet:
         self._close()
 
     def _close(self) -> None:
-        (self.options.data / FLEET_FILE).unlink(missing_ok=True)
+        # Without the lock, the note in the directory is another fleet's.
         if self._lock is not None:
+            (self.options.data / FLEET_FILE).unlink(missing_ok=True)
             self._lock.close()
             self._lock = None

@@ -1,8 +1,9 @@
 """When training becomes durable."""
 
+import re
 from typing import Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from shared.config.base import Config
 
@@ -10,6 +11,8 @@ Content = Literal["model", "optimizer", "extra"]
 """model: weights, a critic's too; optimizer: moments and float32 masters, of both; extra: kept versions of the weights
 and their moving average."""
 EVERYTHING: Final[tuple[Content, ...]] = ("model", "optimizer", "extra")
+
+FOLDER_URL: Final = re.compile(r"[a-z][a-z0-9+]*://[^:?#]+")
 
 
 class BestCheckpointsConfig(Config):
@@ -37,7 +40,7 @@ class CheckpointConfig(Config):
     """Training waits only until the state is copied into the trainer's memory, and goes on while the copy is written to
     the disk. Until that is done the copy takes as much memory as the checkpoint has bytes, for all ranks on the host of
     the first; where that is more than half of what is free there, training waits for the disk, as with false."""
-    upload_to: str | None = Field(None, pattern=r"^[a-z][a-z0-9+]*://[^:?#]+$")
+    upload_to: str | None = None
     """URL of a folder, such as s3://bucket/checkpoints: the gateway copies each whole checkpoint to
     ``<experiment id>/step-N`` below it, beside training, and removes there what ``keep`` and ``best`` remove. The
     operator's FLOTILLA_CHECKPOINT_URLS says which URLs a spec may name; it needs ``flotilla[data]`` and the protocol's
@@ -61,6 +64,13 @@ class CheckpointConfig(Config):
     the data; steps are counted on from it. ``EXPERIMENT`` or ``EXPERIMENT@STEP`` of the same gateway, or a path or a
     URL: a checkpoint's folder, or an experiment's (of a path also a run's), with ``@STEP`` if it is not the newest.
     null: from the weights of ``model.path``. See docs/continue.md."""
+
+    @field_validator("upload_to")
+    @classmethod
+    def _names_a_folder(cls, url: str | None) -> str | None:
+        if url is not None and not FOLDER_URL.fullmatch(url):
+            raise ValueError("must be the URL of a folder, such as s3://bucket/checkpoints, without port and query")
+        return url
 
     @model_validator(mode="after")
     def _check_contents(self) -> Self:

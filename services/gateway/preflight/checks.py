@@ -11,6 +11,7 @@ from services.gateway.datasets.finished import check_rows
 from services.gateway.datasets.loading import joined, load_evaluation, load_rows, load_training
 from services.gateway.datasets.written import check_written
 from services.gateway.tracking.opening import check_trackers
+from services.gateway.uploads.remote import check_protocol
 from shared.config.data import DataConfig, RowsConfig, is_url
 from shared.config.device_rules import tensor_parallel
 from shared.config.model import ModelConfig
@@ -283,6 +284,7 @@ def check(spec: ExperimentSpec, places: Places | None = None) -> None:
     check_model(spec)
     check_functions(spec)
     check_trackers(spec)
+    check_protocol(spec)
     if spec.trains:
         train_dataset(spec, places)
     held_out_dataset(spec, places)

@@ -13,6 +13,7 @@ from services.gateway.datasets.dataset import Dataset, Part
 from services.gateway.preflight import checks
 from services.gateway.preflight.prompts import Prompts, look_at_prompts
 from services.gateway.tracking.opening import check_trackers
+from services.gateway.uploads.remote import check_protocol
 from shared.config.data import RowsConfig
 from shared.config.spec import ExperimentSpec
 from shared.errors import FlotillaError, Scalar
@@ -88,6 +89,7 @@ def inspect(spec: ExperimentSpec) -> Inspection:
     has_model = attempt("model.path", check_model)
     attempt("reward.components", lambda: checks.check_functions(spec))
     attempt("tracking.trackers", lambda: check_trackers(spec))
+    attempt("checkpoint.upload_to", lambda: check_protocol(spec))
     if spec.trains:
         attempt("data", read_training)
     attempt("evaluation", read_held_out)

@@ -21,9 +21,29 @@ from typing import Any
 from pydantic import ValidationError
 
 from shared.checkpoints import STATE_FILE, CheckpointState, StoredCheckpoint, step_of
+from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidSpec, ModelError
 
 UPLOADING = "uploading.json"
+FIELD = "checkpoint.upload_to"
+
+
+def check_protocol(spec: ExperimentSpec) -> None:
+    """Check that what is installed here can upload where the spec says; nothing is asked of the store.
+
+    Raises:
+        InvalidSpec: fsspec or the protocol's package is missing, or there is no such protocol.
+    """
+    url = spec.checkpoint.upload_to
+    if url is None:
+        return
+    try:
+        import fsspec
+
+        fsspec.get_filesystem_class(url.partition("://")[0])
+    except (ImportError, ValueError) as error:
+        entry = {"path": FIELD, "value": url, "allowed": f"{error}; install flotilla[data] and its protocol's package"}
+        raise InvalidSpec(f"{FIELD}: {url} cannot be reached: {entry['allowed']}", errors=[entry]) from None
 
 
 class RemoteCheckpoints:

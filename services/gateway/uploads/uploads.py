@@ -6,7 +6,7 @@ from pathlib import Path
 from services.gateway.events.log import EventLog
 from services.gateway.records.repository import Experiment
 from services.gateway.store.base import Store
-from services.gateway.uploads.remote import RemoteCheckpoints
+from services.gateway.uploads.remote import FIELD, RemoteCheckpoints
 from services.gateway.uploads.uploader import WINDOW, Uploader
 from services.gateway.uploads.watched import WatchedCalls
 from shared.checkpoints import StoredCheckpoint
@@ -15,7 +15,6 @@ from shared.errors import FlotillaError, NotFound, Unavailable
 from shared.places import Places
 from shared.schemas.uploads import UploadCheck, UploadRecord
 
-FIELD = "checkpoint.upload_to"
 COMPARE_SECONDS = 25.0
 """What a store has for its answer to who asks whether a copy is whole."""
 

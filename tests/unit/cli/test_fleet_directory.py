@@ -21,7 +21,7 @@ async def test_a_second_fleet_leaves_the_note_of_the_first(tmp_path: Path) -> No
     with (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
-        with pytest.raises(Conflict, match="another fleet runs with the data directory .*: end it with `flotilla down"):
+        with pytest.raises(Conflict, match=r"another fleet runs with .*: end it with `flotilla down"):
             await begin(tmp_path)
 
     assert (tmp_path / FLEET_FILE).read_text() == "of the first"

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import shutil
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from services.gateway.events.log import EventLog
 from services.gateway.store.memory import MemoryStore
 from services.gateway.uploads import uploader, watched
 from services.gateway.uploads.fetching import fetch
-from services.gateway.uploads.remote import UPLOADING, RemoteCheckpoints
+from services.gateway.uploads.remote import UPLOADING, RemoteCheckpoints, check_protocol
 from services.gateway.uploads.uploader import WINDOW, Uploader
 from shared.checkpoints import STATE_FILE, StoredCheckpoint, complete
 from shared.clock import ManualClock
@@ -449,3 +450,25 @@ def test_the_mark_of_an_upload_goes_with_its_end(directory: Path, tmp_path: Path
     upload(f"file://{tmp_path}/remote", directory)
 
     assert not (tmp_path / "remote/step-00000004" / UPLOADING).exists()
+
+
+@pytest.mark.parametrize("url", ["s4://bucket/runs", "gs://bucket/runs"])
+def test_what_nothing_here_reaches_is_refused_before_anything_is_trained(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the first checkpoint says so, hours later."""
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+
+    with pytest.raises(InvalidSpec, match=f"checkpoint.upload_to: {url} cannot be reached: .*; install flotilla"):
+        check_protocol(a_spec(checkpoint={"upload_to": url}))
+
+
+@pytest.mark.parametrize("url", [None, "file:///tmp/runs", "memory://runs"])
+def test_what_is_installed_here_is_accepted(url: str | None) -> None:
+    check_protocol(a_spec(checkpoint={"upload_to": url}))
+
+
+@pytest.mark.parametrize("url", ["nowhere", "/a/path", "s3://bucket?x=1", "s3://host:9000/bucket"])
+def test_what_is_no_url_of_a_folder_is_refused_in_words(url: str) -> None:
+    with pytest.raises(InvalidSpec, match="must be the URL of a folder, such as s3://bucket/checkpoints, without port"):
+        a_spec(checkpoint={"upload_to": url})

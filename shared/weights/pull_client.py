@@ -225,7 +225,7 @@ async def _fetch(image: ArrivingImage, source: Source) -> None:
         try:
             await image.take(source, span)
         except Unavailable as error:
-            source.strikes += 1
+            source.strikes += not image.is_resting(source)
             if source.strikes >= MAX_STRIKES or image.is_replaced:
                 source.failure = source.failure or error
         except FlotillaError as error:

@@ -5,6 +5,7 @@ import contextlib
 import os
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -92,6 +93,9 @@ class ArrivingImage:
         self._creating = asyncio.Lock()
         self._changed = asyncio.Event()
         self._arrivals: list[Arrival] = []
+        self._asked: set[Source] = set()
+        self._resting: set[Source] = set()
+        self._rests: Counter[Source] = Counter()
         self.cores = threading.Semaphore(max(1, len(os.sched_getaffinity(0)) // 2))
         """Whoever moves or reads bytes holds one: a pull takes half of the cores at most, the others may train."""
         self._digest = PrefixChecksum(self.cores)
@@ -106,17 +110,24 @@ class ArrivingImage:
     async def next_range(self, source: Source, look_seconds: float, stall_seconds: float) -> range | None:
         """Wait for a range that a source can fetch; None if the image is whole, or the source is left.
 
-        Whoever waits here gives up the ranges of other sources that stall.
+        Whoever waits here takes over from other sources that stall.
         """
+        self._asked.add(source)
         while not (self.missing.is_whole or self.is_disputed) and source.failure is None:
-            if (span := self.missing.take()) is not None:
+            if all(each in self._resting or each.failure is not None for each in self._asked - {source}):
+                self._resting.discard(source)  # Whoever took over from it is gone.
+            if source not in self._resting and (span := self.missing.take()) is not None:
                 return span
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(look_seconds):
                     await self._changed.wait()
-            self._give_up_stalled(source, stall_seconds)
+            self._take_over(source, stall_seconds)
         return None
+
+    def is_resting(self, source: Source) -> bool:
+        """Whether another source has taken over from this one, which had stalled."""
+        return source in self._resting
 
     async def take(self, source: Source, span: range) -> None:
         """Fetch a range; what arrived of it counts, whatever happens.
@@ -205,13 +216,20 @@ class ArrivingImage:
         if self.image is not None:
             await close_images(self.image)
 
-    def _give_up_stalled(self, source: Source, stall_seconds: float) -> None:
-        """Take the ranges away from sources that send next to nothing, since this one has nothing to do."""
-        now = time.monotonic()
+    def _take_over(self, source: Source, stall_seconds: float) -> None:
+        """Take the ranges away from sources that send next to nothing, since this one has nothing to do.
+
+        They rest, and may take over in their turn: one bad moment proves little, and this one may be slower still. Who
+        has rested waits twice as long as the time before, so two slow ones do not take turns all the time.
+        """
+        now, patience = time.monotonic(), stall_seconds * 2 ** self._rests[source]
         for arrival in self._arrivals:
-            if arrival.source is source or arrival.stream is None or now - arrival.looked_at < stall_seconds:
-                continue
-            if arrival.count() - arrival.num_then < STALLED_BYTES:
-                arrival.source.failure = Unavailable(f"{arrival.source.url} sends next to nothing")
-                arrival.stream.stop()
-            arrival.looked_at, arrival.num_then = now, arrival.num_received
+            if arrival.stream is None:
+                arrival.looked_at = now  # It has not begun, and has deadlines of its own until then.
+            elif arrival.source is not source and now - arrival.looked_at >= patience:
+                if arrival.count() - arrival.num_then < STALLED_BYTES:
+                    self._rests[arrival.source] += arrival.source not in self._resting
+                    self._resting.add(arrival.source)
+                    self._resting.discard(source)
+                    arrival.stream.stop()
+                arrival.looked_at, arrival.num_then = now, arrival.num_received

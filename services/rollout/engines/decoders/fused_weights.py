@@ -5,6 +5,7 @@ embedding pairs are interleaved, so that the rotation is one complex product; qu
 attention does not notice. Each set of weights is read once: new ones are another set.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -81,26 +82,38 @@ class FusedWeights:
         self.head = Matrix(self.embedding if sizes.is_tied else empty(sizes.vocab_size, sizes.hidden_size))
 
     def fill(self, source: Tensors) -> None:
-        """Fill the weights, once, and pack them; headers are checked before the first byte is copied.
+        """Fill the weights, once; headers are checked before the first byte is copied.
+
+        A layer is packed as soon as it is there: what was read of it is freed, and nothing waits for the last byte.
 
         Raises:
             WeightTransferFailed: a tensor cannot be read, or names, shapes or dtypes do not fit.
         """
-        targets = dict(self._all_targets())
+        targets, layer_of = dict(self._other_targets()), dict[str, LayerWeights]()
+        for number, each in enumerate(self.layers):
+            of_layer = dict(self._layer_targets(f"model.layers.{number}.", each))
+            targets |= of_layer
+            layer_of |= dict.fromkeys(of_layer, each)
+        left = Counter(map(id, layer_of.values()))
         expected = {name: target.shape for name, target in targets.items()}
         rotary = {f"model.layers.{number}.self_attn.rotary_emb.inv_freq" for number in range(len(self.layers))}
         tied = {"lm_head.weight"} if self._architecture.is_tied else set()
         with torch.inference_mode():
             check_headers(source.headers, expected, optional=frozenset(rotary | tied))
             for name in source.headers:
-                if (target := targets.get(name)) is not None:
-                    target.view.copy_(source.read(name).view(target.source_view))
-            # One after the other: what is packed is freed, unless a target still views it.
-            targets.clear()
-            for layer in self.layers:
-                for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
-                    matrix.pack(self._kernels, is_gated=matrix is layer.gate_up)
+                if name not in targets:
+                    continue
+                _fill(targets.pop(name), source.read(name))
+                if (layer := layer_of.get(name)) is not None:
+                    left[id(layer)] -= 1
+                    if not left[id(layer)]:
+                        self._pack(layer)
             self.head.pack(self._kernels)
+
+    def _pack(self, layer: LayerWeights) -> None:
+        # One after the other: what is packed is freed.
+        for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            matrix.pack(self._kernels, is_gated=matrix is layer.gate_up)
 
     def tensors(self) -> Iterator[Tensor]:
         """List all tensors, in an order that depends on the architecture alone; where matrices are not packed."""
@@ -119,21 +132,21 @@ class FusedWeights:
             if layer.qk_norm is not None:
                 yield layer.qk_norm
 
-    def _all_targets(self) -> Iterator[tuple[str, Target]]:
+    def _other_targets(self) -> Iterator[tuple[str, Target]]:
         yield "model.embed_tokens.weight", _plain(self.embedding)
         yield "model.norm.weight", _plain(self.final_norm)
         if not self._architecture.is_tied:
             yield "lm_head.weight", _matrix(self.head)
-        for number, layer in enumerate(self.layers):
-            prefix = f"model.layers.{number}."
-            yield f"{prefix}input_layernorm.weight", _plain(layer.input_norm)
-            yield f"{prefix}post_attention_layernorm.weight", _plain(layer.post_norm)
-            yield f"{prefix}self_attn.o_proj.weight", _matrix(layer.output)
-            gate, up = _unpacked(layer.gate_up).chunk(2)
-            yield f"{prefix}mlp.gate_proj.weight", _plain(gate)
-            yield f"{prefix}mlp.up_proj.weight", _plain(up)
-            yield f"{prefix}mlp.down_proj.weight", _matrix(layer.down)
-            yield from self._attention_targets(f"{prefix}self_attn.", layer)
+
+    def _layer_targets(self, prefix: str, layer: LayerWeights) -> Iterator[tuple[str, Target]]:
+        yield f"{prefix}input_layernorm.weight", _plain(layer.input_norm)
+        yield f"{prefix}post_attention_layernorm.weight", _plain(layer.post_norm)
+        yield f"{prefix}self_attn.o_proj.weight", _matrix(layer.output)
+        gate, up = _unpacked(layer.gate_up).chunk(2)
+        yield f"{prefix}mlp.gate_proj.weight", _plain(gate)
+        yield f"{prefix}mlp.up_proj.weight", _plain(up)
+        yield f"{prefix}mlp.down_proj.weight", _matrix(layer.down)
+        yield from self._attention_targets(f"{prefix}self_attn.", layer)
 
     def _attention_targets(self, prefix: str, layer: LayerWeights) -> Iterator[tuple[str, Target]]:
         sizes = self._architecture
@@ -149,6 +162,10 @@ class FusedWeights:
             for kind, norm in zip(("q_norm", "k_norm"), heads, strict=True):
                 halves = norm.view(norm.shape[0], -1, 2).transpose(1, 2)
                 yield f"{prefix}{kind}.weight", Target((sizes.head_dim,), (2, sizes.head_dim // 2), halves)
+
+
+def _fill(target: Target, tensor: Tensor) -> None:
+    target.view.copy_(tensor.view(target.source_view))
 
 
 def _unpacked(matrix: Matrix) -> Tensor:

@@ -20,7 +20,7 @@ import xxhash
 
 from shared.errors import Conflict, WeightTransferFailed
 from shared.schemas.publication import Manifest
-from shared.weights.image_files import SUFFIX, choose_directory, lock_shared, new_name, open_shared
+from shared.weights.image_files import choose_directory, is_at, lock_shared, new_name, open_shared
 from shared.weights.layout import ImageLayout
 from shared.weights.loopback import is_loopback, send_on_loopback
 from shared.weights.pages import populate, reserve_range, splice_range, write_range
@@ -43,15 +43,12 @@ class WeightImage:
         self._mapped: mmap.mmap | None = mapped or mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED)
 
     @classmethod
-    def create(
-        cls, image_bytes: int, *, directory: Path | None = None, is_partial: bool = False, is_reserved: bool = True
-    ) -> Self:
+    def create(cls, image_bytes: int, *, directory: Path | None = None, is_reserved: bool = True) -> Self:
         """Reserve a new image of this size, zeroed, in shared memory or in the given directory.
 
         Args:
             image_bytes: its size, header included.
             directory: where the file goes; None chooses shared memory where there is room.
-            is_partial: whether it has another name until :meth:`hand_over`.
             is_reserved: False leaves it to :meth:`write_at`, piece by piece.
 
         Raises:
@@ -59,7 +56,7 @@ class WeightImage:
         """
         if image_bytes < 1:
             raise ValueError(f"an image has at least one byte, got {image_bytes}")
-        path = choose_directory(image_bytes, directory) / new_name(is_partial=is_partial)
+        path = choose_directory(image_bytes, directory) / new_name()
         file = path.open("x+b", buffering=0)
         try:
             os.fchmod(file.fileno(), 0o600)
@@ -125,6 +122,14 @@ class WeightImage:
             ValueError: the image is closed.
         """
         write_range(self._file, self.path, position, data)
+
+    def read_at(self, position: int, target: memoryview) -> int:
+        """Read a piece from the file; gives how many bytes there were.
+
+        Raises:
+            ValueError: the image is closed.
+        """
+        return os.preadv(self._file.fileno(), [target], position)
 
     def splice_at(self, position: int, pipe: int, num_bytes: int) -> None:
         """Move a piece that is in a pipe into the file; as :meth:`write_at`."""
@@ -206,8 +211,8 @@ class WeightImage:
 
     @property
     def is_withdrawn(self) -> bool:
-        """Whether the owner has removed the file."""
-        return os.fstat(self._file.fileno()).st_nlink == 0
+        """Whether the owner has removed the file, or has taken it back."""
+        return not is_at(self._file, self.path)
 
     def write_from(self, layout: ImageLayout, pieces: Iterable[bytes | memoryview]) -> None:
         """Write the header and then the pieces, one memory copy each; together they are the whole image.
@@ -255,9 +260,21 @@ class WeightImage:
             tensors=self.layout().tensors,
         )
 
+    def take_back(self) -> None:
+        """Give an own image another name, to write it anew: nobody who knew the old one can use it any more.
+
+        Raises:
+            Conflict: another process, or another mapping in this one, still reads the image, or its file is gone.
+        """
+        # Who has opened it and locks it only afterwards finds that the old name does not lead to it.
+        with self.writing():
+            try:
+                self.path = self.path.rename(self.path.with_name(new_name()))
+            except FileNotFoundError:
+                raise Conflict(f"the file of {self.path.name} is gone") from None
+
     def hand_over(self) -> Path:
-        """Give a complete image its name, and its file to the caller: close this mapping but leave the file."""
-        self.path = self.path.rename(self.path.with_suffix(SUFFIX))
+        """Give the file of a complete image to the caller: close this mapping but leave the file."""
         self.is_owner = False
         self.close()
         return self.path

@@ -18,12 +18,11 @@ HOST_ID = "FLOTILLA_HOST_ID"
 
 PREFIX = "flotilla-weights-"
 SUFFIX = ".safetensors"
-PARTIAL = ".partial"
 
 
-def new_name(*, is_partial: bool) -> str:
+def new_name() -> str:
     """Make the name of a new image of this process."""
-    return f"{PREFIX}{os.getpid()}-{secrets.token_hex(6)}{PARTIAL if is_partial else SUFFIX}"
+    return f"{PREFIX}{os.getpid()}-{secrets.token_hex(6)}{SUFFIX}"
 
 
 def open_shared(path: Path, *, may_be_withdrawn: bool = False) -> FileIO:
@@ -112,8 +111,16 @@ def lock_shared(file: FileIO, path: Path, *, may_be_withdrawn: bool = False) -> 
     except BlockingIOError:
         raise WeightTransferFailed(f"the weight image {path.name} is being written") from None
     status = os.fstat(file.fileno())
-    if status.st_size == 0 or (status.st_nlink == 0 and not may_be_withdrawn):
+    if status.st_size == 0 or not (may_be_withdrawn or is_at(file, path)):
         raise WeightTransferFailed(f"the weight image {path.name} is {'withdrawn' if status.st_size else 'empty'}")
+
+
+def is_at(file: FileIO, path: Path) -> bool:
+    """Whether a path leads to an opened file: it may have been removed, or have got another name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _remove_free(path: Path) -> bool:

@@ -11,13 +11,11 @@ from pathlib import Path
 from shared.weights.image import WeightImage
 
 
-async def create_image(
-    image_bytes: int, *, directory: Path | None = None, is_partial: bool = False, is_reserved: bool = True
-) -> WeightImage:
+async def create_image(image_bytes: int, *, directory: Path | None = None, is_reserved: bool = True) -> WeightImage:
     """Reserve an image; see ``WeightImage.create``. A caller that is cancelled leaves none behind."""
 
     def create() -> WeightImage:
-        return WeightImage.create(image_bytes, directory=directory, is_partial=is_partial, is_reserved=is_reserved)
+        return WeightImage.create(image_bytes, directory=directory, is_reserved=is_reserved)
 
     return await _made(create)
 

@@ -5,9 +5,12 @@ from contextlib import AbstractContextManager
 
 import xxhash
 
+from shared.errors import WeightTransferFailed
 from shared.weights.image import WeightImage
 
 PIECE_BYTES = 32 << 20
+CHUNK_BYTES = 1 << 20
+"""Small enough to be in a core's cache when it is summed."""
 
 
 class PrefixChecksum:
@@ -20,6 +23,8 @@ class PrefixChecksum:
     def __init__(self, cores: AbstractContextManager[object]) -> None:
         self._cores = cores
         self._digest = xxhash.xxh3_64()
+        # Not by the mapping, of which each page would be found by a fault: that takes longer than a copy.
+        self._chunk = memoryview(bytearray(CHUNK_BYTES))
         self._num_read = 0
         self._num_there = 0
         self._reading: asyncio.Task[None] | None = None
@@ -51,6 +56,10 @@ class PrefixChecksum:
             await asyncio.to_thread(self._update, image, span)
 
     def _update(self, image: WeightImage, span: range) -> None:
-        with self._cores, image.view[span.start : span.stop] as piece:
-            self._digest.update(piece)
-        self._num_read = span.stop
+        with self._cores:
+            while self._num_read < span.stop:
+                num = image.read_at(self._num_read, self._chunk[: span.stop - self._num_read])
+                if num == 0:
+                    raise WeightTransferFailed(f"{image.path.name} was cut off at byte {self._num_read}")
+                self._digest.update(self._chunk[:num])
+                self._num_read += num

@@ -2,7 +2,7 @@
 
 Sources are the trainer, rollouts that have the image, and a directory where it is kept. Over HTTP each range comes over
 a plain connection where the source offers one and it can be reached, else as the answer's body. What arrives is written
-to a temporary file, checked, and only then renamed: a file with an image's name is complete.
+to a file of which nobody is told before it is whole and right.
 
 Who ends each wait: a source that cannot be reached by ``CONNECT_SECONDS``; one that sends nothing by
 ``SILENCE_SECONDS``, or by ``STALL_SECONDS`` as soon as another source has nothing else to do; all by the caller's
@@ -11,7 +11,7 @@ deadline. A source that offers another image, or whose bytes turn out wrong, is 
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
@@ -24,7 +24,7 @@ from shared.schemas.service import ServiceKind
 from shared.tls import tls_context
 from shared.weights.http_source import CONNECT_SECONDS, HttpSource
 from shared.weights.kept_images import DirectorySource, kept_path
-from shared.weights.source import SILENCE_SECONDS, ArrivingImage, Source
+from shared.weights.source import SILENCE_SECONDS, ArrivingImage, OnArrived, Reuse, Source
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +58,10 @@ class WeightPuller:
         checksum: str | None = None,
         peers: Sequence[str] = (),
         kept_in: Path | None = None,
+        reuse: Reuse | None = None,
+        on_arrived: OnArrived | None = None,
     ) -> Path:
-        """Fetch a version into a new file, which is the caller's to remove; it is named so that ``sweep`` knows it.
+        """Fetch a version into a file, which is the caller's to remove; it is named so that ``sweep`` knows it.
 
         Args:
             url: of this version at the trainer, such as ``http://host:port/v1/weights/3``; None while there is none.
@@ -69,6 +71,8 @@ class WeightPuller:
             checksum: of the image; None believes the trainer, and asks nobody else.
             peers: urls of this version at rollouts.
             kept_in: where images are kept that everybody sees.
+            reuse: gives an image that is written in the place of a new file, if there is one.
+            on_arrived: told how far the file is; another file begins anew, and the one before means nothing.
 
         Raises:
             NotFound: no source offers the version.
@@ -86,7 +90,7 @@ class WeightPuller:
             sources.append(self._source(client, url, ServiceKind.TRAINER))
         if not sources:
             raise NotFound(f"nobody serves version {version} now")
-        pull = _Pull(sources, directory, checksum)
+        pull = _Pull(sources, lambda: ArrivingImage(directory, checksum, reuse, on_arrived))
         try:
             async with asyncio.timeout(deadline_seconds), client:
                 return await pull.run(version)
@@ -114,10 +118,9 @@ class WeightPuller:
 class _Pull:
     """One version on its way from several sources."""
 
-    def __init__(self, sources: list[Source], directory: Path | None, checksum: str | None) -> None:
+    def __init__(self, sources: list[Source], make: Callable[[], ArrivingImage]) -> None:
         self._sources = sources
-        self._directory = directory
-        self._checksum = checksum
+        self._make = make
         self._image: ArrivingImage | None = None
         self._finished: Path | None = None
         self.last: Unavailable | None = None
@@ -182,7 +185,7 @@ class _Pull:
             FlotillaError: of the last source that was left; ``Unavailable`` if any may be asked again.
         """
         if self._image is None:
-            self._image = ArrivingImage(self._directory, self._checksum)
+            self._image = self._make()
         image = self._image
         for source in sources:
             if isinstance(source.failure, Unavailable):

@@ -6,11 +6,11 @@ at any time: an image without one is of no use to the engine, which has a proces
 """
 
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.errors import WeightTransferFailed
+from shared.errors import Conflict, WeightTransferFailed
 from shared.weights.image import WeightImage
 from shared.weights.off_loop import attach_image, close_images, create_image
 from shared.weights.pull import PublishedImages
@@ -99,6 +99,19 @@ class StagedImages:
         if replaced is not None:
             self._release(replaced.image)
 
+    def give_away(self, image_bytes: int) -> WeightImage | None:
+        """Part with an own image of this size that holds nothing of worth, taken back to be written; None if none is.
+
+        Its memory was touched before, which is most of what writing into a new one costs.
+        """
+        for image in self._own:
+            if not self._is_wanted(image) and image.image_bytes == image_bytes:
+                with suppress(Conflict):
+                    image.take_back()
+                    self._own.remove(image)
+                    return image
+        return None
+
     async def adopt(self, path: Path) -> WeightImage:
         """Take a complete image file over as an own one.
 
@@ -108,7 +121,8 @@ class StagedImages:
         free = [image for image in self._own if not self._is_wanted(image)]
         self._own = [image for image in self._own if image not in free]
         await close_images(*free)
-        image = await attach_image(path)
+        # The engine reads it, in a process of its own; here it is sent by its descriptor.
+        image = await attach_image(path, is_read_whole=False)
         image.is_owner = True
         self._own.append(image)
         return image

@@ -8,15 +8,17 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
-from services.rollout.engines.base import Engine, GroupMember
+from services.rollout.engines.base import Engine, GroupMember, WeightTransfer
 from services.rollout.weights.staged_images import StagedImage, StagedImages
 from services.rollout.weights.version import VersionGate
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import DeadlineExceeded, NotFound, Unavailable, WeightTransferFailed, WorkerDied
 from shared.schemas.service import DesiredState
 from shared.weights.locate import LocatedImage
+from shared.weights.source import OnArrived, Reuse
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +41,10 @@ class Puller(Protocol):
         checksum: str | None,
         peers: Sequence[str],
         kept_in: Path | None,
+        reuse: Reuse | None,
+        on_arrived: OnArrived | None,
     ) -> Path:
-        """Write the verified image into a file of ``directory``, or of shared memory."""
+        """Write the verified image into a file of ``directory``, of shared memory, or that ``reuse`` gives."""
 
 
 class Locator(Protocol):
@@ -275,11 +279,13 @@ class VersionSwitcher:
         if located is None:
             return False
         try:
-            async with self._images.mapped(located.path, located.image_bytes) as image:
-                found = await asyncio.to_thread(image.checksum)
-                if found != located.checksum:
-                    raise WeightTransferFailed(f"checksum is {found}, it should be {located.checksum}")
-                self._images.keep(staged := StagedImage(version, found, image))
+            with _Reading(self._engine, version) as reading:
+                async with self._images.mapped(located.path, located.image_bytes) as image:
+                    reading.advance(located.path, located.image_bytes)
+                    found = await asyncio.to_thread(image.checksum)
+                    if found != located.checksum:
+                        raise WeightTransferFailed(f"checksum is {found}, it should be {located.checksum}")
+                    self._images.keep(staged := StagedImage(version, found, image))
         except WeightTransferFailed as error:
             # Its owner writes the next version into it, or has removed it.
             log.info("image of this host is not used", extra={"version": version, "error": error.detail})
@@ -293,7 +299,8 @@ class VersionSwitcher:
         committed = self._committed_checksum(version)
         if url is None and (committed is None or self._kept_in is None):
             raise NotFound(f"nobody serves version {version} now")
-        path = await self._pulled(url, version, committed)
+        with _Reading(self._engine, version) as reading:
+            path = await self._pulled(url, version, committed, reading.advance)
         # It is kept: others may pull it here, and the next version may come as a patch for it.
         log.info("missed version was pulled", extra={"version": version})
         image = await self._images.adopt(path)
@@ -302,9 +309,19 @@ class VersionSwitcher:
             self._images.keep(StagedImage(version, checksum, image))
             await self._engine.load_weights(path, version, self._on_update)
 
-    async def _pulled(self, url: str | None, version: int, checksum: str | None) -> Path:
+    async def _pulled(self, url: str | None, version: int, checksum: str | None, on_arrived: OnArrived) -> Path:
         peers = self._desired.weights_peers if self._desired else ()
-        pull = self._pull(url, version, None, PULL_SECONDS, checksum=checksum, peers=peers, kept_in=self._kept_in)
+        pull = self._pull(
+            url,
+            version,
+            None,
+            PULL_SECONDS,
+            checksum=checksum,
+            peers=peers,
+            kept_in=self._kept_in,
+            reuse=self._images.give_away,
+            on_arrived=on_arrived,
+        )
         pulling = asyncio.ensure_future(pull)
         self._pulling = (url, pulling)
         try:
@@ -323,6 +340,40 @@ class VersionSwitcher:
             async with asyncio.timeout(seconds):
                 await self._due.wait()
         self._due.set()
+
+
+class _Reading:
+    """Lets the engine read a version that is not known to be right; it is, if the block ends without an error."""
+
+    def __init__(self, engine: Engine, version: int) -> None:
+        self._engine, self._version = engine, version
+        self._transfer: tuple[Path, WeightTransfer] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._abort(str(error) or kind.__name__)
+        elif self._transfer is not None:
+            self._transfer[1].complete()
+
+    def advance(self, image: Path, num_bytes: int) -> None:
+        """Note how far a file is; the pull has begun anew if it is another one than before."""
+        if self._transfer is not None and self._transfer[0] != image:
+            self._abort("it is pulled anew")
+        if self._transfer is None:
+            with contextlib.suppress(WorkerDied):  # whoever loads it finds out
+                self._transfer = image, self._engine.begin_transfer(image, self._version)
+        if self._transfer is not None:
+            self._transfer[1].advance(num_bytes)
+
+    def _abort(self, reason: str) -> None:
+        if self._transfer is not None:
+            self._transfer[1].abort(reason)
+            self._transfer = None
 
 
 def _server_of(url: str | None) -> str | None:

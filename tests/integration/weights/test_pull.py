@@ -108,6 +108,49 @@ async def test_a_pulled_image_is_the_published_one(image: WeightImage, tmp_path:
     assert open_image(path)["bias"].shape == (7,)
 
 
+async def test_a_pull_goes_into_an_image_that_is_free(image: WeightImage, tmp_path: Path) -> None:
+    with an_image(num_megabytes=4, seed=1) as other:
+        path = tmp_path / "old.safetensors"
+        path.write_bytes(other.view)
+    old = WeightImage.attach(path)
+    old.is_owner = True
+    inode = path.stat().st_ino
+    asked: list[int] = []
+
+    def reuse(image_bytes: int) -> WeightImage:
+        asked.append(image_bytes)
+        old.take_back()
+        return old
+
+    async with a_server() as server:
+        server.images.publish(3, image.path)
+        server.faults.cut_after_bytes = [1_500_000]
+
+        pulled = await WeightPuller(Credentials(TOKEN))(server.url(3), 3, tmp_path, DEADLINE, reuse=reuse)
+
+    assert pulled.read_bytes() == image.view
+    assert (pulled.stat().st_ino, asked) == (inode, [image.image_bytes])
+    assert list(tmp_path.iterdir()) == [pulled]
+    WeightImage.attach(pulled).close()
+
+
+async def test_a_free_image_is_gone_when_the_pull_into_it_fails(image: WeightImage, tmp_path: Path) -> None:
+    old = WeightImage.create(image.image_bytes, directory=tmp_path)
+
+    def reuse(image_bytes: int) -> WeightImage:
+        old.take_back()
+        return old
+
+    async with a_server() as server:
+        server.images.publish(3, image.path)
+        server.faults.flip = True
+
+        with pytest.raises(WeightTransferFailed, match="checksum"):
+            await WeightPuller(Credentials(TOKEN))(server.url(3), 3, tmp_path, DEADLINE, reuse=reuse)
+
+    assert list(tmp_path.iterdir()) == []
+
+
 async def test_a_pull_that_breaks_off_goes_on_where_it_stopped(image: WeightImage, tmp_path: Path) -> None:
     async with a_server() as server:
         server.images.publish(3, image.path)

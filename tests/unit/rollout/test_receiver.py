@@ -24,6 +24,7 @@ from shared.schemas.publication import (
 from shared.schemas.service import DesiredState, WorkState
 from shared.weights.image import WeightImage
 from shared.weights.locate import LocatedImage
+from shared.weights.source import OnArrived, Reuse
 
 CHECKSUM = "00000000deadbeef"
 
@@ -98,6 +99,9 @@ class World:
         self.engine, self.gate, self.endpoint = RecordingEngine(), VersionGate(), ScriptedEndpoint()
         self.asked: list[str] = []
         self.pulled: list[int] = []
+        self.inodes: list[int] = []
+        self.begun_anew = 0
+        self.breaks_off = False
         self.may_pull = True
         self.located: LocatedImage | None = None
         self.told = 0
@@ -130,6 +134,8 @@ class World:
         checksum: str | None,
         peers: Sequence[str],
         kept_in: Path | None,
+        reuse: Reuse | None,
+        on_arrived: OnArrived | None,
     ) -> Path:
         if not self.may_pull:
             raise NotFound("not there")
@@ -137,8 +143,18 @@ class World:
         if str(url).startswith("http://dead/"):
             await asyncio.sleep(deadline_seconds)
         self.pulled.append(version)
-        path = self.directory / "pulled"
-        path.write_bytes(b"x")
+        assert reuse is not None
+        if (free := reuse(1)) is not None:
+            path = free.hand_over()
+        else:
+            path = self.directory / f"pulled-{version}"
+            path.write_bytes(b"x")
+        self.inodes.append(path.stat().st_ino)
+        assert on_arrived is not None
+        for number in range(self.begun_anew, -1, -1):
+            on_arrived(path.with_name(f"given-up-{number}") if number else path, 1)
+        if self.breaks_off:
+            raise WeightTransferFailed("the pulled image has another checksum")
         return path
 
     def want(self, version: int, order: PublicationOrder | None = None, **fields: Any) -> None:
@@ -438,6 +454,38 @@ async def test_a_version_that_waits_to_be_served_is_not_pushed_out_of_the_engine
         await world.until(lambda: world.engine.prepared == [1, 2])
 
     assert [each.bytes_arrived for each in world.engine.transfers] == [64, 0], "the second was whole when it began"
+
+
+async def test_versions_that_are_pulled_one_after_the_other_take_turns_in_two_images(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        for version in (1, 2, 3, 4):
+            world.want(version, weights_url=f"http://trainer/v1/weights/{version}")
+            await world.until(lambda v=version: world.gate.version == v)
+
+        assert world.pulled == [1, 2, 3, 4]
+        assert world.inodes[2:] == world.inodes[:2]
+
+
+async def test_the_engine_reads_a_version_while_it_is_pulled(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        world.begun_anew = 1
+        world.want(4, weights_url="http://trainer/v1/weights/4")
+        await world.until(lambda: world.gate.version == 4)
+
+        first, second = world.engine.transfers
+        assert (first.bytes_arrived, first.end) == (1, "it is pulled anew")
+        assert (second.bytes_arrived, second.end) == (1, "complete")
+        assert [second.image] == world.engine.paths
+
+
+async def test_what_the_engine_has_read_of_a_wrong_image_is_given_up(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        world.breaks_off = True
+        world.want(4, weights_url="http://trainer/v1/weights/4")
+        await world.until(lambda: len(world.engine.transfers) == 1 and world.engine.transfers[0].end)
+
+        assert "checksum" in str(world.engine.transfers[0].end)
+        assert world.engine.loaded == []
 
 
 async def test_a_missed_version_is_pulled(tmp_path: Path) -> None:

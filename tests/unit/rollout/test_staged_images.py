@@ -8,6 +8,7 @@ import pytest
 from services.rollout.weights.staged_images import StagedImage, StagedImages
 from shared.errors import Conflict, WeightTransferFailed
 from shared.weights.image import WeightImage
+from shared.weights.image_files import lock_shared
 
 
 @pytest.fixture
@@ -38,6 +39,35 @@ async def test_an_image_that_waits_or_is_used_is_not_given_away(images: StagedIm
         assert len({id(waiting), id(used), id(third)}) == 3
     async with images.own(64) as again:
         assert again in (used, third)
+
+
+async def test_an_own_image_that_is_free_is_given_away_under_another_name(images: StagedImages) -> None:
+    async with images.own(64) as waiting, images.own(64) as free:
+        images.keep(StagedImage(1, "c", waiting))
+        name = free.path
+        knowing = name.open("rb", buffering=0)
+
+        assert images.give_away(64) is None
+
+    assert images.give_away(128) is None
+    assert images.give_away(64) is free
+    assert images.give_away(64) is None
+    assert not name.exists() and free.path.exists()
+    with knowing, pytest.raises(WeightTransferFailed, match="withdrawn"):
+        lock_shared(knowing, name)  # opened while it still had that name
+    again = await images.adopt(free.hand_over())
+    assert images.give_away(64) is again
+    again.close()
+
+
+async def test_an_image_that_another_rollout_still_reads_is_not_given_away(images: StagedImages) -> None:
+    async with images.own(64) as free:
+        pass
+    with WeightImage.attach(free.path):
+        assert images.give_away(64) is None
+
+    free.path.unlink()
+    assert images.give_away(64) is None
 
 
 async def test_an_image_of_another_size_is_replaced(images: StagedImages) -> None:

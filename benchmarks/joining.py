@@ -1,6 +1,6 @@
 """How fast a rollout that joins gets its weights, and what that costs the trainer's steps.
 
-    python -m benchmarks.joining [--mebibytes 1024] [--rounds 3] [--json FILE]
+    python -m benchmarks.joining [--mebibytes 1024] [--rounds 3] [--parts alone beside] [--json FILE]
 
 Several ways take turns within each round, over loopback, in processes of their own: a plain copy (one connection, from
 the image in shared memory into a new file there: what any transfer must do); a pull from the trainer, from the trainer
@@ -13,7 +13,11 @@ computes or whose turn it is not. The trainer's host is the joining one as well 
 
 Without steps, a pull over one connection until its image is whole and checked, and the plain copy, are held against two
 memory copies of as many bytes by one thread: between private buffers that were used before, which is the fastest that
-the machine knows, and into new shared memory, which each pull needs.
+the machine knows, and into new shared memory, which a rollout's first pulls need. From its third on a pull goes into
+memory that an earlier one has filled: *again*.
+
+These steps are the worst case, since they are compared only while a join lasts: ``benchmarks.joining_trainer`` has the
+steps of a real trainer, and counts until the rollout samples.
 """
 
 import argparse
@@ -26,7 +30,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -40,9 +44,11 @@ from shared.weights.image import WeightImage
 from shared.weights.kept_images import KeptImages
 from shared.weights.locate import ImageLocator
 from shared.weights.loopback import RECEIVE_BUFFER_BYTES, send_on_loopback
+from shared.weights.off_loop import attach_image
 from shared.weights.pull import PublishedImages
 from shared.weights.pull_client import WeightPuller
 from shared.weights.sender import InlineSender
+from shared.weights.source import Reuse
 
 STEP_ELEMENTS = 1024
 """Side of the matrices of a step, which takes some 20 ms on one core."""
@@ -51,6 +57,7 @@ NUM_CALIBRATING = 10
 SITUATIONS = {"steps without a pause": False, "steps that wait half their time": True}
 CONNECTIONS = pull_client.CONNECTIONS
 MODULE = "benchmarks.joining"
+PARTS = ("alone", "beside")
 
 Figures = dict[str, float]
 """Seconds by way; those of ``growth of`` a way are by which share steps grew meanwhile."""
@@ -58,6 +65,10 @@ Figures = dict[str, float]
 
 class JoiningActions(Actions):
     """What the processes can do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._free: WeightImage | None = None
 
     async def steps(self, until_file: str, waits: bool) -> list[tuple[float, float]]:
         """Compute until a file is gone; gives when each step ended and how long it took."""
@@ -75,12 +86,36 @@ class JoiningActions(Actions):
 
     async def pull_alone(self, url: str, token: str, checksum: str, connections: int) -> float:
         """Pull until the image is whole and checked; gives the seconds of that, without the removal."""
-        pull_client.CONNECTIONS = connections
-        started = time.perf_counter()
-        path = await WeightPuller(Credentials(token))(url, 1, None, DEADLINE_SECONDS, checksum=checksum)
-        seconds = time.perf_counter() - started
+        seconds, path = await self._timed_pull(url, token, checksum, connections)
         path.unlink()
         return seconds
+
+    async def pull_again(self, url: str, token: str, checksum: str, connections: int) -> float:
+        """Pull into the image that an earlier pull was for, as every rollout does from its third version on."""
+        if self._free is None:
+            _, path = await self._timed_pull(url, token, checksum, connections)
+            self._free = await adopted(path)
+        seconds, path = await self._timed_pull(url, token, checksum, connections, self._take)
+        self._free = await adopted(path)
+        return seconds
+
+    async def close(self) -> None:
+        """Remove the image that is kept for the next pull."""
+        if self._free is not None:
+            self._free.close()
+
+    def _take(self, image_bytes: int) -> WeightImage:
+        assert self._free is not None and self._free.image_bytes == image_bytes
+        self._free.take_back()
+        return self._free
+
+    async def _timed_pull(
+        self, url: str, token: str, checksum: str, connections: int, reuse: Reuse | None = None
+    ) -> tuple[float, Path]:
+        pull_client.CONNECTIONS, pull = connections, WeightPuller(Credentials(token))
+        started = time.perf_counter()
+        path = await pull(url, 1, None, DEADLINE_SECONDS, checksum=checksum, reuse=reuse)
+        return time.perf_counter() - started, path
 
     async def copy_over_loopback(self, port: int, image_bytes: int) -> None:
         await asyncio.to_thread(_receive, port, image_bytes)
@@ -117,6 +152,13 @@ class JoiningActions(Actions):
         images = PublishedImages()
         images.publish(1, WeightImage.attach(Path(path)), checksum)
         return await serve(self._stack, images, token)
+
+
+async def adopted(path: Path) -> WeightImage:
+    """Keep an image that was pulled, as a rollout does."""
+    image = await attach_image(path, is_read_whole=False)
+    image.is_owner = True
+    return image
 
 
 def _steps(until_file: Path, waits: bool) -> list[tuple[float, float]]:
@@ -157,7 +199,8 @@ def _read(image: WeightImage) -> None:
             del piece
 
 
-def _send_plainly(listening: socket.socket, image: WeightImage) -> None:
+def send_plainly(listening: socket.socket, image: WeightImage) -> None:
+    """Send an image to everybody who asks, until nobody listens any more."""
     while True:
         try:
             connection, _ = listening.accept()
@@ -168,7 +211,7 @@ def _send_plainly(listening: socket.socket, image: WeightImage) -> None:
             send_on_loopback(connection, view)
 
 
-async def measure(image_bytes: int, num_rounds: int) -> list[Figures]:
+async def measure(image_bytes: int, num_rounds: int, parts: Sequence[str]) -> list[Figures]:
     """Measure all rounds, after one that is not counted."""
     async with AsyncExitStack() as stack:
         source, layout = an_image(stack, image_bytes)
@@ -182,10 +225,11 @@ async def measure(image_bytes: int, num_rounds: int) -> list[Figures]:
         url = await serve(stack, images, token)
         peer = await rollout.do("offer", path=str(source.path), checksum=checksum, token=token)
         listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        threading.Thread(target=_send_plainly, args=(listening, source), daemon=True).start()
+        threading.Thread(target=send_plainly, args=(listening, source), daemon=True).start()
         kept = stack.enter_context(tempfile.TemporaryDirectory())
         KeptImages(Path(kept), InlineSender()).write(1, checksum, source)
         await joiner.do("prepare_copy")
+        stack.push_async_callback(joiner.do, "close")
         pull = {"url": url, "token": token, "checksum": checksum}
         copy = {"port": listening.getsockname()[1], "image_bytes": layout.image_bytes}
         beside = {
@@ -201,15 +245,17 @@ async def measure(image_bytes: int, num_rounds: int) -> list[Figures]:
             "copy, alone": lambda: joiner.do("copy_over_loopback", **copy),
             "pull over one connection, alone": lambda: joiner.do("pull_alone", connections=1, **pull),
             "pull, alone": lambda: joiner.do("pull_alone", connections=CONNECTIONS, **pull),
+            "pull again over one connection, alone": lambda: joiner.do("pull_again", connections=1, **pull),
+            "pull again, alone": lambda: joiner.do("pull_again", connections=CONNECTIONS, **pull),
         }
         rounds = []
         for number in range(num_rounds + 1):
             found: Figures = {}
-            for name, way in alone.items():
+            for name, way in (alone if "alone" in parts else {}).items():
                 started = time.perf_counter()
                 seconds = await way()
                 found[name] = seconds or time.perf_counter() - started
-            for situation, waits in SITUATIONS.items():
+            for situation, waits in (SITUATIONS if "beside" in parts else {}).items():
                 for name, way in beside.items():
                     key = f"{name}, beside {situation}"
                     found[key], found[f"growth of {key}"] = await beside_steps(trainer, way, waits=waits)
@@ -243,6 +289,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mebibytes", type=int, default=1024, help="size of the image (1024)")
     parser.add_argument("--rounds", type=int, default=3, help="how often (3)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="without steps, or beside them (both)")
     parser.add_argument("--json", type=Path, help="also write the rounds to this file")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -251,7 +298,7 @@ def main() -> None:
         return
     # Of the processes that are started: a step computes on one core.
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    rounds = asyncio.run(measure(chosen.mebibytes << 20, chosen.rounds))
+    rounds = asyncio.run(measure(chosen.mebibytes << 20, chosen.rounds, chosen.parts))
     _report(rounds, (chosen.mebibytes << 20) / 1e6)
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(rounds, indent=2) + "\n")

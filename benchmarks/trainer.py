@@ -59,6 +59,10 @@ SIZES: dict[str, dict[str, int]] = {
         "hidden_size": 512, "num_hidden_layers": 10, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
         "intermediate_size": 1536, "vocab_size": 8192,
     },
+    "250M": {
+        "hidden_size": 1024, "num_hidden_layers": 15, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 128, "intermediate_size": 3072, "vocab_size": 16384,
+    },
 }  # fmt: skip
 PEAK_SIZE = 1024
 TRL_PYTHON = "FLOTILLA_TRL_PYTHON"

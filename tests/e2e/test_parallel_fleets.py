@@ -23,6 +23,7 @@ RATE = 1e-3
 TOLERANCE = 1e-5
 MARGIN = 0.05 * RATE
 COMPARED = ("loss/total", "loss/policy", "grad_norm", "reward/mean", "advantage/mean_square", "entropy")
+OF_CRITICS = ("loss/value", "value/mean")
 SCORED = "correction/log_ppl_abs_diff"
 """How far the trainer's log-probs of an answer are from the engine's: nats per token, mean over answers."""
 
@@ -44,6 +45,15 @@ DENSE: dict[str, Sections] = {
 EXPERTS: dict[str, Sections] = {
     "divided experts": {"parallelism": {"ranks": 2, "expert_parallel": 2}},
     "divided layers and experts": {"parallelism": {"ranks": 2, "tensor_parallel": 2, "expert_parallel": 2}},
+}
+WITH_CRITIC: Sections = {"algorithm": {"advantage": {"kind": "gae"}}}
+CRITICS: dict[str, Sections] = {
+    "divided layers of the critic": {"parallelism": {"ranks": 2, "critic": {"tensor_parallel": 2}}},
+    "divided sequences of the critic": {
+        "parallelism": {"ranks": 2, "critic": {"sequence_parallel": 2}},
+        "optimisation": {"packing": "packed"},
+    },
+    "divided layers of the policy": {"parallelism": {"ranks": 2, "tensor_parallel": 2, "critic": {}}},
 }
 
 
@@ -96,7 +106,7 @@ async def trained(client: GatewayClient, spec: dict[str, Any]) -> Outcome:
     optimisation = spec["optimisation"]
     assert ledger["balanced"]
     assert ledger["trained"] == optimisation["steps"] * optimisation["groups_per_mini_batch"]
-    names = ",".join((*COMPARED, SCORED))
+    names = ",".join((*COMPARED, *OF_CRITICS, SCORED))
     page = await client.call("GET", f"{path}/metrics", params={"names": names, "limit": 2000})
     figures = {(point["step"], point["name"]): point["value"] for point in page["items"]}
     checkpoints = (await patiently(client, f"{path}/checkpoints"))["items"]
@@ -139,6 +149,17 @@ async def test_a_fleet_learns_the_same_however_its_trainer_divides_the_work(tmp_
             expected = await trained(client, an_experiment(tmp_path))
             for name, sections in DENSE.items():
                 check_equal(await trained(client, an_experiment(tmp_path, None, sections)), expected, name)
+
+
+async def test_a_fleet_learns_the_same_however_its_trainer_divides_the_critic(tmp_path: Path) -> None:
+    with running_fleet(tmp_path / "fleet") as fleet:
+        async with fleet.client() as client:
+            expected = await trained(client, an_experiment(tmp_path, None, WITH_CRITIC))
+            assert {name for _, name in expected[0]} >= set(OF_CRITICS)
+            for name, sections in CRITICS.items():
+                check_equal(
+                    await trained(client, an_experiment(tmp_path, None, WITH_CRITIC | sections)), expected, name
+                )
 
 
 async def test_a_fleet_learns_the_same_however_its_trainer_divides_experts(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ FORKED_STEP = 8
 TOLERANCE = 1e-5
 NAMED_SECONDS = 10.0
 COMPARED = ("loss/total", "grad_norm", "reward/mean", "advantage/mean_square")
+OF_CRITICS = ("loss/value", "value/mean")
 POINTS = {
     "early": ("trainer.step kill nth=1", "trainer.snapshot kill nth=2", "checkpoint.copy kill nth=1"),
     "late": ("trainer.step kill nth=6", "trainer.snapshot kill nth=7", "checkpoint.copy kill nth=2"),
@@ -56,7 +57,7 @@ async def fork(client: GatewayClient, experiment_id: str, step: int, changes: di
 
 async def curve_of(client: GatewayClient, experiment_id: str) -> dict[tuple[int, str], float]:
     path = f"/v1/experiments/{experiment_id}/metrics"
-    page = await client.call("GET", path, params={"names": ",".join(COMPARED), "limit": 2000})
+    page = await client.call("GET", path, params={"names": ",".join((*COMPARED, *OF_CRITICS)), "limit": 2000})
     return {(point["step"], point["name"]): point["value"] for point in page["items"]}
 
 
@@ -106,6 +107,42 @@ async def test_two_ranks_are_killed_and_learn_what_one_learns_and_one_goes_on(tm
 
     assert found.keys() == expected.keys()
     assert len(found) == STEPS * len(COMPARED)
+    assert {step for step, _ in continued} == set(range(FORKED_STEP + 1, STEPS + 1))
+    for key, value in (*found.items(), *continued.items()):
+        assert value == pytest.approx(expected[key], abs=TOLERANCE, rel=TOLERANCE), key
+
+
+async def test_ranks_that_are_divided_otherwise_for_a_critic_are_killed_and_learn_what_one_learns(
+    tmp_path: Path,
+) -> None:
+    sections = {"algorithm": {"advantage": {"kind": "gae"}}}
+    divided = sections | {"parallelism": {"threads": 1, "ranks": 2, "critic": {"tensor_parallel": 2}}}
+    with running_fleet(tmp_path / "fleet") as fleet:
+        async with fleet.client() as client:
+            alone = await start(client, an_experiment(tmp_path) | sections)
+            await until_completed(client, alone)
+            expected = await curve_of(client, alone)
+            spec = an_experiment(tmp_path) | divided
+            several = await start(client, spec)
+            for step, rank in ((5, 1), (9, 0)):
+                await until_step(client, several, step)
+                kill_rank(fleet, rank)
+                await until_named(client, f"rank {rank} of 2 was ended by SIGKILL")
+            await until_completed(client, several)
+            found = await curve_of(client, several)
+            await check_ledger(client, several, spec)
+            changes = {
+                "parallelism": {
+                    "ranks": 2,
+                    "tensor_parallel": 2,
+                    "critic": {"tensor_parallel": 1, "sequence_parallel": 2},
+                }
+            }
+            resharded = await fork(client, several, FORKED_STEP, changes)
+            await until_completed(client, resharded)
+            continued = await curve_of(client, resharded)
+
+    assert len(found) == STEPS * len((*COMPARED, *OF_CRITICS))
     assert {step for step, _ in continued} == set(range(FORKED_STEP + 1, STEPS + 1))
     for key, value in (*found.items(), *continued.items()):
         assert value == pytest.approx(expected[key], abs=TOLERANCE, rel=TOLERANCE), key

@@ -1,6 +1,5 @@
 """OpenRLHF's trainers on finished answers as systems to import from: train_sft, train_dpo, train_rm."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -9,10 +8,10 @@ from flotilla.importers.datasets import file_or_hub, takes_split, training
 from flotilla.importers.openrlhf.system import (
     DTYPES,
     OPENRLHF,
-    SCHEDULES,
     UNLIMITED,
-    held_by_checkpoints,
+    decay,
     model,
+    over_steps,
     tracking,
 )
 from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
@@ -155,31 +154,18 @@ def _template(source: Source) -> Fields:
 def _sizes(source: Source) -> Fields:
     """Make lengths, batches, steps and schedule."""
     longest, size = source.required("--max_len"), source.required("--train_batch_size")
-    found = source.choose("--lr_scheduler", SCHEDULES) or ("constant", None)
-    fields: Fields = {
+    fields = decay(source) | {
         "job.max_tokens": longest,
         "optimisation.groups_per_mini_batch": size,
         "optimisation.micro_batch_tokens": source.required("--micro_train_batch_size") * longest,
-        "optimisation.schedule": found[0],
         "model.dtype": source.choose("--param_dtype", DTYPES) or "bfloat16",
     }
-    if found[1] is not None:
-        fields["optimisation.min_learning_rate_ratio"] = found[1]
     rows = None if source.rows is None else min(source.rows, source.required("--max_samples"))
     total = 0 if rows is None else int(rows * source.required("--max_epochs") // size)
     if not total:
         source.lack("optimisation.steps: --max_epochs counts passes over the data: give --rows N, their number")
         return fields
-    every = source.required("--save_steps")
-    return (
-        fields
-        | held_by_checkpoints(source)
-        | {
-            "optimisation.steps": total,
-            "optimisation.warmup_updates": math.ceil(source.required("--lr_warmup_ratio") * total),
-            "checkpoint.every_steps": total if every <= 0 else min(every, total),
-        }
-    )
+    return fields | over_steps(source, total, updates=total)
 
 
 def _sft(source: Source) -> Fields:

@@ -141,10 +141,7 @@ def publication(source: Source) -> Fields:
 
 def schedule(source: Source) -> Fields:
     """Make steps, warm-up, decay and the period of checkpoints."""
-    found = source.choose("--lr_scheduler", SCHEDULES) or ("constant", None)
-    fields: Fields = {"optimisation.schedule": found[0]}
-    if found[1] is not None:
-        fields["optimisation.min_learning_rate_ratio"] = found[1]
+    fields = decay(source)
     total = _steps(source)
     if not total:
         source.lack(
@@ -152,22 +149,31 @@ def schedule(source: Source) -> Fields:
             "(at least one rollout_batch_size), or --max_steps"
         )
         return fields
-    updates = total * _mini_batches(source) * source.required("--max_epochs")
+    return fields | over_steps(source, total, total * _mini_batches(source) * source.required("--max_epochs"))
+
+
+def decay(source: Source) -> Fields:
+    """Make how the learning rate falls, and to which part of its peak."""
+    found = source.choose("--lr_scheduler", SCHEDULES) or ("constant", None)
+    floor = {} if found[1] is None else {"optimisation.min_learning_rate_ratio": found[1]}
+    return {"optimisation.schedule": found[0], **floor}
+
+
+def over_steps(source: Source, steps: int, updates: int) -> Fields:
+    """Make steps, warm-up, the period of checkpoints, and what these hold where that is not everything.
+
+    Args:
+        source: with the flags.
+        steps: of the experiment, at least 1.
+        updates: of the weights in all of them.
+    """
     every = source.required("--save_steps")
-    return (
-        fields
-        | held_by_checkpoints(source)
-        | {
-            "optimisation.steps": total,
-            "optimisation.warmup_updates": math.ceil(source.required("--lr_warmup_ratio") * updates),
-            "checkpoint.every_steps": total if every <= 0 else min(every, total),
-        }
-    )
-
-
-def held_by_checkpoints(source: Source) -> Fields:
-    """Make what a checkpoint holds, where that is not everything."""
-    return {"checkpoint.contents": ["model"]} if source.value("--disable_ds_ckpt") else {}
+    held: Fields = {"checkpoint.contents": ["model"]} if source.value("--disable_ds_ckpt") else {}
+    return held | {
+        "optimisation.steps": steps,
+        "optimisation.warmup_updates": math.ceil(source.required("--lr_warmup_ratio") * updates),
+        "checkpoint.every_steps": steps if every <= 0 else min(every, steps),
+    }
 
 
 def lengths(source: Source) -> Fields:

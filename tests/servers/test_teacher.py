@@ -85,7 +85,7 @@ def serving(kind: str, model: Path, log: Path) -> Iterator[str]:
             return False
 
     try:
-        until(answers, START_SECONDS, f"{kind} to answer")
+        until(answers, START_SECONDS, f"{kind} to answer", pause_seconds=1.0)
         yield url
     finally:
         process.terminate()

@@ -15,6 +15,7 @@ import math
 import mmap
 import os
 import secrets
+import stat
 import struct
 import tempfile
 import time
@@ -22,12 +23,16 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from shared.errors import Unavailable
+
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 LATELY_SECONDS = 30.0
 LOOK_SECONDS = 1.0
 """How long a new or dead process may stay unnoticed."""
 LEAST_SHARE = 0.05
+OF_OTHERS = 0o077
+"""Rights of a directory that it may not give: those of its group and of everybody."""
 _SEAT = struct.Struct("<BddIH")
 """Whether it computes, its share when that changed, when that was on the host's monotonic clock, which cores, and how
 many of them it takes whatever there is (0: its part)."""
@@ -55,6 +60,33 @@ def quota() -> float:
         most, period = QUOTA_FILE.read_text().split()
         return int(most) / int(period)
     return math.inf
+
+
+def take_directory(directory: Path) -> None:
+    """Make the directory of all seats, or take one that is there, which nobody but this user can have put seats into.
+
+    Shared memory is open to every user of the host: whoever makes the directory first could deal out cores, or have
+    files written wherever a link leads.
+
+    Raises:
+        Unavailable: what is there is no directory, another user's, or open to others; the detail says which.
+    """
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700, parents=True)
+    found = directory.lstat()  # of a link: the link's own, which is never followed
+    mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISDIR(found.st_mode):
+        wrong = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "no directory"
+    elif found.st_uid != os.getuid():
+        wrong = f"a directory of the user with uid {found.st_uid}"
+    elif mode & OF_OTHERS:
+        wrong = f"a directory that other users may use (mode {mode:04o})"
+    else:
+        return
+    raise Unavailable(
+        f"{directory}, through which processes share the cores, is {wrong}; "
+        f"it has to be a directory of uid {os.getuid()} with mode 0700: remove it, and it will be made"
+    )
 
 
 class _Other:
@@ -99,6 +131,9 @@ class CoreSeat:
         threads: how many cores it takes whatever there is; None: its part of those that are left.
         cores, most: which this process may run on, and how many at a time.
         now: a monotonic clock.
+
+    Raises:
+        Unavailable: the directory may be another user's; see ``take_directory``.
     """
 
     def __init__(
@@ -113,7 +148,7 @@ class CoreSeat:
         place = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         self._directory = directory or place / f"flotilla-cores-{os.getuid()}"
         self._cores, self._most, self._now = cores, most, now
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        take_directory(self._directory)
         self._path = self._directory / f"{os.getpid()}-{secrets.token_hex(4)}"
         # Locked before others can see it: an unlocked seat is a dead one's.
         hidden = self._path.with_name(f".{self._path.name}")

@@ -1,6 +1,7 @@
 """Cores are divided among those who compute, in proportion to how much they do; nobody waits for a dead process."""
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import pytest
 
 from shared.clock import ManualClock
 from shared.cores import LATELY_SECONDS, LOOK_SECONDS, CoreSeat, divided
+from shared.errors import Unavailable
 
 
 class Seats:
@@ -133,3 +135,56 @@ def test_a_killed_process_leaves_its_cores_to_others(seats: Seats) -> None:
 
     assert seat.threads() == 8
     assert len(list(seats.directory.iterdir())) == 1
+
+
+def test_a_directory_that_is_not_there_is_made_for_this_user_alone(tmp_path: Path) -> None:
+    directory = tmp_path / "cores"
+
+    CoreSeat(directory).close()
+
+    assert (directory.stat().st_mode & 0o7777, directory.stat().st_uid) == (0o700, os.getuid())
+    CoreSeat(directory).close()  # and taken by the next one
+
+
+@pytest.mark.parametrize("is_dangling", [False, True])
+def test_a_link_in_place_of_the_directory_is_refused_and_not_followed(tmp_path: Path, is_dangling: bool) -> None:
+    elsewhere, link = tmp_path / "elsewhere", tmp_path / "cores"
+    if not is_dangling:
+        elsewhere.mkdir(mode=0o700)
+    link.symlink_to(elsewhere)
+
+    with pytest.raises(Unavailable, match=r"cores, .* is a symbolic link; it has to be a directory of uid"):
+        CoreSeat(link)
+
+    assert not elsewhere.exists() if is_dangling else not list(elsewhere.iterdir())
+
+
+def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "cores").write_text("")
+
+    with pytest.raises(Unavailable, match="is no directory"):
+        CoreSeat(tmp_path / "cores")
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777, 0o750])
+def test_a_directory_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> None:
+    directory = tmp_path / "cores"
+    directory.mkdir()
+    directory.chmod(mode)
+
+    with pytest.raises(Unavailable, match=f"other users may use \\(mode {mode:04o}\\)"):
+        CoreSeat(directory)
+
+    assert not list(directory.iterdir())
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make another user's directory")
+def test_another_users_directory_is_refused(tmp_path: Path) -> None:
+    directory = tmp_path / "cores"
+    directory.mkdir(mode=0o700)
+    os.chown(directory, 65534, 65534)
+
+    with pytest.raises(Unavailable, match="is a directory of the user with uid 65534"):
+        CoreSeat(directory)
+
+    assert not list(directory.iterdir())

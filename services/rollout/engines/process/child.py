@@ -41,10 +41,6 @@ def serve(connection: socket.socket) -> None:
         from services.rollout.engines.embedded.engine import TorchEngine, use_threads
         from services.rollout.engines.process.driver import EngineDriver
 
-    # One with a number takes its seat, too: others compute on what it leaves.
-    cores = CoreSeat(threads=None if settings.threads == "auto" else settings.threads)
-    use_threads(cores.begin())
-
     def send(message: dict[str, Any]) -> None:
         connection.sendall(encode(message))
 
@@ -52,6 +48,9 @@ def serve(connection: socket.socket) -> None:
         send({"call": call, "result": result_to_wire(result)})
 
     try:
+        # One with a number takes its seat, too: others compute on what it leaves.
+        cores = CoreSeat(threads=None if settings.threads == "auto" else settings.threads)
+        use_threads(cores.begin())
         engine = TorchEngine(settings)
     except FlotillaError as error:
         send({"call": 0, "result": result_to_wire(error)})

@@ -14,6 +14,9 @@ CELL_SECONDS = 35.0
 """Beyond the time of a cell: for the guard to interrupt it, to stop the session and to answer."""
 
 
+GUARD_KILLED = "the guard was killed"
+
+
 class Conversation:
     """One session's interpreter.
 
@@ -49,7 +52,7 @@ class Conversation:
         async with asyncio.timeout(START_SECONDS):
             answer = await self._answer()
         if answer is None or not answer.is_alive:
-            why = answer.result.error if answer is not None else "the guard was killed"
+            why = answer.result.error if answer is not None else GUARD_KILLED
             raise SandboxFailed(f"the interpreter did not start: {why}")
 
     async def run(self, cell: Cell) -> CellResult:
@@ -65,7 +68,7 @@ class Conversation:
                 answer = await self._answer()
         if answer is None:
             # As of a program: breaking the sandbox must not be a way to avoid what would be said of it.
-            detail = "the guard was killed while the cell ran"
+            detail = f"{GUARD_KILLED} while the cell ran"
             answer = CellResult(JobResult((PhaseResult("run", OVER_LIMIT, -int(SIGKILL), 0.0, detail=detail),)), False)
         if answer.result.error:
             raise SandboxFailed(f"the guard failed: {answer.result.error}")
@@ -100,7 +103,7 @@ def blame_memory(result: JobResult, limits: Limits) -> JobResult:
     """Say of a result that the kernel ended a process because the memory was used up."""
     detail = f"memory limit exceeded: the kernel ended a process, allowed {limits.memory_bytes} bytes"
     last = result.phases[-1]
-    if last.detail and not last.detail.startswith("the interpreter ended"):
+    if last.detail and not last.detail.startswith(("the interpreter ended", GUARD_KILLED)):
         return result
     blamed = PhaseResult(last.name, last.outcome, last.return_code, last.seconds, last.stdout, last.stderr, detail)
     return JobResult((*result.phases[:-1], blamed), result.files, result.notes)

@@ -10,17 +10,18 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from services.sandbox.conversation import Conversation, answer_bytes, blame_memory
+from services.sandbox.conversation import GUARD_KILLED, Conversation, answer_bytes, blame_memory
 from services.sandbox.fork_servers import ForkServer, Groups, SandboxFailed
 from services.sandbox.guard.job import OVER_LIMIT, Job, JobResult, Phase, PhaseResult
 from services.sandbox.isolation import Isolation, Slot
 from services.sandbox.limits import Limits, longest_seconds
+from services.sandbox.server_restarts import ServerRestarts
 from services.sandbox.slots import sweep
 from services.sandbox.trees import remove_if_small, remove_tree
 from shared.errors import Unavailable
@@ -54,6 +55,7 @@ class Executor:
         self.isolation = isolation
         self._groups = groups
         self._servers: dict[int, ForkServer] = {}
+        self._restarts = ServerRestarts()
         self._spoiled: dict[int, str] = {}
         self._attempts: dict[int, asyncio.Task[None]] = {}
         self._is_closed = False
@@ -68,7 +70,7 @@ class Executor:
         Raises:
             SandboxFailed: the program could not be run; nothing is known about it.
         """
-        await self._settled(slot)
+        await self.settled(slot)
         answered: asyncio.Future[JobResult] = asyncio.get_running_loop().create_future()
         attempt = asyncio.create_task(self._attempt(slot, program, answered))
         self._attempts[slot.number] = attempt
@@ -105,7 +107,7 @@ class Executor:
                 return
             raise SandboxFailed(f"{type(error).__name__}: {error}") from error
 
-    async def _settled(self, slot: Slot) -> None:
+    async def settled(self, slot: Slot) -> None:
         """Wait until nothing of the program that a slot has run is left; how it went is in its answer."""
         if (attempt := self._attempts.pop(slot.number, None)) is not None:
             await asyncio.wait([attempt])
@@ -130,9 +132,9 @@ class Executor:
     @asynccontextmanager
     async def _interpreter(self, slot: Slot, program: Program) -> AsyncIterator[Conversation]:
         is_clean = False
+        server = await self._server(slot, program.limits)
         try:
-            server = await self._server(slot, program.limits)
-            job = json.dumps(self._job(slot, program, is_session=True).to_wire()).encode()
+            job = _job(server, program, is_session=True)
             async with server.asked(job) as streams:
                 conversation = Conversation(server, *streams, limits=program.limits, caller=program.caller)
                 await conversation.begun()
@@ -142,16 +144,29 @@ class Executor:
                 is_clean = await server.is_empty()
         finally:
             if not is_clean:
-                with self._cleaning(slot):
-                    await asyncio.shield(self._end_server(slot))
+                await self._give_up_server(slot, program)
 
     def servers(self) -> list[ForkServer]:
         """List the fork servers that are there."""
         return list(self._servers.values())
 
+    @property
+    def num_servers_ended(self) -> int:
+        """Count the fork servers that were given up because of what they ran, or ended by themselves meanwhile."""
+        return self._restarts.num_ended
+
+    def num_backing_off(self, slots: Iterable[Slot]) -> int:
+        """Count those of some slots whose fork server may not be started again yet."""
+        return self._restarts.num_backing_off(slot.number for slot in slots)
+
+    def wind_down(self) -> None:
+        """Start no further server before there is a program for it, and let nobody wait to start one."""
+        self._is_closed = True
+        self._restarts.close()
+
     async def close(self) -> None:
         """End all fork servers."""
-        self._is_closed = True
+        self.wind_down()
         if attempts := list(self._attempts.values()):
             await asyncio.wait(attempts)
         servers, self._servers = self._servers, {}
@@ -164,7 +179,7 @@ class Executor:
         Returns:
             None as long as processes of the slot live: another program would share their uid.
         """
-        await self._settled(slot)
+        await self.settled(slot)
         if slot.number not in self._spoiled:
             await self._warm(slot)
             return slot
@@ -181,6 +196,7 @@ class Executor:
         del self._spoiled[slot.number]
         with suppress(OSError):
             await asyncio.to_thread(remove_tree, slot.directory)
+        await self._warm(fresh)
         return fresh
 
     async def _warm(self, slot: Slot) -> None:
@@ -209,37 +225,45 @@ class Executor:
             ConnectionError: the server was lost.
         """
         is_clean = False
+        server = await self._server(slot, program.limits)
         try:
-            server = await self._server(slot, program.limits)
             async with server.run(
-                json.dumps(self._job(slot, program).to_wire()).encode(),
+                _job(server, program),
                 caller=program.caller,
                 phases=len(program.phases),
                 max_bytes=answer_bytes(program.limits),
                 seconds=sum(longest_seconds(phase.timeout_seconds) for phase in program.phases) + END_SECONDS,
             ) as answer:
-                result = _read_result(answer, program)
-                if server.has_used_up_memory():
-                    result = blame_memory(result, program.limits)
-                if answer and not answered.done():  # done: nobody waits
+                result, is_told = _read_result(answer, program), bool(answer)
+                if server.has_used_up_memory():  # guard and server may have gone for it, too
+                    result, is_told = blame_memory(result, program.limits), True
+                if is_told and not answered.done():  # done: nobody waits
                     answered.set_result(result)
             if not answered.done():  # the guard was killed: by its program, or else the server's loss would have shown
                 answered.set_result(result)
             is_clean = bool(answer) and await server.is_empty()
         finally:
             if not is_clean:
-                with self._cleaning(slot):
-                    await asyncio.shield(self._end_server(slot))
+                await self._give_up_server(slot, program)
+
+    async def _give_up_server(self, slot: Slot, program: Program) -> None:
+        """End a server in which something of what it ran may be left; the next one is not started at once."""
+        self._restarts.ended(slot.number, program.caller)
+        with self._cleaning(slot):
+            await asyncio.shield(self._end_server(slot))
 
     async def _server(self, slot: Slot, limits: Limits) -> ForkServer:
-        """Find the slot's server, or start one."""
+        """Find the slot's server, or start one when it is due."""
         server = self._servers.get(slot.number)
         if server is not None and server.slot == slot and server.is_usable:
             server.bound(limits)
             return server
         await self._end_server(slot)
+        await self._restarts.due(slot.number)
         server = await ForkServer.start(self.isolation, slot, self._groups, limits)
         self._servers[slot.number] = server
+        if (caller := self._restarts.charged(slot.number)) is not None:
+            await server.charge_start(caller)
         return server
 
     async def _end_server(self, slot: Slot) -> None:
@@ -249,10 +273,6 @@ class Executor:
         await server.end()
         if slot.uid is not None:
             await sweep(slot.uid, self.isolation.place.python)
-
-    def _job(self, slot: Slot, program: Program, *, is_session: bool = False) -> Job:
-        orders = self.isolation.orders(slot)
-        return Job(orders, program.files, program.phases, program.fetch, program.limits, is_session)
 
     @asynccontextmanager
     async def _directory(self, slot: Slot) -> AsyncIterator[None]:
@@ -282,6 +302,11 @@ def _tell_failure(answered: "asyncio.Future[JobResult]", attempt: asyncio.Task[N
         answered.set_exception(attempt.exception() or AssertionError("an attempt ends with an answer or fails"))
 
 
+def _job(server: ForkServer, program: Program, *, is_session: bool = False) -> bytes:
+    job = Job(server.orders, program.files, program.phases, program.fetch, program.limits, is_session)
+    return json.dumps(job.to_wire()).encode()
+
+
 def _sibling(directory: Path) -> Path:
     return directory.with_name(f"slot-{secrets.token_hex(8)}")
 
@@ -296,7 +321,7 @@ def _read_result(answer: bytes, program: Program) -> JobResult:
         SandboxFailed: the guard says so, or the answer is broken.
     """
     if not answer:
-        detail = "the guard was killed while the program ran"
+        detail = f"{GUARD_KILLED} while the program ran"
         name = program.phases[-1].name
         return JobResult(phases=(PhaseResult(name, OVER_LIMIT, -int(signal.SIGKILL), 0.0, detail=detail),))
     try:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.sandbox.cgroups import OWN_BYTES, ControlGroups, Group
-from services.sandbox.guard.job import ANSWER_END, DONE, JOINED, PHASE_OVER, READY
+from services.sandbox.guard.job import ANSWER_END, DONE, JOINED, PHASE_OVER, READY, Orders
 from services.sandbox.guard.messages import framed
-from services.sandbox.guard.watch import descendants
+from services.sandbox.guard.watch import descendants, running_seconds
 from services.sandbox.isolation import Isolation, Slot
 from services.sandbox.limits import Limits
 from services.sandbox.processors import ProcessorGroup, ProcessorGroups
@@ -58,6 +58,7 @@ class ForkServer:
         slot: where it was started; another slot's programs are not for it.
         control: its end of messages, one run each.
         limits: what bounds the group now.
+        orders: what all its runs have in common.
         share: how it shares the processors.
         num_runs: how many it has begun.
     """
@@ -66,6 +67,7 @@ class ForkServer:
     process: asyncio.subprocess.Process
     control: socket.socket
     limits: Limits
+    orders: Orders
     group: Group | None = None
     share: ProcessorGroup | None = None
     num_runs: int = 0
@@ -178,6 +180,14 @@ class ForkServer:
         kills_before, self._num_kills = self._num_kills, self.group.num_memory_kills()
         return self._num_kills > kills_before
 
+    async def charge_start(self, caller: str) -> None:
+        """Count what its start took as a caller's use of the processors; it has run nothing yet."""
+        if self.share is not None:
+            self.share.charge(caller, await asyncio.to_thread(self._running_seconds))
+
+    def _running_seconds(self) -> float:
+        return sum(map(running_seconds, (self.process.pid, *descendants(self.process.pid))))
+
     async def is_empty(self) -> bool:
         """Tell whether the last program's memory, too, is free again for the next one; waits for that a little."""
         if self.group is None:
@@ -230,7 +240,7 @@ class ForkServer:
         except BaseException:
             control.close()
             raise
-        server = cls(slot, process, control, limits)
+        server = cls(slot, process, control, limits, isolation.orders(slot))
         try:
             await server._greet(READY)
             making = asyncio.ensure_future(asyncio.to_thread(server._make_groups, groups, limits))
@@ -238,7 +248,7 @@ class ForkServer:
                 await asyncio.shield(making)
             finally:
                 await asyncio.wait([making])  # what it makes is removed with the server, also if nobody waits
-            server._order(json.dumps(isolation.orders(slot).to_wire()).encode())
+            server._order(json.dumps(server.orders.to_wire()).encode())
             await server._greet(JOINED)
         except BaseException:
             await asyncio.shield(server.end())

@@ -121,6 +121,7 @@ async def _test(executor: Executor, slot: Slot, marker: Path) -> None:
         )
         try:
             result = (await executor.run(slot, program)).phases[0]
+            await executor.settled(slot)
         except SandboxFailed as error:
             raise Unavailable(error.detail) from error
     stdout, stderr = result.output()

@@ -44,7 +44,9 @@ class SandboxMetrics:
         num_waiting: int,
         num_out_of_use: int,
         num_spoiled: int,
+        num_backing_off: int,
         num_servers_lost: int,
+        num_servers_ended: int,
         num_sessions: int,
     ) -> Iterator[Metric]:
         """Make the metrics."""
@@ -70,8 +72,14 @@ class SandboxMetrics:
         yield CounterMetricFamily(
             "flotilla_sandbox_fork_servers_lost", "Fork servers that ended by themselves", value=num_servers_lost
         )
+        yield CounterMetricFamily(
+            "flotilla_sandbox_fork_servers_ended",
+            "Fork servers that were replaced because of what they ran",
+            value=num_servers_ended,
+        )
         for name, meaning, value in (
             ("sandbox_slots_out_of_use", "Slots whose last program could not be ended", num_out_of_use),
+            ("sandbox_slots_backing_off", "Slots whose fork server is started again after a pause", num_backing_off),
             ("sandbox_running", "Programs that run", num_running),
             ("sandbox_waiting", "Programs that wait for their turn", num_waiting),
             ("sandbox_sessions", "Sessions that live", num_sessions),

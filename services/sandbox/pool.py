@@ -8,14 +8,14 @@ import asyncio
 import itertools
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from services.sandbox.isolation import Slot
 from shared.errors import DeadlineExceeded, Unavailable
 
 LOOK_SECONDS = 1.0
-"""How often who waits looks at the slots that are out of use."""
+"""How often who waits looks whether the caller has hung up, and how often slots that are out of use are tried."""
 
 
 def may_take(held: int, free: int, spare: int) -> bool:
@@ -84,6 +84,8 @@ class SlotPool:
         self._has_one = has_one
         self._returning: set[asyncio.Task[None]] = set()
         self._out_of_use: list[Slot] = []
+        self._trying: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
         self._max_queued = max_queued
         self._queue_seconds = queue_seconds
 
@@ -103,9 +105,10 @@ class SlotPool:
         return len(self._out_of_use)
 
     @property
-    def is_usable(self) -> bool:
-        """Whether any slot can be used."""
-        return self.num_out_of_use < len(self.slots)
+    def usable(self) -> list[Slot]:
+        """List the slots that are not out of use."""
+        numbers = {slot.number for slot in self._out_of_use}
+        return [slot for slot in self.slots if slot.number not in numbers]
 
     @property
     def is_full(self) -> bool:
@@ -136,8 +139,14 @@ class SlotPool:
         while self._returning:
             await asyncio.wait(self._returning)
 
+    async def close(self) -> None:
+        """Wait likewise, and try those that are out of use no more."""
+        await self.settled()
+        self._closing.set()
+        if self._trying is not None:
+            await asyncio.wait([self._trying])
+
     async def _next(self, caller: str, is_gone: Callable[[], bool]) -> Slot:
-        self._look_again()
         own = self._waiting.setdefault(caller, deque())
         waiter = _Waiter(next(self._numbers), asyncio.get_running_loop().create_future())
         own.append(waiter)
@@ -150,7 +159,7 @@ class SlotPool:
                     await asyncio.wait([waiter.turn], timeout=LOOK_SECONDS)
                     if is_gone():
                         raise Unavailable("the caller hung up before its turn")
-                    self._look_again()
+                    self._hand_out()  # who is bounded may no longer be
         except BaseException as error:
             if waiter.turn.done():
                 self._put(waiter.turn.result(), caller)
@@ -193,30 +202,37 @@ class SlotPool:
         held = self._held[caller]
         return may_take(held, len(self._free), self._spare) and not (held and self._has_one(caller))
 
-    def _look_again(self) -> None:
-        """Try the slots that are out of use, and who may have one by now."""
-        self._hand_out()
-        slots, self._out_of_use = self._out_of_use, []
-        for slot in slots:
-            self._start(self._return(slot, None))
-
     def _start(self, returning: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(returning)
         self._returning.add(task)
         task.add_done_callback(self._returning.discard)
         return task
 
-    async def _return(self, slot: Slot, caller: str | None) -> None:
-        """Take back a slot, of a caller or of those that are out of use."""
+    async def _return(self, slot: Slot, caller: str) -> None:
+        """Take a slot back from a caller."""
         self._put(await self._renewed(slot), caller, slot)
 
-    def _put(self, renewed: Slot | None, caller: str | None, slot: Slot | None = None) -> None:
+    def _put(self, renewed: Slot | None, caller: str, slot: Slot | None = None) -> None:
         if renewed is not None:
             self._free.append(renewed)
         elif slot is not None:
             self._out_of_use.append(slot)
-        if caller is not None:
-            self._held[caller] -= 1
-            if not self._held[caller]:
-                del self._held[caller]
+            if self._trying is None or self._trying.done():
+                self._trying = asyncio.create_task(self._try_out_of_use())
+        self._held[caller] -= 1
+        if not self._held[caller]:
+            del self._held[caller]
         self._hand_out()
+
+    async def _try_out_of_use(self) -> None:
+        """Try slots that are out of use until all of them can be used, whether or not anybody waits for one."""
+        while self._out_of_use:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self._closing.wait()
+                    return
+            for slot in list(self._out_of_use):
+                if (renewed := await self._renewed(slot)) is not None:
+                    self._out_of_use.remove(slot)
+                    self._free.append(renewed)
+                    self._hand_out()

@@ -2,9 +2,10 @@
 
 A slot has the weight of a part of an ordinary process, however many processes run in it. A program that has just begun,
 of a caller that has used little lately, has several times that weight; one that has used more than a moment, or whose
-caller has used much lately, has hardly any, but for moments in which it has the weight of a slot. While others want
-most of the machine there is also a bound to what the programs of such a caller use (``spare_time``). Where the service
-may not make such groups, programs are only nice.
+caller has used much lately, has hardly any, but for moments in which it has the weight of a slot, and until it falls
+behind what it needs to have its time before it is given up. While others want most of the machine there is also a bound
+to what the programs of such a caller use (``spare_time``). Where the service may not make such groups, programs are
+only nice.
 
 Source: Linux, Documentation/scheduler/sched-design-CFS.rst, sched-bwc.rst and admin-guide/cgroup-v1/cpuacct.rst;
 Arpaci-Dusseau, Operating Systems: Three Easy Pieces, 1.10, chapter 8 (the multi-level feedback queue).
@@ -23,7 +24,7 @@ from pathlib import Path
 from services.sandbox.allowances import Allowances
 from services.sandbox.cgroups import REMOVE_SECONDS, Mounts
 from services.sandbox.control_files import read_control, write_control
-from services.sandbox.spare_time import SpareTime
+from services.sandbox.spare_time import LEAST_PROCESSORS, SpareTime
 
 FIRST_FACTOR = 8
 """A program that has just begun, of a caller that has used little, has so many times the weight of a slot."""
@@ -52,6 +53,7 @@ class ProcessorGroup:
         quota: how much of the processors it may use in each period, in microseconds, while nothing else bounds it.
         allowances: what callers have left.
         spare: what there is for those that have nothing left.
+        now: a clock, in seconds.
     """
 
     cpu: Path
@@ -60,6 +62,7 @@ class ProcessorGroup:
     quota: int
     allowances: Allowances
     spare: SpareTime
+    now: Callable[[], float] = time.monotonic
     _weight: int = field(default=0, init=False)
     _is_idle: bool = field(default=False, init=False)
     _caller: str | None = field(default=None, init=False)
@@ -149,12 +152,16 @@ class ProcessorGroup:
     async def _watch(self, caller: str, before: float) -> None:
         """Lower a program's weight but for moments when its caller has nothing left, or when it takes long.
 
-        Its guard is weighed with it, and would not see a limit exceeded if it never ran.
+        Its guard is weighed with it, and would not see a limit exceeded if it never ran. Moments alone are less than
+        what a program with the usual limit must have, on a machine that others use all of.
         """
+        began = self.now()
         with suppress(OSError):  # the group was removed: what ran there has ended
             while True:
-                is_long = self._counted - before >= LONG_SECONDS
-                self._weigh_for(caller, is_long=is_long)
+                used = self._counted - before
+                is_long = used >= LONG_SECONDS
+                is_behind = is_long and used < LEAST_PROCESSORS * (self.now() - began)
+                self._weigh_for(caller, is_long=is_long, is_behind=is_behind and not self.spare.is_bounded(caller))
                 if self._weight >= self.shares:
                     await asyncio.sleep(LOOK_SECONDS)
                 else:
@@ -164,8 +171,8 @@ class ProcessorGroup:
                     await asyncio.sleep(RAISED_SECONDS)
                 self.count()
 
-    def _weigh_for(self, caller: str, *, is_long: bool = False) -> None:
-        is_first = not is_long and self.allowances.left(caller) > 0
+    def _weigh_for(self, caller: str, *, is_long: bool = False, is_behind: bool = False) -> None:
+        is_first = is_behind or (not is_long and self.allowances.left(caller) > 0)
         self.weigh(self.shares * FIRST_FACTOR if is_first else self.shares // LONG_PART)
         self.spare.weigh(self, caller)
 
@@ -181,6 +188,12 @@ class ProcessorGroup:
             self.spare.use(self._caller, since)
             if self._weight >= self.shares:
                 self.allowances.use(self._caller, since)
+
+    def charge(self, caller: str, seconds: float) -> None:
+        """Take from a caller what was used outside of the group because of its program."""
+        if self.usage is not None:
+            self.spare.use(caller, seconds)
+            self.allowances.use(caller, seconds)
 
     def remove(self) -> None:
         """Remove the group; its processes have ended or are about to.

@@ -147,6 +147,11 @@ class Sessions:
         self._ended: OrderedDict[str, Session] = OrderedDict()
 
     @property
+    def pool(self) -> SlotPool:
+        """Slots for sessions alone."""
+        return self._pool
+
+    @property
     def num_living(self) -> int:
         """Count the sessions that have not ended."""
         return len(self._living)

@@ -99,9 +99,10 @@ async def open_state(settings: SandboxSettings) -> AsyncIterator[SandboxState]:
             languages = find_languages(python)
             yield SandboxState(settings, executor, pool, sessions, languages, unavailable, metrics, spare)
         finally:
+            executor.wind_down()
             await sessions.close()
             for part in (pool, session_pool):
-                await part.settled()
+                await part.close()
             await executor.close()
 
 

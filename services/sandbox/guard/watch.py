@@ -245,10 +245,19 @@ def cpu_seconds(tree: "dict[int, ProcessStatus]") -> float:
     return sum(status.cpu_seconds for status in tree.values())
 
 
+def running_seconds(pid: int) -> float:
+    """Return how long a process has had a processor; 0 if that is not known any more."""
+    return _scheduled_seconds(pid, 0)
+
+
 def queued_seconds(pid: int) -> float:
     """Return how long a process has waited for a processor, ready to run; 0 if that is not known any more."""
+    return _scheduled_seconds(pid, 1)
+
+
+def _scheduled_seconds(pid: int, field: int) -> float:
     try:
-        return int(read(f"/proc/{pid}/schedstat").split()[1]) / 1e9
+        return int(read(f"/proc/{pid}/schedstat").split()[field]) / 1e9
     except (OSError, IndexError, ValueError):  # gone, or a kernel that does not count it
         return 0.0
 

@@ -6,7 +6,9 @@ from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel
 
+from services.sandbox.pool import SlotPool
 from services.sandbox.routes.dependencies import Sandbox
+from services.sandbox.state import SandboxState
 from shared.errors import Unavailable
 from shared.schemas.sandbox import SandboxHealth
 from shared.telemetry.prometheus import response_of
@@ -14,10 +16,27 @@ from shared.telemetry.prometheus import response_of
 router = APIRouter(tags=["health"])
 
 
+class Slots(BaseModel):
+    """The places of one kind that programs, or sessions, take turns in."""
+
+    total: int
+    out_of_use: int
+    """In which something lives that could not be ended; they are tried again until it has."""
+    backing_off: int
+    """Whose fork server was ended by what it ran, and is started again after a pause."""
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is one that can be used now, or that nobody expects."""
+        return self.total == 0 or self.out_of_use + self.backing_off < self.total
+
+
 class Ready(BaseModel):
     """The answer of ``GET /readyz``."""
 
     status: Literal["ready"] = "ready"
+    programs: Slots
+    sessions: Slots
 
 
 @router.get("/healthz")
@@ -34,16 +53,26 @@ async def healthz(sandbox: Sandbox) -> SandboxHealth:
 
 @router.get("/readyz")
 async def readyz(sandbox: Sandbox) -> Ready:
-    """Tell whether a call would get a turn.
+    """Tell whether a call would get a turn, and how many slots are out of use.
 
     Raises:
         Unavailable: the queue is full, or no slot can be used (503).
     """
-    if not sandbox.pool.is_usable:
-        raise Unavailable("programs that could not be ended hold every slot")
+    found = Ready(programs=_slots(sandbox, sandbox.pool), sessions=_slots(sandbox, sandbox.sessions.pool))
+    for name, slots in (("programs", found.programs), ("sessions", found.sessions)):
+        if not slots.has_any:
+            raise Unavailable(
+                f"no slot for {name} can be used: in {slots.out_of_use} of {slots.total} lives what could not be "
+                f"ended, and {slots.backing_off} are started again after a pause, for what they ran has ended them"
+            )
     if sandbox.pool.is_full:
         raise Unavailable(f"{sandbox.pool.num_waiting} programs wait for their turn")
-    return Ready()
+    return found
+
+
+def _slots(sandbox: SandboxState, pool: SlotPool) -> Slots:
+    backing_off = sandbox.executor.num_backing_off(pool.usable)
+    return Slots(total=len(pool.slots), out_of_use=pool.num_out_of_use, backing_off=backing_off)
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
@@ -53,9 +82,11 @@ async def metrics(sandbox: Sandbox) -> Response:
         sandbox.executor.isolation.level,
         num_running=sandbox.pool.num_running,
         num_waiting=sandbox.pool.num_waiting,
-        num_out_of_use=sandbox.pool.num_out_of_use,
+        num_out_of_use=sandbox.pool.num_out_of_use + sandbox.sessions.pool.num_out_of_use,
+        num_backing_off=sandbox.executor.num_backing_off((*sandbox.pool.usable, *sandbox.sessions.pool.usable)),
         num_spoiled=sandbox.executor.num_spoiled,
         num_servers_lost=sandbox.executor.num_servers_lost,
+        num_servers_ended=sandbox.executor.num_servers_ended,
         num_sessions=sandbox.sessions.num_living,
     )
     return await response_of(families)

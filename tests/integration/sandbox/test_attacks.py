@@ -140,11 +140,11 @@ async def test_a_slot_whose_processes_live_waits_until_they_end(monkeypatch: pyt
             patched.setattr(executor, "sweep", fail)
             patched.setattr(ForkServer, "is_empty", is_not_empty)
             await run(state, "print('first')")
-            assert not state.pool.is_usable
+            assert state.pool.num_out_of_use == 1
         answer = await run(state, "print('second')")
 
         assert answer.status is RunStatus.SUCCESS
-        assert state.pool.is_usable
+        assert state.pool.num_out_of_use == 0
 
 
 async def test_who_comes_next_does_not_wait_for_a_server_that_a_program_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,3 +176,46 @@ async def test_a_turn_that_comes_as_its_caller_leaves_goes_to_the_next() -> None
     slot = await staying
 
     assert (slot.number, pool.num_running) == (0, 1)
+
+
+async def test_slots_that_are_out_of_use_are_tried_though_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "LOOK_SECONDS", 0.0)
+    tried: list[int] = []
+    seen: list[int] = []
+
+    async def renewed(slot: Slot) -> Slot | None:
+        tried.append(slot.number)
+        await asyncio.sleep(0)
+        seen.append(pool.num_out_of_use)
+        return slot if len(tried) > 3 else None
+
+    pool = SlotPool([Slot(0, None, Path("/s"))], max_queued=1, queue_seconds=5.0, renewed=renewed)
+    async with pool.taken():
+        pass
+    await pool.settled()
+    assert (pool.num_out_of_use, pool.usable, pool.num_running) == (1, [], 0)
+
+    while pool.num_out_of_use:
+        await asyncio.sleep(0)
+
+    assert tried == [0] * 4
+    assert seen == [0, 1, 1, 1]  # while it is tried it is out of use still
+    async with pool.taken() as slot:
+        assert slot.number == 0
+    await pool.close()
+
+
+async def test_a_pool_that_is_closed_tries_no_more() -> None:
+    tried: list[int] = []
+
+    async def renewed(slot: Slot) -> Slot | None:
+        tried.append(slot.number)
+        return None
+
+    pool = SlotPool([Slot(0, None, Path("/s"))], max_queued=1, queue_seconds=5.0, renewed=renewed)
+    async with pool.taken():
+        pass
+
+    await pool.close()
+
+    assert tried == [0]

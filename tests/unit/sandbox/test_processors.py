@@ -8,6 +8,7 @@ import pytest
 from services.sandbox import processors
 from services.sandbox.allowances import PART, SAVED_SECONDS, Allowances
 from services.sandbox.cgroups import Mounts
+from services.sandbox.limits import longest_seconds
 from services.sandbox.processors import ProcessorGroups
 from services.sandbox.spare_time import SpareTime
 
@@ -88,6 +89,7 @@ class Cell:
         self.quota = root / "cpu/slot/cpu.cfs_quota_us"
         self.group = groups.create("slot")
         self.group.allowances = Allowances(2.0, self.machine.clock)
+        self.group.now = self.machine.clock
         self.usage.write_text("7000000000")
 
     def weight_now(self) -> int:
@@ -152,6 +154,44 @@ async def test_a_long_program_takes_nothing_from_the_short_ones_of_its_caller(ce
         assert await cell.use(0.0) == 512
 
 
+async def test_a_long_program_has_weight_until_it_gets_its_time_before_it_is_given_up(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processors, "LONG_LOW_SECONDS", 0.0)
+    monkeypatch.setattr(processors, "RAISED_SECONDS", 0.0)
+    limit_seconds, used_seconds, weights = 10.0, 0.3, set()
+
+    with cell.group.used_by("someone"):
+        await cell.use(used_seconds)
+        for _ in range(int(2 * longest_seconds(limit_seconds))):
+            cell.machine.clock.now += 0.5  # others use all of it: it gets what its weight wins
+            gets = 0.1 if cell.weight_now() == 512 else 0.0
+            used_seconds += gets
+            await cell.use(gets)
+            weights.add(cell.weight_now())
+
+    assert used_seconds >= limit_seconds
+    assert used_seconds <= 0.2 * longest_seconds(limit_seconds)
+    assert {16, 512} <= weights
+
+
+@pytest.mark.parametrize("is_bounded", [False, True])
+async def test_a_program_that_falls_behind_has_weight_unless_its_caller_is_bounded(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch, is_bounded: bool
+) -> None:
+    monkeypatch.setattr(processors, "LONG_LOW_SECONDS", 0.0)
+    monkeypatch.setattr(processors, "RAISED_SECONDS", 0.0)
+    monkeypatch.setattr(SpareTime, "is_bounded", lambda *_: is_bounded)
+
+    with cell.group.used_by("someone"):
+        at_first = await cell.use(0.3)
+        cell.machine.clock.now += 10.0
+        weights = {await cell.use(0.0) for _ in range(3)}
+
+    assert at_first != 512
+    assert (512 in weights) is not is_bounded
+
+
 async def test_a_long_program_is_idle_where_the_kernel_knows_that(cell: Cell) -> None:
     idle = cell.weight.with_name("cpu.idle")
     idle.write_text("0")
@@ -192,3 +232,14 @@ async def test_who_has_used_much_of_an_idle_machine_is_not_bounded(cell: Cell, m
             await cell.use(0.9)
 
     assert int(cell.quota.read_text()) == 100_000
+
+
+def test_what_is_used_outside_of_a_group_because_of_a_program_is_its_callers_use(tmp_path: Path) -> None:
+    machine = Machine()
+    groups = ProcessorGroups.find(mounts_in(tmp_path, "cpu", "cpuacct"), shares=128, processors=1, spare=machine.spare)
+    assert groups is not None
+    group = groups.create("slot")
+
+    group.charge("who", 0.5)
+
+    assert group.allowances.left("another") - group.allowances.left("who") == pytest.approx(0.5, abs=0.05)

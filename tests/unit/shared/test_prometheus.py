@@ -39,6 +39,8 @@ def test_the_sandbox_counts_by_language_status_and_code() -> None:
         num_out_of_use=3,
         num_spoiled=4,
         num_servers_lost=5,
+        num_servers_ended=7,
+        num_backing_off=8,
         num_sessions=6,
     )
 
@@ -54,7 +56,9 @@ def test_the_sandbox_counts_by_language_status_and_code() -> None:
     assert value_of(series, "flotilla_sandbox_slots_spoiled_total") == 4
     assert value_of(series, "flotilla_sandbox_fork_servers_lost_total") == 5
     assert value_of(series, "flotilla_sandbox_sessions") == 6
-    assert len(series) == 10
+    assert value_of(series, "flotilla_sandbox_fork_servers_ended_total") == 7
+    assert value_of(series, "flotilla_sandbox_slots_backing_off") == 8
+    assert len(series) == 12
 
 
 def test_labels_are_escaped() -> None:

@@ -11,9 +11,12 @@ from safetensors.torch import load_file
 from services.trainer.checkpoint import host_copy
 from services.trainer.checkpoint.files import shared_files
 from services.trainer.checkpoint.host_copy import HostCopy
-from services.trainer.checkpoint.manager import beginning, copy_alone, fill_alone
+from services.trainer.checkpoint.manager import CheckpointManager, Progress, beginning, copy_alone, fill_alone
+from services.trainer.checkpoint.storage import CheckpointStorage
 from services.trainer.learning.learner import Learner
 from shared.checkpoints import MODEL
+from shared.errors import Unavailable
+from shared.lineage import INITIAL, VersionLine
 from tests.fleet import tiny_model
 from tests.unit.trainer.builders import a_spec, uneven_groups
 
@@ -107,6 +110,70 @@ def test_memory_is_what_the_control_groups_leave(tmp_path: Path, monkeypatch: py
     assert host_copy.left_in(own) is None
     assert host_copy.left_in(tmp_path / "none") is None
     assert host_copy.available_bytes() > 0
+
+
+@pytest.fixture(scope="module")
+def trained() -> Learner:
+    return a_learner()
+
+
+WRITES = {
+    "os.posix_fallocate": [False],
+    "os.pwrite": [True, False],
+    "os.memfd_create": [True],
+    "os.truncate": [True],
+    "os.sendfile": [True],
+    "os.fsync": [True, False],
+    "shutil.copyfile": [True, False],
+    "pathlib.Path.mkdir": [True, False],
+    "pathlib.Path.write_text": [True, False],
+    "pathlib.Path.rename": [True, False],
+    "transformers.PreTrainedConfig.to_json_file": [True, False],
+}
+"""What a checkpoint is written by, and whether that is a copy's, that of one that is written at once, or both."""
+
+
+@pytest.mark.parametrize(
+    ("write", "is_copied"), [(name, each) for name, kinds in WRITES.items() for each in kinds], ids=str
+)
+def test_wherever_the_disk_is_full_nothing_remains_and_the_next_one_is_whole(
+    write: str, is_copied: bool, trained: Learner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = CheckpointStorage(tmp_path / "checkpoints", keep=1)
+    manager, progress = CheckpointManager("e", storage), Progress.start()
+    line = VersionLine.of([INITIAL], steps_per_version=1, total_steps=9)
+
+    def save(step: int) -> None:
+        progress.step = step
+        if not is_copied:
+            manager.save(trained, progress, line)
+        elif (copied := manager.copy(trained, progress, line)) is not None:
+            manager.write(copied)
+
+    save(1)
+    before = bytes_of(storage.directory)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(write, full)
+        with pytest.raises(Unavailable, match=r"full|No space left"):
+            save(2)
+    assert [each.name for each in storage.directory.iterdir()] == ["step-00000001"]
+    assert bytes_of(storage.directory) == before
+    assert not [each for each in Path("/proc/self/fd").iterdir() if "flotilla-checkpoint" in _link_of(each)]
+
+    save(3)
+
+    assert [each.step for each in storage.complete()] == [3]
+
+
+def _link_of(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except FileNotFoundError:  # of the listing itself
+        return ""
 
 
 def test_a_copy_that_cannot_be_written_leaves_no_memory_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,13 +125,12 @@ def wait_for(pid):
     if os.waitpid(pid, 0)[1]:
         sys.exit("a fork failed")
 
-namespaces.prepare()
-own = os.open("/proc/self/ns/pid", os.O_RDONLY)
+prepared = namespaces.prepare()
 end, forks = time.monotonic() + float(sys.argv[1]), 0
 while time.monotonic() < end:
-    first, program = namespaces.fork(own, lambda: None)
+    first, program = namespaces.fork(prepared.pids, lambda: None)
     if program == 0:
-        namespaces.furnish(Limits())
+        namespaces.furnish(Limits(), prepared)
         os._exit(0)
     wait_for(program)
     os.kill(first, 9)

@@ -54,11 +54,10 @@ def serve(paths: Iterable[str], modules_before: Iterable[str]) -> bool:
         if message:
             orders = Orders.from_wire(json.loads(message))
             _join(groups)
-            if orders.confinement.kill_scope == KILL_NAMESPACE:
-                namespaces.prepare()
+            prepared = namespaces.prepare() if orders.confinement.kill_scope == KILL_NAMESPACE else None
             control.send(JOINED)
             _forget(set(paths), known)
-            _Server(control, orders).serve()
+            _Server(control, orders, prepared).serve()
     except IsProgram as left:
         _LEFT.append(left)
         return left.is_session
@@ -89,11 +88,10 @@ class _Server:
     shared each write of the server to the same page would be one more copy.
     """
 
-    def __init__(self, control: socket.socket, orders: Orders) -> None:
+    def __init__(self, control: socket.socket, orders: Orders, prepared: "namespaces.Prepared | None") -> None:
         self._control = control
         self._orders = orders
-        self._has_namespaces = orders.confinement.kill_scope == KILL_NAMESPACE
-        self._own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self._prepared = prepared
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._guard = os.fork()
         if self._guard == 0:
@@ -128,8 +126,8 @@ class _Server:
 
         first = 0
         try:
-            if self._has_namespaces:
-                first, pid = namespaces.fork(self._own, hand_over)
+            if self._prepared is not None:
+                first, pid = namespaces.fork(self._prepared.pids, hand_over)
             else:
                 hand_over()
                 pid = os.fork()
@@ -139,7 +137,7 @@ class _Server:
             self._link.send(f"{type(error).__name__}: {error}".encode())
             return True
         if pid == 0:
-            program.become(child_channel, self._orders)
+            program.become(child_channel, self._orders, self._prepared)
         child_channel.close()
         self._link.send(b"%d %d" % (first or os.getpid(), pid))
         ended, status = 0, 0

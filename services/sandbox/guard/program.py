@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from services.sandbox.guard import agent, kernel, landlock, namespaces, seccomp
-from services.sandbox.guard.job import KILL_DESCENDANTS, KILL_NAMESPACE, KILL_UID, Orders, Phase, made
+from services.sandbox.guard.job import KILL_DESCENDANTS, KILL_UID, Orders, Phase, made
 from services.sandbox.limits import Limits, apply_rlimits
 
 MADE, FAILED = b"m", b"!"
@@ -45,18 +45,19 @@ class IsProgram(BaseException):
         self.is_session = is_session
 
 
-def become(channel: socket.socket, orders: Orders) -> NoReturn:
+def become(channel: socket.socket, orders: Orders, prepared: "namespaces.Prepared | None") -> NoReturn:
     """Make the place of a run, and become its program, or tend its commands, as the guard says.
 
     Args:
         channel: of the guard; the program's start closes it.
         orders: those of the fork server.
+        prepared: what the server has made for all runs, where they have namespaces.
 
     Raises:
         IsProgram: the command is this very interpreter.
     """
     try:
-        hardness = _make_place(channel, orders)
+        hardness = _make_place(channel, orders, prepared)
         while True:
             message, streams, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, MOST_STREAMS)
             if not message:
@@ -78,7 +79,7 @@ def become(channel: socket.socket, orders: Orders) -> NoReturn:
         os._exit(NOT_STARTED_CODE)
 
 
-def _make_place(channel: socket.socket, orders: Orders) -> int:
+def _make_place(channel: socket.socket, orders: Orders, prepared: "namespaces.Prepared | None") -> int:
     """Make what the program finds and tell the guard.
 
     Returns:
@@ -88,12 +89,12 @@ def _make_place(channel: socket.socket, orders: Orders) -> int:
         OSError: the kernel refused.
     """
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # otherwise this process's own files in /proc are root's
-    if orders.confinement.kill_scope != KILL_NAMESPACE:
+    if prepared is None:
         hardness = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         channel.send(MADE)
         return hardness
-    hardness = namespaces.furnish(orders.limits)
+    hardness = namespaces.furnish(orders.limits, prepared)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # no other process may read this one before it is the program
     directory = os.open(orders.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     # Taking mounts apart waits for all processors: that is not to delay the program's end.

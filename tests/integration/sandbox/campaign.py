@@ -53,6 +53,17 @@ INFORMATION = {
     ),
     "the host's name": "print('BREACH' if os.uname().nodename not in ('sandbox',) and os.getpid() < 100 else 'stopped')",
     "the host's network": "attempt('n', lambda: os.listdir('/sys/class/net'))",
+    "sockets of others": (
+        "attempt('unix', lambda: open('/proc/self/net/unix').readlines()[1:] or '')\n"
+        "for name in ('tcp', 'tcp6', 'udp', 'udp6', 'raw', 'packet'):\n"
+        "    attempt(name, lambda: open('/proc/self/net/' + name).readlines()[1:] or '')"
+    ),
+    "an interface that is up": (
+        "a, b = socket.socketpair()\n"
+        "def is_up(name): return int.from_bytes(fcntl.ioctl(a, 0x8913, name.ljust(40, b'\\0'))[16:18], 'little') & 1\n"
+        "for name in (b'lo', b'eth0', b'ens3', b'docker0'):\n"
+        "    attempt(name, lambda: is_up(name) or '' if os.getpid() < 100 else '')"
+    ),
     "the guard's code": "attempt('g', lambda: os.listdir('/guard') or '')",
     "what others wrote": "attempt('t', lambda: [n for n in os.listdir('/tmp') if n not in os.listdir('.')] or '')",
     "locks of others": (

@@ -77,6 +77,39 @@ POISONS = {
         "    try: open(path, 'ab').close(); os._exit(77)\n"
         "    except OSError: pass\n"
     ),
+    "network": (
+        "import fcntl, os, socket, struct\n"
+        "pairs = [socket.socketpair() for _ in range(20)]\n"
+        "address = struct.pack('=HH4s8x', 2, 0, bytes([10, 0, 0, 1]))\n"
+        "for request, value in (\n"
+        "    (0x8914, struct.pack('=h22x', 0x41)), (0x8916, address), (0x891C, address),\n"
+        "    (0x8922, struct.pack('=i20x', 99)),\n"
+        "    (0x8923, b'poison'.ljust(24, b'\\0')), (0x8924, struct.pack('=H22x', 772)), (0x8943, bytes(24)),\n"
+        "    (0x89A0, b''), (0x89A2, b''), (0x890B, bytes(24)), (0x8955, bytes(24)), (0x89F1, bytes(24)),\n"
+        "):\n"
+        "    for name in (b'lo', b'poison'):\n"
+        "        try: fcntl.ioctl(pairs[0][0], request, name.ljust(16, b'\\0') + value); os._exit(77)\n"
+        "        except OSError: pass\n"
+        "for family, kind in ((1, 1), (1, 2), (2, 1), (2, 2), (10, 1), (16, 3), (17, 3), (38, 5), (40, 1)):\n"
+        "    try: socket.socket(family, kind); os._exit(77)\n"
+        "    except OSError: pass\n"
+        "for end in pairs[1]:\n"
+        "    for do in (lambda: end.bind('\\0poison'), lambda: end.listen()):\n"
+        "        try: do(); os._exit(77)\n"
+        "        except OSError: pass\n"
+    ),
+    "objects of the kernel": (
+        "import ctypes, os\n"
+        "C = ctypes.CDLL(None)\n"
+        "made = [C.shmget(1, 4096, 0o1666), C.semget(1, 1, 0o1666), C.msgget(1, 0o1666)]\n"
+        "made += [C.syscall(240, b'p', 66, 0o666, 0)]\n"
+        "made += [C.syscall(248, b'user', b'p', b'x', 1, -4), C.sethostname(b'poison', 6), C.unshare(0x10000000)]\n"
+        "made += [C.setns(os.open('/proc/self/ns/user', 0), 0)] if os.path.exists('/proc/self') else []\n"
+        "if any(number >= 0 for number in made): os._exit(77)\n"
+        "for name in ('uid_map', 'gid_map', 'setgroups', 'projid_map'):\n"
+        "    try: os.write(os.open('/proc/self/' + name, os.O_WRONLY), b'0 0 1'); os._exit(77)\n"
+        "    except OSError: pass\n"
+    ),
     "shared memory": "import os\nif os.path.isdir('/dev/shm'): open('/dev/shm/poison', 'w').write('x')",
     "no memory": "x = []\nwhile True: x.append(bytearray(1 << 20))",
     "deep recursion": "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
@@ -87,12 +120,23 @@ POISONS = {
 """By what they change. Exit code 77: it got through to something of the server's."""
 
 CHECK = """
-import builtins, gc, hashlib, os, resource, signal, stat, sys, threading
+import builtins, ctypes, fcntl, gc, hashlib, os, resource, signal, socket, stat, sys, threading
 def descriptors():
     found = []
     for number in range(1024):
         try: found.append((number, stat.S_IFMT(os.fstat(number).st_mode)))
         except OSError: pass
+    return found
+def network():
+    found = {}
+    for name in ("unix", "dev", "route", "if_inet6", "ipv6_route", "arp", "tcp", "udp", "raw", "packet", "netlink"):
+        try: lines = open("/proc/self/net/" + name).readlines()
+        except OSError: lines = ["none"]
+        found[name] = lines[1:] if name == "dev" else len(lines)
+    pair = socket.socketpair()
+    for request in (0x8912, 0x8913, 0x8915, 0x8927):
+        try: found[request] = fcntl.ioctl(pair[0], request, b"lo" + bytes(38)).hex()
+        except OSError as error: found[request] = str(error)
     return found
 state = {
     "modules": sorted(sys.modules),
@@ -107,6 +151,9 @@ state = {
     "collector": [gc.isenabled(), gc.get_threshold(), len(gc.callbacks)],
     "directory": [os.getcwd(), os.listdir("."), os.umask(0)],
     "shared": os.listdir("/dev/shm") if os.getpid() < 100 else None,
+    "network": network() if os.getpid() < 100 else None,
+    "host": os.uname().nodename,
+    "objects": [ctypes.CDLL(None).shmctl(0, 14, bytes(256)), ctypes.CDLL(None).semctl(0, 0, 19, bytes(256))],
     "constants": [5 + 5, True, None, "", (), b"", hashlib.sha256(b"x").hexdigest()],
     "threads": threading.active_count(),
     "processes": len([name for name in os.listdir("/proc") if name.isdigit()]) if os.getpid() < 100 else 0,

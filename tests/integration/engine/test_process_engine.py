@@ -114,7 +114,6 @@ async def test_the_threads_are_those_of_the_settings(saved: Saved) -> None:
     environment = psutil.Process(engine.process_id).environ()
 
     assert (environment["OMP_NUM_THREADS"], environment["OMP_WAIT_POLICY"]) == ("1", "PASSIVE")
-    assert environment["THP_MEM_ALLOC_ENABLE"] == "1"
     await engine.close()
 
 

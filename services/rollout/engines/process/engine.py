@@ -127,8 +127,6 @@ class ProcessEngine(RemoteEngine):
             "GOMP_SPINCOUNT": SPIN_COUNT,
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
-            # New weights are new memory: in pages of 4 KiB, making it takes longer than filling it.
-            "THP_MEM_ALLOC_ENABLE": "1",
         }
         return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 

@@ -20,6 +20,7 @@ from shared.schemas.service import DesiredState
 log = logging.getLogger(__name__)
 
 OPEN = frozenset({PublicationPhase.PREPARING, PublicationPhase.TRANSFERRING})
+CLOSE_SECONDS = 5.0
 
 
 class GroupOrders:
@@ -72,7 +73,11 @@ class GroupOrders:
         self._following = order, tasks.create_task(self._take_part(order), name=f"receive version {order.version}")
 
     async def close(self) -> None:
-        """Leave what is going on; the engine is closed next."""
+        """Leave what is going on, as far as the engine answers in time: it is closed next, which ends the rest."""
+        leaving = asyncio.create_task(self._leave(), name="leaving the weight group")
+        await asyncio.wait([leaving], timeout=CLOSE_SECONDS)
+
+    async def _leave(self) -> None:
         if self._following is not None:
             await _cancelled(self._following[1])
         with contextlib.suppress(FlotillaError):

@@ -10,8 +10,10 @@ import pytest
 
 from services.rollout.engines.base import GroupBroken
 from services.rollout.engines.scripted import ScriptedTransfer
+from services.rollout.weights import group_orders
 from services.rollout.weights.receiver import WeightReceiver
 from services.rollout.weights.version import VersionGate
+from shared.cancelling import until_done
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import NotFound, WeightTransferFailed, WorkerDied
 from shared.schemas.publication import (
@@ -36,6 +38,7 @@ class MemberEngine:
         self.loaded: list[int] = []
         self.received: int | None = None
         self.is_paused = self._is_lost = False
+        self.is_asked = self.ends_what_it_began = False
         self.error: Exception | None = None
         self.may_join, self.may_receive, self.may_load = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.may_serve = asyncio.Event()
@@ -43,6 +46,9 @@ class MemberEngine:
             each.set()
 
     async def join(self, order: PublicationOrder, on_update: OnWeightUpdate) -> None:
+        self.is_asked = True
+        if self.ends_what_it_began:
+            await until_done(asyncio.ensure_future(self.may_join.wait()))
         await self.may_join.wait()
         self.did.append(f"join {order.epoch}")
         self.is_paused = True
@@ -362,3 +368,25 @@ async def test_an_evaluation_that_begins_before_the_first_tensor_keeps_the_weigh
 
         await world.until_reported(ReceiveState.FAILED, version=5)
         assert (world.engine.did, world.engine.is_paused, world.gate.version) == (["join 1", "give up"], False, 4)
+
+
+async def test_a_server_that_does_not_answer_keeps_nobody_from_closing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_orders, "CLOSE_SECONDS", 0.05)
+    world = World(tmp_path)
+    await world.gate.set(0)
+    world.engine.may_join.clear()
+    world.engine.ends_what_it_began = True
+    running = asyncio.create_task(world.receiver.run())
+    world.want(0, an_order(phase=PREPARING))
+    await world.until(lambda: world.engine.is_asked)
+    running.cancel()
+
+    async with asyncio.timeout(5):
+        await world.receiver.close()
+
+    assert not running.done(), "the engine's own end ends this"
+    world.engine.may_join.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running

@@ -79,8 +79,10 @@ def read_launch_file(
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidSpec(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    except UnicodeDecodeError:
+        raise InvalidSpec(f"cannot read {path}: it is no text (UTF-8)") from None
+    except OSError as error:
+        raise InvalidSpec(f"cannot read {path}: {error.strerror or error}") from None
     written = parse_document(text, source=str(path))
     layers = [*in_environment(environment), *on_command_line(overrides)]
     document = apply(written, layers)

@@ -24,12 +24,13 @@ def training(places: Sequence[Place]) -> Fields:
 
 
 def held_out(places: Sequence[Place]) -> Fields:
-    """Make the fields of held-out rows; several sets are named after their files."""
+    """Make the fields of held-out rows; several sets are named after their files, of like ones with folders."""
     if len(places) == 1 and set(places[0]) <= {"path", "max_rows"}:
         return {f"evaluation.{name}": value for name, value in places[0].items()}
     names: list[str] = []
-    for place in places:
-        names.append(_unused(_name_of(place), names))
+    plain = [_name_of(place) for place in places]
+    for place, name in zip(places, plain, strict=True):
+        names.append(_unused(_name_of(place, with_folder=plain.count(name) > 1), names))
     return {"evaluation.sets": [{"name": name, **place} for name, place in zip(names, places, strict=True)]}
 
 
@@ -49,9 +50,10 @@ def takes_split(place: Place) -> bool:
     return "hub" in place or ("path" in place and not is_data_file(place["path"]))
 
 
-def _name_of(place: Place) -> str:
+def _name_of(place: Place, *, with_folder: bool = False) -> str:
     written = place.get("path") or place.get("hub") or place["custom"].partition(":")[0]
-    return experiment_name(PurePosixPath(written.replace("*", "")).stem)[:56]
+    path = PurePosixPath(written.replace("*", ""))
+    return experiment_name(f"{path.parent.name}-{path.stem}" if with_folder else path.stem)[:56]
 
 
 def _unused(name: str, taken: Sequence[str]) -> str:

@@ -1,5 +1,6 @@
 """What became of every parameter of a launch file, for people and as data."""
 
+import json
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -95,8 +96,21 @@ class Report:
 def _lines_of(entry: Entry) -> list[str]:
     origin = "" if entry.where == "file" else f"   ({entry.where})"
     lines = [f"  {entry.name} = {entry.value}{origin}"]
-    lines += [f"      -> {field} = {shown(value)}" for field, value in entry.fields.items()]
+    lines += [f"      -> {field} = {_as_in_a_spec(value)}" for field, value in entry.fields.items()]
     return lines + _wrapped(entry.detail, "      ")
+
+
+def _as_in_a_spec(value: Any) -> str:
+    return shown(value if isinstance(value, str) else json.dumps(_written(value), ensure_ascii=False, default=str))
+
+
+def _written(value: Any) -> Any:
+    """Leave out of sections in a list what they do not say."""
+    if isinstance(value, list | tuple):
+        return [_written(each) for each in value]
+    if isinstance(value, Mapping):
+        return {key: _written(each) for key, each in value.items() if each not in (None, [], {}, ())}
+    return value
 
 
 def _wrapped(line: str, indent: str) -> list[str]:

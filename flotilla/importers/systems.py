@@ -15,6 +15,7 @@ from flotilla.importers.verl.finished import VERL_SFT
 from flotilla.importers.verl.launch import is_fine_tuning, is_scoring
 from flotilla.importers.verl.system import VERL, read_verl
 from flotilla.importers.verl.written import VERL_EVAL, is_file_of_answers
+from shared.errors import InvalidSpec
 
 SYSTEMS: dict[str, System] = {"verl": VERL, "openrlhf": OPENRLHF, "roll": ROLL}
 SCRIPTS = (".sh", ".bash")
@@ -32,9 +33,11 @@ def read_launch_text(path: Path) -> str:
             raise problem(str(path), path.name, f"a launch file has {MAX_BYTES} bytes at most")
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise problem(str(path), "bytes that are no UTF-8", "a launch file is text") from None
+        why = "it is no text (UTF-8)"
     except OSError as error:
-        raise problem(str(path), error.strerror, "the file cannot be read") from None
+        why = error.strerror or str(error)
+    entry = {"path": str(path), "value": None, "allowed": f"cannot be read: {why}"}
+    raise InvalidSpec(f"{path}: {entry['allowed']}", errors=[entry])
 
 
 def read(

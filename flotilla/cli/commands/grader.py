@@ -17,7 +17,7 @@ async def check(arguments: argparse.Namespace) -> int:
     try:
         RemoteConfig(url=arguments.url)
     except ValidationError as error:
-        raise InvalidRequest(f"{arguments.url}: {error.errors()[0]['msg']}") from None
+        raise InvalidRequest(f"{arguments.url}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
     run = GraderCheck(arguments.url, arguments.dialect, _secret(arguments.secret_env), arguments.timeout)
     try:
         findings = await run.run()

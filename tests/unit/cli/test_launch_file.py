@@ -97,3 +97,11 @@ def test_a_name_on_the_hub_is_no_path_unless_a_folder_says_so(tmp_path: Path) ->
     path.write_text(yaml.safe_dump(written))
     with pytest.raises(InvalidSpec, match="revision has an effect only where path is a name on the hub"):
         read_launch_file(path)
+
+
+def test_what_is_no_text_is_said_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_bytes(b"name: \xff\xfe")
+
+    with pytest.raises(InvalidSpec, match=r"cannot read .*spec.yaml: it is no text \(UTF-8\)$"):
+        read_launch_file(path)

@@ -112,7 +112,15 @@ def test_the_report_can_be_json(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_missing_file_is_a_message(system: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import", system, str(tmp_path / "nowhere.sh")]) == 1
 
-    assert "nowhere.sh: the file cannot be read, got No such file" in capsys.readouterr().err
+    assert "nowhere.sh: cannot be read: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_text_is_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.sh").write_bytes(b"\xff\xfe")
+
+    assert main(["import", "verl", str(tmp_path / "run.sh")]) == 1
+
+    assert "run.sh: cannot be read: it is no text (UTF-8)" in capsys.readouterr().err
 
 
 def test_coverage_lists_every_name(capsys: pytest.CaptureFixture[str]) -> None:

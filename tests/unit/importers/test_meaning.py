@@ -207,7 +207,7 @@ def test_a_filter_of_tokens_that_cannot_be_read_is_named(filters: object) -> Non
         ("verl", {"data.train_files": ["s3://b/a.parquet", "b.parquet"], "data.train_max_samples": 9},
          "data.sources", [{"path": "s3://b/a.parquet"}, {"path": "b.parquet"}]),
         ("verl", {"data.val_files": ["x/test.parquet", "y/test.parquet"]}, "evaluation.sets",
-         [{"name": "test", "path": "x/test.parquet"}, {"name": "test-2", "path": "y/test.parquet"}]),
+         [{"name": "x-test", "path": "x/test.parquet"}, {"name": "y-test", "path": "y/test.parquet"}]),
         ("openrlhf", {"--prompt_data": "a.jsonl, owner/name@math", "--prompt_data_probs": "0.2,0.8",
                       "--max_samples": 50, "--prompt_split": "other"}, "data.sources",
          [{"path": "a.jsonl", "weight": 0.2, "max_rows": 50},

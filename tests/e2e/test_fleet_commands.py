@@ -62,7 +62,9 @@ class Shell:
 def test_a_fleet_lives_through_its_commands(tmp_path: Path) -> None:
     shell = Shell(tmp_path / "fleet")
     spec = tmp_path / "spec.yaml"
-    spec.write_text(yaml.safe_dump(make_experiment(tmp_path, optimisation={"steps": 5000})))
+    copied = make_experiment(tmp_path, optimisation={"steps": 5000})
+    copied["checkpoint"]["upload_to"] = f"file://{tmp_path}/copies"
+    spec.write_text(yaml.safe_dump(copied))
 
     assert "is up" in shell.run("up", "--port", "0", "--rollouts", "2", "--detach")
     try:
@@ -144,8 +146,17 @@ def shown_secrets(fleet: FleetInfo) -> list[str]:
 def look_at_what_is_kept(shell: Shell, trained: str, untrained: str) -> None:
     """Type the commands that look at two experiments that were stopped, of one name; the second one is deleted."""
     assert [each["id"] for each in json.loads(shell.run("ls", "--json"))] == [untrained, trained]
-    kept = json.loads(shell.run("checkpoints", trained, "--json"))
+    kept = json.loads(shell.run("checkpoints", trained, "--json", "--verify"))
     assert kept[-1]["is_newest"] and Path(kept[-1]["path"]).is_dir()
+    copy = Path(kept[-1]["upload"]["url"].removeprefix("file://"))
+    assert (kept[-1]["upload"]["state"], kept[-1]["copy"]["is_whole"]) == ("uploaded", True)
+    assert {each.name for each in copy.parent.iterdir()} == {
+        Path(each["path"]).name for each in kept if each["is_kept"]
+    }
+    (copy / "optimizer.safetensors").unlink()
+    assert f"{copy} (lacks optimizer.safetensors)" in shell.run(
+        "checkpoints", trained, "--verify", code=ExitCode.FAILED
+    )
     report = json.loads(shell.run("report", trained, "--json"))
     assert report["ledger"]["balanced"] and Path(report["logs"]).samefile(shell.data / "logs")
     comparison = json.loads(shell.run("compare", trained, untrained, "--json"))

@@ -377,11 +377,6 @@ def _contents(spec: Sections) -> None:
             "optimisation.average_decay has no effect while checkpoint.contents leaves out extra, which the average is "
             "part of: add extra there or to final_contents, or remove average_decay"
         )
-    if "optimizer" not in config.load_contents and algorithm.needs_critic:
-        raise ValueError(
-            "checkpoint.load_contents leaves out optimizer, and a critic's is in one file with its weights: add "
-            "optimizer, or begin with model.path and algorithm.value_loss.path from the weights alone"
-        )
 
 
 def _agents(spec: Sections) -> None:

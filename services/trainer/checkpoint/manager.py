@@ -341,7 +341,7 @@ def _load_tensors(learner: Learner, stored: StoredCheckpoint) -> None:
         if learner.versions is not None:
             learner.versions.load(load_file(stored.path / VERSIONS))
         if learner.critic is not None:
-            learner.critic.load(load_file(stored.path / CRITIC), stored.state.updates)
+            learner.critic.load(load_file(stored.path / CRITIC), stored.state.updates, with_optimizer=has_optimizer)
         if learner.average is not None and AVERAGE in stored.state.files:
             learner.average.load(load_file(stored.path / AVERAGE))
         elif learner.average is not None:

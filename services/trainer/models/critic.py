@@ -222,8 +222,8 @@ class Critic:
         moments = {f"moments/{name}": getattr(self.moments, name) for name in MOMENTS}
         return weights | moments | (self.optimizer.state() if with_optimizer else {})
 
-    def load(self, tensors: dict[str, Tensor], updates: int) -> None:
-        """Load what ``state`` returned.
+    def load(self, tensors: dict[str, Tensor], updates: int, *, with_optimizer: bool = True) -> None:
+        """Load what ``state`` returned; without the optimiser moments of 0 begin.
 
         Raises:
             ModelError: the tensors are of another model.
@@ -237,7 +237,7 @@ class Critic:
                 parameter.copy_(localized(weights[name], parameter))
         self.moments = ReturnMoments(*(tensors[f"moments/{name}"] for name in MOMENTS))
         rest = {name: value for name, value in tensors.items() if not name.startswith(("weight/", "moments/"))}
-        self.optimizer.load(rest, updates)
+        self.optimizer.load(rest if with_optimizer else {}, updates)
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         head = [(HEAD + name, parameter) for name, parameter in self._head.named_parameters()]

@@ -176,9 +176,11 @@ class PolicyOptimizer:
                     key: value.to("cpu").clone() if key == "step" else localized(value, master)
                     for key, value in found.items()
                 }
-            if f"master/{name}" in tensors and master is not self._parameters[name]:
+            if (parameter := self._parameters[name]) is not master:
                 with torch.no_grad():
-                    master.copy_(localized(tensors[f"master/{name}"], master))
+                    # Without one it begins as the weight is now, which may have been loaded since it was made.
+                    kept = tensors.get(f"master/{name}")
+                    master.copy_(parameter if kept is None else localized(kept, master))
         if self._streamed is not None:
             self._streamed.park()
         expected = {f"{key}/{name}" for name in self._masters for key in (*_ADAM_STATE, "master")}

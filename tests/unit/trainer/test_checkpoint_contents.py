@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from services.gateway.lifecycle.origins import find, take
 from services.trainer.checkpoint.manager import (
     WITHOUT_OPTIMIZER,
     CheckpointManager,
@@ -30,7 +31,8 @@ LINE = VersionLine.of([INITIAL], steps_per_version=1, total_steps=STEPS)
 
 def spec_of(checkpoint: dict[str, Any], **sections: Any) -> ExperimentSpec:
     settings = {"steps": STEPS, "groups_per_mini_batch": 2, "learning_rate": 1e-2}
-    return a_spec(model={"path": str(tiny_model())}, optimisation=settings, checkpoint=checkpoint, **sections)
+    own = {"model": {"path": str(tiny_model())}, "optimisation": settings, "checkpoint": checkpoint}
+    return a_spec(**own | sections)
 
 
 def tensors_in(directory: Path) -> set[str]:
@@ -90,6 +92,50 @@ def test_a_critic_is_weights_with_or_without_their_moments(tmp_path: Path) -> No
     assert not (tmp_path / "weights" / "optimizer.safetensors").exists()
 
 
+@pytest.mark.parametrize("sections", [{"model": {"lora": {"rank": 4}}}, {"algorithm": {"advantage": {"kind": "gae"}}}])
+def test_bfloat16_weights_that_are_loaded_later_go_on_as_they_were_written(
+    tmp_path: Path, sections: dict[str, Any]
+) -> None:
+    model = {"path": str(tiny_model()), "dtype": "bfloat16"} | sections.get("model", {})
+    spec = spec_of({"contents": ["model"]}, **sections | {"model": model})
+    manager = CheckpointManager("e", CheckpointStorage(tmp_path, keep=2))
+    learner, progress = beginning(spec, CPU).learner, Progress.start()
+    learner.train(uneven_groups(2, seed=1), 1)
+    progress.step = 1
+    manager.save(learner, progress, LINE)
+
+    restored = manager.restore(spec).learner
+
+    for own, theirs in ((learner, restored), (learner.critic, restored.critic)):
+        if own is None or theirs is None:
+            continue
+        for name, master in theirs.optimizer.masters.items():
+            assert torch.equal(master, own.optimizer._parameters[name].float()), name
+
+
+def test_a_critic_begins_with_the_weights_of_a_checkpoint_alone(tmp_path: Path) -> None:
+    algorithm = {"advantage": {"kind": "gae"}}
+    before = beginning(spec_of({}, algorithm=algorithm), CPU).learner
+    before.train(uneven_groups(2, seed=1), 1)
+    progress = Progress.start()
+    progress.step = 1
+    old = CheckpointStorage(tmp_path / "old" / "checkpoints", keep=2)
+    CheckpointManager("old", old).save(before, progress, LINE)
+    begins = {"resume_from": str(tmp_path / "old"), "load_contents": ["model", "extra"]}
+    spec = spec_of(begins, algorithm=algorithm)
+
+    take(find(tmp_path / "old", None), spec, "new", tmp_path / "new")
+    new = CheckpointStorage(tmp_path / "new" / "checkpoints", keep=2)
+    learner = CheckpointManager("new", new).restore(spec).learner
+
+    assert learner.critic is not None
+    assert before.critic is not None
+    weights = before.critic.state(with_optimizer=False)
+    assert all(torch.equal(each, weights[name]) for name, each in learner.critic.state().items())
+    assert learner.critic.optimizer.updates == before.critic.optimizer.updates == 1
+    learner.train(uneven_groups(2, seed=2), 2)
+
+
 def test_copies_hold_what_was_chosen() -> None:
     learner = beginning(spec_of({}), CPU).learner
     copy = copy_alone(learner, ("model",))
@@ -123,15 +169,8 @@ def test_copies_hold_what_was_chosen() -> None:
             },
             "average_decay has no effect",
         ),
-        (
-            {
-                "checkpoint": {"load_contents": ["model", "extra"], "resume_from": "/runs/a"},
-                "algorithm": {"advantage": {"kind": "gae"}},
-            },
-            "a critic's is in one file",
-        ),
     ],
-    ids=["no model", "twice", "nothing to load", "versions", "versions to load", "average", "critic"],
+    ids=["no model", "twice", "nothing to load", "versions", "versions to load", "average"],
 )
 def test_what_cannot_be_left_out_is_refused(sections: dict[str, Any], problem: str) -> None:
     document = a_spec().model_dump(mode="json") | sections

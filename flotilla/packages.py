@@ -32,6 +32,19 @@ def check_packages(is_installed: Callable[[str], bool] = _is_installed) -> None:
         )
 
 
+def check_quantisation(spec: ExperimentSpec, is_installed: Callable[[str], bool] = _is_installed) -> None:
+    """Check that a trainer on this machine can pack weights where the spec says so; nothing is imported.
+
+    Raises:
+        InvalidSpec: bitsandbytes is missing.
+    """
+    if spec.model.quantisation is not None and not is_installed("bitsandbytes"):
+        raise InvalidSpec(
+            "model.lora.quantisation needs bitsandbytes, which is not installed here: pip install "
+            "'flotilla[bitsandbytes]' (in a checkout: pip install '.[bitsandbytes]'), or leave quantisation out"
+        )
+
+
 def check_engine(spec: ExperimentSpec, environment: Mapping[str, str]) -> None:
     """Check that rollouts of a fleet with this environment can start the engine: else the experiment waits for ever.
 

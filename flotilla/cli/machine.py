@@ -16,6 +16,8 @@ WANTED_SHARED_BYTES = GIGABYTE
 NEEDED_FILES = 256
 WANTED_FILES = 1024
 WANTED_MEMORY_BYTES = 4 * GIGABYTE
+OWN_EXTRAS = frozenset({"bitsandbytes"})
+"""Packages that an extra of their own brings, and `all` does not."""
 
 
 class Verdict(StrEnum):
@@ -163,4 +165,5 @@ def judge_extras(missing: Mapping[str, str]) -> Finding:
     if not missing:
         return Finding("extras", Verdict.OK, "all optional packages are installed")
     found = ", ".join(f"no {name} ({what})" for name, what in missing.items())
-    return Finding("extras", Verdict.OK, found, "pip install 'flotilla[all]', where you need them")
+    extras = ",".join(sorted({name if name in OWN_EXTRAS else "all" for name in missing}))
+    return Finding("extras", Verdict.OK, found, f"pip install 'flotilla[{extras}]', where you need them")

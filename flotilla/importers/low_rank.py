@@ -19,6 +19,7 @@ class LowRank:
     targets: str
     exclude: str | None = None
     dropout: str | None = None
+    quantised: str | None = None
 
 
 def layers(name: str, value: Any) -> list[str] | None:
@@ -30,7 +31,11 @@ def layers(name: str, value: Any) -> list[str] | None:
 def low_rank(source: Source, names: LowRank) -> dict[str, Any]:
     """Make the section of adapters; nothing where the rank is 0."""
     rank = source.value(names.rank)
+    is_quantised = names.quantised is not None and bool(source.value(names.quantised))
     if not rank:
+        if names.quantised is not None and is_quantised:
+            reason = f"weights that train are not quantised, only those beside adapters: set {names.rank}"
+            source.refuse(names.quantised, reason)
         return {}
     fields: dict[str, Any] = {"model.lora.rank": rank, "model.lora.alpha": float(source.required(names.alpha))}
     fields["model.lora.targets"] = named_layers(source, names.targets) or ALL
@@ -38,6 +43,8 @@ def low_rank(source: Source, names: LowRank) -> dict[str, Any]:
         fields["model.lora.exclude"] = excluded
     if names.dropout is not None and (dropout := source.value(names.dropout)):
         fields["model.lora.dropout"] = dropout
+    if is_quantised:
+        fields |= {"model.lora.quantisation.dtype": "nf4", "model.lora.quantisation.double": True}
     return fields
 
 

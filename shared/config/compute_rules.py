@@ -35,6 +35,26 @@ def check_compute(model: ModelConfig, parallelism: ParallelismConfig) -> None:
         )
 
 
+def check_quantisation(model: ModelConfig, offload: OffloadConfig, *, compiles_layers: bool) -> None:
+    """Check that nothing is asked for that packed weights do not have.
+
+    Raises:
+        ValueError: something is.
+    """
+    if model.quantisation is None:
+        return
+    if compiles_layers:
+        raise ValueError(
+            "optimisation.compile_layers makes programs of torch's operators, and model.lora.quantisation unpacks "
+            "weights by others: leave one of both out"
+        )
+    if offload.parameters:
+        raise ValueError(
+            "parallelism.offload.parameters moves weights that ranks divide, and those of model.lora.quantisation are "
+            "whole on each: leave one of both out"
+        )
+
+
 def check_offload(offload: OffloadConfig, *, shares_devices: bool, has_adapters: bool, needs_reference: bool) -> None:
     """Check that what is offloaded is there, and not moved by something else as well.
 

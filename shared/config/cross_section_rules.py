@@ -9,7 +9,7 @@ from shared.config.advantage import GdpoConfig, RemaxConfig
 from shared.config.algorithm import AlgorithmConfig
 from shared.config.asynchrony import AsynchronyConfig
 from shared.config.checkpoint import CheckpointConfig
-from shared.config.compute_rules import check_compute, check_offload
+from shared.config.compute_rules import check_compute, check_offload, check_quantisation
 from shared.config.data import DataConfig, check_data_source_column
 from shared.config.engine import ServerEngineConfig, SglangEngineConfig
 from shared.config.engine_group_rules import check_engine_group
@@ -92,6 +92,7 @@ def check_sections(spec: Sections) -> None:
     _held_out_sets(spec)
     _sharing(spec)
     check_compute(spec.model, spec.parallelism)
+    check_quantisation(spec.model, spec.parallelism.offload, compiles_layers=spec.optimisation.compile_layers)
     check_offload(
         spec.parallelism.offload,
         shares_devices=spec.shares_devices,

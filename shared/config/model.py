@@ -6,7 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from shared.config.base import Config
-from shared.config.lora import LoraConfig
+from shared.config.lora import LoraConfig, QuantisationConfig
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -39,6 +39,11 @@ class ModelConfig(Config):
     package is installed. auto: ours on a CPU, torch's elsewhere."""
     lora: LoraConfig | None = None
     """Adapters that are trained in place of the weights; null trains the weights themselves. See docs/lora.md."""
+
+    @property
+    def quantisation(self) -> QuantisationConfig | None:
+        """How the weights beside adapters are packed; None where they are whole."""
+        return None if self.lora is None else self.lora.quantisation
 
     @property
     def is_hub_name(self) -> bool:

@@ -94,6 +94,14 @@ class ExperimentSpec(Config):
         return 1.0 if self.finished_job is not None else self.rollout.sampling.temperature
 
     @property
+    def first_version(self) -> int:
+        """The policy version that training begins with; 0 are the weights of ``model.path``, which engines start with.
+
+        Where the trainer packs them, it publishes what has become of them before anything is sampled.
+        """
+        return 0 if self.model.quantisation is None else 1
+
+    @property
     def steps_per_version(self) -> int:
         """T: steps between two versions. Where no rollout waits for one, a version is what a checkpoint holds."""
         if self.finished_job is None:

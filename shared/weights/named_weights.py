@@ -1,7 +1,7 @@
 """What a module's weights are called in its checkpoint, and where each of them lies in an image."""
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shared.weights.checkpoint_names import pieces_of
 from shared.weights.layout import ImageLayout
+from shared.weights.packed import NONE_PACKED, Packed
 from shared.weights.tensors import on_wire, safetensors_name
 
 
@@ -31,18 +32,30 @@ class NamedWeights:
     layout: ImageLayout
 
     @classmethod
-    def of(cls, module: nn.Module, wire_dtype: torch.dtype | None, names: Collection[str] | None = None) -> Self:
+    def of(
+        cls,
+        module: nn.Module,
+        wire_dtype: torch.dtype | None,
+        names: Collection[str] | None = None,
+        packed: Mapping[str, Packed] = NONE_PACKED,
+    ) -> Self:
         """Find them, and lay out an image in ``wire_dtype`` (None keeps each dtype).
 
         Args:
             module: with at least one parameter.
             wire_dtype: of floating-point weights in the image.
             names: paths of the parameters that are meant; None for all.
+            packed: further weights, by the paths that they would have as parameters; among the groups they are
+                parameters on ``meta``.
 
         Raises:
             ValueError: there is none.
         """
         groups = {name: tied for name, tied in distinct(module).items() if names is None or name in names}
+        if packed:
+            empty = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in packed.items()}
+            groups |= {name: [nn.Parameter(each, requires_grad=False)] for name, each in empty.items()}
+            groups = {name: groups[name] for name in _paths(module, packed) if name in groups}
         if not groups:
             raise ValueError("the module has no parameters")
         by_dtype: dict[torch.dtype, list[str]] = defaultdict(list)
@@ -80,6 +93,16 @@ def distinct(module: nn.Module) -> dict[str, list[nn.Parameter]]:
             names[key] = name
             groups[name] = groups.pop(kept)
     return groups
+
+
+def _paths(module: nn.Module, packed: Collection[str]) -> Iterator[str]:
+    """Go through the paths of a module's weights, packed ones where they would be as parameters."""
+    for path, each in module.named_modules():
+        prefix = f"{path}." if path else ""
+        if f"{prefix}weight" in packed:
+            yield f"{prefix}weight"
+        for name, _ in each.named_parameters(recurse=False):
+            yield prefix + name
 
 
 def _memory(parameter: nn.Parameter) -> object:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shared.weights.increments import Increment
 from shared.weights.layout import ImageLayout
 from shared.weights.named_weights import NamedWeights
+from shared.weights.packed import NONE_PACKED, Packed
 from shared.weights.parts import Part, index_of, local_of, part_of
 from shared.weights.tensors import on_wire
 
@@ -26,6 +27,7 @@ class ShardedParameters:
         wire_dtype: floating-point dtype that images are cast to; None keeps each dtype.
         names: paths of the parameters that are meant; None for all.
         increment: what is added to weights in images, and only there; every rank asks alike. None for nothing.
+        packed: weights of images, and only of them, that are no parameters; whole on every rank.
     """
 
     def __init__(
@@ -36,8 +38,10 @@ class ShardedParameters:
         wire_dtype: torch.dtype | None = None,
         names: Collection[str] | None = None,
         increment: Increment | None = None,
+        packed: Mapping[str, Packed] = NONE_PACKED,
     ) -> None:
-        self._named = NamedWeights.of(module, wire_dtype, names)
+        self._named = NamedWeights.of(module, wire_dtype, names, packed)
+        self._packed = packed
         self._is_leader, self._wire_dtype = is_leader, wire_dtype
         self._increment = increment
 
@@ -71,9 +75,11 @@ class ShardedParameters:
             local_of(parameter).copy_(copies[name])
 
     def image_parts(self) -> Iterator[Part]:
-        """Go through this rank's parts of the image; what an increment makes of them lasts until the next."""
+        """Go through this rank's parts of the image; what is unpacked, or added to, lasts until the next."""
         for name, part in zip(self._ordered(), self._parts(self._parameters, self._named.first), strict=True):
             parameter = self._parameters[name]
+            if name in self._packed and part.values.numel():
+                part = replace(part, values=self._packed[name].unpacked())  # noqa: PLW2901 (the same part, with values)
             added = None if self._increment is None else self._increment(name, index_of(parameter))
             if added is None or part.values.numel() == 0:
                 yield part

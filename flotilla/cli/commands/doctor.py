@@ -43,6 +43,7 @@ EXTRAS = {
     "math_verify": "the math grader",
     "jsonschema": "the JSON schema grader",
     "psycopg": "PostgreSQL",
+    "bitsandbytes": "4-bit weights beside adapters",
 }
 ASK_TORCH = """
 import json, torch, transformers

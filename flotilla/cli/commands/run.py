@@ -22,7 +22,7 @@ from flotilla.cli.right_and_wrong import read_last
 from flotilla.cli.run_directory import FLEET, RunDirectory
 from flotilla.cli.summary import show_summary, summarise, write_summary
 from flotilla.launch_file import LaunchFile, fetch_model, read_launch_file, run_prepare
-from flotilla.packages import check_engine, check_packages
+from flotilla.packages import check_engine, check_packages, check_quantisation
 from flotilla.server_arguments import ASKING_THE_ENGINE, check_options
 from shared.client import GatewayClient
 from shared.devices import machine_devices, own_devices
@@ -42,6 +42,7 @@ async def run(arguments: argparse.Namespace) -> int:
         overrides.append(f"seed={arguments.seed}")
     launch = read_launch_file(Path(arguments.spec), overrides, os.environ)
     check_engine(launch.spec, os.environ)
+    check_quantisation(launch.spec)
     async with telling(ASKING_THE_ENGINE):
         await check_options(launch.spec)
     directory = RunDirectory(Path(arguments.runs), arguments.name or launch.spec.name)

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from flotilla.cli.output import telling, write_json
 from flotilla.launch_file import LaunchFile, read_launch_file
+from flotilla.packages import check_packages, check_quantisation
 from flotilla.server_arguments import ASKING_THE_ENGINE, check_options
 from shared.config.overrides import origin_of
 from shared.config.spec import ExperimentSpec
 from shared.config.yaml_text import write_value
-from shared.errors import InvalidSpec, Scalar
+from shared.errors import InvalidSpec, Scalar, Unavailable
 
 if TYPE_CHECKING:
     from services.gateway.preflight.inspection import Inspection, Rows
@@ -44,7 +46,8 @@ async def check(arguments: argparse.Namespace) -> int:
                 unbuildable = await _unbuildable(launch.spec)
             missing = {entry["path"] for entry in found.errors}
             graders = [each for each in unbuildable if f"{each['path']}.path" not in missing]
-            entries, answer["data"] = (*found.errors, *graders), [asdict(rows) for rows in found.rows]
+            entries = (*found.errors, *graders, *_unpackable(launch.spec))
+            answer["data"] = [asdict(rows) for rows in found.rows]
             answer["prompts"] = asdict(found.prompts) if found.prompts else None
             lines += [_told(rows) for rows in found.rows]
             lines += _rendered(found.prompts) if found.prompts else []
@@ -68,6 +71,17 @@ async def _unbuildable(spec: ExperimentSpec) -> list[dict[str, Scalar]]:
     from flotilla.graders import unbuildable
 
     return await unbuildable(spec)
+
+
+def _unpackable(spec: ExperimentSpec) -> list[dict[str, Scalar]]:
+    """Say that a trainer on this machine could not pack the weights, where one could start at all."""
+    with contextlib.suppress(Unavailable):
+        check_packages()
+        try:
+            check_quantisation(spec)
+        except InvalidSpec as error:
+            return [{"path": "", "value": None, "allowed": error.detail}]
+    return []
 
 
 def _rendered(prompts: "Prompts") -> list[str]:

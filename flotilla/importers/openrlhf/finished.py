@@ -23,7 +23,7 @@ from shared.config.data import PLACE
 Fields = dict[str, Any]
 
 SHARED: Final = (
-    "--pretrain", "--param_dtype", "--load_in_4bit",
+    "--pretrain", "--param_dtype",
     "--max_samples", "--input_template", "--apply_chat_template",
     "--packing_samples", "--lr_scheduler", "--lr_warmup_ratio", "--max_norm", "--l2", "--adam_betas", "--seed",
     "--wandb_run_name", "--save_steps", "--max_ckpt_num", "--load_checkpoint", "--save_path", "--ckpt_path",
@@ -35,13 +35,13 @@ SHARED: Final = (
 
 LORA = {
     name: replace(OPENRLHF.parameters[name], context={} if name == "--lora_rank" else {"--lora_rank": 8})
-    for name in ("--lora_rank", "--lora_alpha", "--target_modules", "--lora_dropout")
+    for name in ("--lora_rank", "--lora_alpha", "--target_modules", "--load_in_4bit", "--lora_dropout")
 }
 """There is no critic here that would have adapters, too."""
 
 COMMON: tuple[Parameter, ...] = (
     *(OPENRLHF.parameters[name] for name in SHARED),
-    *(LORA[name] for name in ("--lora_rank", "--lora_alpha", "--target_modules")),
+    *(LORA[name] for name in ("--lora_rank", "--lora_alpha", "--target_modules", "--load_in_4bit")),
     *ignored("the program is the job: job.kind", "python -m"),
     refused("--critic_pretrain", "this trainer has no critic", default=None, aliases=("--critic.model_name_or_path",)),
     *unsupported("how the model is sharded is said by parallelism.ranks, and what a GPU's host keeps by "

@@ -6,7 +6,9 @@ from flotilla.importers.spelling import experiment_name
 from flotilla.importers.trackers import KEY
 from flotilla.importers.values import count, flag, integer, number, numbers, pieces, share, text, unchanged
 
-LOW_RANK = LowRank("--lora_rank", "--lora_alpha", "--target_modules", dropout="--lora_dropout")
+LOW_RANK = LowRank(
+    "--lora_rank", "--lora_alpha", "--target_modules", dropout="--lora_dropout", quantised="--load_in_4bit"
+)
 WITHOUT_CRITIC = {"--advantage_estimator": "reinforce"}
 WITH_LORA = WITHOUT_CRITIC | {"--lora_rank": 8}
 PLACEMENT = "each service has devices of its own: this changes speed, not what is computed"
@@ -40,7 +42,9 @@ MODELS: tuple[Parameter, ...] = (
                aliases=("--critic.model_name_or_path",)),
     translated("--param_dtype", "model.dtype", text, "bf16 is bfloat16; fp16 is refused", example="fp32",
                default="bf16", aliases=("--ds.param_dtype",)),
-    refused("--load_in_4bit", "weights are not quantised", default=False, aliases=("--ds.load_in_4bit",)),
+    translated("--load_in_4bit", "model.lora.quantisation", flag, "nf4 with packed scales, of the weights beside "
+               "adapters; without lora_rank it is refused", example=True, default=False, context=WITH_LORA,
+               aliases=("--ds.load_in_4bit",)),
     translated("--lora_rank", "model.lora.rank", integer, "adapters are trained in place of the weights; 0 trains the "
                "weights", example=8, default=0, context=WITHOUT_CRITIC, aliases=("--ds.lora.rank",)),
     translated("--lora_alpha", "model.lora.alpha", number, "scale of the adapters, times their rank", example=32,

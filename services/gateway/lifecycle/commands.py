@@ -128,6 +128,7 @@ class ExperimentCommands:
             revision=1,
             spec=spec.model_dump(mode="json"),
             directory=str(directory),
+            policy_version=spec.first_version,
             created_at=now,
             updated_at=now,
         )

@@ -27,6 +27,7 @@ from shared.checkpoints import (
     folders,
 )
 from shared.config.load import with_changes
+from shared.config.lora import with_later_keys
 from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidSpec, ModelError, Unavailable
 from shared.schemas.experiment import Origin
@@ -140,6 +141,8 @@ def check_spec(stored: StoredCheckpoint, spec: ExperimentSpec) -> None:
     now = spec.model_dump(mode="json")
     for section, key in FIXED_FIELDS:
         before, after = stored.state.spec.get(section, {}).get(key), now[section][key]
+        if key == "lora":
+            before = with_later_keys(before)
         if before != after:
             begins = f"model.path {stored.path / 'model'}"
             if stored.state.spec.get("model", {}).get("lora") is not None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from services.trainer.checkpoint.files import copy_companions
 from services.trainer.models.loading import LoadedModel, load_model
 from services.trainer.models.lora import Adapters
+from services.trainer.models.quantised import read_description
 from shared.checkpoints import AVERAGE
 from shared.config.lora import LoraConfig
 from shared.config.model import ModelConfig
@@ -67,11 +68,12 @@ def merged(source: Path, averages: Mapping[str, Tensor] = NOTHING) -> LoadedMode
         tensors = load_file(source / ADAPTER)
         config = _config_of(found)
         base = ModelConfig(path=found["base_model_name_or_path"], revision=found.get("revision"))
-        dtype = _dtype_of(source, tensors)
+        dtype, quantisation = _dtype_of(source, tensors), read_description(_model_config(source))
     except (OSError, ValueError, KeyError, TypeError, ValidationError, SafetensorError) as error:
         raise ModelError(f"the adapter in {source} cannot be read: {error}") from error
     is_scored = found.get("task_type") == "SEQ_CLS"
-    loaded = load_model(model_directory(base), dtype=dtype, device=torch.device("cpu"), scores=is_scored)
+    cpu = torch.device("cpu")
+    loaded = load_model(model_directory(base), dtype=dtype, device=cpu, scores=is_scored, quantisation=quantisation)
     adapters = Adapters(loaded.model, config, seed=0)
     adapters.load(tensors)
     _put(averages, loaded.model)
@@ -124,8 +126,13 @@ def _config_of(found: dict[str, Any]) -> LoraConfig:
     )
 
 
-def _dtype_of(source: Path, tensors: Mapping[str, Tensor]) -> str:
+def _model_config(source: Path) -> dict[str, Any]:
     path = source / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return found
+
+
+def _dtype_of(source: Path, tensors: Mapping[str, Tensor]) -> str:
+    config = _model_config(source)
     written = config.get("dtype") or config.get("torch_dtype")
     return str(written or next(iter(tensors.values())).dtype).removeprefix("torch.")

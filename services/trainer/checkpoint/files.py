@@ -4,17 +4,20 @@ The leader makes them in their full size, headers included; then every rank writ
 So any number of ranks goes on from a checkpoint of any other.
 """
 
+import copy
 import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from services.trainer.learning.learner import Learner
+from services.trainer.models.quantised import described
 from services.trainer.models.versions import VersionedWeights
 from services.trainer.parallel.ranks import ONE_RANK, Ranks
 from services.trainer.parallel.remote_parts import receive_parts, send_parts
@@ -130,7 +133,11 @@ def write_companions(directory: Path, source: Path, learner: Learner) -> None:
 def describe_model(directory: Path, learner: Learner) -> None:
     """Write a model's configuration, and that of adapters, beside its weights."""
     model = learner.loaded.model
-    model.config.save_pretrained(directory)  # type: ignore[union-attr, operator]
+    config: Any = model.config
+    if (quantisation := learner.spec.model.quantisation) is not None:
+        config = copy.deepcopy(config)
+        config.quantization_config = described(quantisation, config.dtype)
+    config.save_pretrained(directory)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(directory)  # type: ignore[union-attr, operator]
     if learner.adapters is not None:

@@ -47,7 +47,7 @@ from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError, Unavailable
 from shared.faults.armed import armed
 from shared.faults.sites import Site
-from shared.lineage import INITIAL, ROOT, Published, VersionLine, follow
+from shared.lineage import ROOT, Published, VersionLine, follow
 from shared.model_files import ADAPTER
 from shared.model_hub import model_directory
 from shared.streams.intervals import IntervalSet
@@ -289,14 +289,15 @@ def beginning(spec: ExperimentSpec, device: torch.device, ranks: Ranks = ONE_RAN
     """
     source = model_directory(spec.model)
     learner = _learner(spec, source, device, ranks)
-    return Restored(learner, Progress.start(), INITIAL, IntervalSet())
+    return Restored(learner, Progress.start(), Published(spec.first_version, 0), IntervalSet())
 
 
 def _learner(spec: ExperimentSpec, source: Path, device: torch.device, ranks: Ranks) -> Learner:
     # Several ranks read what each of them keeps, when that is known.
     how = spec.model
     load = partial(load_model, device=device, in_parts=ranks.is_several, attention=how.attention, kernels=how.kernels)
-    loaded = load(source, dtype=spec.model.dtype, scores=isinstance(spec.job, RewardModelJobConfig))
+    scores = isinstance(spec.job, RewardModelJobConfig)
+    loaded = load(source, dtype=how.dtype, scores=scores, quantisation=how.quantisation)
     reference = None
     if spec.needs_reference and spec.model.lora is None:
         reference = load(model_directory(spec.model), dtype=spec.model.dtype)

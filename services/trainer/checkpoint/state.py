@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from shared.checkpoints import CheckpointState
+from shared.config.lora import with_later_keys
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError
 
@@ -39,6 +40,8 @@ def check_same_lineage(state: CheckpointState, spec: ExperimentSpec) -> None:
     now = spec.model_dump(mode="json")
     for section, key in FIXED_FIELDS:
         before, after = state.spec.get(section, {}).get(key), now[section][key]
+        if key == "lora":
+            before = with_later_keys(before)
         if before != after:
             raise ModelError(
                 f"checkpoint of step {state.step} was made with {section}.{key} {before!r}, the spec now says "

@@ -117,7 +117,7 @@ class Learner:
         self.versions: VersionedWeights | None = None
         if spec.algorithm.old_log_probs == "recompute_at_version":
             self.versions = VersionedWeights(kept_weights(loaded.model, self.adapters, ranks, self.weights))
-            self.versions.keep(0, 0)
+            self.versions.keep(spec.first_version, 0)
         if self.adapters is not None and spec.needs_reference:
             self.reference = self.policy
 

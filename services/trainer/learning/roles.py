@@ -37,13 +37,17 @@ def load_teacher(config: DistillationConfig, student: LoadedModel, load: Load) -
 
 
 def load_critic(spec: ExperimentSpec, policy: LoadedModel, load: Load) -> LoadedModel | None:
-    """Load what the critic begins as; None where that is the policy.
+    """Load what the critic begins as; None where that is a copy of the policy.
+
+    Of a policy whose weights are packed it cannot be one, since all of its own train: they are loaded once more, whole.
 
     Raises:
         ModelError: it cannot be loaded, is of another architecture than the policy, whose packed rows it reads, or its
             token ids mean something else.
     """
     config = spec.algorithm.resolved_value_loss.model
+    if config is None and spec.model.quantisation is not None:
+        config = spec.model
     if config is None:
         return None
     source = model_directory(config)

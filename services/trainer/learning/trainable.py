@@ -6,11 +6,13 @@ import torch
 from torch import nn
 
 from services.trainer.models.lora import Adapters
+from services.trainer.models.quantised import PackedWeight, packed_layers
 from services.trainer.parallel.ranks import Ranks
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError
 from shared.weights.flat_parameters import FlatParameters
 from shared.weights.sharded_parameters import ShardedParameters
+from shared.weights.streamed_parameters import StreamedParameters
 
 Weights = FlatParameters | ShardedParameters
 
@@ -41,15 +43,22 @@ def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
 
 
 def image_weights(model: nn.Module, adapters: Adapters | None, ranks: Ranks, wire_dtype: torch.dtype | None) -> Weights:
-    """Lay out what is published: the checkpoint's weights, with adapters added into them."""
+    """Lay out what is published: the checkpoint's weights, unpacked and with adapters added into them."""
     names, increment = None, None
     if adapters is not None:
         own = adapters.names
         names = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in own]
         increment = adapters.increment
-    if ranks.is_several:
-        return ShardedParameters(
-            model, is_leader=ranks.is_leader, wire_dtype=wire_dtype, names=names, increment=increment
+    packed = {f"{name}.weight": PackedWeight(layer) for name, layer in packed_layers(model).items()}
+    if ranks.is_several or packed:
+        kind = ShardedParameters if ranks.is_several else StreamedParameters
+        return kind(
+            model,
+            is_leader=ranks.is_leader,
+            wire_dtype=wire_dtype,
+            names=names,
+            increment=increment,
+            packed=packed,
         )
     return FlatParameters(model, wire_dtype=wire_dtype, names=names, increment=increment)
 

@@ -128,7 +128,7 @@ def _fuse(module: nn.Module) -> bool:
     if issubclass(own, mixin) or not isinstance(weight, Tensor):
         return False
     probed = _with_values(module) if weight.is_meta else module
-    if kernels_for(next(probed.parameters())) is None:
+    if kernels_for(weight if probed is module else next(probed.parameters())) is None:
         return False
     rows = torch.randn(PROBE_ROWS, weight.shape[-1], generator=torch.Generator().manual_seed(weight.shape[-1]))
     expected = probed(rows)

@@ -17,7 +17,9 @@ from transformers import (
 )
 
 from services.trainer.models.installed_kernels import apply_kernels, check_attention
+from services.trainer.models.quantised import check_installed, quantise
 from services.trainer.models.stored_weights import StoredWeights, without_memory
+from shared.config.lora import QuantisationConfig
 from shared.errors import ModelError
 from shared.model_files import check_directory
 
@@ -79,6 +81,7 @@ def load_model(
     in_parts: bool = False,
     attention: str = AUTO,
     kernels: str = AUTO,
+    quantisation: QuantisationConfig | None = None,
 ) -> LoadedModel:
     """Load config, weights and tokenizer; nothing is ever fetched from a network.
 
@@ -89,10 +92,13 @@ def load_model(
         scores: as a sequence classifier with one output, whose head is made where the weights have none.
         in_parts: leave the weights where they are, if a rank can read its part of them by itself.
         attention, kernels: what computes it; see ``ModelConfig``.
+        quantisation: how the weights of linear layers are packed; then it is read layer by layer, and not in parts.
 
     Raises:
         ModelError: something is missing or does not fit; one sentence names it.
     """
+    if quantisation is not None:
+        check_installed()
     check_directory(path)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
@@ -107,11 +113,14 @@ def load_model(
     if attention != AUTO:
         check_attention(attention, device)
         config._attn_implementation = attention
-    if in_parts and (found := without_weights(path, config, wanted, scores=scores)) is not None:
-        apply_kernels(kernels, found.model, device)
-        return found
-    model = _load_weights(path, config, wanted, scores=scores)
+    reads_by_layer = in_parts or quantisation is not None
+    found = without_weights(path, config, wanted, scores=scores) if reads_by_layer else None
+    model = _load_weights(path, config, wanted, scores=scores) if found is None else found.model
+    if quantisation is not None:
+        quantise(model, quantisation, None if found is None else found.stored)
     apply_kernels(kernels, model, device)
+    if found is not None and quantisation is None:
+        return found
     return LoadedModel(model.to(device).eval(), path)
 
 

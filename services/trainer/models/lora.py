@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
+from services.trainer.models.quantised import HEADS, QuantisedConv1D, QuantisedLinear, packed_layers, unpack
 from shared.config.lora import LoraConfig
 from shared.errors import ModelError
 from shared.weights.parts import Index, index_of, localized
 
 A, B = "lora_a", "lora_b"
 PEFT_NAMES = {A: "lora_A", B: "lora_B"}
-_HEADS = ("lm_head", "score")
 
 
 @dataclass
@@ -37,42 +37,48 @@ class _Switches:
     is_dropping: bool = False
 
 
-class AdaptedLinear(nn.Linear):
-    """A linear layer with an adapter."""
+class Adapted(nn.Module):
+    """Goes before the class of a linear layer that has an adapter."""
 
+    weight: Tensor
     lora_a: nn.Parameter
     lora_b: nn.Parameter
     switches: _Switches
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the base's name)
+    def forward(self, inputs: Tensor) -> Tensor:
         """Compute the layer."""
-        return _adapted(self, input, super().forward(input))
+        found: Tensor = super().forward(inputs)
+        switches = self.switches
+        if not switches.is_enabled:
+            return found
+        seen = nn.functional.dropout(inputs, switches.dropout) if switches.is_dropping else inputs
+        low = nn.functional.linear(nn.functional.linear(seen, self.lora_a), self.lora_b)
+        return found + switches.scale * low
 
 
-class AdaptedConv1D(Conv1D):  # type: ignore[misc]
-    """GPT-2's linear layer, whose weight is transposed, with an adapter."""
-
-    lora_a: nn.Parameter
-    lora_b: nn.Parameter
-    switches: _Switches
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute the layer."""
-        return _adapted(self, x, super().forward(x))
+class AdaptedLinear(Adapted, nn.Linear):
+    """A linear layer."""
 
 
-Adapted = AdaptedLinear | AdaptedConv1D
-ADAPTED: Mapping[type[nn.Module], type[nn.Module]] = {nn.Linear: AdaptedLinear, Conv1D: AdaptedConv1D}
-PLAIN = {adapted: plain for plain, adapted in ADAPTED.items()}
+class AdaptedConv1D(Adapted, Conv1D):  # type: ignore[misc]
+    """GPT-2's linear layer, whose weight is transposed."""
 
 
-def _adapted(layer: Adapted, inputs: Tensor, found: Tensor) -> Tensor:
-    switches = layer.switches
-    if not switches.is_enabled:
-        return found
-    seen = nn.functional.dropout(inputs, switches.dropout) if switches.is_dropping else inputs
-    low = nn.functional.linear(nn.functional.linear(seen, layer.lora_a), layer.lora_b)
-    return found + switches.scale * low
+class AdaptedQuantisedLinear(Adapted, QuantisedLinear):
+    """A linear layer whose weight is packed."""
+
+
+class AdaptedQuantisedConv1D(Adapted, QuantisedConv1D):
+    """GPT-2's, whose weight is packed."""
+
+
+ADAPTED: Mapping[type[nn.Module], type[Adapted]] = {
+    nn.Linear: AdaptedLinear,
+    Conv1D: AdaptedConv1D,
+    QuantisedLinear: AdaptedQuantisedLinear,
+    QuantisedConv1D: AdaptedQuantisedConv1D,
+}
+PLAIN: Mapping[type[nn.Module], type[nn.Module]] = {adapted: plain for plain, adapted in ADAPTED.items()}
 
 
 class Adapters:
@@ -152,20 +158,26 @@ class Adapters:
             return None
         low, high = (_whole(each).float() for each in (layer.lora_a, layer.lora_b))
         rows, columns = index
-        if isinstance(layer, AdaptedConv1D):
+        if isinstance(layer, Conv1D):
             return self._switches.scale * (low[:, rows].T @ high[columns].T)
         return self._switches.scale * (high[rows] @ low[:, columns])
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Add every adapter into its weight, and remove it; not where the model is sharded."""
+        """Add every adapter into its weight, and remove it; weights that are packed are unpacked.
+
+        Not where the model is sharded.
+        """
         for name, layer in self.layers.items():
             added = self.increment(f"{name}.weight", index_of(layer.weight))
             assert added is not None
-            layer.weight.copy_(layer.weight.float() + added)
             del layer.lora_a, layer.lora_b, layer.switches
             layer.__class__ = PLAIN[type(layer)]  # type: ignore[assignment]
+            unpack(layer)
+            layer.weight.copy_(layer.weight.float() + added)
         self.layers.clear()
+        for packed in packed_layers(self._model).values():
+            unpack(packed)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return A and B of all layers, and a head that trains, under peft's names."""
@@ -207,7 +219,7 @@ class Adapters:
             "lora_dropout": config.dropout,
             "use_rslora": config.rank_stabilised,
             "bias": "none",
-            "fan_in_fan_out": any(isinstance(layer, AdaptedConv1D) for layer in self.layers.values()),
+            "fan_in_fan_out": any(isinstance(layer, Conv1D) for layer in self.layers.values()),
             "target_modules": sorted(self.layers),
             "modules_to_save": ["score"] if self.heads else None,
         }
@@ -231,7 +243,7 @@ def _chosen(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
     modules = dict(model.named_modules())
     linear = {name: module for name, module in modules.items() if type(module) in ADAPTED}
     if config.targets == "all-linear":
-        wanted = [name for name in linear if not _is_any(name, _HEADS)]
+        wanted = [name for name in linear if not _is_any(name, HEADS)]
     else:
         for target in config.targets:
             _check(target, modules, linear, dict(model.named_parameters()))
@@ -251,7 +263,7 @@ def _check(
     named = [name for name in modules if _is_any(name, (target,))]
     fused = [name for name in weights if _is_any(name, (target,)) and weights[name].dim() > 2]
     where = f"model.lora.targets: {target!r}"
-    if _is_any(target, _HEADS):
+    if _is_any(target, HEADS):
         raise ModelError(f"{where} is the output layer, which is not adapted: name other layers")
     if fused:
         raise ModelError(
@@ -283,11 +295,11 @@ def _generator(seed: int, name: str) -> torch.Generator:
 @torch.no_grad()
 def _adapt(layer: nn.Module, rank: int, switches: _Switches) -> Adapted:
     weight = layer.weight
-    assert isinstance(weight, nn.Parameter)
+    assert isinstance(weight, Tensor)
     wide, high = weight.shape if isinstance(layer, Conv1D) else reversed(weight.shape)
     layer.__class__ = ADAPTED[type(layer)]
     layer.register_parameter(A, nn.Parameter(weight.new_empty(rank, wide)))
     layer.register_parameter(B, nn.Parameter(weight.new_zeros(high, rank)))
-    assert isinstance(layer, AdaptedLinear | AdaptedConv1D)
+    assert isinstance(layer, Adapted)
     layer.switches = switches
     return layer

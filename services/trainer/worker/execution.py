@@ -20,6 +20,7 @@ from services.trainer.worker.loop import StepLearner
 from shared.checkpoints import StoredCheckpoint
 from shared.config.spec import ExperimentSpec
 from shared.weights.flat_parameters import FlatParameters
+from shared.weights.streamed_parameters import StreamedParameters
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class SingleRank:
 
     def snapshots(self, learner: Learner) -> Snapshots:
         """Return what writes images."""
-        assert isinstance(learner.weights, FlatParameters)
+        assert isinstance(learner.weights, FlatParameters | StreamedParameters)
         return learner.weights
 
     def memory(self, learner: Learner, directory: Path) -> LearnerMemory:

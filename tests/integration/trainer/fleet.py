@@ -149,6 +149,12 @@ class YesGateway:
         self.checkpoints: list[int] = []
         self.images: dict[int, bytes] = {}
 
+    async def begin_at(self, version: int) -> None:
+        """Take a version for that which an experiment begins with, as its record does; for a later one nothing."""
+        if self.version < version:
+            self.version, self.committed = version, Published(version, 0)
+            await self.plane.admission.published(version)
+
     async def call(self, method: str, path: str, *, body: Any = None, params: Any = None, **_: Any) -> Any:
         """Answer like the gateway's routes."""
         if path.endswith("/metrics"):
@@ -216,6 +222,10 @@ class ScriptedFleet:
 
     async def turn(self) -> None:
         """Issue what may be issued, answer one task, grade what was answered."""
+        if self.gateway.version and self.gateway.version not in self.gateway.images:
+            # What training begins with is published before anything is sampled.
+            await asyncio.sleep(0.01)
+            return
         await self._fill()
         for claim in await self._tasks.claim(1, wait_seconds=0.02):
             self._load_newest()
@@ -247,6 +257,7 @@ async def a_session(
 ) -> AsyncIterator[tuple[Session, RunControl]]:
     """Open the trainer's session as the worker process does."""
     gateway.spec = spec
+    await gateway.begin_at(spec.first_version)
     states: list[WorkState] = []
     failures: list[Failure] = []
     control = RunControl(states.append)

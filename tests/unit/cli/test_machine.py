@@ -50,7 +50,12 @@ H200 = TORCH | {"cuda": "13.0", "devices": [{"name": "H200", "bytes": 139 * GIGA
         (machine.judge_memory(GIGABYTE, 4 * GIGABYTE, 2), WARNING, "start few"),
         (machine.judge_memory(16 * GIGABYTE, 32 * GIGABYTE, 8), OK, "8 CPUs"),
         (machine.judge_extras({}), OK, "all optional"),
-        (machine.judge_extras({"pyarrow": "parquet data"}), OK, "no pyarrow (parquet data)"),
+        (
+            machine.judge_extras({"pyarrow": "parquet data"}),
+            OK,
+            "no pyarrow (parquet data) pip install 'flotilla[all]'",
+        ),
+        (machine.judge_extras({"pyarrow": "", "bitsandbytes": ""}), OK, "pip install 'flotilla[all,bitsandbytes]'"),
     ],
 )
 def test_each_fact_has_a_verdict_and_what_is_not_well_an_advice(finding: Finding, verdict: Verdict, words: str) -> None:

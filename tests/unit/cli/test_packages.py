@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from flotilla.packages import check_packages
-from shared.errors import Unavailable
+from flotilla.packages import check_packages, check_quantisation
+from shared.config.spec import ExperimentSpec
+from shared.errors import InvalidSpec, Unavailable
+from tests.unit.gateway.builders import a_spec
 
 WITHOUT_TORCH = """
 import sys
@@ -27,6 +29,18 @@ def test_what_is_missing_is_named_with_the_command_that_installs_it() -> None:
         check_packages(lambda name: name not in {"torch", "jinja2"})
     with pytest.raises(Unavailable, match=r"^torch, transformers, safetensors and jinja2 are not installed"):
         check_packages(lambda name: False)
+
+
+def test_packed_weights_need_bitsandbytes_where_they_are_trained() -> None:
+    def adapted(**lora: object) -> ExperimentSpec:
+        return a_spec(model={"path": "model", "lora": {"rank": 4, **lora}})
+
+    check_quantisation(adapted(), lambda name: False)
+    check_quantisation(adapted(quantisation={"dtype": "nf4"}), lambda name: True)
+    with pytest.raises(
+        InvalidSpec, match=r"^model\.lora\.quantisation needs bitsandbytes, .*'flotilla\[bitsandbytes\]'"
+    ):
+        check_quantisation(adapted(quantisation={"dtype": "nf4"}), lambda name: name != "bitsandbytes")
 
 
 def test_without_torch_a_run_says_so_and_starts_nothing(tmp_path: Path) -> None:

@@ -185,3 +185,18 @@ async def test_what_creation_refuses_is_refused(
 
     assert await check(path, "--data") == 1
     assert refused.value.detail.partition(": ")[2] in capsys.readouterr().err
+
+
+async def test_weights_that_cannot_be_packed_here_are_said_where_a_trainer_could_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = {"bitsandbytes"}
+    monkeypatch.setattr("flotilla.packages.find_spec", lambda name: None if name in missing else object())
+    lora = {"rank": 4, "quantisation": {"dtype": "nf4"}}
+    path = written(tmp_path, model={"path": "model", "lora": lora})
+
+    assert await check(path) == 0
+    assert await check(path, "--data") == 1
+    assert "model.lora.quantisation needs bitsandbytes, which is not installed here" in capsys.readouterr().err
+    missing.add("torch")
+    assert await check(path, "--data") == 0

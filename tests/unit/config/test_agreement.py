@@ -10,6 +10,7 @@ from tests.unit.config.test_load import a_document
 
 SHORT = {"sampling": {"max_new_tokens": 16}, "engine": {"context_tokens": 64}}
 CUSTOM = {"kind": "gdpo", "components": ["style"]}
+FOUR_BITS = {"path": "model", "lora": {"rank": 4, "quantisation": {"dtype": "nf4"}}}
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,10 @@ CUSTOM = {"kind": "gdpo", "components": ["style"]}
         ({"parallelism": {"ranks": 4, "sequence_parallel": 2, "tensor_parallel": 2}}, "parallelism", "use either it"),
         ({"parallelism": {"ranks": 2, "tensor_parallel": 2}, "model": {"path": "model", "lora": {"rank": 4}}},
          "parallelism.tensor_parallel", "model.lora puts others in their place"),
+        ({"optimisation": {"steps": 1, "compile_layers": True}, "model": FOUR_BITS},
+         "optimisation.compile_layers", "unpacks weights by others"),
+        ({"parallelism": {"device": "cuda", "ranks": 2, "offload": {"parameters": True}}, "model": FOUR_BITS},
+         "parallelism.offload.parameters", "are whole on each"),
         ({"parallelism": {"ranks": 4, "expert_parallel": 3}}, "parallelism", "must divide ranks / replicas 4"),
         ({"parallelism": {"ranks": 6, "expert_parallel": 3, "tensor_parallel": 2}}, "parallelism", "be a multiple of"),
         ({"parallelism": {"critic": {}}}, "parallelism", "no effect while parallelism.ranks is 1"),

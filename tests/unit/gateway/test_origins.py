@@ -16,6 +16,7 @@ from services.gateway.lifecycle.origins import (
     remove_unfinished,
     take,
 )
+from services.trainer.checkpoint.state import check_same_lineage
 from shared.checkpoints import complete
 from shared.errors import InvalidSpec, ModelError, Unavailable
 from tests.unit.gateway.builders import a_spec
@@ -66,6 +67,24 @@ def test_whole_weights_do_not_begin_from_adapters_and_the_way_is_named(parent: P
         ModelError, match=r"model\.lora: .* says null: .* what flotilla export .*step-00000006 DIRECTORY"
     ):
         check_spec(stored, a_longer_spec(model={"path": "/model"}))
+
+
+def test_adapters_of_a_release_that_knew_fewer_settings_go_on_and_packed_weights_beside_them_do_not(
+    parent: Path,
+) -> None:
+    def adapters(**lora: Any) -> Any:
+        return a_longer_spec(model={"path": "/model", "lora": {"rank": 8, "targets": ["q_proj"], **lora}})
+
+    document = adapters().model_dump(mode="json")
+    del document["model"]["lora"]["quantisation"]
+    store_checkpoint(parent, 6, document)
+    stored = find(parent, 6)
+
+    check_spec(stored, adapters())
+    check_same_lineage(stored.state, adapters())
+    for check in (lambda spec: check_spec(stored, spec), lambda spec: check_same_lineage(stored.state, spec)):
+        with pytest.raises(ModelError, match=r"model\.lora.*quantisation.*nf4"):
+            check(adapters(quantisation={"dtype": "nf4"}))
 
 
 def test_what_is_not_there_is_refused_with_what_is(parent: Path) -> None:

@@ -5,6 +5,7 @@ against being written while it waits to be served or is being loaded, and no lon
 at any time: an image without one is of no use to the engine, which has a process of its own.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class StagedImages:
         self._published = published
         self._own: list[WeightImage] = []
         self._mapped: dict[Path, WeightImage] = {}
+        self._attaching = asyncio.Lock()
         self._in_use: list[WeightImage] = []
         self.staged: StagedImage | None = None
 
@@ -70,8 +72,9 @@ class StagedImages:
         """
         withdrawn = [each for each, image in self._mapped.items() if image.is_withdrawn and not self._is_wanted(image)]
         await close_images(*(self._mapped.pop(each) for each in withdrawn))
-        if path not in self._mapped:
-            self._mapped[path] = await attach_image(path)
+        async with self._attaching:  # a publication and the switch to a missed version may want the same one at once
+            if path not in self._mapped:
+                self._mapped[path] = await attach_image(path)
         image = self._mapped[path]
         image.lock()
         with self.using(image):

@@ -1,5 +1,6 @@
 """StagedImage images: what is in use or waits is never touched, and a trainer's image is held no longer than needed."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -142,3 +143,15 @@ async def test_withdrawn_images_are_forgotten(images: StagedImages, tmp_path: Pa
     with WeightImage.create(64, directory=tmp_path) as other:
         async with images.mapped(other.path, 64):
             assert image.is_closed
+
+
+async def test_an_image_that_two_want_at_once_is_mapped_once(images: StagedImages, theirs: WeightImage) -> None:
+    async def wanted() -> WeightImage:
+        async with images.mapped(theirs.path, 64) as image:
+            return image
+
+    first, second = await asyncio.gather(wanted(), wanted())
+
+    assert first is second
+    await images.close()
+    assert is_free(theirs), "one that nobody closes would be held against its owner"

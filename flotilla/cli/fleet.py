@@ -9,7 +9,6 @@
 """
 
 import asyncio
-import contextlib
 import errno
 import fcntl
 import json
@@ -39,6 +38,9 @@ from shared.streams.redis.connection import check_server
 from shared.weights.image_files import sweep
 
 START_SECONDS = 90.0
+TELL_SECONDS = 5.0
+"""After so long it is said again who is waited for."""
+GATEWAY = "gateway"
 LEASE_SECONDS = "15"
 """Of claims, unless the environment says otherwise."""
 
@@ -264,21 +266,30 @@ class LocalFleet:
         self._processes.append(OwnedProcess(spec, self.options.data / "logs" / f"{name}.log", self._say))
 
     async def _wait_until_ready(self) -> None:
-        end = time.monotonic() + START_SECONDS
+        began = told = time.monotonic()
         async with GatewayClient(self.gateway_url, self._token) as client:
-            while True:
-                self.check()
-                with contextlib.suppress(FlotillaError):
-                    await client.call("GET", "/readyz", deadline_seconds=1.0)
-                    page = await client.call("GET", "/v1/services", deadline_seconds=2.0)
-                    wanted = sum(each.gave_up is None for each in self._processes) - 1
-                    if len(page["items"]) >= wanted:
-                        return
-                if time.monotonic() > end:
-                    raise Unavailable(
-                        f"the fleet did not come up within {START_SECONDS:.0f} s; see {self.options.data / 'logs'}"
-                    )
+            while missing := ", ".join(await self._missing(client)):
+                now = time.monotonic()
+                if now - began > START_SECONDS:
+                    late = f"the fleet did not come up within {START_SECONDS:.0f} s"
+                    raise Unavailable(f"{late}: {missing} did not register; see {self.options.data / 'logs'}")
+                if now - told > TELL_SECONDS:
+                    told = now
+                    self._say(f"waiting    for {missing} ({now - began:.0f} s)")
                 await asyncio.sleep(0.2)
+
+    async def _missing(self, client: GatewayClient) -> list[str]:
+        """Name the processes that have not registered yet; without an answer of the gateway's, that is meant."""
+        self.check()
+        try:
+            await client.call("GET", "/readyz", deadline_seconds=1.0)
+            page = await client.call("GET", "/v1/services", params={"limit": 1000}, deadline_seconds=2.0)
+        except FlotillaError:
+            return [GATEWAY]
+        # By process: who was registered by an earlier fleet on this directory does not count.
+        registered = {item["pid"] for item in page["items"]}
+        wanted = [each for each in self._processes if each.gave_up is None and each.spec.name != GATEWAY]
+        return [each.spec.name for each in wanted if each.pid not in registered]
 
     def _write_fleet_file(self, data: Path) -> None:
         content = {"pid": os.getpid(), "birth": birth_of(os.getpid()), "gateway_url": self.gateway_url}

@@ -113,8 +113,10 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def _make_log(data: Path) -> Path:
+    # As the fleet itself makes it: for nobody else to read.
+    data.mkdir(mode=0o700, parents=True, exist_ok=True)
     log_path = data / "logs" / "fleet.log"
-    log_path.parent.mkdir(parents=True, exist_ok=True)
+    log_path.parent.mkdir(exist_ok=True)
     return log_path
 
 

@@ -1,13 +1,20 @@
-"""A fleet that cannot have its directory leaves there what it finds."""
+"""A fleet that cannot have its directory leaves it as it is; one that does not come up says who is missing."""
 
 import fcntl
+import stat
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flotilla.cli import fleet as module
+from flotilla.cli.commands import fleet as commands
 from flotilla.cli.fleet import FleetOptions, LocalFleet
+from flotilla.cli.processes import OwnedProcess, ProcessSpec
 from flotilla.connection import FLEET_FILE
-from shared.errors import Conflict, InvalidRequest
+from shared.client import GatewayClient
+from shared.errors import Conflict, InvalidRequest, Unavailable
 
 
 async def begin(data: Path) -> None:
@@ -35,3 +42,59 @@ async def test_a_file_in_the_place_of_the_directory_is_named(tmp_path: Path, nam
         await begin(tmp_path / name)
 
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_detached_fleets_directory_is_for_its_user_alone(tmp_path: Path) -> None:
+    """It holds tokens, specs with passwords, and what the model wrote."""
+    log = commands._make_log(tmp_path / "data")
+
+    assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o700
+    assert log.parent.is_dir()
+
+
+class Waiting(LocalFleet):
+    """A fleet of two processes that do nothing, of which the gateway knows as many as it is told."""
+
+    async def _start(self) -> None:
+        for name in ("gateway", "trainer", "rollout-0"):
+            spec = ProcessSpec(name, (sys.executable, "-c", "import time; time.sleep(60)"), {})
+            self._processes.append(OwnedProcess(spec, self.options.data / f"{name}.log", self._say))
+            await self._processes[-1].start()
+        await self._wait_until_ready()
+
+    def pid_of(self, name: str) -> int | None:
+        return next(each.pid for each in self._processes if each.spec.name == name)
+
+
+@pytest.mark.parametrize(("registered", "missing"), [(("trainer",), "rollout-0"), ((), "trainer, rollout-0")])
+async def test_who_has_not_registered_is_named_while_it_is_waited_for_and_at_the_end(
+    registered: tuple[str, ...], missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    fleet = Waiting(FleetOptions(tmp_path), said.append)
+
+    async def call(client: GatewayClient, method: str, path: str, **_: Any) -> Any:
+        # Another one is of an earlier fleet on the same directory, and so are as many as are wanted.
+        return {"items": [{"pid": 1}, {"pid": 1}, *({"pid": fleet.pid_of(name)} for name in registered)]}
+
+    monkeypatch.setattr(GatewayClient, "call", call)
+    monkeypatch.setattr(module, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(module, "START_SECONDS", 0.5)
+
+    with pytest.raises(Unavailable, match=f"did not come up within 0 s: {missing} did not register; see "):
+        async with fleet:
+            pass
+
+    assert f"waiting    for {missing} (0 s)" in said
+
+
+async def test_a_fleet_is_up_once_all_have_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Waiting(FleetOptions(tmp_path), lambda line: None)
+
+    async def call(client: GatewayClient, method: str, path: str, **_: Any) -> Any:
+        return {"items": [{"pid": fleet.pid_of("trainer")}, {"pid": fleet.pid_of("rollout-0")}]}
+
+    monkeypatch.setattr(GatewayClient, "call", call)
+
+    async with fleet:
+        assert fleet.pid_of("trainer") is not None

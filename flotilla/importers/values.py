@@ -115,13 +115,20 @@ def pieces(name: str, value: Any) -> list[str] | None:
 
 
 def numbers(name: str, value: Any) -> list[float] | None:
-    """Read a list of numbers: a list, or text with spaces or commas between them."""
+    """Read a list of numbers: a list, or text with spaces or commas between them, perhaps in brackets."""
     if is_null(value):
         return None
-    items = value.replace(",", " ").split() if isinstance(value, str) else value
+    items = value
+    if isinstance(value, str):
+        written = value.strip()
+        is_bracketed = (written[:1], written[-1:]) in {("[", "]"), ("(", ")")}
+        items = (written[1:-1] if is_bracketed else written).replace(",", " ").split()
     if not isinstance(items, list):
         items = [items]
-    read = [number(name, item) for item in items]
+    try:
+        read = [number(name, item) for item in items]
+    except InvalidSpec:
+        read = [None]
     if any(item is None for item in read):
         raise wrong(name, value, "a list of numbers")
     return [item for item in read if item is not None]

@@ -11,6 +11,7 @@ from flotilla.importers.system import System
 from flotilla.importers.systems import read, read_openrlhf, system_of
 from flotilla.importers.verl.finished import VERL_SFT
 from flotilla.importers.verl.written import VERL_EVAL
+from shared.errors import InvalidSpec
 from tests.unit.importers.sources import label, nested, words_of
 
 ROWS = 4096
@@ -69,6 +70,19 @@ def test_what_is_refused_is_refused_and_its_default_is_not(name: str, row: Param
     assert row.is_judged or [entry.name for entry in found.report.refused] == [row.name]
     if row.default not in (UNSET, None, False):
         assert imported(name, {**base, row.name: row.default}).may_run()
+
+
+@pytest.mark.parametrize("written", [[0.9, 0.95], "[0.9,0.95]", "(0.9, 0.95)", "0.9 0.95"])
+def test_a_list_of_numbers_is_read_with_the_quotes_that_a_script_leaves_around_it(written: Any) -> None:
+    found = imported("verl", VERL_BASE | {"data.prompt_key": "q", "data.response_key": "a", "optim.betas": written})
+
+    assert found.spec is not None, found.report.problems
+    assert found.spec.optimisation.betas == (0.9, 0.95)
+
+
+def test_a_list_with_a_word_among_its_numbers_is_refused_whole() -> None:
+    with pytest.raises(InvalidSpec, match=r"optim\.betas: must be a list of numbers, got '\[0\.9,many\]'"):
+        imported("verl", VERL_BASE | {"optim.betas": "[0.9,many]"})
 
 
 def test_verls_block_of_20_parameters_is_known() -> None:

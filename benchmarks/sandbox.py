@@ -4,26 +4,31 @@
 
 At each level and number of programs at a time, rounds of both alternate, so that whatever else the machine does weighs
 on both. bwrap is called with the same namespaces and the same interpreter and flags, without filter, Landlock, limits
-or control group. The ratio is the result; programs per second are this machine's. ``--floor`` measures in place of the
+or control group. The ratio is the result; programs per second are this machine's. Where this process may make a control
+group that counts processor time (``cpuacct``), that of all processes of a run is printed too, for both: other work of
+the machine changes it little. ``--floor`` measures in place of the
 sandbox what a run of level A or B cannot do without: a warm interpreter forks into the namespaces of a run, and makes
 its file systems; there are no messages, limits, filters, control groups and programs.
 """
 
 import argparse
 import asyncio
+import os
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import SecretStr
 
 from services.sandbox.executor import Executor, Program
 from services.sandbox.guard import namespaces
-from services.sandbox.install import compile_guard, install_guard
+from services.sandbox.install import compile_guard, find_mounts, install_guard
 from services.sandbox.isolation import Place
 from services.sandbox.isolation import bwrap_command as isolated_command
 from services.sandbox.languages import find_languages, find_python, python_command
@@ -94,8 +99,47 @@ async def programs_per_second(call: Callable[[], Awaitable[None]], at_a_time: in
     return done / (time.monotonic() - started)
 
 
-async def compare(level: IsolationLevel, at_a_time: int, source: str, seconds: float) -> tuple[float, float]:
-    """Measure one level; returns programs per second of the sandbox and of bwrap, the medians of the rounds."""
+@contextmanager
+def counting() -> Iterator[Callable[[], float]]:
+    """Put this process into a group of its own; gives what reads the processor time of all that is started in it.
+
+    What is read is always 0 where no such group can be made.
+    """
+    parent = find_mounts().controllers.get("cpuacct")
+    if parent is None or not os.access(parent, os.W_OK):
+        yield lambda: 0.0
+        return
+    group = parent / f"flotilla-benchmark-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "cgroup.procs").write_text("0")
+        yield lambda: int((group / "cpuacct.usage").read_text()) / 1e9
+    finally:
+        (parent / "cgroup.procs").write_text("0")
+        group.rmdir()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What several rounds of one kind of call gave, each: programs per second, and processor time per program."""
+
+    rounds: list[tuple[float, float]]
+
+    @property
+    def per_second(self) -> float:
+        """Return the median."""
+        return statistics.median(rate for rate, _ in self.rounds)
+
+    @property
+    def milliseconds(self) -> float:
+        """Return the median processor time of one program."""
+        return 1000 * statistics.median(seconds for _, seconds in self.rounds)
+
+
+async def compare(
+    level: IsolationLevel, at_a_time: int, source: str, seconds: float, used: Callable[[], float]
+) -> tuple[Measured, Measured]:
+    """Measure one level; returns the sandbox's and bwrap's rounds."""
     # Without a bound, as for programs of the sandbox's own experiment: bwrap's turns would count as others' work.
     settings = SandboxSettings(token=SecretStr("x" * 32), level=level, concurrency=at_a_time, busy_part=1.0)
     async with open_state(settings) as state:
@@ -108,12 +152,17 @@ async def compare(level: IsolationLevel, at_a_time: int, source: str, seconds: f
         async def in_sandbox() -> None:
             await call_sandbox(state, make_program(request, language, directory, state))
 
+        async def round_of(call: Callable[[], Awaitable[None]]) -> tuple[float, float]:
+            before, started = used(), time.monotonic()
+            rate = await programs_per_second(call, at_a_time, seconds / ROUNDS)
+            return rate, (used() - before) / (rate * (time.monotonic() - started))
+
         await programs_per_second(in_sandbox, at_a_time, 0.5)  # the fork servers start
-        ours, plain = [], []
+        ours, plain = Measured([]), Measured([])
         for _ in range(ROUNDS):
-            plain.append(await programs_per_second(lambda: call_bwrap(command), at_a_time, seconds / ROUNDS))
-            ours.append(await programs_per_second(in_sandbox, at_a_time, seconds / ROUNDS))
-    return statistics.median(ours), statistics.median(plain)
+            plain.rounds.append(await round_of(lambda: call_bwrap(command)))
+            ours.rounds.append(await round_of(in_sandbox))
+    return ours, plain
 
 
 FLOOR = """
@@ -171,20 +220,28 @@ async def measure_floor(place: Place, source: str, seconds: float) -> None:
         print(f"{at_a_time:9} | {floor:7.1f} | {one_each:16.1f} | {floor / one_each:5.2f}", flush=True)
 
 
-async def measure(levels: list[IsolationLevel], source: str, seconds: float) -> bool:
+async def measure(levels: list[IsolationLevel], source: str, seconds: float, used: Callable[[], float]) -> bool:
     """Print a line per level and number at a time; True if every ratio at the usual number is as wanted."""
     is_enough = True
-    print("level | at a time | sandbox/s | one bwrap each/s | ratio")
+    print("level | at a time | sandbox/s | one bwrap each/s | ratio | processor time of one: sandbox, bwrap, ratio")
     for level in levels:
         for at_a_time in (1, USUAL):
             try:
-                ours, plain = await compare(level, at_a_time, source, seconds)
+                ours, plain = await compare(level, at_a_time, source, seconds, used)
             except Unavailable as error:
                 print(f"{level.value:5} | {at_a_time:9} | not available here: {error.detail}")
                 continue
-            print(f"{level.value:5} | {at_a_time:9} | {ours:9.1f} | {plain:16.1f} | {ours / plain:5.2f}", flush=True)
-            is_enough = is_enough and (at_a_time != USUAL or ours >= WANTED_RATIO * plain)
+            ratio = ours.per_second / plain.per_second
+            rates = f"{ours.per_second:9.1f} | {plain.per_second:16.1f} | {ratio:5.2f}"
+            print(f"{level.value:5} | {at_a_time:9} | {rates} | {_times(ours, plain)}", flush=True)
+            is_enough = is_enough and (at_a_time != USUAL or ratio >= WANTED_RATIO)
     return is_enough
+
+
+def _times(ours: Measured, plain: Measured) -> str:
+    if ours.milliseconds <= 0.0:
+        return "not counted here"
+    return f"{ours.milliseconds:.2f} ms, {plain.milliseconds:.2f} ms, {plain.milliseconds / ours.milliseconds:.2f}"
 
 
 def main() -> int:
@@ -207,7 +264,8 @@ def main() -> int:
         return 0
     assert "python" in find_languages(find_python(None))
     levels = [IsolationLevel(name) for name in arguments.levels.split(",")]
-    return 0 if asyncio.run(measure(levels, arguments.program, arguments.seconds)) else 1
+    with counting() as used:
+        return 0 if asyncio.run(measure(levels, arguments.program, arguments.seconds, used)) else 1
 
 
 if __name__ == "__main__":

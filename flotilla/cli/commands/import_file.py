@@ -87,9 +87,12 @@ def _write(files: dict[Path, str], *, force: bool) -> None:
     if there and not force:
         raise InvalidRequest(f"{', '.join(there)} is there already: --force replaces it")
     for path, text in files.items():
+        unfinished = path.with_name(f".{path.name}.unfinished")
         try:
-            path.write_text(text, encoding="utf-8")
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.replace(path)
         except OSError as error:
+            unfinished.unlink(missing_ok=True)
             raise InvalidRequest(f"cannot write {path}: {error.strerror}") from None
 
 

@@ -1,6 +1,8 @@
 """The commands: output, report and exit code."""
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,26 @@ def test_a_file_that_is_no_text_is_a_message(tmp_path: Path, capsys: pytest.Capt
     assert main(["import", "verl", str(tmp_path / "run.sh")]) == 1
 
     assert "run.sh: cannot be read: it is no text (UTF-8)" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_leaves_the_file_of_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, write = tmp_path / "spec.yaml", Path.write_text
+    output.write_text("of before")
+
+    def fills(path: Path, text: str, **how: str) -> int:
+        write(path, text[:1], **how)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    file = verl_file(tmp_path)
+    monkeypatch.setattr(Path, "write_text", fills)
+
+    assert main(["import", "verl", file, "--output", str(output), "--force"]) == 1
+
+    assert f"cannot write {output}: No space left on device" in capsys.readouterr().err
+    assert output.read_text() == "of before"
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted([Path(file).name, "spec.yaml"])
 
 
 def test_coverage_lists_every_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -294,6 +294,8 @@ ELSEWHERE: Final = {
     ("examples/frozen_lake/README.md", "flotilla"): "tests/e2e/test_frozen_lake.py, by night",
     ("examples/tool_use/README.md", "flotilla"): "tests/e2e/test_tool_use.py, by night",
     ("examples/short_answers/README.md", "flotilla run"): "tests/e2e/test_examples.py, on a fleet that stays",
+    ("docs/rest.md", 'curl -H "$auth" $api/experiments/arithmetic-3f9a1c/checkpoints/20/upload'):
+        "tests/e2e/test_fleet_commands.py, by flotilla checkpoints --verify",
     ("examples/short_answers/README.md", "flotilla show runs/short-answers --best"): "as on docs/cli.md",
 }  # fmt: skip
 """Lines, by page and beginning, that other tests run."""

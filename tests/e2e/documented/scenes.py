@@ -316,6 +316,10 @@ NOT_HERE: Final = {
     ("docs/install.md", "python3.11 -m venv"): "tests/integration/cli/test_pip_install.py makes one in its own place",
     ("docs/install.md", "pip install torch"): "torch is two hundred megabytes",
     ("docs/continue.md", "pip install 'flotilla[data]' s3fs"): "no store of objects is on the machines of the tests",
+    (
+        "docs/lora.md",
+        "pip install 'flotilla[bitsandbytes]'",
+    ): "tests/integration/trainer/test_quantised.py uses what it installs",
     ("docs/continue.md", "FLOTILLA_CHECKPOINT_URLS="): "likewise; tests/unit/gateway/test_uploads.py has files",
     ("docs/continue.md", "flotilla start mine.yaml --set checkpoint."): "tests/unit/gateway/test_continuing.py",
     ("docs/cluster.md", "FLOTILLA_DATA="): "on other machines; tests/faults/test_hosts.py has two hosts on one",

@@ -77,15 +77,16 @@ async def test_after_a_crash_training_goes_on_bit_by_bit(
     assert found == expected
 
 
-def compared(ranks: Ranks, directory: str) -> dict[str, float]:
-    """Train on this job and alone; returns how far apart they end, and writes a checkpoint."""
-    several, together = trained(ranks)
-    one, alone = trained(ONE_RANK)
+def compared(ranks: Ranks, places: tuple[str, str]) -> dict[str, float]:
+    """Train a model on this job and alone; returns how far apart they end, and writes a checkpoint."""
+    directory, model = places
+    several, together = trained(Path(model), ranks)
+    one, alone = trained(Path(model), ONE_RANK)
     image, expected = image_of_ranks(several, ranks), image_of_one(one)
     assert image.keys() == expected.keys()
     files = shared_files(several)
     if ranks.is_leader:
-        reserve(Path(directory), files, tiny_model(), several)
+        reserve(Path(directory), files, Path(model), several)
     ranks.gather(b"")
     write_shared(paths_in(Path(directory), files), files)
     ranks.gather(b"")
@@ -99,9 +100,9 @@ def compared(ranks: Ranks, directory: str) -> dict[str, float]:
     }
 
 
-def rank_spec() -> ExperimentSpec:
+def rank_spec(model: Path) -> ExperimentSpec:
     return a_small_spec(
-        model={"path": str(tiny_model()), "lora": {"rank": 4, "quantisation": {"dtype": "nf4"}}},
+        model={"path": str(model), "lora": {"rank": 4, "quantisation": {"dtype": "nf4"}}},
         algorithm={"kl": {"placement": "loss"}, "old_log_probs": "recompute"},
         optimisation={
             "steps": 5,
@@ -113,11 +114,11 @@ def rank_spec() -> ExperimentSpec:
     )
 
 
-def trained(ranks: Ranks) -> tuple[Learner, list[float]]:
-    spec = rank_spec()
+def trained(model: Path, ranks: Ranks) -> tuple[Learner, list[float]]:
+    spec = rank_spec(model)
     cpu = torch.device("cpu")
     loaded = load_model(
-        tiny_model(), dtype="float32", device=cpu, in_parts=ranks.is_several, quantisation=spec.model.quantisation
+        model, dtype="float32", device=cpu, in_parts=ranks.is_several, quantisation=spec.model.quantisation
     )
     learner = Learner(spec, loaded, ranks=ranks)
     return learner, [learner.train(uneven_groups(2, seed=step), step).metrics["loss/total"] for step in (1, 2, 3)]
@@ -147,12 +148,12 @@ def test_two_ranks_learn_publish_and_keep_what_one_does(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     folder.mkdir()
 
-    first, second = run_ranks(compared, str(folder))
+    first, second = run_ranks(compared, (str(folder), str(tiny_model())))
 
     assert first["losses"] < 1e-5, first
     assert first["image"] < 1e-5, first
     assert first["average"] < 1e-5, first
-    alone, _ = trained(ONE_RANK)
+    alone, _ = trained(tiny_model(), ONE_RANK)
     assert alone.adapters is not None
     alone.adapters.load(load_file(folder / MODEL / ADAPTER))
     alone.optimizer.load(load_file(folder / OPTIMIZER), updates=3)

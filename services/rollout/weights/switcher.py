@@ -221,34 +221,32 @@ class VersionSwitcher:
                 self._engine_use.release()
         else:
             async with self._engine_use:
-                if self.is_asleep:
+                desired = self._desired
+                if self.is_asleep or desired is None or desired.policy_version != version:
                     return
                 await self._gate.announce(version)
-                await self._load(version)
+                await self._load(version, desired)
                 await self._note_served(version)
         self.switches += version > 0
         self._notify()
         # A newer version may have become due meanwhile.
         self._due.set()
 
-    async def _load(self, version: int) -> None:
+    async def _load(self, version: int, desired: DesiredState) -> None:
+        # What is desired may change meanwhile: another version's URL must never give this one.
         staged = self._images.staged
         if version == 0:
             # The engine started with the initial weights.
             if self._has_slept:
                 await self._engine.wake()
-        elif staged is not None and staged.is_of(version, self._committed_checksum(version)):
+        elif staged is not None and staged.is_of(version, desired.policy_checksum):
             await self._serve_staged(staged)
-        elif not await self._serve_located(version):
-            await self._serve_pulled(version)
+        elif not await self._serve_located(version, desired):
+            await self._serve_pulled(version, desired)
 
     async def _note_served(self, version: int) -> None:
         await self._gate.set(version)
         self._slept_at, self._has_slept = None, False
-
-    def _committed_checksum(self, version: int) -> str | None:
-        desired = self._desired
-        return desired.policy_checksum if desired is not None and desired.policy_version == version else None
 
     async def _serve_staged(self, staged: StagedImage) -> None:
         """Load the image that waits.
@@ -269,12 +267,11 @@ class VersionSwitcher:
         if self._images.staged is staged:
             self._images.keep(None)
 
-    async def _serve_located(self, version: int) -> bool:
+    async def _serve_located(self, version: int, desired: DesiredState) -> bool:
         """Serve the image that another process of this host has; tells whether there is one that is right."""
-        desired = self._desired
-        if self._locate is None or desired is None or desired.weights_url is None:
+        if self._locate is None or desired.weights_url is None:
             return False
-        checksum = self._committed_checksum(version)
+        checksum = desired.policy_checksum
         located = await self._locate(desired.weights_url, checksum, desired.weights_peers)
         if located is None:
             return False
@@ -294,9 +291,8 @@ class VersionSwitcher:
         log.info("missed version was mapped, not pulled", extra={"version": version, "image": located.path.name})
         return True
 
-    async def _serve_pulled(self, version: int) -> None:
-        url = self._desired.weights_url if self._desired else None
-        committed = self._committed_checksum(version)
+    async def _serve_pulled(self, version: int, desired: DesiredState) -> None:
+        url, committed = desired.weights_url, desired.policy_checksum
         if url is None and (committed is None or self._kept_in is None):
             raise NotFound(f"nobody serves version {version} now")
         with _Reading(self._engine, version) as reading:

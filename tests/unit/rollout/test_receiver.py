@@ -624,3 +624,21 @@ async def test_an_engine_that_dies_while_it_loads_is_told_once(tmp_path: Path) -
 
         assert [death.detail for death in world.deaths] == ["killed by SIGKILL"]
         assert world.gate.version == 0
+
+
+async def test_the_next_versions_image_is_never_served_as_the_one_before(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        looking, may_find = asyncio.Event(), asyncio.Event()
+
+        async def slowly(url: str, checksum: str | None, peers: Sequence[str]) -> None:
+            looking.set()
+            await may_find.wait()
+
+        world.receiver._switcher._locate = slowly
+        world.want(4, weights_url="http://trainer/v1/weights/4")
+        await looking.wait()
+        world.want(5, weights_url="http://trainer/v1/weights/5")
+        may_find.set()
+        await world.until(lambda: world.gate.version == 5)
+
+        assert world.asked[0].endswith("/4")

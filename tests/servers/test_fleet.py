@@ -239,6 +239,7 @@ def test_it_learns_from_weights_that_the_trainer_sends_to_servers_of_which_one_i
     try:
         soon(run, lambda: len(servers_of(run)) == 2, "two servers")
         run.until_it_says(r"step [1-9]\d*/")
+        soon(run, lambda: any(len(each) == 2 for each in members_of_committed(run)), "a version for both")
         os.kill(servers_of(run)[0], signal.SIGKILL)
         summary = finish(run)
     finally:

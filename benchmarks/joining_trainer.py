@@ -1,7 +1,7 @@
 """What a rollout that joins waits for until it samples, and what that costs the steps of a real trainer.
 
     python -m benchmarks.joining_trainer [--ways copy map pull] [--rounds 3] [--seconds 600] [--model 250M]
-        [--samples 32] [--tokens 64] [--json FILE]
+        [--samples 32] [--tokens 64] [--cold] [--json FILE]
 
 The trainer's learner computes steps of a model whose image has 1 GB (random weights in float32), with default settings
 and all cores; it has published its weights, and another process serves them as the trainer's service does. In each
@@ -16,12 +16,17 @@ The engine is a new process each time and is started before the step: what it ta
 does not count, nor does a step that is being computed meanwhile. Growth is the step's over the round's step alone. For
 *copy* and *pull* it is more than a trainer pays whose rollouts are on other hosts: here both ends are on its own.
 ``benchmarks.joining`` has the worst case, steps of milliseconds that are compared while a join lasts.
+
+A virtual machine may give memory that is free back to its host, page by page within seconds, and then take it anew at
+many times the cost of memory that it has: twenty times was seen, two seconds of processor time per GiB. So as much as
+a join takes is held until it begins (``--cold`` leaves that out), as a machine has it whose memory is its own.
 """
 
 import argparse
 import asyncio
 import contextlib
 import json
+import mmap
 import os
 import secrets
 import socket
@@ -67,6 +72,8 @@ VERSION = 1
 MICRO_TOKENS = 4096
 BEGIN_SECONDS = 2.0
 """How long a step has been computed when somebody joins."""
+HELD_IMAGES = 3
+"""How many images' bytes of memory a join takes at most, about: its copy, the engine's weights, what both work with."""
 PROMPT = (1, 2, 3, 4)
 FIRST_TOKEN = SamplingParameters(max_new_tokens=1, ignore_eos=True)
 
@@ -191,19 +198,24 @@ class TrainerActions(JoiningActions):
 class Bench:
     """A trainer that computes, what serves its weights, and a process that joins."""
 
-    def __init__(self, trainer: Worker, rollout: Worker, model: Path, facts: dict[str, str], port: int) -> None:
+    def __init__(
+        self, trainer: Worker, rollout: Worker, model: Path, facts: dict[str, str], port: int, *, cold: bool
+    ) -> None:
         self._trainer, self._rollout = trainer, rollout
-        self._model, self._facts, self._port = model, facts, port
+        self._model, self._facts, self._port, self._cold = model, facts, port, cold
 
     async def measure(self, way: str, image_bytes: int) -> Measured:
         """Compute a step, alone or beside a way."""
         joins = way in {"map", "pull"}
         if joins:
             await self._rollout.do("open_engine", model=str(self._model))
+        held = None if self._cold else await asyncio.to_thread(_held_memory, HELD_IMAGES * image_bytes)
         stepping = asyncio.create_task(self._trainer.do("step"))
+        await asyncio.sleep(BEGIN_SECONDS)
+        if held is not None:
+            held.close()
         if way == ALONE:
             return Measured(way, await stepping)
-        await asyncio.sleep(BEGIN_SECONDS)
         started, loaded = time.perf_counter(), None
         if joins:
             loaded, whole = await self._rollout.do("take_version", sees=way == "map", **self._facts)
@@ -216,6 +228,15 @@ class Bench:
         if joins:
             await self._rollout.do("close_engine")
         return measured
+
+
+def _held_memory(count: int) -> mmap.mmap:
+    """Take memory, which is free again, and the machine's own for a while, when it is closed."""
+    held = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    held.madvise(mmap.MADV_HUGEPAGE)  # so that closing costs the step nothing
+    for start in range(0, count, mmap.PAGESIZE):
+        held[start] = 1
+    return held
 
 
 async def measure(options: argparse.Namespace) -> tuple[list[list[Measured]], int]:
@@ -238,7 +259,9 @@ async def measure(options: argparse.Namespace) -> tuple[list[list[Measured]], in
         threading.Thread(target=send_plainly, args=(listening, image), daemon=True).start()
         print(f"{options.model}: image of {image.image_bytes / 1e6:.0f} MB; first step {warm:.1f} s", flush=True)
         port = listening.getsockname()[1]
-        bench = Bench(trainer, rollout, model, {"url": url, "token": token, "checksum": checksum}, port)
+        bench = Bench(
+            trainer, rollout, model, {"url": url, "token": token, "checksum": checksum}, port, cold=options.cold
+        )
         rounds: list[list[Measured]] = []
         longest = 0.0
         while len(rounds) < options.rounds and (not rounds or time.monotonic() + longest < end):
@@ -287,6 +310,7 @@ def main() -> None:
     parser.add_argument("--model", default="250M", help="one of benchmarks.trainer (250M)")
     parser.add_argument("--samples", type=int, default=32, help="of a step (32)")
     parser.add_argument("--tokens", type=int, default=64, help="sampled tokens of each (64)")
+    parser.add_argument("--cold", action="store_true", help="take memory as the machine has it, the host's perhaps")
     parser.add_argument("--json", type=Path, help="also write the rounds to this file")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

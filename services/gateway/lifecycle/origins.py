@@ -29,6 +29,7 @@ from shared.checkpoints import (
 from shared.config.load import with_changes
 from shared.config.lora import with_later_keys
 from shared.config.spec import ExperimentSpec
+from shared.durable import flush
 from shared.errors import InvalidSpec, ModelError, Unavailable
 from shared.schemas.experiment import Origin
 from shared.streams.intervals import IntervalSet
@@ -184,7 +185,7 @@ def take(stored: StoredCheckpoint, spec: ExperimentSpec, experiment_id: str, dir
         (directory / UNFINISHED).touch()
         _fill(partial, stored, spec, experiment_id)
         partial.rename(folder / stored.path.name)
-        _flush(folder)
+        flush(folder)
     except OSError as error:
         shutil.rmtree(directory, ignore_errors=True)
         if isinstance(error, FileNotFoundError) and not stored.path.is_dir():
@@ -220,7 +221,7 @@ def _fill(partial: Path, stored: StoredCheckpoint, spec: ExperimentSpec, experim
         file.flush()
         os.fsync(file.fileno())
     for each in {partial, *(path.parent for path in partial.rglob("*"))}:
-        _flush(each)
+        flush(each)
 
 
 def _link(source: Path, target: Path) -> None:
@@ -230,16 +231,7 @@ def _link(source: Path, target: Path) -> None:
         raise
     except OSError:  # another disk, or no right to link
         shutil.copyfile(source, target)
-        with target.open("rb") as file:
-            os.fsync(file.fileno())
-
-
-def _flush(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        flush(target)
 
 
 def finish(directory: Path) -> None:

@@ -11,7 +11,6 @@ its name, and all of them before the ``state.json``.
 """
 
 import contextlib
-import os
 import secrets
 import threading
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from pydantic import ValidationError
 
 from shared.checkpoints import STATE_FILE, CheckpointState, StoredCheckpoint, step_of
 from shared.config.spec import ExperimentSpec
+from shared.durable import flush
 from shared.errors import InvalidSpec, ModelError
 
 UPLOADING = "uploading.json"
@@ -160,7 +160,7 @@ class RemoteCheckpoints:
             self._system.get_file(f"{folder}/{name}", str(target), callback=self._callback())
             self._moved()
             # An experiment that begins from it gets a second name of the file, no copy.
-            _flush(target)
+            flush(target)
         (path / STATE_FILE).write_bytes(encoded)
         return StoredCheckpoint(step, path, state)
 
@@ -209,19 +209,11 @@ class RemoteCheckpoints:
         partial = f"{path}.{secrets.token_hex(4)}.part"
         try:
             write(partial)
-            _flush(Path(partial))
+            flush(Path(partial))
             Path(partial).replace(path)
         except BaseException:
             with contextlib.suppress(OSError):
                 Path(partial).unlink()
             raise
         for each in (folder, folder.parent, folder.parent.parent):
-            _flush(each)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            flush(each)

@@ -8,7 +8,6 @@ its step was about to replace gets its place back.
 import contextlib
 import errno
 import logging
-import os
 import re
 import secrets
 import shutil
@@ -26,6 +25,7 @@ from shared.checkpoints import (
     state_of,
 )
 from shared.config.checkpoint import BestCheckpointsConfig
+from shared.durable import flush
 from shared.errors import Unavailable
 from shared.faults.armed import armed
 from shared.faults.sites import Site
@@ -132,11 +132,11 @@ class CheckpointStorage:
             if replaced is not None:
                 replaced.rename(final)
             raise
-        _flush_entry(self.directory)
+        flush(self.directory)
         # The folder of all of them, and the experiment's, may be as new as this one.
         with contextlib.suppress(PermissionError):
             for folder in list(self.directory.parents)[:2]:
-                _flush_entry(folder)
+                flush(folder)
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
 
@@ -168,16 +168,8 @@ def best_of(figures: Mapping[Path, float], config: BestCheckpointsConfig) -> set
 
 def _flush(directory: Path) -> None:
     for path in directory.rglob("*"):
-        _flush_entry(path)
-    _flush_entry(directory)
-
-
-def _flush_entry(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        flush(path)
+    flush(directory)
 
 
 def _cause(error: OSError, directory: Path) -> str:

@@ -12,12 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load
 from torch import nn
 from torch.distributed import TCPStore
 from transformers import AutoConfig
 
 from services.trainer.models.loading import LoadedModel, without_weights
 from services.trainer.parallel.ranks import MeshShape, Ranks, joined
+from shared.weights.flat_parameters import FlatParameters
+from shared.weights.image import WeightImage
+from shared.weights.parts import write_parts
+from shared.weights.sharded_parameters import ShardedParameters
+from shared.weights.streamed_parameters import StreamedParameters
 
 Work = Callable[[Ranks, Any], Any]
 DEADLINE_SECONDS = 800.0
@@ -82,6 +88,26 @@ def in_parts(directory: Path, *, scores: bool = False) -> LoadedModel:
     loaded = without_weights(directory, config, torch.float32, scores=scores)
     assert loaded is not None
     return loaded
+
+
+def image_of_one(weights: Any) -> dict[str, torch.Tensor]:
+    """Read what one rank publishes."""
+    assert isinstance(weights, FlatParameters | StreamedParameters)
+    with WeightImage.create(weights.layout.image_bytes, directory=Path(tempfile.gettempdir())) as image:
+        weights.snapshot_into(image)
+        return load(bytes(image.view))
+
+
+def image_of_ranks(weights: Any, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Read what several ranks publish, each its own part; every rank does it at once."""
+    assert isinstance(weights, ShardedParameters)
+    with WeightImage.create(weights.layout.image_bytes, directory=Path(tempfile.gettempdir())) as image:
+        image.view[: len(weights.layout.header)] = weights.layout.header
+        with torch.no_grad():
+            write_parts(image.mapped, weights.layout, weights.image_parts())
+        written = [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in ranks.gather(bytes(image.view))]
+    # What a rank does not write stays 0.
+    return load(torch.stack(written).amax(0).numpy().tobytes())
 
 
 def _rank(rank: int, shape: MeshShape, port: int, work: Work, argument: Any, results: Any, host: str | None) -> None:

@@ -1,12 +1,9 @@
 """Adapters on several ranks: what is learned, published and kept is what one rank has."""
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from safetensors.torch import load, load_file
+from safetensors.torch import load_file
 
 from services.trainer.checkpoint.files import paths_in, reserve, shared_files, write_shared
 from services.trainer.learning.learner import Learner
@@ -15,11 +12,8 @@ from services.trainer.parallel.ranks import Ranks
 from shared.checkpoints import AVERAGE, MODEL, OPTIMIZER
 from shared.model_files import ADAPTER
 from shared.weights.flat_parameters import FlatParameters
-from shared.weights.image import WeightImage
-from shared.weights.parts import write_parts
-from shared.weights.sharded_parameters import ShardedParameters
 from tests.integration.trainer.architectures import ARCHITECTURES
-from tests.integration.trainer.ranks import run_ranks, stored
+from tests.integration.trainer.ranks import image_of_one, image_of_ranks, run_ranks, stored
 from tests.unit.trainer.builders import a_spec, uneven_groups
 
 NAMES = ("Qwen3", "GPT-2", "Qwen3-MoE")
@@ -33,7 +27,8 @@ def compared(ranks: Ranks, directory: str) -> dict[str, dict[str, float]]:
     for name in NAMES:
         several, together = _trained(name, ranks)
         one, alone = _trained(name, None)
-        image, expected = _image_of_ranks(several, ranks), _image_of_one(one)
+        image, expected = image_of_ranks(several.weights, ranks), image_of_one(one.weights)
+        assert isinstance(one.weights, FlatParameters)
         assert image.keys() == expected.keys()
         found[name] = {
             "losses": max(abs(a - b) for a, b in zip(together, alone, strict=True)),
@@ -74,26 +69,6 @@ def _spec(name: str) -> Any:
             "average_decay": 0.5,
         },
     )
-
-
-def _image_of_one(learner: Learner) -> dict[str, torch.Tensor]:
-    weights = learner.weights
-    assert isinstance(weights, FlatParameters)
-    with WeightImage.create(weights.layout.image_bytes, directory=Path(tempfile.gettempdir())) as image:
-        weights.snapshot_into(image)
-        return load(bytes(image.view))
-
-
-def _image_of_ranks(learner: Learner, ranks: Ranks) -> dict[str, torch.Tensor]:
-    weights = learner.weights
-    assert isinstance(weights, ShardedParameters)
-    with WeightImage.create(weights.layout.image_bytes, directory=Path(tempfile.gettempdir())) as image:
-        image.view[: len(weights.layout.header)] = weights.layout.header
-        with torch.no_grad():
-            write_parts(image.mapped, weights.layout, weights.image_parts())
-        written = np.stack([np.frombuffer(each, np.uint8) for each in ranks.gather(bytes(image.view))])
-    # What a rank does not write stays 0.
-    return load(written.max(0).tobytes())
 
 
 def test_two_ranks_with_adapters_learn_publish_and_keep_what_one_does(tmp_path: Path) -> None:

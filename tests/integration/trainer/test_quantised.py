@@ -1,12 +1,11 @@
 """Training beside weights in 4 bits: with rollouts that have what is published, through crashes, and on two ranks."""
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load, load_file
+from safetensors.torch import load_file
 
 from services.trainer.checkpoint.files import paths_in, reserve, shared_files, write_shared
 from services.trainer.learning.learner import Learner
@@ -18,13 +17,10 @@ from shared.config.load import with_changes
 from shared.config.spec import ExperimentSpec
 from shared.model_files import ADAPTER
 from shared.streams.memory.plane import MemoryDataPlane
-from shared.weights.image import WeightImage
-from shared.weights.parts import write_parts
-from shared.weights.sharded_parameters import ShardedParameters
 from shared.weights.streamed_parameters import StreamedParameters
 from tests.fleet import tiny_model
 from tests.integration.trainer.fleet import YesGateway, a_spec, save_tiny_model, train
-from tests.integration.trainer.ranks import run_ranks
+from tests.integration.trainer.ranks import image_of_one, image_of_ranks, run_ranks
 from tests.integration.trainer.test_crash_replay import Crash, crash_once, files_of
 from tests.unit.trainer.builders import a_spec as a_small_spec
 from tests.unit.trainer.builders import uneven_groups
@@ -82,7 +78,8 @@ def compared(ranks: Ranks, places: tuple[str, str]) -> dict[str, float]:
     directory, model = places
     several, together = trained(Path(model), ranks)
     one, alone = trained(Path(model), ONE_RANK)
-    image, expected = image_of_ranks(several, ranks), image_of_one(one)
+    image, expected = image_of_ranks(several.weights, ranks), image_of_one(one.weights)
+    assert isinstance(one.weights, StreamedParameters)
     assert image.keys() == expected.keys()
     files = shared_files(several)
     if ranks.is_leader:
@@ -122,26 +119,6 @@ def trained(model: Path, ranks: Ranks) -> tuple[Learner, list[float]]:
     )
     learner = Learner(spec, loaded, ranks=ranks)
     return learner, [learner.train(uneven_groups(2, seed=step), step).metrics["loss/total"] for step in (1, 2, 3)]
-
-
-def image_of_one(learner: Learner) -> dict[str, torch.Tensor]:
-    weights = learner.weights
-    assert isinstance(weights, StreamedParameters)
-    with WeightImage.create(weights.layout.image_bytes, directory=Path(tempfile.gettempdir())) as image:
-        weights.snapshot_into(image)
-        return load(bytes(image.view))
-
-
-def image_of_ranks(learner: Learner, ranks: Ranks) -> dict[str, torch.Tensor]:
-    weights = learner.weights
-    assert isinstance(weights, ShardedParameters)
-    with WeightImage.create(weights.layout.image_bytes, directory=Path(tempfile.gettempdir())) as image:
-        image.view[: len(weights.layout.header)] = weights.layout.header
-        with torch.no_grad():
-            write_parts(image.mapped, weights.layout, weights.image_parts())
-        written = [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in ranks.gather(bytes(image.view))]
-    # What a rank does not write stays 0.
-    return load(torch.stack(written).amax(0).numpy().tobytes())
 
 
 def test_two_ranks_learn_publish_and_keep_what_one_does(tmp_path: Path) -> None:

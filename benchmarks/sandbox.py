@@ -28,13 +28,14 @@ from pydantic import SecretStr
 
 from services.sandbox.executor import Executor, Program
 from services.sandbox.guard import namespaces
-from services.sandbox.install import compile_guard, find_mounts, install_guard
+from services.sandbox.install import compile_guard, install_guard
 from services.sandbox.isolation import Place
 from services.sandbox.isolation import bwrap_command as isolated_command
 from services.sandbox.languages import find_languages, find_python, python_command
 from services.sandbox.routes.run_code import make_program
 from services.sandbox.settings import SandboxSettings
 from services.sandbox.state import SandboxState, open_state
+from shared.control_groups import find_mounts
 from shared.errors import Unavailable
 from shared.schemas.sandbox import IsolationLevel, RunCodeRequest
 

@@ -23,10 +23,10 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from shared.control_groups import allowed_cores
 from shared.errors import Unavailable
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
-QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 LATELY_SECONDS = 30.0
 LOOK_SECONDS = 1.0
 """How long a new or dead process may stay unnoticed."""
@@ -52,14 +52,6 @@ def divided(cores: int, shares: Sequence[float]) -> list[int]:
 def usable_cores() -> frozenset[int]:
     """List the cores that this process may run on."""
     return frozenset(os.sched_getaffinity(0))
-
-
-def quota() -> float:
-    """How many cores its control group may use at a time; infinite without a limit."""
-    with contextlib.suppress(OSError, ValueError):
-        most, period = QUOTA_FILE.read_text().split()
-        return int(most) / int(period)
-    return math.inf
 
 
 def take_directory(directory: Path) -> None:
@@ -142,7 +134,7 @@ class CoreSeat:
         *,
         threads: int | None = None,
         cores: Callable[[], frozenset[int]] = usable_cores,
-        most: Callable[[], float] = quota,
+        most: Callable[[], float] = allowed_cores,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         place = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())

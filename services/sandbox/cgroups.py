@@ -9,55 +9,19 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from services.sandbox.control_files import read_control
 from services.sandbox.limits import MEBIBYTE, Limits
+from shared.control_groups import Mounts
 from shared.errors import Unavailable
 
 REMOVE_SECONDS = 2.0
 OWN_PROCESSES = 5
 OWN_BYTES = 32 * MEBIBYTE
 """What the isolation's own processes may use beyond the program's limits."""
-
-
-@dataclass(frozen=True)
-class Mounts:
-    """Where this process's own groups are: by controller (version 1) and unified (version 2)."""
-
-    controllers: Mapping[str, Path]
-    unified: Path | None
-
-
-def read_mounts(mountinfo: str, own: str) -> Mounts:
-    """Read ``/proc/self/mountinfo`` and ``/proc/self/cgroup``."""
-    paths: dict[str, str] = {}
-    for line in own.splitlines():
-        _, names, path = line.split(":", 2)
-        for name in names.split(","):
-            paths[name] = path
-    controllers: dict[str, Path] = {}
-    unified = None
-    for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
-        root, point = before.split()[3:5]
-        kind, _, options = after.split()[:3]
-        if kind == "cgroup2" and "" in paths:
-            unified = _inside(point, root, paths[""])
-        elif kind == "cgroup":
-            for option in options.split(","):
-                if option in paths:
-                    controllers[option] = _inside(point, root, paths[option])
-    return Mounts(controllers, unified)
-
-
-def _inside(point: str, root: str, path: str) -> Path:
-    # In a container the mount may show only a part of the hierarchy, from ``root`` on.
-    pure = PurePosixPath(path)
-    return Path(point, pure.relative_to(root)) if pure.is_relative_to(root) else Path(point)
 
 
 @dataclass(frozen=True)

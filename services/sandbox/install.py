@@ -7,13 +7,14 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from services.sandbox.cgroups import ControlGroups, Mounts, read_mounts
+from services.sandbox.cgroups import ControlGroups
 from services.sandbox.executor import Executor, Program
 from services.sandbox.fork_servers import Groups, SandboxFailed
 from services.sandbox.guard.job import EXITED, Phase
 from services.sandbox.isolation import START, Isolation, Place, Slot, why_not
 from services.sandbox.limits import Limits
 from services.sandbox.processors import ProcessorGroups
+from shared.control_groups import find_mounts
 from shared.errors import Unavailable
 from shared.processes import reap
 from shared.schemas.sandbox import IsolationLevel
@@ -63,11 +64,6 @@ async def compile_guard(place: Place) -> None:
     if process.returncode is None:
         process.kill()
         await reap(process)
-
-
-def find_mounts() -> Mounts:
-    """Find this process's own control groups."""
-    return read_mounts(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
 
 
 async def try_level(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from services.sandbox.executor import Executor
 from services.sandbox.guard import landlock
-from services.sandbox.install import compile_guard, find_mounts, install_guard, try_level
+from services.sandbox.install import compile_guard, install_guard, try_level
 from services.sandbox.isolation import Place, Slot, candidates, way_to_a, ways_out
 from services.sandbox.languages import Language, find_languages, find_python
 from services.sandbox.leftovers import own_directory, sweep_groups
@@ -23,6 +23,7 @@ from services.sandbox.sessions import Sessions
 from services.sandbox.settings import SandboxSettings
 from services.sandbox.slots import own_uids
 from services.sandbox.spare_time import SpareTime, read_busy_seconds
+from shared.control_groups import find_mounts
 from shared.errors import Unavailable
 from shared.schemas.sandbox import IsolationLevel
 

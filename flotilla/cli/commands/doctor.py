@@ -26,6 +26,7 @@ from flotilla.connection import FleetInfo
 from flotilla.defaults import DEFAULT_PORT
 from services.sandbox.settings import SandboxSettings
 from services.sandbox.state import open_state
+from shared.control_groups import available_bytes
 from shared.errors import FlotillaError
 from shared.processes import reap
 from shared.settings import allows_volatile_redis
@@ -95,7 +96,7 @@ def _resources(data: Path) -> list[Finding]:
     shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
     return [
         _port(data),
-        machine.judge_memory(memory.available, memory.total, len(os.sched_getaffinity(0))),
+        machine.judge_memory(available_bytes(), memory.total, len(os.sched_getaffinity(0))),
         machine.judge_disk(shutil.disk_usage(place).free, place),
         machine.judge_shared_memory(shared),
         machine.judge_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),

@@ -8,18 +8,17 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-import psutil
 from safetensors.torch import save_file
 
 from services.trainer.checkpoint.files import SharedFile, write_companions
 from services.trainer.learning.learner import Learner
+from shared.control_groups import available_bytes
 from shared.faults.armed import armed
 from shared.faults.sites import Site
 
 SHARE_OF_FREE_MEMORY = 0.5
 """What a copy may take: a step, an engine and whatever else is on this host need the rest."""
 CHUNK_BYTES = 64 << 20
-_CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
 class HostCopy:
@@ -88,37 +87,6 @@ class HostCopy:
         """Free what is left."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
-
-
-def available_bytes() -> int:
-    """Return the memory that this process could take: the machine's, or what its control groups leave of it."""
-    found: int = psutil.virtual_memory().available
-    try:
-        own = Path("/proc/self/cgroup").read_text(encoding="ascii").rpartition("::")[2].strip().lstrip("/")
-    except OSError:
-        return found
-    group = _CONTROL_GROUPS / own
-    for each in (group, *group.parents):
-        if each == _CONTROL_GROUPS.parent:
-            break
-        left = left_in(each)
-        found = found if left is None else min(found, left)
-    return found
-
-
-def left_in(group: Path) -> int | None:
-    """Return the bytes that a control group may still take; None where it has no bound."""
-    try:
-        limit = (group / "memory.max").read_text(encoding="ascii").strip()
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-        lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
-    except (OSError, ValueError):
-        return None
-    if limit == "max":
-        return None
-    # Pages of files that nobody uses are given back when memory is short.
-    cached = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
-    return int(limit) - used + cached
 
 
 def _write_to_disk(descriptor: int, path: Path) -> None:

@@ -8,13 +8,8 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path("/")
-CONTROL_GROUPS = (
-    ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
-    ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
-"""Limit and use of a process' own control group, by its two releases."""
-STATISTICS = "memory.stat"
+from shared.control_groups import available_bytes
+
 RESET_PEAK = "5"
 """What Linux takes in ``/proc/self/clear_refs`` for making the highest resident size the present one."""
 
@@ -22,23 +17,9 @@ RESET_PEAK = "5"
 def free_bytes(device: torch.device) -> int:
     """Count the bytes that a device has for this process; what torch keeps for its next tensors counts as free."""
     if device.type != "cuda":
-        return host_bytes()
+        return available_bytes()
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + int(kept)
-
-
-def host_bytes(root: Path = ROOT) -> int:
-    """Count the bytes of the host's memory that this process may still take: what is available, and what is left of
-    its control group's limit. Files that the group has in memory and that nobody uses count as free, as on the host.
-    """
-    found = [_fields(root / "proc/meminfo")["MemAvailable"] << 10]
-    for limit, use in CONTROL_GROUPS:
-        with contextlib.suppress(OSError, ValueError):
-            most, used = int((root / limit).read_text()), int((root / use).read_text())
-            statistics = _fields((root / limit).with_name(STATISTICS))
-            files = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))
-            found.append(most - used + files)
-    return max(0, min(found))
 
 
 def _fields(path: Path) -> dict[str, int]:

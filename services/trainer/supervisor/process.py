@@ -8,7 +8,6 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 from pydantic import ValidationError
@@ -16,6 +15,7 @@ from pydantic import ValidationError
 from services.trainer.wire import FROM_WORKER, FromWorker, Launch, Line
 from shared.config.base import Threads
 from shared.config.parallelism import ParallelismConfig
+from shared.control_groups import count_memory_kills
 from shared.cores import usable_cores
 from shared.processes import python_module
 from shared.schemas.service import JobNode
@@ -27,7 +27,6 @@ TAIL_LINES = 40
 SHOWN_LINES = 4
 MAX_LINE_CHARACTERS = 400
 KILL_SECONDS = 5.0
-MEMORY_EVENTS = Path("/sys/fs/cgroup/memory.events")
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class WorkerHandle:
         self._is_led = is_led
         self._on_message = on_message
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._oom_kills = count_oom_kills()
+        self._memory_kills = count_memory_kills()
         self._is_killed = False
         self._readers = [
             asyncio.create_task(self._read_messages(), name="worker messages"),
@@ -154,7 +153,7 @@ class WorkerHandle:
             return f"the training process ended with exit code {code}{shown}"
         name = signal.Signals(-code).name if -code in {each.value for each in signal.Signals} else str(-code)
         if -code == signal.SIGKILL and not self._is_killed:
-            if count_oom_kills() > self._oom_kills:
+            if count_memory_kills() > self._memory_kills:
                 return f"the training process was killed by the kernel because memory ran out (SIGKILL){shown}"
             return f"the training process was killed by SIGKILL, by hand or because memory ran out{shown}"
         return f"the training process was ended by {name}{shown}"
@@ -190,12 +189,3 @@ def environment_of(inherited: "os._Environ[str] | dict[str, str]", threads: Thre
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
     }
-
-
-def count_oom_kills() -> int:
-    """Count the processes of this control group that the kernel has killed for memory; 0 where it does not say."""
-    try:
-        lines = MEMORY_EVENTS.read_text(encoding="ascii").split("\n")
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

@@ -21,11 +21,11 @@ from services.sandbox import state as state_module
 from services.sandbox.fork_servers import ForkServer
 from services.sandbox.guard import landlock
 from services.sandbox.guard.watch import descendants
-from services.sandbox.install import find_mounts
 from services.sandbox.processors import ProcessorGroups
 from services.sandbox.slots import living_processes_of, sweep
 from services.sandbox.spare_time import SpareTime
 from services.sandbox.state import SandboxState
+from shared.control_groups import find_mounts
 from shared.schemas.sandbox import CommandStatus, RunStatus
 from tests.integration.sandbox import attacks
 from tests.integration.sandbox.attacks import SIMPLE, Simple

@@ -3,34 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from services.sandbox.cgroups import ControlGroups, Mounts, read_mounts
+from services.sandbox.cgroups import ControlGroups
 from services.sandbox.limits import MEBIBYTE, Limits
+from shared.control_groups import Mounts
 from shared.errors import Unavailable
-
-VERSION_1 = """\
-35 31 0:31 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory
-39 31 0:36 / /sys/fs/cgroup/pids rw,relatime shared:9 - cgroup cgroup rw,pids
-40 31 0:37 / /sys/fs/cgroup/systemd rw,relatime - cgroup cgroup rw,name=systemd
-41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw
-"""
-
-
-def test_mounts_are_read_for_both_versions() -> None:
-    mounts = read_mounts(VERSION_1, "8:pids:/\n4:memory:/service/x\n0::/\n")
-
-    assert mounts.controllers["memory"] == Path("/sys/fs/cgroup/memory/service/x")
-    assert mounts.controllers["pids"] == Path("/sys/fs/cgroup/pids")
-    assert mounts.unified == Path("/sys/fs/cgroup/unified")
-
-
-def test_a_container_sees_its_part_of_the_hierarchy_as_the_whole() -> None:
-    mountinfo = "35 31 0:31 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"
-
-    inside = read_mounts(mountinfo, "4:memory:/docker/abc/inner\n")
-    outside = read_mounts(mountinfo, "4:memory:/elsewhere\n")
-
-    assert inside.controllers["memory"] == Path("/sys/fs/cgroup/memory/inner")
-    assert outside.controllers["memory"] == Path("/sys/fs/cgroup/memory")
 
 
 def a_unified_tree(root: Path, controllers: str = "cpu memory pids") -> Path:

@@ -7,10 +7,10 @@ import pytest
 
 from services.sandbox import processors
 from services.sandbox.allowances import PART, SAVED_SECONDS, Allowances
-from services.sandbox.cgroups import Mounts
 from services.sandbox.limits import longest_seconds
 from services.sandbox.processors import ProcessorGroups
 from services.sandbox.spare_time import SpareTime
+from shared.control_groups import Mounts
 
 
 def mounts_in(root: Path, *controllers: str) -> Mounts:

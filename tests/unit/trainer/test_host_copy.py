@@ -96,22 +96,6 @@ def test_no_copy_is_made_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) 
     copy.close()
 
 
-def test_memory_is_what_the_control_groups_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outer, own = tmp_path, tmp_path / "own"
-    own.mkdir()
-    for folder, limit, used, cached in ((outer, "5000", 4000, 100), (own, "9000", 2000, 0)):
-        (folder / "memory.max").write_text(f"{limit}\n")
-        (folder / "memory.current").write_text(f"{used}\n")
-        (folder / "memory.stat").write_text(f"anon 7\ninactive_file {cached}\n")
-
-    assert host_copy.left_in(own) == 7000
-    assert host_copy.left_in(outer) == 1100
-    (own / "memory.max").write_text("max\n")
-    assert host_copy.left_in(own) is None
-    assert host_copy.left_in(tmp_path / "none") is None
-    assert host_copy.available_bytes() > 0
-
-
 @pytest.fixture(scope="module")
 def trained() -> Learner:
     return a_learner()

@@ -16,7 +16,7 @@ from services.trainer.learning import pass_sizes
 from services.trainer.learning.learner import Learner
 from services.trainer.learning.pass_sizes import HALVED, Bound, PassSizes
 from services.trainer.models.loading import LoadedModel
-from services.trainer.models.memory import host_bytes, measured_peak
+from services.trainer.models.memory import measured_peak
 from services.trainer.parallel.ranks import ONE_RANK, Ranks
 from tests.unit.trainer.builders import a_group, a_model, a_spec, uneven_groups
 
@@ -50,48 +50,6 @@ def with_room_for(learner: Learner, positions: int, monkeypatch: pytest.MonkeyPa
         return compute(inputs, **options)
 
     monkeypatch.setattr(learner.policy, "statistics", limited)
-
-
-def files(root: Path, contents: dict[str, str]) -> Path:
-    for name, content in contents.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(content)
-    return root
-
-
-HOST = {"proc/meminfo": f"MemTotal: {64 << 20} kB\nMemAvailable:   {8 << 20} kB\n"}
-GROUP, OLD_GROUP = "sys/fs/cgroup", "sys/fs/cgroup/memory"
-
-
-@pytest.mark.parametrize(
-    ("group", "expected"),
-    [
-        ({}, 8),
-        ({f"{GROUP}/memory.max": "max\n", f"{GROUP}/memory.current": "1"}, 8),
-        ({f"{GROUP}/memory.max": f"{4 * GIB}", f"{GROUP}/memory.current": f"{3 * GIB}", f"{GROUP}/memory.stat": ""}, 1),
-        (
-            {
-                f"{GROUP}/memory.max": f"{4 * GIB}",
-                f"{GROUP}/memory.current": f"{3 * GIB}",
-                f"{GROUP}/memory.stat": f"anon 5\ninactive_file {GIB}\n",
-            },
-            2,
-        ),
-        (
-            {
-                f"{OLD_GROUP}/memory.limit_in_bytes": f"{6 * GIB}",
-                f"{OLD_GROUP}/memory.usage_in_bytes": f"{3 * GIB}",
-                f"{OLD_GROUP}/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}\n",
-            },
-            4,
-        ),
-    ],
-    ids=["no group", "no limit", "a limit", "files of the group", "an older group"],
-)
-def test_the_hosts_memory_is_what_is_available_within_the_groups_limit(
-    tmp_path: Path, group: dict[str, str], expected: int
-) -> None:
-    assert host_bytes(files(tmp_path, HOST | group)) == expected * GIB
 
 
 def test_the_peak_of_some_work_is_measured() -> None:

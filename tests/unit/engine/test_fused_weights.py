@@ -1,4 +1,4 @@
-"""Weights that are read one tensor at a time: each layer is packed as soon as it is there, whatever comes later."""
+"""Weights that are read one tensor at a time: each matrix is packed as soon as it is there, whatever comes later."""
 
 from typing import Any
 
@@ -45,22 +45,38 @@ class Recorded:
         shapes = {"model.embed_tokens.weight": (10, 8), **layers, "model.norm.weight": (8,)}
         self.headers = {name: TensorHeader("F32", shape) for name, shape in shapes.items()}
         self.events: list[str] = []
+        self.memory: list[int] = []
 
     def read(self, name: str) -> Tensor:
         self.events.append(name)
         return torch.zeros(self.headers[name].shape)
 
-    def pack(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
+    def pack(self, rows: Tensor, depth: int, *, is_gated: bool = False, into: Tensor | None = None) -> Tensor:
         self.events.append("packed")
-        return weight
+        packed = torch.empty(rows.shape[0], depth) if into is None else into
+        self.memory.append(packed.data_ptr())
+        return packed
 
 
-def test_a_layer_is_packed_before_the_next_one_is_read() -> None:
+def test_a_matrix_is_packed_before_the_next_one_is_read() -> None:
     recorded: Any = Recorded()
 
     FusedWeights(SIZES, torch.float32, torch.device("cpu"), recorded).fill(recorded)
 
-    names = list(recorded.headers)
-    first, second = names[1 : 1 + len(OF_A_LAYER)], names[1 + len(OF_A_LAYER) : -1]
-    packed = ["packed"] * 4
-    assert recorded.events == [names[0], *first, *packed, *second, *packed, names[-1], "packed"]
+    first, *others = list(recorded.headers)
+    expected = [first, "packed"]  # the embedding is the head as well
+    for name in others:
+        is_last = name.endswith(("v_proj.weight", "o_proj.weight", "up_proj.weight", "down_proj.weight"))
+        expected += [name, "packed"] if is_last else [name]
+    assert recorded.events == expected
+
+
+def test_weights_that_are_read_again_take_the_same_memory() -> None:
+    recorded: Any = Recorded()
+    weights = FusedWeights(SIZES, torch.float32, torch.device("cpu"), recorded)
+    weights.fill(recorded)
+    first, recorded.memory = recorded.memory, []
+
+    weights.fill(recorded)
+
+    assert recorded.memory == first

@@ -77,6 +77,20 @@ def decoders_of(sizes: Architecture, directory: Path) -> list[FusedDecoder]:
     return [FusedDecoder(sizes, files, may_be_native=may_be_native, **places) for may_be_native in (True, False)]
 
 
+def places_of(weight: torch.Tensor) -> torch.Tensor:
+    """Tell where the rows of a weight lie."""
+    return weight.data_ptr() + torch.arange(weight.shape[0]) * weight.stride(0) * weight.itemsize
+
+
+def a_matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
+    """Make a matrix that was read, and is not packed yet."""
+    matrix = Matrix((weight.shape[0], weight.shape[1]), torch.float32, CPU, has_bias=bias is not None)
+    matrix.open().copy_(weight)
+    if matrix.bias is not None and bias is not None:
+        matrix.bias.copy_(bias)
+    return matrix
+
+
 def sequences_of(sizes: Architecture, *lengths: int) -> list[npt.NDArray[np.int64]]:
     return [torch.randint(sizes.vocab_size, (length,)).numpy() for length in lengths]
 
@@ -160,9 +174,23 @@ def test_a_small_model_gains_nothing_by_threads(tmp_path: Path) -> None:
 def test_a_packed_weight_holds_every_element_once(native: Kernels, shape: tuple[int, int], is_gated: bool) -> None:
     weight = torch.arange(1.0, shape[0] * shape[1] + 1).view(shape)
 
-    packed = native.pack(weight, is_gated=is_gated)
+    packed = native.pack(places_of(weight), shape[1], is_gated=is_gated)
 
     assert torch.equal(packed[packed != 0].sort().values, weight.flatten())
+
+
+@needs_compiler
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_a_weight_is_packed_over_an_earlier_one_from_rows_that_lie_anywhere(native: Kernels, is_gated: bool) -> None:
+    weight, order = torch.randn(84, 40), torch.randperm(84)
+    expected = native.pack(places_of(weight), 40, is_gated=is_gated)
+    earlier = native.pack(places_of(torch.randn(84, 40)), 40, is_gated=is_gated)
+    scattered = weight[order]
+
+    packed = native.pack(places_of(scattered)[order.argsort()], 40, is_gated=is_gated, into=earlier)
+
+    assert packed is earlier
+    assert torch.equal(packed, expected)
 
 
 @needs_compiler
@@ -201,7 +229,7 @@ def test_a_row_of_no_numbers_shows(native: Kernels, bad: float) -> None:
 @pytest.mark.parametrize("width", [8, PACKED_ELEMENTS // 256])
 def test_a_packed_matrix_multiplies_as_a_plain_one(width: int, has_bias: bool) -> None:
     weight, bias = torch.randn(256, width), torch.randn(256) if has_bias else None
-    matrix, hidden, total = Matrix(weight.clone(), bias), torch.randn(5, width), torch.randn(5, 256)
+    matrix, hidden, total = a_matrix(weight, bias), torch.randn(5, width), torch.randn(5, 256)
     expected = functional.linear(hidden, weight, bias)
     expected_total = total + expected
 

@@ -2,7 +2,7 @@
 
 Query, key and value projections are one matrix, gate and up another. Within a head, the two halves that rotary
 embedding pairs are interleaved, so that the rotation is one complex product; queries and keys are permuted alike, so
-attention does not notice. Each set of weights is read once: new ones are another set.
+attention does not notice. A set of weights that nothing is computed with may be read again, into the same memory.
 """
 
 from collections import Counter
@@ -38,11 +38,24 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a checkpoint tensor goes: its shape there, the shape to view it as, and the view of ours that it fills."""
+    """Where a checkpoint tensor goes.
+
+    Attributes:
+        shape: that it has there.
+        source_view: the shape to view it as; of a matrix, the shape to view its rows as.
+        view: of ours, which it fills.
+        matrix: that it is a part of, if any; then the view is of what ``Matrix.open`` returned.
+    """
 
     shape: tuple[int, ...]
     source_view: tuple[int, ...]
     view: Tensor
+    matrix: Matrix | None = None
+
+    def fill(self, tensor: Tensor) -> None:
+        """Take the tensor over."""
+        placed = tensor if self.matrix is None else self.matrix.placed(tensor)
+        self.view.copy_(placed.view(self.source_view))
 
 
 class FusedWeights:
@@ -58,43 +71,43 @@ class FusedWeights:
         self, architecture: Architecture, dtype: torch.dtype, device: torch.device, kernels: Kernels | None = None
     ) -> None:
         sizes = architecture
-        self._kernels = kernels
         width = (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim
         self._architecture = sizes
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
+        def matrix(outputs: int, inputs: int, *, has_bias: bool = False, is_gated: bool = False) -> Matrix:
+            shape = (outputs, inputs)
+            return Matrix(shape, dtype, device, has_bias=has_bias, kernels=kernels, is_gated=is_gated)
+
         self.embedding = empty(sizes.vocab_size, sizes.hidden_size)
         self.layers = [
             LayerWeights(
                 input_norm=empty(sizes.hidden_size),
-                qkv=Matrix(empty(width, sizes.hidden_size), empty(width) if sizes.has_qkv_bias else None),
+                qkv=matrix(width, sizes.hidden_size, has_bias=sizes.has_qkv_bias),
                 qk_norm=empty(sizes.num_heads + sizes.num_kv_heads, sizes.head_dim) if sizes.has_qk_norm else None,
-                output=Matrix(empty(sizes.hidden_size, sizes.num_heads * sizes.head_dim)),
+                output=matrix(sizes.hidden_size, sizes.num_heads * sizes.head_dim),
                 post_norm=empty(sizes.hidden_size),
-                gate_up=Matrix(empty(2 * sizes.intermediate_size, sizes.hidden_size)),
-                down=Matrix(empty(sizes.hidden_size, sizes.intermediate_size)),
+                gate_up=matrix(2 * sizes.intermediate_size, sizes.hidden_size, is_gated=True),
+                down=matrix(sizes.hidden_size, sizes.intermediate_size),
             )
             for _ in range(sizes.num_layers)
         ]
         self.final_norm = empty(sizes.hidden_size)
-        self.head = Matrix(self.embedding if sizes.is_tied else empty(sizes.vocab_size, sizes.hidden_size))
+        shared = self.embedding if sizes.is_tied else None
+        self.head = Matrix((sizes.vocab_size, sizes.hidden_size), dtype, device, kernels=kernels, shared=shared)
 
     def fill(self, source: Tensors) -> None:
-        """Fill the weights, once; headers are checked before the first byte is copied.
+        """Fill the weights; headers are checked before the first byte is copied.
 
-        A layer is packed as soon as it is there: what was read of it is freed, and nothing waits for the last byte.
+        A matrix is packed as soon as it is there, so nothing waits for the last byte.
 
         Raises:
             WeightTransferFailed: a tensor cannot be read, or names, shapes or dtypes do not fit.
         """
-        targets, layer_of = dict(self._other_targets()), dict[str, LayerWeights]()
-        for number, each in enumerate(self.layers):
-            of_layer = dict(self._layer_targets(f"model.layers.{number}.", each))
-            targets |= of_layer
-            layer_of |= dict.fromkeys(of_layer, each)
-        left = Counter(map(id, layer_of.values()))
+        targets = dict(self._targets())
+        left = Counter(id(target.matrix) for target in targets.values())
         expected = {name: target.shape for name, target in targets.items()}
         rotary = {f"model.layers.{number}.self_attn.rotary_emb.inv_freq" for number in range(len(self.layers))}
         tied = {"lm_head.weight"} if self._architecture.is_tied else set()
@@ -103,17 +116,14 @@ class FusedWeights:
             for name in source.headers:
                 if name not in targets:
                     continue
-                _fill(targets.pop(name), source.read(name))
-                if (layer := layer_of.get(name)) is not None:
-                    left[id(layer)] -= 1
-                    if not left[id(layer)]:
-                        self._pack(layer)
-            self.head.pack(self._kernels)
-
-    def _pack(self, layer: LayerWeights) -> None:
-        # One after the other: what is packed is freed.
-        for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
-            matrix.pack(self._kernels, is_gated=matrix is layer.gate_up)
+                target = targets.pop(name)
+                target.fill(source.read(name))
+                left[id(target.matrix)] -= 1
+                if target.matrix is not None and not left[id(target.matrix)]:
+                    target.matrix.pack()
+                elif tied and target.view is self.embedding:
+                    self.head.open()
+                    self.head.pack()
 
     def tensors(self) -> Iterator[Tensor]:
         """List all tensors, in an order that depends on the architecture alone; where matrices are not packed."""
@@ -132,31 +142,36 @@ class FusedWeights:
             if layer.qk_norm is not None:
                 yield layer.qk_norm
 
-    def _other_targets(self) -> Iterator[tuple[str, Target]]:
+    def _targets(self) -> Iterator[tuple[str, Target]]:
         yield "model.embed_tokens.weight", _plain(self.embedding)
         yield "model.norm.weight", _plain(self.final_norm)
         if not self._architecture.is_tied:
-            yield "lm_head.weight", _matrix(self.head)
+            yield "lm_head.weight", _whole(self.head)
+        for number, each in enumerate(self.layers):
+            yield from self._layer_targets(f"model.layers.{number}.", each)
 
     def _layer_targets(self, prefix: str, layer: LayerWeights) -> Iterator[tuple[str, Target]]:
         yield f"{prefix}input_layernorm.weight", _plain(layer.input_norm)
         yield f"{prefix}post_attention_layernorm.weight", _plain(layer.post_norm)
-        yield f"{prefix}self_attn.o_proj.weight", _matrix(layer.output)
-        gate, up = _unpacked(layer.gate_up).chunk(2)
-        yield f"{prefix}mlp.gate_proj.weight", _plain(gate)
-        yield f"{prefix}mlp.up_proj.weight", _plain(up)
-        yield f"{prefix}mlp.down_proj.weight", _matrix(layer.down)
+        yield f"{prefix}self_attn.o_proj.weight", _whole(layer.output)
+        gate, up = layer.gate_up.open().chunk(2)
+        yield f"{prefix}mlp.gate_proj.weight", _rows(layer.gate_up, gate)
+        yield f"{prefix}mlp.up_proj.weight", _rows(layer.gate_up, up)
+        yield f"{prefix}mlp.down_proj.weight", _whole(layer.down)
         yield from self._attention_targets(f"{prefix}self_attn.", layer)
 
     def _attention_targets(self, prefix: str, layer: LayerWeights) -> Iterator[tuple[str, Target]]:
         sizes = self._architecture
         queries, keys = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-        for kind, fused in (("weight", _unpacked(layer.qkv)), ("bias", layer.qkv.bias)):
-            if fused is not None:
-                query, key, value = torch.split(fused, [queries, keys, keys])
-                yield f"{prefix}q_proj.{kind}", _interleaved(query, sizes.num_heads)
-                yield f"{prefix}k_proj.{kind}", _interleaved(key, sizes.num_kv_heads)
-                yield f"{prefix}v_proj.{kind}", _plain(value)
+        query, key, value = torch.split(layer.qkv.open(), [queries, keys, keys])
+        yield f"{prefix}q_proj.weight", _rows(layer.qkv, query, sizes.num_heads)
+        yield f"{prefix}k_proj.weight", _rows(layer.qkv, key, sizes.num_kv_heads)
+        yield f"{prefix}v_proj.weight", _rows(layer.qkv, value)
+        if layer.qkv.bias is not None:
+            query, key, value = torch.split(layer.qkv.bias, [queries, keys, keys])
+            yield f"{prefix}q_proj.bias", _viewed((queries,), _interleaved(query, sizes.num_heads))
+            yield f"{prefix}k_proj.bias", _viewed((keys,), _interleaved(key, sizes.num_kv_heads))
+            yield f"{prefix}v_proj.bias", _plain(value)
         if layer.qk_norm is not None:
             heads = torch.split(layer.qk_norm, [sizes.num_heads, sizes.num_kv_heads])
             for kind, norm in zip(("q_norm", "k_norm"), heads, strict=True):
@@ -164,23 +179,27 @@ class FusedWeights:
                 yield f"{prefix}{kind}.weight", Target((sizes.head_dim,), (2, sizes.head_dim // 2), halves)
 
 
-def _fill(target: Target, tensor: Tensor) -> None:
-    target.view.copy_(tensor.view(target.source_view))
-
-
 def _unpacked(matrix: Matrix) -> Tensor:
-    assert matrix.plain is not None, "weights are filled once"
+    assert matrix.plain is not None, "it is packed"
     return matrix.plain
 
 
-def _matrix(matrix: Matrix) -> Target:
-    return _plain(_unpacked(matrix))
-
-
 def _plain(tensor: Tensor) -> Target:
-    return Target(tuple(tensor.shape), tuple(tensor.shape), tensor)
+    return _viewed(tuple(tensor.shape), tensor)
 
 
-def _interleaved(tensor: Tensor, num_heads: int) -> Target:
-    view = tensor.view(num_heads, -1, 2, *tensor.shape[1:]).transpose(1, 2)
-    return Target(tuple(tensor.shape), tuple(view.shape), view)
+def _viewed(shape: tuple[int, ...], view: Tensor) -> Target:
+    return Target(shape, tuple(view.shape), view)
+
+
+def _whole(matrix: Matrix) -> Target:
+    return _rows(matrix, matrix.open())
+
+
+def _rows(matrix: Matrix, places: Tensor, num_heads: int | None = None) -> Target:
+    view = places if num_heads is None else _interleaved(places, num_heads)
+    return Target((places.shape[0], matrix.shape[1]), tuple(view.shape), view, matrix)
+
+
+def _interleaved(tensor: Tensor, num_heads: int) -> Tensor:
+    return tensor.view(num_heads, -1, 2, *tensor.shape[1:]).transpose(1, 2)

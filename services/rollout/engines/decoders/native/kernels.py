@@ -62,10 +62,18 @@ class Kernels:
         self._is_worth_threads = library.is_worth_threads
         self._copy_rows, self._sample = library.copy_rows, library.sample
 
-    def pack(self, weight: Tensor, *, is_gated: bool = False) -> Tensor:
-        """Lay a weight [out, in] out as products read it; gated: the halves of its outputs are gates, and gated."""
-        packed = weight.new_empty(self._packed_size(*weight.shape, is_gated))
-        self._pack(weight.data_ptr(), packed.data_ptr(), *weight.shape, is_gated)
+    def pack(self, rows: Tensor, depth: int, *, is_gated: bool = False, into: Tensor | None = None) -> Tensor:
+        """Lay a weight [out, in] out as products read it, on one thread.
+
+        Args:
+            rows: [out] int64, where each of its rows lies in memory.
+            depth: elements of a row.
+            is_gated: whether the halves of its outputs are gates, and gated.
+            into: what an earlier weight of this shape was packed into, which is written over; None: new memory.
+        """
+        outputs = rows.shape[0]
+        packed = torch.empty(self._packed_size(outputs, depth, is_gated)) if into is None else into
+        self._pack(rows.data_ptr(), packed.data_ptr(), outputs, depth, is_gated)
         return packed
 
     def is_worth_threads(self, rows: int, depth: int, outputs: int) -> bool:

@@ -25,8 +25,9 @@ enum ending {
     GATE   /* out = silu(first half of the outputs) * second half */
 };
 
-/* Pack a weight [outputs, depth]. Gated: a panel has LANES outputs of the first half and the same of the second. */
-void pack(const float *weight, float *packed, int64_t outputs, int64_t depth, int64_t gated)
+/* Pack a weight [outputs, depth], whose rows may lie anywhere. Gated: a panel has LANES outputs of the first half and the
+   same of the second. */
+void pack(const float *const *rows, float *packed, int64_t outputs, int64_t depth, int64_t gated)
 {
     int64_t each = gated ? outputs / 2 : outputs, width = gated ? LANES : PANEL;
     for (int64_t first = 0; first < each; first += width, packed += depth * PANEL)
@@ -34,8 +35,8 @@ void pack(const float *weight, float *packed, int64_t outputs, int64_t depth, in
             int64_t end = start + PACKED_AT_ONCE < depth ? start + PACKED_AT_ONCE : depth;
             for (int64_t column = 0; column < PANEL; column++) {
                 int64_t output = first + column % width;
-                const float *row = weight + (output + column / width * each) * depth;
-                for (int64_t k = start; k < end; k++) packed[k * PANEL + column] = output < each ? row[k] : 0;
+                const float *row = output < each ? rows[output + column / width * each] : 0;
+                for (int64_t k = start; k < end; k++) packed[k * PANEL + column] = row ? row[k] : 0;
             }
         }
 }

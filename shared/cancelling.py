@@ -1,7 +1,7 @@
 """Ending a block when something happens elsewhere, as ``asyncio.timeout`` does; and not ending what must not be."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -67,3 +67,17 @@ async def to_the_end(work: "asyncio.Future[Result]") -> Result:
     """Return what such work comes to; errors are its own. To a caller that is cancelled nothing is told of them."""
     await until_done(work)
     return work.result()
+
+
+async def all_of(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Run them at the same time; return what they come to, in their order.
+
+    None of them is left running: the first error, which is raised, ends the others, and so does a cancellation.
+    """
+    running = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*running)
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

@@ -3,7 +3,6 @@
 A group that was handed over goes on from what it has: finished members stay, the others are resumed.
 """
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from services.rollout.episodes.rendering import Renderer
 from services.rollout.episodes.resumption import Begun, begun, rule_of
 from services.rollout.episodes.special_tokens import SamplingTally
 from services.rollout.episodes.turns import GENERATION_SECONDS, Requests, Turns, request_name
+from shared.cancelling import all_of
 from shared.schemas.task import Task, sample_seed
 from shared.schemas.trajectory import Group, Trajectory
 from shared.streams.partials import Partials
@@ -90,7 +90,7 @@ class SingleTurnEpisodes:
                 resume=rule_of(task, self._resume),
             )
             parts.append(self._requests.generate(request))
-        return [completion for part in await asyncio.gather(*parts) for completion in part]
+        return [completion for part in await all_of(parts) for completion in part]
 
     def _trajectory(self, prompt_ids: Sequence[int], completion: Completion, seconds: float) -> Trajectory:
         num_prompt, num_sampled = len(prompt_ids), completion.token_ids.shape[0]

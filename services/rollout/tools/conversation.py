@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from services.rollout.episodes.conversation import Conversation, Reply, shown
 from services.rollout.tools.base import Tool, ToolFailed, Tools, ToolSource
 from services.rollout.tools.formats import ToolCall, read_calls, role_of_results
+from shared.cancelling import all_of
 from shared.config.episodes import ToolEpisodesConfig
 from shared.errors import EpisodeFailed
 from shared.schemas.task import Message, Task
@@ -69,7 +70,7 @@ class ToolConversation:
 
     async def _results(self, calls: Sequence[ToolCall]) -> list[str]:
         most = self._config.max_parallel_calls
-        found = await asyncio.gather(*(self._result(call) for call in calls[:most]))
+        found = await all_of(self._result(call) for call in calls[:most])
         return [*found, *(f"error: only {most} calls at a time are made" for _ in calls[most:])]
 
     async def _result(self, call: ToolCall) -> str:

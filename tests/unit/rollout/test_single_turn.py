@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Sequence
 
+import pytest
+
 from services.rollout.engines.base import Completion, GenerationRequest
 from services.rollout.engines.resumption import UNMIXED
 from services.rollout.engines.scripted import ScriptedEngine
@@ -10,6 +12,7 @@ from services.rollout.episodes.single_turn import SingleTurnEpisodes
 from services.rollout.episodes.turns import Requests, Turns
 from shared.config.evaluation import EvaluationConfig
 from shared.config.rollout import SamplingConfig
+from shared.errors import Unavailable
 from shared.schemas.task import Message, Task
 from shared.testing.builders import a_task
 from tests.contract.engine.requests import a_request
@@ -90,6 +93,29 @@ async def test_a_baseline_is_answered_greedily_beside_the_group_in_training_alon
         member.token_ids.tolist() for member in trained.trajectories
     ], "finished members are kept, the baseline too"
     assert [member.is_baseline for member in evaluated.trajectories] == [False, False]
+
+
+async def test_a_request_that_fails_ends_the_other_one_of_its_group() -> None:
+    class FailsGreedily(ScriptedEngine):
+        """Fails the baseline once the group is being sampled."""
+
+        async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+            if request.sampling.greedy:
+                while not self.request_ids:
+                    await asyncio.sleep(0)
+                raise Unavailable("the server dropped a connection")
+            return await super().generate(request)
+
+    engine = FailsGreedily(token_seconds=60)
+    await engine.start()
+    sampling = SamplingConfig(max_new_tokens=3)
+    episodes = SingleTurnEpisodes(engine, Letters(), Turns(sampling, sampling, greedy_baseline=True), UNMIXED)
+
+    with pytest.raises(Unavailable, match="dropped a connection"):
+        await episodes.run(a_task(0, group_size=2))
+
+    assert engine.request_ids == (), "nobody waits for it any more"
+    await engine.close()
 
 
 async def test_an_interruption_aborts_all_requests_at_once() -> None:

@@ -298,6 +298,32 @@ async def test_a_tool_that_takes_too_long_is_an_error_of_the_episode() -> None:
         await conversation.answer(call("one", waits=True), is_cut=False)
 
 
+async def test_a_call_that_ends_the_episode_ends_those_beside_it() -> None:
+    waiting, ended = asyncio.Event(), asyncio.Event()
+
+    class Slow(Named):
+        async def call(self, arguments: Mapping[str, Any]) -> str:
+            waiting.set()
+            try:
+                return await super().call({"waits": True})
+            finally:
+                ended.set()
+
+    class Absent(Named):
+        async def call(self, arguments: Mapping[str, Any]) -> str:
+            await waiting.wait()
+            raise EpisodeFailed("there is no sandbox")
+
+    config = ToolEpisodesConfig.model_validate({"kind": "tools", "tools": [{"kind": "python", "path": "x.py:y"}]})
+    conversation = ToolConversation(Given(Slow("slow"), Absent("absent")), a_task(), config)
+    await conversation.begin()
+
+    with pytest.raises(EpisodeFailed, match="no sandbox"):
+        await conversation.answer(call("slow") + call("absent"), is_cut=False)
+
+    assert ended.is_set(), "the tools are closed next"
+
+
 async def test_two_tools_of_one_name_are_refused(tmp_path: Any) -> None:
     (tmp_path / "own.py").write_text(OWN)
     tool = {"kind": "python", "path": f"{tmp_path}/own.py:add"}

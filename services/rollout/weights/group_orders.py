@@ -2,7 +2,8 @@
 
 The engine is paused when it has joined, so an order is either followed to the commit or given up. A group that breaks
 is no failure of this member: it stays paused for the next epoch, which the gateway opens at once, and gives up where
-that is without it. What was lost on the way is loaded like any version that was missed.
+that is without it. It does not stay so for a gateway that is absent: it waits for its word for a while, then goes on
+sampling. What was lost on the way is loaded like any version that was missed.
 """
 
 import asyncio
@@ -21,6 +22,10 @@ log = logging.getLogger(__name__)
 
 OPEN = frozenset({PublicationPhase.PREPARING, PublicationPhase.TRANSFERRING})
 CLOSE_SECONDS = 5.0
+WORD_PHASES = 2
+"""Deadlines of a phase until the gateway has said what follows on joining, or on receiving: it takes one at most."""
+EPOCH_PHASES = 5
+"""The same for the epoch after one that broke: one until that is found, and three for the sender to open the next."""
 
 
 class GroupOrders:
@@ -93,17 +98,21 @@ class GroupOrders:
             await self._give_up()
 
     async def _take_part(self, order: PublicationOrder) -> None:
+        """Take part until the gateway's next word, which ends this: it comes with a commit or with another order."""
         try:
-            await self._join(order)
-            self._report(order, ReceiveState.JOINED, None)
-            await self._is_sending.wait()
-            self._check_hold(order)
-            await self._member.receive(order)
-            self._received = order.version
-            self._report(order, ReceiveState.RECEIVED, None)
-            self._switcher.look()
-        except GroupBroken as error:
-            log.info("the weight group broke", extra={"version": order.version, "cause": str(error)})
+            try:
+                await self._join(order)
+                self._report(order, ReceiveState.JOINED, None)
+                await _told(self._is_sending, WORD_PHASES * order.deadline_seconds)
+                self._check_hold(order)
+                await self._member.receive(order)
+                self._received = order.version
+                self._report(order, ReceiveState.RECEIVED, None)
+                self._switcher.look()
+                await _told(asyncio.Event(), WORD_PHASES * order.deadline_seconds)
+            except GroupBroken as error:
+                log.info("the weight group broke", extra={"version": order.version, "cause": str(error)})
+                await _told(asyncio.Event(), EPOCH_PHASES * order.deadline_seconds)
         except WorkerDied as error:
             self._on_engine_death(error)
         except (WeightTransferFailed, DeadlineExceeded, Unavailable) as error:
@@ -143,3 +152,19 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
     """Cancel a task and wait for its end."""
     task.cancel()
     await asyncio.wait([task])
+
+
+async def _told(word: asyncio.Event, seconds: float) -> None:
+    """Wait for the gateway, while nothing is sampled.
+
+    Raises:
+        DeadlineExceeded: it said nothing.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            await word.wait()
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"the gateway has not said within {seconds:g} s what follows: sampling goes on under the version that is "
+            "committed"
+        ) from None

@@ -142,7 +142,7 @@ def an_order(version: int = 1, epoch: int = 1, phase: PublicationPhase = TRANSFE
         phase=phase,
         rendezvous=Rendezvous(host="127.0.0.1", port=1, epoch=epoch, world_size=2),
         manifest=Manifest(version=version, image_bytes=64, slice_bytes=64, checksum=CHECKSUM, tensors=()),
-        deadline_seconds=1.0,
+        deadline_seconds=30.0,
     )
 
 
@@ -368,6 +368,57 @@ async def test_an_evaluation_that_begins_before_the_first_tensor_keeps_the_weigh
 
         await world.until_reported(ReceiveState.FAILED, version=5)
         assert (world.engine.did, world.engine.is_paused, world.gate.version) == (["join 1", "give up"], False, 4)
+
+
+@pytest.fixture
+def silent_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is waited for who says nothing."""
+    monkeypatch.setattr(group_orders, "WORD_PHASES", 0.0003)
+    monkeypatch.setattr(group_orders, "EPOCH_PHASES", 0.0003)
+
+
+async def test_it_samples_on_where_nobody_says_that_all_have_joined(tmp_path: Path, silent_gateway: None) -> None:
+    async with a_world(tmp_path, serving=4) as world:
+        world.want(4, an_order(5, phase=PREPARING))
+
+        await world.until_reported(ReceiveState.FAILED, version=5)
+
+        assert world.receiver.report is not None and "gateway" in (world.receiver.report.detail or "")
+        assert (world.engine.did, world.engine.is_paused, world.gate.version) == (["join 1", "give up"], False, 4)
+        world.want(4, an_order(5))  # all have joined, as the gateway knows, which is back
+        world.want(5)
+        await world.until(lambda: world.gate.version == 5)
+        assert world.engine.loaded == [5]
+
+
+async def test_it_loads_what_is_committed_where_nobody_commits_what_it_received(
+    tmp_path: Path, silent_gateway: None
+) -> None:
+    async with a_world(tmp_path, serving=4) as world:
+        world.want(4, an_order(5))
+
+        await world.until_reported(ReceiveState.FAILED, version=5)
+
+        await world.until(lambda: world.engine.loaded == [4])
+        await world.until(lambda: world.gate.version == 4)
+        world.want(5)  # the gateway is back, and had heard that it was received
+        await world.until(lambda: world.gate.version == 5)
+        assert world.engine.loaded == [4, 5]
+
+
+async def test_it_loads_what_is_committed_where_no_epoch_follows_on_one_that_broke(
+    tmp_path: Path, silent_gateway: None
+) -> None:
+    async with a_world(tmp_path, serving=4) as world:
+        world.engine.error = GroupBroken("Connection closed by peer")
+        world.want(4, an_order(5))
+
+        await world.until(lambda: world.engine.loaded == [4])
+
+        await world.until(lambda: world.gate.version == 4)
+        world.want(4, an_order(5, epoch=2))
+        await world.until(lambda: world.engine.did[-1] == "receive 5")
+        assert world.engine.did[:-1] == ["join 1", "receive 5", "give up", "join 2"]
 
 
 async def test_a_server_that_does_not_answer_keeps_nobody_from_closing(

@@ -222,6 +222,26 @@ async def test_a_join_that_is_cancelled_twice_ends_with_the_servers_answer(
     assert server.groups == ["flotilla-2-4002"]
 
 
+async def test_an_update_that_a_killed_rollout_left_open_keeps_nobody_from_joining(
+    server: FakeSglang, model: Path
+) -> None:
+    settings = ServerSettings(model, url="http://recorded", context_tokens=128, probe_seconds=60, close_seconds=0.1)
+    killed, after = (GroupSglangEngine(settings, server, backend="gloo", reaches=always) for _ in range(2))
+    await killed.start()
+    await killed.join(an_order(model), OnWeightUpdate.INTERRUPT)
+
+    await after.start()
+    [completion] = await after.generate(a_request(max_new_tokens=1))
+    await after.join(an_order(model, epoch=2), OnWeightUpdate.INTERRUPT)
+    await after.receive(an_order(model, epoch=2))
+    await after.serve()
+
+    assert completion.versions == ((0, 0),)
+    assert (await after.load()).version == 4
+    await after.close()
+    await killed.close()
+
+
 async def test_what_was_received_is_not_served_once_the_engine_joins_again(
     engine: GroupSglangEngine, server: FakeSglang, model: Path
 ) -> None:

@@ -31,6 +31,8 @@ PHASES = 2
 """Deadlines of a phase that a call may take: the sender gives up first, which wakes whoever waits for it."""
 NOT_RECEIVED = "Failed to receive weights"
 """How SGLang begins to tell that a broadcast failed; what it says else is about the tensors."""
+ALREADY_OPEN = "session is already open"
+"""In what it answers to the beginning of an update while another one has not ended."""
 TORCH_NAMES: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Of the dtypes that an image for an engine may have."""
 
@@ -169,8 +171,7 @@ class GroupSglangEngine(SglangEngine):
                 raise GroupBroken(error.detail) from error
             self._group = order.epoch, name
         if not self._has_session:
-            await connection.post("/begin_weight_update", {})
-            self._has_session = True
+            await self._begin_session(connection)
 
     async def _receive(self, connection: Connection, order: PublicationOrder) -> None:
         self._received, self._has_lost_weights = None, True
@@ -208,6 +209,17 @@ class GroupSglangEngine(SglangEngine):
             return int((await connection.get("/server_info"))["tp_size"])
         except (Refused, *UNREADABLE) as error:
             raise WeightTransferFailed(f"the server does not say how many ranks it has: {error}") from error
+
+    async def _begin_session(self, connection: Connection) -> None:
+        try:
+            await connection.post("/begin_weight_update", {})
+        except Refused as error:
+            if ALREADY_OPEN not in error.detail:
+                raise
+            # A rollout that was killed had this server before us.
+            await self._end_session(connection)
+            await connection.post("/begin_weight_update", {})
+        self._has_session = True
 
     async def _end_session(self, connection: Connection) -> None:
         await connection.post("/end_weight_update", {}, seconds=self._settings.load_seconds)

@@ -6,6 +6,9 @@ sequences of about the same length are attended to in one call, under a plain ca
 its place. On a GPU in 16 bits torch's FlashAttention takes sequences of all lengths in one call.
 """
 
+import inspect
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -70,9 +73,14 @@ def attended_by_sequence(
 
 def takes_all_lengths(device: torch.device, dtype: torch.dtype, dims: int) -> bool:
     """Whether torch's FlashAttention computes sequences of all lengths in one call, for heads of so many numbers."""
-    if device.type != "cuda" or dtype not in {torch.bfloat16, torch.float16}:
+    if device.type != "cuda" or dtype not in {torch.bfloat16, torch.float16} or not _has_varlen():
         return False
     return dims <= LARGEST_HEAD and dims % 8 == 0 and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+
+
+@cache
+def _has_varlen() -> bool:
+    return find_spec("torch.nn.attention.varlen") is not None
 
 
 def _in_one_call(query: Tensor, key: Tensor, value: Tensor, places: SequencePlaces, scaling: float | None) -> Tensor:
@@ -80,18 +88,11 @@ def _in_one_call(query: Tensor, key: Tensor, value: Tensor, places: SequencePlac
     from torch.nn.attention.varlen import varlen_attn
 
     starts, longest = places.row_starts, max(width for _, width in places.blocks)
-    found = varlen_attn(
-        query,
-        key,
-        value,
-        starts,
-        starts,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(-1, 0),
-        enable_gqa=key.shape[1] != query.shape[1],
-    )
+    told: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}
+    # Up to torch 2.11 it does not ask: the kernels take fewer heads of keys and values in any case.
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        told["enable_gqa"] = key.shape[1] != query.shape[1]
+    found = varlen_attn(query, key, value, starts, starts, longest, longest, **told)
     assert isinstance(found, Tensor)
     return found
 

@@ -2,7 +2,7 @@
 
 import types
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from services.rollout.engines.decoders import paged
 from services.rollout.engines.decoders.architecture import architecture_of
 from services.rollout.engines.decoders.checkpoint import read_config, safetensors_files
+from services.rollout.engines.decoders.flash_attention import FlashAttention
 from services.rollout.engines.decoders.fused import FusedDecoder
 from services.rollout.engines.decoders.graphs import WARM_UPS, Graphs
-from services.rollout.engines.decoders.paged import FlashAttention, PagedDecoder, works
+from services.rollout.engines.decoders.host_arrays import on_device
+from services.rollout.engines.decoders.paged import PagedDecoder, works
 from services.rollout.engines.embedded import loading
 from services.rollout.engines.settings import EngineSettings
+from shared.errors import ModelError
 from tests.contract.engine.models import VOCAB, make_model, save_image, save_model
 
 CPU = torch.device("cpu")
@@ -166,6 +170,22 @@ def test_a_device_that_reads_pages_wrongly_is_found_out(
     assert decoder._table.num_free == decoder._table.num_pages - 1
 
 
+class Rounded(PlainAttention):
+    """Reads the right pages, and rounds what it computes."""
+
+    def paged(self, queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+        return super().paged(queries, keys, values, table, lengths).bfloat16().float()
+
+
+def test_a_model_that_is_sure_of_its_tokens_is_not_refused_for_rounding(directory: Path) -> None:
+    architecture, files = architecture_of(read_config(directory)), safetensors_files(directory)
+    decoder = PagedDecoder(architecture, files, **SIZES, attention=Rounded(), page_tokens=4)
+    assert decoder._weights is not None
+    decoder._weights.final_norm.mul_(200)
+
+    assert works(decoder)
+
+
 @pytest.mark.parametrize("outcome", [True, False, RuntimeError("no kernel image is available")])
 def test_the_paged_forward_serves_where_it_works(
     directory: Path, monkeypatch: pytest.MonkeyPatch, outcome: bool | Exception
@@ -234,7 +254,8 @@ def test_a_shape_is_captured_once_and_replayed(monkeypatch: pytest.MonkeyPatch) 
         current_stream=Stream,
         stream=lambda _: noted("warm-up"),
         CUDAGraph=Graph,
-        graph=lambda _, pool: noted(f"capture in {pool}"),
+        graph=lambda _, pool, capture_error_mode: noted(f"capture in {pool}, {capture_error_mode}"),
+        synchronize=lambda _: calls.append("finish"),
     )
     monkeypatch.setattr(torch, "cuda", fake)
     graphs, made = Graphs(torch.device("cuda")), torch.ones(1)
@@ -245,11 +266,100 @@ def test_a_shape_is_captured_once_and_replayed(monkeypatch: pytest.MonkeyPatch) 
 
     assert graphs.run((8, 1), compute) is made
     capture = ["wait", "begin warm-up", *["compute"] * WARM_UPS, "end warm-up", "wait"]
-    capture += ["begin capture in pool", "compute", "end capture in pool"]
+    # Threads that read new weights allocate meanwhile, which would end a capture that is everybody's.
+    capture += ["begin capture in pool, thread_local", "compute", "end capture in pool, thread_local"]
     assert calls == [*capture, "replay"]
     graphs.run((8, 1), compute)
     assert calls == [*capture, "replay", "replay"]
     graphs.run((16, 1), compute)
     graphs.clear()
+    assert calls[-1] == "finish"
     graphs.run((8, 1), compute)
-    assert calls.count("end capture in pool") == 3
+    assert calls.count("end capture in pool, thread_local") == 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_weights_are_read_beside_the_steps_of_a_gpu(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    calls: list[str] = []
+
+    class Stream:
+        def __init__(self, *_: object) -> None:
+            calls.append("stream")
+
+        def wait_stream(self, other: object) -> None:
+            calls.append(f"wait for {other}")
+
+        def synchronize(self) -> None:
+            calls.append("finish")
+
+    @contextmanager
+    def entered(_: object) -> Iterator[None]:
+        calls.append("begin")
+        yield
+
+    class Weights:
+        def __init__(self, *_: object) -> None:
+            calls.append("allocate")
+
+        def fill(self, _: object) -> None:
+            calls.append("fill")
+            if fails:
+                raise RuntimeError("no room")
+
+    decoder, _ = both(directory)
+    decoder.device = torch.device("cuda:0")
+    monkeypatch.setattr(paged, "FusedWeights", Weights)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "the steps")
+
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        decoder.stage(directory / "model.safetensors")
+
+    assert calls == ["allocate", "stream", "wait for the steps", "begin", "fill", "finish"]
+
+
+def test_graphs_of_all_numbers_of_rows_write_their_logits_to_one_place(directory: Path) -> None:
+    decoder, _ = both(directory)
+    decoder.prefill([tokens(np.random.default_rng(4), 5)], [list(range(6))])
+
+    found = [decoder.decode(torch.arange(num), torch.full((num,), 5), 5).data_ptr() for num in (1, 3, 6)]
+
+    assert len(set(found)) == 1
+    decoder.release()
+    assert decoder._logits is None
+
+
+def test_an_array_goes_to_a_gpu_by_pinned_memory_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    class Host:
+        def pin_memory(self) -> "Host":
+            calls.append("pin")
+            return self
+
+        def to(self, device: torch.device, **options: Any) -> str:
+            calls.append((device, options))
+            return "there"
+
+    array = np.arange(3)
+    copied = on_device(array, CPU)
+    array[0] = 7
+    assert copied.tolist() == [0, 1, 2]
+    monkeypatch.setattr(torch, "from_numpy", lambda _: Host())
+    assert on_device(array, torch.device("cuda:1")) == "there"
+    assert calls == ["pin", (torch.device("cuda:1"), {"non_blocking": True})]
+
+
+def test_the_engines_device_is_the_current_one_and_has_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+
+    assert [loading._device(name) for name in ("cuda", "cuda:1")] == [torch.device("cuda"), torch.device("cuda:1")]
+    assert chosen == [0, 1]
+    with pytest.raises(ModelError, match=r"'cuda:2' is not available: torch sees 2 here, cuda:0 to cuda:1"):
+        loading._device("cuda:2")

@@ -209,6 +209,36 @@ def test_sequences_of_all_lengths_go_in_one_call_where_torch_can(monkeypatch: py
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
+def test_a_torch_that_is_not_told_of_fewer_heads_of_keys_gets_the_same_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, made = Policy(make(MODELS[0]), temperature=1.0), inputs(attends_apart=True)
+    expected = gradients(policy, made)
+    attend, calls = one_call([]), []
+
+    def older(
+        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+        scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+    ) -> Tensor:  # fmt: skip
+        calls.append(key.shape[1])
+        told = {"scale": scale, "window_size": window_size, "enable_gqa": True}
+        return attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **told)  # type: ignore[operator,no-any-return]
+
+    monkeypatch.setattr(attention, "takes_all_lengths", lambda *_: True)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", older)
+
+    found = gradients(policy, made)
+
+    assert calls == [SHAPE["num_key_value_heads"]] * SHAPE["num_hidden_layers"]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_a_torch_without_the_call_attends_length_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(attention, "_has_varlen", lambda: False)
+
+    assert not attention.takes_all_lengths(torch.device("cuda"), torch.bfloat16, 128)
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "dims", "capability", "expected"),
     [

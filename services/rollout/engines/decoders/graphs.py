@@ -44,6 +44,9 @@ class Graphs:
 
     def clear(self) -> None:
         """Forget all that was captured, since tensors it names are gone."""
+        if self._captured:
+            # One that is still computing is not taken apart.
+            torch.cuda.synchronize(self._device)
         self._captured.clear()
         self._pool = None
 
@@ -57,6 +60,7 @@ class Graphs:
                 compute()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Another thread may allocate meanwhile, where it reads new weights: that is none of this capture's business.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = compute()
         return graph, output

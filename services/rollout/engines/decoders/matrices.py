@@ -97,8 +97,12 @@ class Matrix:
         self.plain = self._transposed = None
         self._places = weight.new_empty(0)  # it is freed
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Multiply rows [B, in]: [B, out]."""
+    def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Multiply rows [B, in]: [B, out]; written to ``out``, if that is given."""
+        if out is not None:
+            if self._transposed is None or self.bias is not None:
+                return out.copy_(self(hidden))
+            return torch.mm(hidden, self._transposed, out=out)
         if self._packed is None:
             assert self.plain is not None
             return functional.linear(hidden, self.plain, self.bias)

@@ -65,6 +65,6 @@ class TorchLayers:
         """Normalise rows."""
         return functional.rms_norm(hidden, hidden.shape[-1:], weight, self.sizes.norm_epsilon)
 
-    def logits(self, hidden: Tensor, weights: FusedWeights) -> Tensor:
-        """Compute [B, V] of rows [B, E]."""
-        return weights.head(self.norm(hidden, weights.final_norm))
+    def logits(self, hidden: Tensor, weights: FusedWeights, out: Tensor | None = None) -> Tensor:
+        """Compute [B, V] of rows [B, E]; written to ``out``, if that is given."""
+        return weights.head(self.norm(hidden, weights.final_norm), out)

@@ -18,6 +18,7 @@ from services.rollout.engines.base import EngineLoad, GenerationRequest
 from services.rollout.engines.decoders.arrival import Arrival
 from services.rollout.engines.decoders.base import KeptRow
 from services.rollout.engines.decoders.checkpoint import read_eos_token_ids
+from services.rollout.engines.decoders.host_arrays import on_device
 from services.rollout.engines.embedded.batch import ActiveRequest, Batch, Rows
 from services.rollout.engines.embedded.flight import Flight
 from services.rollout.engines.embedded.kept_turns import KeptTurns
@@ -296,7 +297,7 @@ class TorchEngine:
         # A matrix product of another number of rows may add in another order.
         num_rows = self._settings.slots if self._is_padded else batch.num_rows
         lengths = batch.lengths[:num_rows]
-        token_ids = torch.from_numpy(batch.last_tokens[:num_rows]).to(self._device, copy=before is not None)
+        token_ids = on_device(batch.last_tokens[:num_rows], self._device)
         if before is not None:
             sampled = min(before.token_ids.shape[0], num_rows)
             token_ids[:sampled] = before.token_ids[:sampled]
@@ -326,7 +327,7 @@ class TorchEngine:
         self._record(rows, token_ids, log_probs)
 
     def _sampled(self, logits: Tensor, draws: npt.NDArray[np.float64], how: RowSampling) -> tuple[Tensor, Tensor]:
-        return sample(logits, torch.from_numpy(draws).to(self._device), how)
+        return sample(logits, on_device(draws, self._device), how)
 
     def _land(self) -> None:
         """Record what the last step sampled, if that is not done."""

@@ -16,8 +16,9 @@ from services.rollout.engines.decoders.architecture import (
 )
 from services.rollout.engines.decoders.base import Decoder
 from services.rollout.engines.decoders.checkpoint import read_config, safetensors_files
+from services.rollout.engines.decoders.flash_attention import attention_here
 from services.rollout.engines.decoders.fused import FusedDecoder
-from services.rollout.engines.decoders.paged import FlashAttention, PagedDecoder, works
+from services.rollout.engines.decoders.paged import PagedDecoder, works
 from services.rollout.engines.settings import EngineSettings
 from shared.errors import ModelError, WeightTransferFailed
 
@@ -85,6 +86,7 @@ def _paged(
     if dtype is torch.float32 or architecture.head_dim % 8 or architecture.head_dim > FLASH_HEAD_DIM:
         return None
     try:
+        attention, page_tokens = attention_here(settings.context_tokens)
         decoder = PagedDecoder(
             architecture,
             files,
@@ -92,7 +94,8 @@ def _paged(
             device=device,
             num_rows=settings.slots,
             context_tokens=settings.context_tokens,
-            attention=FlashAttention(),
+            attention=attention,
+            page_tokens=page_tokens,
         )
         return decoder if works(decoder) else None
     except WeightTransferFailed:
@@ -120,6 +123,12 @@ def _device(name: str) -> torch.device:
         raise ModelError(f"device {name!r} is not supported: use cpu or cuda:0")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"device {name!r} is not available on this machine: use cpu")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ModelError(f"device {name!r} is not available: torch sees {count} here, cuda:0 to cuda:{count - 1}")
+        # Captures and events are made on the current device.
+        torch.cuda.set_device(device.index or 0)
     return device
 
 

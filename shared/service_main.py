@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from shared.devices import limit_devices
 from shared.errors import FlotillaError
 from shared.faults.armed import arm_process
+from shared.ports import check_can_be_told
 from shared.processes import die_with_parent
 from shared.secret_variables import forget_secrets
 from shared.service_app import leave
@@ -39,6 +40,7 @@ def run_service(name: str, create_app: Callable[[ServiceSettings, str], FastAPI]
         configure_logging(name, settings.log_level, settings.log_format)
         arm_process(name)
         listening = bind(settings.host, settings.port)
+        check_can_be_told(listening, f"FLOTILLA_HOST={settings.host}")
         serve(create_app(settings, address_of(listening)), listening, partial(leave, settings.notice_seconds))
     except FlotillaError as error:
         sys.stderr.write(f"{name}: {error.detail}\n")

@@ -113,7 +113,7 @@ def _add_membership(commands: "Commands") -> None:
     rollout.add_argument("--notice", type=parsing.seconds, help="seconds it may take to leave (default: 25)")
     text = "Let a rollout finish or hand over its work, and leave the fleet."
     drain = add_command(commands, "drain", text, "membership:drain")
-    drain.add_argument("service", help="id of the service, see `flotilla status`")
+    drain.add_argument("service", help="whole id of the service, see `flotilla status`")
     drain.add_argument("--notice", type=parsing.seconds, help="seconds it may take (default: 30)")
     add_gateway(drain)
 

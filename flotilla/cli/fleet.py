@@ -29,7 +29,7 @@ from shared.access import PassKey
 from shared.client import GatewayClient
 from shared.devices import given_to, machine_devices, own_devices
 from shared.errors import Conflict, FlotillaError, InvalidRequest, Unavailable, WorkerDied
-from shared.ports import lasting_port
+from shared.ports import check_can_be_told, lasting_port
 from shared.processes import birth_of, end_family, python_module
 from shared.schemas.service import ServiceKind
 from shared.security import new_token, write_secret
@@ -95,7 +95,7 @@ def check_port(host: str, port: int) -> None:
     """Check that a port can be taken, before anything is started; 0 checks the host alone.
 
     Raises:
-        InvalidRequest: the host is no address of this machine.
+        InvalidRequest: the host is no address of this machine, or stands for all of them.
         Unavailable: the port cannot be taken.
     """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -108,6 +108,7 @@ def check_port(host: str, port: int) -> None:
             raise Unavailable(
                 f"port {port} on {host} cannot be used ({error.strerror}): choose another --port"
             ) from None
+        check_can_be_told(probe, f"--host {host}")
 
 
 def url_of(host: str, port: int) -> str:

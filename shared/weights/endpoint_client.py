@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import IO, Self, TypeVar
 
 from shared.errors import Conflict, DeadlineExceeded, NotFound, WeightTransferFailed
+from shared.ports import WILDCARDS
 from shared.processes import python_module, reap
 from shared.schemas.publication import Rendezvous
 from shared.weights.endpoint_protocol import (
@@ -38,7 +39,6 @@ KILL_SECONDS = 5.0
 """A killed process is gone in milliseconds."""
 
 T = TypeVar("T")
-_WILDCARDS = frozenset({"0.0.0.0", "::"})  # noqa: S104 (named here to be refused, or to be asked about)
 
 # The endpoint only moves bytes: no compute threads, neither while forking nor after.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -68,7 +68,7 @@ class EndpointClient:
         device: str | None = None,
         sends_to_engines: bool = False,
     ) -> None:
-        if bind_host in _WILDCARDS and advertise_host is None:
+        if bind_host in WILDCARDS and advertise_host is None:
             raise ValueError(f"bind_host {bind_host} needs an advertise_host: receivers cannot connect to a wildcard")
         self._bind_host = bind_host
         self._device = device
@@ -117,7 +117,7 @@ class EndpointClient:
             bind_host=self._bind_host,
             host=self._host,
             port=0,
-            address=self._host if self._bind_host in _WILDCARDS else self._bind_host,
+            address=self._host if self._bind_host in WILDCARDS else self._bind_host,
             timeout_seconds=timeout_seconds,
             device=self._device,
             sends_to_engines=self._sends_to_engines,

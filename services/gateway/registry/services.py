@@ -156,7 +156,9 @@ class Registry:
             NotFound: there is no such service: it should register again.
         """
         if service_id not in self._services:
-            raise NotFound(f"there is no service {service_id}: register again", service_id=service_id)
+            raise NotFound(
+                f"no service {service_id} is registered: one that works registers again", service_id=service_id
+            )
         return self._services[service_id]
 
     def find(self, service_id: str | None) -> LiveService | None:

@@ -43,6 +43,16 @@ def test_a_service_that_cannot_open_what_it_needs_refuses_in_one_sentence() -> N
     assert "FLOTILLA_UNSAFE_SANDBOX=1" in sentence
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_service_that_would_register_where_nobody_reaches_it_refuses_in_one_sentence(host: str) -> None:
+    own = environment(FLOTILLA_TOKEN="a-token-of-this-test", FLOTILLA_HOST=host)
+
+    result = subprocess.run(SERVICE, env=own, capture_output=True, text=True, timeout=60)
+
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"reward: FLOTILLA_HOST={host} stands for all addresses of this machine")
+
+
 @pytest.mark.parametrize("is_owned", [True, False])
 def test_a_service_ends_with_its_owner_only_if_it_has_one(is_owned: bool) -> None:
     script = (

@@ -14,6 +14,12 @@ def test_a_host_that_is_not_this_machine_is_not_mistaken_for_a_port_in_use(host:
         check_port(host, 0)
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "0"])
+def test_a_host_that_stands_for_all_addresses_is_refused_with_those_that_others_reach(host: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"--host {host} stands for all addresses of this machine.* 127.0.0.1"):
+        check_port(host, 0)
+
+
 def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -98,7 +98,7 @@ async def test_a_service_that_is_silent_is_forgotten_and_told_to_register_again(
 
     clock.advance(0.2)
     await gateway.reconciler.reconcile()
-    with pytest.raises(NotFound, match="register again"):
+    with pytest.raises(NotFound, match="registers again"):
         await say(gateway, service_id, ObservedState())
 
 

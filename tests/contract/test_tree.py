@@ -1,7 +1,8 @@
-"""The top of the repository has what a newcomer should read, and nothing that a command left there."""
+"""The top of the repository has what a newcomer reads, and nothing that a command left; a wheel has all other files."""
 
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,23 @@ EXPECTED = {
     "pyproject.toml",
     "requirements.lock",
 }
+
+
+PACKAGES = ("flotilla", "services", "shared")
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists() or shutil.which("git") is None, reason="not a git checkout")
+def test_a_wheel_has_every_file_of_the_packages_and_its_list_names_nothing_else() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", *PACKAGES], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    files = [Path(path) for path in listed.stdout.split("\0") if path and not path.endswith(".py")]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    patterns: list[str] = settings["package-data"]["*"]
+
+    assert files
+    assert [str(path) for path in files if not any(path.match(pattern) for pattern in patterns)] == []
+    assert [pattern for pattern in patterns if not any(path.match(pattern) for path in files)] == []
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists() or shutil.which("git") is None, reason="not a git checkout")

@@ -1,4 +1,4 @@
-"""Ranges of images over plain connections: the kernel moves them from file to socket to file, off the event loop.
+"""Ranges of images over plain connections: from file to socket to file, off the event loop.
 
 HTTP decides who gets what: a route that has let a caller in gives it a ticket, good for one range of one image, once
 and soon. The caller shows it on a connection of its own, and gets the bytes. So neither a token nor an image's name is
@@ -6,20 +6,18 @@ ever seen here, and the loop that keeps a service's lease does not touch a byte 
 """
 
 import contextlib
-import fcntl
 import logging
-import os
 import secrets
 import select
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from shared.weights.image import WeightImage
 from shared.weights.loopback import RECEIVE_BUFFER_BYTES, is_loopback
+from shared.weights.prefix_checksum import PrefixChecksum
 from shared.weights.sender import RangeSender
 
 log = logging.getLogger(__name__)
@@ -32,8 +30,12 @@ SILENCE_SECONDS = 60.0
 MAX_CONNECTIONS = 64
 WAKE_BYTES = 256 << 10
 """Who receives is woken for so many bytes: for each packet of 64 KiB it costs twice the time of a core."""
-PIPE_BYTES = 1 << 20
-"""As much as a process may ask for without privileges."""
+CHUNK_BYTES = 1 << 20
+"""Small enough to be in a core's cache when it is written to the file and summed."""
+PAUSE_SECONDS = 0.005
+"""On loopback a connection keeps its core for such pauses: in turns by chunks two get in each other's way."""
+STOPPED_SECONDS = 0.1
+"""How soon a receiver that waits for a core finds that it was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,8 @@ class DirectReceiver:
         host, port: of the server.
         connect_seconds: for the connection.
         silence_seconds: the longest that nothing may come.
-        cores: held while bytes are moved.
+        cores: one is held while bytes are moved.
+        checksum: of the image; is told of what has come.
     """
 
     def __init__(
@@ -162,12 +165,15 @@ class DirectReceiver:
         *,
         connect_seconds: float,
         silence_seconds: float,
-        cores: AbstractContextManager[object],
+        cores: threading.Semaphore,
+        checksum: PrefixChecksum,
     ) -> None:
         self._address = host, port
         self._connect_seconds = connect_seconds
         self._silence_seconds = silence_seconds
         self._cores = cores
+        self._checksum = checksum
+        self._pause_seconds = 0.0
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self._is_stopped = False
@@ -187,28 +193,48 @@ class DirectReceiver:
             connection.settimeout(self._silence_seconds)
             if is_loopback(connection):
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+                self._pause_seconds = PAUSE_SECONDS
             connection.sendall(ticket)
             connection.setblocking(False)
-            with _pipe() as (leaving, entering):
-                self._move(connection, leaving, entering, image, span)
+            readable = select.poll()
+            readable.register(connection, select.POLLIN)
+            while self.num_received < len(span):
+                if not self._has_come(connection, readable, span, self._silence_seconds):
+                    raise TimeoutError(f"nothing came for {self._silence_seconds} s")
+                with self._core():
+                    self._take(connection, readable, image, span)
 
-    def _move(self, connection: socket.socket, leaving: int, entering: int, image: WeightImage, span: range) -> None:
-        """Move what comes through a pipe: pages of the socket become pages of the file, copied once at most."""
-        readable = select.poll()
-        readable.register(connection, select.POLLIN)
-        while (num_missing := len(span) - self.num_received) > 0:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(WAKE_BYTES, num_missing))
-            if not readable.poll(self._silence_seconds * 1000):
-                raise TimeoutError(f"nothing came for {self._silence_seconds} s")
+    def _take(self, connection: socket.socket, readable: "select.poll", image: WeightImage, span: range) -> None:
+        """Write what comes, until it pauses."""
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, len(span))))
+        while self._has_come(connection, readable, span, self._pause_seconds):
             try:
-                num = os.splice(connection.fileno(), entering, min(PIPE_BYTES, num_missing), flags=os.SPLICE_F_MOVE)
+                num = connection.recv_into(buffer[: len(span) - self.num_received])
             except BlockingIOError:
                 continue
             if num == 0:
                 raise ConnectionResetError(f"the connection ended after {self.num_received} bytes")
-            with self._cores:
-                image.splice_at(span.start + self.num_received, leaving, num)
+            image.write_at(span.start + self.num_received, buffer[:num])
             self.num_received += num
+            self._checksum.follow(image, range(span.start, span.start + self.num_received), buffer[:num])
+
+    def _has_come(self, connection: socket.socket, readable: "select.poll", span: range, seconds: float) -> bool:
+        """Wait until so much has come that it is worth being woken for, or the connection has ended."""
+        num_missing = len(span) - self.num_received
+        if num_missing == 0:
+            return False
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(WAKE_BYTES, num_missing))
+        return bool(readable.poll(seconds * 1000))
+
+    @contextlib.contextmanager
+    def _core(self) -> Iterator[None]:
+        while not self._cores.acquire(timeout=STOPPED_SECONDS):
+            if self._is_stopped:
+                raise ConnectionAbortedError("stopped before there was a core for it")
+        try:
+            yield
+        finally:
+            self._cores.release()
 
     def stop(self) -> None:
         """Make ``receive`` fail now."""
@@ -229,16 +255,3 @@ class DirectReceiver:
         finally:
             with self._lock:
                 self._connection = None
-
-
-@contextlib.contextmanager
-def _pipe() -> Iterator[tuple[int, int]]:
-    """Open a pipe, as wide as allowed: (where bytes leave it, where they enter)."""
-    leaving, entering = os.pipe()
-    try:
-        with contextlib.suppress(OSError):  # so many are open that a new one stays small
-            fcntl.fcntl(entering, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        yield leaving, entering
-    finally:
-        os.close(leaving)
-        os.close(entering)

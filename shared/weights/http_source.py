@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import re
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import httpx
@@ -55,7 +54,7 @@ class HttpSource:
                     raise Unavailable(problem.detail) if answer.is_server_error else problem
                 image = await self._expect(answer, arriving, arrival)
                 if self.may_be_direct and TICKET in answer.headers:
-                    await self._take_directly(image, arrival, answer, arriving.cores)
+                    await self._take_directly(image, arrival, answer, arriving)
                 else:
                     await self._take_body(image, arrival, answer)
         except httpx.HTTPError as error:
@@ -75,7 +74,7 @@ class HttpSource:
         return await arriving.expect(arrival, range(start, stop), size, answer.headers["etag"].strip('"'))
 
     async def _take_directly(
-        self, image: WeightImage, arrival: Arrival, answer: httpx.Response, cores: AbstractContextManager[object]
+        self, image: WeightImage, arrival: Arrival, answer: httpx.Response, arriving: ArrivingImage
     ) -> None:
         """Fetch what a ticket is good for; it is written where it belongs, on a thread.
 
@@ -87,7 +86,12 @@ class HttpSource:
             raise WeightTransferFailed(f"{self.url} gives a ticket that is none")
         host = answer.url.host
         receiver = arrival.stream = DirectReceiver(
-            host, int(port), connect_seconds=CONNECT_SECONDS, silence_seconds=SILENCE_SECONDS, cores=cores
+            host,
+            int(port),
+            connect_seconds=CONNECT_SECONDS,
+            silence_seconds=SILENCE_SECONDS,
+            cores=arriving.cores,
+            checksum=arriving.checksum,
         )
         span = arrival.span
 

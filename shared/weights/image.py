@@ -23,7 +23,7 @@ from shared.schemas.publication import Manifest
 from shared.weights.image_files import choose_directory, is_at, lock_shared, new_name, open_shared
 from shared.weights.layout import ImageLayout
 from shared.weights.loopback import is_loopback, send_on_loopback
-from shared.weights.pages import populate, reserve_range, splice_range, write_range
+from shared.weights.pages import populate, reserve_range, write_range
 
 DEFAULT_SLICE_BYTES = 8 << 20
 """Slices of 4 to 16 MB are the fastest through gloo; larger ones gain nothing."""
@@ -130,10 +130,6 @@ class WeightImage:
             ValueError: the image is closed.
         """
         return os.preadv(self._file.fileno(), [target], position)
-
-    def splice_at(self, position: int, pipe: int, num_bytes: int) -> None:
-        """Move a piece that is in a pipe into the file; as :meth:`write_at`."""
-        splice_range(self._file, self.path, position, pipe, num_bytes)
 
     @property
     def image_bytes(self) -> int:

@@ -12,7 +12,6 @@ import re
 import secrets
 import stat
 import threading
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -68,7 +67,7 @@ class DirectorySource:
             sent = range(arrival.span.start, min(arrival.span.stop, size))
             image = await arriving.expect(arrival, sent, size, self.checksum)
             arrival.stream = reader
-            await self._read(reader, image, arrival.span, arriving.cores)
+            await self._read(reader, image, arrival.span, arriving)
         except OSError as error:
             raise Unavailable(f"reading {self.path} failed: {error}") from error
         finally:
@@ -81,11 +80,9 @@ class DirectorySource:
             raise Unavailable(f"opening {self.path} takes longer than {OPEN_SECONDS} s")
         return opening.result()
 
-    async def _read(
-        self, reader: "FileReader", image: WeightImage, span: range, cores: AbstractContextManager[object]
-    ) -> None:
+    async def _read(self, reader: "FileReader", image: WeightImage, span: range, arriving: ArrivingImage) -> None:
         """Read a range on a thread, which is left alone where the file system hangs: it writes no more then."""
-        reading = on_daemon_thread(lambda: reader.read(image, span, cores), "weights from a directory")
+        reading = on_daemon_thread(lambda: reader.read(image, span, arriving), "weights from a directory")
         reading.add_done_callback(_settled)
         before, looks = -1, 0
         while not (await asyncio.wait([reading], timeout=LOOK_SECONDS))[0]:
@@ -135,8 +132,8 @@ class FileReader:
             raise
         return size
 
-    def read(self, image: WeightImage, span: range, cores: AbstractContextManager[object]) -> None:
-        """Read a range of the opened file to where it belongs; blocks. ``cores`` is held while bytes are written.
+    def read(self, image: WeightImage, span: range, arriving: ArrivingImage) -> None:
+        """Read a range of the opened file to where it belongs; blocks, and holds a core while bytes are written.
 
         Raises:
             OSError: the file system failed, the file ended, or ``stop`` was called.
@@ -152,11 +149,13 @@ class FileReader:
                 num = os.preadv(file.fileno(), [wanted], span.start + self.num_received)
                 if num == 0:
                     raise ConnectionResetError(f"it ends at byte {span.start + self.num_received}")
-                with cores, self._lock:
+                with arriving.cores, self._lock:
                     if self.is_stopped:
                         raise ConnectionAbortedError("stopped")
                     image.write_at(span.start + self.num_received, wanted[:num])
                     self.num_received += num
+                    there = range(span.start, span.start + self.num_received)
+                    arriving.checksum.follow(image, there, wanted[:num])
 
     def stop(self) -> None:
         """Have nothing more written; a thread that hangs in the file system closes the file when it returns."""

@@ -46,14 +46,6 @@ def write_range(file: FileIO, path: Path, position: int, data: memoryview) -> No
             num_written += os.pwrite(file.fileno(), data[num_written:], position + num_written)
 
 
-def splice_range(file: FileIO, path: Path, position: int, pipe: int, num_bytes: int) -> None:
-    """Move so many bytes that are in a pipe to the file, inside the kernel, taking the room that is missing."""
-    end = position + num_bytes
-    with _having_room(path, range(position, end)):
-        while position < end:
-            position += os.splice(pipe, file.fileno(), end - position, offset_dst=position)
-
-
 @contextlib.contextmanager
 def _having_room(path: Path, span: range) -> Iterator[None]:
     try:

@@ -1,6 +1,11 @@
-"""The checksum of an image whose bytes arrive in any order, computed from its beginning while others still come."""
+"""The checksum of an image whose bytes arrive in any order, computed from its beginning while others still come.
+
+Whoever writes bytes sums them as well, while its core has them in the cache, if all before them is summed. What is left
+out so is read again.
+"""
 
 import asyncio
+import threading
 from contextlib import AbstractContextManager
 
 import xxhash
@@ -11,10 +16,12 @@ from shared.weights.image import WeightImage
 PIECE_BYTES = 32 << 20
 CHUNK_BYTES = 1 << 20
 """Small enough to be in a core's cache when it is summed."""
+CATCH_UP_BYTES = 4 << 20
+"""How much is read again for each chunk that arrives behind what was not summed."""
 
 
 class PrefixChecksum:
-    """Reads an image on a thread, up to where it is known to be there for good.
+    """Sums an image from its beginning, up to where it is known to be there for good.
 
     Args:
         cores: held while a piece is read.
@@ -27,7 +34,27 @@ class PrefixChecksum:
         self._chunk = memoryview(bytearray(CHUNK_BYTES))
         self._num_read = 0
         self._num_there = 0
+        self._summing = threading.Lock()
         self._reading: asyncio.Task[None] | None = None
+
+    def follow(self, image: WeightImage, arrived: range, latest: memoryview) -> None:
+        """Sum what a thread has just written, or some of what was written before it. Blocks; the caller holds a core.
+
+        Args:
+            image: that is written.
+            arrived: all that is there of the thread's range: none of it will be written again.
+            latest: the last bytes of that.
+        """
+        if not self._summing.acquire(blocking=False):
+            return
+        try:
+            if self._num_read == arrived.stop - len(latest):
+                self._digest.update(latest)
+                self._num_read = arrived.stop
+            elif self._num_read in arrived:
+                self._read_until(image, min(arrived.stop, self._num_read + CATCH_UP_BYTES))
+        finally:
+            self._summing.release()
 
     def advance(self, image: WeightImage, num_bytes: int) -> None:
         """Note that the first so many bytes are there, and will not be written again."""
@@ -56,10 +83,13 @@ class PrefixChecksum:
             await asyncio.to_thread(self._update, image, span)
 
     def _update(self, image: WeightImage, span: range) -> None:
-        with self._cores:
-            while self._num_read < span.stop:
-                num = image.read_at(self._num_read, self._chunk[: span.stop - self._num_read])
-                if num == 0:
-                    raise WeightTransferFailed(f"{image.path.name} was cut off at byte {self._num_read}")
-                self._digest.update(self._chunk[:num])
-                self._num_read += num
+        with self._cores, self._summing:
+            self._read_until(image, span.stop)
+
+    def _read_until(self, image: WeightImage, stop: int) -> None:
+        while self._num_read < stop:
+            num = image.read_at(self._num_read, self._chunk[: stop - self._num_read])
+            if num == 0:
+                raise WeightTransferFailed(f"{image.path.name} was cut off at byte {self._num_read}")
+            self._digest.update(self._chunk[:num])
+            self._num_read += num

@@ -113,7 +113,7 @@ class ArrivingImage:
         self._rests: Counter[Source] = Counter()
         self.cores = threading.Semaphore(max(1, len(os.sched_getaffinity(0)) // 2))
         """Whoever moves or reads bytes holds one: a pull takes half of the cores at most, the others may train."""
-        self._digest = PrefixChecksum(self.cores)
+        self.checksum = PrefixChecksum(self.cores)
         self.missing = MissingRanges()
         self.image: WeightImage | None = None
         self.num_received = 0
@@ -162,7 +162,7 @@ class ArrivingImage:
                 source.strikes = 0
             self.missing.settle(span, arrival.num_received)
             if self.image is not None and not self.image.is_closed:
-                self._digest.advance(self.image, self.missing.num_first)
+                self.checksum.advance(self.image, self.missing.num_first)
                 if self._on_arrived is not None:
                     self._on_arrived(self.image.path, self.missing.num_first)
             self.notify()
@@ -173,7 +173,7 @@ class ArrivingImage:
 
     async def settled(self) -> None:
         """Wait until nothing of it is read, as far as it is there; comes before ``finish``."""
-        await self._digest.settled()
+        await self.checksum.settled()
 
     def finish(self) -> Path:
         """Check the whole file and hand it over; blocks.
@@ -182,9 +182,9 @@ class ArrivingImage:
             WeightTransferFailed: the checksum is not the right one, or it is no image.
         """
         assert self.image is not None
-        checksum = self._digest.finish(self.image)
-        if checksum != self._checksum:
-            raise WeightTransferFailed(f"the pulled image has checksum {checksum}, it should have {self._checksum}")
+        found = self.checksum.finish(self.image)
+        if found != self._checksum:
+            raise WeightTransferFailed(f"the pulled image has checksum {found}, it should have {self._checksum}")
         self.image.layout()
         return self.image.hand_over()
 
@@ -235,7 +235,7 @@ class ArrivingImage:
 
     async def close(self) -> None:
         """Give the image up."""
-        self._digest.abandon()
+        self.checksum.abandon()
         if self.image is not None:
             await close_images(self.image)
 

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import os
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,9 @@ import pytest
 from shared.credentials import Credentials
 from shared.errors import Conflict, WeightTransferFailed
 from shared.weights import direct as direct_module
+from shared.weights.direct import DirectReceiver
 from shared.weights.image import WeightImage
+from shared.weights.prefix_checksum import PrefixChecksum
 from shared.weights.pull import WANTS_TICKET
 from shared.weights.pull_client import WeightPuller
 from shared.weights.sender import InlineSender
@@ -79,6 +82,18 @@ async def test_no_byte_of_the_image_passes_the_event_loop(
     assert spans == [range(image.image_bytes)]
 
 
+async def test_bytes_are_summed_as_they_come_and_never_read_again(
+    image: WeightImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_direct_server() as server:
+        server.images.publish(3, image.path)
+        monkeypatch.setattr(WeightImage, "read_at", None)
+
+        path = await pulled(server, tmp_path)
+
+    assert path.read_bytes() == image.view
+
+
 async def test_a_source_that_dies_within_a_range_is_asked_for_the_rest(
     image: WeightImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,19 +136,17 @@ async def test_wrong_bytes_are_refused(image: WeightImage, tmp_path: Path, monke
 async def test_a_pull_that_finds_no_room_midway_says_so_and_leaves_none_taken(
     image: WeightImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    move, positions = os.splice, []
+    write, positions = os.pwrite, []
 
-    def until_full(source: int, target: int, count: int, *, offset_dst: int | None = None, flags: int = 0) -> int:
-        if offset_dst is None:
-            return move(source, target, count, flags=flags)
-        positions.append(offset_dst)
-        if offset_dst >= 1 << 20:
+    def until_full(file: int, data: memoryview, position: int) -> int:
+        positions.append(position)
+        if position >= 1 << 20:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return move(source, target, count, offset_dst=offset_dst)
+        return write(file, data, position)
 
     async with a_direct_server() as server:
         server.images.publish(3, image.path)
-        monkeypatch.setattr(os, "splice", until_full)
+        monkeypatch.setattr(os, "pwrite", until_full)
 
         with pytest.raises(WeightTransferFailed, match="ran out of room"):
             await pulled(server, tmp_path)
@@ -181,6 +194,34 @@ async def test_a_cancelled_pull_leaves_no_file_and_no_lock(
 
         assert list(tmp_path.iterdir()) == []
         await until_writable(image)
+
+
+async def test_who_waits_for_a_core_can_be_stopped(image: WeightImage) -> None:
+    async with a_direct_server() as server:
+        server.images.publish(3, image.path)
+        answer = await answer_with_ticket(server)
+        ticket, none_free = bytes.fromhex(answer.headers["flotilla-ticket"]), threading.Semaphore(0)
+        with WeightImage.create(image.image_bytes) as target:
+            receiver = DirectReceiver(
+                "127.0.0.1",
+                int(answer.headers["flotilla-port"]),
+                connect_seconds=DEADLINE,
+                silence_seconds=DEADLINE,
+                cores=none_free,
+                checksum=PrefixChecksum(none_free),
+            )
+            receiving = asyncio.ensure_future(asyncio.to_thread(receiver.receive, ticket, target, range(10, 20)))
+            try:
+                while not receiver.is_connected:
+                    await asyncio.sleep(0.005)
+
+                receiver.stop()
+
+                with pytest.raises(ConnectionError, match="stopped"):
+                    await asyncio.wait_for(asyncio.shield(receiving), DEADLINE)
+            finally:
+                none_free.release()
+                await asyncio.wait([receiving])
 
 
 async def test_a_ticket_is_good_once_and_soon(image: WeightImage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import socket
 import threading
@@ -14,6 +15,7 @@ import pytest
 
 from shared.credentials import Credentials
 from shared.errors import FlotillaError, WeightTransferFailed
+from shared.weights import direct as direct_module
 from shared.weights import http_source, pull_client
 from shared.weights import missing as missing_module
 from shared.weights.direct import DirectServer
@@ -269,24 +271,48 @@ async def test_a_pull_leaves_half_of_the_cores_to_others(
     image: WeightImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    move, moving, most = os.splice, [], 0
+    write, writing, most = os.pwrite, [], 0
 
-    def slow(source: int, target: int, count: int, *, offset_dst: int | None = None, flags: int = 0) -> int:
+    def slow(file: int, data: memoryview, position: int) -> int:
         nonlocal most
-        if offset_dst is None:
-            return move(source, target, count, flags=flags)
-        moving.append(offset_dst)
-        most = max(most, len(moving))
+        writing.append(position)
+        most = max(most, len(writing))
         time.sleep(0.01)
-        moving.remove(offset_dst)
-        return move(source, target, count, offset_dst=offset_dst)
+        writing.remove(position)
+        return write(file, data, position)
 
-    monkeypatch.setattr(os, "splice", slow)
+    monkeypatch.setattr(os, "pwrite", slow)
     async with sources(monkeypatch, image, image) as (trainer, peer):
         path = await pulled(tmp_path, image, trainer, peer)
 
     assert path.read_bytes() == image.view
     assert most == 1
+
+
+async def test_on_loopback_a_range_that_has_begun_keeps_its_core(
+    image: WeightImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def by_quarters(image: WeightImage, connection: socket.socket, span: range) -> None:
+        for start in range(span.start, span.stop, 1 << 18):
+            connection.sendall(image.view[start : min(start + (1 << 18), span.stop)])
+            time.sleep(0.02)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(direct_module, "PAUSE_SECONDS", PATIENCE)
+    write, written = os.pwrite, list[int]()
+
+    def noted(file: int, data: memoryview, position: int) -> int:
+        written.append(position >> 20)
+        return write(file, data, position)
+
+    monkeypatch.setattr(os, "pwrite", noted)
+    async with sources(monkeypatch, image) as (trainer,):
+        trainer.send = by_quarters
+        path = await pulled(tmp_path, image, trainer)
+
+    assert path.read_bytes() == image.view
+    assert len(written) > 2 * SIZE
+    assert len([each for each, _ in itertools.groupby(written)]) == len(set(written))
 
 
 async def test_without_a_checksum_only_the_trainer_is_asked(

@@ -159,7 +159,6 @@ class TrainerActions(JoiningActions):
     async def take_version(self, url: str, token: str, checksum: str, sees: bool) -> tuple[float, float]:
         """Do what a rollout does that lacks the committed version; gives the seconds until it serves, and samples."""
         gate, images = VersionGate(), StagedImages()
-        await gate.set(0)
 
         def end(error: WorkerDied) -> None:
             raise error

@@ -188,6 +188,22 @@ class GroupMember(Protocol):
         """
 
 
+@runtime_checkable
+class DiscardsWeights(Protocol):
+    """An engine that can read new weights over those that it has, beside what ``Engine`` has."""
+
+    async def discard_weights(self) -> None:
+        """Give the weights up, and keep their memory: the next ones, a transfer's as well, may be read into it.
+
+        What is in flight ends as aborted, an update that waits with ``Unavailable``. Until weights are there again
+        (``wake``, or ``load_weights``) ``generate`` raises ``Unavailable``.
+
+        Raises:
+            WorkerDied: the engine's process ended.
+            DeadlineExceeded: the engine does not answer.
+        """
+
+
 class Engine(Protocol):
     """Samples completions under versioned weights."""
 
@@ -257,7 +273,7 @@ class Engine(Protocol):
         """
 
     async def wake(self) -> None:
-        """Read the initial weights again; nothing happens while the engine is awake.
+        """Read the initial weights again; nothing happens while the engine has weights.
 
         Raises:
             WeightTransferFailed: the model's files are not what they were.

@@ -239,6 +239,10 @@ class ScriptedEngine:
         self._updates.clear()
         self.is_asleep = True
 
+    async def discard_weights(self) -> None:
+        """Sample nothing until it has weights again; see ``DiscardsWeights``."""
+        await self.sleep()
+
     async def wake(self) -> None:
         """Serve the first version again, if it is asleep; see ``Engine.wake``."""
         self._check_running()

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from services.rollout.engines.base import Engine, GroupMember, WeightTransfer
+from services.rollout.engines.base import DiscardsWeights, Engine, GroupMember, WeightTransfer
 from services.rollout.weights.staged_images import StagedImage, StagedImages
 from services.rollout.weights.version import VersionGate
 from shared.config.asynchrony import OnWeightUpdate
@@ -101,8 +101,8 @@ class VersionSwitcher:
         """Held while the engine is given weights, or put to sleep."""
         self._is_reserved = self._is_to_be_reserved = False
         self._slept_at: int | None = None
-        self._has_slept = False
-        """Whether the engine has had no weights since it was put to sleep."""
+        self._lacks_weights = False
+        """Whether the engine has no weights: since it was put to sleep, or they were given up."""
         self.is_asleep = False
         self.switches = 0
 
@@ -122,7 +122,7 @@ class VersionSwitcher:
         if self._pulling is not None:
             self._pulling[1].cancel()
         async with self._engine_use:
-            self._slept_at, self._has_slept = self.version, True
+            self._slept_at, self._lacks_weights = self.version, True
             await self._gate.set(None)
             await self._engine.sleep()
 
@@ -153,7 +153,7 @@ class VersionSwitcher:
             is_lost: whether the engine has none any more, so that the committed version has to be loaded.
         """
         if is_lost:
-            self._slept_at, self._has_slept = self.version, True
+            self._slept_at, self._lacks_weights = self.version, True
             await self._gate.set(None)
         if self._is_reserved:
             self._is_reserved = False
@@ -237,7 +237,7 @@ class VersionSwitcher:
         staged = self._images.staged
         if version == 0:
             # The engine started with the initial weights.
-            if self._has_slept:
+            if self._lacks_weights:
                 await self._engine.wake()
         elif staged is not None and staged.is_of(version, desired.policy_checksum):
             await self._serve_staged(staged)
@@ -246,7 +246,16 @@ class VersionSwitcher:
 
     async def _note_served(self, version: int) -> None:
         await self._gate.set(version)
-        self._slept_at, self._has_slept = None, False
+        self._slept_at, self._lacks_weights = None, False
+
+    async def _discard_unused(self) -> None:
+        """Have the first version that serves read over the weights that the engine began with: nobody samples them.
+
+        A rollout that joins needs no new memory for it then, which takes longer to get than to fill.
+        """
+        if self._gate.version is None and not self._lacks_weights and isinstance(self._engine, DiscardsWeights):
+            self._lacks_weights = True
+            await self._engine.discard_weights()
 
     async def _serve_staged(self, staged: StagedImage) -> None:
         """Load the image that waits.
@@ -275,6 +284,7 @@ class VersionSwitcher:
         located = await self._locate(desired.weights_url, checksum, desired.weights_peers)
         if located is None:
             return False
+        await self._discard_unused()
         try:
             with _Reading(self._engine, version) as reading:
                 async with self._images.mapped(located.path, located.image_bytes) as image:
@@ -295,6 +305,7 @@ class VersionSwitcher:
         url, committed = desired.weights_url, desired.policy_checksum
         if url is None and (committed is None or self._kept_in is None):
             raise NotFound(f"nobody serves version {version} now")
+        await self._discard_unused()
         with _Reading(self._engine, version) as reading:
             path = await self._pulled(url, version, committed, reading.advance)
         # It is kept: others may pull it here, and the next version may come as a patch for it.

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engines.base import Completion, Engine, WeightTransfer
+from services.rollout.engines.base import Completion, DiscardsWeights, Engine, WeightTransfer
 from services.rollout.engines.scripted import ScriptedEngine
 from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import WorkerDied
+from shared.errors import Unavailable, WeightTransferFailed, WorkerDied
 from shared.schemas.engine import EngineCapability
+from shared.schemas.trajectory import FinishReason
 from tests.contract.engine.conftest import HERE, LONG, maker_of, until_running
 from tests.contract.engine.requests import a_request
 
@@ -169,3 +170,72 @@ async def test_a_transfer_outlives_its_engine_in_silence(
         transfer.abort("the engine is gone")
     with pytest.raises(WorkerDied):
         engine.begin_transfer(image, 6)
+
+
+def that_discards(engine: Engine) -> DiscardsWeights:
+    """Leave a test out for an engine that cannot read weights over those that it has."""
+    if not isinstance(engine, DiscardsWeights):
+        pytest.skip("the engine does not discard weights")
+    return engine
+
+
+async def test_nothing_is_sampled_between_discarded_weights_and_the_next(
+    engine: Engine, image: Path, arriving: Path
+) -> None:
+    discarding, expected = that_discards(engine), await under(engine, image, 4)
+    running = asyncio.create_task(engine.generate(a_request(request_id="long", max_new_tokens=LONG)))
+    await until_running(engine, running=1, new_tokens=5)
+
+    await discarding.discard_weights()
+    await discarding.discard_weights()
+
+    assert [each.finish_reason for each in await running] == [FinishReason.ABORTED]
+    with pytest.raises(Unavailable):
+        await sampled(engine)
+    transfer = engine.begin_transfer(arriving, 5)
+    receive(transfer, image.read_bytes(), arriving)
+    with pytest.raises(Unavailable):
+        await sampled(engine)
+    transfer.complete()
+    await engine.load_weights(arriving, 5, OnWeightUpdate.INTERRUPT)
+    completion = await sampled(engine)
+    assert completion.versions == ((0, 5),)
+    check_same_weights(engine, completion, expected)
+
+
+@pytest.mark.parametrize("pieces", [0, 3, PIECES])
+async def test_what_was_read_over_discarded_weights_and_aborted_leaves_nothing_behind(
+    engine: Engine, image: Path, arriving: Path, pieces: int
+) -> None:
+    discarding, expected = that_discards(engine), await under(engine, image, 4)
+    await discarding.discard_weights()
+    failed = engine.begin_transfer(arriving, 5)
+    receive(failed, image.read_bytes()[:-4] + bytes(4), arriving, pieces)
+    failed.abort("its checksum is wrong")
+    missing = arriving.with_name("missing.safetensors")
+    with pytest.raises(WeightTransferFailed):
+        await engine.load_weights(missing, 5, OnWeightUpdate.DRAIN)
+    with pytest.raises(Unavailable):
+        await sampled(engine)
+
+    await engine.load_weights(image, 6, OnWeightUpdate.DRAIN)
+
+    completion = await sampled(engine)
+    assert completion.versions == ((0, 6),)
+    check_same_weights(engine, completion, expected)
+
+
+async def test_an_engine_that_discarded_its_weights_wakes_with_those_that_it_began_with(
+    engine: Engine, image: Path, arriving: Path
+) -> None:
+    discarding, before = that_discards(engine), await sampled(engine)
+    await discarding.discard_weights()
+    transfer = engine.begin_transfer(arriving, 5)
+    receive(transfer, image.read_bytes(), arriving, 3)
+
+    await engine.wake()
+
+    after = await sampled(engine)
+    assert after.versions == ((0, 3),)
+    check_same_weights(engine, after, before.token_ids.tolist())
+    transfer.abort("nobody wants it")

@@ -14,7 +14,7 @@ from services.rollout.engines.base import Completion
 from services.rollout.engines.decoders.arrival import Arrival
 from services.rollout.engines.embedded.engine import TorchEngine
 from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import WeightTransferFailed
+from shared.errors import Unavailable, WeightTransferFailed
 from tests.contract.engine.models import make_model, save_image, scores
 from tests.contract.engine.requests import a_request
 from tests.integration.engine.conftest import SavedModel
@@ -44,6 +44,28 @@ def update_after(
     answers = steps(engine, num_steps)
     engine.request_update(1, image, 5, mode)
     return (answers | steps(engine))[in_flight.request_id]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama-gqa-tied", "qwen2", "gpt2", "mistral-window", "mamba"])
+def test_weights_that_are_read_over_discarded_ones_are_exact(saved: Saved, newer: Callable, family: str) -> None:
+    new, image = newer(family)
+    engine = saved(family).engine()
+    engine.discard_weights()
+    with pytest.raises(Unavailable, match="no weights yet"):
+        engine.submit(a_request(PROMPT))
+
+    engine.request_update(1, image, 5, OnWeightUpdate.INTERRUPT)
+    steps(engine)
+
+    [completion] = answer(engine, a_request(PROMPT, max_new_tokens=12))
+    assert completion.versions == ((0, 5),)
+    expected = scores(new, PROMPT, completion.token_ids)
+    np.testing.assert_allclose(completion.log_probs, expected, atol=1e-5, rtol=0)
+    engine.discard_weights()
+    engine.wake()
+    [initial] = answer(engine, a_request(PROMPT, max_new_tokens=12))
+    expected = scores(saved(family).model, PROMPT, initial.token_ids)
+    np.testing.assert_allclose(initial.log_probs, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama-gqa-tied", "qwen2", "gpt2", "mistral-window", "mamba"])

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from services.rollout.engines.decoders.architecture import Architecture
 from services.rollout.engines.decoders.fused import FusedDecoder
+from services.rollout.engines.decoders.fused_weights import FusedWeights
 from services.rollout.engines.decoders.matrices import PACKED_ELEMENTS, Matrix
 from services.rollout.engines.decoders.native import kernels
 from services.rollout.engines.decoders.native.kernels import Kernels, kernels_for
@@ -80,6 +81,14 @@ def decoders_of(sizes: Architecture, directory: Path) -> list[FusedDecoder]:
 def places_of(weight: torch.Tensor) -> torch.Tensor:
     """Tell where the rows of a weight lie."""
     return weight.data_ptr() + torch.arange(weight.shape[0]) * weight.stride(0) * weight.itemsize
+
+
+def addresses_of(decoder: FusedDecoder) -> list[int]:
+    """Tell where the weights of a decoder lie, but for what oneDNN has packed."""
+    weights: FusedWeights = decoder._weights
+    matrices = [weights.layers[0].down, weights.layers[1].gate_up, weights.head]
+    packed = [getattr(matrix, "native", matrix.plain) for matrix in matrices]
+    return [each.data_ptr() for each in (weights.embedding, weights.final_norm, *packed) if each is not None]
 
 
 def a_matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
@@ -161,6 +170,35 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(tmp_path: Path) -> None
 
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+@needs_compiler
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_new_weights_take_the_memory_of_discarded_ones(tmp_path: Path, is_native: bool, is_tied: bool) -> None:
+    sizes = an_architecture(is_tied=is_tied, hidden_size=64, vocab_size=4096)
+    initial, other = tmp_path / "initial", tmp_path / "other"
+    initial.mkdir()
+    other.mkdir()
+    decoder, expected = (decoders_of(sizes, each)[0 if is_native else 1] for each in (initial, other))
+    sequences, rows = sequences_of(sizes, 5), [[0]]
+    before, memory = decoder.prefill(sequences, rows), addresses_of(decoder)
+
+    decoder.discard()
+    decoder.stage(other / "model.safetensors")
+    decoder.switch()
+    kept = addresses_of(decoder)
+    logits = decoder.prefill(sequences, rows)
+    decoder.discard()
+    decoder.restore()
+
+    assert kept == memory == addresses_of(decoder)
+    assert torch.equal(logits, expected.prefill(sequences, rows))
+    assert torch.equal(decoder.prefill(sequences, rows), before)
+    decoder.stage(other / "model.safetensors")
+    decoder.switch()
+    assert addresses_of(decoder) != memory
+    assert torch.equal(decoder.prefill(sequences, rows), logits)
 
 
 @needs_compiler

@@ -126,6 +126,30 @@ def test_new_weights_serve_at_the_addresses_that_graphs_know(directory: Path, fa
     assert [each.data_ptr() for each in paged._weights.tensors()] == addresses
 
 
+def test_new_weights_are_read_to_the_addresses_of_discarded_ones(directory: Path, family: str, tmp_path: Path) -> None:
+    paged, fused = both(directory)
+    image = save_image(make_model(family, seed=5), tmp_path / "new.safetensors")
+    prompt = [tokens(np.random.default_rng(1), 9)]
+    before, weights = paged.prefill(prompt, [[0]]), paged._weights
+    assert weights is not None
+    addresses = [each.data_ptr() for each in weights.tensors()]
+
+    for decoder in (paged, fused):
+        decoder.discard()
+        decoder.stage(image)
+    assert paged._spare is weights  # there is no second set
+    for decoder in (paged, fused):
+        decoder.switch()
+
+    same((paged.prefill(prompt, [[0]]), fused.prefill(prompt, [[0]])))
+    assert [each.data_ptr() for each in weights.tensors()] == addresses
+    paged.discard()
+    paged.restore()
+    torch.testing.assert_close(paged.prefill(prompt, [[0]]), before)
+    paged.stage(image)
+    assert paged._spare is not weights
+
+
 def test_what_was_released_comes_back(directory: Path) -> None:
     paged, _ = both(directory)
     prompt = [tokens(np.random.default_rng(2), 9)]

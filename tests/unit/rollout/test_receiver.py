@@ -95,8 +95,8 @@ class ScriptedEndpoint:
 
 
 class World:
-    def __init__(self, directory: Path) -> None:
-        self.engine, self.gate, self.endpoint = RecordingEngine(), VersionGate(), ScriptedEndpoint()
+    def __init__(self, directory: Path, engine: RecordingEngine) -> None:
+        self.engine, self.gate, self.endpoint = engine, VersionGate(), ScriptedEndpoint()
         self.asked: list[str] = []
         self.pulled: list[int] = []
         self.inodes: list[int] = []
@@ -184,8 +184,10 @@ def an_order(version: int, epoch: int = 1, phase: PublicationPhase = Publication
 
 
 @asynccontextmanager
-async def a_world(directory: Path, serving: int | None = 0) -> AsyncIterator[World]:
-    world = World(directory)
+async def a_world(
+    directory: Path, serving: int | None = 0, engine: RecordingEngine | None = None
+) -> AsyncIterator[World]:
+    world = World(directory, engine or RecordingEngine())
     await world.gate.set(serving)
     running = asyncio.create_task(world.receiver.run())
     try:
@@ -208,6 +210,71 @@ async def test_a_received_version_is_served_only_after_its_commit(tmp_path: Path
 
         await world.until(lambda: world.gate.version == 1)
         assert (world.engine.loaded, world.pulled) == ([1], [])
+
+
+class DiscardingEngine(RecordingEngine):
+    """One that can read weights over those that it has; writes down how many transfers there were by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.discarded_at: list[int] = []
+        self.num_woken = 0
+
+    async def discard_weights(self) -> None:
+        self.discarded_at.append(len(self.transfers))
+
+    async def wake(self) -> None:
+        self.num_woken += 1
+
+
+@asynccontextmanager
+async def a_discarding_world(directory: Path, serving: int | None) -> AsyncIterator[tuple[World, DiscardingEngine]]:
+    engine = DiscardingEngine()
+    async with a_world(directory, serving, engine) as world:
+        yield world, engine
+
+
+async def test_a_rollout_that_joins_has_its_first_version_read_over_the_weights_it_began_with(tmp_path: Path) -> None:
+    async with a_discarding_world(tmp_path, None) as (world, engine):
+        world.want(3, weights_url="http://t/v1/weights/3")
+        await world.until(lambda: world.gate.version == 3)
+        world.want(4, weights_url="http://t/v1/weights/4")
+        await world.until(lambda: world.gate.version == 4)
+
+    assert engine.loaded == [3, 4]
+    assert engine.discarded_at == [0]  # before the transfer of the first began, and not again: the first was sampled
+
+
+async def test_weights_that_may_be_sampled_are_not_read_over(tmp_path: Path) -> None:
+    async with a_discarding_world(tmp_path, 0) as (world, engine):
+        world.want(3, weights_url="http://t/v1/weights/3")
+        await world.until(lambda: world.gate.version == 3)
+
+    assert engine.discarded_at == []
+
+
+async def test_a_rollout_that_joins_serves_the_initial_weights_again_where_these_are_committed(tmp_path: Path) -> None:
+    async with a_discarding_world(tmp_path, None) as (world, engine):
+        world.breaks_off = True
+        world.want(3, weights_url="http://t/v1/weights/3")
+        await world.until(lambda: len(world.pulled) > 1)
+        assert engine.discarded_at == [0]
+
+        world.want(0)
+
+        await world.until(lambda: world.gate.version == 0)
+    assert (engine.num_woken, engine.loaded) == (1, [])
+
+
+async def test_a_mapped_first_version_is_read_over_the_weights_a_rollout_began_with(
+    tmp_path: Path, theirs: WeightImage
+) -> None:
+    async with a_discarding_world(tmp_path, None) as (world, engine):
+        world.located = LocatedImage(theirs.path, theirs.image_bytes, theirs.checksum())
+        world.want(3, weights_url="http://t/v1/weights/3", policy_checksum=theirs.checksum())
+        await world.until(lambda: world.gate.version == 3)
+
+    assert (engine.discarded_at, world.pulled) == ([0], [])
 
 
 async def test_a_version_is_announced_before_the_engine_waits_for_its_samples(tmp_path: Path) -> None:

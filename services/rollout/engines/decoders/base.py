@@ -102,6 +102,12 @@ class Decoder(Protocol):
     def switch(self) -> None:
         """Make the staged weights serve."""
 
+    def discard(self) -> None:
+        """Give the weights up, and keep their memory: the next ones that are staged, or restored, may take it.
+
+        Nothing is computed until ``restore``, or ``stage`` and ``switch``.
+        """
+
     def release(self) -> None:
         """Free weights, spare weights and cache; nothing is computed until ``restore``, or ``stage`` and ``switch``."""
 

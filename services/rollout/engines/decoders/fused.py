@@ -61,6 +61,7 @@ class FusedDecoder:
         self._device = device
         self._files = files
         self._spare: FusedWeights | None = None
+        self._discarded: FusedWeights | None = None
         self._cache = KeyValueCache(architecture, num_rows, context_tokens, dtype, device, self._kernels)
         self._rotations = rotations(architecture, min(context_tokens, architecture.max_positions)).to(device)
         self._native = (
@@ -75,7 +76,7 @@ class FusedDecoder:
     def stage(self, image: Path, arrival: Arrival | None = None) -> None:
         """Read a weight image into the spare weights; see ``Decoder.stage``."""
         self._spare = None
-        spare = FusedWeights(self._sizes, self._dtype, self._device, self._kernels)
+        spare = self._memory()
         with open_staged(image, arrival) as source:
             spare.fill(source)
         self._spare = spare
@@ -84,25 +85,33 @@ class FusedDecoder:
         """Make the staged weights serve; the others are freed."""
         assert self._spare is not None
         self._use(self._spare)
-        self._spare = None
+
+    def discard(self) -> None:
+        """Keep the weights as memory for others; see ``Decoder.discard``."""
+        self._spare, self._discarded = None, self._weights
 
     def release(self) -> None:
         """Free weights and cache; see ``Decoder.release``."""
         del self._weights  # Nothing may be computed: there is no empty set of weights that could serve.
-        self._spare = None
+        self._spare = self._discarded = None
         self._cache.release()
         if self._native is not None:
             self._native.release()
 
     def restore(self) -> None:
         """Read the initial weights; see ``Decoder.restore``."""
-        weights = FusedWeights(self._sizes, self._dtype, self._device, self._kernels)
+        weights = self._memory()
         with open_tensors(self._files) as source:
             weights.fill(source)
         self._use(weights)
 
+    def _memory(self) -> FusedWeights:
+        if self._discarded is not None:
+            return self._discarded
+        return FusedWeights(self._sizes, self._dtype, self._device, self._kernels)
+
     def _use(self, weights: FusedWeights) -> None:
-        self._weights = weights
+        self._weights, self._spare, self._discarded = weights, None, None
         if self._native is not None:
             self._native.use(weights)
 

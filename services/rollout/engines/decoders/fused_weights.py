@@ -7,6 +7,7 @@ attention does not notice. A set of weights that nothing is computed with may be
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -111,7 +112,9 @@ class FusedWeights:
         expected = {name: target.shape for name, target in targets.items()}
         rotary = {f"model.layers.{number}.self_attn.rotary_emb.inv_freq" for number in range(len(self.layers))}
         tied = {"lm_head.weight"} if self._architecture.is_tied else set()
-        with torch.inference_mode():
+        with torch.inference_mode(), ExitStack() as stack:
+            for matrix in self._matrices():
+                stack.callback(matrix.close)
             check_headers(source.headers, expected, optional=frozenset(rotary | tied))
             for name in source.headers:
                 if name not in targets:
@@ -129,10 +132,7 @@ class FusedWeights:
         """List all tensors, in an order that depends on the architecture alone; where matrices are not packed."""
         yield self.embedding
         yield self.final_norm
-        for matrix in [
-            self.head,
-            *(m for each in self.layers for m in (each.qkv, each.output, each.gate_up, each.down)),
-        ]:
+        for matrix in self._matrices():
             yield _unpacked(matrix)
             if matrix.bias is not None:
                 yield matrix.bias
@@ -141,6 +141,11 @@ class FusedWeights:
             yield layer.post_norm
             if layer.qk_norm is not None:
                 yield layer.qk_norm
+
+    def _matrices(self) -> Iterator[Matrix]:
+        yield self.head
+        for each in self.layers:
+            yield from (each.qkv, each.output, each.gate_up, each.down)
 
     def _targets(self) -> Iterator[tuple[str, Target]]:
         yield "model.embed_tokens.weight", _plain(self.embedding)

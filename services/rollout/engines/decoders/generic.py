@@ -79,6 +79,7 @@ class ModelWeights:
         self._tied = [names for names in places.values() if len(names) > 1]
         self._optional = frozenset(set().union(*self._tied) | (self._tensors.keys() - parameters))
         self._staged: dict[str, Tensor] = {}
+        self._is_discarded = False
 
     def stage(self, image: Path, arrival: Arrival | None = None) -> None:
         """Read an image; see ``Decoder.stage``."""
@@ -91,15 +92,22 @@ class ModelWeights:
             self._stage_from(source)
 
     def _stage_from(self, source: Tensors) -> None:
-        self._staged = {
-            name: source.read(name).to(self._tensors[name], copy=True)
-            for name in source.headers
-            if name in self._tensors
-        }
+        self._staged = {}
+        for name in source.headers:
+            if name not in self._tensors:
+                continue
+            if self._is_discarded:
+                self._tensors[name].copy_(source.read(name))
+            else:
+                self._staged[name] = source.read(name).to(self._tensors[name], copy=True)
+
+    def discard(self) -> None:
+        """Have the next weights read into the model itself; see ``Decoder.discard``."""
+        self._is_discarded = True
 
     def release(self) -> None:
         """Free the parameters' memory; the tensors stay what they are, and are empty until they are filled."""
-        self._staged = {}
+        self._staged, self._is_discarded = {}, False
         for storage, _ in self._storages:
             storage.resize_(0)
 
@@ -116,7 +124,7 @@ class ModelWeights:
                 storage.resize_(num_bytes)
         for name, tensor in self._staged.items():
             self._tensors[name].copy_(tensor)
-        self._staged = {}
+        self._staged, self._is_discarded = {}, False
 
 
 class _Forward:
@@ -150,6 +158,7 @@ class CachedDecoder(KeepsNothing):
         self._forward = _Forward(model)
         self._cache = ColumnCache(num_rows)
         self.stage, self.switch, self.restore = weights.stage, weights.switch, weights.restore
+        self.discard = weights.discard
         self._weights = weights
         self.move_rows, self.clear_rows = self._cache.move_rows, self._cache.clear_rows
 
@@ -215,7 +224,7 @@ class RecomputingDecoder(KeepsNothing):
         self._forward = _Forward(model)
         self._rows: list[list[int]] = [[] for _ in range(num_rows)]
         self.stage, self.switch = weights.stage, weights.switch
-        self.release, self.restore = weights.release, weights.restore
+        self.release, self.restore, self.discard = weights.release, weights.restore, weights.discard
 
     @torch.inference_mode()
     def prefill(

@@ -74,6 +74,10 @@ class Matrix:
             self.plain, self._transposed, self._places = whole, whole.t(), whole
         return self._places
 
+    def close(self) -> None:
+        """Let go of what was read and is not packed."""
+        self._sources.clear()
+
     def placed(self, source: Tensor) -> Tensor:
         """Return what rows [n, in] are in ``open``: themselves, or where they lie, which they do until ``pack``."""
         if self._kernels is None:

@@ -82,6 +82,7 @@ class PagedDecoder(KeepsNothing):
         self._beside: Any = None
         self._spare: FusedWeights | None = None
         self._weights: FusedWeights | None = None
+        self._is_discarded = False
         self._sent = -1
         self._empty()
         self.restore()
@@ -89,7 +90,7 @@ class PagedDecoder(KeepsNothing):
     def stage(self, image: Path, arrival: Arrival | None = None) -> None:
         """Read a weight image into the spare weights; see ``Decoder.stage``."""
         self._spare = None
-        spare = FusedWeights(self._sizes, self._dtype, self.device)
+        spare = self._memory()
         with open_staged(image, arrival) as source, self._beside_steps():
             spare.fill(source)
         self._spare = spare
@@ -115,11 +116,20 @@ class PagedDecoder(KeepsNothing):
         assert self._spare is not None
         if self._weights is None:
             self._weights = self._spare
-        else:
+        elif self._weights is not self._spare:
             with torch.inference_mode():
                 for serving, new in zip(self._weights.tensors(), self._spare.tensors(), strict=True):
                     serving.copy_(new)
-        self._spare = None
+        self._spare, self._is_discarded = None, False
+
+    def discard(self) -> None:
+        """Have the next weights read to the addresses that graphs know; see ``Decoder.discard``."""
+        self._spare, self._is_discarded = None, True
+
+    def _memory(self) -> FusedWeights:
+        if self._is_discarded and self._weights is not None:
+            return self._weights
+        return FusedWeights(self._sizes, self._dtype, self.device)
 
     def release(self) -> None:
         """Free weights, cache and graphs; see ``Decoder.release``."""
@@ -129,7 +139,7 @@ class PagedDecoder(KeepsNothing):
 
     def restore(self) -> None:
         """Read the initial weights; see ``Decoder.restore``."""
-        weights = FusedWeights(self._sizes, self._dtype, self.device)
+        weights = self._memory()
         with open_tensors(self._files) as source:
             weights.fill(source)
         self._spare = weights

@@ -73,7 +73,7 @@ class TorchEngine:
         self._prefilled_tokens = 0
         # A beginning that was computed in other shapes may differ in its last bits.
         self._turns = KeptTurns(self._decoder, 0 if self._is_padded else settings.prefix_cache_mb * 10**6)
-        self._is_asleep = False
+        self._is_asleep, self._has_weights = False, True
         facts = {"decoder": self._decoder.description, "context_tokens": self.context_tokens, "slots": settings.slots}
         log.info("engine loaded", extra={**facts, "dtype": settings.dtype, "device": settings.device})
 
@@ -112,10 +112,10 @@ class TorchEngine:
             InvalidRequest: it does not fit the engine or the model.
             PromptTooLong: it does not fit the context.
             RequestInFlight: its id is in use.
-            Unavailable: it is asleep.
+            Unavailable: it is asleep, or its weights were discarded.
         """
-        if self._is_asleep:
-            raise Unavailable("the engine is asleep")
+        if not self._has_weights:
+            raise Unavailable("the engine is asleep" if self._is_asleep else "the engine has no weights yet")
         check_request(request, self.context_tokens, self._decoder.vocab_size)
         if request.request_id in self._requests:
             raise RequestInFlight(f"request {request.request_id} is in flight already")
@@ -160,30 +160,43 @@ class TorchEngine:
         """Free weights and cache; see ``Engine.sleep``. What is ended by it comes from the next ``step``."""
         if self._is_asleep:
             return
-        for request_id in list(self._requests):
-            self.abort(request_id)
-        self._outcomes += self._updates.forget(Unavailable("the engine was put to sleep"))
-        self._flight = None
-        self._turns.clear()
+        self._end_all("the engine was put to sleep")
         self._decoder.release()
-        self._is_asleep = True
+        self._is_asleep, self._has_weights = True, False
         self._return_memory()
         log.info("engine sleeps", extra={"version": self.version})
 
+    def discard_weights(self) -> None:
+        """Give the weights up; see ``DiscardsWeights``. What is ended by it comes from the next ``step``."""
+        if self._has_weights:
+            self._end_all("the engine's weights were discarded")
+            self._decoder.discard()
+            self._has_weights = False
+
+    def _end_all(self, why: str) -> None:
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self._outcomes += self._updates.forget(Unavailable(why))
+        self._flight = None
+        self._turns.clear()
+
     def wake(self) -> None:
-        """Read the initial weights, if it is asleep.
+        """Read the initial weights, if it has none.
 
         Raises:
             WeightTransferFailed: the model's files are not what they were.
         """
-        if self._is_asleep:
+        if not self._has_weights:
+            self._updates.forget_read()
             self._decoder.restore()
-            self._wakes(self._settings.version)
+            self._has_new_weights(self._settings.version)
 
-    def _wakes(self, version: int) -> None:
-        self.version, self._is_asleep = version, False
-        self._return_memory()
-        log.info("engine is awake", extra={"version": version})
+    def _has_new_weights(self, version: int) -> None:
+        slept, self._is_asleep, self._has_weights = self._is_asleep, False, True
+        self.version = version
+        if slept:
+            self._return_memory()
+            log.info("engine is awake", extra={"version": version})
 
     def _return_memory(self) -> None:
         return_freed_memory()
@@ -222,9 +235,7 @@ class TorchEngine:
                 return
             self._updates.apply_first()
             self._turns.clear()
-            self.version = update.version
-            if self._is_asleep:
-                self._wakes(update.version)
+            self._has_new_weights(update.version)
             self._batch.tag(update.version)
             if update.mode is OnWeightUpdate.INTERRUPT and self._batch.num_running:
                 rows = self._batch.alive()

@@ -94,12 +94,17 @@ class UpdateQueue:
     def forget(self, why: FlotillaError) -> list[Updated]:
         """Forget all updates, and everything that was read; returns the report of each update."""
         ended = [Updated(update.update_id, why) for update in self._updates]
-        self.clear()
+        self._updates.clear()
+        self.forget_read()
+        return ended
+
+    def forget_read(self) -> None:
+        """Forget everything that was read."""
         if self._reading is not None:
-            # It writes into the spare weights: they can be freed once it has ended.
+            self._reading.give_up()
+            # It writes into the spare weights: they can be freed, or written, once it has ended.
             wait([self._reading.result])
         self._reading = self._staged = None
-        return ended
 
     def begin(self, arrival: Arrival) -> None:
         """Begin to read an image while it is received, unless another one is in the way or nothing overlaps."""

@@ -82,6 +82,13 @@ class Sleep:
 
 
 @dataclass(frozen=True, slots=True)
+class DiscardWeights:
+    """Give the weights up, and keep their memory for others; the result is None."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
 class Wake:
     """Read the initial weights; the result is None."""
 
@@ -107,7 +114,7 @@ class Close:
     """Abort everything, reply to it, and end."""
 
 
-Call = Generate | UpdateWeights | TakeLoad | Sleep | Wake
+Call = Generate | UpdateWeights | TakeLoad | Sleep | DiscardWeights | Wake
 TransferCommand = BeginTransfer | AdvanceTransfer | CompleteTransfer | AbortTransfer
 Command = Call | TransferCommand | Abort | Cancel | Close
 Result = Sequence[Completion] | EngineLoad | FlotillaError | None
@@ -132,6 +139,8 @@ def command_to_wire(command: Command) -> dict[str, Any]:
             return {"do": "load", "call": call}
         case Sleep(call):
             return {"do": "sleep", "call": call}
+        case DiscardWeights(call):
+            return {"do": "discard", "call": call}
         case Wake(call):
             return {"do": "wake", "call": call}
         case Abort(request_id):
@@ -165,6 +174,8 @@ def command_from_wire(wire: Mapping[str, Any]) -> Command:
             return TakeLoad(wire["call"])
         case "sleep":
             return Sleep(wire["call"])
+        case "discard":
+            return DiscardWeights(wire["call"])
         case "wake":
             return Wake(wire["call"])
         case "abort":

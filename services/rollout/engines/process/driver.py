@@ -17,6 +17,7 @@ from services.rollout.engines.process.commands import (
     Close,
     Command,
     CompleteTransfer,
+    DiscardWeights,
     Generate,
     Result,
     Sleep,
@@ -130,6 +131,9 @@ class EngineDriver:
                 self._reply(call, self._engine.load())
             case Sleep(call):
                 self._engine.sleep()
+                self._reply(call, None)
+            case DiscardWeights(call):
+                self._engine.discard_weights()
                 self._reply(call, None)
             case Wake(call):
                 try:

@@ -17,6 +17,7 @@ from services.rollout.engines.process.commands import (
     Cancel,
     Command,
     CompleteTransfer,
+    DiscardWeights,
     Generate,
     Result,
     Sleep,
@@ -87,6 +88,14 @@ class RemoteEngine(ABC):
             DeadlineExceeded: the engine did not within ``call_seconds``.
         """
         await self._ask_soon(Sleep, "go to sleep")
+
+    async def discard_weights(self) -> None:
+        """Give the weights up, and keep their memory; see ``DiscardsWeights``.
+
+        Raises:
+            DeadlineExceeded: the engine did not within ``call_seconds``.
+        """
+        await self._ask_soon(DiscardWeights, "discard its weights")
 
     async def wake(self) -> None:
         """Read the initial weights again; see ``Engine.wake``.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engines.base import Engine
+from services.rollout.engines.base import Engine, EngineLoad
 from services.rollout.engines.process.engine import ProcessEngine
 from services.rollout.engines.process.in_process import InProcessEngine
 from services.rollout.engines.scripted import ScriptedEngine
@@ -136,9 +136,20 @@ async def engine(started: Engine, model_path: Path) -> Engine:
 async def until_running(engine: Engine, *, running: int, new_tokens: int = 0) -> None:
     """Wait until so many samples run and that many tokens were sampled since this call."""
     before = (await engine.load()).generated_tokens
-    async with asyncio.timeout(120):
-        while True:
-            load = await engine.load()
-            if load.running == running and load.generated_tokens - before >= new_tokens:
-                return
-            await asyncio.sleep(0)
+    await _until(engine, lambda load: load.running == running and load.generated_tokens - before >= new_tokens)
+
+
+async def until_sampling(engine: Engine) -> None:
+    """Wait until a sample runs."""
+    await _until(engine, lambda load: load.running > 0)
+
+
+async def _until(engine: Engine, is_so: Callable[[EngineLoad], bool]) -> None:
+    load = await engine.load()
+    try:
+        async with asyncio.timeout(120):
+            while not is_so(load):
+                await asyncio.sleep(0)
+                load = await engine.load()
+    except TimeoutError:
+        pytest.fail(f"what is waited for was not seen; the last load was {load}")

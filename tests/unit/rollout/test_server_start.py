@@ -3,6 +3,7 @@
 Shell scripts take the place of interpreters.
 """
 
+import sys
 import time
 from pathlib import Path
 
@@ -15,7 +16,23 @@ from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.vllm.engine import VllmEngine
 from shared.errors import FlotillaError, InvalidSpec, WorkerDied
 from tests.contract.engine.models import save_model
+from tests.contract.engine.requests import a_request
 
+ENDS_WHEN_ASKED = """
+import os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        print({last!r}, flush=True)
+        os._exit({code})
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Answers).serve_forever()
+"""
 KINDS = {"sglang": SglangEngine, "vllm": VllmEngine}
 
 
@@ -82,3 +99,22 @@ async def test_an_interpreter_that_may_not_be_executed_is_named(kind: str, model
     error = await failure_of(engine)
 
     assert f"{tmp_path}/python cannot be started: Permission denied" in error.detail
+
+
+@pytest.mark.parametrize(
+    ("last", "code"), [("ModuleNotFoundError: No module named 'flashinfer'", 1), ("error: no such graph", 2)]
+)
+async def test_a_server_that_was_up_dies_whatever_it_says_so_its_tasks_go_elsewhere(
+    model: Path, tmp_path: Path, last: str, code: int
+) -> None:
+    (tmp_path / "server.py").write_text(ENDS_WHEN_ASKED.format(last=last, code=code))
+    script = f'exec {sys.executable} {tmp_path}/server.py "$@"'
+    engine = an_engine("sglang", model, tmp_path, script, seconds=60.0)
+    await engine.start()
+
+    with pytest.raises(WorkerDied, match=r"(?i)flashinfer|no such graph"):
+        await engine.generate(a_request(max_new_tokens=1))
+
+    with pytest.raises(WorkerDied):
+        await engine.load()
+    await engine.close()

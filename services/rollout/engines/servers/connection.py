@@ -101,6 +101,7 @@ class Connection:
             if ended.done():
                 raise ended.result()
             up.result()
+            self.server.was_up = True
             ended.add_done_callback(lambda task: None if task.cancelled() else self.die(task.result()))
         self.spawn(self._watch(), "server health")
 

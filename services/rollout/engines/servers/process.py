@@ -47,6 +47,9 @@ class ServerProcess:
         place: directory for its files, which is the caller's to delete.
         name: of this kind of server, for messages.
         variable: that names the interpreter.
+
+    Attributes:
+        was_up: whether it has answered: its end is no refusal of its arguments or of its environment then.
     """
 
     def __init__(self, python: Path, launch: Launch, place: Path, *, name: str, variable: str) -> None:
@@ -55,6 +58,7 @@ class ServerProcess:
         self._place = place
         self._name = name
         self._variable = variable
+        self.was_up = False
         self._process: asyncio.subprocess.Process | None = None
         self._lifeline: int | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -107,13 +111,13 @@ class ServerProcess:
         last = self.last_lines
         if code == keeper.CANNOT_START:
             return WorkerDied(f"{self._variable} {self._python} cannot be started: {last}")
-        if self._lines and (missing := MISSING.search(self._lines[-1])):
+        if not self.was_up and self._lines and (missing := MISSING.search(self._lines[-1])):
             return InvalidSpec(
                 f"{self._variable} {self._python} cannot run {self._name}, it has no module {missing[1]}: set it to "
                 f"the interpreter of an environment in which {self._name} is installed (docs/engines.md), or set "
                 "rollout.engine.url to the address of a server"
             )
-        if code == USAGE_EXIT_CODE:
+        if not self.was_up and code == USAGE_EXIT_CODE:
             why = next((line for line in reversed(self._lines) if "error" in line.lower()), last)
             return InvalidSpec(f"the {self._name} server refuses rollout.engine.options: {why}")
         errors = [found[0] for line in self._lines if " WARNING " not in line and (found := ERROR.search(line))]

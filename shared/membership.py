@@ -60,6 +60,7 @@ class Membership:
         self._num_applied = 0
         self.service_id: str | None = None
         self.is_connected = False
+        self._is_absence_told = False
 
     def notify(self) -> None:
         """Send the observed state now instead of at the next poll."""
@@ -93,7 +94,10 @@ class Membership:
                 facts = {"gateway": self._client.base_url, "cause": error.detail}
                 log.error("the gateway refuses this service's token", extra=facts)  # noqa: TRY400
             except FlotillaError as error:
-                log.debug("gateway is unavailable", extra={"error": repr(error)})
+                if not self._is_absence_told:
+                    facts = {"gateway": self._client.base_url, "cause": error.detail}
+                    log.warning("the gateway does not answer; it is asked until it does", extra=facts)
+                    self._is_absence_told = True
             self.is_connected = False
             await asyncio.sleep(pause)
             pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
@@ -145,6 +149,9 @@ class Membership:
             deadline_seconds=wait_seconds + self.call_seconds,
         )
         self.is_connected = True
+        if self._is_absence_told:
+            log.info("the gateway answers again")
+            self._is_absence_told = False
         desired = DesiredState.model_validate(answer)
         async with self._applying:
             if desired.tag == self._acknowledged:

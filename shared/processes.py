@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import psutil
 PR_SET_PDEATHSIG = 1
 REAP_SECONDS = 10.0
 POLL_SECONDS = 0.02
+LOOK_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +108,19 @@ def die_with_parent(parent_pid: int | None = None, *, with_signal: int = signal.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, with_signal, 0, 0, 0)
     if parent_pid is not None and os.getppid() != parent_pid:
         os.kill(os.getpid(), with_signal)
+
+
+def end_after(pid: int) -> None:
+    """Have this process get SIGTERM when another one has ended, which need not be its parent; within a second."""
+    birth = birth_of(pid)
+
+    def wait() -> None:
+        while birth is not None and birth_of(pid) == birth:
+            time.sleep(LOOK_SECONDS)
+        log.warning("the fleet has ended, and so does this process", extra={"pid": pid})
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="end after", daemon=True).start()
 
 
 def tie_to_parent() -> Callable[[], None] | None:

@@ -11,7 +11,7 @@ from shared.devices import limit_devices
 from shared.errors import FlotillaError
 from shared.faults.armed import arm_process
 from shared.ports import check_can_be_told
-from shared.processes import die_with_parent
+from shared.processes import die_with_parent, end_after
 from shared.secret_variables import forget_secrets
 from shared.service_app import leave
 from shared.serving import address_of, bind, serve
@@ -37,6 +37,8 @@ def run_service(name: str, create_app: Callable[[ServiceSettings, str], FastAPI]
         limit_devices()
         if settings.parent_pid is not None:
             die_with_parent(settings.parent_pid)
+        if settings.fleet_pid is not None:
+            end_after(settings.fleet_pid)
         configure_logging(name, settings.log_level, settings.log_format)
         arm_process(name)
         listening = bind(settings.host, settings.port)

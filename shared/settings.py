@@ -39,6 +39,7 @@ class ServiceSettings:
         log_format: how: ``json``, ``plain``, or ``auto``, which is plain on a terminal and JSON elsewhere.
         lease_seconds: how long claims in the data plane live; the same for all services of a fleet.
         parent_pid: end when this process ends; None to stay.
+        fleet_pid: end when this process ends, whose child this one is not; None to stay.
         notice_seconds: how long a rollout may take to leave after SIGTERM.
         grader_networks: networks that are not public and that a spec's graders may be in.
         engine_pythons: interpreters that have SGLang or vLLM, for rollouts, by ``rollout.engine.kind``.
@@ -54,6 +55,7 @@ class ServiceSettings:
     log_format: str = "auto"
     lease_seconds: float = 60.0
     parent_pid: int | None = None
+    fleet_pid: int | None = None
     notice_seconds: float = NOTICE_SECONDS
     engine_pythons: Mapping[str, Path] = field(default_factory=dict)
     grader_networks: tuple[IPNetwork, ...] = LOOPBACK
@@ -84,7 +86,7 @@ def read_settings(environment: Mapping[str, str] | None = None, *, default_port:
     log_format = values.get("FLOTILLA_LOG_FORMAT") or "auto"
     if log_format not in FORMATS:
         raise InvalidRequest(f"FLOTILLA_LOG_FORMAT must be {' or '.join(FORMATS)}, got {log_format!r}")
-    parent = values.get("FLOTILLA_PARENT_PID")
+    parent, fleet = values.get("FLOTILLA_PARENT_PID"), values.get("FLOTILLA_FLEET_PID")
     return ServiceSettings(
         gateway_url=gateway_url,
         token=token,
@@ -96,6 +98,7 @@ def read_settings(environment: Mapping[str, str] | None = None, *, default_port:
         log_format=log_format,
         lease_seconds=seconds_from(values, "FLOTILLA_LEASE_SECONDS", 60.0),
         parent_pid=int(parent) if parent and parent.isdigit() else None,
+        fleet_pid=int(fleet) if fleet and fleet.isdigit() else None,
         notice_seconds=seconds_from(values, "FLOTILLA_NOTICE_SECONDS", NOTICE_SECONDS, may_be_zero=True),
         engine_pythons=engine_pythons_from(values),
         grader_networks=networks_from(values, GRADER_NETWORKS, LOOPBACK),

@@ -152,7 +152,7 @@ def sources(*tops: str) -> list[str]:
     return [path.read_text(encoding="utf-8") for top in tops for path in (ROOT / top).rglob("*.py")]
 
 
-OF_ITS_OWN = {"FLOTILLA_PARENT_PID"}
+OF_ITS_OWN = {"FLOTILLA_PARENT_PID", "FLOTILLA_FLEET_PID"}
 """What a local fleet tells its processes, and nobody else."""
 
 

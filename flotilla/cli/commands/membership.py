@@ -42,6 +42,8 @@ async def rollout(arguments: argparse.Namespace) -> int:
     else:
         info = FleetInfo.read(Path(arguments.data))
         own = {"FLOTILLA_NOTICE_SECONDS": os.environ.get("FLOTILLA_NOTICE_SECONDS", "")}
+        # It is of no use to another fleet: the next one has another token.
+        own |= {"FLOTILLA_FLEET_PID": str(info.pid)}
         token = PassKey(info.token).joining(ServiceKind.ROLLOUT)
         environment = service_environment(info.gateway_url, token, info.redis_url, info.data) | own
         del environment["FLOTILLA_PARENT_PID"]

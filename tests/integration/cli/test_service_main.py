@@ -53,6 +53,25 @@ def test_a_service_that_would_register_where_nobody_reaches_it_refuses_in_one_se
     assert result.stderr.startswith(f"reward: FLOTILLA_HOST={host} stands for all addresses of this machine")
 
 
+def test_a_service_ends_with_the_fleet_that_it_joined() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as fleet:
+        own = environment(FLOTILLA_TOKEN="a-token-of-this-test", FLOTILLA_FLEET_PID=str(fleet.pid))
+        with subprocess.Popen(SERVICE, env=own, stderr=subprocess.PIPE, text=True) as service:
+            try:
+                assert service.stderr is not None
+                service.stderr.readline()
+                time.sleep(1.5)
+                assert service.poll() is None, "its fleet lives"
+
+                fleet.kill()
+                fleet.wait()
+
+                assert service.wait(30) == 0
+                assert "the fleet has ended, and so does this process" in service.stderr.read()
+            finally:
+                service.kill()
+
+
 @pytest.mark.parametrize("is_owned", [True, False])
 def test_a_service_ends_with_its_owner_only_if_it_has_one(is_owned: bool) -> None:
     script = (

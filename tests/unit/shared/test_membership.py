@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from shared import membership
 from shared.client import GatewayClient
 from shared.credentials import Credentials
 from shared.membership import Membership
@@ -152,6 +153,41 @@ async def test_a_call_that_is_repeated_after_an_absence_tells_what_is_observed_t
     await polling
 
     assert gateway.observed[-1].policy_version == version > 7
+
+
+async def test_a_gateway_that_does_not_answer_is_named_once_and_so_is_its_return(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", logger="shared.membership")
+    gateway, applied, is_away = ScriptedGateway(), list[str](), True
+
+    async def sometimes(request: httpx.Request) -> httpx.Response:
+        # A refusal that is not repeated: no deadline has to pass.
+        return (
+            httpx.Response(422, json={"code": "invalid_request", "detail": "away"})
+            if is_away
+            else await gateway(request)
+        )
+
+    monkeypatch.setattr(membership, "LONGEST_PAUSE_SECONDS", 0.01)
+    running = asyncio.create_task(a_member(gateway, applied, sometimes).run())
+    async with asyncio.timeout(5):
+        while not caplog.messages:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        is_away = False
+        while "the gateway answers again" not in caplog.messages:
+            await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+    assert caplog.messages == [
+        "the gateway does not answer; it is asked until it does",
+        "service is registered",
+        "the gateway answers again",
+    ]
+    assert caplog.records[0].__dict__["gateway"] == "http://gateway"
 
 
 async def test_an_answer_that_was_overtaken_is_not_applied() -> None:

@@ -26,6 +26,7 @@ BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
 CONTROL = frozenset({"function", "[", "[[", "test", "eval"})
 UNCERTAIN = "whether this runs is not known, the condition is no comparison of known values: give the final value"
+DEPENDS = "whether this runs depends on `{}`, which is not known here: give NAME=VALUE for it, or the final value"
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
              ast.Div: operator.floordiv, ast.FloorDiv: operator.floordiv}  # fmt: skip
 MAX_EXPANSION = 100_000
@@ -96,7 +97,8 @@ def read_script(
         if rest and flow.runs is not False:
             if rest[0] == "exit" and is_certain:
                 return script
-            _run(rest, script, fixed, where, is_certain=is_certain)
+            doubt = None if is_certain else UNCERTAIN if flow.doubt is None else DEPENDS.format(flow.doubt)
+            _run(rest, script, fixed, where, doubt)
     if flow.frames:
         raise problem(source, flow.frames[-1].opening, "a condition or loop needs its end")
     return script
@@ -116,7 +118,7 @@ def given_variables(pairs: Sequence[str], text: str, *, source: str) -> dict[str
     return fixed
 
 
-def _run(words: list[str], script: Script, fixed: Mapping[str, str], where: str, *, is_certain: bool) -> None:
+def _run(words: list[str], script: Script, fixed: Mapping[str, str], where: str, doubt: str | None) -> None:
     if words[0] in {"export", "declare", "local", "readonly"}:
         words = [word for word in words[1:] if not word.startswith("-")]
         if not all(ASSIGNMENT.match(word) for word in words):
@@ -127,9 +129,9 @@ def _run(words: list[str], script: Script, fixed: Mapping[str, str], where: str,
         if name in fixed:
             continue
         try:
-            if not is_certain and not _may_append(match, word, script, where):
-                raise problem(where, word, UNCERTAIN)
-            if is_certain:
+            if doubt and not _may_append(match, word, script, where, doubt):
+                raise problem(where, word, doubt)
+            if not doubt:
                 _assign(match, word, script, where)
                 script.unknown.pop(name, None)
         except InvalidSpec as error:
@@ -145,11 +147,11 @@ def _run(words: list[str], script: Script, fixed: Mapping[str, str], where: str,
         except InvalidSpec as error:
             script.unknown[name] = error
         return
-    _change(words, script, fixed, where, is_certain=is_certain)
+    _change(words, script, fixed, where, doubt)
     if words[0] in {"cd", "pushd"} and not words[-1].startswith("$("):
         script.unknown["PWD"] = problem(where, " ".join(words), "where this leads is not followed: write the path")
-    if not is_certain:
-        script.commands.append(Command(words, problem(where, words[0], UNCERTAIN)))
+    if doubt:
+        script.commands.append(Command(words, problem(where, words[0], doubt)))
         return
     script.commands.append(_expanded(words, script, where))
 
@@ -164,13 +166,13 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[tuple["re.Match[str]",
     return [], assigned
 
 
-def _change(words: Sequence[str], script: Script, fixed: Mapping[str, str], where: str, *, is_certain: bool) -> None:
+def _change(words: Sequence[str], script: Script, fixed: Mapping[str, str], where: str, doubt: str | None) -> None:
     """Do what a command does to variables: unset, set --, shift, and what a file that is sourced may do."""
     head, rest = words[0], [word for word in words[1:] if not word.startswith("-")]
     if head == "unset":
         for name in set(rest) - set(fixed):
-            if not is_certain:
-                script.unknown[name] = problem(where, name, UNCERTAIN)
+            if doubt:
+                script.unknown[name] = problem(where, name, doubt)
                 continue
             script.variables.pop(name, None)
             script.arrays.pop(name, None)
@@ -208,13 +210,13 @@ def _elements_of(word: str, script: Script, where: str) -> list[Element]:
         return [(word, error)]
 
 
-def _may_append(match: "re.Match[str]", word: str, script: Script, where: str) -> bool:
+def _may_append(match: "re.Match[str]", word: str, script: Script, where: str, doubt: str) -> bool:
     """Append to a list what perhaps is appended: only that is not known then. Says whether it was such."""
     name, right = match[1], word[match.end() :]
     if not match[2] or not right.startswith("(") or name in script.unknown:
         return False
     items = [each for _, line in commands(right[1:-1], where) for each in line]
-    perhaps = [(item, problem(where, item, UNCERTAIN)) for item in items]
+    perhaps = [(item, problem(where, item, doubt)) for item in items]
     script.arrays[name] = [*script.arrays.get(name, []), *perhaps]
     return True
 
@@ -289,7 +291,11 @@ def _expand(text: str, script: Script, where: str, *, is_quoted: bool) -> str:
     text = PRINTS_HERE.sub("${PWD}", text)
     while position < len(text):
         if text[position] == "`":
-            raise problem(where, text, "what a command prints is not known here: write the value")
+            raise problem(
+                where,
+                text,
+                "what a command prints is not known here: write the value, or give a variable as NAME=VALUE",
+            )
         if text[position] != "$" or position + 1 == len(text):
             parts.append(text[position])
             position += 1
@@ -304,7 +310,9 @@ def _expansion(text: str, start: int, script: Script, where: str) -> tuple[str, 
         end = matching(text, start + 1, "(", ")", where)
         return str(_arithmetic(text[start + 3 : end - 1], script, where)), end + 1
     if text.startswith("$(", start):
-        raise problem(where, text, "what a command prints is not known here: write the value")
+        raise problem(
+            where, text, "what a command prints is not known here: write the value, or give a variable as NAME=VALUE"
+        )
     if text.startswith("${", start):
         end = matching(text, start + 1, "{", "}", where)
         return _braced(text[start + 2 : end], script, where), end + 1

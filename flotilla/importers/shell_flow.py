@@ -1,7 +1,9 @@
 """Which commands of a script run: conditions on known values are followed; of others and of loops nothing is known."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 from flotilla.importers.hydra import problem
 from shared.errors import InvalidSpec
@@ -13,11 +15,15 @@ LOOPS = frozenset({"for", "while", "until", "select"})
 ENDS = {"if": "fi", "case": "esac", **dict.fromkeys(LOOPS, "done")}
 JOINS = frozenset({"&&", "||"})
 """What joins two commands, of which the second depends on the first."""
+BRANCH_ENDS = frozenset({";;"})
+"""What ends a branch of ``case``."""
 SUCCEED = frozenset(
     {"", "cd", "pushd", "mkdir", "set", "export", "source", ".", "echo", "pip", "pip3", "sleep", "ray", "rm", "cp"}
 )
 """Commands that a launch script takes to succeed; others before ``&&`` may be questions."""
 PATTERN = frozenset("*?[~")
+NOT_PLAIN = frozenset("'\"\\$`")
+"""What of a pattern has to be expanded or unquoted."""
 TEXTS: Mapping[str, Callable[[str, str], bool]] = {
     "=": lambda left, right: left == right,
     "==": lambda left, right: left == right,
@@ -43,6 +49,10 @@ class Frame:
         has_run: whether an earlier branch of it has run.
         is_header: whether its condition is still being read.
         join: what joins the next part of the condition to those before.
+        subject: what a ``case`` compares; None where that is not known.
+        matches: whether one of the patterns that are being read is met; None where that is not known.
+        is_pattern: whether a pattern of a ``case`` is being read.
+        written: how it begins, for messages.
     """
 
     opening: str
@@ -50,6 +60,14 @@ class Frame:
     has_run: bool | None = False
     is_header: bool = True
     join: str | None = None
+    subject: str | None = None
+    matches: bool | None = False
+    is_pattern: bool = False
+    written: str = ""
+
+    def end_branch(self) -> None:
+        """Take note of what is known of the branch that ends; the next one has not begun."""
+        self.has_run = True if self.runs or self.has_run else None if None in {self.runs, self.has_run} else False
 
 
 @dataclass(slots=True)
@@ -94,6 +112,11 @@ class Flow:
         states = [frame.runs for frame in self.frames]
         return False if False in states else None if None in states else True
 
+    @property
+    def doubt(self) -> str | None:
+        """What it depends on whether the command at hand runs, as it is written; None where that is known."""
+        return next((frame.written for frame in self.frames if frame.runs is None), None)
+
     def step(self, words: Sequence[str], expand: Expand, where: str) -> list[str]:
         """Take the words that say what runs off a command; gives the rest.
 
@@ -101,13 +124,23 @@ class Flow:
             InvalidSpec: a word stands where nothing has begun that it could belong to.
         """
         head, rest = words[0], list(words[1:])
+        if self.frames and self.frames[-1].opening == "case" and head != "esac":
+            if head in BRANCH_ENDS:
+                self.frames[-1].end_branch()
+                self.frames[-1].runs, self.frames[-1].matches, self.frames[-1].is_pattern = False, False, True
+                return []
+            if self.frames[-1].is_pattern:
+                rest = _patterns(self.frames[-1], words, expand)
+                return self.step(rest, expand, where) if rest else []
         if head in JOINS:
             if self.frames and self.frames[-1].is_header:
                 self.frames[-1].join = head
             return []
+        if head == "case":
+            return self._case(rest, expand, where)
         if head in ENDS:
             self.frames.append(Frame(head, _holds(rest, expand) if head == "if" and self.runs else None))
-            self.frames[-1].is_header = head != "case"
+            self.frames[-1].written = " ".join(words)
             return []
         if head in ENDS.values():
             if ENDS[self._innermost(head, where).opening] != head:
@@ -125,9 +158,19 @@ class Flow:
             return []
         return list(words)
 
+    def _case(self, words: Sequence[str], expand: Expand, where: str) -> list[str]:
+        """Begin ``case WORD in``; gives what follows it on the line, from its first pattern on."""
+        frame = Frame("case", False, is_header=False, is_pattern=True, written=f"case {' '.join(words[:2])}")
+        if self.runs:
+            with suppress(InvalidSpec):
+                frame.subject = expand(words[0]) if words else None
+        self.frames.append(frame)
+        return self.step(words[2:], expand, where) if words[2:] else []
+
     def _join(self, words: Sequence[str], expand: Expand) -> None:
         """Take one more part of an ``if``'s condition; of a loop's nothing is known."""
         frame, first = self.frames[-1], self.frames[-1].runs
+        frame.written += f" {frame.join or ';'} {' '.join(words)}"
         if frame.has_run:  # an earlier branch has run
             return
         can_tell = frame.opening == "if" and frame.has_run is False and frame.join is not None
@@ -147,13 +190,44 @@ class Flow:
 
     def _next_branch(self, head: str, condition: Sequence[str], expand: Expand, where: str) -> None:
         frame = self._innermost(head, where)
-        frame.has_run = True if frame.runs or frame.has_run else None if None in {frame.runs, frame.has_run} else False
+        frame.end_branch()
         if frame.has_run:
             frame.runs = False
         else:
             holds = True if head == "else" else _holds(condition, expand)
+            if head == "elif" and holds is None:
+                frame.written = f"{head} {' '.join(condition)}"
             frame.runs = None if frame.has_run is None and holds is not False else holds
         frame.is_header = head == "elif"
+
+
+def _patterns(frame: Frame, words: Sequence[str], expand: Expand) -> list[str]:
+    """Take patterns of a ``case`` off a command, of which the last ends with a bracket; gives the rest."""
+    for number, word in enumerate(words):
+        met = _meets(frame.subject, word.removesuffix(")"), expand)
+        frame.matches = True if True in (frame.matches, met) else None if None in (frame.matches, met) else False
+        if word.endswith(")"):
+            frame.is_pattern = False
+            doubt = frame.has_run is None and frame.matches is not False
+            frame.runs = False if frame.has_run else None if doubt else frame.matches
+            return list(words[number + 1 :])
+    return []
+
+
+def _meets(subject: str | None, pattern: str, expand: Expand) -> bool | None:
+    """Compare a value with one pattern; None where one of them is not known."""
+    if pattern == "*":
+        return True
+    if subject is None:
+        return None
+    if not NOT_PLAIN & set(pattern):
+        return fnmatchcase(subject, pattern)
+    if PATTERN & set(pattern):
+        return None
+    try:
+        return subject == expand(pattern)
+    except InvalidSpec:
+        return None
 
 
 def _holds(words: Sequence[str], expand: Expand) -> bool | None:

@@ -4,13 +4,14 @@ import re
 from collections.abc import Iterator
 
 from flotilla.importers.hydra import problem
-from flotilla.importers.shell_flow import JOINS
+from flotilla.importers.shell_flow import BRANCH_ENDS, JOINS
 
 ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)(\+?)=")
 
 
 def commands(text: str, source: str) -> Iterator[tuple[int, list[str]]]:
-    """Cut a script into commands of raw words, with the line where each begins; what joins two is one by itself.
+    """Cut a script into commands of raw words, with the line where each begins; what joins two, and
+    what ends a branch of ``case``, is one by itself.
 
     Raises:
         InvalidSpec: a quote, a bracket or a here-document has no end, or there is a function; ``errors`` has the line.
@@ -49,7 +50,7 @@ def commands(text: str, source: str) -> Iterator[tuple[int, list[str]]]:
             if words:
                 yield first, words
             words = []
-            if letter and text[position : position + 2] in JOINS:
+            if letter and text[position : position + 2] in JOINS | BRANCH_ENDS:
                 yield number, [text[position : position + 2]]
                 position += 1
         number += letter == "\n"

@@ -61,6 +61,15 @@ def test_a_variable_that_is_given_wins_over_the_script() -> None:
         ("A=0\nif [ 1 = 2 ] || [ 2 = 2 ]; then A=1; fi\nrun $A", "1"),
         ("A=0\nif [ 1 = 1 ]; then A=1; elif [ 1 = 1 ] && [ -f x ]; then A=2; fi\nrun $A", "1"),
         ("A=0\nif [ 1 = 2 ]; then A=1; elif [ 1 = 1 ] && [ 2 = 2 ]; then A=2; fi\nrun $A", "2"),
+        ("D=gpu\ncase $D in\n a) A=1 ;;\n npu | gpu) A=2 ;;\n *) A=3 ;;\nesac\nrun $A", "2"),
+        ('D=tpu\ncase "${D}" in\n gpu|npu) A=1; B=1 ;;\n *)\n A=3\n ;;\nesac\nrun $A', "3"),
+        ("D=x\nA=0\ncase $D in a) A=1 ;; b) A=2 ;; esac\nrun $A", "0"),
+        ("D=h100-8\ncase $D in h100*) A=1;; [ab]*) A=2;; esac\nrun $A", "1"),
+        ('D=a\nE=a\ncase $D in "b") A=1;; "$E") A=2;; esac\nrun $A', "2"),
+        ("D=a\ncase $D in a) if [ 1 = 1 ]; then A=1; fi; case b in b) A=$A$A;; esac;; *) A=3;; esac\nrun $A", "11"),
+        ("case $(date) in *) A=1;; esac\nrun $A", "1"),
+        ("D=a\ncase $D in a) ;; *) exit 1 ;; esac\nrun 0", "0"),
+        ("if [ 1 = 2 ]; then case $X in a) A=1;; *) A=2;; esac; else A=3; fi\nrun $A", "3"),
     ],
 )  # fmt: skip
 def test_conditions_on_known_values_are_followed(text: str, expected: str) -> None:
@@ -82,6 +91,9 @@ def test_conditions_on_known_values_are_followed(text: str, expected: str) -> No
         ("if [ 1 = 2 ] || [ -f x ]; then\nrun\nfi", 2),
         ("while [ 1 = 1 ] && [ 1 = 1 ]; do\nrun\ndone", 2),
         ("for i in 1 2; do\nrun $i; done", 2),
+        ("case $(nproc) in\n 8) A=1 ;;\n *) A=2 ;;\nesac\nrun $A", 3),
+        ("case $(nproc) in\n 8) A=1 ;;\n 9) run ;;\nesac", 3),
+        ('D=a\ncase $D in\n "a"*) A=1 ;;\nesac\nrun $A', 3),
         ("A=1\nB=$(nproc)\nrun $B", 2),
         ("A=1\nB=$(nproc)\nB+=1\nrun $B", 2),
         ("A=`nproc`\nL=($A)\nrun ${L[@]}", 1),
@@ -97,6 +109,23 @@ def test_what_is_not_known_is_said_where_a_command_uses_it(text: str, line: int)
 
     assert found.problem is not None
     assert str(found.problem.errors[0]["path"]) == f"run.sh:{line}"
+
+
+@pytest.mark.parametrize(
+    ("text", "condition"),
+    [
+        ("case ${DEVICE} in\n gpu) A=1 ;;\nesac\nrun $A", "case ${DEVICE} in"),
+        ('if [ -f "$X" ]; then\nA=1\nelse\nA=2\nfi\nrun $A', 'if [ -f "$X" ]'),
+        ("if [ 1 = 2 ]; then\nA=1\nelif nproc; then\nA=2\nfi\nrun $A", "elif nproc"),
+        ("if [ 1 = 1 ] && nproc; then\nA=1\nfi\nrun $A", "if [ 1 = 1 ] && nproc"),
+        ("for i in $L; do\nA=$i\ndone\nrun $A", "for i in $L"),
+    ],
+)
+def test_a_value_that_depends_on_a_condition_names_it(text: str, condition: str) -> None:
+    problem = read_script(text, {}, source="run.sh").commands[-1].problem
+
+    assert problem is not None
+    assert f"depends on `{condition}`, which is not known here: give NAME=VALUE" in str(problem.errors[0])
 
 
 def test_an_element_that_is_not_known_hides_no_other_of_its_list() -> None:

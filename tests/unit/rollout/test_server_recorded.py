@@ -18,7 +18,7 @@ from shared.schemas.trajectory import FinishReason
 from tests.contract.engine.fake_server import FakeServer, unknown_fields
 from tests.contract.engine.fake_sglang import FakeSglang
 from tests.contract.engine.fake_vllm import FakeVllm
-from tests.contract.engine.models import save_model
+from tests.contract.engine.models import VOCAB, save_model
 from tests.contract.engine.requests import a_request
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
@@ -117,7 +117,7 @@ def test_the_same_request_is_made_today_and_its_recorded_reply_is_read(kind: Kin
         token_ids, log_probs, spans, reason = kind.sampled(record["reply"])
 
         assert kind.dialect.body(request, 0, None, request_id, int(body["cache_salt"])) == body
-        completion = completion_of(kind.dialect.sampled, record["reply"], request, 0, None, int)
+        completion = completion_of(kind.dialect.sampled, record["reply"], request, 0, None, int, vocab_size=VOCAB)
 
         assert completion.token_ids.tolist() == token_ids
         np.testing.assert_array_equal(completion.log_probs, np.array(log_probs, np.float32))

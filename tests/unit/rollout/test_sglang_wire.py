@@ -45,7 +45,7 @@ def test_greedy_is_temperature_zero_and_all_tokens_are_minus_one() -> None:
 def test_tokens_of_a_prefix_keep_their_log_probs_and_versions() -> None:
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}]
 
-    completion = completion_of(sampled_of, a_reply(weight_versions=spans), a_request(), 0, BEGUN, int)
+    completion = completion_of(sampled_of, a_reply(weight_versions=spans), a_request(), 0, BEGUN, int, vocab_size=96)
 
     assert completion.token_ids.tolist() == [8, 9, 5, 6, 7]
     np.testing.assert_allclose(completion.log_probs, [-0.5, -0.25, -0.5, -0.6, -0.7], atol=1e-6)
@@ -57,15 +57,15 @@ def test_a_stop_token_that_the_server_was_not_told_ends_the_completion() -> None
     request = a_request(ignore_eos=True, stop_token_ids=(6,))
 
     assert "stop_token_ids" not in generate_body(request, "r", None, serving=0)["sampling_params"]
-    completion = completion_of(sampled_of, a_reply(), request, 0, None, int)
+    completion = completion_of(sampled_of, a_reply(), request, 0, None, int, vocab_size=96)
     assert (completion.token_ids.tolist(), completion.finish_reason) == ([5, 6], FinishReason.STOP)
 
 
 def test_an_abort_before_the_first_token_gives_what_the_request_came_with() -> None:
     reply = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}}
 
-    assert completion_of(sampled_of, reply, a_request(), 0, None, int).token_ids.size == 0
-    kept = completion_of(sampled_of, reply, a_request(prefixes=[BEGUN]), 0, BEGUN, int)
+    assert completion_of(sampled_of, reply, a_request(), 0, None, int, vocab_size=96).token_ids.size == 0
+    kept = completion_of(sampled_of, reply, a_request(prefixes=[BEGUN]), 0, BEGUN, int, vocab_size=96)
     assert (kept.token_ids.tolist(), kept.finish_reason) == ([8, 9], FinishReason.ABORTED)
 
 
@@ -81,8 +81,12 @@ def test_an_abort_before_the_first_token_gives_what_the_request_came_with() -> N
         a_reply(weight_versions=[{"version": "3", "start": 1, "end": 3}]),
         a_reply(weight_versions=[{"version": "default", "start": 0, "end": 3}]),
         a_reply(finish_reason={"type": "unheard of"}),
+        a_reply((5, 96, 7)),
+        a_reply((5, -1, 7)),
+        a_reply((5, 1 << 40, 7)),
+        a_reply((5,) * 9),
     ],
 )
 def test_a_reply_that_contradicts_itself_is_not_used(reply: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"reply|belong|finite|spans|invalid literal"):
-        completion_of(sampled_of, reply, a_request(), 0, None, int)
+    with pytest.raises(ValueError, match=r"reply|belong|finite|spans|invalid literal|vocabulary|at most"):
+        completion_of(sampled_of, reply, a_request(), 0, None, int, vocab_size=96)

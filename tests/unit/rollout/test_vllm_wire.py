@@ -129,7 +129,7 @@ def test_greedy_is_temperature_zero_over_all_tokens() -> None:
 def test_tokens_of_a_prefix_keep_their_log_probs_and_versions() -> None:
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}]
 
-    completion = completion_of(sampled_of, a_reply(weight_versions=spans), a_request(), 0, BEGUN, int)
+    completion = completion_of(sampled_of, a_reply(weight_versions=spans), a_request(), 0, BEGUN, int, vocab_size=96)
 
     assert completion.token_ids.tolist() == [8, 9, 5, 6, 7]
     np.testing.assert_allclose(completion.log_probs, [-0.5, -0.25, -0.5, -0.6, -0.7], atol=1e-6)
@@ -139,8 +139,8 @@ def test_tokens_of_a_prefix_keep_their_log_probs_and_versions() -> None:
 def test_an_abort_before_the_first_token_gives_what_the_request_came_with() -> None:
     reply = a_reply((), "abort", weight_versions=[])
 
-    assert completion_of(sampled_of, reply, a_request(), 0, None, int).token_ids.size == 0
-    kept = completion_of(sampled_of, reply, a_request(prefixes=[BEGUN]), 0, BEGUN, int)
+    assert completion_of(sampled_of, reply, a_request(), 0, None, int, vocab_size=96).token_ids.size == 0
+    kept = completion_of(sampled_of, reply, a_request(prefixes=[BEGUN]), 0, BEGUN, int, vocab_size=96)
     assert (kept.token_ids.tolist(), kept.finish_reason) == ([8, 9], FinishReason.ABORTED)
 
 
@@ -158,11 +158,13 @@ def test_an_abort_before_the_first_token_gives_what_the_request_came_with() -> N
         a_reply(logprobs=[0.1]),
         a_reply(weight_versions=[{"version": "default", "start": 0, "end": 3}]),
         a_reply(finish_reason="error"),
+        a_reply((5, 96, 7)),
+        a_reply((5,) * 9),
     ],
 )
 def test_a_reply_that_contradicts_itself_is_not_used(reply: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"reply|belong|finite|spans|invalid literal|unpack"):
-        completion_of(sampled_of, reply, a_request(), 0, None, int)
+    with pytest.raises(ValueError, match=r"reply|belong|finite|spans|invalid literal|unpack|vocabulary|at most"):
+        completion_of(sampled_of, reply, a_request(), 0, None, int, vocab_size=96)
 
 
 def test_a_metric_is_added_up_over_its_labels() -> None:

@@ -42,6 +42,8 @@ def completion_of(
     index: int,
     prefix: Prefix | None,
     version_of: Callable[[Any], int],
+    *,
+    vocab_size: int,
 ) -> Completion:
     """Check what a server sampled and put it behind what was kept.
 
@@ -52,6 +54,7 @@ def completion_of(
         index: of the completion in it.
         prefix: what was kept of the one that came with it.
         version_of: reads the label of a version, and raises for one that is none.
+        vocab_size: token ids are below it.
 
     Raises:
         ValueError: the reply lacks something, or contradicts itself.
@@ -64,6 +67,10 @@ def completion_of(
     token_ids, reason = sampled.token_ids, sampled.reason
     if [token for token, _ in sampled.scores] != list(token_ids):
         raise ValueError(f"{len(token_ids)} tokens and {len(sampled.scores)} log-probabilities do not belong together")
+    if (other := next((token for token in token_ids if not 0 <= token < vocab_size), None)) is not None:
+        raise ValueError(f"token {other} is none of the model's vocabulary of {vocab_size}")
+    if len(token_ids) > (most := request.sampling.max_new_tokens - (len(prefix.token_ids) if prefix else 0)):
+        raise ValueError(f"{len(token_ids)} tokens were sampled where at most {most} were asked for")
     log_probs = [value for _, value in sampled.scores]
     if not np.isfinite(log_probs).all():
         raise ValueError("a log-probability is not finite")

@@ -172,7 +172,7 @@ class ServerEngine:
         active = _Active(request, [new_request_id() for _ in request.seeds])
         self._active[request.request_id] = active
         try:
-            return await self._sampled(active, connection)
+            return await self._sampled(active, connection, model)
         finally:
             del self._active[request.request_id]
 
@@ -280,7 +280,7 @@ class ServerEngine:
             # Whoever used it before may have left other weights there.
             await self._switch(connection, settings.model_path, settings.version, OnWeightUpdate.DRAIN)
 
-    async def _sampled(self, active: _Active, connection: Connection) -> list[Completion]:
+    async def _sampled(self, active: _Active, connection: Connection, model: ServedModel) -> list[Completion]:
         request = active.request
         has_no_use = lambda: active.is_aborted or connection.death is not None  # noqa: E731
         async with self._gate.inside(holds_weights=request.holds_weights, gives_up=has_no_use) as is_inside:
@@ -289,7 +289,7 @@ class ServerEngine:
                 return [unstarted_completion(request, index) for index in range(len(request.seeds))]
             try:
                 async with asyncio.TaskGroup() as calls:
-                    work = [self._sample(active, index, connection) for index in range(len(active.ids))]
+                    work = [self._sample(active, index, connection, model) for index in range(len(active.ids))]
                     active.calls = [calls.create_task(each) for each in work]
             except BaseExceptionGroup as errors:
                 # One cause is enough to tell: the others are the same, or its consequences.
@@ -298,7 +298,7 @@ class ServerEngine:
                 connection.check()
             return [call.result() for call in active.calls]
 
-    async def _sample(self, active: _Active, index: int, connection: Connection) -> Completion:
+    async def _sample(self, active: _Active, index: int, connection: Connection, model: ServedModel) -> Completion:
         request = active.request
         prefix = request.prefixes[index] if request.prefixes else None
         if prefix is not None and not request.resume.allows(prefix.versions, self._version):
@@ -306,7 +306,8 @@ class ServerEngine:
         body = self._dialect.body(request, index, prefix, active.ids[index], self._version)
         try:
             reply = await connection.generate(body)
-            completion = completion_of(self._dialect.sampled, reply, request, index, prefix, self._labels.version)
+            facts = (reply, request, index, prefix, self._labels.version)
+            completion = completion_of(self._dialect.sampled, *facts, vocab_size=model.vocab_size)
         except Refused as error:
             raise (InvalidRequest if error.answered == 400 else Unavailable)(error.detail) from error
         except VersionLost as error:

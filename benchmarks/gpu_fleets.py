@@ -2,7 +2,6 @@
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -10,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,15 +17,19 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.gpu_place import Figures, Place
+from benchmarks.gpu_place import Figures, Found, Place, attempted
 from benchmarks.time_sharing import losses_of
 from examples.arithmetic.problems import training_set, worked_solution
 from examples.arithmetic.settings import settings_of
 from examples.arithmetic.tokenizer import build_tokenizer
 
-FLEET_SECONDS = 480.0
+FLEET_SECONDS = 240.0
+SERVER_SECONDS = 480.0
+"""With an engine that compiles at its start."""
 SAMPLE_SECONDS = 0.1
 LAST_CHARACTERS = 4000
+LOADED = "engine loaded"
+"""What the log of a rollout says with the name of the decoder."""
 GRADER = """\
 import zlib
 
@@ -47,7 +51,7 @@ def write_experiment(place: Place, directory: Path) -> dict[str, Any]:
     config.bos_token_id, config.eos_token_id = None, tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, place.dtype))
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=place.torch_dtype)
     model.save_pretrained(directory / "model")
     tokenizer.save_pretrained(directory / "model")
     rows = [{"prompt": p.prompt, "answer": "0"} for p in problems]
@@ -92,18 +96,27 @@ def device_memory(place: Place) -> Iterator[list[float]]:
             thread.join()
 
 
-def run_fleet(place: Place, directory: Path, spec: Mapping[str, Any], name: str) -> Figures:
+def run_fleet(
+    place: Place, directory: Path, spec: Mapping[str, Any], name: str, seconds: float = FLEET_SECONDS
+) -> Figures:
     """Run an experiment to its end, hold its ledger against what was issued, and give what it came to."""
     path = directory / f"{name}.json"
     path.write_text(json.dumps({**spec, "name": name}), encoding="utf-8")
     command = [sys.executable, "-m", "flotilla", "run", str(path), "--runs", str(directory / "runs"), "--plain"]
     before = torch.cuda.mem_get_info()[0] if place.is_gpu else 0
     started = time.perf_counter()
-    with device_memory(place) as used:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=FLEET_SECONDS, check=False)
-    taken = time.perf_counter() - started
-    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-LAST_CHARACTERS:]
     run = directory / "runs" / name
+    output = directory / f"{name}.output"
+    with device_memory(place) as used, output.open("wb") as file:
+        try:
+            ended = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=seconds, check=False)
+            code = str(ended.returncode)
+        except subprocess.TimeoutExpired:
+            code = f"none after {seconds:.0f} s"
+    taken = time.perf_counter() - started
+    if code != "0":
+        logs = {path.name: tail_of(path) for path in [output, *sorted((run / "fleet" / "logs").glob("*.log"))]}
+        return {"failed": f"exit code: {code}", "seconds": taken, "logs": logs}
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     ledger = summary["ledger"]
     resolved = sum(sum(ledger[kind].values()) for kind in ("filtered", "dropped", "failed"))
@@ -119,6 +132,7 @@ def run_fleet(place: Place, directory: Path, spec: Mapping[str, Any], name: str)
         "tokens_generated": summary["tokens_generated"],
         "losses": losses_of(run),
         "ledger": ledger,
+        "engine": [line for path in (run / "fleet" / "logs").glob("rollout*.log") for line in said(path, LOADED)],
     }
     if place.is_gpu:
         whole = torch.cuda.mem_get_info()[1]
@@ -127,56 +141,68 @@ def run_fleet(place: Place, directory: Path, spec: Mapping[str, Any], name: str)
     return figures
 
 
-def part_fleet(place: Place) -> Figures:
+def tail_of(path: Path) -> str:
+    """Read the end of a log."""
+    return path.read_text(encoding="utf-8", errors="replace")[-LAST_CHARACTERS:]
+
+
+def said(path: Path, phrase: str) -> list[str]:
+    """Find what a log says of something."""
+    return [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if phrase in line]
+
+
+def part_fleet(place: Place) -> Found:
     """Run a whole fleet on the device, engine and trainer beside each other."""
     with tempfile.TemporaryDirectory() as folder:
-        return run_fleet(place, Path(folder), write_experiment(place, Path(folder)), "fleet")
+        yield "fleet", run_fleet(place, Path(folder), write_experiment(place, Path(folder)), "fleet")
 
 
-def part_sharing(place: Place) -> Figures:
+def part_sharing(place: Place) -> Found:
     """Run the same experiment side by side and in turns: losses and, on a GPU, memory of both."""
     with tempfile.TemporaryDirectory() as folder:
         spec = write_experiment(place, Path(folder))
         spec["optimisation"]["steps"] = place.fleet.short_steps
-        found = {
-            sharing: run_fleet(place, Path(folder), {**spec, "resources": {"sharing": sharing}}, f"sharing-{sharing}")
-            for sharing in ("none", "time")
-        }
-    losses = [found[sharing]["losses"] for sharing in ("none", "time")]
+        found = {}
+        for name, sharing in (("side by side", "none"), ("in turns", "time")):
+            chosen = {**spec, "resources": {"sharing": sharing}}
+            found[name] = attempted(partial(run_fleet, place, Path(folder), chosen, f"sharing-{sharing}"))
+            yield name, found[name]
+    if any("failed" in each for each in found.values()):
+        return
+    losses = [each["losses"] for each in found.values()]
     difference = max(abs(one - other) for one, other in zip(*losses, strict=True))
+    yield "largest_difference_of_a_loss", difference
     # In bfloat16 on a GPU two runs of the same differ: that figure is reported, not judged.
     assert place.is_gpu or difference <= 1e-5, f"losses differ by {difference}: {losses}"
-    return {"side by side": found["none"], "in turns": found["time"], "largest_difference_of_a_loss": difference}
 
 
-def part_lora(place: Place) -> Figures:
+def part_lora(place: Place) -> Found:
     """Train adapters in a whole fleet: the engine gets merged weights, the checkpoint holds adapters."""
     with tempfile.TemporaryDirectory() as folder:
         spec = write_experiment(place, Path(folder))
         spec["model"]["lora"] = {"rank": 16, "alpha": 32}
         spec["optimisation"] |= {"steps": place.fleet.short_steps, "learning_rate": 1e-4}
         found = run_fleet(place, Path(folder), spec, "lora")
+        yield "fleet", found
+        if "failed" in found:
+            return
         adapters = sorted((Path(folder) / "runs").rglob("adapter_model.safetensors"))
         assert adapters, "there is no checkpoint of adapters"
-        found["checkpoint_megabytes"] = adapters[-1].stat().st_size / 1e6
-    return found
+        yield "checkpoint_megabytes", adapters[-1].stat().st_size / 1e6
 
 
-def part_servers(place: Place) -> Figures:
+def part_servers(place: Place) -> Found:
     """Run the fleet with SGLang and vLLM as its engine, each where its interpreter is named."""
-    figures: Figures = {}
     with tempfile.TemporaryDirectory() as folder:
         spec = write_experiment(place, Path(folder))
         spec["optimisation"]["steps"] = place.fleet.short_steps
         for kind, variable in SERVERS.items():
             if not os.environ.get(variable):
-                figures[kind] = f"left out: {variable} is not set"
+                yield kind, f"left out: {variable} is not set"
                 continue
             engine = {**spec["rollout"]["engine"], "kind": kind, "options": server_options(place, kind)}
             chosen = {**spec, "rollout": {**spec["rollout"], "engine": engine}}
-            figures[kind] = run_fleet(place, Path(folder), chosen, kind)
-            figures[kind]["median_loss"] = statistics.median(figures[kind]["losses"])
-    return figures
+            yield kind, attempted(partial(run_fleet, place, Path(folder), chosen, kind, SERVER_SECONDS))
 
 
 def server_options(place: Place, kind: str) -> dict[str, Any]:

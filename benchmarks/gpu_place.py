@@ -1,8 +1,10 @@
 """Where ``benchmarks.gpu`` runs, and how large its models are: one GPU, or in small a CPU."""
 
+import gc
 import statistics
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,6 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 Figures = dict[str, Any]
+Found = Iterator[tuple[str, Any]]
+"""What a part finds, one thing after the other."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class FleetSize:
     slots: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Place:
     """Where the parts run, and how large they are.
 
@@ -96,10 +100,21 @@ class Place:
         """Whether this is no rehearsal."""
         return self.device != "cpu"
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of their weights, as torch names it."""
+        return torch.float32 if self.dtype == "float32" else torch.bfloat16
+
     def finish(self) -> None:
         """Wait until the device has done what it was given."""
         if self.is_gpu:
             torch.cuda.synchronize()
+
+    def free(self) -> None:
+        """Give back what nobody uses any more."""
+        gc.collect()
+        if self.is_gpu:
+            torch.cuda.empty_cache()
 
     def seconds(self, run: Callable[[], object], rounds: int = 3) -> float:
         """Time a call: the median of some, after one that warms up."""
@@ -116,7 +131,15 @@ class Place:
         """Make a model with random weights on the device."""
         torch.manual_seed(0)
         with torch.device(self.device):
-            return AutoModelForCausalLM.from_config(shape.config, dtype=getattr(torch, self.dtype)).eval()
+            return AutoModelForCausalLM.from_config(shape.config, dtype=self.torch_dtype).eval()
+
+
+def attempted(run: Callable[[], Figures]) -> Figures:
+    """Measure something; a failure is what it found, and the others are measured all the same."""
+    try:
+        return run()
+    except Exception:
+        return {"failed": traceback.format_exc()}
 
 
 GPU = Place(

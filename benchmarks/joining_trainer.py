@@ -8,9 +8,9 @@ and all cores; it has published its weights, and another process serves them as 
 round there is a step alone, and one beside each way, the order turned round every second time:
 
 - *copy*: the image's bytes over one connection on loopback into new shared memory, which any transfer must do.
-- *map* and *pull*: a rollout joins. Its engine runs with the initial weights, and it is told of the committed version.
-  It maps the trainer's image, as a rollout does that sees the trainer's shared memory, or pulls it, as one of another
-  host; checks it, loads it into its engine, and samples its first token under it.
+- *map* and *pull*: a rollout joins. Its engine has the initial weights, which nobody samples; it is told of the
+  committed version. It maps the trainer's image, as a rollout does that sees the trainer's shared memory, or pulls it,
+  as one of another host; checks it, loads it into its engine, and samples its first token under it.
 
 The engine is a new process each time and is started before the step: what it takes to start a rollout on a machine
 does not count, nor does a step that is being computed meanwhile. Growth is the step's over the round's step alone. For
@@ -54,6 +54,7 @@ from shared.config.asynchrony import OnWeightUpdate
 from shared.credentials import Credentials
 from shared.errors import WorkerDied
 from shared.schemas.service import DesiredState, WorkState
+from shared.tls import tls_context
 from shared.weights.image import WeightImage
 from shared.weights.locate import ImageLocator
 from shared.weights.pull import PublishedImages
@@ -72,8 +73,8 @@ VERSION = 1
 MICRO_TOKENS = 4096
 BEGIN_SECONDS = 2.0
 """How long a step has been computed when somebody joins."""
-HELD_IMAGES = 3
-"""How many images' bytes of memory a join takes at most, about: its copy, the engine's weights, what both work with."""
+HELD_IMAGES = 2
+"""How many images' bytes of memory a join takes at most, about: its copy, and what all of them work with."""
 PROMPT = (1, 2, 3, 4)
 FIRST_TOKEN = SamplingParameters(max_new_tokens=1, ignore_eos=True)
 
@@ -152,6 +153,7 @@ class TrainerActions(JoiningActions):
 
     async def open_engine(self, model: str) -> None:
         """Start an engine with the model's own weights."""
+        tls_context()  # made once in a process, when its first client is
         settings = EngineSettings(model, context_tokens=256, slots=8, threads="auto", overlap_load=True)
         self._engine = ProcessEngine(settings)
         await self._engine.start()

@@ -37,6 +37,11 @@ class PrefixChecksum:
         self._summing = threading.Lock()
         self._reading: asyncio.Task[None] | None = None
 
+    @property
+    def num_summed(self) -> int:
+        """How many bytes from the beginning on are there, and summed; any thread may look."""
+        return self._num_read
+
     def follow(self, image: WeightImage, arrived: range, latest: memoryview) -> None:
         """Sum what a thread has just written, or some of what was written before it. Blocks; the caller holds a core.
 

@@ -32,6 +32,8 @@ CONNECTIONS = 2
 """To each source: while one range is asked for, another one comes."""
 STALL_SECONDS = 2.0
 LOOK_SECONDS = 0.25
+TELL_SECONDS = 0.02
+"""How often it is told how far the image is: as much as arrives meanwhile is read after the last byte."""
 MAX_STRIKES = 2
 """A source that fails so often in a row, without a byte in between, is left for the others."""
 
@@ -190,11 +192,14 @@ class _Pull:
         for source in sources:
             if isinstance(source.failure, Unavailable):
                 source.strikes, source.failure = 0, None
-        # Not one failure ends the others: they share what is missing.
-        async with asyncio.TaskGroup() as tasks:
-            for source in sources:
-                for _ in range(CONNECTIONS):
-                    tasks.create_task(_fetch(image, source))
+        async with asyncio.TaskGroup() as beside:
+            telling = beside.create_task(_tell(image), name="progress of arriving weights")
+            # Not one failure ends the others: they share what is missing.
+            async with asyncio.TaskGroup() as tasks:
+                for source in sources:
+                    for _ in range(CONNECTIONS):
+                        tasks.create_task(_fetch(image, source))
+            telling.cancel()
         if not image.missing.is_whole:
             if image.is_replaced:
                 await self._drop()
@@ -220,6 +225,12 @@ class _Pull:
         if self._image is not None:
             await self._image.close()
         self._image = None
+
+
+async def _tell(image: ArrivingImage) -> None:
+    while True:
+        await asyncio.sleep(TELL_SECONDS)
+        image.tell()
 
 
 async def _fetch(image: ArrivingImage, source: Source) -> None:

@@ -163,9 +163,13 @@ class ArrivingImage:
             self.missing.settle(span, arrival.num_received)
             if self.image is not None and not self.image.is_closed:
                 self.checksum.advance(self.image, self.missing.num_first)
-                if self._on_arrived is not None:
-                    self._on_arrived(self.image.path, self.missing.num_first)
+                self.tell()
             self.notify()
+
+    def tell(self) -> None:
+        """Tell ``on_arrived`` how far it is, within ranges that arrive as well."""
+        if self._on_arrived is not None and self.image is not None and not self.image.is_closed:
+            self._on_arrived(self.image.path, max(self.missing.num_first, self.checksum.num_summed))
 
     def notify(self) -> None:
         """Have those that wait for a range look again."""

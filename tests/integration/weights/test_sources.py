@@ -315,6 +315,34 @@ async def test_on_loopback_a_range_that_has_begun_keeps_its_core(
     assert len([each for each, _ in itertools.groupby(written)]) == len(set(written))
 
 
+async def test_who_reads_an_image_as_it_arrives_hears_of_it_within_a_range(
+    image: WeightImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull_client, "CONNECTIONS", 1)
+    half, told, is_told = 1 << 19, list[int](), threading.Event()
+
+    def on_arrived(path: Path, num_bytes: int) -> None:
+        told.append(num_bytes)
+        if half <= num_bytes < 2 * half:
+            is_told.set()
+
+    def in_halves(image: WeightImage, connection: socket.socket, span: range) -> None:
+        middle = span.start + half
+        connection.sendall(image.view[span.start : middle])
+        if span.start == 0:
+            is_told.wait(PATIENCE / 10)
+        connection.sendall(image.view[middle : span.stop])
+
+    async with sources(monkeypatch, image) as (trainer,):
+        trainer.send = in_halves
+        pull = WeightPuller(Credentials(TOKEN))
+        await pull(trainer.url, 3, tmp_path, DEADLINE, checksum=image.checksum(), on_arrived=on_arrived)
+
+    assert is_told.is_set()
+    assert told == sorted(told)
+    assert told[-1] == image.image_bytes
+
+
 async def test_without_a_checksum_only_the_trainer_is_asked(
     image: WeightImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

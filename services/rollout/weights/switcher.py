@@ -8,10 +8,10 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, TypeVar
 
-from services.rollout.engines.base import DiscardsWeights, Engine, GroupMember, WeightTransfer
+from services.rollout.engines.base import DiscardsWeights, Engine, GroupMember
+from services.rollout.weights.reading import Reading
 from services.rollout.weights.staged_images import StagedImage, StagedImages
 from services.rollout.weights.version import VersionGate
 from shared.config.asynchrony import OnWeightUpdate
@@ -21,6 +21,8 @@ from shared.weights.locate import LocatedImage
 from shared.weights.source import OnArrived, Reuse
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 PULL_SECONDS = 60.0
 FIRST_PAUSE_SECONDS = 0.2
@@ -96,6 +98,7 @@ class VersionSwitcher:
         self._on_engine_death = on_engine_death
         self._desired: DesiredState | None = None
         self._pulling: tuple[str | None, asyncio.Future[Path]] | None = None
+        self._loading: asyncio.Future[None] | None = None
         self._due = asyncio.Event()
         self._engine_use = asyncio.Lock()
         """Held while the engine is given weights, or put to sleep."""
@@ -112,7 +115,7 @@ class VersionSwitcher:
         return self._gate.version if self._slept_at is None else self._slept_at
 
     async def sleep(self) -> None:
-        """Put the engine to sleep, once nothing of it is in use; new versions wait until ``wake``.
+        """Put the engine to sleep; new versions wait until ``wake``, one that is being loaded is given up for now.
 
         Raises:
             WorkerDied: its process ended.
@@ -121,6 +124,9 @@ class VersionSwitcher:
         self.is_asleep = True
         if self._pulling is not None:
             self._pulling[1].cancel()
+        if self._loading is not None:
+            # An engine that hangs would never end it: who is asked to sleep is known to hang after a deadline.
+            self._loading.cancel()
         async with self._engine_use:
             self._slept_at, self._lacks_weights = self.version, True
             await self._gate.set(None)
@@ -265,7 +271,7 @@ class VersionSwitcher:
         """
         try:
             with self._images.using(staged.image):
-                await self._engine.load_weights(staged.image.path, staged.version, self._on_update)
+                await self._give(staged.image.path, staged.version)
         except WeightTransferFailed:
             self._drop(staged)
             raise
@@ -286,7 +292,7 @@ class VersionSwitcher:
             return False
         await self._discard_unused()
         try:
-            with _Reading(self._engine, version) as reading:
+            with Reading(self._engine, version) as reading:
                 async with self._images.mapped(located.path, located.image_bytes) as image:
                     reading.advance(located.path, located.image_bytes)
                     found = await asyncio.to_thread(image.checksum)
@@ -306,7 +312,7 @@ class VersionSwitcher:
         if url is None and (committed is None or self._kept_in is None):
             raise NotFound(f"nobody serves version {version} now")
         await self._discard_unused()
-        with _Reading(self._engine, version) as reading:
+        with Reading(self._engine, version) as reading:
             path = await self._pulled(url, version, committed, reading.advance)
         # It is kept: others may pull it here, and the next version may come as a patch for it.
         log.info("missed version was pulled", extra={"version": version})
@@ -314,7 +320,22 @@ class VersionSwitcher:
         with self._images.using(image):
             checksum = await asyncio.to_thread(image.checksum) if committed is None else committed
             self._images.keep(StagedImage(version, checksum, image))
-            await self._engine.load_weights(path, version, self._on_update)
+            await self._give(path, version)
+
+    async def _give(self, image: Path, version: int) -> None:
+        """Have the engine load an image, unless it is to sleep.
+
+        Raises:
+            Unavailable: it is to sleep; other errors as of ``Engine.load_weights``.
+        """
+        asleep = Unavailable(f"version {version} is loaded once the engine may have its device again")
+        if self.is_asleep:
+            raise asleep
+        self._loading = asyncio.ensure_future(self._engine.load_weights(image, version, self._on_update))
+        try:
+            await _unless_cancelled(self._loading, asleep)
+        finally:
+            self._loading = None
 
     async def _pulled(self, url: str | None, version: int, checksum: str | None, on_arrived: OnArrived) -> Path:
         peers = self._desired.weights_peers if self._desired else ()
@@ -332,12 +353,7 @@ class VersionSwitcher:
         pulling = asyncio.ensure_future(pull)
         self._pulling = (url, pulling)
         try:
-            return await pulling
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise Unavailable(f"version {version} is served elsewhere now") from None
+            return await _unless_cancelled(pulling, Unavailable(f"version {version} is served elsewhere now"))
         finally:
             self._pulling = None
 
@@ -349,38 +365,15 @@ class VersionSwitcher:
         self._due.set()
 
 
-class _Reading:
-    """Lets the engine read a version that is not known to be right; it is, if the block ends without an error."""
-
-    def __init__(self, engine: Engine, version: int) -> None:
-        self._engine, self._version = engine, version
-        self._transfer: tuple[Path, WeightTransfer] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self._abort(str(error) or kind.__name__)
-        elif self._transfer is not None:
-            self._transfer[1].complete()
-
-    def advance(self, image: Path, num_bytes: int) -> None:
-        """Note how far a file is; the pull has begun anew if it is another one than before."""
-        if self._transfer is not None and self._transfer[0] != image:
-            self._abort("it is pulled anew")
-        if self._transfer is None:
-            with contextlib.suppress(WorkerDied):  # whoever loads it finds out
-                self._transfer = image, self._engine.begin_transfer(image, self._version)
-        if self._transfer is not None:
-            self._transfer[1].advance(num_bytes)
-
-    def _abort(self, reason: str) -> None:
-        if self._transfer is not None:
-            self._transfer[1].abort(reason)
-            self._transfer = None
+async def _unless_cancelled(work: asyncio.Future[Result], error: Exception) -> Result:
+    """Await what somebody else may cancel; raises the error if that is so."""
+    try:
+        return await work
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise error from None
 
 
 def _server_of(url: str | None) -> str | None:

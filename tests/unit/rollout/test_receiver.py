@@ -34,7 +34,7 @@ class RecordingEngine:
         self.loaded: list[int] = []
         self.paths: list[Path] = []
         self.transfers: list[ScriptedTransfer] = []
-        self.is_dead = False
+        self.is_dead = self.is_loading = self.is_asleep = False
         self.may_load = asyncio.Event()
         self.may_load.set()
 
@@ -47,6 +47,7 @@ class RecordingEngine:
         return self.transfers[-1]
 
     async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:
+        self.is_loading = True
         await self.may_load.wait()
         if self.is_dead:
             raise WorkerDied("killed by SIGKILL")
@@ -54,6 +55,10 @@ class RecordingEngine:
             raise WeightTransferFailed(f"cannot open {image}")
         self.loaded.append(version)
         self.paths.append(image)
+        self.is_asleep = False
+
+    async def sleep(self) -> None:
+        self.is_asleep = True
 
 
 class ScriptedEndpoint:
@@ -634,6 +639,22 @@ async def test_a_version_that_cannot_be_pulled_yet_is_tried_again(tmp_path: Path
         world.may_pull = True
 
         await world.until(lambda: world.gate.version == 4)
+
+
+async def test_an_engine_that_never_loads_a_version_is_told_to_sleep_all_the_same(tmp_path: Path) -> None:
+    async with a_world(tmp_path) as world:
+        world.engine.may_load.clear()
+        world.want(4, weights_url="http://trainer")
+        await world.until(lambda: world.engine.is_loading)
+
+        async with asyncio.timeout(3):
+            await world.receiver.sleep()
+        assert (world.engine.is_asleep, world.gate.version, world.receiver.version) == (True, None, 0)
+
+        world.engine.may_load.set()
+        world.receiver.wake()
+        await world.until(lambda: world.gate.version == 4)
+        assert world.engine.loaded == [4]
 
 
 async def test_an_engine_with_the_initial_weights_serves_version_0(tmp_path: Path) -> None:

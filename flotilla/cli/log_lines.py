@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,22 +80,36 @@ def choose_files(directory: Path, service: str | None) -> list[Path]:
     return exact or [path for path in files if path.stem.rpartition("-")[0] == service]
 
 
-def last_lines(path: Path, count: int) -> tuple[list[str], int]:
-    """Read the last whole lines of a file, and where it ends.
+def last_lines(path: Path, count: int, is_wanted: Callable[[str], bool] = lambda _: True) -> tuple[list[str], int]:
+    """Read the last whole lines of a file that are wanted, and where it ends.
+
+    Args:
+        path: of the file, of which no more is read than that takes.
+        count: how many, at most.
+        is_wanted: says it of one line.
 
     Returns:
-        At most ``count`` lines, and the offset behind the last of them.
+        The lines, and the offset behind the last whole one of the file.
     """
+    found: list[str] = []
     with path.open("rb") as file:
-        end = start = file.seek(0, os.SEEK_END)
-        data = b""
-        while start > 0 and data.count(b"\n") <= count:
-            start = max(0, start - BLOCK)
-            file.seek(start)
-            data = file.read(end - start)
-    whole = data[: data.rfind(b"\n") + 1]
-    lines = whole.decode("utf-8", "replace").splitlines()
-    return (lines[-count:] if count else []), end - (len(data) - len(whole))
+        start = offset = file.seek(0, os.SEEK_END)
+        data, is_cut = b"", False
+        while start > 0 and (not is_cut or len(found) < count):
+            begin = max(0, start - BLOCK)
+            file.seek(begin)
+            data, start = file.read(start - begin) + data, begin
+            if not is_cut:
+                whole = data.rfind(b"\n") + 1
+                if not whole and start > 0:
+                    continue
+                offset, data, is_cut = offset - (len(data) - whole), data[:whole], True
+            # A line that begins before this block is read with the next one.
+            first = data.find(b"\n") + 1 if start > 0 else 0
+            wanted = [line for line in data[first:].decode("utf-8", "replace").splitlines() if is_wanted(line)]
+            found = wanted[max(0, len(wanted) + len(found) - count) :] + found
+            data = data[:first]
+    return found, offset
 
 
 @dataclass

@@ -57,3 +57,9 @@ def histograms(ledger: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         for reason, histogram in reasons.items()
         if set(histogram) != {"0"}  # Of what was never sampled the number alone is of interest.
     ]
+
+
+def first_words(cause: str) -> str:
+    """Leave out the last lines of a process that a signal ended: they say nothing of it, and hide what happened."""
+    what, mark, _ = cause.partition("last lines: ")
+    return what.rstrip("; ").removesuffix("; its") if mark and " signal " in what else cause

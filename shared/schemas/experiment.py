@@ -163,6 +163,14 @@ class CheckpointFiles(Wire):
     files: tuple[CheckpointFile, ...]
 
 
+class FailingService(Wire):
+    """A service of an experiment that does not work now, and tries again or has given up."""
+
+    service_id: str
+    component: str
+    cause: str
+
+
 class DiagnosisView(Wire):
     """What bounds the speed of an experiment, seen over a recent window; see docs/metrics.md."""
 
@@ -179,3 +187,5 @@ class DiagnosisView(Wire):
     """A stall or failure, which comes before any question of speed."""
     health: tuple[HealthFinding, ...] = ()
     """A run that learns nothing is no faster for more speed."""
+    failing: tuple[FailingService, ...] = ()
+    """Who does not work now, as an engine that has died and is started again: it bounds the speed until it is back."""

@@ -11,7 +11,7 @@ from flotilla.cli.gateway import open_gateway
 from flotilla.cli.health import finding_lines
 from flotilla.cli.output import new_console, write_json
 from flotilla.cli.progress import Progress
-from flotilla.cli.reasons import histograms
+from flotilla.cli.reasons import first_words, histograms
 from flotilla.connection import find_experiment
 from shared.schemas.experiment import DiagnosisView, ExperimentState, ExperimentView
 
@@ -57,6 +57,9 @@ async def diagnose(arguments: argparse.Namespace) -> int:
     console = new_console()
     if found.problem is not None:
         console.print(f"problem    {found.problem.component}: {found.problem.cause}", markup=False)
+    for failing in found.failing:
+        cause = first_words(failing.cause)
+        console.print(f"failing    {failing.service_id}: {failing.component}: {cause}", markup=False)
     for finding in found.health:
         for line in finding_lines(finding):
             console.print(f"health     {line}", markup=False)

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 from flotilla.cli.log_lines import LEVELS, LogLine, Tail, choose_files, last_lines, merge, parse, plain
@@ -27,7 +28,7 @@ async def logs(arguments: argparse.Namespace) -> int:
     tails: dict[Path, Tail] = {}
     lines: list[LogLine] = []
     for path in files:
-        texts, offset = last_lines(path, arguments.tail)
+        texts, offset = last_lines(path, arguments.tail, partial(_is_severe, path.stem, least))
         tails[path] = Tail(path, offset)
         lines += [parse(path.stem, text) for text in texts]
     _write(merge(lines), least, as_json=arguments.json)
@@ -37,6 +38,10 @@ async def logs(arguments: argparse.Namespace) -> int:
             tails.setdefault(path, Tail(path))
         _write(merge([line for tail in tails.values() for line in tail.more()]), least, as_json=arguments.json)
     return 0
+
+
+def _is_severe(process: str, least: int, text: str) -> bool:
+    return parse(process, text).severity >= least
 
 
 def _write(lines: list[LogLine], least: int, *, as_json: bool) -> None:

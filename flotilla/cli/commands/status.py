@@ -14,6 +14,7 @@ from rich.table import Table
 from flotilla.cli.gateway import open_gateway
 from flotilla.cli.health import names_of
 from flotilla.cli.output import fitting, new_console, table_of, write_json
+from flotilla.cli.reasons import first_words
 from flotilla.connection import FLEET_FILE, FleetInfo
 from shared.errors import FlotillaError
 from shared.schemas.experiment import Page
@@ -87,7 +88,7 @@ def _show(content: dict[str, Any]) -> None:
         console.print(experiments_table(content["experiments"]))
     if content["shares"]:
         console.print(_shares(content["shares"]))
-    for line in remarks(content["experiments"], content["shares"]):
+    for line in remarks(content["experiments"], content["shares"], content["services"]):
         console.print(line, markup=False)
 
 
@@ -112,9 +113,20 @@ def experiments_table(experiments: Sequence[Mapping[str, Any]]) -> Table:
     return table_of(columns, rows, whole=("id", "state", "step", "from"))
 
 
-def remarks(experiments: Sequence[Mapping[str, Any]], shares: Sequence[Mapping[str, Any]]) -> list[str]:
-    """List what is wrong with experiments and what they wait for, one line each: sentences do not fit into cells."""
-    lines, told = [], set()
+def remarks(
+    experiments: Sequence[Mapping[str, Any]],
+    shares: Sequence[Mapping[str, Any]],
+    services: Sequence[Mapping[str, Any]] = (),
+) -> list[str]:
+    """List what is wrong with services and experiments and what these wait for, one line each: sentences do not fit
+    into cells.
+    """
+    failing = [each for each in services if each["failure"]]
+    lines = [
+        f"failing  {each['id']}: {each['failure']['component']}: {first_words(each['failure']['cause'])}"
+        for each in failing
+    ]
+    told = set()
     for each in experiments:
         if each["problem"]:
             lines.append(f"problem  {each['id']}: {each['problem']['component']}: {each['problem']['cause']}")

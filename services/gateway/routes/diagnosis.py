@@ -4,7 +4,7 @@ from fastapi import APIRouter
 
 from services.gateway.monitoring.idle_cores import Placed, advice_on_cores
 from services.gateway.routes.dependencies import Gateway
-from shared.schemas.experiment import DiagnosisView, ExperimentState, Problem
+from shared.schemas.experiment import DiagnosisView, ExperimentState, FailingService, Problem
 from shared.schemas.health import HealthFinding
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
@@ -32,5 +32,10 @@ async def diagnosis(experiment_id: str, gateway: Gateway) -> DiagnosisView:
         window_seconds=round(measured.window.seconds(now), 3),
         evidence=found.evidence,
         problem=Problem(**problem) if problem is not None else None,
+        failing=tuple(
+            FailingService(service_id=s.id, component=failure.component, cause=failure.cause)
+            for s in gateway.registry.of(experiment.id)
+            if (failure := s.observed.failure) is not None
+        ),
         health=tuple(HealthFinding.model_validate(each) for each in experiment.record.health or ()),
     )

@@ -73,6 +73,12 @@ def test_lines_are_chosen_by_process_level_and_number(
     assert sorted(found) == sorted(messages)
 
 
+def test_the_number_of_lines_is_of_those_of_the_level(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, rollout_0=[record(1, "died", "error"), *(record(2, "samples") for _ in range(60))])
+
+    assert said(capsys, "--level", "warning", "--data", str(tmp_path)) == ["00:00:01 rollout-0  error   died"]
+
+
 @pytest.mark.parametrize(
     ("words", "hint"),
     [(["rolout-0"], "did you mean rollout-0"), (["zzz"], "there are gateway, rollout-0, rollout-1")],
@@ -101,6 +107,20 @@ def test_the_end_of_a_long_file_is_read_alone(tmp_path: Path) -> None:
 
     assert [line.split()[1] for line in lines] == ["4997", "4998", "4999"]
     assert offset == path.stat().st_size - len("half a l")
+
+
+def test_as_many_lines_as_asked_for_are_found_however_far_back_and_much_is_not_wanted(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    texts = [f"{number} {'bad' if number % 1000 == 0 else 'good'} {'.' * 100}" for number in range(5000)]
+    path.write_text("\n".join(texts) + "\nhalf bad")
+
+    lines, offset = last_lines(path, 3, lambda text: "bad" in text)
+
+    assert [line.split()[0] for line in lines] == ["2000", "3000", "4000"]
+    assert offset == path.stat().st_size - len("half bad")
+    assert len(last_lines(path, 50, lambda text: "bad" in text)[0]) == 5
+    assert last_lines(path, 6000)[0] == texts
+    assert last_lines(path, 0) == ([], offset)
 
 
 def test_a_tail_reads_whole_lines_once_and_follows_a_file_that_is_made_again(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from services.gateway.publications.transports import can_receive
+from services.gateway.routes.diagnosis import diagnosis
 from services.gateway.runtime import reconciler
 from services.gateway.state import GatewayState
 from services.gateway.store.memory import MemoryStore
@@ -308,6 +309,20 @@ async def test_a_service_that_is_asked_to_leave_its_experiment_learns_its_notice
     assert (desired.state, desired.assignment) == (WorkState.IDLE, None), "not drained for good"
     left = [e for e in await gateway.store.events(experiment.id, after=0, limit=100) if e.type == "service_left"]
     assert [(e.data["reason"], e.data["tokens_handed_over"]) for e in left] == [("somebody else's turn", 7.0)]
+
+
+async def test_a_diagnosis_names_who_does_not_work_now() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway)
+    rollout, observed = await a_working_rollout(gateway, experiment.id)
+    await say(gateway, rollout, observed)
+    assert (await diagnosis(experiment.id, gateway)).failing == ()
+
+    died = Failure(component="rollout engine", cause="the server ended by signal SIGKILL", fatal=False)
+    await say(gateway, rollout, observed.model_copy(update={"state": WorkState.STARTING, "failure": died}))
+
+    (failing,) = (await diagnosis(experiment.id, gateway)).failing
+    assert (failing.service_id, failing.component, failing.cause) == (rollout, died.component, died.cause)
 
 
 async def test_a_drained_service_that_works_on_long_after_its_notice_loses_its_assignment() -> None:

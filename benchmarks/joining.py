@@ -93,8 +93,8 @@ class JoiningActions(Actions):
         if self._free is None:
             _, path = await self._timed_pull(url, token, checksum)
             self._free = await adopted(path)
-        seconds, path = await self._timed_pull(url, token, checksum, self._take)
-        self._free = await adopted(path)
+        seconds, _ = await self._timed_pull(url, token, checksum, self._take)
+        self._free.own_again()
         return seconds
 
     async def close(self) -> None:

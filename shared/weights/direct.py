@@ -174,6 +174,7 @@ class DirectReceiver:
         self._cores = cores
         self._checksum = checksum
         self._pause_seconds = 0.0
+        self._buffer = memoryview(bytearray(CHUNK_BYTES))
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self._is_stopped = False
@@ -206,17 +207,21 @@ class DirectReceiver:
 
     def _take(self, connection: socket.socket, readable: "select.poll", image: WeightImage, span: range) -> None:
         """Write what comes, until it pauses."""
-        buffer = memoryview(bytearray(min(CHUNK_BYTES, len(span))))
         while self._has_come(connection, readable, span, self._pause_seconds):
+            position = span.start + self.num_received
+            num_wanted = min(CHUNK_BYTES, span.stop - position)
+            present = image.present_at(position, num_wanted)
+            target = self._buffer[:num_wanted] if present is None else present
             try:
-                num = connection.recv_into(buffer[: len(span) - self.num_received])
+                num = connection.recv_into(target)
             except BlockingIOError:
                 continue
             if num == 0:
                 raise ConnectionResetError(f"the connection ended after {self.num_received} bytes")
-            image.write_at(span.start + self.num_received, buffer[:num])
+            if present is None:
+                image.write_at(position, target[:num])
             self.num_received += num
-            self._checksum.follow(image, range(span.start, span.start + self.num_received), buffer[:num])
+            self._checksum.follow(image, range(span.start, position + num), target[:num])
 
     def _has_come(self, connection: socket.socket, readable: "select.poll", span: range, seconds: float) -> bool:
         """Wait until so much has come that it is worth being woken for, or the connection has ended."""

@@ -20,13 +20,17 @@ import xxhash
 
 from shared.errors import Conflict, WeightTransferFailed
 from shared.schemas.publication import Manifest
-from shared.weights.image_files import choose_directory, is_at, lock_shared, new_name, open_shared
+from shared.weights.image_files import SHARED_MEMORY, choose_directory, is_at, lock_shared, new_name, open_shared
 from shared.weights.layout import ImageLayout
 from shared.weights.loopback import is_loopback, send_on_loopback
-from shared.weights.pages import populate, reserve_range, write_range
+from shared.weights.pages import populate, populate_range, reserve_range, write_range
 
 DEFAULT_SLICE_BYTES = 8 << 20
 """Slices of 4 to 16 MB are the fastest through gloo; larger ones gain nothing."""
+WINDOW_BYTES = 4 << 20
+"""So many bytes are made known to the process at a time, ahead of what is written there."""
+_BLOCK_BYTES = 512
+"""Of ``st_blocks``, whatever the file system's own are."""
 
 
 class WeightImage:
@@ -39,6 +43,7 @@ class WeightImage:
         self.path = path
         self.is_owner = is_owner
         self._file = file
+        self._known: set[int] = set()
         # The mapping duplicates the descriptor, so the lock taken through the file ends with the last view.
         self._mapped: mmap.mmap | None = mapped or mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED)
 
@@ -122,6 +127,28 @@ class WeightImage:
             ValueError: the image is closed.
         """
         write_range(self._file, self.path, position, data)
+
+    def present_at(self, position: int, num_bytes: int) -> memoryview | None:
+        """View a piece of the mapping, or its beginning, if every page is there: writing it takes a third of the time.
+
+        None where pages may be missing: made by a mapping they are filled with zeros first, and where no room is left
+        for one of them, that is a bus error. There is :meth:`write_at`.
+
+        Raises:
+            ValueError: the image is closed.
+        """
+        window = position // WINDOW_BYTES
+        span = range(window * WINDOW_BYTES, min((window + 1) * WINDOW_BYTES, self.image_bytes))
+        if window not in self._known:
+            if not (self._has_all_pages() and populate_range(self.mapped, span)):
+                return None
+            self._known.add(window)
+        return self.view[position : min(position + num_bytes, span.stop)]
+
+    def _has_all_pages(self) -> bool:
+        # Other file systems count blocks that hold no bytes of the file, and may need room to write it again.
+        is_counted = self.path.parent == SHARED_MEMORY
+        return is_counted and os.fstat(self._file.fileno()).st_blocks * _BLOCK_BYTES >= self.image_bytes
 
     def read_at(self, position: int, target: memoryview) -> int:
         """Read a piece from the file; gives how many bytes there were.
@@ -274,6 +301,21 @@ class WeightImage:
         self.is_owner = False
         self.close()
         return self.path
+
+    def give_back(self) -> Path:
+        """Leave the file of a complete image to whoever lent it: it stays mapped, unlocked until :meth:`own_again`."""
+        self.is_owner = False
+        self.unlock()
+        return self.path
+
+    def own_again(self) -> None:
+        """Be the owner of an image that was lent and given back.
+
+        Raises:
+            WeightTransferFailed: its file is gone, or being written.
+        """
+        self.lock()
+        self.is_owner = True
 
     def close(self) -> None:
         """Let go of the mapping; the owner also removes the file. May be called twice."""

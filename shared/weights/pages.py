@@ -17,16 +17,28 @@ _MADV_POPULATE_READ = 22
 """Of Linux since 5.14."""
 
 
-def populate(mapped: mmap.mmap) -> None:
+def populate(mapped: mmap.mmap) -> bool:
     """Make the process know all pages at once, which is cheaper than one fault after the other.
 
     Not by MAP_POPULATE: CPython keeps its lock while it maps, up to 0.7 s per GiB, and no other thread gets on.
     """
-    start = ctypes.c_char.from_buffer(mapped)
+    return populate_range(mapped, range(len(mapped)))
+
+
+def populate_range(mapped: mmap.mmap, span: range) -> bool:
+    """Make the process know the pages of a range; False where the system does not know the advice, or has no room.
+
+    Args:
+        mapped: a whole file; pages of it that are missing are made.
+        span: begins with a page.
+    """
+    start = ctypes.c_char.from_buffer(mapped, span.start)
     # Where the system does not know the advice, pages are found one by one. ``mmap.madvise`` would keep the lock too.
     with contextlib.suppress(AttributeError):
         advise = ctypes.CDLL(None).madvise
-        advise(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapped)), _MADV_POPULATE_READ)
+        failed = advise(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(span)), _MADV_POPULATE_READ)
+        return bool(failed == 0)
+    return False
 
 
 def reserve_range(file: FileIO, path: Path, span: range) -> None:

@@ -73,7 +73,7 @@ class WeightPuller:
             checksum: of the image; None believes the trainer, and asks nobody else.
             peers: urls of this version at rollouts.
             kept_in: where images are kept that everybody sees.
-            reuse: gives an image that is written in the place of a new file, if there is one.
+            reuse: lends an image that is written in the place of a new file, if there is one; see ``Reuse``.
             on_arrived: told how far the file is; another file begins anew, and the one before means nothing.
 
         Raises:

@@ -18,7 +18,9 @@ from shared.weights.off_loop import close_images, create_image
 from shared.weights.prefix_checksum import PrefixChecksum
 
 Reuse = Callable[[int], WeightImage | None]
-"""Gives an own image of so many bytes to write into, taken back from other use; None where there is none."""
+"""Lends an own image of so many bytes to write into, taken back from other use; None where there is none.
+
+It is closed, and its file is gone, unless the pull succeeds; then its path is returned, and it is given back."""
 OnArrived = Callable[[Path, int], None]
 """Told how many bytes of the file, from its beginning on, are there; nobody has verified them."""
 SILENCE_SECONDS = 10.0
@@ -89,7 +91,7 @@ class ArrivingImage:
     Args:
         directory: where its file goes; None chooses shared memory where there is room.
         checksum: that it must have; None believes the first source.
-        reuse: where it may go instead: memory that was touched before takes a third of the processor time.
+        reuse: where it may go instead: memory that was touched before takes a quarter of the processor time.
         on_arrived: told how far it is.
     """
 
@@ -116,6 +118,7 @@ class ArrivingImage:
         self.checksum = PrefixChecksum(self.cores)
         self.missing = MissingRanges()
         self.image: WeightImage | None = None
+        self._is_lent = False
         self.num_received = 0
         self.is_disputed = False
         """The origin says that the image has another size than whoever was the first to answer."""
@@ -131,7 +134,7 @@ class ArrivingImage:
         while not (self.missing.is_whole or self.is_disputed) and source.failure is None:
             if all(each in self._resting or each.failure is not None for each in self._asked - {source}):
                 self._resting.discard(source)  # Whoever took over from it is gone.
-            if source not in self._resting and (span := self.missing.take()) is not None:
+            if source not in self._resting and (span := self.missing.take(is_alone=len(self._asked) == 1)) is not None:
                 return span
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
@@ -190,7 +193,7 @@ class ArrivingImage:
         if found != self._checksum:
             raise WeightTransferFailed(f"the pulled image has checksum {found}, it should have {self._checksum}")
         self.image.layout()
-        return self.image.hand_over()
+        return self.image.give_back() if self._is_lent else self.image.hand_over()
 
     async def expect(self, arrival: Arrival, sent: range, size: int, checksum: str) -> WeightImage:
         """Hold what a source is about to send against what it was asked for; gives the image to write it into.
@@ -233,6 +236,7 @@ class ArrivingImage:
 
     async def _made(self, size: int) -> WeightImage:
         image = None if self._reuse is None else self._reuse(size)
+        self._is_lent = image is not None
         if image is None:
             image = await create_image(size, directory=self._directory, is_reserved=False)
         return image

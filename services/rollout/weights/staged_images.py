@@ -51,6 +51,7 @@ class StagedImages:
         self._mapped: dict[Path, WeightImage] = {}
         self._attaching = asyncio.Lock()
         self._in_use: list[WeightImage] = []
+        self._lent: WeightImage | None = None
         self.staged: StagedImage | None = None
 
     @asynccontextmanager
@@ -103,7 +104,7 @@ class StagedImages:
             self._release(replaced.image)
 
     def give_away(self, image_bytes: int) -> WeightImage | None:
-        """Part with an own image of this size that holds nothing of worth, taken back to be written; None if none is.
+        """Lend an own image of this size that holds nothing of worth, taken back to be written; None if none is.
 
         Its memory was touched before, which is most of what writing into a new one costs.
         """
@@ -112,6 +113,7 @@ class StagedImages:
                 with suppress(Conflict):
                     image.take_back()
                     self._own.remove(image)
+                    self._lent = image
                     return image
         return None
 
@@ -124,15 +126,21 @@ class StagedImages:
         free = [image for image in self._own if not self._is_wanted(image)]
         self._own = [image for image in self._own if image not in free]
         await close_images(*free)
-        # The engine reads it, in a process of its own; here it is sent by its descriptor.
-        image = await attach_image(path, is_read_whole=False)
-        image.is_owner = True
+        lent, self._lent = self._lent, None
+        if lent is not None and lent.path == path and not lent.is_closed:
+            # Still mapped: the next pull into it need not find its pages again.
+            image = lent
+            image.own_again()
+        else:
+            # The engine reads it, in a process of its own; here it is sent by its descriptor.
+            image = await attach_image(path, is_read_whole=False)
+            image.is_owner = True
         self._own.append(image)
         return image
 
     async def close(self) -> None:
         """Delete the own images and let go of the others."""
-        images = [*self._own, *self._mapped.values()]
+        images = [*self._own, *self._mapped.values(), *([] if self._lent is None else [self._lent])]
         self.keep(None)
         self._own.clear()
         self._mapped.clear()

@@ -94,6 +94,27 @@ async def test_bytes_are_summed_as_they_come_and_never_read_again(
     assert path.read_bytes() == image.view
 
 
+async def test_bytes_go_by_the_mapping_into_memory_that_is_there(
+    image: WeightImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with an_image(num_megabytes=4, seed=1) as free:
+
+        def lend(image_bytes: int) -> WeightImage:
+            free.take_back()
+            return free
+
+        async with a_direct_server() as server:
+            server.images.publish(3, image.path)
+            sending(monkeypatch, cut_after(2_500_000))
+            monkeypatch.setattr(os, "pwrite", None)
+
+            path = await WeightPuller(Credentials(TOKEN))(server.url(3), 3, tmp_path, DEADLINE, reuse=lend)
+
+        assert path == free.path
+        assert path.read_bytes() == image.view
+        free.own_again()
+
+
 async def test_a_source_that_dies_within_a_range_is_asked_for_the_rest(
     image: WeightImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

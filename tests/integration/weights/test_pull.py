@@ -131,7 +131,8 @@ async def test_a_pull_goes_into_an_image_that_is_free(image: WeightImage, tmp_pa
     assert pulled.read_bytes() == image.view
     assert (pulled.stat().st_ino, asked) == (inode, [image.image_bytes])
     assert list(tmp_path.iterdir()) == [pulled]
-    WeightImage.attach(pulled).close()
+    old.own_again()
+    old.close()
 
 
 async def test_a_free_image_is_gone_when_the_pull_into_it_fails(image: WeightImage, tmp_path: Path) -> None:

@@ -61,6 +61,22 @@ async def test_an_own_image_that_is_free_is_given_away_under_another_name(images
     again.close()
 
 
+async def test_an_image_that_was_lent_and_given_back_stays_mapped(images: StagedImages) -> None:
+    async with images.own(64) as free:
+        pass
+    lent = images.give_away(64)
+    assert lent is free
+    mapped = lent.mapped
+
+    path = lent.give_back()
+    again = await images.adopt(path)
+
+    assert again is free and again.is_owner
+    assert again.mapped is mapped
+    await images.close()
+    assert not path.exists()
+
+
 async def test_an_image_that_another_rollout_still_reads_is_not_given_away(images: StagedImages) -> None:
     async with images.own(64) as free:
         pass

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from shared.errors import Conflict, WeightTransferFailed
 from shared.weights import image_files
-from shared.weights.image import WeightImage
+from shared.weights.image import WINDOW_BYTES, WeightImage
 from shared.weights.image_files import sweep
 from shared.weights.layout import ImageLayout
 from shared.weights.tensors import TORCH_DTYPES, layout_for, open_image, write_tensors
@@ -223,3 +223,41 @@ def test_sweeping_leaves_what_somebody_still_reads(tmp_path: Path) -> None:
     with WeightImage.attach(left):
         assert sweep(tmp_path) == []
     assert sweep(tmp_path) == [left]
+
+
+def test_only_pages_that_are_there_are_written_by_the_mapping() -> None:
+    with WeightImage.create(3 * 4096, is_reserved=False) as image:
+        for position in (0, 4096):
+            image.write_at(position, memoryview(bytes(4096)))
+            assert image.present_at(0, 10) is None
+        image.write_at(2 * 4096, memoryview(bytes(4096)))
+
+        present = image.present_at(4090, 10)
+
+        assert present is not None
+        present[:] = b"0123456789"
+        assert image.path.read_bytes()[4090:4100] == b"0123456789"
+
+
+def test_on_a_disk_no_page_is_written_by_the_mapping(tmp_path: Path) -> None:
+    with WeightImage.create(4096, directory=tmp_path) as image:
+        assert image.present_at(0, 10) is None
+
+
+def test_a_piece_that_is_there_ends_with_its_window() -> None:
+    with WeightImage.create(WINDOW_BYTES + 100) as image:
+        first, rest = image.present_at(WINDOW_BYTES - 10, 20), image.present_at(WINDOW_BYTES, 200)
+
+        assert first is not None and rest is not None
+        assert (len(first), len(rest)) == (10, 100)
+
+
+def test_a_lent_image_holds_no_lock_until_its_owner_has_it_again() -> None:
+    with WeightImage.create(64) as lent:
+        lent.give_back()
+        with WeightImage.attach(lent.path) as other:
+            with other.writing():
+                pass
+            lent.own_again()
+            with pytest.raises(Conflict), other.writing():
+                pass

@@ -21,6 +21,17 @@ def test_only_the_beginning_is_fetched_until_the_size_is_known() -> None:
     assert [missing.take(), missing.take(), missing.take()] == [range(10, 20), range(20, 25), None]
 
 
+def test_a_source_beside_which_there_is_no_other_gets_longer_ranges() -> None:
+    missing = MissingRanges()
+
+    assert missing.take(is_alone=True) == range(10)
+    missing.learn(65)
+
+    assert missing.take(is_alone=True) == range(10, 50)
+    assert missing.take() == range(50, 60)
+    assert [missing.take(is_alone=True), missing.take(is_alone=True)] == [range(60, 65), None]
+
+
 def test_the_rest_of_a_range_comes_before_all_others() -> None:
     missing = MissingRanges()
     beginning = missing.take()

@@ -10,8 +10,8 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from services.sandbox.limits import Limits, longest_seconds
 from services.sandbox.server_restarts import ServerRestarts
 from services.sandbox.slots import sweep
 from services.sandbox.trees import remove_if_small, remove_tree
+from shared.cancelling import to_the_end, until_done
 from shared.errors import Unavailable
 
 log = logging.getLogger(__name__)
@@ -208,15 +209,22 @@ class Executor:
             async with self._directory(slot):
                 await self._server(slot, self.isolation.limits)
 
-    @contextmanager
-    def _cleaning(self, slot: Slot) -> Iterator[None]:
-        """Take note of a slot in which something is left behind; what is known of the program stays true."""
+    async def _cleaned(self, slot: Slot, work: Coroutine[None, None, None]) -> None:
+        """Clean a slot to the end, however often that is cancelled: who took it meanwhile would be swept away, too.
+
+        Of a slot in which something is left behind a note is taken; what is known of the program stays true.
+        """
+        cleaning = asyncio.ensure_future(work)
         try:
-            yield
-        except Exception as error:
+            await until_done(cleaning)
+        finally:
+            self._take_note(slot, None if cleaning.cancelled() else cleaning.exception())
+
+    def _take_note(self, slot: Slot, error: BaseException | None) -> None:
+        if error is not None:
             self._spoiled[slot.number] = f"{type(error).__name__}: {error}"
             self.num_spoiled += 1
-            log.exception("a slot could not be cleaned and is replaced", extra={"slot": slot.number})
+            log.error("a slot could not be cleaned and is replaced", extra={"slot": slot.number}, exc_info=error)
 
     async def _run_once(self, slot: Slot, program: Program, answered: "asyncio.Future[JobResult]") -> None:
         """Run a program on the slot's server, which is ended unless all of the run is surely gone.
@@ -249,8 +257,7 @@ class Executor:
     async def _give_up_server(self, slot: Slot, program: Program) -> None:
         """End a server in which something of what it ran may be left; the next one is not started at once."""
         self._restarts.ended(slot.number, program.caller)
-        with self._cleaning(slot):
-            await asyncio.shield(self._end_server(slot))
+        await self._cleaned(slot, self._end_server(slot))
 
     async def _server(self, slot: Slot, limits: Limits) -> ForkServer:
         """Find the slot's server, or start one when it is due."""
@@ -258,7 +265,7 @@ class Executor:
         if server is not None and server.slot == slot and server.is_usable:
             server.bound(limits)
             return server
-        await self._end_server(slot)
+        await to_the_end(asyncio.ensure_future(self._end_server(slot)))
         await self._restarts.due(slot.number)
         server = await ForkServer.start(self.isolation, slot, self._groups, limits)
         self._servers[slot.number] = server
@@ -287,9 +294,8 @@ class Executor:
         try:
             yield
         finally:
-            with self._cleaning(slot):
-                if not remove_if_small(work):
-                    await asyncio.shield(asyncio.to_thread(remove_tree, work))
+            if not remove_if_small(work):
+                await self._cleaned(slot, asyncio.to_thread(remove_tree, work))
 
 
 def _tell_failure(answered: "asyncio.Future[JobResult]", attempt: asyncio.Task[None]) -> None:

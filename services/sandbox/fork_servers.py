@@ -19,6 +19,7 @@ from services.sandbox.guard.watch import descendants, running_seconds
 from services.sandbox.isolation import Isolation, Slot
 from services.sandbox.limits import Limits
 from services.sandbox.processors import ProcessorGroup, ProcessorGroups
+from shared.cancelling import to_the_end, until_done
 from shared.errors import FlotillaError
 from shared.processes import reap
 
@@ -244,14 +245,11 @@ class ForkServer:
         try:
             await server._greet(READY)
             making = asyncio.ensure_future(asyncio.to_thread(server._make_groups, groups, limits))
-            try:
-                await asyncio.shield(making)
-            finally:
-                await asyncio.wait([making])  # what it makes is removed with the server, also if nobody waits
+            await to_the_end(making)  # what it makes is removed with the server, also if nobody waits
             server._order(json.dumps(server.orders.to_wire()).encode())
             await server._greet(JOINED)
         except BaseException:
-            await asyncio.shield(server.end())
+            await until_done(asyncio.ensure_future(server.end()))
             raise
         return server
 

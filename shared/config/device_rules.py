@@ -143,13 +143,14 @@ def with_ranks_of_devices(given: Any) -> Any:
 
 
 def check_devices(spec: Sections) -> None:
-    """Check that devices are asked for where they are used, and as many as are used.
+    """Check that devices are asked for where they are used, and as many as are used; and one rollout for one server.
 
     Raises:
         ValueError: they are not.
     """
     _check_trainer(spec)
     _check_rollouts(spec)
+    _check_server(spec)
 
 
 def _check_trainer(spec: Sections) -> None:
@@ -188,6 +189,15 @@ def _check_rollouts(spec: Sections) -> None:
         raise ValueError(
             f"{name} and rollout.engine.options differ, which divide the model among {math.prod(sizes)}: make them "
             "equal, or leave one of them out"
+        )
+
+
+def _check_server(spec: Sections) -> None:
+    engine, rollouts = spec.rollout.engine, spec.resources.rollouts
+    if isinstance(engine, ServerEngineConfig) and engine.is_one_server and rollouts.min > 1:
+        raise ValueError(
+            f"resources.rollouts.min is {rollouts.min}, and at rollout.engine.url {engine.url} there is one server, "
+            "which samples for one rollout: set min to 1, or have a server on each machine, at http://127.0.0.1:PORT"
         )
 
 

@@ -4,7 +4,9 @@ Each class names what its engine promises, and which of the spec's wishes need a
 """
 
 from collections.abc import Mapping
+from ipaddress import ip_address
 from typing import Annotated, ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -158,12 +160,24 @@ class ServerEngineConfig(Config):
     switch, a list for several values. Those that follow from the spec are refused here, those that the server does not
     know by the server."""
     url: ServerUrl | None = None
-    """Use the server at this address, which serves model.path, instead of starting one; no other rollout may use it.
-    127.0.0.1 is one server for each machine that has a rollout service."""
+    """Use the server at this address, which serves model.path, instead of starting one; no other rollout may use it, so
+    the experiment gets one rollout. 127.0.0.1 and localhost are one server for each machine that has a rollout
+    service."""
     start_seconds: float = Field(600.0, gt=0)
     """Longest time that a server may take to load the model."""
     load_seconds: float = Field(120.0, gt=0)
     """Longest time that a server may take to load new weights; one that takes longer is started again."""
+
+    @property
+    def is_one_server(self) -> bool:
+        """Whether all rollouts would have the same server: it is at an address that is not each machine's own."""
+        if self.url is None:
+            return False
+        host = urlsplit(self.url).hostname or ""
+        try:
+            return not ip_address(host).is_loopback
+        except ValueError:
+            return host != "localhost"
 
     @field_validator("options")
     @classmethod

@@ -79,7 +79,10 @@ def quotas_of(spec: ExperimentSpec) -> dict[Kind, QuotaConfig]:
     nodes = spec.parallelism.nodes
     quotas = {Kind.TRAINER: QuotaConfig(min=nodes, max=nodes)} if spec.trains else {}
     if spec.needs_rollouts:
-        quotas[Kind.ROLLOUT] = resources.rollouts
+        engine = spec.rollout.engine
+        # A second rollout would take the server from the first.
+        is_one = isinstance(engine, ServerEngineConfig) and engine.is_one_server
+        quotas[Kind.ROLLOUT] = QuotaConfig(min=1, max=1) if is_one else resources.rollouts
     if spec.samples_answers:
         quotas[Kind.REWARD] = resources.rewards
     if spec.runs_code:

@@ -1,3 +1,5 @@
+import pytest
+
 from services.gateway.scheduler.demands import Candidate, Demand, engine_to_start, quotas_of
 from services.gateway.scheduler.explanation import why_waiting
 from services.gateway.scheduler.placement import WhyLeave, place
@@ -251,6 +253,25 @@ def test_a_rollout_that_can_start_another_engine_works_for_anybody_until_that_is
     placement = place([running("plain"), waiting("fast", 1, engine="sglang")], [*served("plain", 0), *busy])
     assert placement.leaving == {}
     assert placement.lacking["fast"][Kind.ROLLOUT] == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "most"),
+    [
+        (None, None),
+        ("http://127.0.0.1:3", None),
+        ("http://[::1]:3", None),
+        ("http://localhost", None),
+        ("http://10.0.0.5:3", 1),
+        ("http://sglang.example.com:3", 1),
+    ],
+)
+def test_a_server_at_an_address_is_for_one_rollout_but_each_machine_may_have_one(
+    url: str | None, most: int | None
+) -> None:
+    spec = a_spec(rollout={"engine": {"kind": "sglang", "url": url}})
+
+    assert quotas_of(spec)[Kind.ROLLOUT].max == most
 
 
 def test_an_engine_that_runs_elsewhere_needs_no_rollout_that_can_start_it() -> None:

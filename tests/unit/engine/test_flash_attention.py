@@ -88,6 +88,20 @@ def test_a_page_for_each_row_gives_the_logits_of_the_fused_forward(
     compare([3], [[3, 4]], 5)
 
 
+def test_long_rows_take_memory_when_they_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
+    save_model("qwen3", tmp_path)
+    architecture, files = architecture_of(read_config(tmp_path)), safetensors_files(tmp_path)
+    sizes = {**SIZES, "num_rows": 32, "context_tokens": 8192}
+    paged = PagedDecoder(architecture, files, **sizes, attention=FlashAttentionByRow(), page_tokens=8192)
+    prompt = np.arange(5)
+
+    paged.prefill([prompt], [[0]])
+    assert paged._keys.shape[1] * 8192 <= (1 + 2) * 8192
+    paged.prefill([prompt], [list(range(1, 32))])
+    assert paged._keys.shape[1] == 1 + 32
+
+
 def test_the_installed_torch_says_how_rows_may_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     attention, page_tokens = attention_here(4096)
     assert (type(attention), page_tokens) == (FlashAttention, PAGE_TOKENS)

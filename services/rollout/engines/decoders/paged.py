@@ -253,7 +253,9 @@ class PagedDecoder(KeepsNothing):
             return
         old = self._table.num_pages
         most = 1 + self.num_rows * self._row_pages
-        new = max(old + lacking, min(int(GROWTH * old), most), min(1 + 2 * self.num_rows, most))
+        # To begin with two pages for each row, or as many tokens in longer ones.
+        first = 1 + min(2 * self.num_rows, -(-2 * self.num_rows * PAGE_TOKENS // self.page_tokens))
+        new = max(old + lacking, min(int(GROWTH * old), most), min(first, most))
         self._graphs.clear()
         for name in ("_keys", "_values"):
             pool = self._pool(new)
@@ -263,6 +265,7 @@ class PagedDecoder(KeepsNothing):
 
 
 PROBE_STEPS = 3
+PROBE_LONGEST = 1024
 PROBE_TOLERANCE = 0.15
 """Root mean square of what log-probabilities differ by, in their own standard deviations: rounding to 16 bits gives
 about 0.01, one position too few in a row of five 0.3."""
@@ -273,7 +276,7 @@ def works(decoder: PagedDecoder) -> bool:
     """Find out by trying: steps over the end of a page give what whole sequences give, to rounding."""
     generator = np.random.default_rng(0)
     lengths = np.array([decoder.page_tokens - 1, 5][: decoder.num_rows])
-    lengths = np.minimum(lengths, decoder.max_positions - PROBE_STEPS - 1)
+    lengths = np.minimum(lengths, min(decoder.max_positions, PROBE_LONGEST) - PROBE_STEPS - 1)
     sequences = [generator.integers(0, decoder.vocab_size, length + PROBE_STEPS) for length in lengths]
     rows = [[row] for row in range(lengths.size)]
 

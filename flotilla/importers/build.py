@@ -21,6 +21,7 @@ from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidSpec
 
 HIDDEN = "(not shown)"
+WITHOUT_EFFECT = frozenset({Verdict.IGNORED, Verdict.UNSUPPORTED})
 VARIABLE = "a name of this file's own: what refers to it by ${...} has its value"
 SECRET = re.compile(r"api_?key|secret|password|_token$", re.IGNORECASE)
 """Names of parameters that we do not know, whose values must not be shown all the same."""
@@ -175,6 +176,9 @@ def _shown_default(source: Source, name: str) -> str:
 def _entry(each: Given, source: Source, resolved: Mapping[str, Any]) -> Entry:
     row = source.system.find(each.spelling)
     if each.refusal is not None:
+        if row is not None and row.verdict in WITHOUT_EFFECT and row.name not in source.read:
+            value = HIDDEN if row.is_secret else shown(each.value)
+            return Entry(each.spelling, value, each.where, row.verdict, f"whatever its value: {row.reason}", {})
         return Entry(each.spelling, shown(each.value), each.where, Verdict.REFUSED, each.refusal, {})
     if row is None and each.is_variable and not source.system.is_section(each.spelling):
         value = HIDDEN if SECRET.search(each.spelling) else shown(each.value)
@@ -203,7 +207,7 @@ def _verdict(
         return Verdict.REFUSED, row.reason, {}
     if each.spelling in source.set_aside:
         return Verdict.UNSUPPORTED, source.set_aside[each.spelling], {}
-    if row.verdict in {Verdict.IGNORED, Verdict.UNSUPPORTED}:
+    if row.verdict in WITHOUT_EFFECT:
         asks = not asks_for_nothing(row, each.value, source)
         return _without_effect(row.verdict, row.reason, asks=asks)
     if row.name not in source.read and not row.is_tree:

@@ -27,6 +27,16 @@ def imported(
     return build(SYSTEMS["verl"], given, rows=rows)
 
 
+def test_a_value_that_is_not_known_is_no_reason_to_refuse_what_no_value_of_matters() -> None:
+    more = ("trainer.default_local_dir=$(pwd -P)/out", "actor_rollout_ref.rollout.engine_kwargs.vllm.x=$(nproc)")
+    found = imported("python -m verl.trainer.main_ppo", *more, "actor_rollout_ref.actor.optim.lr=$(cat lr)")
+
+    assert {"trainer.default_local_dir", "actor_rollout_ref.rollout.engine_kwargs.vllm.x"} <= set(
+        names(found, Verdict.UNSUPPORTED)
+    )
+    assert list(refused(found)) == ["actor_rollout_ref.actor.optim.lr"]
+
+
 def field(found: Imported, path: str) -> Any:
     assert found.spec is not None, found.report.problems
     return look_up(found.spec.model_dump(mode="json"), path)
@@ -261,6 +271,6 @@ def test_variables_that_a_script_does_not_set_are_those_of_its_environment() -> 
 
 
 def test_a_folder_that_the_script_goes_to_is_not_taken_for_the_first() -> None:
-    found = imported("python3 -m verl.trainer.main_ppo", "trainer.default_local_dir=$PWD/x", text="cd /data")
+    found = imported("python3 -m verl.trainer.main_ppo", "data.val_files=$PWD/x.parquet", text="cd /data")
 
-    assert list(refused(found)) == ["trainer.default_local_dir"]
+    assert list(refused(found)) == ["data.val_files"]

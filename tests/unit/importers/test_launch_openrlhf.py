@@ -116,9 +116,9 @@ def test_no_trainer_or_two_of_them_is_a_message(text: str) -> None:
 
 
 def test_a_value_that_is_not_known_is_refused_by_its_flag_and_the_others_are_read() -> None:
-    found = of_script(f"D=$(date)\npython3 -m {PPO} {FLAGS} --save_path $D/x --n_samples_per_prompt 4\n")
+    found = of_script(f"D=$(date)\npython3 -m {PPO} {FLAGS} --eval_dataset $D/x --n_samples_per_prompt 4\n")
 
-    assert list(refused(found)) == ["--save_path"]
+    assert list(refused(found)) == ["--eval_dataset"]
     assert field(found, "rollout.group_size") == 4
 
 

@@ -60,7 +60,11 @@ async def open_episodes(
         return OpenedEpisodes(make_episodes(spec, engine, renderer, turns, tally), _nothing_to_close)
     tools = await open_tools(config, networks, sandboxes)
     told = renderer.with_tools(tools.schemas)
-    told.check_continuation(Message(role_of_results(config.format), "."))
+    try:
+        told.check_continuation(Message(role_of_results(config.format), "."))
+    except BaseException:
+        await tools.aclose()
+        raise
     limits, resume = Limits.of(config, spec.rollout.engine.context_tokens), resume_rule(spec.asynchrony)
     conversations = ToolConversations(tools, config)
     return OpenedEpisodes(MultiTurnEpisodes(engine, told, turns, limits, conversations, resume, tally), tools.aclose)

@@ -5,12 +5,18 @@ import contextlib
 import gzip
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+import psutil
 import pytest
 
+from services.rollout.engines.scripted import ScriptedEngine
 from services.rollout.episodes.conversation import Reply
+from services.rollout.episodes.special_tokens import SamplingTally
+from services.rollout.episodes.turns import Turns
+from services.rollout.episodes_of import open_episodes
 from services.rollout.tools.base import Tool, ToolFailed, schema_of
 from services.rollout.tools.conversation import ToolConversation
 from services.rollout.tools.formats import read_calls
@@ -18,10 +24,13 @@ from services.rollout.tools.http_tool import HttpTool
 from services.rollout.tools.opening import open_tools
 from services.rollout.tools.python_tool import PythonTool
 from shared.config.episodes import ToolEpisodesConfig, ToolFormat
-from shared.errors import EpisodeFailed, InvalidSpec
+from shared.errors import EpisodeFailed, InvalidSpec, ModelError
+from shared.prompts import PromptTemplate
 from shared.schemas.task import Message
 from shared.schemas.turns import FinishReason
 from shared.testing.builders import a_task
+from tests.unit.gateway.builders import a_spec
+from tests.unit.rollout.test_turns_in_templates import renderer_of
 
 OWN = '''
 import asyncio
@@ -330,3 +339,17 @@ async def test_two_tools_of_one_name_are_refused(tmp_path: Any) -> None:
 
     with pytest.raises(InvalidSpec, match="two tools are called 'add'"):
         await open_tools(ToolEpisodesConfig.model_validate({"kind": "tools", "tools": [tool, tool]}))
+
+
+async def test_tools_of_a_model_that_cannot_be_shown_them_are_closed(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    tools = [{"kind": "python", "path": f"{tmp_path}/own.py:add"}]
+    spec = a_spec(rollout={"episodes": {"kind": "tools", "tools": tools}})
+    renderer = renderer_of("qwen 3", PromptTemplate(input_template="{}"))
+    before = set(psutil.Process().children())
+    turns = Turns(spec.rollout.sampling, spec.rollout.sampling)
+
+    with pytest.raises(ModelError, match="has no messages"):
+        await open_episodes(spec, ScriptedEngine(), renderer, turns, SamplingTally())
+
+    assert set(psutil.Process().children()) <= before

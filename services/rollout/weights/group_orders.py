@@ -23,9 +23,10 @@ log = logging.getLogger(__name__)
 OPEN = frozenset({PublicationPhase.PREPARING, PublicationPhase.TRANSFERRING})
 CLOSE_SECONDS = 5.0
 WORD_PHASES = 2
-"""Deadlines of a phase until the gateway has said what follows on joining, or on receiving: it takes one at most."""
+"""Deadlines of a phase until the gateway has said what follows on joining: it takes one at most."""
 EPOCH_PHASES = 5
-"""The same for the epoch after one that broke: one until that is found, and three for the sender to open the next."""
+"""The same once tensors have come, which are lost where this is given up: one until the others have them or are found
+missing, three for the sender to open the next epoch."""
 
 
 class GroupOrders:
@@ -109,7 +110,7 @@ class GroupOrders:
                 self._received = order.version
                 self._report(order, ReceiveState.RECEIVED, None)
                 self._switcher.look()
-                await _told(asyncio.Event(), WORD_PHASES * order.deadline_seconds)
+                await _told(asyncio.Event(), EPOCH_PHASES * order.deadline_seconds)
             except GroupBroken as error:
                 log.info("the weight group broke", extra={"version": order.version, "cause": str(error)})
                 await _told(asyncio.Event(), EPOCH_PHASES * order.deadline_seconds)

@@ -406,6 +406,20 @@ async def test_it_loads_what_is_committed_where_nobody_commits_what_it_received(
         assert world.engine.loaded == [4, 5]
 
 
+async def test_what_was_received_is_kept_while_the_sender_opens_the_next_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_orders, "WORD_PHASES", 0.0003)
+    async with a_world(tmp_path, serving=4) as world:
+        world.want(4, an_order(5))
+        await world.until_reported(ReceiveState.RECEIVED, version=5)
+
+        world.want(4, an_order(5, epoch=2, phase=PREPARING).model_copy(update={"rendezvous": None}))
+        await asyncio.sleep(0.03)
+
+        assert world.engine.did == ["join 1", "receive 5"], "it takes longer than all members need to join"
+
+
 async def test_it_loads_what_is_committed_where_no_epoch_follows_on_one_that_broke(
     tmp_path: Path, silent_gateway: None
 ) -> None:

@@ -27,7 +27,7 @@ from services.rollout.engines.sglang.buckets import BucketProcess
 from services.rollout.engines.sglang.engine import SglangDialect, SglangEngine
 from services.rollout.engines.sglang.group_engine import GroupSglangEngine
 from services.rollout.engines.sglang.handles import read_layout
-from services.rollout.engines.vllm.engine import VllmDialect
+from services.rollout.engines.vllm.engine import VllmDialect, VllmEngine
 from shared.config.asynchrony import OnWeightUpdate
 from shared.errors import InvalidSpec, WeightTransferFailed, WorkerDied
 from shared.schemas.engine import EngineCapability
@@ -35,9 +35,9 @@ from shared.schemas.publication import Manifest, PublicationOrder, PublicationPh
 from shared.schemas.trajectory import FinishReason
 from shared.weights.endpoint_client import EndpointClient
 from shared.weights.engine_group import buckets_of
-from tests.contract.engine.conftest import python_of, server_settings, until_running
+from tests.contract.engine.conftest import needs, python_of, server_settings, until_running
 from tests.contract.engine.fake_server import unknown_fields
-from tests.contract.engine.models import make_model, save_image, save_long_model, scores
+from tests.contract.engine.models import all_scores, make_model, save_image, save_long_model, scores
 from tests.contract.engine.requests import a_request
 from tests.fleet import until
 from tests.marked_processes import MARK, marked
@@ -278,6 +278,43 @@ async def test_an_abort_gives_what_there_is(engine: ServerEngine, models: tuple[
     assert {completion.finish_reason for completion in completions} == {FinishReason.ABORTED}
     assert all(20 <= completion.token_ids.size < 1000 for completion in completions)
     assert farthest(models, completions) < 1e-4
+
+
+def check_log_probs(model: nn.Module, completion: Completion, temperature: float) -> None:
+    """Compare with the softmax of logits / temperature over the whole vocabulary."""
+    logits = all_scores(model, PROMPT, completion.token_ids) / temperature
+    expected = torch.from_numpy(logits).log_softmax(dim=-1).numpy()
+    tokens = completion.token_ids
+    np.testing.assert_allclose(completion.log_probs, expected[np.arange(tokens.size), tokens], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("how", "temperature"),
+    [({"temperature": 0.6}, 0.6), ({"temperature": 0.6, "top_k": 5, "top_p": 0.8}, 0.6), ({"greedy": True}, 1.0)],
+    ids=["temperature", "cut", "greedy"],
+)
+async def test_log_probs_are_those_after_temperature_and_before_all_cuts(
+    engine: ServerEngine, models: tuple[nn.Module, nn.Module], how: dict[str, Any], temperature: float
+) -> None:
+    if "top_k" in how:
+        needs(engine, EngineCapability.UNCUT_LOG_PROBS)
+    model = models[((await engine.load()).version + 1) % 2]
+
+    for completion in await engine.generate(a_request(PROMPT, seeds=(1, 2, 3), max_new_tokens=40, **how)):
+        check_log_probs(model, completion, temperature)
+
+
+@pytest.mark.vllm
+async def test_log_probs_of_a_server_for_cut_samples_are_those_before_all_cuts(
+    model_path: Path, models: tuple[nn.Module, nn.Module]
+) -> None:
+    engine = VllmEngine(server_settings(model_path, "vllm"), cuts=True)
+    await engine.start()
+    try:
+        for completion in await engine.generate(a_request(PROMPT, seeds=(1, 2), max_new_tokens=40, top_k=5, top_p=0.8)):
+            check_log_probs(models[1], completion, 1.0)
+    finally:
+        await engine.close()
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"])

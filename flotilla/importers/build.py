@@ -7,9 +7,10 @@ of them read is reported as without effect here, never as applied.
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from flotilla.importers.engines import EMBEDDED, OF_A_SERVER, OPTIONS, overrides_for, suggestion
 from flotilla.importers.parameter import UNSET, Inherit, Parameter, Verdict
 from flotilla.importers.report import Entry, Report
 from flotilla.importers.source import Given, Source
@@ -85,8 +86,22 @@ def build(
         for name, why in source.refusals.items()
         if name not in named
     ]
-    report = Report(system.name, entries, problems)
+    has_server = look_up(resolved, "rollout.engine.kind") in OPTIONS
+    if has_server:
+        entries = [replace(each, detail=each.detail.replace(EMBEDDED, OF_A_SERVER)) for each in entries]
+    told = [] if has_server or spec is None else _engine_named(document, overrides_for(system.name, given))
+    report = Report(system.name, entries, problems, told)
     return Imported(document, spec, report, source.files)
+
+
+def _engine_named(document: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
+    if not overrides:
+        return []
+    try:
+        validate_spec(apply_overrides(document, overrides))
+    except InvalidSpec as error:
+        return suggestion(overrides, str(error.errors[0]["allowed"]))
+    return suggestion(overrides, None)
 
 
 def _by_name(system: System, given: Sequence[Given]) -> dict[str, Given]:

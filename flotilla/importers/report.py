@@ -53,11 +53,13 @@ class Report:
         system: where the launch file is from.
         entries: one per parameter.
         problems: what else keeps the spec from being made.
+        suggestion: lines that tell what the spec could have besides.
     """
 
     system: str
     entries: Sequence[Entry]
     problems: Sequence[str]
+    suggestion: Sequence[str] = ()
 
     @property
     def refused(self) -> list[Entry]:
@@ -90,7 +92,7 @@ class Report:
         head = [f"import from {self.system}: {total}"]
         if self.unsupported:
             head.append(f"{len(self.unsupported)} asked for and not done: see unsupported")
-        return "\n".join([*head, *lines]) + "\n"
+        return "\n".join([*head, *self.suggestion, *lines]) + "\n"
 
 
 def _lines_of(entry: Entry) -> list[str]:

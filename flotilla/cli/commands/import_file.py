@@ -61,6 +61,7 @@ def _report(imported: Imported, as_json: bool) -> str:
     found = {
         "system": imported.report.system,
         "counts": imported.report.counts(),
+        "suggestion": list(imported.report.suggestion),
         "entries": [entry.as_dict() for entry in imported.report.entries],
         "problems": list(imported.report.problems),
         "files": sorted(imported.files),

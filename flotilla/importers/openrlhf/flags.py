@@ -1,5 +1,6 @@
 """Rows of OpenRLHF's flags: models, data, sampling, batches, optimiser, checkpoints."""
 
+from flotilla.importers.engines import EMBEDDED
 from flotilla.importers.low_rank import LowRank, layers
 from flotilla.importers.parameter import Parameter, Verdict, applied, ignored, refused, translated, unsupported
 from flotilla.importers.spelling import experiment_name
@@ -17,10 +18,7 @@ SHARDING = (
     "sequence_parallel), and what a GPU's host keeps by parallelism.offload: this changes speed and memory, not what "
     "is computed"
 )
-ENGINE = (
-    "the fleet samples with its embedded engine, from the same distribution: this changes speed and memory. For vLLM "
-    "or SGLang itself set rollout.engine.kind to vllm or sglang, and their arguments in rollout.engine.options"
-)
+ENGINE = EMBEDDED
 KERNELS = "activations are kept and kernels are torch's own: this changes speed and memory, not what is computed"
 ROLES = ("critic", "ref", "reward")
 ON_FOUR_GPUS = {"--actor_num_gpus_per_node": 4}

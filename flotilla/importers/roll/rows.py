@@ -1,5 +1,6 @@
 """Rows of ROLL's run, batches, lengths, workers and backends."""
 
+from flotilla.importers.engines import EMBEDDED
 from flotilla.importers.low_rank import layers
 from flotilla.importers.parameter import Inherit, Parameter, Verdict, applied, ignored, refused, translated, unsupported
 from flotilla.importers.spelling import experiment_name
@@ -13,10 +14,7 @@ SHARDING = (
     "sequence_parallel), and what a GPU's host keeps by parallelism.offload: this changes speed and memory, not what "
     "is computed"
 )
-ENGINE = (
-    "the fleet samples with its embedded engine, from the same distribution: this changes speed and memory. For vLLM "
-    "or SGLang itself set rollout.engine.kind to vllm or sglang, and their arguments in rollout.engine.options"
-)
+ENGINE = EMBEDDED
 CUTTING = "one budget of tokens bounds every pass: log-probabilities do not depend on how they are cut"
 KERNELS = "activations are kept and kernels are torch's own: this changes speed and memory, not what is computed"
 AT_A_TIME = (

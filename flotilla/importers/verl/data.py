@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from flotilla.importers.engines import EMBEDDED
 from flotilla.importers.parameter import Parameter, Verdict, applied, ignored, refused, translated, unsupported
 from flotilla.importers.values import count, flag, integer, number, text, texts
 from flotilla.importers.verl.actor import CUTTING
@@ -81,10 +82,7 @@ DATA: tuple[Parameter, ...] = (
 )  # fmt: skip
 
 ROLLOUT_NAME = "actor_rollout_ref.rollout"
-ENGINE = (
-    "the fleet samples with its embedded engine, from the same distribution: this changes speed and memory. For vLLM "
-    "or SGLang itself set rollout.engine.kind to vllm or sglang, and their arguments in rollout.engine.options"
-)
+ENGINE = EMBEDDED
 SINGLE = "an import makes single turns, without tools or a simulated user: leave it out"
 TOOLS = (
     "an import makes single turns; verl's tools are classes with arguments of each row: leave it out, and give --set "

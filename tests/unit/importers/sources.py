@@ -53,7 +53,13 @@ ENVIRONMENT = (
 """What is written beside ROLL's estimators over steps, since its environments are not read."""
 
 
-def import_flat(system: str, values: Mapping[str, Any], overrides: Sequence[str] = (), rows: int = ROWS) -> Imported:
+def import_flat(
+    system: str,
+    values: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    rows: int = ROWS,
+    settings: Sequence[str] = (),
+) -> Imported:
     """Write the values as the system's users would, read that, and build a spec."""
     kept = {name: value for name, value in values.items() if value is not None or system != "openrlhf"}
     if system == "openrlhf":
@@ -64,7 +70,7 @@ def import_flat(system: str, values: Mapping[str, Any], overrides: Sequence[str]
         files = {"tools.yaml": yaml.safe_dump({"tools": tools})} if tools else {}
         given = read(system, text, overrides, {}, source="launch.yaml", beside=files.get)
     ours = ENVIRONMENT if values.get("adv_estimator") in STEPWISE else ()
-    return build(SYSTEMS[system], given, rows=rows, overrides=ours)
+    return build(SYSTEMS[system], given, rows=rows, overrides=(*ours, *settings))
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:

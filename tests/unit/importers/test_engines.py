@@ -1,0 +1,83 @@
+"""Whoever brings a launch file that names an engine is told how to get it, in overrides that work as they stand."""
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from flotilla.importers.build import Imported, build, look_up
+from flotilla.importers.engines import OF_A_SERVER
+from flotilla.importers.systems import SYSTEMS
+from tests.unit.importers.sources import BASES, import_flat
+
+ROLLOUT = "actor_rollout_ref.rollout"
+INFER = "actor_infer.strategy_args"
+
+
+def engine_of(found: Imported) -> tuple[Any, Any, Any]:
+    assert found.spec is not None, found.report.problems
+    spec = found.spec.model_dump(mode="json")
+    paths = ("rollout.engine.kind", "rollout.engine.options", "resources.rollouts.devices")
+    kind, options, devices = (look_up(spec, path) for path in paths)
+    return kind, options, devices
+
+
+@pytest.mark.parametrize(
+    ("system", "named", "expected"),
+    [
+        (
+            "verl",
+            {f"{ROLLOUT}.name": "sglang", f"{ROLLOUT}.tensor_model_parallel_size": 2,
+             f"{ROLLOUT}.gpu_memory_utilization": 0.6},
+            ("sglang", {"tp_size": 2, "mem_fraction_static": 0.6}, 2),
+        ),
+        (
+            "verl",
+            {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.tensor_model_parallel_size": "4"},
+            ("vllm", {"tensor_parallel_size": 4}, 4),
+        ),
+        ("verl", {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.tensor_model_parallel_size": 1}, ("vllm", {}, "auto")),
+        (
+            "openrlhf",
+            {"--vllm_num_engines": 4, "--vllm_tensor_parallel_size": 2, "--vllm_gpu_memory_utilization": 0.5},
+            ("vllm", {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5}, 2),
+        ),
+        (
+            "roll",
+            {f"{INFER}.strategy_name": "sglang", f"{INFER}.strategy_config.mem_fraction_static": 0.7,
+             "actor_infer.num_gpus_per_worker": 2},
+            ("sglang", {"tp_size": 2, "mem_fraction_static": 0.7}, 2),
+        ),
+    ],
+)  # fmt: skip
+def test_the_overrides_that_are_suggested_give_the_engine_that_is_named(
+    system: str, named: Mapping[str, Any], expected: tuple[Any, Any, Any]
+) -> None:
+    plain = import_flat(system, {**BASES[system], **named})
+    told, command = plain.report.suggestion
+    overrides = [word for word in shlex.split(command) if word != "--set"]
+
+    found = import_flat(system, {**BASES[system], **named}, settings=overrides)
+
+    assert f"the file names {expected[0]}" in told
+    assert plain.report.render().splitlines()[2:4] == [told, command]
+    assert engine_of(plain)[0] == "torch"
+    assert engine_of(found) == expected
+    assert found.report.suggestion == []
+    assert OF_A_SERVER in {entry.detail for entry in found.report.unsupported}
+
+
+def test_an_engine_that_the_spec_cannot_have_is_named_with_the_reason() -> None:
+    named = {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.top_k": 20, f"{ROLLOUT}.temperature": 0.7}
+
+    (line,) = import_flat("verl", {**BASES["verl"], **named}).report.suggestion
+
+    assert line.startswith("the file names vllm, with which this spec cannot sample: ")
+    assert "rollout.sampling.temperature" in line
+
+
+@pytest.mark.parametrize("name", ["hf", "trtllm"])
+def test_of_an_engine_that_is_not_known_here_nothing_is_suggested(name: str) -> None:
+    assert import_flat("verl", {**BASES["verl"], f"{ROLLOUT}.name": name}).report.suggestion == []
+    assert build(SYSTEMS["verl"], []).report.suggestion == []

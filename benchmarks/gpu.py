@@ -41,6 +41,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PART_SECONDS = 560.0
 LEAST_SECONDS = 30.0
 """A part is not begun with less than this left."""
+KEPT_SECONDS = 100.0
+"""Of the time for all parts, for each that comes later."""
 END_SECONDS = 20.0
 """For a part's processes to end when they are told to; then they are killed."""
 
@@ -147,12 +149,13 @@ def main() -> int:
     report = arguments.json or (Path(folder) / "gpu.json" if folder else None)
     end = time.monotonic() + (arguments.seconds or PART_SECONDS * len(parts))
     results: dict[str, Figures] = {}
-    for part in parts:
+    for later, part in zip(reversed(range(len(parts))), parts, strict=True):
         left = end - time.monotonic() - END_SECONDS
         if left < LEAST_SECONDS:
             results[part] = {"failed": f"left out: {max(left, 0):.0f} s were left"}
         else:
-            results[part] = run_apart(part, rehearses=rehearses, seconds=min(left, PART_SECONDS))
+            seconds = min(max(left - later * KEPT_SECONDS, LEAST_SECONDS), PART_SECONDS)
+            results[part] = run_apart(part, rehearses=rehearses, seconds=seconds)
         if report is not None:
             write(report, results)
     print(json.dumps(results, indent=1), flush=True)

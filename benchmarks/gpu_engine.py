@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from benchmarks.gpu_place import Figures, Found, Place, attempted
+from benchmarks.gpu_place import Figures, Found, Place, Shape, attempted
 from services.rollout.engines.base import Completion, GenerationRequest, SamplingParameters
 from services.rollout.engines.embedded.engine import TorchEngine
 from services.rollout.engines.embedded.outcomes import Generated, Updated
@@ -128,13 +128,20 @@ def part_update(place: Place) -> Found:
     shape = next(iter(place.shapes.values()))
     memory, disk = default_directories()[0], Path(tempfile.gettempdir())
     for name, home in (("shared memory", memory), ("disk", disk)):
-        with tempfile.TemporaryDirectory(dir=home) as directory:
-            place.model(shape).save_pretrained(directory)
+        for overlap in (True, False):
+            yield (
+                f"{name}, {'spare copy' if overlap else 'in place'}",
+                attempted(partial(paused, place, shape, home, overlap=overlap)),
+            )
             place.free()
-            for overlap in (True, False):
-                measured = attempted(partial(pause, place, Path(directory), overlap=overlap))
-                yield f"{name}, {'spare copy' if overlap else 'in place'}", measured
-                place.free()
+
+
+def paused(place: Place, shape: Shape, home: Path, *, overlap: bool) -> Figures:
+    """Write an image to somewhere, and serve it."""
+    with tempfile.TemporaryDirectory(dir=home) as directory:
+        place.model(shape).save_pretrained(directory)
+        place.free()
+        return pause(place, Path(directory), overlap=overlap)
 
 
 def pause(place: Place, directory: Path, *, overlap: bool) -> Figures:

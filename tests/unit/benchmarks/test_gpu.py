@@ -62,6 +62,22 @@ def test_parts_for_which_there_is_no_time_are_named_and_count_as_failed(
     assert json.loads(report.read_text())["lora"] == {"failed": "left out: 20 s were left"}
 
 
+def test_a_long_part_leaves_time_to_those_that_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def run_apart(part: str, *, rehearses: bool, seconds: float) -> gpu.Figures:
+        given.append(seconds)
+        return {}
+
+    monkeypatch.setattr(gpu, "run_apart", run_apart)
+    monkeypatch.setattr("sys.argv", ["gpu", "--part", "engine", "--part", "fleet", "--seconds", "570"])
+    monkeypatch.delenv("OUT", raising=False)
+
+    assert gpu.main() == 0
+
+    assert given == pytest.approx([450, 550], abs=1)
+
+
 @pytest.mark.parametrize(
     ("figures", "expected"),
     [

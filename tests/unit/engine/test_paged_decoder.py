@@ -176,6 +176,16 @@ def test_a_pool_that_grows_keeps_what_it_holds_and_forgets_its_graphs(
     assert paged._table.num_pages <= 1 + 6 * 8
 
 
+def test_rows_that_are_computed_again_take_no_more_memory(directory: Path) -> None:
+    decoder, fused = both(directory)
+    generator = np.random.default_rng(5)
+    for _ in range(2):
+        sequences = [tokens(generator, 31) for _ in range(6)]
+        same(each.prefill(sequences, [[row] for row in range(6)]) for each in (decoder, fused))
+
+        assert decoder._table.num_pages <= 1 + 6 * 8
+
+
 class Forgetful(PlainAttention):
     """Reads one page too few."""
 

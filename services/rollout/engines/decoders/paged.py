@@ -166,6 +166,9 @@ class PagedDecoder(KeepsNothing):
         """Compute sequences, packed one after the other; see ``Decoder.prefill``."""
         assert self._weights is not None
         lengths = [sequence.shape[0] for sequence in sequences]
+        for row in (row for group in rows for row in group):
+            # Before pages are counted: what is computed again after an update has its own to begin with.
+            self._table.release(row)
         self._reserve(self._table.pages_of(lengths, rows))
         copies = [self._table.start(group, length) for group, length in zip(rows, lengths, strict=True)]
         firsts = [group[0] for group in rows]

@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.core import Metric
 from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared.connections import ConnectionLimits, connections
 from shared.errors import FlotillaError, InvalidRequest, MethodNotAllowed, NotFound, Unavailable
@@ -120,8 +120,8 @@ async def _serve(app: FastAPI, listening: socket.socket, leave: Leave | None) ->
     faults = armed()
     opened: dict[str, Any] = {}
     guarded = app if faults is None else FaultyApp(app, faults, problem_response)
-    config = config_of(_with_state(guarded, opened), possible_limits())
-    server = uvicorn.Server(config)
+    answering = _until_the_end(_with_state(guarded, opened), lambda: server.should_exit)
+    server = uvicorn.Server(config_of(answering, possible_limits()))
 
     leaving: asyncio.Task[None] | None = None
 
@@ -170,6 +170,31 @@ def _with_state(app: ASGIApp, opened: Mapping[str, Any]) -> ASGIApp:
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         scope["state"] = {**scope.get("state", {}), **opened}
         await app(scope, receive, send)
+
+    return call
+
+
+def _until_the_end(app: ASGIApp, is_ending: Callable[[], bool]) -> ASGIApp:
+    """Answer who still waits when the server ends, as services do that wait for news: they are to ask again later.
+
+    uvicorn cancels such requests, and would answer them as a failure of the app, with a traceback in the log.
+    """
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def noting(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await app(scope, receive, noting)
+        except asyncio.CancelledError:
+            if not is_ending():
+                raise
+            if not has_begun:
+                await problem_response(Unavailable("this server ends: ask again"))(scope, receive, send)
 
     return call
 

@@ -2,7 +2,10 @@
 
 import asyncio
 import socket
+import subprocess
+import sys
 
+import httpx
 import pytest
 
 from shared.errors import Unavailable
@@ -26,6 +29,45 @@ async def test_accepted_connections_send_small_answers_at_once() -> None:
             await writer.wait_closed()
 
     assert nodelay == [1]
+
+
+ONE_THAT_WAITS = """
+import asyncio
+from fastapi import FastAPI
+from shared import serving
+
+serving.SHUTDOWN_SECONDS = 0.3
+app = FastAPI()
+
+@app.get("/news")
+async def news() -> None:
+    print("asked", flush=True)
+    await asyncio.Event().wait()
+
+listening = serving.bind("127.0.0.1", 0)
+print(serving.address_of(listening), flush=True)
+serving.serve(app, listening)
+"""
+
+
+async def test_who_waits_when_a_server_ends_is_told_to_ask_again() -> None:
+    command = [sys.executable, "-c", ONE_THAT_WAITS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None and server.stderr is not None
+            address = server.stdout.readline().strip()
+            async with httpx.AsyncClient(timeout=30) as client:
+                asking = asyncio.create_task(client.get(f"{address}/news"))
+                await asyncio.to_thread(server.stdout.readline)
+
+                server.terminate()
+                answer = await asking
+
+            assert (answer.status_code, answer.json()["code"]) == (503, "unavailable")
+            assert server.wait(10) == 0
+            assert "Traceback" not in server.stderr.read()
+        finally:
+            server.kill()
 
 
 def test_a_port_in_use_is_named() -> None:

@@ -77,5 +77,6 @@ def test_an_owner_that_is_killed_leaves_nothing_of_its_servers(tmp_path: Path, p
 
     until(lambda: not marked(tmp_path), 20, "everything of its servers to end")
     made = [Path("/dev/shm", each.read_text()) for each in tmp_path.glob("memory of *")]
-    assert len(made) == (2 if phases == PHASES else 0)
+    # One that is killed at once may be as far as that, on a machine that is idle.
+    assert len(made) == 2 or phases != PHASES
     assert not [each for each in made if each.exists()], "shared memory is left"

@@ -49,6 +49,7 @@ class Frame:
         has_run: whether an earlier branch of it has run.
         is_header: whether its condition is still being read.
         join: what joins the next part of the condition to those before.
+        groups: what was known before each ``{`` of the condition that is open, and what joins that to it.
         subject: what a ``case`` compares; None where that is not known.
         matches: whether one of the patterns that are being read is met; None where that is not known.
         is_pattern: whether a pattern of a ``case`` is being read.
@@ -60,6 +61,7 @@ class Frame:
     has_run: bool | None = False
     is_header: bool = True
     join: str | None = None
+    groups: list[tuple[bool | None, str | None]] = field(default_factory=list)
     subject: str | None = None
     matches: bool | None = False
     is_pattern: bool = False
@@ -173,8 +175,18 @@ class Flow:
         frame.written += f" {frame.join or ';'} {' '.join(words)}"
         if frame.has_run:  # an earlier branch has run
             return
+        if words[0] == "{":
+            frame.groups.append((first, frame.join))
+            frame.runs, frame.join = _holds(words[1:], expand), None
+            return
+        second = None
+        is_group = words[0] == "}" and bool(frame.groups)
+        if is_group:
+            second = first
+            first, frame.join = frame.groups.pop()
         can_tell = frame.opening == "if" and frame.has_run is False and frame.join is not None
-        second = _holds(words, expand) if can_tell else None
+        if can_tell and not is_group:
+            second = _holds(words, expand)
         if can_tell and frame.join == "&&":
             frame.runs = False if False in (first, second) else None if None in (first, second) else True
         elif can_tell:

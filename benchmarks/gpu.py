@@ -117,10 +117,10 @@ def end_group(process: "subprocess.Popen[bytes]") -> None:
 
 
 def has_failed(figures: Any) -> bool:
-    """Whether something failed, at any depth."""
+    """Whether something says why it failed, at any depth; a ledger counts by that name, too."""
     if not isinstance(figures, dict):
         return False
-    return "failed" in figures or any(has_failed(each) for each in figures.values())
+    return isinstance(figures.get("failed"), str) or any(has_failed(each) for each in figures.values())
 
 
 def write(report: Path, content: Figures) -> None:

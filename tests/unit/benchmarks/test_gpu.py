@@ -82,6 +82,8 @@ def test_a_long_part_leaves_time_to_those_that_come_later(monkeypatch: pytest.Mo
     ("figures", "expected"),
     [
         ({"seconds": 1.0, "engine": ["failed"]}, False),
+        ({"fleet": {"ledger": {"trained": 8, "failed": {}}}}, False),
+        ({"fleet": {"ledger": {"trained": 8, "failed": {"timeout": 1}}}}, False),
         ({"failed": "why"}, True),
         ({"0.6B": {"1 samples": {"failed": "why"}}}, True),
     ],

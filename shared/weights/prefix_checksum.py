@@ -43,7 +43,7 @@ class PrefixChecksum:
         return self._num_read
 
     def follow(self, image: WeightImage, arrived: range, latest: memoryview) -> None:
-        """Sum what a thread has just written, or some of what was written before it. Blocks; the caller holds a core.
+        """Sum what a thread has just written, or some of what was there before. Blocks; the caller holds a core.
 
         Args:
             image: that is written.
@@ -56,8 +56,9 @@ class PrefixChecksum:
             if self._num_read == arrived.stop - len(latest):
                 self._digest.update(latest)
                 self._num_read = arrived.stop
-            elif self._num_read in arrived:
-                self._read_until(image, min(arrived.stop, self._num_read + CATCH_UP_BYTES))
+            else:
+                there = arrived.stop if self._num_read in arrived else self._num_there
+                self._read_until(image, min(there, self._num_read + CATCH_UP_BYTES))
         finally:
             self._summing.release()
 

@@ -63,6 +63,19 @@ def test_what_arrived_ahead_of_its_turn_is_caught_up_with(image: WeightImage, re
     assert (ahead - 10) * CHUNK <= sum(read) < (NUM_CHUNKS - 10) * CHUNK
 
 
+async def test_whoever_writes_a_later_range_sums_an_earlier_one_that_is_whole(
+    image: WeightImage, read: list[int]
+) -> None:
+    checksum = PrefixChecksum(threading.Semaphore())
+
+    checksum.advance(image, 20 * CHUNK)  # its own thread does not begin before this test pauses
+    arrive(checksum, image, 30, range(30, NUM_CHUNKS))
+    checksum.abandon()
+
+    assert sum(read) == 20 * CHUNK == checksum.num_summed
+    assert checksum.finish(image) == image.checksum()
+
+
 def test_what_lies_beyond_a_gap_waits_for_it(image: WeightImage, read: list[int]) -> None:
     checksum = PrefixChecksum(threading.Semaphore())
 

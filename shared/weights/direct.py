@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shared.weights.image import WeightImage
-from shared.weights.loopback import RECEIVE_BUFFER_BYTES, is_loopback
+from shared.weights.loopback import RECEIVE_BUFFER_BYTES, is_loopback, on_half_of_the_cores
 from shared.weights.prefix_checksum import PrefixChecksum
 from shared.weights.sender import RangeSender
 
@@ -192,18 +192,23 @@ class DirectReceiver:
         with socket.create_connection(self._address, self._connect_seconds) as connection, self._owned(connection):
             self.is_connected = True
             connection.settimeout(self._silence_seconds)
-            if is_loopback(connection):
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
-                self._pause_seconds = PAUSE_SECONDS
-            connection.sendall(ticket)
-            connection.setblocking(False)
-            readable = select.poll()
-            readable.register(connection, select.POLLIN)
-            while self.num_received < len(span):
-                if not self._has_come(connection, readable, span, self._silence_seconds):
-                    raise TimeoutError(f"nothing came for {self._silence_seconds} s")
-                with self._core():
-                    self._take(connection, readable, image, span)
+            with contextlib.ExitStack() as stack:
+                if is_loopback(connection):
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+                    self._pause_seconds = PAUSE_SECONDS
+                    stack.enter_context(on_half_of_the_cores(sends=False))
+                connection.sendall(ticket)
+                connection.setblocking(False)
+                self._take_all(connection, image, span)
+
+    def _take_all(self, connection: socket.socket, image: WeightImage, span: range) -> None:
+        readable = select.poll()
+        readable.register(connection, select.POLLIN)
+        while self.num_received < len(span):
+            if not self._has_come(connection, readable, span, self._silence_seconds):
+                raise TimeoutError(f"nothing came for {self._silence_seconds} s")
+            with self._core():
+                self._take(connection, readable, image, span)
 
     def _take(self, connection: socket.socket, readable: "select.poll", image: WeightImage, span: range) -> None:
         """Write what comes, until it pauses."""

@@ -4,7 +4,7 @@ from collections import deque
 
 RANGE_BYTES = 64 << 20
 """What one connection fetches at a time: as much as a source that breaks off or lies about its speed can hold up."""
-ALONE = 4
+ALONE = 8
 """As many such ranges at once come from a source beside which there is no other, and which can so hold up none: asking
 for one takes the processor time in which 20 MB arrive on loopback."""
 

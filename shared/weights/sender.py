@@ -27,9 +27,6 @@ log = logging.getLogger(__name__)
 RANGE_SECONDS = 600.0
 """Longer than any range takes, also to a caller that is slow: then the process is stuck, and is killed."""
 KILL_SECONDS = 5.0
-ALLOWED_SECONDS = 0.2
-SLOW_BYTES_PER_SECOND = 250e6
-"""A range that takes longer found no idle core, or a slow network, where priority matters little."""
 CROWDED_SECONDS = 60.0
 """For so long no idle core is looked for again."""
 
@@ -65,10 +62,10 @@ class InlineSender:
         connection.settimeout(silence_seconds)
         image.send(connection, span)
 
-    def copy(self, target: FileIO, image: WeightImage) -> None:
-        """See ``RangeSender.copy``."""
+    def copy(self, target: FileIO, image: WeightImage, rest: range | None = None) -> None:
+        """See ``RangeSender.copy``; or write what is left of it, from where the file is."""
         with image.view as view:
-            num = 0
+            num = 0 if rest is None else rest.start
             while num < len(view):
                 num += target.write(view[num : num + SEND_BYTES])
 
@@ -79,8 +76,8 @@ class InlineSender:
 class ProcessSender:
     """Sends through a process, which is started when it is first needed, and again when it has ended.
 
-    It runs where a core is idle. Where that is too slow, another one of low priority sends for a while: a rollout
-    would otherwise wait for training to pause.
+    It runs where a core is idle. Where none is, another one of low priority goes on with the range, and sends for a
+    while: a rollout would otherwise wait for training to pause.
     """
 
     def __init__(self) -> None:
@@ -97,23 +94,20 @@ class ProcessSender:
 
     def send(self, connection: socket.socket, image: WeightImage, span: range, silence_seconds: float) -> None:
         """See ``RangeSender.send``."""
-        if (running := self._started()) is None:
-            InlineSender().send(connection, image, span, silence_seconds)
-            return
-        if is_loopback(connection):
+        if is_local := is_loopback(connection):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         connection.settimeout(None)
         seconds, fraction = divmod(silence_seconds, 1)
         timeout = struct.pack("ll", int(seconds), int(fraction * 1e6))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
-        self._move(running, connection.fileno(), image, span)
+        if rest := self._move(connection.fileno(), image, span, is_local=is_local):
+            InlineSender().send(connection, image, rest, silence_seconds)
 
     def copy(self, target: FileIO, image: WeightImage) -> None:
         """See ``RangeSender.copy``."""
-        if (running := self._started()) is None:
-            InlineSender().copy(target, image)
-            return
-        self._move(running, target.fileno(), image, range(image.image_bytes))
+        if rest := self._move(target.fileno(), image, range(image.image_bytes), is_local=False):
+            target.seek(rest.start)
+            InlineSender().copy(target, image, rest)
 
     def close(self) -> None:
         """End the processes."""
@@ -123,18 +117,20 @@ class ProcessSender:
         for each in running:
             each.end()
 
-    def _move(self, running: "_Running", target: int, image: WeightImage, span: range) -> None:
-        started = time.monotonic()
-        try:
-            num = running.order(target, image.fileno(), span).result(RANGE_SECONDS)
-        except OSError:  # a time-out, too
-            running.end()
-            raise
-        now = time.monotonic()
-        if now - started > ALLOWED_SECONDS + len(span) / SLOW_BYTES_PER_SECOND:
-            self._idle_again_at = now + CROWDED_SECONDS
-        if num < len(span):
-            raise ConnectionResetError(f"{num} of {len(span)} bytes were taken")
+    def _move(self, target: int, image: WeightImage, span: range, *, is_local: bool) -> range:
+        """Move a range; gives what is left of it where no process can be started."""
+        while span and (running := self._started()) is not None:
+            try:
+                num, is_crowded = running.order(target, image.fileno(), span, is_local=is_local).result(RANGE_SECONDS)
+            except OSError:  # a time-out, too
+                running.end()
+                raise
+            if is_crowded:
+                self._idle_again_at = time.monotonic() + CROWDED_SECONDS
+            elif num < len(span):
+                raise ConnectionResetError(f"{num} of {len(span)} bytes were taken")
+            span = span[num:]
+        return span
 
     def _started(self) -> "_Running | None":
         """Return a process; None if none can be started."""
@@ -171,21 +167,21 @@ class _Running:
                 raise
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._waiting: dict[int, Future[int]] = {}
+        self._waiting: dict[int, Future[tuple[int, bool]]] = {}
         self.has_ended = False
         """Whether nothing can be ordered any more."""
         threading.Thread(target=self._hear, name="weights sender", daemon=True).start()
 
-    def order(self, target: int, image: int, span: range) -> "Future[int]":
-        """Have a range sent; the result tells how many bytes went, or that the process has ended (``OSError``)."""
-        sent: Future[int] = Future()
+    def order(self, target: int, image: int, span: range, *, is_local: bool) -> "Future[tuple[int, bool]]":
+        """Have a range sent; the result is what ``send_range`` returns, or the process has ended (``OSError``)."""
+        sent: Future[tuple[int, bool]] = Future()
         with self._lock:
             if self.has_ended:
                 raise ConnectionResetError("the sending process has ended")
             number = next(self._numbers)
             self._waiting[number] = sent
         try:
-            socket.send_fds(self._control, [ORDER.pack(number, span.start, span.stop)], [target, image])
+            socket.send_fds(self._control, [ORDER.pack(number, span.start, span.stop, is_local)], [target, image])
         except OSError:
             with self._lock:
                 self._waiting.pop(number, None)
@@ -202,10 +198,10 @@ class _Running:
     def _hear(self) -> None:
         with self._control, contextlib.suppress(OSError):
             while message := self._control.recv(RESULT.size):
-                number, num = RESULT.unpack(message)
+                number, num, is_crowded = RESULT.unpack(message)
                 with self._lock:
                     sent = self._waiting.pop(number)
-                sent.set_result(num)
+                sent.set_result((num, is_crowded))
         with self._lock:
             self.has_ended = True
             waiting, self._waiting = self._waiting, {}

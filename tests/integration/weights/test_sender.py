@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,9 @@ import pytest
 
 from shared.credentials import Credentials
 from shared.weights import sender as sender_module
+from shared.weights import sending
 from shared.weights.image import WeightImage
+from shared.weights.loopback import on_half_of_the_cores
 from shared.weights.pull_client import WeightPuller
 from shared.weights.sender import ProcessSender
 from shared.weights.sending import NICENESS, Priority
@@ -82,20 +85,77 @@ async def test_a_process_that_gives_way_to_training_sends_the_image(
     await until(lambda: not sender.pids)
 
 
-async def test_where_no_core_is_idle_another_process_sends(
+async def test_where_no_core_is_idle_another_process_goes_on_within_a_range(
     image: WeightImage, tmp_path: Path, sender: ProcessSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sender_module, "ALLOWED_SECONDS", -1.0)
-    async with a_sending_server(image, sender) as server:
-        for name in ("idle", "low"):
-            (tmp_path / name).mkdir()
-            path = await pulled(server, tmp_path / name)
-            assert path.read_bytes() == image.view
+    order, orders = sender_module._Running.order, list[range]()
 
+    def crowded_once(
+        running: sender_module._Running, target: int, image: int, span: range, *, is_local: bool
+    ) -> Future[tuple[int, bool]]:
+        orders.append(span)
+        if len(orders) > 1:
+            return order(running, target, image, span, is_local=is_local)
+        num, _ = order(running, target, image, span[: 1 << 20], is_local=is_local).result(DEADLINE)
+        stopped = Future[tuple[int, bool]]()
+        stopped.set_result((num, True))
+        return stopped
+
+    monkeypatch.setattr(sender_module._Running, "order", crowded_once)
+    async with a_sending_server(image, sender) as server:
+        path = await pulled(server, tmp_path)
+
+        assert path.read_bytes() == image.view
+        assert orders == [range(image.image_bytes), range(1 << 20, image.image_bytes)]
         assert set(sender.pids) == {Priority.IDLE, Priority.LOW}
         low = sender.pids[Priority.LOW]
         assert os.sched_getscheduler(low) == os.SCHED_OTHER
         assert psutil.Process(low).nice() == psutil.Process().nice() + NICENESS
+
+
+@pytest.mark.parametrize(
+    ("waits", "expected"),
+    [(0.0, (4 << 20, False)), (sending.ALLOWED_SECONDS + 0.1, (sending.FIRST_BYTES, True))],
+)
+def test_who_needs_an_idle_core_stops_where_it_waits_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: float, expected: tuple[int, bool]
+) -> None:
+    waited = iter([0.0, waits, waits, waits, waits])
+    monkeypatch.setattr(sending, "_waited_seconds", lambda: next(waited))
+    monkeypatch.setattr(sending, "SEND_BYTES", 1 << 20)
+    (tmp_path / "image").write_bytes(bytes(4 << 20))
+
+    with (tmp_path / "image").open("rb") as image, (tmp_path / "copy").open("xb") as target:
+        sent = sending.send_range(target.fileno(), image.fileno(), range(4 << 20), needs_idle_core=True)
+
+    assert sent == expected
+    assert (tmp_path / "copy").stat().st_size == expected[0]
+
+
+def test_on_loopback_both_ends_have_cores_of_their_own_until_one_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves = list[set[int]]()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 4, 5})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: moves.append(set(cores)))
+    waited = iter([0.0, 0.0, sending.ON_HALF_SECONDS + 0.1, 9.0])
+    seen = list[int]()
+
+    def next_waited() -> float:
+        seen.append(len(moves))
+        return next(waited)
+
+    monkeypatch.setattr(sending, "_waited_seconds", next_waited)
+    monkeypatch.setattr(sending, "SEND_BYTES", 1 << 20)
+    (tmp_path / "image").write_bytes(bytes(3 << 20))
+
+    with (tmp_path / "image").open("rb") as image, (tmp_path / "copy").open("xb") as target:
+        sending.send_range(target.fileno(), image.fileno(), range(3 << 20), is_local=True)
+    with on_half_of_the_cores(sends=False):
+        pass
+
+    assert moves == [{2, 3}, {2, 3, 4, 5}, {4, 5}, {2, 3, 4, 5}]
+    assert seen == [0, 1, 1, 2]
 
 
 async def test_a_pull_goes_on_when_the_process_is_killed_within_a_range(

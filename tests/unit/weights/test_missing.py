@@ -25,11 +25,11 @@ def test_a_source_beside_which_there_is_no_other_gets_longer_ranges() -> None:
     missing = MissingRanges()
 
     assert missing.take(is_alone=True) == range(10)
-    missing.learn(65)
+    missing.learn(105)
 
-    assert missing.take(is_alone=True) == range(10, 50)
-    assert missing.take() == range(50, 60)
-    assert [missing.take(is_alone=True), missing.take(is_alone=True)] == [range(60, 65), None]
+    assert missing.take(is_alone=True) == range(10, 90)
+    assert missing.take() == range(90, 100)
+    assert [missing.take(is_alone=True), missing.take(is_alone=True)] == [range(100, 105), None]
 
 
 def test_the_rest_of_a_range_comes_before_all_others() -> None:

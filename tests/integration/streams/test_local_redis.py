@@ -123,6 +123,14 @@ def test_a_long_path_falls_back_to_a_loopback_port(tmp_path: Path) -> None:
             assert client.ping()
 
 
+def test_a_server_on_a_port_comes_back_on_it(tmp_path: Path) -> None:
+    with LocalRedis(tmp_path / ("long" * 30)) as server:
+        before = server.url
+        server.kill()
+
+        assert server.start() == before
+
+
 def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     source = (
         "import sys, time, pathlib; from flotilla.cli.redis_server import LocalRedis; "

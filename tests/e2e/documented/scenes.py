@@ -315,6 +315,7 @@ NOT_HERE: Final = {
     ): "it asks for a second host; tests/faults/test_hosts.py starts such a trainer",
     ("docs/install.md", "python3.11 -m venv"): "tests/integration/cli/test_pip_install.py makes one in its own place",
     ("docs/install.md", "pip install torch"): "torch is two hundred megabytes",
+    ("docs/gpu-status.md", "pip download"): "for a machine that has a GPU and no network",
     ("docs/continue.md", "pip install 'flotilla[data]' s3fs"): "no store of objects is on the machines of the tests",
     (
         "docs/lora.md",

@@ -86,9 +86,11 @@ def send_range(
 def _waited_seconds() -> float:
     """Tell how long this thread has waited for a core; where the system does not count it, what time it is."""
     try:
-        return int(SCHEDULING.read_text().split()[1]) / 1e9
+        on_core, waiting, _ = map(int, SCHEDULING.read_text().split())
     except OSError:
-        return time.monotonic()
+        on_core = waiting = 0
+    # All are zero where the kernel was built or started without these counts.
+    return waiting / 1e9 if on_core else time.monotonic()
 
 
 def _serve(control: socket.socket, message: bytes, descriptors: list[int], priority: Priority) -> None:

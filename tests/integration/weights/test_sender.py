@@ -132,6 +132,18 @@ def test_who_needs_an_idle_core_stops_where_it_waits_for_one(
     assert (tmp_path / "copy").stat().st_size == expected[0]
 
 
+@pytest.mark.parametrize(("counts", "expected"), [("5 2000000000 1\n", 2.0), ("0 0 0\n", 7.0), (None, 7.0)])
+def test_where_waiting_for_a_core_is_not_counted_all_time_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: str | None, expected: float
+) -> None:
+    monkeypatch.setattr(sending, "SCHEDULING", tmp_path / "schedstat")
+    monkeypatch.setattr(sending.time, "monotonic", lambda: 7.0)
+    if counts is not None:
+        (tmp_path / "schedstat").write_text(counts)
+
+    assert sending._waited_seconds() == expected
+
+
 def test_on_loopback_both_ends_have_cores_of_their_own_until_one_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,8 +49,8 @@ def old_varlen_attn(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
     return_aux: object = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:  # fmt: skip
-    """Has the signature of torch 2.10 and 2.11."""
-    raise NotImplementedError
+    """Has the signature of torch 2.10 and 2.11, which is all that is looked at."""
+    raise AssertionError("nobody calls it")
 
 
 @pytest.mark.parametrize("family", ["llama-gqa-tied", "qwen3"])

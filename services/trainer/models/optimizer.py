@@ -172,8 +172,10 @@ class PolicyOptimizer:
             if found.get("exp_avg", master).shape != master.shape:
                 raise ModelError(f"the checkpoint's optimiser state of {name} has another shape than the model")
             if found:
+                # The count of steps is a scalar beside the shard: the fused kernel takes both from one device.
+                device = local_of(master).device
                 self._adam.state[master] = {
-                    key: value.to("cpu").clone() if key == "step" else localized(value, master)
+                    key: value.to(device).clone() if key == "step" else localized(value, master)
                     for key, value in found.items()
                 }
             if (parameter := self._parameters[name]) is not master:

@@ -95,6 +95,23 @@ def test_state_goes_on_bit_by_bit(dtype: torch.dtype) -> None:
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+def test_loaded_state_is_on_the_parameters_device() -> None:
+    """The fused kernel for CUDA takes step counts on its parameter's device only; a checkpoint is read to the CPU."""
+    layer = a_layer()
+    optimizer = PolicyOptimizer(layer.named_parameters(), OptimisationConfig(steps=2), 2)
+    with_gradient(layer)
+    optimizer.update()
+    stored = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    on_device = PolicyOptimizer(a_layer().to("meta").named_parameters(), OptimisationConfig(steps=2), 2)
+
+    on_device.load(stored, 1)
+
+    loaded = on_device.state()
+    assert loaded.keys() == stored.keys()
+    assert {name: tensor.device.type for name, tensor in loaded.items()} == dict.fromkeys(stored, "meta")
+    assert {name: tensor.dtype for name, tensor in loaded.items()} == dict.fromkeys(stored, torch.float32)
+
+
 def test_state_of_another_model_is_refused() -> None:
     optimizer = PolicyOptimizer(a_layer().named_parameters(), OptimisationConfig(steps=1), 1)
 

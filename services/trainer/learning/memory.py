@@ -39,5 +39,7 @@ class LearnerMemory:
         yield from learner.optimizer.state().values()
         if learner.critic is not None:
             yield from learner.critic.state().values()
+        if learner.average is not None:
+            yield from learner.average.state().values()
         if learner.versions is not None:
             yield from learner.versions.tensors()

@@ -1,6 +1,7 @@
 """AdamW with its moments in the host's memory: a step takes them to the device a few parameters at a time."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -22,29 +23,25 @@ class StreamedStep:
     def __init__(self, adam: torch.optim.Optimizer, masters: Iterable[nn.Parameter]) -> None:
         self._adam = adam
         self._buckets = list(_buckets(masters))
-        self._parked: dict[int, ParkedTensors] = {}
+        self._parked: dict[nn.Parameter, ParkedTensors] = {}
 
     def park(self) -> None:
-        """Move the moments that are there to the host."""
-        self._parked = {
-            number: ParkedTensors(self._moments(bucket))
-            for number, bucket in enumerate(self._buckets)
-            if any(self._adam.state.get(master) for master in bucket)
-        }
+        """Move the moments that were loaded to the host."""
+        self._parked = {}
+        for bucket in self._buckets:
+            self._park_new(bucket)
 
     def step(self) -> None:
         """Update all parameters that have a gradient."""
         gradients = {id(master): master.grad for bucket in self._buckets for master in bucket}
         self._show(gradients, None)
-        for number, bucket in enumerate(self._buckets):
+        for bucket in self._buckets:
             self._show(gradients, bucket)
-            parked = self._parked.get(number)
-            if parked is None:
+            with ExitStack() as stack:
+                for parked in filter(None, map(self._parked.get, bucket)):
+                    stack.enter_context(parked.on_device())
                 self._adam.step()
-                self._parked[number] = ParkedTensors(self._moments(bucket))
-            else:
-                with parked.on_device():
-                    self._adam.step()
+            self._park_new(bucket)
             self._show(gradients, None)
         for bucket in self._buckets:
             self._show(gradients, bucket)
@@ -61,9 +58,12 @@ class StreamedStep:
         for master in bucket if bucket is not None else (each for shown in self._buckets for each in shown):
             master.grad = None if bucket is None else gradients[id(master)]
 
-    def _moments(self, bucket: Sequence[nn.Parameter]) -> Iterator[Tensor]:
+    def _park_new(self, bucket: Sequence[nn.Parameter]) -> None:
+        """Park the moments that a bucket has got: a parameter has none before the first update with a gradient."""
         for master in bucket:
-            yield from (value for value in self._adam.state.get(master, {}).values() if isinstance(value, Tensor))
+            state = self._adam.state.get(master)
+            if state and master not in self._parked:
+                self._parked[master] = ParkedTensors(each for each in state.values() if isinstance(each, Tensor))
 
 
 def _buckets(masters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

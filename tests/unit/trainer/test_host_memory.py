@@ -84,6 +84,23 @@ def test_a_step_that_is_streamed_is_the_same_to_the_bit(bucket_bytes: int, monke
         assert torch.equal(one, two) and torch.equal(one, three)
 
 
+def test_moments_that_begin_after_updates_without_a_gradient_are_parked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A critic's warm-up updates the policy without a gradient, and an expert may get its first one later still."""
+    monkeypatch.setattr(streamed_step, "BUCKET_BYTES", 1 << 30)
+    usual, streamed = parameters(), parameters()
+    before = PolicyOptimizer(usual, CONFIG, 5)
+    optimizer = PolicyOptimizer(streamed, CONFIG, 5, is_offloaded=True)
+    for named, each in ((usual, before), (streamed, optimizer)):
+        each.update()
+        trained(named[:1], each, range(1, 2))
+        trained(named, each, range(2, 4))
+
+    moments = [value for state in optimizer._adam.state.values() for key, value in state.items() if key != "step"]
+    assert len(moments) == 6 and all(each.untyped_storage().nbytes() == 0 for each in moments)
+    expected, found = before.state(), optimizer.state()
+    assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
+
+
 def offloading(spec: ExperimentSpec, **chosen: bool) -> ExperimentSpec:
     """Offload as no spec may on a CPU."""
     parallelism = spec.parallelism.model_copy(update={"offload": OffloadConfig(**chosen)})

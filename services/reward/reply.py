@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from shared.bounded_json import parse_json
 from shared.errors import GradingFailed
 from shared.schemas.grading import GRADING_SCHEMA, Grade
+from shared.schemas.reward_number import reward_number
 
 MAX_ANSWER_BYTES: Final = 1024 * 1024
 MAX_NAMES: Final = 64
@@ -70,7 +71,7 @@ def _grade(given: object) -> Grade:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "grade"
-        return Grade.error(f"the grader's {where} is not valid: {first['msg']}")
+        return Grade.error(f"the grader's {where} is not valid: {first['msg'].removeprefix('Value error, ')}")
     except RecursionError:
         return Grade.error("the grader's grade has too many levels")
 
@@ -108,12 +109,16 @@ def parse_openrlhf(answer: object, num_samples: int) -> list[Grade]:
         metrics = {name: float(column[index]) for name, column in columns.items() if _is_finite(column[index])}
         if reward is None:
             grades.append(Grade.abstained())
-        elif _is_finite(reward):
-            grades.append(Grade.scored(float(reward), metrics=metrics))
         else:
-            given = repr(reward)[:200] if isinstance(reward, float | bool) else f"a {type(reward).__name__}"
-            grades.append(Grade.error(f"the grader's reward is not a finite number: {given}"))
+            grades.append(_scored(reward, metrics))
     return grades
+
+
+def _scored(reward: object, metrics: Mapping[str, float]) -> Grade:
+    try:
+        return Grade.scored(reward_number(reward), metrics=metrics)
+    except ValueError as error:
+        return Grade.error(f"the grader's reward is not valid: {error}")
 
 
 def _is_finite(value: object) -> bool:

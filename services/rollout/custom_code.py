@@ -14,6 +14,7 @@ from shared.config.episodes import EnvironmentConfig
 from shared.custom_code import describe
 from shared.daemon_threads import on_daemon_thread
 from shared.errors import EpisodeFailed
+from shared.schemas.reward_number import reward_number
 
 MOST_METRICS, LONGEST_NAME = 32, 200
 
@@ -82,7 +83,7 @@ async def _called(work: Callable[[], Any]) -> Any:
 def _plain_step(result: Any) -> object:
     try:
         observation, reward, is_terminated, is_truncated, info = result
-        return [str(observation), float(reward), bool(is_terminated), bool(is_truncated), _plain(info)]
+        return [str(observation), reward_number(reward), bool(is_terminated), bool(is_truncated), _plain(info)]
     except (TypeError, ValueError) as error:
         raise EpisodeFailed(f"step must return observation, reward, terminated, truncated, info: {error}") from error
 

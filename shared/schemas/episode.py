@@ -4,6 +4,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field, FiniteFloat
 
+from shared.schemas.reward_number import Reward
 from shared.schemas.task import Lane
 from shared.schemas.wire import TolerantWire, Wire
 
@@ -71,7 +72,7 @@ class HandedOutEpisode(OpenedEpisode):
 class EpisodeReward(TolerantWire):
     """What the episode was worth."""
 
-    reward: FiniteFloat
+    reward: Reward
     metrics: dict[MetricName, FiniteFloat] = Field(default_factory=dict, max_length=MAX_METRICS)
     """Free numbers for charts; they do not enter the reward."""
 
@@ -79,7 +80,7 @@ class EpisodeReward(TolerantWire):
 class CompleteEpisode(TolerantWire):
     """Ends an episode."""
 
-    reward: FiniteFloat | None = None
+    reward: Reward | None = None
     """Null: it comes later, or other components of the reward grade the episode."""
     metrics: dict[MetricName, FiniteFloat] = Field(default_factory=dict, max_length=MAX_METRICS)
 

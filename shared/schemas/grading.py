@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, FiniteFloat, JsonValue, model_validator
 
+from shared.schemas.reward_number import Reward
 from shared.schemas.trajectory import GradeStatus
 from shared.schemas.wire import TolerantWire
 
@@ -77,8 +78,8 @@ class Grade(TolerantWire):
 
     status: Literal[GradeStatus.SCORED, GradeStatus.ABSTAINED, GradeStatus.ERROR]
     """scored, abstained or error. A sender may leave it out: it is then scored if there is a reward, else abstained."""
-    reward: FiniteFloat | None = None
-    """The scalar to train on; present exactly if ``status`` is scored."""
+    reward: Reward | None = None
+    """The scalar to train on, a finite number; present exactly if ``status`` is scored."""
     components: dict[Text, FiniteFloat] = Field(default_factory=dict)
     """What the reward was made of, by name."""
     metrics: dict[Text, FiniteFloat] = Field(default_factory=dict)

@@ -13,6 +13,7 @@ from shared.custom_code import describe, load_callable
 from shared.daemon_threads import on_daemon_thread
 from shared.errors import InvalidSpec
 from shared.schemas.grading import Grade, GradingSample
+from shared.schemas.reward_number import reward_number
 
 GradingFunction = Callable[[GradingSample], Any]
 WHAT = "custom verifier"
@@ -46,11 +47,12 @@ def grade_of(value: object) -> Grade:
             return Grade.model_validate(dict(value))
         except ValidationError as error:
             first = error.errors()[0]
-            return Grade.error(f"the function returned a bad grade: {'.'.join(map(str, first['loc']))} {first['msg']}")
+            words = first["msg"].removeprefix("Value error, ")
+            return Grade.error(f"the function returned a bad grade: {'.'.join(map(str, first['loc']))}: {words}")
     try:
-        return Grade.scored(float(value))  # type: ignore[arg-type]  # numbers of numpy and the like included
-    except (TypeError, ValueError, OverflowError):
-        return Grade.error(f"the function returned {type(value).__name__}; return a number, None or a Grade")
+        return Grade.scored(reward_number(value))
+    except ValueError as error:
+        return Grade.error(f"the function must return a number, None, a mapping or a Grade: {error}")
 
 
 class CustomVerifier:

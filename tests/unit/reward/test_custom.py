@@ -36,6 +36,34 @@ def nan(sample):
 def text(sample):
     return "good"
 
+def digits(sample):
+    return "1.0"
+
+def is_right(sample):
+    return True
+
+def mapping_of_a_string(sample):
+    return {"reward": "1.0"}
+
+def mapping_of_a_bool(sample):
+    return {"reward": True}
+
+def numpy_bool(sample):
+    import numpy
+    return numpy.bool_(True)
+
+def numpy_float(sample):
+    import numpy
+    return numpy.float32(0.5)
+
+def mapping_of_numpy(sample):
+    import numpy
+    return {"reward": numpy.int64(2)}
+
+def array(sample):
+    import numpy
+    return numpy.zeros(2)
+
 def raises(sample):
     x = 1
     raise KeyError("colour")
@@ -72,7 +100,17 @@ async def grade_by(file: Path, function: str, timeout_seconds: float = 5.0) -> G
     return grade
 
 
-@pytest.mark.parametrize(("function", "reward"), [("length", 4.0), ("later", 0.25), ("grade", 0.5), ("mapping", 2.0)])
+@pytest.mark.parametrize(
+    ("function", "reward"),
+    [
+        ("length", 4.0),
+        ("later", 0.25),
+        ("grade", 0.5),
+        ("mapping", 2.0),
+        ("numpy_float", 0.5),
+        ("mapping_of_numpy", 2.0),
+    ],
+)
 async def test_what_a_function_returns_is_the_reward(file: Path, function: str, reward: float) -> None:
     assert (await grade_by(file, function)).reward == reward
 
@@ -91,7 +129,18 @@ async def test_an_exception_is_an_error_with_its_type_and_line(file: Path) -> No
 
 @pytest.mark.parametrize(
     ("function", "reason"),
-    [("nan", "not finite"), ("text", "returned str"), ("leaves", "SystemExit"), ("times_out_itself", "its own")],
+    [
+        ("nan", "not finite"),
+        ("text", "got the string 'good'"),
+        ("digits", "a finite number (int or float), got the string '1.0'"),
+        ("is_right", "got the bool true"),
+        ("mapping_of_a_string", "reward: a reward is a finite number (int or float), got the string '1.0'"),
+        ("mapping_of_a_bool", "got the bool true"),
+        ("numpy_bool", "got a value of type bool"),
+        ("array", "one finite number, got a value of type ndarray"),
+        ("leaves", "SystemExit"),
+        ("times_out_itself", "its own"),
+    ],
 )
 async def test_what_is_no_reward_is_an_error(file: Path, function: str, reason: str) -> None:
     grade = await grade_by(file, function)

@@ -190,7 +190,20 @@ async def test_a_grader_that_fails_is_an_error_of_every_sample(answer: Any, atte
 
 @pytest.mark.parametrize(
     "bad",
-    ['{"reward": NaN}', '{"reward": Infinity}', '{"reward": "x"}', '{"status": "error", "reward": 0}', "3", "null"],
+    [
+        '{"reward": NaN}',
+        '{"reward": Infinity}',
+        '{"reward": "x"}',
+        '{"reward": "1"}',
+        '{"reward": "1.0", "status": "scored"}',
+        '{"reward": true}',
+        '{"reward": false}',
+        '{"reward": [1]}',
+        '{"reward": null, "status": "scored"}',
+        '{"status": "error", "reward": 0}',
+        "3",
+        "null",
+    ],
 )
 async def test_a_bad_grade_is_an_error_of_its_sample_alone(bad: str) -> None:
     verifier, _ = a_verifier(httpx.Response(200, text=f'{{"grades": [{bad}, {{"reward": 0.5}}]}}'))
@@ -199,6 +212,15 @@ async def test_a_bad_grade_is_an_error_of_its_sample_alone(bad: str) -> None:
 
     assert (first.status, first.reward) == (GradeStatus.ERROR, None)
     assert second.reward == 0.5
+
+
+@pytest.mark.parametrize(("given", "named"), [('"1"', "the string '1'"), ("true", "the bool true")])
+async def test_what_is_no_number_is_named_with_what_is_allowed(given: str, named: str) -> None:
+    verifier, _ = a_verifier(httpx.Response(200, text=f'{{"grades": [{{"reward": {given}}}, {{"reward": 0}}]}}'))
+
+    grade = (await verifier.score(SAMPLES))[0]
+
+    assert grade.reason == f"the grader's reward is not valid: a reward is a finite number (int or float), got {named}"
 
 
 async def test_no_attempt_begins_after_the_deadline() -> None:
@@ -271,6 +293,7 @@ def test_an_openrlhf_reward_that_is_no_number_is_an_error(reward: Any) -> None:
     (found,) = parse_openrlhf({"rewards": [reward]}, 1)
 
     assert found.status is GradeStatus.ERROR
+    assert "a reward is" in (found.reason or "")
 
 
 def test_grades_keep_their_order() -> None:

@@ -33,6 +33,7 @@ class Maze:
         if text == "wait": await asyncio.sleep(60)
         if text == "peek": open(f"/proc/{os.getppid()}/mem", "rb")
         if text == "shape": return "wrong"
+        if text == "words": return "seen", "1.0", True, False, {}
         if text == "pid": return str(os.getpid()), 0, False, False, {}
         token = os.environ.get("FLOTILLA_TOKEN", "no token")
         return f"{self.seed} {text} {token} \\ud83d", 1, False, True, {"metrics": {"speed": 2}}
@@ -84,6 +85,7 @@ async def test_an_environment_is_played_there_without_a_secret_and_its_failures_
         for text, words in (
             ("raise", "Maze: KeyError: 'x'"),
             ("shape", "must return observation, reward"),
+            ("words", "a reward is a finite number .*got the string '1.0'"),
             ("peek", "Maze: PermissionError"),
         ):
             with pytest.raises(EpisodeFailed, match=words):

@@ -2,6 +2,10 @@
 
 While it lasts, ``evaluating_version`` is set in the experiment's record: rollouts hold that version. An evaluation that
 a restart of the gateway interrupted is given up, and its tasks are resolved as dropped.
+
+A data plane that lost the tail of its log shows the lane at an earlier state. So what belongs to an evaluation is told
+by group id and version, and each group counts once: one that returns after it was counted is resolved again. What
+returns of an evaluation that is over is dropped. One that lost tasks of its own begins again.
 """
 
 import asyncio
@@ -21,17 +25,22 @@ from services.gateway.store.writes import PutMetrics
 from shared.clock import Clock, rfc3339
 from shared.config.evaluation import EvaluationConfig
 from shared.errors import Unavailable
-from shared.retry import DATA_PLANE, retry
+from shared.retry import DATA_PLANE, Backoff, retry
 from shared.schemas.experiment import ExperimentState, MetricPoint
 from shared.schemas.task import Lane
 from shared.schemas.trajectory import Group
-from shared.streams.hop import Resolution
+from shared.streams.admission import IssueOutcome
+from shared.streams.hop import Claim, Hop, Resolution
 from shared.streams.keys import HopName
 
 log = logging.getLogger(__name__)
 
 BATCH = 64
 COLLECT_SECONDS = 0.5
+LEFTOVERS_SECONDS = 5.0
+"""How often the lane is searched, between evaluations, for what returned of those that are over."""
+EVALUATION_OVER = "evaluation_over"
+"""Why a group is dropped that returned with a lost log tail after its evaluation had ended."""
 LAG = "evaluation/lag_versions"
 """How many versions were published while the evaluation lasted."""
 
@@ -64,19 +73,23 @@ class Evaluator:
 
     async def run(self) -> None:
         """Evaluate whatever is due, until cancelled. One that the data plane's absence cut short is done again."""
+        pauses = Backoff()
         await self._begin_again()
         while True:
             changed = self._experiment.changed.next
             version = self.due()
-            if version is None or self._experiment.state is not ExperimentState.RUNNING:
-                await wait_for_any(None, changed)
-                continue
             try:
-                await self.evaluate(version)
+                if version is None or self._experiment.state is not ExperimentState.RUNNING:
+                    await self._drop_leftovers()
+                    await wait_for_any(LEFTOVERS_SECONDS, changed)
+                else:
+                    await self.evaluate(version)
+                pauses.reset()
             except Unavailable as error:
                 log.warning(
                     "data plane is unavailable", extra={"experiment_id": self._experiment.id, "error": repr(error)}
                 )
+                await asyncio.sleep(pauses.after(error))
                 await self._begin_again()
 
     async def _begin_again(self) -> None:
@@ -103,11 +116,17 @@ class Evaluator:
                 self._events.stage(change, self._experiment.id, "evaluation_abandoned", version=version)
 
     async def evaluate(self, version: int) -> None:
-        """Evaluate one version and record what was found."""
+        """Evaluate one version and record what was found.
+
+        Raises:
+            Unavailable: the data plane does not answer, or came back at a state that lacks tasks of this evaluation.
+        """
         started_at = self._clock.monotonic()
+        await self._drop_leftovers()
         await self._repository.update(self._experiment, evaluating_version=version)
-        num_issued = await self._issue(version)
-        groups = await self._collect(num_issued)
+        first = await self._experiment.evaluation.admission.next_group_id()
+        num_issued = await self._issue(first, version)
+        groups = await self._collect(range(first, first + num_issued), version)
         if groups is None:
             await drain_outstanding(self._experiment, Lane.EVALUATION, "evaluation_deadline")
             await self._give_up(version, f"it took longer than {self._config.deadline_seconds:g} s")
@@ -138,13 +157,20 @@ class Evaluator:
             self._repository.stage(change, self._experiment, evaluating_version=None, evaluated_version=version)
             self._events.stage(change, self._experiment.id, "evaluation_failed", version=version, cause=cause)
 
-    async def _issue(self, version: int) -> int:
+    async def _drop_leftovers(self) -> None:
+        """Drop what is in the lane while no evaluation lasts."""
+        ledger = await self._experiment.evaluation.ledger()
+        if ledger.outstanding:
+            facts = {"experiment_id": self._experiment.id, "groups": ledger.outstanding}
+            log.warning("groups of an evaluation that is over returned, and are dropped", extra=facts)
+            await drain_outstanding(self._experiment, Lane.EVALUATION, EVALUATION_OVER)
+
+    async def _issue(self, first: int, version: int) -> int:
         admission = self._experiment.evaluation.admission
-        first = await admission.next_group_id()
         num_rows = len(self._dataset.rows)
         while (issued := await admission.next_group_id() - first) < num_rows:
             if issued < 0:
-                raise Unavailable("the data plane came back at an earlier state")
+                raise _came_back_earlier()
             batch = range(issued, min(issued + BATCH, num_rows))
             tasks = [
                 self._dataset.task(
@@ -160,36 +186,62 @@ class Evaluator:
             ]
             # Nothing else is outstanding in this lane, and all rows may be at once.
             if self._written is None:
-                await admission.issue_many(tasks, limit=num_rows)
+                result = await admission.issue_many(tasks, limit=num_rows)
             else:
                 groups = await asyncio.to_thread(self._written.groups, self._dataset, tasks)
-                await admission.issue_groups(groups, hop=HopName.GENERATED, limit=num_rows)
+                result = await admission.issue_groups(groups, hop=HopName.GENERATED, limit=num_rows)
+            # No room in a lane that was empty: groups returned that were resolved before.
+            if result.count == 0 and result.outcome is not IssueOutcome.CURSOR_MOVED:
+                raise _came_back_earlier()
         return num_rows
 
-    async def _collect(self, num_issued: int) -> list[Group] | None:
-        """Collect answers until none is outstanding; None if the deadline came first. Pauses do not count."""
-        hop = self._experiment.evaluation.hop(HopName.SCORED, GATEWAY)
-        groups: list[Group] = []
+    async def _collect(self, group_ids: range, version: int) -> list[Group] | None:
+        """Collect answers until none is outstanding; None if the deadline came first. Pauses do not count.
+
+        Raises:
+            Unavailable: the data plane does not answer, or came back at a state that lacks some of these groups.
+        """
+        plane = self._experiment.evaluation
+        hop = plane.hop(HopName.SCORED, GATEWAY)
+        groups: dict[int, Group] = {}
         left = self._config.deadline_seconds
         looked_at = self._clock.monotonic()
         while left > 0:
             claims = await hop.claim(BATCH, wait_seconds=COLLECT_SECONDS)
             for claim in claims:
-                try:
-                    group = claim.group()
-                except ValueError as error:
-                    # From before an upgrade, perhaps: one answer less, and no end of the experiment.
-                    log.warning("group is unreadable", extra={"entry_id": claim.entry_id, "error": repr(error)})
-                    await hop.resolve(claim, Resolution.FAILED, "unreadable")
-                    continue
-                if await hop.resolve(claim, Resolution.TRAINED, "evaluated"):
-                    groups.append(group)
-            if len(groups) >= num_issued or (
-                not claims and (await self._experiment.evaluation.ledger()).outstanding == 0
-            ):
-                return groups
+                group = await _resolved(hop, claim, group_ids, version)
+                if group is not None:
+                    groups.setdefault(group.task.group_id, group)
+            if len(groups) == len(group_ids):
+                return list(groups.values())
+            if not claims:
+                # In this order: a lane that went back before the first answer shows in the second.
+                is_empty = (await plane.ledger()).outstanding == 0
+                if await plane.admission.next_group_id() < group_ids.stop:
+                    raise _came_back_earlier()
+                if is_empty:
+                    return list(groups.values())
             now = self._clock.monotonic()
             if self._experiment.state is ExperimentState.RUNNING:
                 left -= now - looked_at
             looked_at = now
         return None
+
+
+async def _resolved(hop: Hop, claim: Claim, group_ids: range, version: int) -> Group | None:
+    """Resolve a claim; return the group if it belongs to the evaluation of these ids and this version."""
+    try:
+        group = claim.group()
+    except ValueError as error:
+        # From before an upgrade, perhaps: one answer less, and no end of the experiment.
+        log.warning("group is unreadable", extra={"entry_id": claim.entry_id, "error": repr(error)})
+        await hop.resolve(claim, Resolution.FAILED, "unreadable")
+        return None
+    if group.task.group_id not in group_ids or group.task.pinned_version != version:
+        await hop.resolve(claim, Resolution.DROPPED, EVALUATION_OVER)
+        return None
+    return group if await hop.resolve(claim, Resolution.TRAINED, "evaluated") else None
+
+
+def _came_back_earlier() -> Unavailable:
+    return Unavailable("the data plane came back at an earlier state")

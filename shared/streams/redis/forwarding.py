@@ -6,36 +6,36 @@ it and then go together: nobody waits for a timer, and the busier the worker, th
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from shared.errors import FlotillaError
-from shared.schemas.trajectory import Group
-from shared.streams.hop import Claim
 
 MAX_TOGETHER = 64
 
+Entry = TypeVar("Entry")
 
-class _Waiting(NamedTuple):
-    claim: Claim
-    group: Group
+
+class _Waiting(NamedTuple, Generic[Entry]):
+    entry: Entry
     answer: asyncio.Future[bool]
 
 
-class ForwardsTogether:
+class ForwardsTogether(Generic[Entry]):
     """Joins single forwards of one hop.
 
     Args:
-        forward_many: forwards several; each stands alone, and repeating one is safe.
+        send: sends entries, which were encoded before: what is wrong with one of them is an error of its own sender.
+            Each stands alone, and repeating one is safe.
     """
 
-    def __init__(self, forward_many: Callable[[Sequence[tuple[Claim, Group]]], Awaitable[list[bool]]]) -> None:
-        self._forward_many = forward_many
-        self._waiting: list[_Waiting] = []
+    def __init__(self, send: Callable[[Sequence[Entry]], Awaitable[list[bool]]]) -> None:
+        self._send_many = send
+        self._waiting: list[_Waiting[Entry]] = []
         self._is_sending = asyncio.Lock()
 
-    async def forward(self, claim: Claim, group: Group) -> bool:
+    async def forward(self, entry: Entry) -> bool:
         """Forward one, alone if nothing else is on its way; see ``Hop.forward``."""
-        mine = _Waiting(claim, group, asyncio.get_running_loop().create_future())
+        mine = _Waiting(entry, asyncio.get_running_loop().create_future())
         self._waiting.append(mine)
         try:
             async with self._is_sending:
@@ -48,26 +48,32 @@ class ForwardsTogether:
                 mine.answer.cancel()
         return mine.answer.result()
 
-    async def _send(self, first: _Waiting) -> None:
+    async def _send(self, first: _Waiting[Entry]) -> None:
         """Send the oldest that wait, ``first`` among them."""
         self._waiting.remove(first)
         batch = [first, *self._waiting[: MAX_TOGETHER - 1]]
         del self._waiting[: MAX_TOGETHER - 1]
         try:
-            answers = await self._forward_many([(each.claim, each.group) for each in batch])
-        except FlotillaError as error:
+            await self._send_batch(batch)
+        except asyncio.CancelledError:
+            # The sender alone was cancelled. The others send again, which is safe.
+            self._waiting[:0] = [each for each in batch[1:] if not each.answer.done()]
+            raise
+
+    async def _send_batch(self, batch: Sequence[_Waiting[Entry]]) -> None:
+        try:
+            answers = await self._send_many([each.entry for each in batch])
+        except Exception as error:
+            if len(batch) > 1 and not isinstance(error, FlotillaError):
+                # Which of them the server refused is not said: each gets an answer of its own.
+                for each in batch:
+                    await self._send_batch([each])
+                return
             # The server is away, or this consumer is no longer the one: that holds for all of them.
-            for each in _unanswered(batch[1:]):
-                each.answer.set_exception(error)
-            raise
-        except BaseException:
-            # The sender alone was cancelled, or one of them is at fault. The others send again, which is safe.
-            self._waiting[:0] = _unanswered(batch[1:])
-            raise
+            for each in batch:
+                if not each.answer.done():
+                    each.answer.set_exception(error)
+            return
         for each, answer in zip(batch, answers, strict=True):
             if not each.answer.done():
                 each.answer.set_result(answer)
-
-
-def _unanswered(batch: Sequence[_Waiting]) -> list[_Waiting]:
-    return [each for each in batch if not each.answer.done()]

@@ -99,7 +99,7 @@ class RedisHop:
         self._sweep_seconds = min(SWEEP_SECONDS, config.lease_seconds / 4)
         self._next_sweep = 0.0
         self._is_next_full = False
-        self._together = ForwardsTogether(self.forward_many)
+        self._together = ForwardsTogether(self._forward_entries)
         self._answered: deque[tuple[float, str]] = deque()
 
     async def claim(self, count: int = 1, *, wait_seconds: float) -> list[Claim]:
@@ -140,17 +140,22 @@ class RedisHop:
 
     async def forward(self, claim: Claim, group: Group) -> bool:
         """See ``Hop.forward``."""
-        return await self._together.forward(claim, group)
+        return await self._together.forward(self._forwarded(claim, group))
 
     async def forward_many(self, results: Sequence[tuple[Claim, Group]]) -> list[bool]:
         """See ``Hop.forward_many``."""
         if not results:
             return []
-        entries = []
-        for claim, group in results:
-            made = forwarded(claim, group, self.name)
-            entries.append(_Ended(claim, made.header.token_count, made.header.to_bytes(), made.grades, made.body))
-        return await self._finish(f"tokens:{made.destination.value}", entries, self._keys.stream(made.destination))
+        return await self._forward_entries([self._forwarded(claim, group) for claim, group in results])
+
+    def _forwarded(self, claim: Claim, group: Group) -> _Ended:
+        made = forwarded(claim, group, self.name)
+        return _Ended(claim, made.header.token_count, made.header.to_bytes(), made.grades, made.body)
+
+    async def _forward_entries(self, entries: Sequence[_Ended]) -> list[bool]:
+        destination = self.name.next
+        assert destination is not None
+        return await self._finish(f"tokens:{destination.value}", entries, self._keys.stream(destination))
 
     async def resolve(self, claim: Claim, resolution: Resolution, reason: str) -> bool:
         """See ``Hop.resolve``."""

@@ -69,6 +69,20 @@ async def test_many_are_forwarded_at_once_and_each_stands_alone(plane: DataPlane
     assert (await ledger_of(plane)).waiting.generated == 3
 
 
+async def test_a_group_that_cannot_be_forwarded_fails_its_own_sender_alone(plane: DataPlane) -> None:
+    await issue(plane, 4)
+    rollout = plane.hop(HopName.TASKS, "rollout")
+    claims = await rollout.claim(4, wait_seconds=0)
+    groups = [a_group(claim.task()) for claim in claims]
+    groups[2] = groups[3]
+
+    answers = await asyncio.gather(*map(rollout.forward, claims, groups), return_exceptions=True)
+
+    assert answers[:2] == [True, True] and answers[3] is True
+    assert isinstance(answers[2], ValueError)
+    assert (await ledger_of(plane)).waiting.generated == 3
+
+
 async def test_a_claim_twice_among_many_has_effect_once(plane: DataPlane) -> None:
     await issue(plane, 2)
     rollout = plane.hop(HopName.TASKS, "rollout")

@@ -1,19 +1,13 @@
 """Forwards at the same time share calls; what befalls one of them leaves the others alone."""
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 
 import pytest
 
 from shared.errors import Unavailable
-from shared.schemas.trajectory import Group
-from shared.streams.codec import encode_body, group_header
-from shared.streams.hop import Claim
-from shared.streams.keys import HopName
 from shared.streams.redis.forwarding import ForwardsTogether
-from shared.testing.builders import a_group
-
-Results = Sequence[tuple[Claim, Group]]
 
 
 class Calls:
@@ -24,21 +18,16 @@ class Calls:
         self.may_answer = asyncio.Event()
         self.error: Exception | None = None
 
-    async def __call__(self, results: Results) -> list[bool]:
-        self.sizes.append(len(results))
+    async def __call__(self, entries: Sequence[int]) -> list[bool]:
+        self.sizes.append(len(entries))
         await self.may_answer.wait()
         if self.error is not None:
             raise self.error
-        return [claim.header.group_id != 3 for claim, _ in results]
+        return [entry != 3 for entry in entries]
 
 
-def a_result(number: int) -> tuple[Claim, Group]:
-    group = a_group(number)
-    return Claim(HopName.GENERATED, f"{number}-0", group_header(group), encode_body(group), 1, "me"), group
-
-
-async def started(calls: Calls, together: ForwardsTogether, count: int) -> list[asyncio.Task[bool]]:
-    tasks = [asyncio.create_task(together.forward(*a_result(number))) for number in range(count)]
+async def started(calls: Calls, together: ForwardsTogether[int], count: int) -> list[asyncio.Task[bool]]:
+    tasks = [asyncio.create_task(together.forward(number)) for number in range(count)]
     while not calls.sizes:
         await asyncio.sleep(0)
     return tasks
@@ -82,17 +71,46 @@ async def test_a_server_that_is_away_fails_all_that_go_together_at_once() -> Non
     assert calls.sizes == [1, 3]
 
 
-async def test_what_one_is_at_fault_for_fails_that_one_only() -> None:
-    async def picky(results: Results) -> list[bool]:
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+async def test_what_the_server_refuses_of_one_fails_that_one_only(order: tuple[int, ...]) -> None:
+    async def picky(entries: Sequence[int]) -> list[bool]:
         await asyncio.sleep(0)
-        if any(claim.header.group_id == 2 for claim, _ in results):
-            raise ValueError("not the claimed one")
-        return [True for _ in results]
+        if 2 in entries:
+            raise ValueError("not this one")
+        return [True for _ in entries]
 
     together = ForwardsTogether(picky)
 
-    answers = await asyncio.gather(
-        *(together.forward(*a_result(number)) for number in (0, 2, 1, 3)), return_exceptions=True
-    )
+    answers = await asyncio.gather(*(together.forward(number) for number in order), return_exceptions=True)
 
-    assert [repr(answer) for answer in answers] == ["True", "ValueError('not the claimed one')", "True", "True"]
+    assert {number: repr(answer) for number, answer in zip(order, answers, strict=True)} == {
+        0: "True",
+        1: "True",
+        2: "ValueError('not this one')",
+        3: "True",
+    }
+
+
+async def test_a_sender_cancelled_while_each_goes_alone_leaves_the_rest_to_send_themselves() -> None:
+    calls, is_alone = list[tuple[int, ...]](), asyncio.Event()
+
+    async def picky(entries: Sequence[int]) -> list[bool]:
+        calls.append(tuple(entries))
+        await asyncio.sleep(0)
+        if len(entries) == 3:
+            raise ValueError("one of them")
+        if entries == [1]:
+            is_alone.set()
+            await asyncio.Event().wait()
+        return [True for _ in entries]
+
+    together = ForwardsTogether(picky)
+    first, second, *others = [asyncio.create_task(together.forward(number)) for number in range(4)]
+    await is_alone.wait()
+
+    second.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    assert await asyncio.gather(first, *others) == [True, True, True]
+    assert calls == [(0,), (1, 2, 3), (1,), (2, 3)]

@@ -44,13 +44,27 @@ class Reply:
     Attributes:
         num_tokens: of its branch, up to its end.
         history: messages up to the reply, which is the last; of a text completion none.
-        text: of a text completion, prompt and completion.
+        prompt: of a text completion.
+        endings: of a text completion, what clients may have of it: all that was sampled; up to the end of the stop
+            string; without that, as they were given it.
     """
 
     branch: Branch
     num_tokens: int
     history: tuple[Mapping[str, Any], ...] = ()
-    text: str = ""
+    prompt: str = ""
+    endings: tuple[str, ...] = ()
+
+    def num_known(self, text: str) -> int:
+        """Count the characters of a text that are this completion and its prompt; 0 if the text does not continue it.
+
+        The longest of its endings counts: what a client has of a stop string is not shown to the policy again.
+        """
+        if not text.startswith(self.prompt):
+            return 0
+        known = [len(self.prompt) + len(each) for each in self.endings if text.startswith(each, len(self.prompt))]
+        # The same prompt again asks for another completion, even of one that had no text.
+        return max((each for each in known if each > len(self.prompt) or len(text) > each), default=0)
 
 
 @dataclass(eq=False)
@@ -116,7 +130,7 @@ class Conversations:
             if added is None:
                 self.tally.refused += 1
                 break
-            return self._behind(reply, self.template.token_ids(added), added, **given)
+            return self._behind(reply, added.token_ids, added.text, **given)
         text = self.template.prompt(plain, tools)
         return self._fresh(self.template.token_ids(text), text, **given)
 
@@ -129,11 +143,11 @@ class Conversations:
         """
         if not isinstance(prompt, str):
             return self._of_tokens(tuple(prompt))
-        found = [reply for reply in self._texts if reply.text and prompt.startswith(reply.text)]
-        if not found:
+        reply = max(self._texts, key=lambda each: each.num_known(prompt), default=None)
+        known = 0 if reply is None else reply.num_known(prompt)
+        if reply is None or not known:
             return self._fresh(self.template.token_ids(prompt), prompt, text=prompt)
-        reply = max(found, key=lambda each: len(each.text))
-        added = prompt[len(reply.text) :]
+        added = prompt[known:]
         return self._behind(reply, self.template.token_ids(added), added, text=prompt)
 
     def _of_tokens(self, prompt: tuple[int, ...]) -> Draft:
@@ -169,12 +183,20 @@ class Conversations:
         branch = Branch(TrajectoryBuilder(self.tally), is_busy=True)
         return Draft(branch, prompt_ids, prompt_ids, shown, is_new=True, **given)
 
-    def keep(self, draft: Draft, completion: Completion, text: str, reply: Mapping[str, Any] | None) -> None:
+    def keep(
+        self,
+        draft: Draft,
+        completion: Completion,
+        text: str,
+        reply: Mapping[str, Any] | None,
+        endings: tuple[str, ...] = (),
+    ) -> None:
         """Record a completion.
 
         Args:
             text: of it, for people.
             reply: the message that the client is given; None for a text completion.
+            endings: of a text completion, as in ``Reply``.
 
         Raises:
             TooManyBranches: others began meanwhile.
@@ -188,8 +210,7 @@ class Conversations:
         builder.sample(completion.token_ids, completion.log_probs, completion.versions, completion.finish_reason, text)
         branch.is_busy, branch.finish_reason = False, completion.finish_reason
         if reply is None:
-            whole = draft.text + self.template.text(completion.token_ids.tolist(), with_special_tokens=False)
-            self._texts.append(Reply(branch, builder.num_tokens, text=whole))
+            self._texts.append(Reply(branch, builder.num_tokens, prompt=draft.text, endings=endings))
             return
         history = (*draft.messages, *plain_messages([reply]))
         self._replies[_names(history, draft.tools)[-1]] = Reply(branch, builder.num_tokens, history)

@@ -247,7 +247,9 @@ class Episode:
             raise
         self.num_turns += 1
         name = f"{self.id}-{self.num_turns}"
-        sampling = asyncio.create_task(self._sample(name, draft, parameters), name=f"turn {name}")
+        # By its own number, however many others begin before it is sampled: answers of one seed are equal.
+        seed = sample_seed(self._seed, self.num_turns)
+        sampling = asyncio.create_task(self._sample(name, draft, parameters, seed), name=f"turn {name}")
         turn = self._turns[asked.name] = _Turn(asked.name, request, draft, sampling)
         self._turns.move_to_end(asked.name)
         self._unrecorded.add(turn)
@@ -284,19 +286,19 @@ class Episode:
         text = prompt if isinstance(prompt, str) else prompt[0] if isinstance(prompt[0], str) else None
         return self._conversations.begin_text(text if text is not None else tuple(map(int, prompt)))
 
-    async def _sample(self, turn: str, draft: Draft, parameters: SamplingParameters) -> Completion:
+    async def _sample(self, turn: str, draft: Draft, parameters: SamplingParameters, seed: int) -> Completion:
         self._under_way.add(turn)
         try:
-            return await self._generate(turn, draft, parameters)
+            return await self._generate(turn, draft, parameters, seed)
         finally:
             self._under_way.discard(turn)
             self._heard = self._clock()
 
-    async def _generate(self, turn: str, draft: Draft, parameters: SamplingParameters) -> Completion:
+    async def _generate(self, turn: str, draft: Draft, parameters: SamplingParameters, seed: int) -> Completion:
         generation = GenerationRequest(
             request_id=turn,
             prompt_ids=draft.prompt_ids,
-            seeds=(sample_seed(self._seed, self.num_turns),),
+            seeds=(seed,),
             sampling=parameters,
             holds_weights=self._is_held_out,
             is_turn=True,
@@ -349,7 +351,7 @@ class Episode:
                 reply = self._as_response(request, reply)
         else:
             reply = text_reply(request, completion, self._template, **facts)
-        self._conversations.keep(draft, completion, reply.text, reply.message)
+        self._conversations.keep(draft, completion, reply.text, reply.message, reply.endings)
         if self._tally is not None:
             if draft.is_new:
                 self._tally.add_prompt(draft.prompt_ids)

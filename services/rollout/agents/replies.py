@@ -27,12 +27,15 @@ class Reply:
         text: that was sampled, for people.
         message: of a chat, what the client will send back.
         include_usage: a stream ends with the usage.
+        endings: of a text completion, what clients may go on behind: all of it, up to the end of its stop string, and
+            what they were given.
     """
 
     body: Mapping[str, Any]
     text: str
     message: Mapping[str, Any] | None = None
     include_usage: bool = False
+    endings: tuple[str, ...] = ()
 
     def to_json(self) -> bytes:
         """Make the body of a whole answer."""
@@ -77,7 +80,7 @@ def chat_reply(
 ) -> Reply:
     """Make the answer to a chat: text, and tool calls if it offered tools."""
     text = template.text(completion.token_ids.tolist())
-    said = _before(text, stops, completion.finish_reason)
+    said, _ = _stopped(text, stops, completion.finish_reason)
     finish = FINISH.get(completion.finish_reason, "stop")
     message: dict[str, Any] = {"role": "assistant", "content": said}
     if request.tools and request.tool_choice != "none":
@@ -117,9 +120,10 @@ def text_reply(
             "top_logprobs": None,
             "text_offset": [],
         }
+    said, ended = _stopped(text, stops, completion.finish_reason)
     choice = {
         "index": 0,
-        "text": _before(text, stops, completion.finish_reason),
+        "text": said,
         "finish_reason": FINISH.get(completion.finish_reason, "stop"),
         "logprobs": log_probs,
     }
@@ -128,7 +132,7 @@ def text_reply(
         "choices": [choice],
         "usage": _usage(num_prompt, completion),
     }
-    return Reply(body, text, None, request.stream_options.include_usage)
+    return Reply(body, text, None, request.stream_options.include_usage, (text, ended, said))
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
@@ -154,12 +158,13 @@ def _log_probs(completion: Completion, template: Template) -> list[dict[str, Any
     ]
 
 
-def _before(text: str, stops: Sequence[str], finish_reason: FinishReason) -> str:
-    """Leave out the stop string that ended a text: clients do not expect it."""
-    if finish_reason is not FinishReason.STOP:
-        return text
-    found = [text.find(stop) for stop in stops if stop in text]
-    return text[: min(found)] if found else text
+def _stopped(text: str, stops: Sequence[str], finish_reason: FinishReason) -> tuple[str, str]:
+    """Cut a text before and behind the stop string that ended it: clients do not expect it."""
+    found = [(text.find(stop), stop) for stop in stops if stop in text]
+    if finish_reason is not FinishReason.STOP or not found:
+        return text, text
+    at, stop = min(found)
+    return text[:at], text[: at + len(stop)]
 
 
 def pieces(text: str) -> Iterator[str]:

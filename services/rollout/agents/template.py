@@ -2,13 +2,25 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from services.rollout.episodes.rendering import ChatRenderer
 from shared.errors import InvalidRequest, ModelError
 from shared.schemas.task import Message
 
 ChatMessage = Mapping[str, Any]
+
+
+class Continuation(NamedTuple):
+    """What follows a reply: the end of its message if it has none yet, new messages, the beginning of the next reply.
+
+    Attributes:
+        token_ids: of it.
+        text: the same, for people.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
 
 
 class Template(Protocol):
@@ -29,8 +41,8 @@ class Template(Protocol):
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]],
         last_token: int,
-    ) -> str | None:
-        """Render what ``messages`` add behind ``history``, whose last message is a reply that is there as tokens.
+    ) -> Continuation | None:
+        """Render and tokenise what ``messages`` add behind ``history``, whose last message is a reply in tokens.
 
         Args:
             last_token: that the policy sampled of the reply.
@@ -68,7 +80,7 @@ class ChatTemplate:
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]],
         last_token: int,
-    ) -> str | None:
+    ) -> Continuation | None:
         """See ``Template.continuation``."""
         end = self._reply_end
         if end is None:
@@ -76,10 +88,21 @@ class ChatTemplate:
         before, after = self._render(history, tools, opens=False), self._render(messages, tools, opens=True)
         if not (before.endswith(end) and after.startswith(before)):
             return None
-        last = self.text([last_token], with_special_tokens=True)
-        # The token that ended the reply is the beginning of what the template puts behind replies; it is there already.
-        missing = end[len(last) :] if last and end.startswith(last) else end
-        return missing + after[len(before) :]
+        return self._without(last_token, end + after[len(before) :])
+
+    def _without(self, last_token: int, added: str) -> Continuation:
+        """Tokenise what the template puts behind a reply, without the token that ends it where it was sampled.
+
+        Tokens are compared, not texts: a reply that was cut after ``<`` does not have the beginning of ``<|im_end|>``.
+        """
+        token_ids = self.token_ids(added)
+        if last_token in self.stop_token_ids:
+            # Some tokenizers put a mark of their own before every text.
+            for place, token in enumerate(token_ids[:2]):
+                if token == last_token:
+                    ended = self.text([token], with_special_tokens=True)
+                    return Continuation(token_ids[place + 1 :], added.removeprefix(ended))
+        return Continuation(token_ids, added)
 
     def token_ids(self, text: str) -> tuple[int, ...]:
         """See ``Template.token_ids``."""

@@ -18,6 +18,7 @@ from services.rollout.agents.episode import (
     EpisodeGone,
     LimitReached,
 )
+from services.rollout.engines.base import Completion, GenerationRequest
 from services.rollout.engines.scripted import log_prob_of
 from services.rollout.tools.formats import split_calls
 from shared.errors import InvalidRequest
@@ -290,22 +291,88 @@ async def test_the_same_question_asked_twice_is_answered_twice(world: World) -> 
     assert len(episode.trajectories()) == 2
 
 
+async def complete(episode: Episode, prompt: Any, **fields: Any) -> str:
+    """Ask for the completion of a text."""
+    reply = await episode.answer(Asked(Endpoint.TEXT, json.dumps({"prompt": prompt} | fields).encode()), stays)
+    assert reply is not None
+    return str(reply.body["choices"][0]["text"])
+
+
 async def test_texts_are_continued_as_texts_and_as_tokens(world: World) -> None:
     episode = a_lone_episode(world)
 
-    async def complete(prompt: Any) -> str:
-        reply = await episode.answer(Asked(Endpoint.TEXT, json.dumps({"prompt": prompt}).encode()), stays)
-        assert reply is not None
-        return str(reply.body["choices"][0]["text"])
-
-    assert await complete("Once") == "yes"
-    assert await complete("Onceyes and") == "yes"
+    assert await complete(episode, "Once") == "yes"
+    assert await complete(episode, "Onceyes and") == "yes"
     (trajectory,) = episode.trajectories()
-    await complete([*trajectory.token_ids.tolist(), ord("!")])
+    await complete(episode, [*trajectory.token_ids.tolist(), ord("!")])
 
     (trajectory,) = episode.trajectories()
     assert text_of(trajectory) == "Onceyes~ andyes~!yes~"
     assert text_of(trajectory, sampled=True) == "yes~yes~yes~"
+
+
+@pytest.mark.parametrize("shown", ["", "Obs:", "Obs:!"], ids=["without it", "with it", "as sampled"])
+@pytest.mark.parametrize("behind", ["", "!"], ids=["stop at the end of a token", "stop within a token"])
+async def test_a_text_that_a_stop_string_ended_is_continued_by_the_engines_tokens(
+    monkeypatch: pytest.MonkeyPatch, shown: str, behind: str
+) -> None:
+    world = World()
+    episode = await started(world)
+    sampled = f"doObs:{behind}"
+
+    async def generate(request: GenerationRequest) -> list[Completion]:
+        ids = np.array([ord(each) for each in sampled], np.int32)
+        return [Completion(ids, np.zeros(len(ids), np.float32), ((0, 0),), FinishReason.STOP)]
+
+    monkeypatch.setattr(world.engine, "generate", generate)
+    shown = shown.removesuffix("!") if not behind else shown
+    text = "Q\n"
+    for number in range(3):
+        reply = await complete(episode, text, stop="Obs:")
+        assert reply == "do"
+        text += f"{reply}{shown} {number}\n"
+
+    (trajectory,) = episode.trajectories()
+    assert text_of(trajectory) == f"Q\n{sampled} 0\n{sampled} 1\n{sampled}"
+    assert text_of(trajectory, sampled=True) == sampled * 3
+    assert world.tokenizer.tokenised == ["Q\n", " 0\n", " 1\n"]
+
+
+async def test_the_prompt_of_a_completion_without_text_asked_again_is_not_continued() -> None:
+    world = World(writes=lambda _: "~")
+    episode = await started(world)
+
+    assert [await complete(episode, "Q") for _ in range(2)] == ["", ""]
+    await complete(episode, "Q more")
+
+    assert sorted(map(text_of, episode.trajectories())) == ["Q~", "Q~ more~"]
+
+
+async def test_requests_at_the_same_time_are_sampled_with_different_seeds(world: World) -> None:
+    seeds = await seeds_of(world, together=True)
+
+    assert len(set(seeds)) == len(seeds) == 4
+    # The same that requests one after another have: a run that is done again samples the same.
+    assert seeds == await seeds_of(world, together=False)
+
+
+async def seeds_of(world: World, *, together: bool) -> list[int]:
+    """Ask the same four times in a new episode; return the seeds."""
+    episode, seeds = a_lone_episode(world), list[int]()
+    generate = world.engine.generate
+
+    async def noting(request: GenerationRequest) -> Any:
+        seeds.extend(request.seeds)
+        return await generate(request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.engine, "generate", noting)
+        if together:
+            await asyncio.gather(*(ask(episode, user("a?")) for _ in range(4)))
+        else:
+            for _ in range(4):
+                await ask(episode, user("a?"))
+    return seeds
 
 
 async def test_turns_branches_and_context_have_limits() -> None:

@@ -178,7 +178,7 @@ def write_shared(paths: Mapping[str, Path], files: list[SharedFile], ranks: Rank
         if mapped is not None:
             write_parts(mapped, file.layout, others)
         if ranks.is_leader:
-            receive_parts(ranks, file.layout, mapped)
+            receive_parts(ranks, file.layout, mapped, file.parts)
     if failure is not None:
         raise failure
 

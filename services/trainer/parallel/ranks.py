@@ -42,6 +42,7 @@ class Ranks:
             the layer that computes.
         timeout: of a collective; None as torch has it.
         precision: what sharded weights are gathered in and compute in, and gradients are added up in; None: their own.
+        round_bytes: of a file's tensors, whole, after which ranks of other hosts send what they have of them.
     """
 
     rank: int = 0
@@ -56,6 +57,7 @@ class Ranks:
     offloads_parameters: bool = False
     timeout: timedelta | None = None
     precision: MixedPrecisionPolicy | None = None
+    round_bytes: int = 64 << 20
 
     @property
     def compute_dtype(self) -> torch.dtype | None:

@@ -31,7 +31,7 @@ from services.trainer.parallel.commands import (
 )
 from services.trainer.parallel.cores import ComputeCores
 from services.trainer.parallel.ranks import Ranks
-from services.trainer.parallel.remote_parts import send_parts
+from services.trainer.parallel.remote_parts import send_parts, with_remote_parts
 from shared.checkpoints import StoredCheckpoint, state_of
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError
@@ -123,7 +123,7 @@ class Follower:
             if self._ranks.is_remote:
                 send_image(self._ranks, learner.weights)
             else:
-                write_image(map_file(Path(command.path)), learner.weights)
+                write_image(map_file(Path(command.path)), learner.weights, self._ranks)
             hit(Site.TRAINER_SNAPSHOT)
         elif isinstance(command, Save):
             paths = {name: Path(path) for name, path in command.paths.items()}
@@ -149,9 +149,10 @@ def build_shard(spec: ExperimentSpec, stored: StoredCheckpoint | None, ranks: Ra
 
 
 @torch.no_grad()
-def write_image(mapped: mmap.mmap, weights: ShardedParameters) -> None:
-    """Write this rank's elements into an image."""
-    write_parts(mapped, weights.layout, weights.image_parts())
+def write_image(mapped: mmap.mmap, weights: ShardedParameters, ranks: Ranks) -> None:
+    """Write this rank's elements into an image; the leader also those of ranks of other hosts."""
+    parts = with_remote_parts(ranks, weights.layout, mapped, weights.image_parts())
+    write_parts(mapped, weights.layout, parts)
 
 
 @torch.no_grad()

@@ -18,7 +18,6 @@ from services.trainer.learning.memory import LearnerMemory
 from services.trainer.parallel.channel import Channel
 from services.trainer.parallel.commands import End, Find, KeepVersion, Offload, Reload, Restore, Save, Snapshot, Train
 from services.trainer.parallel.ranks import ONE_RANK, Ranks
-from services.trainer.parallel.remote_parts import receive_parts
 from services.trainer.worker.follower import build_shard, hit, write_image
 from shared.checkpoints import StoredCheckpoint
 from shared.config.checkpoint import EVERYTHING
@@ -88,8 +87,7 @@ class LedWeights:
         with image.writing() as view:
             view[: len(self.layout.header)] = self.layout.header
             self._channel.send(Snapshot(path=str(image.path)))
-            write_image(image.mapped, self._weights)
-            receive_parts(self._ranks, self.layout, image.mapped)
+            write_image(image.mapped, self._weights, self._ranks)
             hit(Site.TRAINER_SNAPSHOT)
             self._channel.end()
 

@@ -3,6 +3,7 @@
 import mmap
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from services.trainer.job.__main__ import node_of
 from services.trainer.job.launcher import interface_of
 from services.trainer.job.rendezvous import JobEnded, Node, Rendezvous
-from services.trainer.parallel import remote_parts
 from services.trainer.parallel.remote_parts import receive_parts, send_parts
 from services.trainer.supervisor.process import command_of
 from services.trainer.wire import Failed, StoreOpened
@@ -182,9 +182,10 @@ def test_a_directory_that_is_not_shared_is_refused_with_what_it_takes(
 class Wire:
     """Ranks of which one sends and the leader receives, in one process."""
 
-    remote = frozenset({1})
+    remote, is_leader = frozenset({1}), True
 
-    def __init__(self) -> None:
+    def __init__(self, round_bytes: int) -> None:
+        self.round_bytes = round_bytes
         self._sent: list[torch.Tensor] = []
 
     def send_to_leader(self, values: torch.Tensor) -> None:
@@ -196,11 +197,10 @@ class Wire:
         return values
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("round_bytes", [1, 50, 1 << 20])
 def test_elements_that_are_sent_are_written_where_a_rank_of_this_host_writes_them(
-    tmp_path: Path, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, round_bytes: int
 ) -> None:
-    monkeypatch.setattr(remote_parts, "BUCKET_BYTES", bucket_bytes)
     layout = ImageLayout.of({"a": ((4, 6), "BF16"), "b": ((5,), "F32"), "step": ((), "F32")})
     every_other = torch.tensor([0, 2, 5])
     parts = [
@@ -209,7 +209,8 @@ def test_elements_that_are_sent_are_written_where_a_rank_of_this_host_writes_the
         Part("b", 1, (4,), (slice(2, 4),), torch.randn(2)),
         Part("step", 0, (), (), torch.tensor(7.0)),
     ]
-    ranks: Any = Wire()
+    ranks: Any = Wire(round_bytes)
+    own = [replace(part, values=torch.empty(0)) for part in parts]
 
     def written(name: str, write: Callable[[mmap.mmap], None]) -> bytes:
         reserve_file(tmp_path / name, layout)
@@ -218,9 +219,9 @@ def test_elements_that_are_sent_are_written_where_a_rank_of_this_host_writes_the
 
     expected = written("local", lambda mapped: write_parts(mapped, layout, parts))
     send_parts(ranks, layout, parts)
-    found = written("sent", lambda mapped: receive_parts(ranks, layout, mapped))
+    found = written("sent", lambda mapped: receive_parts(ranks, layout, mapped, own))
 
     assert found == expected
     send_parts(ranks, layout, parts)
-    receive_parts(ranks, layout, None)
+    receive_parts(ranks, layout, None, own)
     assert not ranks._sent, "all is received, even where nothing is written"

@@ -4,7 +4,9 @@ import os
 import time
 from collections.abc import Mapping
 
+from services.reward.verifiers.custom_process import CustomProcessVerifier
 from services.reward.verifiers.registry import Surroundings, build_component
+from shared.config.reward import Component
 from shared.config.spec import ExperimentSpec
 from shared.errors import FlotillaError, Scalar
 from shared.settings import DEFAULT_GATEWAY
@@ -30,10 +32,17 @@ async def unbuildable(spec: ExperimentSpec, environment: Mapping[str, str] = os.
     entries: list[dict[str, Scalar]] = []
     for number, component in enumerate(spec.reward.components):
         try:
-            verifier = build_component(component, surroundings)
+            await _built(component, surroundings)
         except FlotillaError as error:
             field = f"reward.components.{number}"
             entries.append({"path": field, "value": getattr(component, "path", None), "allowed": error.detail})
-        else:
-            await verifier.aclose()
     return entries
+
+
+async def _built(component: Component, surroundings: Surroundings) -> None:
+    verifier = build_component(component, surroundings)
+    try:
+        if isinstance(verifier, CustomProcessVerifier):
+            await verifier.start()
+    finally:
+        await verifier.aclose()

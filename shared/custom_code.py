@@ -1,18 +1,32 @@
 """Code of the user's, loaded from a file by reference; it runs with the rights of the process that loads it, a confined
-child of the service's (``code_process.py``)."""
+child of the service's (``code_process.py``).
 
+What is beside the file can be imported as in a script of the user's own: its folder comes first, and a package of the
+user's that has the name of one of ours (``shared``) is the one that the user's code gets.
+"""
+
+import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Final
 
 from shared.errors import InvalidSpec
+
+OURS: Final = ("services", "shared")
+"""Names of our packages that a user's may have as well."""
 
 
 def load_callable(reference: str, *, what: str, kind: str, accepts: Callable[[Any], bool]) -> Callable[..., Any]:
     """Load ``file.py:name``; a relative path starts at the working directory.
+
+    A file of a package is imported as that package's module, so that its relative imports work. The folder of the file,
+    and before a package that of the package, are put at the front of this process' import path: call it where nothing
+    else will be imported, in a process of the code's own.
 
     Args:
         reference: the file and the name in it.
@@ -27,15 +41,9 @@ def load_callable(reference: str, *, what: str, kind: str, accepts: Callable[[An
     path = Path(file).expanduser().resolve()
     if not path.is_file():
         raise InvalidSpec(f"{what} {reference!r}: there is no file {path}")
-    module_name = f"flotilla_{what.replace(' ', '_')}_{abs(hash(str(path))):x}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
     try:
-        spec.loader.exec_module(module)
+        module = _imported(path, what)
     except Exception as error:
-        del sys.modules[module_name]
         raise InvalidSpec(f"{what} {reference!r}: importing it failed: {describe(error, path)}") from error
     found = getattr(module, name, None)
     if not callable(found):
@@ -43,6 +51,74 @@ def load_callable(reference: str, *, what: str, kind: str, accepts: Callable[[An
         raise InvalidSpec(f"{what} {reference!r}: the file has no {kind} {name!r}; it has: {offered}")
     checked: Callable[..., Any] = found
     return checked
+
+
+def _imported(path: Path, what: str) -> ModuleType:
+    dotted, root = _name_in_package(path)
+    folders = list(dict.fromkeys((path.parent, root)))
+    wanted = [str(each) for each in folders]
+    sys.path[:] = [*wanted, *(each for each in sys.path if each not in wanted)]
+    _give_names_up(wanted)
+    if dotted is not None:
+        return importlib.import_module(dotted)
+    # Under a name of its own: a file called ``json.py`` is not asked for by that name.
+    name = f"flotilla_{what.replace(' ', '_')}_{abs(hash(str(path))):x}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _name_in_package(path: Path) -> tuple[str | None, Path]:
+    """Return a file's dotted name and the folder of its outermost package; None where it is in no package."""
+    names = [] if path.name == "__init__.py" else [path.stem]
+    folder = path.parent
+    while folder.name.isidentifier() and (folder / "__init__.py").is_file():
+        names.insert(0, folder.name)
+        folder = folder.parent
+    is_module = folder != path.parent and all(name.isidentifier() for name in names)
+    return (".".join(names), folder) if is_module else (None, path.parent)
+
+
+def _give_names_up(folders: list[str]) -> None:
+    """Let packages of the user's have the names of ours, which keep working: they hold what they imported."""
+    for name in OURS:
+        spec = PathFinder.find_spec(name, folders)
+        if spec is None or not _has_code(spec) or _is_loaded(name, spec):
+            continue
+        for each in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
+            del sys.modules[each]
+        if spec.origin is None:
+            # A folder without ``__init__.py``: of two such names on the path, a package that has one would win.
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+
+
+def _has_code(spec: ModuleSpec) -> bool:
+    """Tell a package, or a folder of modules, from a folder of data that happens to have the name."""
+    if spec.origin is not None:
+        return True
+    folders = [Path(each) for each in spec.submodule_search_locations or ()]
+    return any(_any(folder.glob("*.py")) or _any(folder.glob("*/__init__.py")) for folder in folders)
+
+
+def _any(paths: Iterable[Path]) -> bool:
+    return next(iter(paths), None) is not None
+
+
+def _is_loaded(name: str, spec: ModuleSpec) -> bool:
+    loaded = getattr(sys.modules.get(name), "__spec__", None)
+    if not isinstance(loaded, ModuleSpec):
+        return False
+    return _places_of(spec) == _places_of(loaded)
+
+
+def _places_of(spec: ModuleSpec) -> list[str]:
+    return list(spec.submodule_search_locations or [str(spec.origin)])
 
 
 def describe(error: BaseException, path: Path | None) -> str:

@@ -13,6 +13,7 @@ HEAD: Final = '''"""Calls {function}() of {path} as {system} does. Written by `f
 import importlib.util
 import inspect
 import json
+import sys
 from pathlib import Path
 
 PATH = {path!r}
@@ -21,6 +22,7 @@ FUNCTION = {function!r}
 
 def _load():
     path = Path(__file__).resolve().parent / Path(PATH).expanduser()
+    sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location("imported_reward", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -97,6 +99,7 @@ ROWS: Final = '''"""Reads rows through {name} of {path} as verl does. Written by
 
 import importlib.util
 import inspect
+import sys
 from pathlib import Path
 
 PATH = {path!r}
@@ -141,6 +144,7 @@ class Rows:
 
 
 def _load():
+    sys.path.insert(0, str(Path(_place(PATH)).parent))
     spec = importlib.util.spec_from_file_location("imported_rows", _place(PATH))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from shared.config.base import Config
+from shared.config.code_reference import CodeReference
 
 DATA_SUFFIXES: Final = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
 """Formats of files of rows, by the ending of their names."""
@@ -15,7 +16,6 @@ VERL_COLUMNS: Final = {
     "data_source_column": "data_source",
 }
 HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-CLASS_IN_A_FILE: Final = re.compile(r".+\.py:[A-Za-z_]\w*")
 PLACE: Final = "{}"
 MAX_RATIO: Final = 1000
 
@@ -39,8 +39,9 @@ class RowsConfig(Config):
     """Further files, patterns or folders whose rows belong to these, after those of `path`."""
     hub: str | None = None
     """Dataset on the Hugging Face hub, as `owner/name`; needs `flotilla[hub]`."""
-    custom: str | None = None
-    """Class in a file of yours, as `rows.py:Rows`, called with `options`; it has `__len__` and `__getitem__`."""
+    custom: CodeReference | None = None
+    """Class in a file of yours, as `rows.py:Rows` or `package.module:Rows`, called with `options`; it has `__len__` and
+    `__getitem__`."""
     options: dict[str, JsonValue] | None = None
     """Keyword arguments of the custom class."""
     revision: str | None = Field(None, min_length=1)
@@ -64,13 +65,6 @@ class RowsConfig(Config):
         if name is not None and not HUB_NAME.fullmatch(name):
             raise ValueError("must be a dataset's name on the hub, as owner/name; a path or URL belongs into path")
         return name
-
-    @field_validator("custom")
-    @classmethod
-    def _class_in_a_file(cls, reference: str | None) -> str | None:
-        if reference is not None and not CLASS_IN_A_FILE.fullmatch(reference):
-            raise ValueError("must name a class in a Python file, as rows.py:Rows")
-        return reference
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:

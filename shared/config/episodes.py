@@ -6,6 +6,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from shared.config.base import Config
+from shared.config.code_reference import CodeReference, code_reference
 
 ENVIRONMENTS: Final = ("frozen_lake", "sokoban", "countdown", "word_game")
 """Environments that the fleet has itself."""
@@ -25,9 +26,9 @@ class EnvironmentConfig(Config):
     """One environment."""
 
     environment: str
-    """`frozen_lake`, `sokoban`, `countdown`, `word_game`; a class in a file of yours, as `lake.py:Lake`, with
-    `reset(seed)` and `step(text)`; or one of gymnasium's whose actions are numbers or text, such as
-    `gymnasium:CliffWalking-v1`."""
+    """`frozen_lake`, `sokoban`, `countdown`, `word_game`; a class in a file of yours, as `lake.py:Lake` or
+    `package.module:Lake`, with `reset(seed)` and `step(text)`; or one of gymnasium's whose actions are numbers or
+    text, such as `gymnasium:CliffWalking-v1`."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Keyword arguments of the environment."""
     data_sources: tuple[str, ...] | None = Field(None, min_length=1)
@@ -51,10 +52,10 @@ class EnvironmentConfig(Config):
     @field_validator("environment")
     @classmethod
     def _is_a_name(cls, name: str) -> str:
-        file, _, last = name.rpartition(":")
-        is_class = file.endswith(".py") and last.isidentifier()
-        if name in ENVIRONMENTS or REGISTERED.fullmatch(name) or (is_class and not name.startswith(GYMNASIUM)):
+        if name in ENVIRONMENTS or REGISTERED.fullmatch(name):
             return name
+        if ":" in name and not name.startswith(GYMNASIUM):
+            return code_reference(name)
         raise ValueError(
             f"must be one of {', '.join(ENVIRONMENTS)}, a class in a Python file as lake.py:Lake, or gymnasium:NAME"
         )
@@ -104,8 +105,9 @@ class PythonToolConfig(Config):
     """A function of yours; its signature, type hints and docstring are what the policy is shown."""
 
     kind: Literal["python"]
-    path: str = Field(pattern=r"^.+\.py:[A-Za-z_][A-Za-z0-9_]*$")
-    """`file.py:function`; an attribute `schema` of the function replaces what its signature says."""
+    path: CodeReference
+    """`file.py:function`, or `package.module:function` of a package in the spec file's folder; an attribute `schema` of
+    the function replaces what its signature says."""
 
 
 class HttpToolConfig(Config):

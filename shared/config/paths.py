@@ -1,6 +1,7 @@
 """The local paths of a spec: made absolute, from the folder of its file."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from shared.config.data import is_url
 from shared.config.model import is_hub_name
 
 PATH_FIELDS = (("model", "path"), ("data", "path"), ("evaluation", "path"))
+MODULE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
+"""``package.module:name``, which is looked for in the folder."""
 ROW_LISTS = (("data", "sources"), ("evaluation", "sets"))
 
 
@@ -20,7 +23,8 @@ def resolve_paths(document: Mapping[str, Any], folder: Path, *, made: str = "") 
 
     So it is with the paths of a teacher, a critic and a reward model. URLs stay. A custom verifier's
     ``path.py:function`` counts as a path, in ``reward`` at any depth, and so do a custom dataset's ``path.py:Class``,
-    and an environment or a tool in a file.
+    and an environment or a tool in a file. ``package.module:name`` becomes the path of the module in the folder, and
+    stays where there is none.
     """
     resolved: dict[str, Any] = json.loads(json.dumps(document, default=str))
     for section, field in PATH_FIELDS:
@@ -36,11 +40,12 @@ def resolve_paths(document: Mapping[str, Any], folder: Path, *, made: str = "") 
         rows = values.get(field) if isinstance(values, dict) else None
         for each in rows if isinstance(rows, list) else []:
             _resolve_path(each, "path", folder)
-            _resolve_path(each, "custom", folder)
+            _resolve_code(each, "custom", folder)
             _resolve_more(each, folder)
     job = resolved.get("job")
-    for name in ("path", "custom"):
-        _resolve_path(job.get("held_out") if isinstance(job, dict) else None, name, folder)
+    held_out = job.get("held_out") if isinstance(job, dict) else None
+    _resolve_path(held_out, "path", folder)
+    _resolve_code(held_out, "custom", folder)
     checkpoint = resolved.get("checkpoint")
     if isinstance(checkpoint, dict) and "/" in str(checkpoint.get("resume_from")):
         # Without a slash it names an experiment.
@@ -98,19 +103,32 @@ def _resolve_episodes(episodes: Any, folder: Path) -> None:
     if not isinstance(episodes, dict):
         return
     _resolve_functions(episodes.get("tools"), folder)
-    for name, field in (("environments", "environment"), ("tools", "tool_schema")):
+    for name, field, resolve in (
+        ("environments", "environment", _resolve_code),
+        ("tools", "tool_schema", _resolve_path),
+    ):
         values = episodes.get(name)
         for each in values if isinstance(values, list) else []:
-            if field == "tool_schema" or ".py:" in str(each.get(field) if isinstance(each, dict) else ""):
-                _resolve_path(each, field, folder)
+            resolve(each, field, folder)
+
+
+def _resolve_code(values: Any, field: str, folder: Path) -> None:
+    """Make ``file.py:name`` absolute, and the file's path of ``package.module:name``; anything else stays."""
+    reference = values.get(field) if isinstance(values, dict) else None
+    if not isinstance(reference, str):
+        return
+    if ".py:" in reference:
+        file, _, name = reference.rpartition(":")
+        values[field] = f"{_absolute(file, folder)}:{name}"
+    elif (module := MODULE.fullmatch(reference)) is not None:
+        place = folder.joinpath(*module[1].split("."))
+        files = (place.with_suffix(".py"), place / "__init__.py")
+        values[field] = next((f"{file}:{module[2]}" for file in files if file.is_file()), reference)
 
 
 def _resolve_functions(node: Any, folder: Path) -> None:
     if isinstance(node, dict):
-        function = node.get("path")
-        if isinstance(function, str) and ".py:" in function:
-            file, _, name = function.rpartition(":")
-            node["path"] = f"{_absolute(file, folder)}:{name}"
+        _resolve_code(node, "path", folder)
         for value in node.values():
             _resolve_functions(value, folder)
     elif isinstance(node, list):

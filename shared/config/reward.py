@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from shared.config.base import Config
+from shared.config.code_reference import CodeReference
 from shared.config.components import AnswerPattern, ComponentConfig, GraderUrl, RegularExpression
 from shared.config.judge import JudgeConfig
 from shared.config.reward_model import RewardModelConfig
@@ -129,8 +130,9 @@ class CustomConfig(ComponentConfig):
     """A function of the user's, plain or async: ``function(sample)`` returns a number, None (abstain) or a Grade."""
 
     kind: Literal["custom"] = "custom"
-    path: str = Field(pattern=r"^.+\.py:[A-Za-z_][A-Za-z0-9_]*$")
-    """``file.py:function``."""
+    path: CodeReference
+    """``file.py:function``, or ``package.module:function`` of a package in the spec file's folder; both import what is
+    beside them."""
     timeout_seconds: float = Field(60.0, gt=0, le=3600)
     """Time for one sample; a sample that takes longer is an error."""
 

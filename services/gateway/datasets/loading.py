@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from services.gateway.datasets.columns import ABSENT, Row, columns_of, messages_of, value_at, with_columns_of
-from services.gateway.datasets.custom import custom_rows, rows_of_child
+from services.gateway.datasets.custom import rows_of_child
 from services.gateway.datasets.dataset import Dataset, Part
 from services.gateway.datasets.locations import files_of
 from services.gateway.datasets.mixture import Mixture
@@ -35,7 +35,7 @@ def load_training(config: DataConfig, *, seed: int, places: Places | None = None
     """Load the training rows.
 
     Args:
-        places: where they may be; None: anywhere, with code run in this process.
+        places: where they may be; None: anywhere.
 
     Raises:
         DataError, InvalidSpec: they cannot be read as the spec says.
@@ -118,9 +118,8 @@ def load_rows(
 
 def _read(source: RowsConfig, limit: int | None, field: str, places: Places | None) -> list[Row]:
     if source.custom is not None:
-        if places is None:
-            return custom_rows(source.custom, source.options or {}, limit, field)
-        places.check_code(source.custom, f"{field}.custom")
+        if places is not None:
+            places.check_code(source.custom, f"{field}.custom")
         return rows_of_child(source.custom, source.options or {}, limit, field)
     rows: list[Row] = []
     each_place = [source, *(source.model_copy(update={"path": path}) for path in source.more_paths)]

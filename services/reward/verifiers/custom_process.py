@@ -19,14 +19,15 @@ class CustomProcessVerifier:
 
     Args:
         config: the file and its function.
-        places: where code may be.
+        places: where code may be; None: anywhere.
 
     Raises:
         InvalidSpec: the file is in no folder that the operator allows.
     """
 
-    def __init__(self, config: CustomConfig, places: Places) -> None:
-        places.check_code(config.path, "reward component of kind custom")
+    def __init__(self, config: CustomConfig, places: Places | None) -> None:
+        if places is not None:
+            places.check_code(config.path, "reward component of kind custom")
         self._config = config
         self.code = CodeProcess(__name__, config.model_dump(mode="json"), "the custom function")
 

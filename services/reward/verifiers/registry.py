@@ -13,7 +13,6 @@ from services.reward.verifiers.base import Verifier
 from services.reward.verifiers.choice import ChoiceVerifier
 from services.reward.verifiers.code import CodeVerifier
 from services.reward.verifiers.constant import ConstantVerifier
-from services.reward.verifiers.custom import CustomVerifier
 from services.reward.verifiers.custom_process import CustomProcessVerifier
 from services.reward.verifiers.environment import EnvironmentVerifier
 from services.reward.verifiers.exact import ExactVerifier
@@ -68,7 +67,7 @@ class Surroundings:
         secrets: environment variables by name, for ``secret_env``.
         mailbox: where rewards and answers come that are late; None where nothing is graded.
         gateway_url: where graders call back.
-        places: where code of a spec may be, which is then run in a process of its own; None: anywhere, in this one.
+        places: where code of a spec may be; None: anywhere.
     """
 
     experiment: str
@@ -116,8 +115,6 @@ def build_component(config: Component, surroundings: Surroundings) -> Verifier:
         case IfevalConfig():
             return IfevalVerifier(config)
         case CustomConfig():
-            if surroundings.places is None:
-                return CustomVerifier(config)
             return CustomProcessVerifier(config, surroundings.places)
         case CodeConfig():
             return _code(config, surroundings)

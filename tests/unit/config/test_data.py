@@ -30,7 +30,10 @@ def refusal(**sections: Any) -> str:
         ({"sources": [{"path": "a.jsonl", "split": "test"}]}, "split has no effect beside path 'a.jsonl'"),
         ({"sources": [{"path": "a", "revision": "v1"}]}, "revision has no effect beside path 'a': use it with hub"),
         ({"sources": [{"hub": "a/b", "options": {}}]}, "options has no effect beside hub 'a/b'"),
-        ({"sources": [{"custom": "rows.txt:Rows"}]}, "data.sources.0.custom: must name a class in a Python file"),
+        (
+            {"sources": [{"custom": "rows.txt:Rows"}]},
+            "data.sources.0.custom: there is neither rows/txt.py nor rows/txt/__init__.py",
+        ),
         ({"sources": [{"path": "a.jsonl", "weight": 1}, {"path": "b.jsonl"}]}, "sources.1.weight is missing"),
         ({"sources": [{"path": "a.jsonl", "weight": 1}]}, "there is no other source to weigh against"),
         (

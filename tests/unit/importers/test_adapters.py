@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from flotilla.importers.adapter import adapter_name, openrlhf_adapter, verl_adapter, verl_rows_adapter
-from services.gateway.datasets.loading import load_training
+from services.gateway.datasets.custom import custom_rows
 from services.reward.verifiers.custom import grade_of, load_function
-from shared.config.data import DataConfig
 from shared.schemas.grading import GradingSample
 from shared.schemas.trajectory import GradeStatus
 
@@ -113,13 +112,10 @@ def test_a_dataset_class_of_verl_makes_rows(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda path, **_: path)
     options = {"data_files": ["a.jsonl"], "tokenizer": "model", "config": {"prompt_key": "prompt",
                                                                            "max_prompt_length": 7}}  # fmt: skip
-    config = DataConfig.model_validate(
-        {"format": "verl", "sources": [{"custom": f"{tmp_path / 'adapter.py'}:Rows", "options": options}]}
-    )
 
-    dataset = load_training(config, seed=0)
+    rows = custom_rows(f"{tmp_path / 'adapter.py'}:Rows", options, None, "data.sources.0")
 
-    assert [dict(row) for row in dataset.rows] == [
+    assert rows == [
         {"prompt": [{"role": "user", "content": text}], "data_source": "own", "reward_model": {"ground_truth": 8},
          "extra_info": {"index": index}}
         for index, text in enumerate(["1+1=", "2+2="])

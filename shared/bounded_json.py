@@ -20,10 +20,8 @@ def parse_json(content: bytes, *, keeps_integers: bool = False, max_values: int 
     Raises:
         ValueError: it is not JSON, or has too many values or levels; says so as the end of a sentence.
     """
-    if _num_values(content) > max_values:
-        strings = content.count(b'"') // 2
-        if strings > 2 * max_values or _num_values(_STRING.sub(b"", content)) > max_values:
-            raise ValueError(f"has more than {max_values} values")
+    if has_more_values(content, max_values):
+        raise ValueError(f"has more than {max_values} values")
     try:
         answer: object = json.loads(content, parse_int=None if keeps_integers else float)
     except RecursionError:
@@ -31,6 +29,14 @@ def parse_json(content: bytes, *, keeps_integers: bool = False, max_values: int 
     except ValueError:
         raise ValueError("is not JSON") from None
     return answer
+
+
+def has_more_values(content: bytes, max_values: int) -> bool:
+    """Tell whether JSON has more brackets, braces and commas outside of strings, or more than twice as many strings."""
+    if _num_values(content) <= max_values:
+        return False
+    strings = content.count(b'"') // 2
+    return strings > 2 * max_values or _num_values(_STRING.sub(b"", content)) > max_values
 
 
 def _num_values(content: bytes) -> int:

@@ -115,7 +115,7 @@ class ConnectionLimits:
     Attributes:
         connections: at a time; requests on further ones are answered 503.
         per_address: of them, from one address; further ones are closed.
-        head_bytes, headers: of one request.
+        head_bytes, headers: of one request; its path counts among the bytes.
         head_seconds: from the connection, or the first byte of a further request, to the end of its head.
         body_seconds: from there to the end of its body.
         idle_seconds: between two requests.
@@ -126,8 +126,8 @@ class ConnectionLimits:
 
     connections: int = 4096
     per_address: int = 3072
-    head_bytes: int = 64 * 1024
-    headers: int = 128
+    head_bytes: int = 32 * 1024
+    headers: int = 100
     head_seconds: float = 10.0
     body_seconds: float = 60.0
     idle_seconds: int = 5
@@ -174,11 +174,6 @@ class Connection(HttpToolsProtocol):
             if self._is_lost:
                 self._lost.set_result(None)
         return self._lost
-
-    @property
-    def has_whole_request(self) -> bool:
-        """Whether nothing more will come of the newest request, and so of none before it."""
-        return not self.cycle.more_body
 
     def refused(self) -> int:
         """Count a request that is refused for want of a token; returns how long its address is to wait, in seconds.
@@ -257,6 +252,13 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = self._headers_bytes = 0
         super().on_message_begin()
         self.scope["extensions"] = {EXTENSION: {"connection": self}}
+
+    def on_url(self, url: bytes) -> None:
+        """Take a piece of the path, if there is room for it."""
+        self._headers_bytes += len(url)
+        if self._headers_bytes > self.limits.head_bytes:
+            raise _HeadTooLarge
+        super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header, if there is room for it."""

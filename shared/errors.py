@@ -35,6 +35,8 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 Scalar = str | int | float | bool | None
+MAX_ERRORS = 20
+"""Entries of ``errors`` that are listed; of the others a problem says how many there are."""
 
 
 class FlotillaError(Exception):

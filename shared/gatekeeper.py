@@ -2,24 +2,15 @@
 
 from collections.abc import Mapping
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shared.connections import REFUSED_OFTEN, connection_of
 from shared.credentials import Credentials
-from shared.errors import FlotillaError, InvalidRequest, TooManyRefused, Unauthorized
+from shared.errors import FlotillaError, TooManyRefused, Unauthorized
+from shared.request_body import Bodies, BodyBrokenOff, BodyLimit, replay
 from shared.serving import problem_response
 
 READING = {"GET", "HEAD"}
-
-
-class RequestTooLarge(InvalidRequest):
-    """The body is larger than the service reads."""
-
-    code, title, status = "request_too_large", "The request is too large", 413
-
-
-class _BrokenOff(Exception):
-    """The caller went before the whole body had come."""
 
 
 def refusal_of(
@@ -51,7 +42,8 @@ class Gatekeeper:
     def __init__(self, app: ASGIApp, *, credentials: Credentials, max_bytes: int) -> None:
         self._app = app
         self._credentials = credentials
-        self._max_bytes = max_bytes
+        self._limit = BodyLimit(max_bytes)
+        self._bodies = Bodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it with a problem."""
@@ -59,47 +51,20 @@ class Gatekeeper:
             await self._app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
-        try:
-            authorization = headers.get(b"authorization", b"").decode("latin-1")
-            if not self._credentials.accepts(authorization):
-                raise Unauthorized("this call needs the header `Authorization: Bearer TOKEN` with the right token")
-            body = await self._read(headers.get(b"content-length", b""), receive)
-        except _BrokenOff:
-            return
-        except FlotillaError as error:
-            more: Mapping[str, str] = {}
-            if isinstance(error, Unauthorized):
-                error, more = refusal_of(scope, error)
-            response = problem_response(error)
-            response.headers.update(more)
-            await response(scope, receive, send)
-            return
-        await self._app(scope, _replay(body, receive), send)
-
-    async def _read(self, content_length: bytes, receive: Receive) -> bytes:
-        if content_length.isdigit() and int(content_length) > self._max_bytes:
-            raise RequestTooLarge(f"the body has {int(content_length)} bytes, at most {self._max_bytes} are read")
-        body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                # What arrived is not what was sent.
-                raise _BrokenOff
-            body += message.get("body", b"")
-            if len(body) > self._max_bytes:
-                raise RequestTooLarge(f"the body has more than {self._max_bytes} bytes")
-            if not message.get("more_body"):
-                return bytes(body)
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    is_given = False
-
-    async def again() -> Message:
-        nonlocal is_given
-        if is_given:
-            return await receive()
-        is_given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again
+        with self._bodies.hold() as held:
+            try:
+                authorization = headers.get(b"authorization", b"").decode("latin-1")
+                if not self._credentials.accepts(authorization):
+                    raise Unauthorized("this call needs the header `Authorization: Bearer TOKEN` with the right token")
+                body = await held.read(headers.get(b"content-length", b""), receive, self._limit)
+            except BodyBrokenOff:
+                return
+            except FlotillaError as error:
+                more: Mapping[str, str] = {}
+                if isinstance(error, Unauthorized):
+                    error, more = refusal_of(scope, error)
+                response = problem_response(error)
+                response.headers.update(more)
+                await response(scope, receive, send)
+                return
+            await self._app(scope, replay(body, receive), send)

@@ -23,7 +23,7 @@ from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared.connections import ConnectionLimits, connections
-from shared.errors import FlotillaError, InvalidRequest, MethodNotAllowed, NotFound, Unavailable
+from shared.errors import MAX_ERRORS, FlotillaError, InvalidRequest, MethodNotAllowed, NotFound, Scalar, Unavailable
 from shared.faults.armed import armed
 from shared.faults.http import FaultyApp
 from shared.telemetry.prometheus import gauge, response_of
@@ -31,6 +31,9 @@ from shared.telemetry.prometheus import gauge, response_of
 log = logging.getLogger(__name__)
 
 PROBLEM_JSON = "application/problem+json"
+MAX_DETAIL = 4000
+MAX_TEXT = 400
+"""Characters of the detail of a problem, and of every other text in it."""
 SHUTDOWN_SECONDS = 3
 OTHER_FILES = 256
 """What is left of a process's open files for all that is no connection of a caller's."""
@@ -209,19 +212,37 @@ class ProblemResponse(JSONResponse):
 
 
 def problem_response(error: FlotillaError, *, status: int | None = None) -> JSONResponse:
-    """Make the problem document of an error (RFC 9457); ``status`` overrides that of its class."""
+    """Make the problem document of an error (RFC 9457).
+
+    Whoever made the mistake chooses what is quoted, so texts are cut and only the first ``MAX_ERRORS`` entries are
+    listed: a refusal is never much larger than a request may be small.
+
+    Args:
+        error: what is wrong.
+        status: overrides that of its class.
+    """
     status = status or error.status
     body: dict[str, Any] = {
         "type": f"urn:flotilla:problem:{error.code}",
         "title": error.title,
         "status": status,
         "code": error.code,
-        "detail": error.detail,
-        **error.context,
+        "detail": _cut(error.detail, MAX_DETAIL),
+        **_cut_values(error.context),
     }
     if error.errors:
-        body["errors"] = error.errors
+        body["errors"] = [_cut_values(entry) for entry in error.errors[:MAX_ERRORS]]
+    if len(error.errors) > MAX_ERRORS:
+        body["num_more_errors"] = len(error.errors) - MAX_ERRORS
     return ProblemResponse(body, status_code=status)
+
+
+def _cut_values(facts: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    return {key: _cut(value, MAX_TEXT) if isinstance(value, str) else value for key, value in facts.items()}
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}… ({len(text) - most} more characters)"
 
 
 def add_problem_handlers(app: FastAPI) -> None:
@@ -233,11 +254,17 @@ def add_problem_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
+        items = error.errors()
+        num_more = max(0, len(items) - MAX_ERRORS)
         entries = [
             {"path": ".".join(str(part) for part in item["loc"]), "allowed": str(item["msg"])}
-            for item in error.errors()
+            for item in items[:MAX_ERRORS]
         ]
         detail = "; ".join(f"{entry['path']}: {entry['allowed']}" for entry in entries)
+        if num_more:
+            return problem_response(
+                InvalidRequest(f"{detail}; and {num_more} more", errors=entries, num_more_errors=num_more)
+            )
         return problem_response(InvalidRequest(detail, errors=entries))
 
     @app.exception_handler(HTTPException)

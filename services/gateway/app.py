@@ -32,6 +32,7 @@ from services.gateway.routes import (
 from services.gateway.routes.exchange import StatusCalls
 from services.gateway.settings import GatewaySettings
 from services.gateway.state import GatewayState, OpenState, open_state
+from shared.request_body import Bodies
 from shared.serving import add_problem_handlers
 
 DESCRIPTION = "Control plane of a fleet that post-trains language models by asynchronous reinforcement learning."
@@ -71,12 +72,12 @@ class _GatewayApp(FastAPI):
 
     def __init__(self, settings: GatewaySettings, **options: Any) -> None:
         super().__init__(**options)
-        self._body_bytes = settings.body_bytes
+        self._bodies = Bodies(settings.held_body_bytes)
 
     def build_middleware_stack(self) -> ASGIApp:
         """Put the framework's own layers inside: a waiting status call would keep a frame of each."""
         framework = super().build_middleware_stack()
-        return Guard(StatusCalls(framework), body_bytes=self._body_bytes, opened_of=_opened_of)
+        return Guard(StatusCalls(framework), opened_of=_opened_of, bodies=self._bodies)
 
 
 def _opened_of(scope: Scope) -> Opened:

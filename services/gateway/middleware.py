@@ -1,6 +1,7 @@
 """What every request passes before a route sees it: the token and its scope, the size of the body, the idempotency key.
 
-Everything is refused without a token but the few paths that say nothing about anybody's work.
+Everything is refused without a token but the few paths that say nothing about anybody's work, and nothing of a body is
+read before its sender is known. How long heads and bodies may take, and how large heads may be, is the connection's.
 """
 
 import asyncio
@@ -10,20 +11,20 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.access.caller import caller
 from services.gateway.access.policy import refusal
 from services.gateway.access.tokens import OPERATOR, Shown, Tokens
+from services.gateway.body_limits import limit_of
 from services.gateway.store.answers import AwaitedAnswer, awaited
 from services.gateway.store.base import Store
 from shared.access import RENEWED_TOKEN
 from shared.clock import Clock
-from shared.connections import connection_of
-from shared.errors import FlotillaError, Forbidden, IdempotencyMismatch, InvalidRequest, Unauthorized
+from shared.errors import FlotillaError, Forbidden, IdempotencyMismatch, InvalidRequest, Unauthorized, Unavailable
 from shared.gatekeeper import refusal_of
+from shared.request_body import Bodies, BodyBrokenOff, BodyTooLarge, replay
 from shared.security import bearer_of
 from shared.serving import problem_response
 
@@ -31,16 +32,18 @@ log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json"})
 SELF_AUTHORISED = "/v1/gradings/"
-"""What is below it is let in by what the route itself compares: graders are not members of the fleet."""
-NEVER_KEPT = re.compile(r"/v1/(tokens|services|experiments/[^/]+/episodes|chat/completions|completions|responses)/?")
+"""What is below it is let in by what the route itself compares, before it asks for the body: graders are not members of
+the fleet."""
+NEVER_KEPT = re.compile(
+    r"/v1/(tokens|services|experiments/[^/]+/episodes|chat/completions|completions|responses|gradings/[^/]*)/?"
+)
 """Answers that hold tokens, which no database may: names and processes are unique, and an episode whose key was lost
-ends with its lease. What the model writes: the episode's rollout knows a request that is sent again."""
+ends with its lease. What the model writes: the episode's rollout knows a request that is sent again. What is said to
+whoever has no token: a database is not theirs to fill, and a grading that is sent again is taken again."""
 LONGEST_KEY = 200
 LAST_STATUS_KEPT = 499
 SUCCESS = 200
-BODY_SECONDS = 30.0
-HEAD_BYTES = 32 * 1024
-HEADERS = 100
+A_GRADER = "a grader"
 
 HOW_TO_AUTHORISE = (
     "send a token of the fleet that is neither revoked nor expired as 'Authorization: Bearer TOKEN'; commands and "
@@ -65,22 +68,13 @@ class Guard:
 
     Args:
         app: what it guards.
-        body_bytes: largest body that is read.
-        body_seconds: longest time for a body to arrive.
         opened_of: finds tokens and the store that keeps first answers, in the request's scope.
+        bodies: reads bodies, and bounds what they take together.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        body_bytes: int,
-        opened_of: OpenedOf,
-        body_seconds: float = BODY_SECONDS,
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, opened_of: OpenedOf, bodies: Bodies) -> None:
         self._app = app
-        self._body_bytes = body_bytes
-        self._body_seconds = body_seconds
+        self._bodies = bodies
         self._opened_of = opened_of
         self._busy: dict[str, asyncio.Lock] = {}
         self._users: dict[str, int] = {}
@@ -92,7 +86,7 @@ class Guard:
             return
         try:
             await self._handle(scope, receive, send)
-        except _HungUp:
+        except BodyBrokenOff:
             log.info("a request broke off, nothing of it was done", extra={"path": scope["path"]})
         except _Refused as refused:
             error: FlotillaError = refused.error
@@ -105,15 +99,24 @@ class Guard:
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        if scope["path"] not in OPEN_PATHS and not scope["path"].startswith(SELF_AUTHORISED):
+        is_self_authorised = scope["path"].startswith(SELF_AUTHORISED)
+        if scope["path"] not in OPEN_PATHS and not is_self_authorised:
             shown = self._let_in(scope, headers)
             send = _with_renewal(send, shown.renewed)
-        head_bytes = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["raw_path"])
-        if head_bytes > HEAD_BYTES or len(scope["headers"]) > HEADERS:
-            raise _Refused(_HeadTooLarge(f"a request has {HEADERS} headers and {HEAD_BYTES} bytes of them at most"))
-        body = await self._read_in_time(scope, headers, receive)
-        replayed = _with_body(body, receive)
-        key = headers.get("idempotency-key")
+        who = caller.get()
+        length, limit = headers.get("content-length", "").encode("latin-1"), limit_of(scope["method"], scope["path"])
+        with self._bodies.hold(A_GRADER if who is None else who.actor) as held:
+            if is_self_authorised:
+                await self._app(scope, _when_asked(lambda: held.read(length, receive, limit), receive), send)
+                return
+            try:
+                body = await held.read(length, receive, limit)
+            except (BodyTooLarge, Unavailable) as error:
+                raise _Refused(error) from None
+            await self._let_through(headers.get("idempotency-key"), body, scope, receive, send)
+
+    async def _let_through(self, key: str | None, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        replayed = replay(body, receive)
         if scope["method"] != "POST" or key is None or NEVER_KEPT.fullmatch(scope["path"]):
             await self._app(scope, replayed, send)
             return
@@ -140,39 +143,6 @@ class Guard:
         # Each request is handled in a context of its own.
         caller.set(shown.principal)
         return shown
-
-    async def _read_in_time(self, scope: Scope, headers: MutableMapping[str, str], receive: Receive) -> bytes:
-        connection = connection_of(scope)
-        if connection is not None and connection.has_whole_request:
-            # Without a timer for what nobody waits for: a small body comes with its head.
-            return await self._read(headers, receive)
-        try:
-            async with asyncio.timeout(self._body_seconds):
-                return await self._read(headers, receive)
-        except TimeoutError:
-            detail = f"the body must be sent within {self._body_seconds:g} s"
-            raise _Refused(_TooSlow(detail)) from None
-
-    async def _read(self, headers: MutableMapping[str, str], receive: Receive) -> bytes:
-        declared = headers.get("content-length", "")
-        if declared.isdigit() and int(declared) > self._body_bytes:
-            raise self._too_large()
-        parts: list[bytes] = []
-        size = 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                # What arrived is not what was sent: `steps: 3` may be the beginning of `steps: 3000`.
-                raise _HungUp
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._body_bytes:
-                raise self._too_large()
-            if not message.get("more_body", False):
-                return b"".join(parts)
-
-    def _too_large(self) -> "_Refused":
-        return _Refused(_TooLarge(f"the body must not be larger than {self._body_bytes} bytes"))
 
     async def _once(self, key: str, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         opened = self._opened_of(scope)
@@ -217,28 +187,6 @@ class Guard:
                 del self._users[key], self._busy[key]
 
 
-class _TooLarge(InvalidRequest):
-    """The body is larger than the gateway reads."""
-
-    code, title, status = "body_too_large", "The body is too large", 413
-
-
-class _HungUp(Exception):
-    """The caller went before the whole body had come."""
-
-
-class _TooSlow(FlotillaError):
-    """The body did not arrive in time."""
-
-    code, title, status = "body_too_slow", "The body did not arrive in time", 408
-
-
-class _HeadTooLarge(FlotillaError):
-    """There are more headers than the gateway reads."""
-
-    code, title, status = "headers_too_large", "The headers are too large", 431
-
-
 class _Refused(Exception):
     """Ends a request with a problem.
 
@@ -278,18 +226,17 @@ class _Answer:
             await send(message)
 
 
-def _with_body(body: bytes, receive: Receive) -> Receive:
-    """Replay a body that was read already to the app, then whatever the server sends next."""
-    is_given = False
+def _when_asked(read: Callable[[], Awaitable[bytes]], receive: Receive) -> Receive:
+    """Read a body when the app first asks for it."""
+    given: Receive | None = None
 
-    async def replay() -> MutableMapping[str, Any]:
-        nonlocal is_given
-        if is_given:
-            return await receive()
-        is_given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+    async def asked() -> Message:
+        nonlocal given
+        if given is None:
+            given = replay(await read(), receive)
+        return await given()
 
-    return replay
+    return asked
 
 
 def _with_renewal(send: Send, renewed: str | None) -> Send:

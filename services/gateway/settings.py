@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shared.places import Places
+from shared.request_body import MAX_HELD_BYTES
 
 STALL_SECONDS = 30.0
 
@@ -31,7 +32,7 @@ class GatewaySettings:
         notice_seconds: how long a service that gives its experiment up may finish what it has in hand.
         teardown_seconds: how long services may take to fall idle when an experiment ends.
         heartbeat_seconds: pause after which an event stream sends a comment.
-        body_bytes: largest request body.
+        held_body_bytes: what the bodies of all open requests may have together, those of up to 64 KiB not counted.
         answer_seconds: how long the answer to an idempotency key is kept.
     """
 
@@ -52,7 +53,7 @@ class GatewaySettings:
     notice_seconds: float = 35.0
     teardown_seconds: float = 30.0
     heartbeat_seconds: float = 15.0
-    body_bytes: int = 8 * 1024 * 1024
+    held_body_bytes: int = MAX_HELD_BYTES
     answer_seconds: float = 86_400.0
 
     @property

@@ -18,9 +18,11 @@ from shared.config.overrides import apply_overrides
 from shared.config.paths import resolve_paths
 from shared.config.spec import ExperimentSpec
 from shared.config.yaml_text import DocumentLoader, too_large
-from shared.errors import InvalidSpec, Scalar
+from shared.errors import MAX_ERRORS, InvalidSpec, Scalar
 
 MAX_SHOWN = 80
+MAX_READ = 200
+"""What pydantic reports of one value are several entries, which are compared with each other: of so many at most."""
 MOVED = {
     "rollout.num_rollouts": "resources.rollouts.min",
     "optimisation.device": "parallelism.device",
@@ -185,13 +187,17 @@ def invalid_spec(error: ValidationError, root: type[BaseModel], *, below: str = 
     Args:
         below: where the root stands in its document.
     """
-    items = _without_branches([dict(item) for item in error.errors(include_url=False, include_context=True)])
+    found = error.errors(include_url=False, include_context=True)
+    items = _without_branches([dict(item) for item in found[:MAX_READ]])
     # A list whose items are wrong is also reported as too short: that says nothing more.
     items = [item for item in items if not (item["type"] == "too_short" and _has_deeper(item, items))]
-    entries = [_entry(item, root) for item in items]
+    num_more = len(items) - len(items[:MAX_ERRORS]) + len(found[MAX_READ:])
+    entries = [_entry(item, root) for item in items[:MAX_ERRORS]]
     if below:
         entries = [{**entry, "path": f"{below}.{entry['path']}".removesuffix(".")} for entry in entries]
     lines = "; ".join(f"{entry['path'] or 'spec'}: {entry['allowed']}" for entry in entries)
+    if num_more:
+        return InvalidSpec(f"{lines}; and {num_more} more", errors=entries, num_more_errors=num_more)
     return InvalidSpec(lines, errors=entries)
 
 

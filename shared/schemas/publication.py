@@ -6,8 +6,9 @@ shapes, dtypes and data, and a received image can be served, mapped or saved as 
 """
 
 from enum import StrEnum
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import FailFast, Field
 
 from shared.schemas.wire import Wire
 
@@ -55,7 +56,8 @@ class Manifest(Wire):
     """The image is broadcast in slices of this many bytes, the last one shorter."""
     checksum: str
     """xxh3-64 of the whole image, 16 hexadecimal digits."""
-    tensors: tuple[TensorSpec, ...]
+    tensors: Annotated[tuple[TensorSpec, ...], FailFast()]
+    """In the order of the image; of wrong ones the first is named, for there may be tens of thousands."""
     image_path: str | None = None
     """Where processes that share memory with the trainer find the image; None if it offers none."""
     delta: DeltaManifest | None = None

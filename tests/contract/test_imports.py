@@ -188,6 +188,7 @@ GATEWAY_ORDER = (
     "state",
     "prometheus",
     "routes",
+    "body_limits",
     "middleware",
     "description",
     "app",

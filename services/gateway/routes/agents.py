@@ -149,7 +149,7 @@ class _Answer:
     async def refuse(self, error: FlotillaError) -> None:
         """Send a problem document that OpenAI clients read as an error of theirs."""
         problem: dict[str, Any] = json.loads(bytes(problem_response(error).body))
-        problem["error"] = {"message": error.detail, "type": error.code, "code": error.code, "param": None}
+        problem["error"] = {"message": problem["detail"], "type": error.code, "code": error.code, "param": None}
         await self.begin(error.status, PROBLEM_JSON.encode())
         await self.go_on(json.dumps(problem).encode(), is_last=True)
 

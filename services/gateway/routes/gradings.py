@@ -9,14 +9,13 @@ from typing import Annotated, Final
 from fastapi import APIRouter, Path, Query, Request
 
 from services.gateway.routes.dependencies import Gateway
-from shared.errors import Conflict, FlotillaError, InvalidRequest, NotFound, Unauthorized
+from shared.errors import Conflict, FlotillaError, NotFound, Unauthorized
 from shared.schemas.grading import TakenGrading
 from shared.security import is_same_secret, signature
 from shared.streams.mailbox import Delivery
 
 router = APIRouter(prefix="/gradings", tags=["gradings"])
 
-MAX_BYTES: Final = 1024 * 1024
 OLDEST_SECONDS: Final = 300.0
 SIGNATURE: Final = "x-flotilla-signature"
 TIMESTAMP: Final = "x-flotilla-timestamp"
@@ -42,19 +41,18 @@ async def answer(
         Unauthorized: the address was not given out, or the signature is not right, or old (401).
         Conflict: another answer was taken before (409).
         GradingOver: it came too late (410).
-        InvalidRequest: it is longer than 1 MiB (422).
+        BodyTooLarge: it is longer than 1 MiB (413).
     """
-    body = await request.body()
     found = gateway.repository.find(experiment)
     expected = None if found is None else await found.train.mailbox.find(grading_id)
     url_token, _, key = (":" if expected is None else expected.key).partition(":")
     if found is None or expected is None or not url_token or not is_same_secret(token, url_token):
         # What is not expected is not told from what is not allowed.
         raise Unauthorized("post to the callback_url of the request, unchanged; it is kept for an hour after its end")
+    # Only now: whoever does not know an address makes the gateway hold nothing.
+    body = await request.body()
     if key:
         _check_signature(request, key, body, gateway.clock.now())
-    if len(body) > MAX_BYTES:
-        raise InvalidRequest(f"an answer has at most {MAX_BYTES} bytes")
     match await found.train.mailbox.deliver(grading_id, body):
         case Delivery.TAKEN:
             return TakenGrading(id=grading_id, is_first=True)

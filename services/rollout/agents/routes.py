@@ -96,7 +96,7 @@ def openai_problem(error: FlotillaError) -> Response:
     """Make a problem document that OpenAI clients read as an error of theirs."""
     response = problem_response(error)
     problem = json.loads(bytes(response.body))
-    problem["error"] = {"message": error.detail, "type": error.code, "code": error.code, "param": None}
+    problem["error"] = {"message": problem["detail"], "type": error.code, "code": error.code, "param": None}
     return Response(json.dumps(problem), status_code=error.status, media_type="application/problem+json")
 
 
@@ -128,8 +128,8 @@ async def _stream(episode: Episode, asked: Asked, request: Request) -> AsyncIter
                 yield ALIVE
         reply: Reply | None = answering.result()
     except FlotillaError as error:
-        content = {"error": {"message": error.detail, "type": error.code, "code": error.code}}
-        yield b"data: " + json.dumps(content).encode() + b"\n\n"
+        content = json.loads(bytes(openai_problem(error).body))["error"]
+        yield b"data: " + json.dumps({"error": content}).encode() + b"\n\n"
         return
     finally:
         answering.cancel()

@@ -113,6 +113,7 @@ async def sent(port: int, *pieces: bytes, every: float = 0.0, again: bytes = b""
         ),
         pytest.param((b"GET / HTTP/1.1\r\nx: ",), b"a" * 8192, b"431", id="a header without an end"),
         pytest.param((b"GET /",), b"a" * 8192, b"431", id="a path without an end"),
+        pytest.param((b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\n\r\n",), b"", b"431", id="a long path"),
         pytest.param(
             (b"GET / HTTP/1.1\r\n" + b"".join(b"x%d: a\r\n" % n for n in range(200)) + b"\r\n",),
             b"",

@@ -195,3 +195,11 @@ def test_what_has_no_effect_or_cannot_work_is_refused_with_the_way_out(
 
     assert [entry["path"] for entry in caught.value.errors] == [path]
     assert said in caught.value.detail
+
+
+def test_of_very_many_mistakes_the_first_are_named_and_the_others_counted() -> None:
+    with pytest.raises(InvalidSpec, match=r"; and \d+ more$") as caught:
+        validate_spec({f"k{number}": 1 for number in range(20_000)})
+
+    assert len(caught.value.errors) == 20
+    assert caught.value.context["num_more_errors"] >= 20_000 - 20

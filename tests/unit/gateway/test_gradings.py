@@ -18,6 +18,9 @@ GRADES = b'{"grades": [{"reward": 1}]}'
 
 
 class World:
+    app: Any
+    client: httpx.AsyncClient
+
     def __init__(self) -> None:
         self.clock = ManualClock(1_000_000.0)
         self.gateway = a_gateway(clock=self.clock)
@@ -52,6 +55,7 @@ async def world() -> AsyncIterator[World]:
     async def with_state(scope: Any, receive: Any, send: Any) -> None:
         await app(scope | {"state": {"gateway": made.gateway}}, receive, send)
 
+    made.app = with_state
     transport = httpx.ASGITransport(with_state)
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as made.client:
         yield made
@@ -83,5 +87,44 @@ async def test_a_callback_is_signed_where_the_grader_has_a_secret(world: World) 
 async def test_a_late_or_endless_answer_is_refused(world: World) -> None:
     await world.expect(seconds=0.0)
 
-    assert await world.post(b"x" * (1024 * 1024 + 1)) == 422
+    assert await world.post(b"x" * (1024 * 1024 + 1)) == 413
     assert await world.post() == 410
+
+
+async def test_of_whoever_does_not_know_an_address_no_body_is_read_and_no_answer_kept(world: World) -> None:
+    await world.expect()
+    pieces: list[bytes] = []
+
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            pieces.append(b"x" * 65536)
+            yield pieces[-1]
+
+    url, key = f"/v1/gradings/{NAME}", {"Idempotency-Key": "k"}
+    unknown = await world.client.post(
+        url, params={"experiment": "tiny-1", "token": "x"}, content=endless(), headers=key
+    )
+    before = len(pieces)
+    known = await world.client.post(url, params={"experiment": "tiny-1", "token": world.token}, content=endless())
+
+    assert (unknown.status_code, before) == (401, 0)
+    assert (known.status_code, known.json()["code"]) == (413, "body_too_large")
+    assert len(pieces) == 17
+    assert await world.gateway.store.answer(f"{url} k") is None
+
+
+async def test_an_answer_that_breaks_off_is_not_taken(world: World) -> None:
+    await world.expect()
+    coming = iter([{"type": "http.request", "body": GRADES, "more_body": True}, {"type": "http.disconnect"}])
+
+    async def receive() -> Any:
+        return next(coming)
+
+    async def send(_message: Any) -> None:
+        """Nobody is there to read it."""
+
+    path, query = f"/v1/gradings/{NAME}", f"experiment=tiny-1&token={world.token}".encode()
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": query}
+    await world.app(scope | {"headers": [], "server": ("x", 80), "scheme": "http"}, receive, send)
+
+    assert await world.post(b"{}") == 200

@@ -1,6 +1,5 @@
 """What a request must be before a route sees it."""
 
-import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.access.tokens import Tokens
-from services.gateway.middleware import HEAD_BYTES, HEADERS, Guard, Opened
+from services.gateway.middleware import Guard, Opened
 from services.gateway.routes.dependencies import number_of
 from services.gateway.store.memory import MemoryStore
 from services.gateway.store.records import StoredAnswer
@@ -18,6 +17,7 @@ from shared.access import Scope as Role
 from shared.clock import ManualClock
 from shared.connections import EXTENSION
 from shared.errors import InvalidRequest
+from shared.request_body import Bodies
 from shared.schemas.service import ServiceKind
 
 
@@ -47,8 +47,6 @@ REST = {"type": "http.request", "body": b"000", "more_body": False}
 class Flooded:
     """A connection from an address of which too many requests were refused."""
 
-    has_whole_request = True
-
     def __init__(self) -> None:
         self.num_refused = 0
 
@@ -61,7 +59,6 @@ async def ask(
     messages: Sequence[Message],
     headers: Sequence[tuple[bytes, bytes]] = (),
     *,
-    then_silent: bool = False,
     token: str = "t",
     age_seconds: float = 0.0,
     connection: Flooded | None = None,
@@ -71,7 +68,6 @@ async def ask(
     Args:
         messages: of the request.
         headers: besides its token.
-        then_silent: whether nothing comes after the messages.
         token: which it has; ``pass``: a service's own.
         age_seconds: how long ago that was made.
         connection: which it comes on.
@@ -79,8 +75,6 @@ async def ask(
     seen, left = Seen(), list(messages)
 
     async def receive() -> Message:
-        if not left and then_silent:
-            await asyncio.Event().wait()
         return left.pop(0)
 
     store, clock = MemoryStore(), ManualClock()
@@ -89,7 +83,7 @@ async def ask(
     if token == "pass":
         token = tokens.pass_of(ServiceKind.TRAINER, "trainer-1")
         clock.advance(age_seconds)
-    guard = Guard(seen, body_bytes=100, body_seconds=0.05, opened_of=lambda _: opened)
+    guard = Guard(seen, opened_of=lambda _: opened, bodies=Bodies())
     scope: dict[str, Any] = {
         "type": "http",
         "method": "POST",
@@ -129,19 +123,6 @@ async def test_a_body_that_broke_off_is_not_executed() -> None:
     assert (seen.bodies, seen.statuses) == ([], [])
 
 
-async def test_a_body_that_does_not_arrive_is_refused() -> None:
-    seen = await ask([PART], then_silent=True)
-
-    assert (seen.bodies, seen.statuses) == ([], [408])
-
-
-@pytest.mark.parametrize("headers", [[(b"x", b"y" * HEAD_BYTES)], [(b"x", b"y")] * HEADERS])
-async def test_headers_have_a_limit(headers: list[tuple[bytes, bytes]]) -> None:
-    seen = await ask([REST], headers)
-
-    assert (seen.bodies, seen.statuses) == ([], [431])
-
-
 @pytest.mark.parametrize("cursor", ["\u00b2", "9" * 25, "-1", "1.0", "", " 1", "\u0663"])
 def test_a_cursor_is_a_number_that_a_database_holds(cursor: str) -> None:
     with pytest.raises(InvalidRequest, match="is not a cursor"):
@@ -172,7 +153,7 @@ async def test_an_idempotency_key_of_one_agent_says_nothing_to_another_and_keeps
 ) -> None:
     store, clock, seen = Kept(), ManualClock(), Seen()
     tokens = Tokens(store, clock, "t")
-    guard = Guard(seen, body_bytes=100, opened_of=lambda _: Opened(store, clock, tokens))
+    guard = Guard(seen, opened_of=lambda _: Opened(store, clock, tokens), bodies=Bodies())
     for subject in ("e.1.rollout-1.0", "e.1.rollout-1.1"):
         token = tokens.issue(Principal(Role.AGENT, "an agent", experiment_id="e.1", subject=subject), 60.0)
         scope: dict[str, Any] = {

@@ -56,7 +56,7 @@ async def test_a_body_that_is_too_large_is_refused(is_streamed: bool) -> None:
         content = pieces() if is_streamed else b"01234567890"
         reply = await client.post("/x", headers={"Authorization": f"Bearer {TOKEN}"}, content=content)
 
-    assert (reply.status_code, reply.json()["code"]) == (413, "request_too_large")
+    assert (reply.status_code, reply.json()["code"]) == (413, "body_too_large")
 
 
 async def test_a_body_that_breaks_off_reaches_nobody() -> None:

@@ -1,8 +1,9 @@
 """How far generation may run ahead of training."""
 
 import math
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -29,13 +30,14 @@ class AsynchronyConfig(Config):
 
     trigger_parameter_sync_step: int = Field(1, ge=1)
     """T: steps (of R groups each) between two publications."""
-    staleness_threshold: float = Field(0.0, ge=0)
+    staleness_threshold: float = Field(0.5, ge=0)
     """η: how much more than one version's need may be outstanding, as a fraction. 0 is on-policy when T is 1."""
     require_batches: int = Field(1, ge=1)
     """Mini-batches of one step: the trainer collects them all, then makes one optimiser update for each."""
-    on_weight_update: OnWeightUpdate = OnWeightUpdate.DRAIN
+    on_weight_update: OnWeightUpdate = OnWeightUpdate.INTERRUPT
     """drain: samples in flight finish under the old weights; interrupt: they keep their tokens and go on under the new
-    weights with a fresh prefix; continue: they go on at once and keep their KV cache."""
+    weights with a fresh prefix; continue: they go on at once and keep their KV cache. Left out, it is
+    drain where staleness_threshold is 0, since nothing is in flight at an update then."""
     max_lag: int | None = Field(None, ge=0)
     """No token older than this many versions is ever trained. Null: the smallest bound that the budget can need,
     0 when η is 0, else ceil(η) + 1."""
@@ -49,6 +51,13 @@ class AsynchronyConfig(Config):
     drop."""
     publication: PublicationConfig = PublicationConfig()
     """How each version's weights travel."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drain_where_nothing_runs_ahead(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or "on_weight_update" in given or given.get("staleness_threshold") != 0:
+            return given
+        return {**given, "on_weight_update": OnWeightUpdate.DRAIN}
 
     @model_validator(mode="after")
     def _refuse_what_has_no_effect(self) -> "AsynchronyConfig":

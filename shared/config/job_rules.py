@@ -22,14 +22,19 @@ FINISHED_KINDS = frozenset({"sft", "preference", "reward_model"})
 EVALUATION = "evaluation"
 NO_EVALUATION = "job.kind evaluation answers the rows that evaluation.path or evaluation.sets names: add it"
 FOR_PROMPTS = ("max_prompt_tokens", "overlong")
+NOTHING_AHEAD = AsynchronyConfig(staleness_threshold=0.0)
+"""What the section is where nothing is sampled to be trained on."""
 
 
 def with_defaults_of_the_job(given: Any) -> Any:
-    """Fill in the ``reward`` section of a document whose job grades nothing."""
+    """Fill in what a document leaves out and its job decides: the ``reward`` section where nothing is graded, and that
+    nothing runs ahead where no sampled answer is trained."""
     if not isinstance(given, Mapping):
         return given
     job = given.get("job")
     kind = job.get("kind") if isinstance(job, Mapping) else None
+    if kind == EVALUATION or kind in FINISHED_KINDS:
+        given = _with_nothing_ahead(given)
     if kind == EVALUATION:
         return _with_defaults_of_an_evaluation(given)
     if given.get("reward") is not None or given.get("evaluation") is not None:
@@ -37,6 +42,13 @@ def with_defaults_of_the_job(given: Any) -> Any:
     if kind in FINISHED_KINDS:
         return {**given, "reward": {}}
     return {**given, "reward": {"components": [{"kind": "constant"}]}} if _learns_from_teacher_alone(given) else given
+
+
+def _with_nothing_ahead(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    section = given.get("asynchrony", {})
+    if not isinstance(section, Mapping) or "staleness_threshold" in section:
+        return given
+    return {**given, "asynchrony": {"staleness_threshold": NOTHING_AHEAD.staleness_threshold, **section}}
 
 
 def _learns_from_teacher_alone(given: Mapping[str, Any]) -> bool:
@@ -79,9 +91,9 @@ def check_job(spec: Sections) -> None:
         return
     kind = job.kind
     _refuse_changed(spec.algorithm, AlgorithmConfig(), "algorithm", kind, f"what {kind} computes is set in job")
-    travels = {"publication": AsynchronyConfig().publication} if spec.evaluation is not None else {}
+    travels = {"publication": NOTHING_AHEAD.publication} if spec.evaluation is not None else {}
     why = "nothing runs ahead, and a version is made with each checkpoint (checkpoint.every_steps)"
-    _refuse_changed(spec.asynchrony.model_copy(update=travels), AsynchronyConfig(), "asynchrony", kind, why)
+    _refuse_changed(spec.asynchrony.model_copy(update=travels), NOTHING_AHEAD, "asynchrony", kind, why)
     if spec.optimisation.shuffle:
         raise ValueError(
             f"optimisation.shuffle has no effect while job.kind is {kind}: remove it (data.shuffle orders the rows)"
@@ -124,7 +136,7 @@ def _check_evaluation(spec: Sections) -> None:
         ("model", spec.model, spec.model.model_copy(update={"lora": None})),
         ("algorithm", spec.algorithm, AlgorithmConfig()),
         ("optimisation", spec.optimisation, OptimisationConfig(steps=1)),
-        ("asynchrony", spec.asynchrony, AsynchronyConfig()),
+        ("asynchrony", spec.asynchrony, NOTHING_AHEAD),
         ("parallelism", spec.parallelism, ParallelismConfig()),
         ("checkpoint", spec.checkpoint, CheckpointConfig()),
     ):

@@ -59,7 +59,7 @@ def batches(source: Source) -> Fields:
 def asynchrony(source: Source) -> Fields:
     """Make the asynchrony."""
     if not source.value("--async_train"):
-        return {}
+        return {"asynchrony.staleness_threshold": 0.0}
     queue = source.required("--async_queue_size")
     return {
         "asynchrony.staleness_threshold": float(queue),

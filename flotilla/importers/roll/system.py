@@ -104,9 +104,9 @@ def batches(source: Source) -> Fields:
         )
     fields: Fields = {"optimisation.groups_per_mini_batch": groups, "asynchrony.require_batches": number}
     ratio = source.required("async_generation_ratio")
+    fields["asynchrony.staleness_threshold"] = ratio
     if ratio:
         fields |= {
-            "asynchrony.staleness_threshold": ratio,
             "asynchrony.max_lag": math.ceil(ratio),
             "asynchrony.on_max_lag": "drop",
             "asynchrony.on_weight_update": "interrupt",

@@ -25,6 +25,7 @@ ONE_STEP_OFF: Fields = {
     "asynchrony.on_weight_update": "drain",
 }
 """The next batch is sampled while this one trains, and finishes before it takes new weights."""
+ON_POLICY: Fields = {"asynchrony.staleness_threshold": 0.0}
 SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
 
 
@@ -81,7 +82,7 @@ def batches(source: Source) -> Fields:
             source.refuse(
                 "data.train_batch_size", f"{batch} is no multiple of {ACTOR}.ppo_mini_batch_size {mini}: make it one"
             )
-        return fields | (ONE_STEP_OFF if kind_of(source) is Kind.ONE_STEP_OFF else {})
+        return fields | (ONE_STEP_OFF if kind_of(source) is Kind.ONE_STEP_OFF else ON_POLICY)
     if source.has("data.train_batch_size") and batch:
         source.refuse("data.train_batch_size", "in fully asynchronous training it must be 0, or left out")
     threshold = source.required(f"{ASYNC}.staleness_threshold")

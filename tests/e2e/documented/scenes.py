@@ -95,7 +95,11 @@ RUNS: Final[Scene] = (
     lambda reader: reader.known.update(sample=sample_of(reader)),
     cli("flotilla replay runs/arithmetic 5 --sample 71.0", swap={"71.0": "{sample}"}),
     Typed(OWN, "flotilla spec check experiment.yaml --data", {"experiment.yaml": "own/experiment.yaml"}),
-    Typed(OWN, "flotilla run experiment.yaml --set optimisation.steps=3", {"experiment.yaml": "own/experiment.yaml"}),
+    Typed(
+        OWN,
+        "flotilla run experiment.yaml --fresh --set optimisation.steps=3",
+        {"experiment.yaml": "own/experiment.yaml"},
+    ),
     Typed(OWN, "flotilla show runs/mine"),
     Typed(
         DEBUG,

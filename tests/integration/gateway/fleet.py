@@ -72,6 +72,7 @@ def a_spec(folder: Path, **changes: Any) -> dict[str, Any]:
         "rollout": {"group_size": 2, "sampling": {"max_new_tokens": 8}},
         "reward": {"components": [{"kind": "numeric"}]},
         "optimisation": {"steps": 2, "groups_per_mini_batch": 2},
+        "asynchrony": {"staleness_threshold": 0},
         "checkpoint": {"every_steps": 1},
     }
     return spec | changes

@@ -66,6 +66,7 @@ def a_spec(model: Path, **sections: Mapping[str, Any]) -> ExperimentSpec:
         "rollout": {"group_size": 4, "sampling": {"max_new_tokens": 10}},
         "reward": {"components": [{"kind": "exact"}]},
         "optimisation": {"steps": 5, "groups_per_mini_batch": 4, "learning_rate": 1e-3},
+        "asynchrony": {"staleness_threshold": 0},
         "checkpoint": {"every_steps": 2},
     }
     for name, values in sections.items():

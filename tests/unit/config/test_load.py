@@ -25,7 +25,24 @@ def a_document(**sections: Any) -> dict[str, Any]:
 def test_a_minimal_spec_is_valid() -> None:
     spec = validate_spec(a_document())
 
-    assert (spec.groups_per_step, spec.admission_budget) == (16, 16)
+    assert (spec.groups_per_step, spec.admission_budget) == (16, 24)
+
+
+def test_a_spec_that_says_nothing_of_asynchrony_is_asynchronous() -> None:
+    spec = validate_spec(a_document())
+
+    assert (spec.asynchrony.staleness_threshold, spec.asynchrony.on_weight_update) == (0.5, "interrupt")
+    assert spec.asynchrony.resolved_max_lag == 2
+    assert spec.algorithm.correction == "auto"
+
+
+@pytest.mark.parametrize("zero", [0, 0.0])
+def test_one_line_makes_a_spec_on_policy(zero: float) -> None:
+    spec = validate_spec(apply_overrides(a_document(), [f"asynchrony.staleness_threshold={zero}"]))
+
+    assert (spec.admission_budget, spec.asynchrony.resolved_max_lag) == (spec.groups_per_step, 0)
+    assert spec.asynchrony.on_weight_update == "drain"
+    assert validate_spec(spec.model_dump(mode="json")) == spec
 
 
 @pytest.mark.parametrize(
@@ -84,7 +101,7 @@ def test_an_item_of_a_wrong_kind_is_reported_once() -> None:
 
 def test_a_setting_without_effect_is_refused_and_both_fields_are_named() -> None:
     with pytest.raises(InvalidSpec) as caught:
-        validate_spec(a_document(asynchrony={"on_weight_update": "interrupt"}))
+        validate_spec(a_document(asynchrony={"staleness_threshold": 0, "on_weight_update": "interrupt"}))
 
     assert "asynchrony.on_weight_update" in caught.value.detail
     assert "asynchrony.staleness_threshold" in caught.value.detail
@@ -162,8 +179,9 @@ def test_the_resolved_spec_survives_its_own_json() -> None:
     ("overrides", "path", "said"),
     [
         (["evaluation={path: a.jsonl, group_size: 2}"], "evaluation", "set greedy to false"),
-        (["asynchrony.max_lag=2"], "asynchrony", "remove max_lag"),
-        (["asynchrony.on_max_lag=drop"], "asynchrony", "remove on_max_lag"),
+        (["asynchrony={staleness_threshold: 0, max_lag: 2}"], "asynchrony", "remove max_lag"),
+        (["asynchrony={staleness_threshold: 0, on_max_lag: drop}"], "asynchrony", "remove on_max_lag"),
+        (["asynchrony.max_lag=0"], "asynchrony", "set staleness_threshold to 0"),
         (
             ["reward.components=[{kind: math, data_sources: [a]}]"],
             "reward.components.0.data_sources",

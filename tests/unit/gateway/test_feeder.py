@@ -1,6 +1,8 @@
 """The feeder over the data plane in memory."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -22,9 +24,13 @@ from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment, runni
 ROWS = [{"prompt": f"p{n}", "label": str(n)} for n in range(3)]
 
 
-async def a_feeder(clock: ManualClock | None = None, **spec: object) -> Feeder:
+async def a_feeder(
+    clock: ManualClock | None = None, *, asynchrony: Mapping[str, object] = MappingProxyType({}), **spec: object
+) -> Feeder:
+    """Open one of an experiment that is on-policy, unless ``asynchrony`` says otherwise."""
     gateway = a_gateway(clock=clock)
-    document = a_spec(**spec).model_dump(mode="json")
+    asynchrony = {"staleness_threshold": 0, **asynchrony}
+    document = a_spec(asynchrony=asynchrony, **spec).model_dump(mode="json")
     experiment = await add_experiment(gateway, spec=document)
     dataset = Dataset(ROWS, experiment.spec.data, experiment.spec.seed)
     return Feeder(experiment, dataset, gateway.store, clock or ManualClock(), gateway.feeder_status.of(experiment))

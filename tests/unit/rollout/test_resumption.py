@@ -84,8 +84,9 @@ def test_what_does_not_fit_the_task_is_of_no_use() -> None:
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [
-        ({}, ResumeRule()),
-        ({"staleness_threshold": 0.5}, ResumeRule(max_lag=2)),
+        ({}, ResumeRule(mixes_versions=True, max_lag=2)),
+        ({"staleness_threshold": 0}, ResumeRule()),
+        ({"staleness_threshold": 0.5, "on_weight_update": "drain"}, ResumeRule(max_lag=2)),
         ({"staleness_threshold": 0.5, "on_weight_update": "continue"}, ResumeRule(mixes_versions=True, max_lag=2)),
         (
             {"staleness_threshold": 0.5, "on_weight_update": "interrupt", "on_max_lag": "drop", "max_lag": 1},

@@ -88,6 +88,7 @@ def a_spec(**sections: Any) -> ExperimentSpec:
         "rollout": {"group_size": 4},
         "reward": {"components": [{"kind": "exact"}]},
         "optimisation": {"steps": 5, "groups_per_mini_batch": 4, "learning_rate": 1e-3},
+        "asynchrony": {"staleness_threshold": 0},
     }
     for name, values in sections.items():
         document[name] = document.get(name, {}) | dict(values)

@@ -164,7 +164,8 @@ class SessionFollower(StateFollower, Generic[AnySession]):
         if error.retryable or isinstance(error, WorkerDied):
             pause = self._backoff.postpone()
             log.warning("the start is tried again", extra={"error": error.detail, "pause_seconds": pause})
-            self._failure = Failure(component=self.component, cause=error.detail, fatal=False)
+            component = str(error.context.get("component", self.component))
+            self._failure = Failure(component=component, cause=error.detail, fatal=False)
             self.notify()
             return
         self._backoff.reset()

@@ -16,7 +16,7 @@ from services.reward.filtering import keeps, masked_group
 from services.reward.shaping import shaped_group
 from services.reward.tally import GradingTally
 from services.reward.teacher.teachers import Teachers
-from services.reward.verifiers.base import LONGEST_ANSWER, Verifier
+from services.reward.verifiers.base import LONGEST_ANSWER, AsksServer, Verifier
 from shared.config.reward import RewardConfig
 from shared.errors import ClaimLost, EpisodeFailed, FlotillaError
 from shared.faults.armed import armed
@@ -25,6 +25,7 @@ from shared.retry import DATA_PLANE, retry
 from shared.samples.kinds import SampleKind
 from shared.samples.recorder import KeepsEnded, NothingKept
 from shared.schemas.grading import Grade, GradingMessage, GradingSample, GradingTurn
+from shared.schemas.service import TEACHER, Failure
 from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
 from shared.streams.holding import holding
 from shared.streams.hop import Claim, Hop, Resolution
@@ -209,9 +210,12 @@ class RewardConsumer:
         return f"{self.failures_in_a_row} groups in a row could not be graded; the last error: {self.last_error}"
 
     @property
-    def problem(self) -> str | None:
-        """What is waited for outside of the fleet; None if nothing is."""
-        return None if self._teachers is None else self._teachers.problem
+    def problem(self) -> Failure | None:
+        """What is asked, outside of this service, and does not answer now; None if nothing is."""
+        teacher = None if self._teachers is None else self._teachers.problem
+        if teacher is not None:
+            return Failure(component=TEACHER, cause=teacher, fatal=False)
+        return self._verifier.problem if isinstance(self._verifier, AsksServer) else None
 
     @property
     def _refusal(self) -> str | None:

@@ -15,6 +15,7 @@ import httpx
 
 from services.reward.endpoints import Endpoints
 from services.reward.grader_call import GraderCall, Retryable, Unusable
+from services.reward.reachability import Reachability
 from services.reward.reply import parse_grades, parse_openrlhf, read_json
 from shared.address_policy import Resolver, resolve
 from shared.clock import Clock, SystemClock
@@ -22,6 +23,7 @@ from shared.config.reward import RemoteConfig
 from shared.errors import GradingFailed
 from shared.retry import DATA_PLANE, Backoff, retry
 from shared.schemas.grading import Grade, GradingRequest, GradingSample
+from shared.schemas.service import GRADER, Failure
 from shared.schemas.trajectory import GradeStatus
 from shared.security import new_callback_key
 from shared.settings import LOOPBACK, IPNetwork
@@ -112,7 +114,13 @@ class RemoteVerifier:
             rest_seconds=config.breaker_seconds,
             now=self._clock.monotonic,
         )
+        self._reachability = Reachability(GRADER)
         self._room = asyncio.Semaphore(config.concurrency)
+
+    @property
+    def problem(self) -> Failure | None:
+        """A URL of the grader that does not answer now; None if each answered when it was last asked."""
+        return self._reachability.problem
 
     async def score(self, samples: Sequence[GradingSample]) -> list[Grade]:
         """Ask for the samples' grades; a failure of the grader is an error of each."""
@@ -241,7 +249,7 @@ class RemoteVerifier:
             detail = f"every URL of the grader failed and rests ({self._endpoints.last_failure})"
             raise _AllRest(detail, self._endpoints.seconds_until_usable())
         asked.append(url)
-        with self._endpoints.asking(url, _is_failure):
+        with self._endpoints.asking(url, _is_failure), self._reachability.asking(url):
             try:
                 async with asyncio.timeout(min(self._config.attempt_seconds, deadline - self._clock.monotonic())):
                     content = await self._call.post(url, body, name, may_be_later=self._callbacks is not None)

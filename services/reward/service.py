@@ -10,7 +10,7 @@ from services.reward.consumer import RewardConsumer
 from shared import reconciling
 from shared.config.spec import ExperimentSpec
 from shared.reconciling import SessionFollower
-from shared.schemas.service import TEACHER, Assignment, Failure, ObservedState, WorkState
+from shared.schemas.service import Assignment, Failure, ObservedState, WorkState
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +59,8 @@ class RewardService(SessionFollower[Session]):
         )
 
     def _waiting(self) -> Failure | None:
-        """Return what the session waits for outside of the fleet, if it does."""
-        problem = None if self._session is None else self._session.worker.problem
-        return None if problem is None else Failure(component=TEACHER, cause=problem, fatal=False)
+        """Return what the session asks in vain, if it does."""
+        return None if self._session is None else self._session.worker.problem
 
     def _watches(self) -> Sequence[Coroutine[None, None, None]]:
         return [self._watch_failures(), self._watch_grades()]

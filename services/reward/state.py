@@ -29,7 +29,7 @@ from shared.model_hub import fetched
 from shared.places import read_places
 from shared.samples.recorder import SampleRecorder
 from shared.schemas.experiment import Page
-from shared.schemas.service import Assignment, Registration, ServiceKind, ServiceView
+from shared.schemas.service import SANDBOX, Assignment, Registration, ServiceKind, ServiceView
 from shared.schemas.task import Lane
 from shared.service_app import at_work
 from shared.settings import ServiceSettings
@@ -140,7 +140,10 @@ class SessionOpener:
         views = [ServiceView.model_validate(item) for item in Page.model_validate(page).items]
         usable = [view for view in views if view.experiment_id == experiment_id] or views
         if not usable:
-            raise Unavailable("a reward component of kind code needs a sandbox service, and the fleet has none now")
+            raise Unavailable(
+                "a reward component of kind code needs a sandbox service, and the fleet has none now",
+                component=SANDBOX,
+            )
         return usable[os.getpid() % len(usable)].address
 
 

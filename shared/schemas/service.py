@@ -115,8 +115,9 @@ class Registered(Wire):
     """The same of those that it lets in to read weights, and to nothing else."""
 
 
-TEACHER = "teacher"
-"""Component of a failure: a teacher behind a URL, which is waited for."""
+TEACHER, GRADER, JUDGE, SANDBOX = "teacher", "grader", "judge", "sandbox"
+OUTSIDE = frozenset({TEACHER, GRADER, JUDGE, SANDBOX})
+"""Components of failures that are not the service's own: servers that it asks, and that do not answer now."""
 
 
 class Failure(Wire):

@@ -22,7 +22,7 @@ from services.gateway.registry.shifts import SHARERS, holder_of, who_holds
 from shared.clock import Clock
 from shared.errors import Unavailable
 from shared.schemas.experiment import ExperimentState
-from shared.schemas.service import TEACHER, ServiceKind
+from shared.schemas.service import OUTSIDE, ServiceKind
 from shared.schemas.task import Lane
 from shared.streams.keys import HopName
 from shared.streams.ledger import Ledger
@@ -116,38 +116,38 @@ class Watchdog:
         if blocked is not None and (blocked.component == REDIS or not is_paused):
             await self._name(blocked.component, blocked.cause)
             return
+        unreachable = None if is_paused else self._unreachable()
+        if unreachable is not None:
+            await self._name(*unreachable)
+            return
         if now - self._progress_at < self._stall_seconds or is_paused:
             await self._clear()
             return
-        found = (
-            self._kept_devices()
-            or self._silent_teacher()
-            or diagnose(
-                Situation(
-                    state=record.state,
-                    services=[
-                        Observation(
-                            s.id,
-                            s.kind,
-                            s.observed.state,
-                            s.observed.policy_version,
-                            None if s.observed.failure is None else s.observed.failure.cause,
-                        )
-                        for s in self._registry.of(experiment.id)
-                    ],
-                    ledger=train,
-                    budget=experiment.spec.admission_budget,
-                    groups_per_step=experiment.spec.groups_per_step,
-                    policy_version=record.policy_version,
-                    publication=self._publications.open_phase(experiment.id),
-                    evaluating_version=record.evaluating_version,
-                    trains=experiment.spec.trains,
-                    is_trained=experiment.is_trained,
-                    samples_answers=experiment.spec.samples_answers,
-                    needs_rollouts=experiment.spec.needs_rollouts,
-                    agents=self._agents(),
-                    oldest_generated_seconds=await self._oldest_generated(),
-                )
+        found = self._kept_devices() or diagnose(
+            Situation(
+                state=record.state,
+                services=[
+                    Observation(
+                        s.id,
+                        s.kind,
+                        s.observed.state,
+                        s.observed.policy_version,
+                        None if s.observed.failure is None else s.observed.failure.cause,
+                    )
+                    for s in self._registry.of(experiment.id)
+                ],
+                ledger=train,
+                budget=experiment.spec.admission_budget,
+                groups_per_step=experiment.spec.groups_per_step,
+                policy_version=record.policy_version,
+                publication=self._publications.open_phase(experiment.id),
+                evaluating_version=record.evaluating_version,
+                trains=experiment.spec.trains,
+                is_trained=experiment.is_trained,
+                samples_answers=experiment.spec.samples_answers,
+                needs_rollouts=experiment.spec.needs_rollouts,
+                agents=self._agents(),
+                oldest_generated_seconds=await self._oldest_generated(),
             )
         )
         await (self._clear() if found is None else self._name(*found))
@@ -163,11 +163,11 @@ class Watchdog:
         what = f"{holder_of(shift)} waits for devices that {', '.join(keepers)} has not released (shift {shift})"
         return ("devices", what) if keepers else None
 
-    def _silent_teacher(self) -> tuple[str, str] | None:
-        """Name the teacher behind a URL that a reward service waits for; None if none does."""
+    def _unreachable(self) -> tuple[str, str] | None:
+        """Name a server that a reward service asks in vain; None if there is none. No stall is waited for."""
         rewards = self._registry.of(self._experiment.id, ServiceKind.REWARD)
         failures = [each.observed.failure for each in rewards if each.observed.failure is not None]
-        return next(((each.component, each.cause) for each in failures if each.component == TEACHER), None)
+        return next(((each.component, each.cause) for each in failures if each.component in OUTSIDE), None)
 
     def _agents(self) -> AgentsSeen | None:
         rollouts = self._registry.of(self._experiment.id, ServiceKind.ROLLOUT)

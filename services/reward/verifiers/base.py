@@ -1,10 +1,11 @@
 """What every verifier is, and how one that only compares text is made of a pure function."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from shared.config.reward import MatchConfig
 from shared.schemas.grading import Grade, GradingSample
+from shared.schemas.service import Failure
 
 
 class Verifier(Protocol):
@@ -19,6 +20,15 @@ class Verifier(Protocol):
 
     async def aclose(self) -> None:
         """Release processes and connections. Nothing may be graded afterwards."""
+
+
+@runtime_checkable
+class AsksServer(Protocol):
+    """A verifier that asks a server, and says so while it does not answer."""
+
+    @property
+    def problem(self) -> Failure | None:
+        """A server that did not answer when it was last asked; None if each did."""
 
 
 NO_LABEL = "the sample has no label to compare with"

@@ -22,12 +22,15 @@ from dataclasses import dataclass
 import httpx
 from pydantic import ValidationError
 
+from services.reward.grader_call import ASKS_FOR_PAUSE, Retryable
+from services.reward.reachability import Reachability
 from services.reward.verifiers.base import NO_LABEL
 from shared.config.reward import CodeConfig
 from shared.errors import GradingFailed
 from shared.retry import Backoff, retry
 from shared.schemas.grading import Grade, GradingSample
 from shared.schemas.sandbox import EXPERIMENT_HEADER, CommandStatus, RunCodeRequest, RunCodeResponse, RunStatus
+from shared.schemas.service import SANDBOX, Failure
 
 OPENING = re.compile(r"[ \t]*```[ \t]*([\w+#.-]*)")
 ALIASES = {
@@ -127,10 +130,6 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-class _NoAnswer(GradingFailed):
-    """The sandbox may answer the same request later."""
-
-
 class CodeVerifier:
     """Grades programs through the sandbox.
 
@@ -160,7 +159,13 @@ class CodeVerifier:
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
         self._backoff_seconds = backoff_seconds
+        self._reachability = Reachability(SANDBOX)
         self._slots = asyncio.Semaphore(config.concurrency)
+
+    @property
+    def problem(self) -> Failure | None:
+        """The sandbox, where it did not answer when it was last asked."""
+        return self._reachability.problem
 
     async def score(self, samples: Sequence[GradingSample]) -> list[Grade]:
         """Grade each sample by its test cases; an answer without a fenced program gets 0."""
@@ -229,22 +234,14 @@ class CodeVerifier:
         async def attempt() -> httpx.Response:
             nonlocal attempts
             attempts += 1
-            try:
-                async with asyncio.timeout(attempt_seconds):
-                    reply = await self._client.post(
-                        self._url, json=body, headers=self._headers, timeout=attempt_seconds, follow_redirects=False
-                    )
-            except (httpx.HTTPError, TimeoutError) as error:
-                raise _NoAnswer(f"the sandbox does not answer: {error!r}") from error
-            if reply.status_code in RETRIED_STATUSES:
-                raise _NoAnswer(f"the sandbox answered {reply.status_code}: {reply.text[:200]}")
-            return reply
+            with self._reachability.asking(self._url):
+                return await self._post(body, attempt_seconds)
 
         reply = await retry(
             attempt,
             waiting_for="sandbox",
             backoff=Backoff(self._backoff_seconds, MAX_BACKOFF_SECONDS),
-            is_retryable=lambda error: isinstance(error, _NoAnswer) and attempts < ATTEMPTS,
+            is_retryable=lambda error: isinstance(error, Retryable) and attempts < ATTEMPTS,
         )
         if reply.status_code != 200:
             raise GradingFailed(f"the sandbox refused the program with {reply.status_code}: {reply.text[:300]}")
@@ -252,3 +249,16 @@ class CodeVerifier:
             return RunCodeResponse.model_validate_json(reply.content)
         except ValidationError as error:
             raise GradingFailed(f"the sandbox's answer cannot be read: {error.errors()[0]['msg']}") from error
+
+    async def _post(self, body: object, seconds: float) -> httpx.Response:
+        try:
+            async with asyncio.timeout(seconds):
+                reply = await self._client.post(
+                    self._url, json=body, headers=self._headers, timeout=seconds, follow_redirects=False
+                )
+        except (httpx.HTTPError, TimeoutError) as error:
+            raise Retryable(f"the sandbox does not answer: {error!r}") from error
+        if reply.status_code in RETRIED_STATUSES:
+            detail = f"the sandbox answered {reply.status_code}: {reply.text[:200]}"
+            raise Retryable(detail, is_outage=reply.status_code != ASKS_FOR_PAUSE, answered=reply.status_code)
+        return reply

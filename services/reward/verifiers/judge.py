@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 
 from services.reward.grader_call import GraderCall, Retryable
+from services.reward.reachability import Reachability
 from services.reward.reply import read_json
 from shared.address_policy import Resolver, resolve
 from shared.clock import Clock, SystemClock
@@ -24,6 +25,7 @@ from shared.config.judge import PLACE, JudgeConfig
 from shared.errors import GradingFailed
 from shared.retry import Backoff, retry
 from shared.schemas.grading import Grade, GradingSample
+from shared.schemas.service import JUDGE, Failure
 from shared.settings import LOOPBACK, IPNetwork
 
 FIRST_BACKOFF_SECONDS = 0.5
@@ -68,10 +70,18 @@ class JudgeVerifier:
         self._backoff_seconds = backoff_seconds
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         allowed = private if config.allow_private else ()
-        self._call = GraderCall(client, self._clock, private=allowed, resolver=resolver, headers=headers)
+        self._call = GraderCall(
+            client, self._clock, private=allowed, resolver=resolver, headers=headers, peer="the judge"
+        )
         self._url = config.url.rstrip("/") + "/chat/completions"
         self._pattern = re.compile(config.pattern)
+        self._reachability = Reachability(JUDGE)
         self._room = asyncio.Semaphore(config.concurrency)
+
+    @property
+    def problem(self) -> Failure | None:
+        """The judge, where it did not answer when it was last asked."""
+        return self._reachability.problem
 
     async def score(self, samples: Sequence[GradingSample]) -> list[Grade]:
         """Grade each sample by its votes."""
@@ -143,13 +153,8 @@ class JudgeVerifier:
         async def attempt() -> bytes:
             nonlocal attempts
             attempts += 1
-            try:
-                async with asyncio.timeout(config.attempt_seconds):
-                    answer = await self._call.post(self._url, body, name)
-            except TimeoutError:
-                raise Retryable("no answer in time") from None
-            assert answer is not None
-            return answer
+            with self._reachability.asking(self._url):
+                return await self._post(body, name)
 
         try:
             return await retry(
@@ -166,6 +171,15 @@ class JudgeVerifier:
             )
         except Retryable as error:
             raise GradingFailed(f"the judge failed {attempts} times, at last: {error.detail}") from error
+
+    async def _post(self, body: bytes, name: str) -> bytes:
+        try:
+            async with asyncio.timeout(self._config.attempt_seconds):
+                answer = await self._call.post(self._url, body, name)
+        except TimeoutError:
+            raise Retryable("no answer in time") from None
+        assert answer is not None
+        return answer
 
     def _read(self, answer: object) -> _Vote:
         try:

@@ -9,7 +9,7 @@ import httpx
 
 from services.reward.remote import Callbacks, RemoteVerifier
 from services.reward.verifiers.agent import AgentVerifier
-from services.reward.verifiers.base import Verifier
+from services.reward.verifiers.base import AsksServer, Verifier
 from services.reward.verifiers.choice import ChoiceVerifier
 from services.reward.verifiers.code import CodeVerifier
 from services.reward.verifiers.constant import ConstantVerifier
@@ -49,6 +49,7 @@ from shared.errors import InvalidSpec
 from shared.model_hub import model_directory
 from shared.places import Places
 from shared.schemas.grading import Grade, GradingSample
+from shared.schemas.service import Failure
 from shared.schemas.trajectory import GradeStatus
 from shared.settings import LOOPBACK, IPNetwork
 from shared.streams.mailbox import Mailbox
@@ -190,6 +191,12 @@ class CombinedVerifier:
         columns = [task.result() for task in tasks]
         configs = [config for config, _ in self._parts]
         return [combine(list(zip(configs, grades, strict=True))) for grades in zip(*columns, strict=True)]
+
+    @property
+    def problem(self) -> Failure | None:
+        """A server that a component asks and that does not answer now; None if there is none."""
+        problems = [part.problem for _, part in self._parts if isinstance(part, AsksServer)]
+        return next((each for each in problems if each is not None), None)
 
     async def start(self) -> None:
         """Start what is to be ready before the first sample.

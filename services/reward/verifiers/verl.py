@@ -8,7 +8,7 @@ because something failed (a label that cannot be read, a sandbox that does not a
 import asyncio
 from collections.abc import Callable, Sequence
 
-from services.reward.verifiers.base import LONGEST_ANSWER, NO_LABEL, Verifier
+from services.reward.verifiers.base import LONGEST_ANSWER, NO_LABEL, AsksServer, Verifier
 from services.reward.verifiers.verl_rules import (
     Score,
     fenced_program,
@@ -24,6 +24,7 @@ from services.reward.verifiers.verl_rules import (
 from shared.config.reward import VerlDefaultConfig
 from shared.config.verl_sources import VerlScorer, scorer_of, why_not_graded
 from shared.schemas.grading import Grade, GradingSample
+from shared.schemas.service import Failure
 
 RULES: dict[VerlScorer, Callable[[str, str], Score]] = {
     VerlScorer.GSM8K: score_gsm8k,
@@ -50,6 +51,11 @@ class VerlDefaultVerifier:
         self._config = config
         self._math = math
         self._code = code
+
+    @property
+    def problem(self) -> Failure | None:
+        """The sandbox, where it did not answer when it was last asked."""
+        return self._code.problem if isinstance(self._code, AsksServer) else None
 
     async def score(self, samples: Sequence[GradingSample]) -> list[Grade]:
         """Grade each sample by the rule of its data source; one that is not known makes it an error."""

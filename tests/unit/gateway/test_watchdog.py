@@ -9,7 +9,7 @@ from services.gateway.feeder.status import FullStream
 from services.gateway.monitoring.watchdog import POLL_SECONDS, Watchdog, pauses
 from services.gateway.state import GatewayState
 from shared.clock import ManualClock
-from shared.schemas.service import TEACHER, Failure, ServiceKind
+from shared.schemas.service import GRADER, JUDGE, SANDBOX, TEACHER, Failure, ServiceKind
 from shared.streams.keys import HopName
 from tests.unit.gateway.builders import a_gateway, add_experiment, add_service
 
@@ -57,24 +57,27 @@ async def test_a_stall_is_named_on_the_experiment_and_forgotten_when_progress_re
     assert events.count("stalled") == events.count("progress_resumed") == 1
 
 
-async def test_a_stall_for_a_teacher_that_does_not_answer_names_it() -> None:
+@pytest.mark.parametrize("component", [TEACHER, GRADER, JUDGE, SANDBOX])
+async def test_a_server_that_does_not_answer_is_named_without_waiting_for_a_stall(component: str) -> None:
     clock = ManualClock()
     gateway = a_gateway(clock=clock)
     experiment = await add_experiment(gateway)
     for kind in (ServiceKind.TRAINER, ServiceKind.ROLLOUT, ServiceKind.REWARD):
         await add_service(gateway, kind, kind.value, experiment.id)
     (reward,) = gateway.registry.of(experiment.id, ServiceKind.REWARD)
-    failure = Failure(component=TEACHER, cause="the teacher http://t does not answer", fatal=False)
+    failure = Failure(component=component, cause="http://t does not answer", fatal=False)
     reward.observed = reward.observed.model_copy(update={"failure": failure})
     watchdog = a_watchdog(gateway, clock)
 
     await watchdog.look()
-    clock.advance(31.0)
-    await watchdog.look()
 
     problem = gateway.commands.view(experiment).problem
     assert problem is not None
-    assert (problem.component, problem.cause) == (TEACHER, failure.cause)
+    assert (problem.component, problem.cause) == (component, failure.cause)
+
+    reward.observed = reward.observed.model_copy(update={"failure": None})
+    await watchdog.look()
+    assert gateway.commands.view(experiment).problem is None
 
 
 async def test_a_stall_that_was_named_lasts_over_a_restart_until_there_is_progress() -> None:

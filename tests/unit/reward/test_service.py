@@ -29,7 +29,7 @@ class ScriptedSession:
         self.worker = self
         self.in_work, self.graded_samples, self.failed_samples = 2, 0, 0
         self.why_hopeless: str | None = None
-        self.problem: str | None = None
+        self.problem: Failure | None = None
         self.is_claiming = self.is_closed = False
         self.tally = GradingTally()
 
@@ -135,12 +135,12 @@ async def test_who_is_waited_for_outside_of_the_fleet_is_reported_until_they_ans
     await service.apply(DesiredState(tag="1", state=WorkState.RUNNING, assignment=assignment))
     await until(lambda: session.is_claiming)
 
-    session.problem = "the teacher does not answer"
+    silent = session.problem = Failure(component=TEACHER, cause="the teacher does not answer", fatal=False)
     await until(lambda: any(notices))
     session.problem = None
     await until(lambda: notices[-1] is None)
 
-    assert Failure(component=TEACHER, cause="the teacher does not answer", fatal=False) in notices
+    assert silent in notices
     assert service.observe().state is WorkState.RUNNING
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

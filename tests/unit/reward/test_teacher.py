@@ -212,7 +212,7 @@ async def test_a_teacher_that_does_not_answer_is_waited_for_and_named() -> None:
         assert world.worker.problem is None
 
     assert (waiting.claimed.generated, waiting.waiting.scored) == (2, 0)
-    assert f"the teacher {URL} does not answer" in named
+    assert f"the teacher {URL} does not answer" in named.cause
     assert hopeless is None
     assert not ledger.failed
 

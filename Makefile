@@ -14,7 +14,7 @@ SGLANG_STAMP := $(SGLANG)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
-.PHONY: help install demo test test-sglang test-vllm check format lint types goldens test-all lock audit clean
+.PHONY: help install demo test test-sglang test-vllm style check format coverage test-all lock audit clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -71,15 +71,24 @@ $(VLLM_STAMP): tests/vllm/requirements.txt constraints.txt
 test-vllm: install $(VLLM_STAMP) ## tests against a real vLLM 0.32 on the CPU, in an environment of its own
 	@FLOTILLA_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -q --durations=10 -m vllm tests
 
-check: install ## format, lint, types, unit and contract tests: passes on every commit
+style: install ## format, lint and types, without changing anything
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+
+check: style ## style, unit and contract tests: passes on every commit
 	@$(PYTEST) -m "not slow and not long and not sglang and not vllm" tests/unit tests/contract
 
 format: install ## rewrite the sources in the house format
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
+
+# Child processes are measured too; one that is killed writes nothing.
+coverage: install ## which lines unit and contract tests run, by module; a figure to look at, not a bound
+	@$(BIN)/pip install --quiet 'coverage>=7.10'
+	@rm -f .coverage .coverage.*
+	@$(BIN)/python -m coverage run -m pytest -q -n 4 --dist loadfile -m "not slow and not long and not sglang and not vllm" tests/unit tests/contract || true
+	@$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report --skip-covered --sort=cover
 
 test-all: install ## the whole suite and the long tests, for every night
 	@$(PYTEST) -m "not sglang and not vllm"

@@ -1,5 +1,6 @@
 """The native kernels compute what torch's operators compute."""
 
+import platform
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from services.rollout.engines.decoders.matrices import PACKED_ELEMENTS, Matrix
 from services.rollout.engines.decoders.native import kernels
 from services.rollout.engines.decoders.native.kernels import Kernels, kernels_for
 from services.rollout.engines.embedded.sampling import RowSampling, sample
+from shared import native_code
 
 needs_compiler = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("cc", "gcc", "clang")), reason="no C compiler"
@@ -40,6 +42,20 @@ def native() -> Kernels:
     found = kernels_for(CPU, torch.float32)
     assert found is not None
     return found
+
+
+@pytest.fixture(params=["native", "avx2"])
+def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Build the kernels for this processor, and as for one that has AVX2 alone."""
+    if request.param == "avx2":
+        if platform.machine() != "x86_64":
+            pytest.skip("only x86-64 has AVX2")
+        monkeypatch.setattr(native_code, "FLAGS", (*native_code.FLAGS, "-mno-avx512f"))
+    for cached in (native_code.load_library, kernels._kernels):
+        cached.cache_clear()
+    yield request.param
+    for cached in (native_code.load_library, kernels._kernels):
+        cached.cache_clear()
 
 
 def an_architecture(**changes: Any) -> Architecture:
@@ -115,6 +131,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @needs_compiler
+@pytest.mark.usefixtures("build")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_those_of_torch(variant: str, tmp_path: Path) -> None:
     sizes = an_architecture(**VARIANTS[variant])
@@ -135,6 +152,7 @@ def test_logits_are_those_of_torch(variant: str, tmp_path: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.usefixtures("build")
 def test_a_token_is_computed_alike_in_any_company(tmp_path: Path) -> None:
     sizes = an_architecture(has_qk_norm=True, head_dim=16)
     native, _ = decoders_of(sizes, tmp_path)
@@ -153,10 +171,14 @@ def test_a_token_is_computed_alike_in_any_company(tmp_path: Path) -> None:
 
 
 @needs_compiler
-def test_the_bits_do_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("build")
+@pytest.mark.parametrize("heads", [(10, 5, 64), (32, 4, 20)])
+def test_the_bits_do_not_depend_on_the_number_of_threads(tmp_path: Path, heads: tuple[int, int, int]) -> None:
     """Large enough for products and attention to be divided among threads."""
     wide = {"hidden_size": 256, "intermediate_size": 4100, "vocab_size": 4200, "num_layers": 2}
-    sizes = an_architecture(**wide, num_heads=10, num_kv_heads=5, head_dim=64, has_qk_norm=True)
+    num_heads, num_kv_heads, head_dim = heads
+    about = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    sizes = an_architecture(**wide, **about, has_qk_norm=True)
     native, _ = decoders_of(sizes, tmp_path)
     prompts, tokens = sequences_of(sizes, *[59] * 16), torch.randint(sizes.vocab_size, (4, 16))
     found = []

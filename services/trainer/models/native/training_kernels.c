@@ -42,7 +42,7 @@ void rms_norm(const float *x, const float *weight, float epsilon, float *out, fl
         const float *from = x + row * size;
         float *to = out + row * size, squares = 0;
 #pragma omp simd reduction(+ : squares)
-        for (int64_t i = 0; i < size; i++) squares += from[i] * from[i];
+        for (int64_t i = 0; i < size; i++) squares = fmaf(from[i], from[i], squares);
         float factor = factors[row] = 1.0f / sqrtf(squares / (float)size + epsilon);
 #pragma omp simd
         for (int64_t i = 0; i < size; i++) to[i] = from[i] * factor * weight[i];
@@ -62,12 +62,12 @@ void rms_norm_backward(const float *of_out, const float *x, const float *weight,
             float *to = of_x + row * size, factor = factors[row], dot = 0;
 #pragma omp simd reduction(+ : dot)
             for (int64_t i = 0; i < size; i++) {
-                dot += of[i] * weight[i] * from[i];
-                sums[i] += of[i] * from[i] * factor;
+                dot = fmaf(of[i] * weight[i], from[i], dot);
+                sums[i] = fmaf(of[i] * from[i], factor, sums[i]);
             }
             float share = dot * factor * factor * factor / (float)size;
 #pragma omp simd
-            for (int64_t i = 0; i < size; i++) to[i] = of[i] * weight[i] * factor - from[i] * share;
+            for (int64_t i = 0; i < size; i++) to[i] = fmaf(of[i] * weight[i], factor, -from[i] * share);
         }
     }
 }

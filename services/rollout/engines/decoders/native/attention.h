@@ -35,11 +35,11 @@ INLINE void rotate(const float *x, const float *norm, float epsilon, const float
     if (dims % LANES == 0) {
         for (int64_t i = 0; i < dims; i += LANES) {
             vec pairs = *(const vec *)(x + i);
-            *(vec *)(out + i) = pairs * *(const vec *)(rotation + i)
-                                + swap_pairs(pairs) * *(const vec *)(rotation + dims + i);
+            *(vec *)(out + i) = fused(pairs, *(const vec *)(rotation + i),
+                                      swap_pairs(pairs) * *(const vec *)(rotation + dims + i));
         }
     } else {
-        for (int64_t i = 0; i < dims; i++) out[i] = x[i] * rotation[i] + x[i ^ 1] * rotation[dims + i];
+        for (int64_t i = 0; i < dims; i++) out[i] = fmaf(x[i], rotation[i], x[i ^ 1] * rotation[dims + i]);
     }
 }
 
@@ -53,10 +53,11 @@ INLINE void scores_of_block(const float *query, const float *keys, float *scores
     for (; i + AT_ONCE <= dims; i += AT_ONCE)
         for (int each = 0; each < AT_ONCE; each++)
             for (int part = 0; part < PARTS; part++)
-                sums[part][each] += query[i + each] * *(const vec *)(keys + (i + each) * BLOCK + part * LANES);
+                sums[part][each] = fused(all_of(query[i + each]),
+                                         *(const vec *)(keys + (i + each) * BLOCK + part * LANES), sums[part][each]);
     for (; i < dims; i++)
         for (int part = 0; part < PARTS; part++)
-            sums[part][0] += query[i] * *(const vec *)(keys + i * BLOCK + part * LANES);
+            sums[part][0] = fused(all_of(query[i]), *(const vec *)(keys + i * BLOCK + part * LANES), sums[part][0]);
     for (int part = 0; part < PARTS; part++)
         *(vec *)(scores + part * LANES) = (sums[part][0] + sums[part][1]) + (sums[part][2] + sums[part][3]);
 }
@@ -93,14 +94,14 @@ INLINE void mix(const float *weights, float share, const float *values, float *o
             int64_t t = 0;
             for (; t + AT_ONCE <= num; t += AT_ONCE)
                 for (int each = 0; each < AT_ONCE; each++)
-                    sums[each] += weights[t + each] * *(const vec *)(value + (t + each) * dims);
-            for (; t < num; t++) sums[0] += weights[t] * *(const vec *)(value + t * dims);
+                    sums[each] = fused(all_of(weights[t + each]), *(const vec *)(value + (t + each) * dims), sums[each]);
+            for (; t < num; t++) sums[0] = fused(all_of(weights[t]), *(const vec *)(value + t * dims), sums[0]);
             *(vec *)(out + i) = ((sums[0] + sums[1]) + (sums[2] + sums[3])) * share;
         }
     } else {
         for (int64_t i = 0; i < dims; i++) {
             float sum = 0;
-            for (int64_t t = 0; t < num; t++) sum += weights[t] * values[t * dims + i];
+            for (int64_t t = 0; t < num; t++) sum = fmaf(weights[t], values[t * dims + i], sum);
             out[i] = sum * share;
         }
     }
@@ -168,19 +169,17 @@ INLINE void look_back_from(const float *qkv, const int64_t *rows, const int64_t 
 INLINE void attend_all(const float *qkv, const int64_t *rows, const int64_t *places, const int64_t *wanted, float *out,
                        int64_t num, const struct attention *a, int64_t dims)
 {
-    int64_t width = (a->heads + 2 * a->kv_heads) * dims, threads = a->threads, reach = 0;
+    int64_t width = (a->heads + 2 * a->kv_heads) * dims, reach = 0;
     for (int64_t i = 0; i < num; i++) {
         remember(qkv + i * width, rows[i], places[i], a, dims);
         reach += places[i] + 1;
     }
-    if (threads == 1 || wanted || reach * a->heads * dims < WORTH_THREADS_TO_ATTEND) {
-        look_back_from(qkv, rows, places, wanted, out, 0, num, a, a->scores, dims);
-        return;
-    }
-#pragma omp parallel for num_threads((int)threads) schedule(static, 1)
-    for (int64_t part = 0; part < threads; part++) {
-        int64_t begin = num * part / threads, end = num * (part + 1) / threads;
-        look_back_from(qkv, rows, places, 0, out + begin * a->heads * dims, begin, end, a,
+    /* Where only some are wanted, a position's place in `out` hangs on those before it. */
+    int64_t parts = wanted || reach * a->heads * dims < WORTH_THREADS_TO_ATTEND ? 1 : a->threads;
+#pragma omp parallel for num_threads((int)parts) schedule(static, 1) if (parts > 1)
+    for (int64_t part = 0; part < parts; part++) {
+        int64_t begin = num * part / parts, end = num * (part + 1) / parts;
+        look_back_from(qkv, rows, places, wanted, out + begin * a->heads * dims, begin, end, a,
                        a->scores + part * a->heads * a->capacity, dims);
     }
 }

@@ -52,8 +52,9 @@ INLINE void tile(const float *x, int64_t stride, const float *panel, int64_t dep
         __builtin_prefetch(panel + AHEAD + LANES);
 #pragma GCC unroll 12
         for (int row = 0; row < rows; row++) {
-            left[row] += x[row * stride + k] * first;
-            right[row] += x[row * stride + k] * second;
+            vec factor = all_of(x[row * stride + k]);
+            left[row] = fused(factor, first, left[row]);
+            right[row] = fused(factor, second, right[row]);
         }
     }
     for (int row = 0; row < rows; row++) {
@@ -139,12 +140,9 @@ int64_t is_worth_threads(int64_t rows, int64_t depth, int64_t outputs)
 static void multiply(const struct product *p, int64_t threads)
 {
     int64_t width = p->ending == GATE ? LANES : PANEL, num = (p->outputs + width - 1) / width;
-    if (threads == 1 || !is_worth_threads(p->rows, p->depth, p->outputs)) {
-        some_panels(p, 0, num);
-        return;
-    }
-#pragma omp parallel for num_threads((int)threads) schedule(static, 1)
-    for (int64_t part = 0; part < threads; part++) some_panels(p, num * part / threads, num * (part + 1) / threads);
+    int64_t parts = is_worth_threads(p->rows, p->depth, p->outputs) ? threads : 1;
+#pragma omp parallel for num_threads((int)parts) schedule(static, 1) if (parts > 1)
+    for (int64_t part = 0; part < parts; part++) some_panels(p, num * part / parts, num * (part + 1) / parts);
 }
 
 #endif

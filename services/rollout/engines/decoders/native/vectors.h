@@ -1,4 +1,8 @@
-/* Vectors of floats, as wide as the processor's registers, and what is computed with them element by element. */
+/* Vectors of floats, as wide as the processor's registers, and what is computed with them element by element.
+
+   The compiler may fuse no multiplication with an addition by itself (-ffp-contract=off): it decides that anew in each
+   copy of a function, so the bits would depend on which of them ran, such as that of one thread or that of several. What
+   is fused says so. */
 
 #ifndef VECTORS_H
 #define VECTORS_H
@@ -13,8 +17,10 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-#if defined(__AVX512F__)
+#if defined(__FMA__)
 #include <immintrin.h>
+#endif
+#if defined(__AVX512F__)
 #define LANES 16
 #else
 #define LANES 8
@@ -29,6 +35,31 @@ typedef int32_t indices __attribute__((vector_size(LANES * 4)));
 #else
 #define SHUFFLED(x, ...) __builtin_shuffle(x, (indices){__VA_ARGS__})
 #endif
+
+/* x everywhere. */
+INLINE vec all_of(float x)
+{
+#if LANES == 16
+    return (vec)_mm512_set1_ps(x);
+#elif defined(__FMA__)
+    return (vec)_mm256_set1_ps(x);
+#else
+    return (vec){x, x, x, x, x, x, x, x};
+#endif
+}
+
+/* x * y + z, rounded once. */
+INLINE vec fused(vec x, vec y, vec z)
+{
+#if LANES == 16
+    return (vec)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+#elif defined(__FMA__)
+    return (vec)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z);
+#else
+    for (int i = 0; i < LANES; i++) z[i] = fmaf(x[i], y[i], z[i]);
+    return z;
+#endif
+}
 
 /* Elements of one where a mask is set, and of other elsewhere. */
 INLINE vec chosen(indices mask, vec one, vec other)
@@ -100,15 +131,16 @@ INLINE vec exponentials(vec x)
 {
     vec least = {0};
     vec bounded = larger(least - 87.3f, x);
-    vec shifted = bounded * 1.44269504088896341f + 12582912.0f; /* 1.5 * 2^23: what is added here is a whole number */
-    vec n = shifted - 12582912.0f;
-    vec r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
-    vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    vec y = (p * r * r + r) + 1.0f;
+    vec magic = all_of(12582912.0f); /* 1.5 * 2^23: what is added to it is a whole number */
+    vec n = fused(bounded, all_of(1.44269504088896341f), magic) - magic;
+    vec r = fused(n, all_of(-0.693359375f), bounded);
+    r = fused(n, all_of(2.12194440e-4f), r);
+    vec p = fused(r, all_of(1.9875691500e-4f), all_of(1.3981999507e-3f));
+    p = fused(p, r, all_of(8.3334519073e-3f));
+    p = fused(p, r, all_of(4.1665795894e-2f));
+    p = fused(p, r, all_of(1.6666665459e-1f));
+    p = fused(p, r, all_of(5.0000001201e-1f));
+    vec y = fused(p * r, r, r) + 1.0f;
     indices bits = (__builtin_convertvector(n, indices) + 127) << 23;
     return y * (vec)bits;
 }
@@ -118,7 +150,7 @@ INLINE void normalize(const float *x, const float *weight, float epsilon, float 
 {
     float squares = 0;
 #pragma omp simd reduction(+ : squares)
-    for (int64_t i = 0; i < size; i++) squares += x[i] * x[i];
+    for (int64_t i = 0; i < size; i++) squares = fmaf(x[i], x[i], squares);
     float factor = 1.0f / sqrtf(squares / (float)size + epsilon);
 #pragma omp simd
     for (int64_t i = 0; i < size; i++) out[i] = x[i] * factor * weight[i];

@@ -7,7 +7,7 @@ A label is JSON in one of these forms::
 
     {"inputs": ["1 2\\n"], "outputs": ["3\\n"]}              given on stdin, compared with stdout
     [{"stdin": "1 2\\n", "stdout": "3\\n"}]                  the same
-    {"assert_case": ["assert add(1, 2) == 3"]}              appended to the program (Python only)
+    {"assert_case": ["assert add(1, 2) == 3"]}              what holds of the program's functions (Python only)
 
 Source: the first and the last form are verl's.
 """
@@ -15,7 +15,6 @@ Source: the first and the last form are verl's.
 import asyncio
 import json
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from pydantic import ValidationError
 
 from services.reward.grader_call import ASKS_FOR_PAUSE, Retryable
 from services.reward.reachability import Reachability
+from services.reward.verifiers.assertions.rounds import Assertions
 from services.reward.verifiers.base import NO_LABEL
 from shared.config.reward import CodeConfig
 from shared.errors import GradingFailed
@@ -44,18 +44,18 @@ RETRIED_STATUSES = {429, 502, 503, 504}
 ATTEMPTS = 4
 MAX_BACKOFF_SECONDS = 30.0
 QUEUE_SECONDS = 60.0
+"""How long a call may wait in the sandbox's queue, beyond the time of the program itself."""
 EXTENSION_SECONDS = 60.0
 """How much longer a command may take on a busy machine: the sandbox does not count what it waits for a processor."""
-"""How long a call may wait in the sandbox's queue, beyond the time of the program itself."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One test: what is appended to the program, its input, and its expected output (None: any)."""
+    """One test: the program's input and its expected output, or statements about its functions."""
 
     stdin: str = ""
-    expected: str | None = None
-    appended: str = ""
+    expected: str = ""
+    statements: str | None = None
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
@@ -101,7 +101,7 @@ def parse_cases(label: str, language: str) -> list[Case]:
     elif isinstance(given, Mapping) and "assert_case" in given:
         if language != "python":
             raise ValueError(f"assert_case is for python, not {language}")
-        cases = [Case(appended=str(line)) for line in given["assert_case"]]
+        cases = [Case(statements=str(line)) for line in given["assert_case"]]
     elif isinstance(given, Mapping) and "inputs" in given and "outputs" in given:
         if len(given["inputs"]) != len(given["outputs"]):
             raise ValueError(f"{len(given['inputs'])} inputs do not go with {len(given['outputs'])} outputs")
@@ -160,6 +160,7 @@ class CodeVerifier:
             self._headers["Authorization"] = f"Bearer {token}"
         self._backoff_seconds = backoff_seconds
         self._reachability = Reachability(SANDBOX)
+        self._assertions = Assertions()
         self._slots = asyncio.Semaphore(config.concurrency)
 
     @property
@@ -201,23 +202,32 @@ class CodeVerifier:
         return Grade.scored(reward, metrics={"has_program": 1.0, "cases_passed": fraction, "cases": float(len(cases))})
 
     async def _passes(self, program: str, case: Case) -> bool:
-        # A program may end early, before the assertions are reached: success is only what prints this line after them.
-        proof = secrets.token_hex(16) if case.appended else None
-        if proof is not None:
-            program = f"{program}\n\n{case.appended}\nprint('\\n{proof}')\n"
-        async with self._slots:
-            answer = await self._run(program, case.stdin)
-        if answer.status is RunStatus.SANDBOX_ERROR:
-            raise GradingFailed(f"the sandbox failed: {answer.message}"[:500])
+        if case.statements is not None:
+            return await self._assertions.hold(program, case.statements, self._output)
+        answer = await self._run(program, case.stdin)
         result = answer.run_result
         if answer.status is not RunStatus.SUCCESS or result is None or result.status is not CommandStatus.FINISHED:
             return False
-        stdout = result.stdout or ""
-        if proof is not None:
-            return stdout.endswith(f"\n{proof}\n")
-        return case.expected is None or is_same_output(stdout, case.expected)
+        return is_same_output(result.stdout or "", case.expected)
+
+    async def _output(self, program: str, stdin: str) -> str | None:
+        """Run a program and return what it printed, however it ended."""
+        result = (await self._run(program, stdin)).run_result
+        return None if result is None else result.stdout
 
     async def _run(self, program: str, stdin: str) -> RunCodeResponse:
+        """Have the sandbox run a program.
+
+        Raises:
+            GradingFailed: the sandbox does not answer, or could not run it.
+        """
+        async with self._slots:
+            answer = await self._ask(program, stdin)
+        if answer.status is RunStatus.SANDBOX_ERROR:
+            raise GradingFailed(f"the sandbox failed: {answer.message}"[:500])
+        return answer
+
+    async def _ask(self, program: str, stdin: str) -> RunCodeResponse:
         config = self._config
         request = RunCodeRequest(
             code=program,

@@ -1,5 +1,4 @@
 import json
-import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from services.reward.verifiers.assertions.judge import judge
 from services.reward.verifiers.code import CodeVerifier, extract_program, is_same_output, parse_cases
 from shared.config.reward import CodeConfig
 from shared.schemas.grading import Grade
@@ -143,19 +143,33 @@ async def test_a_label_without_cases_is_an_error(label: str | None) -> None:
     assert found.status is GradeStatus.ERROR
 
 
-async def test_assertions_pass_only_if_they_are_reached() -> None:
+async def test_assertions_are_judged_by_a_program_without_the_answer() -> None:
     def runs(body: dict[str, Any]) -> dict[str, Any]:
-        assert "assert f(1) == 2" in body["code"]
-        proof = re.search(r"print\('\\n(\w+)'\)\n$", body["code"])
-        assert proof is not None
-        return finished("" if "exit" in body["code"] else f"\n{proof[1]}\n")
+        given = json.loads(body["stdin"])
+        if "statements" in given:
+            assert "def f" not in body["code"] + body["stdin"]
+            return finished(json.dumps(judge(given["statements"], given["replies"])) + "\n")
+        assert "== 2" not in body["code"] + body["stdin"]
+        return finished("" if "exit" in given["program"] else f"true\n[{2 + ('+ 2' in given['program'])}, [1]]\n")
 
     label = json.dumps({"assert_case": ["assert f(1) == 2"]})
 
     honest = await grade(runs, "```python\ndef f(x): return x + 1\n```", label)
+    wrong = await grade(runs, "```python\ndef f(x): return x + 2\n```", label)
     early = await grade(runs, "```python\nexit(0)\n```", label)
 
-    assert (honest.reward, early.reward) == (1.0, 0.0)
+    assert (honest.reward, wrong.reward, early.reward) == (1.0, 0.0, 0.0)
+
+
+async def test_a_label_that_no_judge_can_follow_is_an_error() -> None:
+    def runs(body: dict[str, Any]) -> dict[str, Any]:
+        given = json.loads(body["stdin"])
+        return finished(json.dumps(judge(given["statements"], given["replies"])) + "\n")
+
+    found = await grade(runs, "```python\ndef f(x): return x\n```", json.dumps({"assert_case": ["assert f(1"]}))
+
+    assert found.status is GradeStatus.ERROR
+    assert "SyntaxError" in (found.reason or "")
 
 
 async def test_only_the_first_cases_are_run_if_asked() -> None:

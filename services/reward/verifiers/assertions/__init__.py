@@ -1,0 +1,1 @@
+"""Assertions about a program, judged where the program is not."""

@@ -49,7 +49,7 @@ def told(error: BaseException) -> int:
         if error.code is None:
             return 0
         if isinstance(error.code, int):
-            return error.code
+            return exit_status(error.code)
         flush()
         print(error.code, file=sys.stderr)  # noqa: T201
         return 1
@@ -66,6 +66,11 @@ def told(error: BaseException) -> int:
         print("\nOriginal exception was:", file=sys.stderr)  # noqa: T201
         sys.__excepthook__(type(error), error, trace)
     return -int(signal.SIGINT) if isinstance(error, KeyboardInterrupt) else 1
+
+
+def exit_status(code: int) -> int:
+    """Return the status that Python ends with for a number: its low byte; that of -1 for what is no C long."""
+    return (code if -(1 << 63) <= code < 1 << 63 else -1) & 0xFF
 
 
 def end(code: int, directory: str, num_modules: int) -> NoReturn:
@@ -85,7 +90,7 @@ def end(code: int, directory: str, num_modules: int) -> NoReturn:
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    os._exit(code & 0xFF if is_written or code else WRITING_FAILED)
+    os._exit(code if is_written or code else WRITING_FAILED)
 
 
 def _file_of(module: ModuleType) -> str:

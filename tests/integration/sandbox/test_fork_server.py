@@ -31,6 +31,24 @@ LIKE_PYTHON = {
     "an encoding": "# -*- coding: latin-1 -*-\nprint(len('\u00e9'))",
     "exit with a number": "import sys; print('a'); sys.exit(300)",
     "exit with a text": "import sys; print('a'); sys.exit('b')",
+    **{
+        f"exit with {code}": f"import sys; print('a'); sys.exit({code})"
+        for code in (
+            "2**70",
+            "-(2**70)",
+            "2**63 - 1",
+            "2**63",
+            "-1",
+            "-2",
+            "-9",
+            "256",
+            "2**32 + 1",
+            "True",
+            "''",
+            "1.5",
+        )
+    },
+    "exit with a number after a package": "import sys, email.mime.text; sys.exit(2**70)",
     "exit with nothing": "raise SystemExit",
     "an interrupt": "raise KeyboardInterrupt",
     "a signal": "import os; os.kill(os.getpid(), 15)",

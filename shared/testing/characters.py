@@ -29,6 +29,10 @@ class CharacterTokenizer:
         """Decode."""
         return "".join(chr(token) for token in token_ids if not (skip_special_tokens and token == END))
 
+    def get_vocab(self) -> Mapping[str, int]:
+        """List the tokens, or one of each length."""
+        return {chr(END): END}
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -10,8 +10,10 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from services.rollout.agents.bounds import ContextBound
 from services.rollout.agents.requests import canonical, plain_messages
 from services.rollout.agents.template import Template
 from services.rollout.engines.base import Completion
@@ -67,6 +69,27 @@ class Reply:
         return max((each for each in known if each > len(self.prompt) or len(text) > each), default=0)
 
 
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """What a completion is asked for behind. Making one changes nothing, so it may be made on a thread.
+
+    Attributes:
+        token_ids: behind ``reply``, or all.
+        text: the same, for people.
+        reply: the recorded reply that it continues.
+        is_refused: a reply was found, but the template renders it in another way once something follows.
+        said: of a text completion, the whole prompt.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    reply: Reply | None = None
+    is_refused: bool = False
+    messages: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    said: str = ""
+
+
 @dataclass(eq=False)
 class Draft:
     """A completion that is being sampled; nothing is recorded before it is kept.
@@ -74,17 +97,13 @@ class Draft:
     Attributes:
         prompt_ids: all tokens before it.
         shown: the last of them, which its branch does not have yet.
-        shown_text: the same, for people.
     """
 
     branch: Branch
+    prompt: Prompt
     prompt_ids: tuple[int, ...]
     shown: tuple[int, ...]
-    shown_text: str
     is_new: bool
-    messages: tuple[Mapping[str, Any], ...] = ()
-    tools: tuple[Mapping[str, Any], ...] = ()
-    text: str = ""
 
 
 @dataclass
@@ -93,11 +112,13 @@ class Conversations:
 
     Attributes:
         template: of the model.
+        context_tokens: of the engine.
         max_branches: trajectories at most.
         tally: counts renders.
     """
 
     template: Template
+    context_tokens: int
     max_branches: int
     tally: RenderTally = field(default_factory=RenderTally)
 
@@ -105,22 +126,29 @@ class Conversations:
         self._branches: list[Branch] = []
         self._replies: dict[bytes, Reply] = {}
         self._texts: list[Reply] = []
+        self._num_begun = 0
+
+    @cached_property
+    def bound(self) -> ContextBound:
+        """What the engine's context may hold."""
+        return ContextBound(self.context_tokens, self.template.longest_token)
 
     @property
     def num_branches(self) -> int:
         """Trajectories so far."""
         return len(self._branches)
 
-    def begin_chat(self, messages: Messages, tools: Messages) -> Draft:
-        """Prepare the reply to a chat.
+    def chat_prompt(self, messages: Messages, tools: Messages) -> Prompt:
+        """Render and tokenise a chat, or what of it continues a recorded reply.
 
         Raises:
             InvalidRequest: the template does not take it.
-            TooManyBranches: it begins a branch too many.
+            ContextTooLong: it does not fit the engine's context.
         """
         plain = plain_messages(messages)
+        self.bound.check_messages(plain)
         names = _names(messages, tools)
-        given = {"messages": tuple(plain), "tools": tuple(tools)}
+        given: dict[str, Any] = {"messages": tuple(plain), "tools": tuple(tools)}
         for count in range(len(plain) - 1, 0, -1):
             reply = self._replies.get(names[count])
             if reply is None:
@@ -128,60 +156,75 @@ class Conversations:
             last = reply.branch.builder.token_ids[reply.num_tokens - 1]
             added = self.template.continuation([*reply.history], [*reply.history, *plain[count:]], tools, last)
             if added is None:
-                self.tally.refused += 1
+                given["is_refused"] = True
                 break
-            return self._behind(reply, added.token_ids, added.text, **given)
+            return Prompt(added.token_ids, added.text, reply, **given)
         text = self.template.prompt(plain, tools)
-        return self._fresh(self.template.token_ids(text), text, **given)
+        self.bound.check_text(len(text))
+        return Prompt(self.template.token_ids(text), text, **given)
 
-    def begin_text(self, prompt: str | Sequence[int]) -> Draft:
-        """Prepare the completion of a text, or of token ids.
+    def text_prompt(self, prompt: str | Sequence[int]) -> Prompt:
+        """Tokenise a text, or what of it, or of token ids, continues a recorded completion.
 
         Raises:
-            InvalidRequest: there is no token in it.
-            TooManyBranches: it begins a branch too many.
+            ContextTooLong: it does not fit the engine's context.
         """
         if not isinstance(prompt, str):
             return self._of_tokens(tuple(prompt))
+        self.bound.check_text(len(prompt))
         reply = max(self._texts, key=lambda each: each.num_known(prompt), default=None)
         known = 0 if reply is None else reply.num_known(prompt)
-        if reply is None or not known:
-            return self._fresh(self.template.token_ids(prompt), prompt, text=prompt)
         added = prompt[known:]
-        return self._behind(reply, self.template.token_ids(added), added, text=prompt)
+        return Prompt(self.template.token_ids(added), added, reply if known else None, said=prompt)
 
-    def _of_tokens(self, prompt: tuple[int, ...]) -> Draft:
-        text = self.template.text(prompt, with_special_tokens=True)
+    def _of_tokens(self, prompt: tuple[int, ...]) -> Prompt:
+        self.bound.check_tokens(len(prompt))
+        said = self.template.text(prompt, with_special_tokens=True)
         found = [
             reply
             for reply in self._texts
             if prompt[: reply.num_tokens] == reply.branch.builder.token_ids[: reply.num_tokens]
         ]
-        if not found:
-            return self._fresh(prompt, text, text=text)
-        reply = max(found, key=lambda each: each.num_tokens)
-        added = prompt[reply.num_tokens :]
-        return self._behind(reply, added, self.template.text(added, with_special_tokens=True), text=text)
+        reply = max(found, key=lambda each: each.num_tokens, default=None)
+        added = prompt if reply is None else prompt[reply.num_tokens :]
+        return Prompt(added, self.template.text(added, with_special_tokens=True), reply, said=said)
 
-    def _behind(self, reply: Reply, added: tuple[int, ...], shown: str, **given: Any) -> Draft:
-        branch = reply.branch
+    def room_behind(self, num_prompt: int) -> int:
+        """Count the tokens that a reply may have behind a prompt.
+
+        Raises:
+            ContextTooLong: it may have none.
+        """
+        self.bound.check_tokens(num_prompt)
+        return self.context_tokens - num_prompt
+
+    def begin(self, prompt: Prompt) -> Draft:
+        """Begin a completion: it goes on with the branch of the reply that it continues, or begins one.
+
+        Raises:
+            InvalidRequest: there is no token before it.
+            TooManyBranches: it begins a branch too many; those count that others are sampled for.
+        """
+        self.tally.refused += prompt.is_refused
+        if prompt.reply is None:
+            return self._fresh(prompt, prompt.token_ids)
+        branch, num_tokens = prompt.reply.branch, prompt.reply.num_tokens
         recorded = branch.builder.token_ids
-        if added and not branch.is_busy and reply.num_tokens == len(recorded):
+        if prompt.token_ids and not branch.is_busy and num_tokens == len(recorded):
             branch.is_busy = True
-            return Draft(branch, recorded + added, added, shown, is_new=False, **given)
-        before = recorded[: reply.num_tokens]
-        return self._fresh(before + added, self.template.text(before, with_special_tokens=True) + shown, **given)
+            return Draft(branch, prompt, recorded + prompt.token_ids, prompt.token_ids, is_new=False)
+        return self._fresh(prompt, recorded[:num_tokens] + prompt.token_ids)
 
-    def _fresh(self, prompt_ids: tuple[int, ...], shown: str, **given: Any) -> Draft:
+    def _fresh(self, prompt: Prompt, prompt_ids: tuple[int, ...]) -> Draft:
         if not prompt_ids:
             raise InvalidRequest("the prompt has no token")
-        if len(self._branches) >= self.max_branches:
+        if len(self._branches) + self._num_begun >= self.max_branches:
             raise TooManyBranches(
                 f"the episode has {self.max_branches} conversations that do not continue each other already "
                 "(rollout.agents.max_branches)"
             )
-        branch = Branch(TrajectoryBuilder(self.tally), is_busy=True)
-        return Draft(branch, prompt_ids, prompt_ids, shown, is_new=True, **given)
+        self._num_begun += 1
+        return Draft(Branch(TrajectoryBuilder(self.tally), is_busy=True), prompt, prompt_ids, prompt_ids, is_new=True)
 
     def keep(
         self,
@@ -197,27 +240,24 @@ class Conversations:
             text: of it, for people.
             reply: the message that the client is given; None for a text completion.
             endings: of a text completion, as in ``Reply``.
-
-        Raises:
-            TooManyBranches: others began meanwhile.
         """
         branch, builder = draft.branch, draft.branch.builder
         if draft.is_new:
-            if len(self._branches) >= self.max_branches:
-                raise TooManyBranches("other conversations of the episode began meanwhile")
+            self._num_begun -= 1
             self._branches.append(branch)
-        builder.show(draft.shown, draft.shown_text)
+        builder.show(draft.shown, draft.prompt.text)
         builder.sample(completion.token_ids, completion.log_probs, completion.versions, completion.finish_reason, text)
         branch.is_busy, branch.finish_reason = False, completion.finish_reason
         if reply is None:
-            self._texts.append(Reply(branch, builder.num_tokens, prompt=draft.text, endings=endings))
+            self._texts.append(Reply(branch, builder.num_tokens, prompt=draft.prompt.said, endings=endings))
             return
-        history = (*draft.messages, *plain_messages([reply]))
-        self._replies[_names(history, draft.tools)[-1]] = Reply(branch, builder.num_tokens, history)
+        history = (*draft.prompt.messages, *plain_messages([reply]))
+        self._replies[_names(history, draft.prompt.tools)[-1]] = Reply(branch, builder.num_tokens, history)
 
     def drop(self, draft: Draft) -> None:
         """Forget a completion that did not come about."""
         draft.branch.is_busy = False
+        self._num_begun -= draft.is_new
 
     def trajectories(self, **fields: Any) -> list[Trajectory]:
         """Make the trajectories, oldest first; each has a sampled token."""

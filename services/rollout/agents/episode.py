@@ -4,13 +4,13 @@ import asyncio
 import hashlib
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
-from services.rollout.agents.conversation import Conversations, Draft
+from services.rollout.agents.conversation import Conversations, Draft, Prompt, TooManyBranches
 from services.rollout.agents.replies import Reply, chat_reply, text_reply
 from services.rollout.agents.requests import (
     AnyRequest,
@@ -22,6 +22,7 @@ from services.rollout.agents.requests import (
 )
 from services.rollout.agents.responses import ResponsesChat, ResponsesReply, read_responses, responses_reply
 from services.rollout.agents.template import Template
+from services.rollout.agents.threads import Threads
 from services.rollout.engines.base import Completion, Engine, GenerationRequest, SamplingParameters
 from services.rollout.episodes.special_tokens import SamplingTally
 from shared.config.spec import ExperimentSpec
@@ -65,12 +66,6 @@ class LimitReached(InvalidRequest):
     code, title, status = "limit_reached", "A limit of the episode is reached", 400
 
 
-class ContextTooLong(InvalidRequest):
-    """The conversation leaves no room for a reply."""
-
-    code, title, status = "context_length_exceeded", "The conversation is too long", 400
-
-
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A request as it came.
@@ -101,9 +96,9 @@ class _Turn:
     name: str
     request: AnyRequest
     draft: Draft
-    sampling: "asyncio.Task[Completion]"
+    sampling: "asyncio.Task[tuple[Completion, Reply]]"
     reply: Reply | None = None
-    num_waiting: int = 0
+    waiting: list[HasHungUp] = field(default_factory=list)
 
 
 class Episode:
@@ -116,6 +111,7 @@ class Episode:
         spec: of the experiment.
         attempt: how often this episode was begun, this time included.
         on_death: told when the engine's process ended under a request.
+        threads: where requests are read, rendered and tokenised, and replies made.
     """
 
     def __init__(
@@ -129,6 +125,7 @@ class Episode:
         clock: Callable[[], float],
         *,
         on_death: Callable[[WorkerDied], None],
+        threads: Threads,
         tally: SamplingTally | None = None,
         attempt: int = 1,
     ) -> None:
@@ -141,16 +138,19 @@ class Episode:
         if self._is_held_out and spec.evaluation is not None:
             self._sampling = spec.evaluation.sampling(self._sampling)
         self._allowed = tuple(dict.fromkeys((self._sampling, spec.rollout.sampling)))
-        self._context_tokens = spec.rollout.engine.context_tokens
         self._seed = sample_seed(task.seed, index * TURN_STRIDE + attempt)
         self._engine = engine
         self._template = template
         self._clock = clock
         self._on_death = on_death
         self._tally = tally
-        self._conversations = Conversations(template, self._config.max_branches)
+        self._threads = threads
+        context_tokens = spec.rollout.engine.context_tokens
+        self._conversations = Conversations(template, context_tokens, self._config.max_branches)
         self._began = self._heard = clock()
-        self._under_way: set[str] = set()
+        # Requests are prepared one after another: so they are numbered, and find each other's replies, in their order.
+        self._preparing = asyncio.Lock()
+        self._num_under_way = 0
         self._turns: OrderedDict[str, _Turn] = OrderedDict()
         # Also those whose place in ``_turns`` the same request took, sent again as another one.
         self._unrecorded: set[_Turn] = set()
@@ -165,7 +165,7 @@ class Episode:
         latest = self._began + self._config.episode_seconds
         if self._is_ending:
             return float("inf")
-        return latest if self._under_way else min(latest, self._heard + self._config.lease_seconds)
+        return latest if self._num_under_way else min(latest, self._heard + self._config.lease_seconds)
 
     @asynccontextmanager
     async def ending(self) -> AsyncIterator[None]:
@@ -202,20 +202,33 @@ class Episode:
             Unavailable: the engine is absent now.
         """
         self._check_open()
-        self._heard = self._clock()
-        turn = self._known(asked) or self._new(asked)
-        turn.num_waiting += 1
+        with self._working():
+            async with self._preparing:
+                turn = self._known(asked) or await self._new(asked)
+                turn.waiting.append(has_hung_up)
+            try:
+                return await self._answered(turn, has_hung_up)
+            finally:
+                turn.waiting.remove(has_hung_up)
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Count as at work: an agent that waits is not silent."""
+        self._num_under_way += 1
         try:
-            return await self._answered(turn, has_hung_up)
+            yield
         finally:
-            turn.num_waiting -= 1
+            self._num_under_way -= 1
+            self._heard = self._clock()
 
     async def _answered(self, turn: "_Turn", has_hung_up: HasHungUp) -> Reply | None:
         try:
             # Whoever asks may hang up and ask again: what is sampled is then there.
-            completion = await asyncio.shield(turn.sampling)
+            completion, reply = await asyncio.shield(turn.sampling)
         except asyncio.CancelledError:
             self._check_open()
+            if turn.sampling.cancelled():
+                return None  # given up, since its client had hung up
             raise
         except FlotillaError:
             self._forget(turn)
@@ -224,22 +237,22 @@ class Episode:
             return None
         # Whoever sent the same again may have had it recorded while this looked at the connection.
         if turn.reply is None:
-            turn.reply = self._keep(turn, completion)
-            self._unrecorded.discard(turn)
+            self._keep(turn, completion, reply)
         return turn.reply
 
     def _known(self, asked: Asked) -> "_Turn | None":
         return self._turns.get(asked.name) if asked.is_repeated else None
 
-    def _new(self, asked: Asked) -> "_Turn":
-        request = self._read(asked)
+    async def _new(self, asked: Asked) -> "_Turn":
         if self.num_turns >= self._config.max_turns:
             raise LimitReached(f"the episode had its {self._config.max_turns} turns (rollout.agents.max_turns)")
-        for former in [each for each in self._unrecorded if not each.num_waiting]:
+        request, prompt = await self._threads.run(lambda: self._prompt(asked))
+        self._check_open()
+        for former in [each for each in self._unrecorded if not each.waiting]:
             # Its client went away and did not come back for it.
             if former.sampling.done():
                 self._forget(former)
-        draft = self._begin(request)
+        draft = await self._begin(prompt)
         try:
             parameters = self._parameters(len(draft.prompt_ids), request)
         except InvalidRequest:
@@ -249,13 +262,35 @@ class Episode:
         name = f"{self.id}-{self.num_turns}"
         # By its own number, however many others begin before it is sampled: answers of one seed are equal.
         seed = sample_seed(self._seed, self.num_turns)
-        sampling = asyncio.create_task(self._sample(name, draft, parameters, seed), name=f"turn {name}")
+        sampling = asyncio.create_task(self._sample(name, request, draft, parameters, seed), name=f"turn {name}")
         turn = self._turns[asked.name] = _Turn(asked.name, request, draft, sampling)
         self._turns.move_to_end(asked.name)
         self._unrecorded.add(turn)
         if len(self._turns) > MAX_REPLAYED and (oldest := next(iter(self._turns.values()))).reply is not None:
             del self._turns[oldest.name]
         return turn
+
+    async def _begin(self, prompt: Prompt) -> Draft:
+        try:
+            return self._conversations.begin(prompt)
+        except TooManyBranches:
+            # Those count, too, that are sampled for clients who have hung up and may come back: now they may not.
+            for turn in list(self._unrecorded):
+                if turn.draft.is_new and all([await has_hung_up() for has_hung_up in turn.waiting]):
+                    turn.sampling.cancel()
+                    self._forget(turn)
+            self._check_open()
+            return self._conversations.begin(prompt)
+
+    def _prompt(self, asked: Asked) -> tuple[AnyRequest, Prompt]:
+        """Read a request and make its prompt, on a thread."""
+        request = self._read(asked)
+        if isinstance(request, ChatRequest):
+            tools = request.tools if request.tool_choice != "none" else ()
+            return request, self._conversations.chat_prompt(request.messages, tools)
+        prompt = request.prompt
+        text = prompt if isinstance(prompt, str) else prompt[0] if isinstance(prompt[0], str) else None
+        return request, self._conversations.text_prompt(text if text is not None else tuple(map(int, prompt)))
 
     def _read(self, asked: Asked) -> AnyRequest:
         match asked.endpoint:
@@ -278,21 +313,12 @@ class Episode:
         if self._end is not None:
             raise EpisodeGone(f"episode {self.id} was {self._end.value}: begin another one")
 
-    def _begin(self, request: AnyRequest) -> Draft:
-        if isinstance(request, ChatRequest):
-            tools = request.tools if request.tool_choice != "none" else ()
-            return self._conversations.begin_chat(request.messages, tools)
-        prompt = request.prompt
-        text = prompt if isinstance(prompt, str) else prompt[0] if isinstance(prompt[0], str) else None
-        return self._conversations.begin_text(text if text is not None else tuple(map(int, prompt)))
-
-    async def _sample(self, turn: str, draft: Draft, parameters: SamplingParameters, seed: int) -> Completion:
-        self._under_way.add(turn)
-        try:
-            return await self._generate(turn, draft, parameters, seed)
-        finally:
-            self._under_way.discard(turn)
-            self._heard = self._clock()
+    async def _sample(
+        self, turn: str, request: AnyRequest, draft: Draft, parameters: SamplingParameters, seed: int
+    ) -> tuple[Completion, Reply]:
+        with self._working():
+            completion = await self._generate(turn, draft, parameters, seed)
+            return completion, await self._threads.run(lambda: self._reply(request, draft, completion))
 
     async def _generate(self, turn: str, draft: Draft, parameters: SamplingParameters, seed: int) -> Completion:
         generation = GenerationRequest(
@@ -323,12 +349,7 @@ class Episode:
 
     def _parameters(self, num_prompt: int, request: AnyRequest) -> SamplingParameters:
         sampling = self._sampling
-        room = self._context_tokens - num_prompt
-        if room < 1:
-            raise ContextTooLong(
-                f"the conversation has {num_prompt} tokens, and the engine's context holds {self._context_tokens} with "
-                "the reply (rollout.engine.context_tokens)"
-            )
+        room = self._conversations.room_behind(num_prompt)
         return SamplingParameters(
             max_new_tokens=min(wanted_tokens(request) or sampling.max_new_tokens, sampling.max_new_tokens, room),
             temperature=sampling.temperature,
@@ -340,26 +361,25 @@ class Episode:
             ignore_eos=sampling.ignore_eos,
         )
 
-    def _keep(self, turn: "_Turn", completion: Completion) -> Reply:
-        self._check_open()
-        request, draft = turn.request, turn.draft
+    def _reply(self, request: AnyRequest, draft: Draft, completion: Completion) -> Reply:
+        """Make the reply to a request, on a thread."""
         stops = self._sampling.stop + stops_of(request)
         facts: dict[str, Any] = {"episode_id": self.id, "num_prompt": len(draft.prompt_ids), "stops": stops}
-        if isinstance(request, ChatRequest):
-            reply = chat_reply(request, completion, self._template, **facts)
-            if isinstance(request, ResponsesChat):
-                reply = self._as_response(request, reply)
-        else:
-            reply = text_reply(request, completion, self._template, **facts)
+        if not isinstance(request, ChatRequest):
+            return text_reply(request, completion, self._template, **facts)
+        reply = chat_reply(request, completion, self._template, **facts)
+        return responses_reply(request, reply, self._sampling) if isinstance(request, ResponsesChat) else reply
+
+    def _keep(self, turn: "_Turn", completion: Completion, reply: Reply) -> None:
+        self._check_open()
+        draft, request = turn.draft, turn.request
         self._conversations.keep(draft, completion, reply.text, reply.message, reply.endings)
         if self._tally is not None:
             if draft.is_new:
                 self._tally.add_prompt(draft.prompt_ids)
             self._tally.add_completion(completion.token_ids)
-        return reply
-
-    def _as_response(self, request: ResponsesChat, chat: Reply) -> ResponsesReply:
-        reply = responses_reply(request, chat, self._sampling)
-        if request.asked.store is not False and reply.message is not None:
+        if isinstance(request, ResponsesChat) and request.asked.store is not False:
+            assert isinstance(reply, ResponsesReply) and reply.message is not None
             self._responses[reply.name] = (*request.said, reply.message)
-        return reply
+        turn.reply = reply
+        self._unrecorded.discard(turn)

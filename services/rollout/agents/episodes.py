@@ -18,6 +18,7 @@ import numpy as np
 from services.rollout.agents.counts import EpisodeCounts
 from services.rollout.agents.episode import Ended, Episode, EpisodeGone
 from services.rollout.agents.template import Template
+from services.rollout.agents.threads import Threads
 from services.rollout.engines.base import Engine
 from services.rollout.episodes.resumption import resume_rule, rule_of
 from services.rollout.episodes.special_tokens import SamplingTally
@@ -99,6 +100,7 @@ class AgentEpisodes:
         assert spec.rollout.agents is not None
         self.spec = spec
         self.counts = EpisodeCounts()
+        self.threads = Threads()
         self._config = spec.rollout.agents
         self._resume = resume_rule(spec.asynchrony)
         self._engine = engine
@@ -139,7 +141,7 @@ class AgentEpisodes:
             for member in offer.members:
                 if member.episode is not None:
                     self._close(member, Ended.LOST)
-        return self._group(offer)
+        return await self.threads.run(lambda: self._group(offer))
 
     async def interrupt(self) -> None:
         """Close every open episode; each ``run`` returns at once with the episodes that are finished."""
@@ -222,9 +224,11 @@ class AgentEpisodes:
         try:
             async with asyncio.timeout(wait_seconds), self._offered:
                 await self._offered.wait_for(lambda: self._next() is not None)
-                return self._begin()
+                task, opened = self._begin()
         except TimeoutError:
             raise NoTask("every episode of the tasks here is with an agent: ask again") from None
+        prompt = await self.threads.run(lambda: self._prompt(task))
+        return opened.model_copy(update={"task": opened.task.model_copy(update={"prompt": prompt})})
 
     def _next(self) -> tuple[_Offer, int] | None:
         # Held-out tasks first: their version is held for them.
@@ -234,7 +238,7 @@ class AgentEpisodes:
                     return offer, index
         return None
 
-    def _begin(self) -> OpenedEpisode:
+    def _begin(self) -> tuple[Task, OpenedEpisode]:
         found = self._next()
         assert found is not None
         offer, index = found
@@ -250,6 +254,7 @@ class AgentEpisodes:
             self._template,
             self._clock,
             on_death=lambda error: self._on_death(offer, error),
+            threads=self.threads,
             tally=self._tally if offer.task.lane is Lane.TRAIN else None,
             attempt=member.attempts,
         )
@@ -258,7 +263,7 @@ class AgentEpisodes:
         self.counts.opened += 1
         offer.changed.set()
         task = offer.task
-        return OpenedEpisode(
+        return task, OpenedEpisode(
             episode_id=episode.id,
             task=EpisodeTask(
                 group_id=task.group_id,
@@ -266,7 +271,7 @@ class AgentEpisodes:
                 index=index,
                 row=task.row,
                 messages=tuple(EpisodeMessage(role=each.role, content=each.content) for each in task.messages),
-                prompt=self._prompt(task),
+                prompt="",
                 label=task.label,
                 data_source=task.data_source,
                 metadata=dict(task.metadata),

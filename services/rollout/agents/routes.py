@@ -79,10 +79,11 @@ def episodes_router(find: Callable[[Request, str], AgentEpisodes | None], accept
         try:
             if what not in set(Endpoint):
                 raise NotFound(f"an episode has no {what}")
-            episode = found(request, experiment_id).find(episode_id)
+            episodes = found(request, experiment_id)
+            episode = episodes.find(episode_id)
             is_repeated = request.headers.get(RETRIES, "0") != "0"
             asked = Asked(Endpoint(what), await _body(request), is_repeated)
-            if _is_streamed(asked.body):
+            if b'"stream"' in asked.body and await episodes.threads.run(lambda: _is_streamed(asked.body)):
                 return StreamingResponse(_stream(episode, asked, request), media_type="text/event-stream")
             reply = await episode.answer(asked, request.is_disconnected)
         except FlotillaError as error:
@@ -110,8 +111,6 @@ async def _body(request: Request) -> bytes:
 
 
 def _is_streamed(body: bytes) -> bool:
-    if b'"stream"' not in body:
-        return False
     try:
         return bool(json.loads(body).get("stream"))
     except (ValueError, AttributeError, RecursionError):

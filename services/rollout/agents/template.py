@@ -28,6 +28,10 @@ class Template(Protocol):
 
     stop_token_ids: tuple[int, ...]
 
+    @property
+    def longest_token(self) -> int:
+        """Characters of the longest token: no text has fewer tokens than its length divided by it."""
+
     def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> str:
         """Render a conversation so that what comes next is the assistant's.
 
@@ -64,6 +68,11 @@ class ChatTemplate:
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer
         self.stop_token_ids = renderer.stop_token_ids
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """See ``Template.longest_token``."""
+        return self._renderer.longest_token()
 
     def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> str:
         """See ``Template.prompt``."""

@@ -86,6 +86,10 @@ class ChatRenderer:
         """Describe the tokenizer's special tokens."""
         return SpecialTokens.of(self._tokenizer, self.stop_token_ids)
 
+    def longest_token(self) -> int:
+        """Count the characters of the longest token. A byte of those that stand for bytes is a character."""
+        return max(map(len, self._tokenizer.get_vocab()))
+
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Render a prompt so that the next token is the assistant's first."""
         return self._template.token_ids(self._tokenizer, messages)

@@ -286,6 +286,7 @@ async def test_errors_are_those_that_the_client_knows(fleet: AgentFleet, http: h
         with pytest.raises(openai.BadRequestError) as refused:
             await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x" * 5000}])
         assert refused.value.code == "context_length_exceeded"
+        assert "5000 characters, and 4000 tokens" in refused.value.message
         fleet.rollouts[0].engine.pause()
         asking = asyncio.create_task(client.chat.completions.create(model="m", messages=chat))
         while not fleet.rollouts[0].engine.request_ids:

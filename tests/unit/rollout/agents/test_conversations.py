@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.rollout.agents.bounds import ContextTooLong
 from services.rollout.agents.conversation import TooManyBranches
 from services.rollout.agents.episode import (
     Asked,
-    ContextTooLong,
     Ended,
     Endpoint,
     Episode,
@@ -388,3 +388,38 @@ async def test_turns_branches_and_context_have_limits() -> None:
     await ask(episode, user("a?"), {"role": "assistant", "content": "yes"}, user("d?"))
     with pytest.raises(LimitReached):
         await ask(episode, user("b?"), {"role": "assistant", "content": "yes"}, user("d?"))
+
+
+async def test_conversations_under_way_count_as_branches_so_that_none_is_sampled_in_vain() -> None:
+    world = World(a_spec(max_branches=2), token_seconds=0.001)
+    episode = await started(world)
+
+    answers = await asyncio.gather(*(ask(episode, user(f"{n}?")) for n in range(4)), return_exceptions=True)
+
+    assert [isinstance(each, TooManyBranches) for each in answers] == [False, False, True, True]
+    assert len(episode.trajectories()) == episode.num_turns == 2
+
+
+async def test_a_conversation_whose_client_hung_up_gives_its_place_to_another() -> None:
+    world = World(a_spec(max_branches=1))
+    episode = await started(world)
+    is_sampling, generate = asyncio.Event(), world.engine.generate
+
+    async def hangs_at_first(request: GenerationRequest) -> Any:
+        if not is_sampling.is_set():
+            is_sampling.set()
+            await asyncio.Event().wait()
+        return await generate(request)
+
+    async def is_gone() -> bool:
+        return True
+
+    world.engine.generate = hangs_at_first  # type: ignore[method-assign]
+    body = json.dumps({"messages": [user("a?")]}).encode()
+    first = asyncio.create_task(episode.answer(Asked(Endpoint.CHAT, body), is_gone))
+    await is_sampling.wait()
+
+    reply = await ask(episode, user("b?"))
+
+    assert (reply["content"], await first) == ("yes", None)
+    assert [text_of(each) for each in episode.trajectories()] == ["<user>b?~\n<assistant>yes~"]

@@ -133,6 +133,7 @@ def a_lone_episode(world: World, task: Task | None = None) -> Episode:
         world.template,
         lambda: world.seconds,
         on_death=lambda _: None,
+        threads=world.episodes.threads,
     )
 
 

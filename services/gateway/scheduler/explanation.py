@@ -1,5 +1,6 @@
 """What an experiment waits for, and who has it, in one sentence. Pure."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from services.gateway.scheduler.demands import Candidate, Demand
@@ -17,7 +18,7 @@ def why_waiting(
 
     Returns:
         Such as ``waiting for 1 rollout, which other-1a2b3c gives back``, or ``waiting for 1 trainer to register or to
-        fall free: other-1a2b3c has 1``.
+        fall free: other-1a2b3c has 1 trainer``, also where that one ends and has not let go of it.
     """
     lacking = placement.lacking.get(experiment_id)
     if lacking:
@@ -73,6 +74,20 @@ def _holders(
                 needed = demand.quotas[kind].min
                 needs = "" if kind is Kind.TRAINER and needed == 1 else f" and needs {needed}"
                 phrases.append(f"{demand.experiment_id} has {held} {name}{needs}")
+    return phrases + _held_by_the_ending(lacking, demands, candidates)
+
+
+def _held_by_the_ending(
+    lacking: Mapping[Kind, int], demands: Sequence[Demand], candidates: Sequence[Candidate]
+) -> list[str]:
+    """Name experiments that ask for nothing any more and still have what is lacking."""
+    active = {demand.experiment_id for demand in demands}
+    held = Counter((c.experiment_id, c.kind) for c in candidates if c.experiment_id and c.experiment_id not in active)
+    phrases = []
+    for experiment_id in sorted({holder for holder, _ in held if holder is not None}):
+        counts = {kind: held[experiment_id, kind] for kind in lacking if held[experiment_id, kind]}
+        if counts:
+            phrases.append(f"{experiment_id} is ending and still has {_counted(counts)}")
     return phrases
 
 

@@ -9,6 +9,10 @@ from shared.schemas.service import WorkState
 Answer = TypeVar("Answer")
 
 
+class ToldToEnd(Exception):
+    """The work was told to end before the first step could begin: there is nothing to keep."""
+
+
 class RunControl:
     """The switch between whoever commands and the loop that obeys.
 

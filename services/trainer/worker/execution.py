@@ -14,6 +14,7 @@ from services.trainer.learning.learner import Learner
 from services.trainer.learning.memory import LearnerMemory
 from services.trainer.parallel.commands import Opening
 from services.trainer.parallel.job import OPENING, Place, entered
+from services.trainer.worker.control import ToldToEnd
 from services.trainer.worker.images import Snapshots
 from services.trainer.worker.leader import Leader
 from services.trainer.worker.loop import StepLearner
@@ -124,6 +125,14 @@ async def open_execution(
     ranks, channel = await loop.run_in_executor(compute, group.__enter__)
     leader = Leader(ranks, channel)
     await loop.run_in_executor(compute, leader.check_shared, directory)
-    yield leader
-    await loop.run_in_executor(compute, leader.close)
-    await loop.run_in_executor(compute, group.__exit__, None, None, None)
+
+    async def let_go() -> None:
+        await loop.run_in_executor(compute, leader.close)
+        await loop.run_in_executor(compute, group.__exit__, None, None, None)
+
+    try:
+        yield leader
+    except ToldToEnd:
+        await let_go()
+        raise
+    await let_go()

@@ -24,7 +24,7 @@ from services.trainer.wire import (
     Status,
 )
 from services.trainer.worker.checkpoint_policy import CheckpointOverdue
-from services.trainer.worker.control import RunControl
+from services.trainer.worker.control import RunControl, ToldToEnd
 from services.trainer.worker.execution import Job
 from services.trainer.worker.session import Session, SessionDeps, open_session
 from shared.client import GatewayClient
@@ -143,6 +143,8 @@ class WorkerProcess:
                             # Its images are served until the supervisor ends it.
                             await self._control.until_stopped()
                         moving.cancel()
+        except ToldToEnd:
+            log.info("told to end before the first step: nothing was trained, nothing is kept")
         finally:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)

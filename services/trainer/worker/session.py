@@ -123,6 +123,7 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
 
     Raises:
         FlotillaError: the spec, the model or the checkpoint cannot be used, or a later trainer took over.
+        ToldToEnd: ``control`` said so before it could take over.
     """
     await fetched(spec.model)
     for model in spec.algorithm.models.values():
@@ -145,7 +146,7 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         learner, progress = restored.learner, restored.progress
         cores.follow(learner.policy.base)
         learner.sizes.keep(around.directory / RECORD)
-        line = await reconcile_with(queue, around.plane.admission, around.gateway, spec, restored, *mine)
+        line = await reconcile_with(queue, around.plane.admission, around.gateway, spec, restored, *mine, control)
         samples = StepSamples(recorder)
         if recorder is not None:
             recorder.forget(after_step=progress.step, lost=line.lost)

@@ -7,12 +7,14 @@ Each step may be repeated, and a crash between two of them leaves the next worke
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 from services.trainer.checkpoint.manager import Restored
+from services.trainer.worker.control import RunControl, ToldToEnd
 from services.trainer.worker.publisher import Gateway
 from shared.config.spec import ExperimentSpec
 from shared.errors import ClaimLost, Conflict
@@ -58,8 +60,13 @@ async def reconcile_with(
     restored: Restored,
     experiment_id: str,
     service_id: str,
+    control: RunControl,
 ) -> VersionLine:
-    """Give up what the checkpoint does not lead to, and learn which versions the lineage has."""
+    """Give up what the checkpoint does not lead to, and learn which versions the lineage has.
+
+    Raises:
+        ToldToEnd: the gateway refuses, and ``control`` says why: the experiment ends, or is another trainer's.
+    """
     progress = restored.progress
     plans = await retry(partial(queue.plans_from, 0), waiting_for=DATA_PLANE)
     published_version = await retry(admission.published_version, waiting_for=DATA_PLANE)
@@ -87,7 +94,8 @@ async def reconcile_with(
         groups_waiting=found.waiting,
         groups_lost=found.lost,
     )
-    answer = await _answered(partial(gateway.call, "POST", f"/v1/experiments/{experiment_id}/takeovers", body=request))
+    asking = partial(gateway.call, "POST", f"/v1/experiments/{experiment_id}/takeovers", body=request)
+    answer = await _answered(asking, control)
     if answer.lost is not None:
         facts = {"lost_version": answer.lost, "version": answer.points[-1].version, "step": answer.points[-1].step}
         log.warning("versions are lost, the weights are published under a new number", extra=facts)
@@ -104,11 +112,16 @@ def _planned(plan: Plan) -> PlannedStep:
     return PlannedStep(plan.step, plan.version, plan.parent, made)
 
 
-async def _answered(call: Callable[[], Awaitable[Any]]) -> TakeoverAnswer:
+async def _answered(call: Callable[[], Awaitable[Any]], control: RunControl) -> TakeoverAnswer:
     while True:
         try:
             return TakeoverAnswer.model_validate(await retry(call, waiting_for=GATEWAY))
         except Conflict as error:
-            # The experiment is being stopped, or another trainer was appointed: the order to end is on its way.
+            # The experiment is being stopped, or another trainer was appointed: the order to end is on its way, if it
+            # has not come while the model was loaded.
             log.warning("the gateway refuses the takeover", extra={"error": error.detail})
-            await asyncio.sleep(REFUSED_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REFUSED_SECONDS):
+                    await control.until_stopped()
+        if control.is_stopped:
+            raise ToldToEnd

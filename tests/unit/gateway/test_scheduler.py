@@ -151,6 +151,23 @@ async def test_a_drained_rollout_is_replaced_at_once() -> None:
     await stop(gateway)
 
 
+async def test_an_experiment_is_told_who_holds_what_it_waits_for_while_that_one_ends() -> None:
+    gateway = a_gateway()
+    await add(gateway, "first", ExperimentState.STOPPING)
+    for kind in EVERY_KIND:
+        await add_service(gateway, kind, f"first {kind}", "first")
+    second = await add(gateway, "second", ExperimentState.STARTING, 2.0)
+
+    await gateway.reconciler.reconcile()
+
+    problem = gateway.commands.view(second).problem
+    assert problem is not None
+    assert problem.cause == (
+        "waiting for 1 trainer and 1 rollout and 1 reward to register or to fall free: "
+        "first is ending and still has 1 trainer and 1 rollout and 1 reward"
+    )
+
+
 async def test_the_fleet_is_shown_with_shares_and_what_is_waited_for() -> None:
     gateway = a_gateway()
     first, rollouts = await run_alone(gateway, 2, rollouts={"min": 2, "max": 5}, weight=2.0, priority=3)

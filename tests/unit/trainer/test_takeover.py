@@ -1,13 +1,22 @@
-"""A trainer that the data plane takes for an earlier one tells the gateway, which appoints it again."""
+"""A trainer that the data plane takes for an earlier one tells the gateway, which appoints it again.
 
-from typing import Any
+One that the gateway refuses ends when it is told to.
+"""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from services.trainer.worker.takeover import become_trainer
+from services.trainer.checkpoint.manager import Restored
+from services.trainer.worker.control import RunControl, ToldToEnd
+from services.trainer.worker.takeover import become_trainer, reconcile_with
 from shared.errors import ClaimLost, Conflict
+from shared.lineage import INITIAL
 from shared.schemas.takeover import RefusedIncarnation
 from shared.streams.memory.plane import MemoryDataPlane
+from tests.unit.trainer.builders import a_spec
 
 
 class Gateway:
@@ -42,3 +51,25 @@ async def test_a_newer_incarnation_takes_over() -> None:
     await become_trainer(plane.trainer("t"), gateway, "e", "t", 3_000_001)
 
     assert gateway.told == []
+
+
+@pytest.mark.parametrize("is_told_before", [True, False])
+async def test_a_trainer_that_is_refused_ends_as_soon_as_it_is_told(is_told_before: bool) -> None:
+    plane, control = MemoryDataPlane(), RunControl(lambda _: None)
+    gateway, queue = Gateway(refuses=True), plane.trainer("t")
+    await queue.take_over(1)
+    progress = SimpleNamespace(step=0, lineage="", trained=set())
+    restored = cast(Restored, SimpleNamespace(progress=progress, published=INITIAL))
+    asking = reconcile_with(queue, plane.admission, gateway, a_spec(), restored, "e", "t", control)
+    if is_told_before:
+        control.stop(is_over=True)
+
+    async with asyncio.timeout(0.5):
+        taking_over = asyncio.create_task(asking)
+        while not gateway.told:
+            await asyncio.sleep(0)
+        control.stop(is_over=True)
+        with pytest.raises(ToldToEnd):
+            await taking_over
+
+    assert len(gateway.told) == 1, "it asks no more once it is told"

@@ -1,6 +1,7 @@
 """What ``/openapi.json`` says besides what the routes say themselves: tokens, and every status of a refusal."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI
@@ -39,7 +40,10 @@ CLOSED_READING = "/v1/"
 
 
 def describe(
-    app: FastAPI, is_open: Callable[[str, str], bool], scopes: Callable[[str, str], list[str]] | None = None
+    app: FastAPI,
+    is_open: Callable[[str, str], bool],
+    scopes: Callable[[str, str], list[str]] | None = None,
+    schemas: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Let an app's description name its security scheme and statuses.
 
@@ -47,6 +51,7 @@ def describe(
         app: with all its routes.
         is_open: tells of a method and a path whether no token is needed.
         scopes: lists the scopes that may use them, where there are any.
+        schemas: by name, to which routes refer that describe their bodies themselves.
     """
     plain = app.openapi
 
@@ -54,6 +59,10 @@ def describe(
         is_made = app.openapi_schema is not None
         document = plain()
         if not is_made:
+            known = document.setdefault("components", {}).setdefault("schemas", {})
+            twice = sorted(name for name in known.keys() & schemas.keys() if known[name] != schemas[name])
+            assert not twice, f"two schemas have one name: {twice}"
+            known.update(schemas)
             _complete(document, is_open, scopes)
         return document
 
@@ -67,14 +76,17 @@ def only_reading_is_open(method: str, path: str) -> bool:
 
 def problem_answer(text: str) -> dict[str, Any]:
     """Describe an answer that is a problem document."""
-    return {"description": text, "content": {PROBLEM_JSON: {"schema": {"$ref": "#/components/schemas/Problem"}}}}
+    return {
+        "description": text,
+        "content": {PROBLEM_JSON: {"schema": {"$ref": "#/components/schemas/ProblemDocument"}}},
+    }
 
 
 def _complete(
     document: dict[str, Any], is_open: Callable[[str, str], bool], scopes: Callable[[str, str], list[str]] | None
 ) -> None:
-    components = document.setdefault("components", {})
-    components.setdefault("schemas", {})["Problem"] = PROBLEM
+    components = document["components"]
+    components["schemas"]["ProblemDocument"] = PROBLEM
     components["securitySchemes"] = {
         "token": {"type": "http", "scheme": "bearer", "description": "A token of the fleet; docs/security.md."}
     }

@@ -8,6 +8,8 @@
     ├── NotFound                     404  not_found
     ├── MethodNotAllowed             405  method_not_allowed
     ├── Unauthorized                 401  unauthorized
+    │   └── TooManyRefused           429  too_many_refused
+    ├── TooManyRequests              429  too_many_requests     (retryable)
     ├── Forbidden                    403  forbidden
     ├── Conflict                     409  conflict
     │   ├── ActionNotAllowed         409  action_not_allowed
@@ -106,6 +108,12 @@ class TooManyRefused(Unauthorized):
     """Without a token that is let in, and one of very many such requests from its address."""
 
     code, title, status = "too_many_refused", "Too many requests were refused", 429
+
+
+class TooManyRequests(FlotillaError):
+    """The token has as many requests of this sort open as it may."""
+
+    code, title, status, retryable = "too_many_requests", "Too many requests are open", 429, True
 
 
 class Forbidden(FlotillaError):

@@ -281,8 +281,10 @@ def add_problem_handlers(app: FastAPI) -> None:
 
 
 def _methods(app: FastAPI, path: str) -> list[str]:
-    """List the methods that some route takes on a path."""
+    """List the methods that some route takes on a path; a route of just this path is before those with parameters."""
     paths = app.openapi()["paths"]
+    if path in paths:
+        return sorted(name.upper() for name in paths[path])
     return sorted(name.upper() for known in paths if compile_path(known)[0].match(path) for name in paths[known])
 
 

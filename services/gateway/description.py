@@ -4,12 +4,13 @@ from fastapi import FastAPI
 
 from services.gateway.access.policy import OPERATING, RULES, needed
 from services.gateway.middleware import OPEN_PATHS
+from services.gateway.routes.experiments import SECTION_SCHEMAS
 from shared.description import describe
 
 
 def describe_gateway(app: FastAPI) -> None:
     """Let the app's description name its security scheme, scopes and statuses."""
-    describe(app, lambda _method, path: path in OPEN_PATHS, _scopes)
+    describe(app, lambda _method, path: path in OPEN_PATHS, _scopes, SECTION_SCHEMAS)
 
 
 def _scopes(method: str, path: str) -> list[str]:

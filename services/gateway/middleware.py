@@ -21,9 +21,11 @@ from services.gateway.body_limits import limit_of
 from services.gateway.store.answers import AwaitedAnswer, awaited
 from services.gateway.store.base import Store
 from shared.access import RENEWED_TOKEN
+from shared.cancelling import cancelled_by
 from shared.clock import Clock
+from shared.connections import connection_of
 from shared.errors import FlotillaError, Forbidden, IdempotencyMismatch, InvalidRequest, Unauthorized, Unavailable
-from shared.gatekeeper import refusal_of
+from shared.gatekeeper import READING, refusal_of
 from shared.request_body import Bodies, BodyBrokenOff, BodyTooLarge, replay
 from shared.security import bearer_of
 from shared.serving import problem_response
@@ -85,7 +87,15 @@ class Guard:
             await self._app(scope, receive, send)
             return
         try:
-            await self._handle(scope, receive, send)
+            connection = connection_of(scope) if scope["method"] in READING else None
+            if connection is None:
+                await self._handle(scope, receive, send)
+                return
+            # What only reads is not done for nobody; a change that has begun is not given up.
+            async with cancelled_by(lambda: asyncio.shield(connection.lost), _HungUp(), name="reader"):
+                await self._handle(scope, receive, send)
+        except _HungUp:
+            log.info("a reader hung up before it was answered", extra={"path": scope["path"]})
         except BodyBrokenOff:
             log.info("a request broke off, nothing of it was done", extra={"path": scope["path"]})
         except _Refused as refused:
@@ -185,6 +195,10 @@ class Guard:
             self._users[key] -= 1
             if not self._users[key]:
                 del self._users[key], self._busy[key]
+
+
+class _HungUp(Exception):
+    """The caller went before it was answered."""
 
 
 class _Refused(Exception):

@@ -132,6 +132,7 @@ async def running_state(
     finally:
         await signals.end(*tasks)
         await state.episodes.rollouts.aclose()
+        state.samples.reads.close()
 
 
 def assemble(

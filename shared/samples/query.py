@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from shared.errors import InvalidRequest
 from shared.samples.kinds import SampleKind
+
+MAX_NUMBER = 2**63 - 1
 
 
 class SampleOrder(StrEnum):
@@ -41,3 +44,14 @@ class SampleQuery:
     min_reward: float | None = None
     max_reward: float | None = None
     order: SampleOrder = SampleOrder.NEWEST
+
+    def __post_init__(self) -> None:
+        """Check that the index can be asked.
+
+        Raises:
+            InvalidRequest: a number has more than 63 bits.
+        """
+        for name in ("step", "row", "group"):
+            value = getattr(self, name)
+            if value is not None and not -MAX_NUMBER <= value <= MAX_NUMBER:
+                raise InvalidRequest(f"{name}: at most {MAX_NUMBER} is allowed")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,8 @@ _TEXTS = (
     "ended",
     "num_sampled",
 )
+CURSOR = re.compile(r"([0-3]?[0-9]{1,12})-([0-9]{1,15})", re.ASCII)
+"""Milliseconds and a number of samples, which the index makes numbers of 63 bits of."""
 _MAPS = ("components", "metrics", "timings")
 _READ = ("place", *_TEXTS, *_MAPS, "messages", "turns", "is_baseline", "versions", "lags", "advantages")
 
@@ -135,7 +138,7 @@ def _finite(values: Sequence[Any] | None) -> list[Any] | None:
 def _position(after: str | None) -> tuple[int | None, int]:
     if after is None:
         return None, 0
-    newest, dash, offset = after.partition("-")
-    if not dash or not newest.isdigit() or not offset.isdigit():
+    found = CURSOR.fullmatch(after)
+    if found is None:
         raise InvalidRequest(f"after: {after!r} is not a cursor of this list")
-    return int(newest), int(offset)
+    return int(found[1]), int(found[2])

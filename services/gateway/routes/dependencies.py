@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from fastapi import Depends, Query, Request
+from fastapi import Depends, Path, Query, Request
 from pydantic import BaseModel
 
 from services.gateway.state import GatewayState
@@ -22,9 +22,13 @@ async def from_lifespan(request: Request) -> GatewayState:
     return state
 
 
+MAX_WHOLE = 2**63 - 1
+"""Largest number that databases and the data plane hold."""
+
 Gateway = Annotated[GatewayState, Depends(from_lifespan)]
 Cursor = Annotated[str | None, Query(description="`next` of the page before")]
 Limit = Annotated[int, Query(ge=1, le=LARGEST_PAGE, description="most items of a page")]
+Step = Annotated[int, Path(ge=0, le=MAX_WHOLE)]
 Wait = Annotated[float, Query(ge=0, description="seconds to wait for a change, cut to 30")]
 
 

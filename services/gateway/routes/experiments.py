@@ -1,6 +1,7 @@
 """Experiments: create from a spec, act on them, look at them."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query, Request
 
@@ -12,12 +13,15 @@ from shared.schemas.experiment import ExperimentView, ExtendRequest, ForkRequest
 
 router = APIRouter(prefix="/experiments", tags=["experiments"])
 
+SPEC_SCHEMA: Final = ExperimentSpec.model_json_schema(ref_template="#/components/schemas/{model}")
+SECTION_SCHEMAS: Final[Mapping[str, Any]] = SPEC_SCHEMA.pop("$defs")
+"""What the spec's schema refers to, for the components of the document that it is part of."""
 SPEC_BODY = {
     "requestBody": {
         "required": True,
         "description": "The experiment spec, in JSON or YAML.",
         "content": {
-            "application/json": {"schema": ExperimentSpec.model_json_schema()},
+            "application/json": {"schema": SPEC_SCHEMA},
             "application/yaml": {"schema": {"type": "string"}},
         },
     }

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from services.gateway.routes.dependencies import Gateway
+from services.gateway.routes.dependencies import MAX_WHOLE, Gateway
 from shared.schemas.held_out import HeldOutPage
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
@@ -13,7 +13,9 @@ router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
 
 @router.get("/held_out_rows")
 async def held_out_rows(
-    experiment_id: str, gateway: Gateway, first: Annotated[int, Query(ge=0, description="number of a row")] = 0
+    experiment_id: str,
+    gateway: Gateway,
+    first: Annotated[int, Query(ge=0, le=MAX_WHOLE, description="number of a row")] = 0,
 ) -> HeldOutPage:
     """Return rows of ``job.held_out`` as tokens; the trainer computes their loss.
 

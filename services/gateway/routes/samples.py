@@ -1,12 +1,11 @@
 """What the model wrote: samples of an experiment, filtered and paged."""
 
-import asyncio
 import sqlite3
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 
-from services.gateway.routes.dependencies import Cursor, Gateway
+from services.gateway.routes.dependencies import MAX_WHOLE, Cursor, Gateway
 from shared.errors import InvalidRequest, Unavailable
 from shared.samples.kinds import SampleKind
 from shared.samples.query import SampleOrder, SampleQuery
@@ -25,10 +24,11 @@ Reward = Annotated[float | None, Query(allow_inf_nan=False)]
 async def samples(
     experiment_id: str,
     gateway: Gateway,
-    step: Annotated[int | None, Query(description="of this step, or evaluated after it")] = None,
+    request: Request,
+    step: Annotated[int | None, Query(ge=0, le=MAX_WHOLE, description="of this step, or evaluated after it")] = None,
     kind: Annotated[str | None, Query(description="trained, filtered, dropped, failed, evaluation; by commas")] = None,
-    row: Annotated[int | None, Query(description="of the dataset: the problem")] = None,
-    group: Annotated[int | None, Query(description="id of a group")] = None,
+    row: Annotated[int | None, Query(ge=0, le=MAX_WHOLE, description="of the dataset: the problem")] = None,
+    group: Annotated[int | None, Query(ge=0, le=MAX_WHOLE, description="id of a group")] = None,
     status: Annotated[GradeStatus | None, Query(description="how grading ended")] = None,
     failed: Annotated[bool, Query(description="of failed groups, or whose grading failed")] = False,
     min_reward: Reward = None,
@@ -43,6 +43,7 @@ async def samples(
     Raises:
         NotFound: there is no such experiment (404).
         InvalidRequest: a kind that is none, or a cursor of another list (422).
+        TooManyRequests: the token has as many of these open as it may (429).
     """
     experiment = gateway.repository.get(experiment_id)
     query = SampleQuery(
@@ -63,7 +64,7 @@ async def samples(
         return SamplePage.model_validate(found._asdict())
 
     try:
-        return await asyncio.to_thread(read)
+        return await gateway.samples.reads.read(request.state.shown.principal.actor, read)
     except (OSError, sqlite3.Error) as error:
         raise Unavailable(f"the samples of {experiment_id} cannot be read: {error}") from error
 

@@ -2,8 +2,8 @@
 
 from fastapi import APIRouter
 
-from services.gateway.routes.dependencies import Gateway
-from shared.errors import InvalidRequest, NotFound
+from services.gateway.routes.dependencies import Gateway, Step
+from shared.errors import NotFound
 from shared.schemas.wire import Wire
 from shared.streams.plans import Plan
 
@@ -26,14 +26,12 @@ class StepView(Wire):
 
 
 @router.get("/steps/{step}")
-async def show_step(experiment_id: str, step: int, gateway: Gateway) -> StepView:
+async def show_step(experiment_id: str, step: Step, gateway: Gateway) -> StepView:
     """Show which groups a step trains (its plan) or trained (its lineage).
 
     Raises:
         NotFound: the step has no plan (404).
     """
-    if step < 0:
-        raise InvalidRequest(f"step must be at least 0, got {step}")
     queue = gateway.repository.get(experiment_id).train.trainer(READER)
     lineage = await queue.lineage(step)
     plan = lineage or await queue.load_plan(step)

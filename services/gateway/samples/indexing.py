@@ -7,6 +7,7 @@ from pathlib import Path
 
 from services.gateway.records.per_experiment import PerExperiment
 from services.gateway.records.repository import Experiment
+from services.gateway.samples.reads import SampleReads
 from shared.samples.index import SampleIndex
 
 log = logging.getLogger(__name__)
@@ -17,9 +18,10 @@ READ_SECONDS = 0.5
 
 
 class SampleIndexes:
-    """The index of each experiment, opened when it is first asked for."""
+    """The index of each experiment, opened when it is first asked for, and those who read what it finds."""
 
     def __init__(self) -> None:
+        self.reads = SampleReads()
         self._opened: PerExperiment[list[SampleIndex]] = PerExperiment(list)
 
     def of(self, experiment: Experiment) -> SampleIndex:

@@ -7,7 +7,7 @@ kind is refused, not ignored: an agent that asks for it would be trained on some
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -19,6 +19,12 @@ MAX_MESSAGES: Final = 4096
 MAX_TOOLS: Final = 256
 MAX_STOPS: Final = 4
 
+ModelName = Annotated[str, Field(max_length=256)]
+"""Any name is taken, and given back."""
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+"""Which of them the model has, the engine knows."""
+TokenIds = Annotated[tuple[TokenId, ...], Field(fail_fast=True)]
+Texts = Annotated[tuple[str, ...], Field(fail_fast=True)]
 Message = Mapping[str, Any]
 Request = TypeVar("Request", bound=TolerantWire)
 
@@ -32,7 +38,7 @@ class StreamOptions(TolerantWire):
 class ChatRequest(TolerantWire):
     """``POST /v1/chat/completions``, as far as it has a meaning here."""
 
-    messages: tuple[dict[str, Any], ...] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: tuple[dict[str, Any], ...] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     tools: tuple[dict[str, Any], ...] = Field((), max_length=MAX_TOOLS)
     tool_choice: Any = None
     max_tokens: int | None = Field(None, ge=1)
@@ -45,13 +51,13 @@ class ChatRequest(TolerantWire):
     stream_options: StreamOptions = StreamOptions()
     logprobs: bool = False
     response_format: dict[str, Any] | None = None
-    model: str = "policy"
+    model: ModelName = "policy"
 
 
 class TextRequest(TolerantWire):
     """``POST /v1/completions``, as far as it has a meaning here."""
 
-    prompt: str | tuple[int, ...] | tuple[str, ...]
+    prompt: str | TokenIds | Texts
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
@@ -61,7 +67,7 @@ class TextRequest(TolerantWire):
     stream_options: StreamOptions = StreamOptions()
     echo: bool = False
     logprobs: int | None = None
-    model: str = "policy"
+    model: ModelName = "policy"
 
 
 AnyRequest = ChatRequest | TextRequest

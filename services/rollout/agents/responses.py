@@ -14,7 +14,7 @@ from typing import Any, Final
 from pydantic import Field
 
 from services.rollout.agents.replies import Reply, pieces
-from services.rollout.agents.requests import MAX_MESSAGES, MAX_TOOLS, ChatRequest, check_chat, read_request
+from services.rollout.agents.requests import MAX_MESSAGES, MAX_TOOLS, ChatRequest, ModelName, check_chat, read_request
 from shared.config.rollout import SamplingConfig
 from shared.errors import InvalidRequest
 from shared.schemas.wire import TolerantWire
@@ -47,7 +47,7 @@ class ResponsesRequest(TolerantWire):
     prompt: Any = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, Any] | None = None
-    model: str = "policy"
+    model: ModelName = "policy"
 
 
 class ResponsesChat(ChatRequest):

@@ -1,10 +1,12 @@
 """The gateway answers what ``/openapi.json`` says, whatever it is asked, with each kind of token and with none."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import schemathesis
+import starlette.testclient
 from schemathesis import checks
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -74,10 +76,34 @@ def test_nobody_gets_documented_refusals(case: Any) -> None:
     ask(case, None)
 
 
+def references(node: Any) -> Iterator[str]:
+    if isinstance(node, dict):
+        yield from (value for key, value in node.items() if key == "$ref" and isinstance(value, str))
+        yield from (each for value in node.values() for each in references(value))
+    elif isinstance(node, list):
+        yield from (each for value in node for each in references(value))
+
+
+def test_every_reference_leads_to_a_schema() -> None:
+    document = SCHEMA.raw_schema
+    schemas = {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
+
+    assert set(references(document)) <= schemas
+    assert "cause" in document["components"]["schemas"]["Problem"]["properties"], "of an experiment, not of a request"
+
+
+def test_what_is_allowed_on_a_path_is_what_its_own_route_takes() -> None:
+    client = starlette.testclient.TestClient(an_app(), headers={"Authorization": f"Bearer {OPERATOR}"})
+
+    for path, allowed in (("/v1/tokens/self", "GET"), ("/v1/tokens/some", "DELETE"), ("/v1/tokens", "GET, POST")):
+        answer = client.options(path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+
+
 def test_every_route_names_its_scopes_and_refusals() -> None:
     document = SCHEMA.raw_schema
     assert document["components"]["securitySchemes"]["token"]["scheme"] == "bearer"
-    assert document["components"]["schemas"]["Problem"] == PROBLEM
+    assert document["components"]["schemas"]["ProblemDocument"] == PROBLEM
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             is_open = path in {"/healthz", "/readyz", "/metrics"}

@@ -1,5 +1,6 @@
 """What a request must be before a route sees it."""
 
+import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -121,6 +122,45 @@ async def test_a_body_that_broke_off_is_not_executed() -> None:
     seen = await ask([PART, {"type": "http.disconnect"}])
 
     assert (seen.bodies, seen.statuses) == ([], [])
+
+
+@pytest.mark.parametrize(("method", "is_answered"), [("GET", False), ("POST", True)])
+async def test_a_reader_that_hangs_up_is_not_served_on_and_a_change_is_done(method: str, is_answered: bool) -> None:
+    lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    begun, may_answer, answered = asyncio.Event(), asyncio.Event(), list[bool]()
+
+    async def app(_scope: Scope, _receive: Receive, _send: Send) -> None:
+        begun.set()
+        await may_answer.wait()
+        answered.append(True)
+
+    async def receive() -> Message:
+        return REST
+
+    async def send(_message: Message) -> None:
+        raise AssertionError("there is nobody")
+
+    store, clock = MemoryStore(), ManualClock()
+    opened = Opened(store, clock, Tokens(store, clock, "t"))
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": method,
+        "path": "/v1/experiments",
+        "query_string": b"",
+        "state": {},
+        "headers": [(b"authorization", b"Bearer t")],
+        "extensions": {EXTENSION: {"connection": SimpleNamespace(lost=lost)}},
+    }
+    asking = asyncio.create_task(Guard(app, opened_of=lambda _: opened, bodies=Bodies())(scope, receive, send))
+    await begun.wait()
+
+    lost.set_result(None)
+    if is_answered:
+        may_answer.set()
+    await asking
+
+    assert answered == [True] * is_answered
+    assert not lost.cancelled()
 
 
 @pytest.mark.parametrize("cursor", ["\u00b2", "9" * 25, "-1", "1.0", "", " 1", "\u0663"])

@@ -197,3 +197,23 @@ def test_tokens_come_with_null_for_what_has_no_value(tmp_path: Path) -> None:
     assert len(first.tokens["token_ids"]) == 8
     assert first.tokens["ref_log_probs"] is None
     first.model_dump_json()
+
+
+@pytest.mark.parametrize("name", ["step", "row", "group"])
+def test_a_number_that_no_index_holds_is_refused(name: str) -> None:
+    asked: dict[str, Any] = {name: 2**63 - 1}
+    SampleQuery(**asked)
+
+    for number in (2**63, 10**30, -(10**30)):
+        with pytest.raises(InvalidRequest, match=f"{name}: at most"):
+            SampleQuery(**(asked | {name: number}))
+
+
+@pytest.mark.parametrize(
+    "after", ["", "1", "-1", "1-", "\u00b2-1", "1-\u00b2", "9999999999999-0", "1-" + "9" * 30, "9" * 5000 + "-1"]
+)
+def test_what_is_no_cursor_is_refused(tmp_path: Path, after: str) -> None:
+    index = SampleIndex(tmp_path)
+
+    with pytest.raises(InvalidRequest, match="is not a cursor"):
+        read_page(index, SampleQuery(), limit=1, after=after, with_tokens=False, seconds=1)

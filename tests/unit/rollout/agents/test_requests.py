@@ -1,0 +1,33 @@
+"""What of a request is refused before anything is made of it."""
+
+import json
+
+import pytest
+
+from services.rollout.agents.requests import read_chat, read_text
+from shared.config.rollout import SamplingConfig
+from shared.errors import InvalidRequest
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.mark.parametrize("token", [-1, 2**31, 2**40, 10**30])
+def test_a_token_id_that_no_model_has_is_refused(token: int) -> None:
+    assert read_text(b'{"prompt": [1, 2]}', SamplingConfig()).prompt == (1, 2)
+
+    with pytest.raises(InvalidRequest, match="prompt"):
+        read_text(json.dumps({"prompt": [1, token]}).encode(), SamplingConfig())
+
+
+def test_of_a_million_wrong_token_ids_the_first_is_named() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read_text(json.dumps({"prompt": [-1] * 100_000}).encode(), SamplingConfig())
+
+    assert len(caught.value.errors) <= 3
+
+
+def test_a_name_of_a_model_is_short_for_it_is_given_back() -> None:
+    assert read_chat(json.dumps(CHAT | {"model": "m" * 256}).encode(), SamplingConfig()).model == "m" * 256
+
+    with pytest.raises(InvalidRequest, match="model: String should have at most 256 characters"):
+        read_chat(json.dumps(CHAT | {"model": "m" * 1_000_000}).encode(), SamplingConfig())

@@ -7,6 +7,7 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from services.reward.normalisation import group_mean
 from shared.config.shaping import GroupFilterConfig, MeanInRangeConfig, SampleMaskConfig, SpreadAboveConfig
 from shared.schemas.trajectory import GradeStatus, Group
 
@@ -51,7 +52,7 @@ def sample_mask(
     if config.difficulty is not None:
         low, high = config.difficulty
         _, index = np.unique(np.asarray(group_index), return_inverse=True)
-        mean = (np.bincount(index, weights=values) / np.bincount(index))[index]
+        _, mean = group_mean(values, index)
         kept &= (mean > low) & (mean < high)
     if config.wrong_up_to_length is not None:
         kept &= (values == 1) | ((values == 0) & (sizes < config.wrong_up_to_length))

@@ -89,17 +89,28 @@ def normalise(
     return centred if config.clip is None else centred.clip(*config.clip)
 
 
-def _group_mean(values: Rewards, index: NDArray[np.intp]) -> tuple[Rewards, Rewards]:
+def group_mean(values: Rewards, index: NDArray[np.intp]) -> tuple[Rewards, Rewards]:
+    """Give each reward the size of its group and the group's mean; of equal rewards exactly that reward.
+
+    Args:
+        values: [S].
+        index: [S] number of each reward's group.
+    """
     sizes = np.bincount(index).astype(np.float64)
-    return sizes[index], (np.bincount(index, weights=values) / sizes)[index]
+    least, largest = np.full(sizes.shape, np.inf), np.full(sizes.shape, -np.inf)
+    np.minimum.at(least, index, values)
+    np.maximum.at(largest, index, values)
+    # Rounding may carry the mean out of these bounds, and a deviation that should be 0 divides what is left.
+    mean = np.clip(np.bincount(index, weights=values) / sizes, least, largest)
+    return sizes[index], mean[index]
 
 
 def _mean(values: Rewards, index: NDArray[np.intp], over: str | None, running: RunningMoments | None) -> Rewards:
     match over:
         case "batch":
-            return np.full_like(values, values.mean())
+            return np.full_like(values, values.mean().clip(values.min(), values.max()))
         case "group":
-            return _group_mean(values, index)[1]
+            return group_mean(values, index)[1]
         case "running":
             assert running is not None
             return np.full_like(values, running.mean)
@@ -116,6 +127,6 @@ def _std(
         return np.full_like(values, running.count), np.full_like(values, running.std)
     if over == "batch":
         index = np.zeros_like(index)
-    sizes, mean = _group_mean(values, index)
+    sizes, mean = group_mean(values, index)
     squares = np.bincount(index, weights=(values - mean) ** 2)[index]
     return sizes, np.sqrt(squares / np.maximum(sizes - 1, 1))

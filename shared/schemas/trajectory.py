@@ -285,12 +285,12 @@ class Group:
         return [t.reward for t in self.trajectories if t.reward is not None and not t.is_baseline]
 
     def episode_rewards(self) -> list[float]:
-        """List the same by episode: one of several branches has their mean."""
+        """List the same by episode: one of several branches has their mean, of equal rewards exactly that reward."""
         found: dict[object, list[float]] = {}
         for number, each in enumerate(self.trajectories):
             if each.reward is not None and not each.is_baseline:
                 found.setdefault(number if each.episode is None else each.episode, []).append(each.reward)
-        return [fmean(rewards) for rewards in found.values()]
+        return [min(max(fmean(rewards), min(rewards)), max(rewards)) for rewards in found.values()]
 
     def has_body_of(self, other: "Group") -> bool:
         """Tell, without reading an array, whether all but the grades is surely the other's.

@@ -1,5 +1,8 @@
 """Advantage estimators against naive loops, published figures and their own definitions."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +14,24 @@ from services.trainer.algorithms.advantages.returns import discounted_returns, g
 from services.trainer.algorithms.advantages.whitening import whiten
 from services.trainer.algorithms.metrics import summarise
 from services.trainer.algorithms.sequences import PackedSequences, suffix_recurrence
-from shared.config.advantage import DrGrpoConfig, GrpoConfig, ReinforceConfig, TurnReinforceConfig, WhitenConfig
+from shared.config.advantage import (
+    AdvantageConfig,
+    DrGrpoConfig,
+    GdpoConfig,
+    GigpoConfig,
+    GpgConfig,
+    GrpoConfig,
+    OpoConfig,
+    PassAtKConfig,
+    ReinforceBaselineConfig,
+    ReinforceConfig,
+    ReinforcePlusPlusConfig,
+    RlooConfig,
+    StepReinforceConfig,
+    TokenBaselineConfig,
+    TurnReinforceConfig,
+    WhitenConfig,
+)
 from shared.config.algorithm import KlRewardConfig
 from tests.unit.algorithms.building import a_batch
 
@@ -66,8 +86,76 @@ def test_a_group_of_one(rule: str, expected: float) -> None:
     close(grpo(score, alone, epsilon=1.0, group_of_one=rule), [expected / 2])  # type: ignore[arg-type]
 
 
-def test_equal_scores_teach_nothing() -> None:
-    close(grpo(torch.tensor([0.1, 0.1, 0.1]), ONE_GROUP, epsilon=1e-4), [0, 0, 0], 1e-3)
+EQUAL = [(8, 0.7), (3, 0.1), (7, 0.3), (5, -0.9), (11, 1 / 3), (64, 0.2)]
+"""Sizes of groups, and the score of all their members; float32 carries most of these means off the score."""
+TINY = 1e-12
+COMPARING: dict[str, AdvantageConfig] = {
+    "grpo": GrpoConfig(epsilon=TINY),
+    "grpo without a deviation": GrpoConfig(normalise_by_std=False),
+    "dr_grpo": DrGrpoConfig(),
+    "grpo_passk": PassAtKConfig(epsilon=TINY),
+    "gdpo": GdpoConfig(components=("first", "second"), epsilon=TINY),
+    "rloo": RlooConfig(),
+    "reinforce_plus_plus_baseline": ReinforceBaselineConfig(whiten=WhitenConfig(epsilon=TINY)),
+    "opo": OpoConfig(),
+    "gpg": GpgConfig(),
+    "optimal_token_baseline": TokenBaselineConfig(epsilon=1e-3, drop_tail=False),
+    "gigpo": GigpoConfig(gamma=0.9, epsilon=TINY),
+    "step_reinforce": StepReinforceConfig(gamma=1.0, epsilon=TINY),
+}
+
+
+def equal_groups(sizes_and_scores: list[tuple[int, float]]) -> AdvantageInputs:
+    """Make groups of equal scores; the sequences have 1 to 3 tokens, and each is its environment's only step."""
+    sizes = torch.tensor([size for size, _ in sizes_and_scores])
+    scores = torch.tensor([score for _, score in sizes_and_scores]).repeat_interleave(sizes)
+    groups = torch.arange(len(sizes)).repeat_interleave(sizes)
+    numbers = torch.arange(len(scores))
+    index = numbers.repeat_interleave(1 + numbers % 3)
+    random = torch.Generator().manual_seed(0)
+    return AdvantageInputs(
+        PackedSequences.of(index, torch.ones_like(index)),
+        scores,
+        groups,
+        old_log_probs=-torch.rand(len(index), generator=random),
+        sum_pi_squared=torch.rand(len(index), generator=random),
+        component_scores=torch.stack([scores, scores / 3], 1),
+        steps=EnvironmentSteps(scores, numbers, torch.zeros_like(numbers), groups, scores),
+    )
+
+
+@pytest.mark.parametrize("config", COMPARING.values(), ids=COMPARING)
+def test_equal_scores_teach_exactly_nothing(config: AdvantageConfig) -> None:
+    found = compute_advantages(config, equal_groups(EQUAL))
+
+    assert not found.advantages.any()
+    assert summarise(found.metrics)["flat_group_fraction"] == 1
+    assert summarise(found.metrics)["group_std"] == 0
+
+
+@pytest.mark.parametrize("kind", [GrpoConfig, DrGrpoConfig, RlooConfig, OpoConfig, GpgConfig])
+def test_episodes_of_equal_scores_are_flat_whatever_branches_they_have(kind: type[AdvantageConfig]) -> None:
+    inputs = equal_groups([(12, 0.7), (12, 0.1)])
+    branches = torch.tensor([1, 2, 3, 6] * 2)
+    episodes = torch.arange(len(branches)).repeat_interleave(branches)
+
+    found = compute_advantages(kind(), replace(inputs, episode_index=episodes))
+
+    assert not found.advantages.any()
+    assert summarise(found.metrics)["flat_group_fraction"] == 1
+
+
+@pytest.mark.parametrize(("count", "score"), EQUAL)
+@pytest.mark.parametrize("kind", [ReinforceConfig, ReinforcePlusPlusConfig])
+@pytest.mark.parametrize("baseline", ["none", "batch_mean"])
+def test_a_batch_of_equal_scores_less_their_mean_is_nothing(
+    kind: type[ReinforceConfig], baseline: Any, count: int, score: float
+) -> None:
+    whiten = WhitenConfig(epsilon=TINY) if baseline == "none" else None
+
+    found = compute_advantages(kind(baseline=baseline, whiten=whiten), equal_groups([(count, score)]))
+
+    assert not found.advantages.any()
 
 
 def test_tied_best_scores_have_no_lead() -> None:

@@ -87,9 +87,11 @@ def test_a_group_statistic_is_the_groups_own() -> None:
 
 @pytest.mark.parametrize(("degenerate", "expected"), [("epsilon", 0.0), ("zero", 0.0)])
 def test_equal_rewards_normalise_to_zero(degenerate: Any, expected: float) -> None:
-    config = StatisticsConfig(mean="group", std="group", degenerate=degenerate)
+    for over in ("group", "batch"):
+        config = StatisticsConfig(mean=over, std=over, degenerate=degenerate, epsilon=1e-300)
 
-    assert normalise([0.5, 0.5], [0, 0], config).tolist() == [expected, expected]
+        for count, reward in ((2, 0.5), (8, 0.7), (3, 0.1), (10, 0.1), (7, -0.3)):
+            assert set(normalise([reward] * count, [0] * count, config).tolist()) <= {expected}
 
 
 def test_asym_clip_bounds_what_was_normalised() -> None:

@@ -61,6 +61,13 @@ def test_the_filter_judges_the_rewards_as_graded(rewards: tuple[float, float], r
     assert why_filtered(graded(*rewards), section) == reason
 
 
+def test_episodes_of_equal_rewards_have_no_spread_whatever_branches_they_have() -> None:
+    branches = [(0, 3), (1, 1), (2, 2)]
+    made = [a_trajectory(reward=0.7, episode=episode) for episode, count in branches for _ in range(count)]
+
+    assert why_filtered(Group(a_task(), tuple(made)), config(filter_zero_spread=True)) == "zero_spread"
+
+
 @pytest.mark.parametrize(
     ("metrics", "reason"),
     [

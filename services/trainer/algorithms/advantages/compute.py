@@ -270,7 +270,8 @@ def _less_batch_mean(
     if inputs.episode_index is not None:
         episodes = Groups.of(inputs.episode_index)
         compared = episodes.mean(compared)[episodes.first]
-    return scores - compared.mean()
+    # Within their bounds: of equal scores the mean is that score, which rounding may miss.
+    return scores - compared.mean().clamp(compared.min(), compared.max())
 
 
 def _token_rewards(inputs: AdvantageInputs, scores: Tensor, charge: Tensor | None) -> Tensor:

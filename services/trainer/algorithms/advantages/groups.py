@@ -40,8 +40,16 @@ class Groups:
         return scatter_sum(values.float(), self.index, self.count)[self.index]
 
     def mean(self, values: Tensor) -> Tensor:
-        """Average [S] over each group, given back to each member: [S]."""
-        return self.sum(values) / self.sizes
+        """Average [S] over each group, given back to each member: [S]; of equal values exactly that value."""
+        return self.within(self.sum(values) / self.sizes, values)
+
+    def within(self, means: Tensor, values: Tensor) -> Tensor:
+        """Bound means [S] by the least and the largest of each group's values [S].
+
+        Rounding carries the mean of eight times 0.7 off 0.7, and an estimator that divides by a deviation makes
+        advantages of that.
+        """
+        return torch.minimum(torch.maximum(means, self.min(values)), self.max(values))
 
     @cached_property
     def first(self) -> Tensor:
@@ -58,6 +66,10 @@ class Groups:
         """Largest value of each group, given back to each member: [S]."""
         lowest = torch.full((self.count,), -torch.inf, device=values.device)
         return lowest.scatter_reduce(0, self.index, values.float(), "amax")[self.index]
+
+    def min(self, values: Tensor) -> Tensor:
+        """Least value of each group, given back to each member: [S]."""
+        return -self.max(-values)
 
 
 def _alone(groups: Groups, advantages: Tensor, scores: Tensor, rule: GroupOfOne) -> Tensor:
@@ -105,7 +117,7 @@ def rloo(scores: Tensor, groups: Groups, *, group_of_one: GroupOfOne = "zero") -
     Source: Ahmadian et al., Back to Basics, 2024, eq. 8.
     """
     scores = scores.float()
-    others = (groups.sum(scores) - scores) / (groups.sizes - 1).clamp(min=1)
+    others = groups.within((groups.sum(scores) - scores) / (groups.sizes - 1).clamp(min=1), scores)
     return _alone(groups, scores - others, scores, group_of_one)
 
 
@@ -114,7 +126,7 @@ def opo(scores: Tensor, lengths: Tensor, groups: Groups, *, group_of_one: GroupO
 
     Source: Hao et al., On-Policy RL with Optimal Reward Baseline, 2025.
     """
-    baseline = groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1)
+    baseline = groups.within(groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1), scores)
     return _alone(groups, scores.float() - baseline, scores, group_of_one)
 
 

@@ -24,7 +24,8 @@ def optimal_token_baseline(
     """Subtract from reward-to-go the group's mean at the same position, weighted by accumulated score-function energy.
 
     With pi the taken token's probability, ``w = 1 - 2 pi + sum pi^2`` (the squared norm of the logits' gradient),
-    times squared importance weights if given; W its running sum; per position ``b = sum_i G_i W_i / sum_i W_i``.
+    times squared importance weights if given; W its running sum; per position ``b = sum_i G_i W_i / sum_i W_i``; where
+    all members have the same G, it is exactly that.
 
     Args:
         token_rewards: [T].
@@ -54,11 +55,18 @@ def optimal_token_baseline(
     weight = torch.where(mask, weight, 0.0)
     num_bins = groups.count * width
     baseline = scatter_sum(returns * weight, bins, num_bins) / (scatter_sum(weight, bins, num_bins) + epsilon)
-    baseline = baseline[bins]
+    highest, lowest = (sign * _largest(sign * returns, mask, bins, num_bins) for sign in (1, -1))
+    baseline = torch.where(highest == lowest, highest, baseline)[bins]
     if drop_tail:
         baseline = torch.where(_is_alone(position, sequences, groups), 0.0, baseline)
     baseline = torch.where(sequences.spread(groups.sizes) > 1, baseline, 0.0)
     return (returns - baseline) * mask, returns * mask
+
+
+def _largest(values: Tensor, mask: Tensor, index: Tensor, count: int) -> Tensor:
+    """Find the largest of the values [T] where the mask holds, in each bin: [count]."""
+    lowest = torch.full((count,), -torch.inf, device=values.device)
+    return lowest.scatter_reduce(0, index, torch.where(mask, values, -torch.inf), "amax")
 
 
 def _running_sum(values: Tensor, sequences: PackedSequences) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 import xxhash
 from pydantic import ConfigDict, Field, ValidationError
 
+from shared.absence import absent_or
 from shared.described import Described
 from shared.errors import ModelError
 
@@ -126,7 +127,7 @@ def check_files(stored: StoredCheckpoint, moved: Callable[[], None] = lambda: No
         try:
             found = checksum(stored.path / name)
         except OSError as error:
-            raise ModelError(f"checkpoint {stored.path} cannot be read: {error}") from error
+            raise absent_or(error, ModelError(f"checkpoint {stored.path} cannot be read: {error}")) from error
         if found != expected:
             raise ModelError(f"checkpoint {stored.path} is damaged: {name} is not what was written")
         moved()

@@ -1,7 +1,7 @@
 """A process that runs somebody's code: it knows no secret of the service, and cannot look into the service's memory.
 
-It speaks in JSON lines. The first is what to load, answered by ``{"ready": ...}`` or ``{"error": words}``; then
-``[number, content]`` is answered by ``[number, result]``, many at a time, and ``{"cancel": number}`` gives one up.
+It speaks in JSON lines. The first is what to load, answered by ``{"ready": ...}`` or ``{"error": ..., "passes": ...}``;
+then ``[number, content]`` is answered by ``[number, result]``, many at a time, and ``{"cancel": number}`` gives one up.
 """
 
 import asyncio
@@ -14,8 +14,9 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
+from shared.absence import absent_or, may_pass
 from shared.confinement import confine
-from shared.errors import InvalidSpec, WorkerDied
+from shared.errors import DeadlineExceeded, FlotillaError, InvalidSpec, Unavailable, WorkerDied
 from shared.processes import die_with_parent, kill, python_module, reap
 from shared.secret_variables import without_secrets
 
@@ -53,7 +54,9 @@ class CodeProcess:
 
         Raises:
             InvalidSpec: the code cannot be loaded.
-            WorkerDied: the process did not start, or was killed meanwhile: not the code's fault.
+            WorkerDied: the process was killed meanwhile: not the code's fault.
+            DeadlineExceeded: it took longer than ``START_SECONDS``, as on a busy machine.
+            Unavailable: no process can be started now, or what the code needs to be loaded is absent.
         """
         async with self._starting:
             if self.process is not None and self.process.returncode is None:
@@ -61,20 +64,24 @@ class CodeProcess:
             await self.aclose()
             environment = without_secrets(os.environ)
             environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-            process = self.process = await asyncio.create_subprocess_exec(
-                *python_module(self._module),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                limit=MAX_LINE_BYTES,
-                env=environment,
-            )
+            try:
+                process = self.process = await asyncio.create_subprocess_exec(
+                    *python_module(self._module),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    limit=MAX_LINE_BYTES,
+                    env=environment,
+                )
+            except OSError as error:
+                words = f"the process of {self._what} cannot be started: {error}"
+                raise absent_or(error, WorkerDied(words)) from error
             try:
                 async with asyncio.timeout(START_SECONDS):
                     self._about = await self._greet(process)
             except BaseException as error:
                 await self.aclose()
                 if isinstance(error, TimeoutError):
-                    raise WorkerDied(f"{self._what} was not loaded within {START_SECONDS:g} s") from None
+                    raise DeadlineExceeded(f"{self._what} was not loaded within {START_SECONDS:g} s") from None
                 raise
             self._reading = asyncio.create_task(self._read(process), name=self._what)
             return self._about
@@ -92,7 +99,7 @@ class CodeProcess:
             raise InvalidSpec(f"{self._what}: its process ended while it loaded the file")
         answer = json.loads(line)
         if "ready" not in answer:
-            raise InvalidSpec(str(answer["error"]))
+            raise (Unavailable if answer["passes"] else InvalidSpec)(str(answer["error"]))
         return answer["ready"]
 
     async def call(self, content: object) -> Any:
@@ -158,7 +165,7 @@ def serve_code(load: Callable[[Any], Loaded]) -> None:
     """Be such a process: confined, and ended with the one that started it.
 
     Args:
-        load: makes it of the opening; raises ``InvalidSpec``.
+        load: makes it of the opening; raises ``InvalidSpec`` or ``Unavailable``.
     """
     die_with_parent()
     confine()
@@ -174,8 +181,9 @@ async def _main(load: Callable[[Any], Loaded]) -> None:
         try:
             loaded = load(json.loads(await lines.readline()))
             greeting = json.dumps({"ready": loaded.about})
-        except (InvalidSpec, TypeError, ValueError) as error:
-            answers.write(json.dumps({"error": getattr(error, "detail", str(error))}) + "\n")
+        except (FlotillaError, TypeError, ValueError) as error:
+            words = getattr(error, "detail", str(error))
+            answers.write(json.dumps({"error": words, "passes": may_pass(error)}) + "\n")
             return
         answers.write(greeting + "\n")
         running: dict[int, asyncio.Task[None]] = {}

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+from shared.absence import absent_or
 from shared.errors import InvalidSpec
 
 OURS: Final = ("services", "shared")
@@ -44,7 +45,9 @@ def load_callable(reference: str, *, what: str, kind: str, accepts: Callable[[An
     try:
         module = _imported(path, what)
     except Exception as error:
-        raise InvalidSpec(f"{what} {reference!r}: importing it failed: {describe(error, path)}") from error
+        raise absent_or(
+            error, InvalidSpec(f"{what} {reference!r}: importing it failed: {describe(error, path)}")
+        ) from error
     found = getattr(module, name, None)
     if not callable(found):
         offered = ", ".join(sorted(key for key, value in vars(module).items() if accepts(value))) or "none"

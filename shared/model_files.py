@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from shared.absence import absent_or
 from shared.errors import ModelError
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -24,7 +25,7 @@ def check_directory(path: Path) -> None:
     try:
         json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{config} is not readable JSON: {error}") from None
+        raise absent_or(error, ModelError(f"{config} is not readable JSON: {error}")) from None
     weights = {each.name for each in path.glob("*.safetensors")}
     if weights == {ADAPTER}:
         raise ModelError(

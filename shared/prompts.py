@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from shared.absence import absent_or
 from shared.config.data import PLACE, DataConfig, ErrorOverlongConfig, TruncateOverlongConfig
 from shared.config.spec import ExperimentSpec
 from shared.errors import ModelError, PromptTooLong
@@ -36,7 +37,7 @@ def load_tokenizer(path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"no tokenizer can be loaded from {path}: {error}") from error
+        raise absent_or(error, ModelError(f"no tokenizer can be loaded from {path}: {error}")) from error
 
 
 @dataclass(frozen=True, slots=True)

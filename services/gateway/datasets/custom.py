@@ -6,6 +6,7 @@ As a program it reads one JSON line (reference, options, limit, field) and write
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from services.gateway.datasets.columns import Row
+from shared.absence import absent_or
 from shared.confinement import confine
 from shared.custom_code import describe, load_callable
-from shared.errors import DataError, FlotillaError, InvalidSpec, error_for_code
+from shared.errors import DataError, FlotillaError, InvalidSpec, Unavailable, error_for_code
 from shared.processes import python_module
 from shared.secret_variables import without_secrets
 
@@ -64,7 +66,9 @@ def rows_of_child(reference: str, options: dict[str, Any], limit: int | None, fi
         finally:
             deadline.cancel()
             child.kill()
-    raise DataError(f"{WHAT} {reference!r}: its process ended with code {child.wait()}", path=reference)
+    code = child.wait()
+    kind = Unavailable if code == -signal.SIGKILL else DataError
+    raise kind(f"{WHAT} {reference!r}: its process ended with code {code}", path=reference)
 
 
 def custom_rows(reference: str, options: dict[str, Any], limit: int | None, field: str) -> list[Row]:
@@ -82,10 +86,12 @@ def custom_rows(reference: str, options: dict[str, Any], limit: int | None, fiel
         raise InvalidSpec(f"{WHAT} {reference!r}: {field}.options do not fit its constructor: {error}") from error
     try:
         return [_checked(row, number, reference) for number, row in enumerate(_iterate(make(**options), limit))]
-    except DataError:
+    except FlotillaError:
         raise
     except Exception as error:  # whatever the user's class raises
-        raise DataError(f"{WHAT} {reference!r} failed: {describe(error, path)}", path=reference) from error
+        raise absent_or(
+            error, DataError(f"{WHAT} {reference!r} failed: {describe(error, path)}", path=reference)
+        ) from error
 
 
 def _iterate(dataset: Any, limit: int | None) -> Iterator[Any]:

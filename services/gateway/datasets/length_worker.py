@@ -3,8 +3,8 @@
 It reads one JSON object per line and answers each by one: first ``{model, input_template, options}`` by
 ``{has_chat_template}``, then ``{prompts: [[[role, content], ...], ...]}`` by ``{lengths: [...]}``, where ``show`` is
 true also with ``texts``; or ``{conversations: [[[role, content], ...], ...], starts: [...]}`` by ``{rendered: [[token
-ids, loss mask], ...]}``, of which the assistant's turns from the start on are learned; or by ``{error, index?}``.
-It ends with its input.
+ids, loss mask], ...]}``, of which the assistant's turns from the start on are learned; or by
+``{error, index?, passes?}``. It ends with its input.
 """
 
 import json
@@ -46,6 +46,7 @@ def render(tokenizer: Any, template: Any, conversations: list[list[list[str]]], 
 
 def main() -> None:
     """Answer until the input ends."""
+    from shared.absence import may_pass
     from shared.prompts import PromptTemplate, keep_torch_out, load_tokenizer
 
     keep_torch_out()
@@ -63,7 +64,7 @@ def main() -> None:
             except ImportError as error:
                 reply = {"error": f"{error}: counting tokens needs transformers: install flotilla[tokenizer]"}
             except Exception as error:  # whatever a broken tokenizer raises
-                reply = {"error": str(error)}
+                reply = {"error": str(error), "passes": may_pass(error)}
         elif "conversations" in request:
             reply = render(tokenizer, template, request["conversations"], request["starts"])
         else:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
-from shared.errors import DataError, ModelError
+from shared.errors import DataError, ModelError, Unavailable
 from shared.processes import python_module
 from shared.prompts import PromptTemplate
 from shared.schemas.task import Message
@@ -46,7 +47,8 @@ class LengthProcess:
         """Send a request and wait for its answer.
 
         Raises:
-            DataError: the process ended, or was killed since it did not answer within ``ANSWER_SECONDS``.
+            DataError: the process ended.
+            Unavailable: it was killed, such as since it did not answer within ``ANSWER_SECONDS``.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         deadline = threading.Timer(ANSWER_SECONDS, self._process.kill)
@@ -62,7 +64,9 @@ class LengthProcess:
             deadline.cancel()
         if not line:
             code = self._process.wait(END_SECONDS)
-            raise DataError(f"a process that counts prompts' tokens ended with exit code {code}")
+            # Killed for memory, or by the deadline of a busy machine: that passes.
+            kind = Unavailable if code == -signal.SIGKILL else DataError
+            raise kind(f"a process that counts prompts' tokens ended with exit code {code}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -92,7 +96,7 @@ def running_process(model_path: str, template: PromptTemplate) -> Iterator[Lengt
             asked = {"model": model_path, "input_template": template.input_template, "options": dict(template.options)}
             answer = child.ask(asked)
             if "error" in answer:
-                raise ModelError(answer["error"], path=model_path)
+                raise (Unavailable if answer.get("passes") else ModelError)(answer["error"], path=model_path)
             child.has_chat_template = answer["has_chat_template"]
             yield child
         finally:
@@ -119,6 +123,7 @@ def prompt_lengths(
     Raises:
         ModelError: the tokenizer cannot be loaded.
         DataError: the chat template refuses a prompt, a process died, or ``stop`` was set.
+        Unavailable: a process was killed, or something else is in the way that passes.
     """
     starts = range(0, len(prompts), BATCH)
     workers = max(min(workers, len(starts)), 1)

@@ -14,6 +14,7 @@ from typing import IO, Any, Final, TypeVar
 from services.gateway.datasets.finding import bounded_glob
 from services.gateway.datasets.hub_layout import README, files_of_split
 from services.gateway.datasets.web import WEB, fetch_from_web
+from shared.absence import absent_or
 from shared.config.data import DATA_SUFFIXES, RowsConfig, is_data_file, is_url
 from shared.errors import DataError
 from shared.places import Places
@@ -72,7 +73,7 @@ def open_bytes(path: str, places: Places | None = None) -> IO[bytes]:
         except FileNotFoundError:
             raise DataError(f"there is no file {path}", path=path) from None
         except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror or error}", path=path) from error
+            raise absent_or(error, DataError(f"cannot read {path}: {error.strerror or error}", path=path)) from error
 
     if places is not None and places.check_protocol(path) in WEB:
         return _reached(path, lambda: fetch_from_web(path, places.networks))
@@ -101,7 +102,7 @@ def _matching(pattern: str) -> list[str]:
         try:
             found = list(bounded_glob(pattern))
         except (ValueError, OSError, re.error) as error:
-            raise DataError(f"the pattern {pattern} cannot be used: {error}", path=pattern) from error
+            raise absent_or(error, DataError(f"the pattern {pattern} cannot be used: {error}", path=pattern)) from error
     if not found:
         raise DataError(f"no file matches {pattern}", path=pattern)
     return sorted(found)
@@ -155,7 +156,9 @@ def _reached(url: str, fetch: Callable[[], Found]) -> Found:
             raise DataError(f"cannot read {url}: {error}", path=url) from error
         except Exception as error:  # each protocol's package raises errors of its own
             if pause is None:
-                raise DataError(f"cannot read {url}: {type(error).__name__}: {error}", path=url) from error
+                raise absent_or(
+                    error, DataError(f"cannot read {url}: {type(error).__name__}: {error}", path=url)
+                ) from error
             time.sleep(pause)
     raise AssertionError("unreachable")
 

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import IO, Any
 
 from services.gateway.datasets.locations import open_bytes
+from shared.absence import absent_or
 from shared.config.data import DATA_SUFFIXES
 from shared.errors import DataError
 from shared.places import Places
@@ -30,7 +31,7 @@ def read_rows(path: str, max_rows: int | None = None, places: Places | None = No
         except RecursionError:
             raise DataError(f"cannot read {path}: lists or objects are nested too deep", path=path) from None
         except (OSError, ValueError) as error:
-            raise DataError(f"cannot read {path}: {error}", path=path) from error
+            raise absent_or(error, DataError(f"cannot read {path}: {error}", path=path)) from error
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise DataError(f"row {number} of {path} is {type(row).__name__}, not an object", path=path)

@@ -10,8 +10,9 @@ from urllib.parse import urljoin
 
 import httpx
 
+from shared.absence import BUSY_STATUS
 from shared.address_policy import AddressRefused, permitted_address
-from shared.errors import DataError
+from shared.errors import DataError, Unavailable
 from shared.settings import GRADER_NETWORKS, IPNetwork
 from shared.tls import tls_context
 
@@ -49,7 +50,8 @@ def fetch_from_web(url: str, networks: Sequence[IPNetwork]) -> IO[bytes]:
                 if answer.status_code in {404, 410}:
                     raise FileNotFoundError(url)
                 if not answer.is_success:
-                    raise DataError(f"cannot read {url}: HTTP {answer.status_code}", path=url)
+                    found = f"cannot read {url}: HTTP {answer.status_code}"
+                    raise (Unavailable if answer.status_code in BUSY_STATUS else DataError)(found, path=url)
                 # What a few bytes unpack to is the server's choice.
                 if answer.headers.get("content-encoding", "identity").strip().lower() not in {"", "identity"}:
                     raise DataError(f"cannot read {url}: it comes compressed, though it was asked not to", path=url)
@@ -65,7 +67,7 @@ def _content(answer: httpx.Response, url: str, end: float) -> IO[bytes]:
             if content.tell() > MAX_BYTES:
                 raise DataError(f"cannot read {url}: it has more than {MAX_BYTES} bytes", path=url)
             if time.monotonic() > end:
-                raise DataError(f"cannot read {url}: it takes more than {FETCH_SECONDS:g} s", path=url)
+                raise Unavailable(f"cannot read {url}: it takes more than {FETCH_SECONDS:g} s", path=url)
         content.seek(0)
         unless_whole.pop_all()
         return cast(IO[bytes], content)

@@ -12,6 +12,7 @@ from services.gateway.datasets.loading import joined, load_evaluation, load_rows
 from services.gateway.datasets.written import check_written
 from services.gateway.tracking.opening import check_trackers
 from services.gateway.uploads.remote import check_protocol
+from shared.absence import absent_or
 from shared.config.data import DataConfig, RowsConfig, is_url
 from shared.config.device_rules import tensor_parallel
 from shared.config.model import ModelConfig
@@ -135,7 +136,7 @@ def _check_model(field: str, model: ModelConfig) -> Mapping[str, Any]:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         detail = f"{field}: cannot read config.json in {directory}: {error}"
-        raise ModelError(detail, path=str(directory), field=field) from None
+        raise absent_or(error, ModelError(detail, path=str(directory), field=field)) from None
     except ValueError:
         return {}  # what is wrong with it is said where the model is loaded
     return config if isinstance(config, Mapping) else {}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from services.gateway.uploads.remote import RemoteCheckpoints
+from shared.absence import absent_or
 from shared.checkpoints import StoredCheckpoint, check_files, step_of
 from shared.errors import FlotillaError, ModelError, Unavailable
 
@@ -50,9 +51,13 @@ def fetch(url: str, step: int | None, directory: Path, moved: Callable[[], None]
                 raise Unavailable(
                     f"{FIELD}: the disk of {directory.parent} is full, so the checkpoint at {url} could not be taken"
                 ) from error
-            raise ModelError(f"{FIELD}: {url} cannot be read: {type(error).__name__}: {error}") from error
+            raise _unread(url, error) from error
         except Exception as error:  # each protocol's package raises errors of its own
-            raise ModelError(f"{FIELD}: {url} cannot be read: {type(error).__name__}: {error}") from error
+            raise _unread(url, error) from error
         check_files(stored, moved)
         stack.pop_all()
     return stored
+
+
+def _unread(url: str, error: Exception) -> FlotillaError:
+    return absent_or(error, ModelError(f"{FIELD}: {url} cannot be read: {type(error).__name__}: {error}"))

@@ -1,7 +1,7 @@
 """The reward model's process. It reads JSON lines: first the section and the directory, then batches of texts.
 
-It answers the first with how it starts (``null``, or what is wrong), and each batch with ``[score, tokens, reason]`` of
-each text. It ends with its input, and with its parent.
+It answers the first with how it starts (``null``, or ``{error, passes}``), and each batch with ``[score, tokens,
+reason]`` of each text. It ends with its input, and with its parent.
 """
 
 import json
@@ -12,8 +12,8 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import TextIO
 
+from shared.absence import may_pass
 from shared.config.reward_model import RewardModelConfig
-from shared.errors import FlotillaError
 from shared.processes import die_with_parent
 
 
@@ -34,10 +34,11 @@ def serve(lines: TextIO, answers: TextIO) -> None:
         torch.set_num_threads(config.threads)
         scorer = Scorer(config, Path(first["directory"]))
     except ImportError as error:
-        say(f"the reward service has no torch, which a reward model needs (flotilla[torch]): {error}")
+        wrong = f"the reward service has no torch, which a reward model needs (flotilla[torch]): {error}"
+        say({"error": wrong, "passes": False})
         return
-    except FlotillaError as error:
-        say(error.detail)
+    except Exception as error:  # whatever loading raises
+        say({"error": getattr(error, "detail", repr(error)), "passes": may_pass(error)})
         return
     say(None)
     for line in lines:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from shared.absence import absent_or
 from shared.config.reward_model import RewardModelConfig, ScoreNormalisation
 from shared.conversations import ASSISTANT, render
 from shared.errors import ModelError
@@ -50,7 +51,9 @@ class Scorer:
             self._device = torch.device(config.device)
             torch.empty(1, device=self._device)
         except (RuntimeError, AssertionError) as error:
-            raise ModelError(f"device {config.device} cannot be used: {_first_line(error)}") from error
+            raise absent_or(
+                error, ModelError(f"device {config.device} cannot be used: {_first_line(error)}")
+            ) from error
         self._tokenizer = _tokenizer(directory)
         if config.template is not None:
             self._tokenizer.chat_template = config.template
@@ -152,7 +155,7 @@ def _tokenizer(directory: Path) -> Any:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     # A config that contradicts itself raises an error of the hub's library, which derives from Exception.
     except Exception as error:
-        raise ModelError(f"{directory}: no tokenizer can be loaded: {_first_line(error)}") from error
+        raise absent_or(error, ModelError(f"{directory}: no tokenizer can be loaded: {_first_line(error)}")) from error
 
 
 def _load(directory: Path, dtype: torch.dtype) -> nn.Module:
@@ -172,7 +175,9 @@ def _load(directory: Path, dtype: torch.dtype) -> nn.Module:
         raise
     # transformers raises whatever a broken file leads to, safetensors an error of its own that derives from Exception.
     except Exception as error:
-        raise ModelError(f"{directory}: the reward model cannot be loaded: {_first_line(error)}") from error
+        raise absent_or(
+            error, ModelError(f"{directory}: the reward model cannot be loaded: {_first_line(error)}")
+        ) from error
     missing = sorted(map(str, report.get("missing_keys") or ()))
     if missing:
         raise ModelError(

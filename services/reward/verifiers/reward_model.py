@@ -10,14 +10,16 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shared.absence import absent_or
 from shared.config.reward_model import RewardModelConfig
-from shared.errors import FlotillaError, GradingFailed, InvalidSpec
+from shared.errors import FlotillaError, GradingFailed, InvalidSpec, Unavailable
 from shared.processes import python_module, reap
 from shared.restarts import Restarts
 from shared.schemas.grading import Grade, GradingSample
@@ -81,7 +83,8 @@ class RewardModelVerifier:
 
         Raises:
             InvalidSpec: the model cannot be loaded.
-            GradingFailed: the process did not start.
+            GradingFailed: the process ended by itself.
+            Unavailable: it was killed or took too long, or something else is in the way that passes.
         """
         async with self._starting:
             if self._scoring is None:
@@ -142,7 +145,7 @@ class RewardModelVerifier:
                 process = await self._ensure_process()
                 has_batch = True
                 found = await self._ask(process, texts)
-            except (GradingFailed, InvalidSpec) as error:
+            except (GradingFailed, InvalidSpec, Unavailable) as error:
                 await self._end()
                 deaths += has_batch
                 if deaths == DEATHS_OF_A_BATCH:
@@ -190,23 +193,32 @@ class RewardModelVerifier:
         environment = without_secrets(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         environment["OMP_NUM_THREADS"] = str(self._config.threads)
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=MAX_LINE_BYTES,
-            env=environment,
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=MAX_LINE_BYTES,
+                env=environment,
+            )
+        except OSError as error:
+            raise absent_or(error, GradingFailed(f"the reward model's process cannot be started: {error}")) from error
         self._process = process
         first = {"config": self._config.model_dump(mode="json"), "directory": str(self._directory)}
         try:
             wrong = await self._exchange(process, first, START_SECONDS)
+            if wrong is not None:
+                assert isinstance(wrong, dict)
+                kind = Unavailable if wrong["passes"] else InvalidSpec
+                raise kind(f"reward model {self._config.path}: {wrong['error']}")
+        except GradingFailed as error:
+            # It may have been killed for memory, or be slow on a busy machine.
+            is_over = process.returncode not in {None, -signal.SIGKILL}
+            await self._end()
+            raise error if is_over else Unavailable(error.detail) from error
         except BaseException:
             await self._end()
             raise
-        if wrong is not None:
-            await self._end()
-            raise InvalidSpec(f"reward model {self._config.path}: {wrong}")
         return process
 
     async def _end(self) -> None:

@@ -54,10 +54,13 @@ class CustomProcess:
 
         Raises:
             EpisodeFailed: it cannot be started.
+            Unavailable, DeadlineExceeded: it cannot be started now.
         """
         try:
             await self.start()
         except FlotillaError as error:
+            if error.retryable:
+                raise
             raise EpisodeFailed(error.detail) from error
 
     async def ask(self, do: str, which: int, given: Any) -> Any:

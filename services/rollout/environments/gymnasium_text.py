@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.rollout.environments.base import Info, Step, answer_of
+from shared.absence import absent_or
 from shared.errors import InvalidSpec
 
 NUMBER = re.compile("-?[0-9]{1,18}")
@@ -32,7 +33,9 @@ class GymnasiumText:
         try:
             self._made = gymnasium.make(name, **{"disable_env_checker": True, **options})
         except Exception as error:  # whatever an environment's constructor raises
-            raise InvalidSpec(f"gymnasium:{name} cannot be made: {type(error).__name__}: {error}") from error
+            raise absent_or(
+                error, InvalidSpec(f"gymnasium:{name} cannot be made: {type(error).__name__}: {error}")
+            ) from error
         space = self._made.action_space
         self._is_text = isinstance(space, gymnasium.spaces.Text)
         if not self._is_text and not isinstance(space, gymnasium.spaces.Discrete):

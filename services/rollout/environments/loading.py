@@ -11,9 +11,10 @@ from services.rollout.environments.frozen_lake import FrozenLake
 from services.rollout.environments.gymnasium_text import GymnasiumText
 from services.rollout.environments.sokoban import Sokoban
 from services.rollout.environments.word_game import WordGame
+from shared.absence import absent_or
 from shared.config.episodes import GYMNASIUM, EnvironmentConfig
 from shared.custom_code import load_callable
-from shared.errors import InvalidSpec
+from shared.errors import FlotillaError, InvalidSpec
 
 BUILT_IN: Final[Mapping[str, type[Any]]] = {
     "frozen_lake": FrozenLake,
@@ -43,6 +44,11 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
         made = make(**options)
     except (TypeError, ValueError) as error:
         raise InvalidSpec(f"environment {name!r} does not take the options {dict(options)}: {error}") from error
+    except FlotillaError:
+        raise
+    except Exception as error:  # whatever the user's constructor raises
+        words = f"environment {name!r} cannot be made: {type(error).__name__}: {error}"
+        raise absent_or(error, InvalidSpec(words)) from error
     for method in ("reset", "step"):
         if not callable(getattr(made, method, None)):
             raise InvalidSpec(f"environment {name!r} has no method {method}")

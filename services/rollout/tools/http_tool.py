@@ -7,19 +7,21 @@ from typing import Any
 import httpx
 
 from services.rollout.tools.base import Schema, ToolFailed
+from shared.absence import BUSY_STATUS, may_pass
 from shared.bounded_json import parse_json
-from shared.errors import EpisodeFailed
+from shared.errors import EpisodeFailed, Unavailable
 from shared.redaction import redacted_text
 
 MOST_ATTEMPTS = 3
+NOT_REACHED = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
 class HttpTool:
     """Posts ``{"name": ..., "arguments": {...}}``.
 
     A reply below 300 is the result: its ``result`` if it is an object that has one, else the whole body. 4xx is told
-    to the policy, with ``error`` or the body. 5xx, 408, 429 and no connection are tried again, and then an error of the
-    episode.
+    to the policy, with ``error`` or the body. 5xx, 408, 429 and no answer are tried again, and then an error of the
+    episode; but where the server is absent or busy, the task waits for it.
 
     Args:
         url: where to.
@@ -35,20 +37,22 @@ class HttpTool:
     async def call(self, arguments: Mapping[str, Any]) -> str:
         """Call it; see ``Tool.call``."""
         body = {"name": self.schema["function"]["name"], "arguments": dict(arguments)}
-        why = ""
+        why, is_absent = "", False
         for _ in range(MOST_ATTEMPTS):
             try:
                 reply = await self._client.post(self._url, json=body)
             except httpx.HTTPError as error:
-                why = f"{type(error).__name__}: {error}"
+                # One that was reached and did not answer may do so each time, for these arguments.
+                why, is_absent = f"{type(error).__name__}: {error}", isinstance(error, NOT_REACHED) and may_pass(error)
                 continue
             if reply.status_code >= 500 or reply.status_code in {408, 429}:
-                why = f"it answered {reply.status_code}"
+                why, is_absent = f"it answered {reply.status_code}", reply.status_code in BUSY_STATUS
                 continue
             if reply.status_code >= 300:
                 raise ToolFailed(_part(reply, "error"))
             return _part(reply, "result")
-        raise EpisodeFailed(f"tool {body['name']} at {redacted_text(self._url)} cannot be used: {why}")
+        words = f"tool {body['name']} at {redacted_text(self._url)} cannot be used: {why}"
+        raise Unavailable(words) if is_absent else EpisodeFailed(words)
 
 
 def _part(reply: httpx.Response, key: str) -> str:

@@ -10,12 +10,15 @@ from functools import partial
 from typing import Any
 
 from services.rollout.tools.base import Schema, Tool, ToolFailed
+from shared.absence import absent_or
 from shared.checked_transport import checked_client
 from shared.config.episodes import McpToolsConfig
-from shared.errors import EpisodeFailed, InvalidSpec
+from shared.errors import EpisodeFailed, FlotillaError, InvalidSpec, Unavailable
 from shared.settings import LOOPBACK, IPNetwork
 
 START_SECONDS = 30.0
+CLOSED = "Connection closed"
+"""What the package says of a server that has gone."""
 SECONDS_OF_A_STREAM = 300.0
 """A server may be silent for so long within one answer."""
 
@@ -52,16 +55,20 @@ class McpServer:
         """List the server's tools, or those of them that the spec names.
 
         Raises:
-            InvalidSpec: the package is absent, the server cannot be started, or it lacks a tool that the spec names.
+            InvalidSpec: the package is absent, there is no such program, the server refuses the session, or it lacks a
+                tool that the spec names.
+            Unavailable: it does not answer now, or not within ``START_SECONDS``.
         """
+        session = await self._connected()
         try:
-            session = await self._connected()
             async with asyncio.timeout(START_SECONDS):
                 listed = await session.list_tools()
-        except EpisodeFailed as error:
-            raise InvalidSpec(error.detail) from error
         except TimeoutError as error:
-            raise InvalidSpec(f"the MCP server did not list its tools within {START_SECONDS:g} s") from error
+            await self.close()
+            raise Unavailable(f"the MCP server did not list its tools within {START_SECONDS:g} s") from error
+        except Exception as error:  # the package raises whatever its transport does
+            await self.close()
+            raise self._unusable(error) from error
         offered = {each.name: each for each in listed.tools}
         wanted = self._config.only or tuple(offered)
         missing = [name for name in wanted if name not in offered]
@@ -70,13 +77,24 @@ class McpServer:
         return [McpTool(self, _schema(offered[name])) for name in wanted]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Call a tool; see ``Tool.call``."""
-        session = await self._connected()
+        """Call a tool; see ``Tool.call``.
+
+        Raises:
+            EpisodeFailed: the server refuses, or cannot be used.
+            Unavailable: it does not answer now: the task is answered anew once it does.
+        """
         try:
-            result = await session.call_tool(name, dict(arguments))
-        except Exception as error:  # the package raises whatever its transport does
-            await self.close()
-            raise EpisodeFailed(f"MCP tool {name} cannot be used: {_words(error)}") from error
+            session = await self._connected()
+            try:
+                result = await session.call_tool(name, dict(arguments))
+            except Exception as error:  # the package raises whatever its transport does
+                if self._session is session:
+                    await self.close()
+                # Where the server can be reached, it was this call that failed, and it would again.
+                await self._connected()
+                raise EpisodeFailed(f"MCP tool {name} cannot be used: {_words(error)}") from error
+        except InvalidSpec as error:
+            raise EpisodeFailed(error.detail) from error
         text = "\n".join(part.text for part in result.content if getattr(part, "text", None))
         if _either(result, "is_error", "isError"):
             raise ToolFailed(text or "the tool failed")
@@ -99,9 +117,13 @@ class McpServer:
             try:
                 async with asyncio.timeout(START_SECONDS):
                     self._session = await ready
-            except TimeoutError as error:
-                self._holder.cancel()
-                raise EpisodeFailed(f"the MCP server did not answer within {START_SECONDS:g} s") from error
+            except BaseException as error:
+                # Whoever comes next begins another session, whatever becomes of this one.
+                holder, self._holder = self._holder, None
+                holder.cancel()
+                if isinstance(error, TimeoutError):
+                    raise Unavailable(f"the MCP server did not answer within {START_SECONDS:g} s") from error
+                raise
             return self._session
 
     async def _hold(self, ready: "asyncio.Future[Any]", ending: asyncio.Event) -> None:
@@ -110,12 +132,19 @@ class McpServer:
                 await session.initialize()
                 ready.set_result(session)
                 await ending.wait()
-        except EpisodeFailed as error:
+        except InvalidSpec as error:
             if not ready.done():
                 ready.set_exception(error)
         except Exception as error:  # the package raises whatever its transport does
             if not ready.done():
-                ready.set_exception(EpisodeFailed(f"the MCP server cannot be used: {_words(error)}"))
+                ready.set_exception(self._unusable(error))
+
+    def _unusable(self, error: Exception) -> FlotillaError:
+        """Say that the server cannot be used: not now, where that may pass."""
+        words = f"the MCP server cannot be used: {_words(error)}"
+        # A program that ends while it starts does so again; a server elsewhere may be on its way.
+        is_away = self._config.url is not None and CLOSED in words
+        return Unavailable(words) if is_away else absent_or(error, InvalidSpec(words))
 
 
 @asynccontextmanager
@@ -125,7 +154,7 @@ async def _session(config: McpToolsConfig, networks: Sequence[IPNetwork]) -> Asy
         from mcp.client import streamable_http
         from mcp.client.stdio import stdio_client
     except ImportError as error:
-        raise EpisodeFailed("tools of an MCP server need the package mcp: pip install flotilla[mcp]") from error
+        raise InvalidSpec("tools of an MCP server need the package mcp: pip install flotilla[mcp]") from error
     async with AsyncExitStack() as stack:
         if config.url is not None:
             # Each connection goes to an address that was looked at: the name may mean another one by now.

@@ -16,6 +16,7 @@ from services.trainer.checkpoint.files import copy_companions
 from services.trainer.models.loading import LoadedModel, load_model
 from services.trainer.models.lora import Adapters
 from services.trainer.models.quantised import read_description
+from shared.absence import absent_or
 from shared.checkpoints import AVERAGE
 from shared.config.lora import LoraConfig
 from shared.config.model import ModelConfig
@@ -70,7 +71,7 @@ def merged(source: Path, averages: Mapping[str, Tensor] = NOTHING) -> LoadedMode
         base = ModelConfig(path=found["base_model_name_or_path"], revision=found.get("revision"))
         dtype, quantisation = _dtype_of(source, tensors), read_description(_model_config(source))
     except (OSError, ValueError, KeyError, TypeError, ValidationError, SafetensorError) as error:
-        raise ModelError(f"the adapter in {source} cannot be read: {error}") from error
+        raise absent_or(error, ModelError(f"the adapter in {source} cannot be read: {error}")) from error
     is_scored = found.get("task_type") == "SEQ_CLS"
     cpu = torch.device("cpu")
     loaded = load_model(model_directory(base), dtype=dtype, device=cpu, scores=is_scored, quantisation=quantisation)
@@ -102,7 +103,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         found: dict[str, Tensor] = load_file(path)
         return found
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
+        raise absent_or(error, ModelError(f"{path} cannot be read: {error}")) from error
 
 
 def _config_of(found: dict[str, Any]) -> LoraConfig:

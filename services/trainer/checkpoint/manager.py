@@ -31,6 +31,7 @@ from services.trainer.learning.opening import make_learner
 from services.trainer.learning.roles import load_critic, load_teacher
 from services.trainer.models.loading import check_device, load_model
 from services.trainer.parallel.ranks import ONE_RANK, Ranks
+from shared.absence import absent_or
 from shared.checkpoints import (
     AVERAGE,
     CRITIC,
@@ -348,7 +349,7 @@ def _load_tensors(learner: Learner, stored: StoredCheckpoint) -> None:
         elif learner.average is not None:
             learner.average.restart()
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"checkpoint {stored.path} cannot be read: {error}") from error
+        raise absent_or(error, ModelError(f"checkpoint {stored.path} cannot be read: {error}")) from error
     learner.kl_coefficient = stored.state.kl_coefficient
 
 

@@ -19,6 +19,7 @@ from transformers import (
 from services.trainer.models.installed_kernels import apply_kernels, check_attention
 from services.trainer.models.quantised import check_installed, quantise
 from services.trainer.models.stored_weights import StoredWeights, without_memory
+from shared.absence import absent_or
 from shared.config.lora import QuantisationConfig
 from shared.errors import ModelError
 from shared.model_files import check_directory
@@ -104,7 +105,9 @@ def load_model(
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path}: config or tokenizer cannot be read: {_first_line(error)}") from error
+        raise absent_or(
+            error, ModelError(f"{path}: config or tokenizer cannot be read: {_first_line(error)}")
+        ) from error
     if scores:
         config.num_labels = 1
         # What a classifier of transformers finds the last token of a padded row by.
@@ -166,7 +169,7 @@ def _load_weights(path: Path, config: Any, dtype: torch.dtype, *, scores: bool) 
         raise
     # transformers raises whatever a broken file leads to, safetensors an error of its own that derives from Exception.
     except Exception as error:
-        raise ModelError(f"{path}: weights cannot be loaded: {_first_line(error)}") from error
+        raise absent_or(error, ModelError(f"{path}: weights cannot be loaded: {_first_line(error)}")) from error
     missing = sorted(map(str, report.get("missing_keys") or ()))
     if scores and missing == [SCORE_HEAD]:
         _make_head(model.score)

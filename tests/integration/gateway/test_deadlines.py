@@ -13,7 +13,7 @@ from services.gateway.datasets.lengths import LengthProcess
 from services.gateway.store import transaction
 from services.gateway.store.sql import SqlStore
 from services.gateway.store.writes import PutExperiment
-from shared.errors import DataError, Unavailable
+from shared.errors import Unavailable
 from shared.processes import reap
 from tests.unit.gateway.builders import a_record
 
@@ -47,7 +47,7 @@ def test_a_process_that_counts_tokens_and_hangs_is_killed(monkeypatch: pytest.Mo
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     with (
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
-        pytest.raises(DataError, match="ended with exit code -9"),
+        pytest.raises(Unavailable, match="ended with exit code -9"),
     ):
         LengthProcess(process).ask({"prompts": []})
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import sys
 from functools import partial
 from importlib.util import find_spec
@@ -9,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from services.rollout.tools import mcp_tools
 from services.rollout.tools.base import ToolFailed
 from services.rollout.tools.mcp_tools import McpServer
 from shared import address_policy, checked_transport
 from shared.config.episodes import McpToolsConfig
-from shared.errors import EpisodeFailed, InvalidSpec
+from shared.errors import EpisodeFailed, InvalidSpec, Unavailable
 
 pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
 
@@ -89,6 +91,38 @@ async def test_a_server_that_cannot_be_started_is_said_before_anything_runs() ->
 
 
 @pytest.mark.timeout(120)
+async def test_a_slow_server_is_waited_for_and_used_once_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hold").touch()
+    waiting = f"import os, time\nwhile os.path.exists({str(tmp_path / 'hold')!r}): time.sleep(0.02)\n"
+    script = tmp_path / "server.py"
+    script.write_text(waiting + SERVER)
+    server = McpServer(McpToolsConfig(kind="mcp", command=(sys.executable, str(script))))
+    try:
+        with monkeypatch.context() as hasty:
+            hasty.setattr(mcp_tools, "START_SECONDS", 0.2)
+            with pytest.raises(Unavailable, match=r"did not answer within 0\.2 s"):
+                await server.tools()
+        (tmp_path / "hold").unlink()
+        add, _ = await server.tools()
+        assert await add.call({"a": 2, "b": 3}) == "5"
+    finally:
+        await server.close()
+
+
+async def test_a_server_that_is_not_there_now_is_waited_for() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        server = McpServer(McpToolsConfig(kind="mcp", url=f"http://127.0.0.1:{taken.getsockname()[1]}/mcp"))
+        with pytest.raises(Unavailable, match="cannot be used"):
+            await server.tools()
+        with pytest.raises(Unavailable, match="cannot be used"):
+            await server.call("add", {})
+    await server.close()
+
+
+@pytest.mark.timeout(120)
 async def test_a_name_that_means_another_address_by_now_is_not_connected_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +136,7 @@ async def test_a_name_that_means_another_address_by_now_is_not_connected_to(
             port = int(await process.stdout.readline())
             server = McpServer(McpToolsConfig(kind="mcp", url=f"http://localhost:{port}/mcp"))
             while True:
-                with contextlib.suppress(InvalidSpec):
+                with contextlib.suppress(Unavailable):
                     (add,) = await server.tools()
                     break
             assert await add.call({"a": 2, "b": 3}) == "5"

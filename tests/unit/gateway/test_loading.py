@@ -14,7 +14,7 @@ from services.gateway.datasets.dataset import Dataset
 from services.gateway.datasets.loading import load_evaluation, load_training
 from shared.config.data import DataConfig
 from shared.config.evaluation import EvaluationConfig
-from shared.errors import DataError, FlotillaError, InvalidSpec
+from shared.errors import DataError, FlotillaError, InvalidSpec, Unavailable
 from shared.schemas.task import Message
 
 VERL = [
@@ -171,7 +171,7 @@ def test_a_network_that_comes_back_costs_nothing(monkeypatch: pytest.MonkeyPatch
     assert places._reached("s3://bucket/x", fetch) == "found"
     tries.clear()
     monkeypatch.setattr(places, "PAUSES_SECONDS", ())
-    with pytest.raises(DataError, match="cannot read s3://bucket/x: ConnectionResetError: lost"):
+    with pytest.raises(Unavailable, match="cannot read s3://bucket/x: ConnectionResetError: lost"):
         places._reached("s3://bucket/x", fetch)
 
 

@@ -98,7 +98,7 @@ async def test_a_score_that_is_none_is_an_error_of_its_sample_alone(tmp_path: Pa
 
 
 async def test_what_cannot_be_loaded_is_said_at_the_start(tmp_path: Path) -> None:
-    async with a_verifier(tmp_path, "say('it has two outputs')\n") as verifier:
+    async with a_verifier(tmp_path, "say({'error': 'it has two outputs', 'passes': False})\n") as verifier:
         with pytest.raises(InvalidSpec, match="reward model /models/judge: it has two outputs"):
             await verifier.start()
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from shared.absence import absent_or
 from shared.errors import ModelError, WeightTransferFailed
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ModelError(f"model directory {directory} has no config.json") from None
     except (OSError, ValueError) as error:
-        raise ModelError(f"config.json of {directory} cannot be read: {error}") from error
+        raise absent_or(error, ModelError(f"config.json of {directory} cannot be read: {error}")) from error
     if not isinstance(config, dict):
         raise ModelError(f"config.json of {directory} is not a JSON object")
     return config
@@ -45,7 +46,7 @@ def read_eos_token_ids(directory: Path, config: Mapping[str, Any]) -> tuple[int,
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
-        raise ModelError(f"generation_config.json of {directory} cannot be read: {error}") from error
+        raise absent_or(error, ModelError(f"generation_config.json of {directory} cannot be read: {error}")) from error
     if found is None:
         return ()
     return tuple(found) if isinstance(found, list) else (int(found),)
@@ -67,7 +68,7 @@ def safetensors_files(directory: Path) -> list[Path]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = [directory / name for name in sorted(set(weight_map.values()))]
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ModelError(f"{index} cannot be read: {error!r}") from error
+        raise absent_or(error, ModelError(f"{index} cannot be read: {error!r}")) from error
     for file in files:
         if not file.is_file():
             raise ModelError(f"shard {file.name} of {directory} is missing")

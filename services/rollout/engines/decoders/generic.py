@@ -23,6 +23,7 @@ from services.rollout.engines.decoders.arrival import Arrival, Tensors, open_sta
 from services.rollout.engines.decoders.base import KeepsNothing, KeptRow, Tokens
 from services.rollout.engines.decoders.checkpoint import check_headers, open_tensors
 from services.rollout.engines.decoders.column_cache import ColumnCache
+from shared.absence import absent_or
 from shared.errors import ModelError, WeightTransferFailed
 from shared.weights.checkpoint_names import pieces_of
 
@@ -44,7 +45,7 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> nn.
     try:
         model, info = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, output_loading_info=True)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError) as error:
-        raise ModelError(f"model {directory} cannot be loaded by transformers: {error}") from error
+        raise absent_or(error, ModelError(f"model {directory} cannot be loaded by transformers: {error}")) from error
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise ModelError(f"model {directory} lacks {len(missing)} tensors (first: {missing[0]})")

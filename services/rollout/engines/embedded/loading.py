@@ -20,6 +20,7 @@ from services.rollout.engines.decoders.flash_attention import attention_here
 from services.rollout.engines.decoders.fused import FusedDecoder
 from services.rollout.engines.decoders.paged import PagedDecoder, works
 from services.rollout.engines.settings import EngineSettings
+from shared.absence import absent_or
 from shared.errors import ModelError, WeightTransferFailed
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ def _fused(directory: Path, config: Mapping[str, Any], settings: EngineSettings,
             may_be_native=True,
         )
     except (WeightTransferFailed, ValueError, TypeError) as error:
-        raise ModelError(f"model {directory} cannot be loaded: {error}") from error
+        raise absent_or(error, ModelError(f"model {directory} cannot be loaded: {error}")) from error
 
 
 def _paged(

@@ -220,18 +220,18 @@ def _add_kept(commands: "Commands") -> None:
     export.add_argument("directory", help="to be made")
     export.add_argument("--average", action="store_true", help="of the moving average (optimisation.average_decay)")
     add_json(export)
-    text = "Show what an experiment has come to, and plot it."
+    text = "Show what an experiment has come to, with --plot as a picture, too."
     report = add_command(commands, "report", text, "report:report")
     add_experiment(report, or_directory=True)
-    picture = "picture to write, .png, .pdf or .svg (default: %s.png here; with --json none)"
-    report.add_argument("--plot", metavar="FILE", help=picture % "ID")
-    text = "Show experiments side by side: metrics at equal steps, differences of their specs, a plot."
+    picture = "picture to write, .png, .pdf or .svg (default: none)"
+    report.add_argument("--plot", metavar="FILE", help=picture)
+    text = "Show experiments side by side: metrics at equal steps, differences of their specs, with --plot a picture."
     compare = add_command(commands, "compare", text, "report:compare")
     add_experiment(compare, is_needed=True, or_directory=True)
     compare.add_argument("others", nargs="+", metavar="EXPERIMENT", help="one or more to compare it with")
     compare.add_argument("--metric", action="append", metavar="NAME", help="series such as 'loss/*' (may be repeated)")
     compare.add_argument("--step", type=parsing.at_least_zero, help="not beyond this step (default: the last of all)")
-    compare.add_argument("--plot", metavar="FILE", help=picture % "compare")
+    compare.add_argument("--plot", metavar="FILE", help=picture)
     for parser in (report, compare):
         add_json(parser)
         add_gateway(parser)

@@ -16,6 +16,13 @@ SHOWN_ROWS = 20
 class Experiment(ExperimentView):
     """An experiment and where it stands."""
 
+    def __repr__(self) -> str:
+        name, id_, state, step, version, problem = _cells(self)
+        return f"Experiment({name}, {id_}, {state}, step {step}, version {version}{problem and f', {problem!r}'})"
+
+    def __str__(self) -> str:
+        return repr(self)
+
     def _repr_html_(self) -> str:
         return _table(COLUMNS, [_cells(self)])
 

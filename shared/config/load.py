@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from shared.config.base import Config
+from shared.config.other_names import OTHER_NAMES
 from shared.config.overrides import apply_overrides
 from shared.config.paths import resolve_paths
 from shared.config.spec import ExperimentSpec
@@ -298,6 +299,8 @@ def _unknown_key(location: Sequence[str], section: type[BaseModel] | None, root:
         hint = f"it is {moved} now"
     elif list(location) == ["prepare"]:
         hint = "the command line runs it: send what `flotilla prepare FILE` prints"
+    elif (meant := OTHER_NAMES.get(key)) and not elsewhere:
+        hint = f"it is {meant} here"
     elif near:
         hint = f"did you mean {'.'.join([*parents, near[0]])}?"
     elif elsewhere:

@@ -26,7 +26,7 @@ NO_MATPLOTLIB = "no plot: matplotlib is not installed (pip install 'flotilla[plo
 
 
 async def report(arguments: argparse.Namespace) -> int:
-    """Print the summary of an experiment, at work or ended, and plot it to a file."""
+    """Print the summary of an experiment, at work or ended, and plot it if that is asked for."""
     source, reference = open_source(arguments.gateway, Path(arguments.data), arguments.experiment)
     async with source as client:
         progress = Progress(await find_experiment(client, reference))
@@ -35,7 +35,7 @@ async def report(arguments: argparse.Namespace) -> int:
         is_stored = isinstance(client, StoredExperiments)
         logs = _logs_of(client, Path(arguments.data))
         samples = await read_last(client, progress)
-    plot = _plot_path(arguments, f"{progress.view.id}.png")
+    plot = _plot_path(arguments)
     is_drawn = plot is not None and write_plot(progress, plot)
     summary = summarise(
         progress,
@@ -74,7 +74,7 @@ async def compare(arguments: argparse.Namespace) -> int:
         raise InvalidRequest(f"name different experiments: {', '.join(run.view.id for run in runs)}")
     metrics = compare_metrics(runs, arguments.metric or USUAL, step=arguments.step)
     settings = compare_specs([run.view.spec for run in runs])
-    plot = _plot_path(arguments, "compare.png")
+    plot = _plot_path(arguments)
     is_drawn = plot is not None and write_comparison({run.view.id: run for run in runs}, plot)
     if arguments.json:
         experiments = [_facts(run.view) for run in runs]
@@ -129,16 +129,16 @@ def _setting(value: object) -> str:
     return "(not set)" if value is None else str(value)
 
 
-def _plot_path(arguments: argparse.Namespace, usual: str) -> Path | None:
-    """Where to plot: what was asked for; else, for a person, a file in the working directory."""
-    if arguments.plot is not None:
-        path = Path(arguments.plot)
-        if not path.parent.is_dir():
-            raise InvalidRequest(f"the plot cannot be written: there is no directory {path.parent}")
-        if path.suffix not in PICTURES:
-            raise InvalidRequest(f"--plot {path}: the name must end with {', '.join(PICTURES)}, by which it is drawn")
-        return path
-    return None if arguments.json else Path(usual)
+def _plot_path(arguments: argparse.Namespace) -> Path | None:
+    """Where to plot, if that was asked for."""
+    if arguments.plot is None:
+        return None
+    path = Path(arguments.plot)
+    if not path.parent.is_dir():
+        raise InvalidRequest(f"the plot cannot be written: there is no directory {path.parent}")
+    if path.suffix not in PICTURES:
+        raise InvalidRequest(f"--plot {path}: the name must end with {', '.join(PICTURES)}, by which it is drawn")
+    return path
 
 
 def _took(view: ExperimentView, *, is_stored: bool) -> str:

@@ -144,7 +144,7 @@ def test_an_experiment_is_not_compared_with_itself(
     assert "name different experiments: one-aa11, one-aa11" in capsys.readouterr().err
 
 
-def test_a_report_has_a_summary_and_a_plot_in_the_working_directory(
+def test_a_report_has_a_summary_and_a_plot_where_one_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -153,6 +153,9 @@ def test_a_report_has_a_summary_and_a_plot_in_the_working_directory(
     fleet_of(monkeypatch, (ended("one", 1.0, **times), metrics))
 
     assert main(["report", "one"]) == 0
+    assert list(tmp_path.iterdir()) == [], "nothing is written unasked"
+    assert "plot " not in capsys.readouterr().out
+    assert main(["report", "one", "--plot", "one-aa11.png"]) == 0
 
     said = capsys.readouterr().out
     assert "25.0% -> 100.0%" in said and "2:05" in said

@@ -34,6 +34,13 @@ def test_a_notebook_shows_experiments_as_a_table_and_no_code_of_theirs() -> None
     assert "&lt;script&gt;" in html and "<script>" not in html
 
 
+def test_an_experiment_is_one_line_and_does_not_print_its_spec() -> None:
+    experiment = an_experiment(spec={"secret": "x" * 1000}, problem=Problem(component="reward", cause="down", at=""))
+
+    assert repr(experiment) == "Experiment(mine, mine-1a2b3c, running, step 3/10, version 3, 'reward: down')"
+    assert str(experiment) == repr(experiment)
+
+
 def test_long_tables_are_cut() -> None:
     assert "... and 5 more" in Experiments([an_experiment()] * 25)._repr_html_()
 

@@ -1,13 +1,17 @@
 """A bad spec is answered by its field's path, the value, and what is allowed."""
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 
 from shared.config.load import load_spec, parse_document, validate_spec
+from shared.config.other_names import OTHER_NAMES
 from shared.config.overrides import apply_overrides
 from shared.config.paths import resolve_paths
+from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidSpec
 
 
@@ -55,6 +59,10 @@ def test_one_line_makes_a_spec_on_policy(zero: float) -> None:
             "algorithm.policy_loss.clip_hgih",
             "did you mean algorithm.policy_loss.clip_high?",
         ),
+        ("optimisation.lr=1", "optimisation.lr", "it is optimisation.learning_rate here"),
+        ("lr=1", "lr", "it is optimisation.learning_rate here"),
+        ("algorithm.kl_coef=1", "algorithm.kl_coef", "it is algorithm.kl.coefficient here"),
+        ("optimisation.batch_size=1", "optimisation.batch_size", "it is optimisation.groups_per_mini_batch here"),
         ("data.zzz=1", "data.zzz", "allowed here: chat_template_options, data_source_column"),
     ],
 )
@@ -82,6 +90,25 @@ def test_a_wrong_value_is_answered_with_its_path_and_the_value(override: str, pa
 
     assert [entry["path"] for entry in caught.value.errors] == [path]
     assert "got" in caught.value.detail
+
+
+@pytest.mark.parametrize("name", sorted(OTHER_NAMES))
+def test_what_other_systems_call_a_setting_is_answered_with_a_key_that_there_is(name: str) -> None:
+    *sections, key = OTHER_NAMES[name].split(".")
+    models: list[type[BaseModel]] = [ExperimentSpec]
+    for section in sections:
+        models = [inner for model in models for inner in models_in(model.model_fields[section].annotation)
+                  if section in model.model_fields]  # fmt: skip
+
+    assert any(key in model.model_fields for model in models)
+    with pytest.raises(InvalidSpec, match=f"it is {re.escape(OTHER_NAMES[name])} here"):
+        validate_spec(a_document(**{name: 1}))
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in models_in(argument)]
 
 
 def test_a_missing_key_is_named() -> None:

@@ -45,6 +45,7 @@ class Principal:
         service_id: of a service that has registered; None: it may do nothing but register.
         experiment_id: the only experiment that it may touch; None: all.
         subject: what else it is bound to, such as one episode; read by the routes that issue such passes.
+        epoch: of a trainer's assignment to the experiment; None: it does no work for an experiment.
     """
 
     scope: Scope
@@ -53,6 +54,7 @@ class Principal:
     service_id: str | None = None
     experiment_id: str | None = None
     subject: str | None = None
+    epoch: int | None = None
 
     @property
     def actor(self) -> str:
@@ -74,7 +76,7 @@ class PassKey:
     def sign(self, principal: Principal, expires_at: float | None) -> str:
         """Make a pass; ``expires_at`` in seconds since the epoch, None for one that does not expire."""
         claims: dict[str, Any] = {"scope": principal.scope, "name": principal.name, "expires_at": expires_at}
-        for name in ("kind", "service_id", "experiment_id", "subject"):
+        for name in ("kind", "service_id", "experiment_id", "subject", "epoch"):
             if (value := getattr(principal, name)) is not None:
                 claims[name] = value
         body = json.dumps(claims, separators=(",", ":")).encode()

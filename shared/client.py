@@ -9,7 +9,7 @@ import functools
 import json
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -58,7 +58,6 @@ class GatewayClient:
 
     Attributes:
         token: what it was made with.
-        on_renewal: called with each pass that takes the token's place.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class GatewayClient:
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self.token = token
-        self.on_renewal: Callable[[str], None] | None = None
         self._pass: str | None = None
         self._clock = clock or SystemClock()
         limits = httpx.Limits(max_connections=64, max_keepalive_connections=16)
@@ -99,8 +97,6 @@ class GatewayClient:
         if token != self._pass:
             self._pass = token
             self._http.headers["Authorization"] = f"Bearer {token}"
-            if self.on_renewal is not None:
-                self.on_renewal(token)
 
     async def call(
         self,

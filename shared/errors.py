@@ -13,6 +13,7 @@
     ├── Forbidden                    403  forbidden
     ├── Conflict                     409  conflict
     │   ├── ActionNotAllowed         409  action_not_allowed
+    │   ├── NotAssigned              409  not_assigned
     │   ├── IdempotencyMismatch      409  idempotency_mismatch
     │   ├── RequestInFlight          409  request_in_flight
     │   └── StalePolicyVersion       409  stale_policy_version
@@ -132,6 +133,12 @@ class ActionNotAllowed(Conflict):
     """The experiment's state does not allow this action; the detail says which actions it allows."""
 
     code, title = "action_not_allowed", "The state does not allow this action"
+
+
+class NotAssigned(Conflict):
+    """The token is of a service that does not work for the experiment any more, or of an earlier epoch."""
+
+    code, title = "not_assigned", "The service is not assigned to this experiment now"
 
 
 class IdempotencyMismatch(Conflict):

@@ -39,7 +39,6 @@ async def open_state(
         addresses = Addresses(
             gateway_url=settings.gateway_url,
             redis_url=settings.redis_url,
-            token=settings.token,
             host=settings.host,
             log_level=settings.log_level,
             log_format=format_for(settings.log_format, is_terminal=sys.stderr.isatty()),
@@ -55,7 +54,6 @@ async def open_state(
             ),
             incarnation=secrets.token_hex(8),
         )
-        client.on_renewal = service.renew
         membership = Membership(client, registration, service.observe, service.apply, credentials=credentials)
         with images.served_directly(settings.host):
             async with at_work(service, membership):

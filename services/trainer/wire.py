@@ -35,8 +35,6 @@ class Launch(Line):
     """Rises with every worker; None lets the data plane number it."""
     gateway_url: str
     redis_url: str
-    token: str
-    """The service's pass."""
     host: str
     """Address that the weight group binds to, and that rollouts reach it at."""
     log_level: str
@@ -58,13 +56,6 @@ class Offered(Line):
 
     kind: Literal["offered"] = "offered"
     version: int
-
-
-class Renewed(Line):
-    """Supervisor to worker: the service's pass from now on."""
-
-    kind: Literal["renewed"] = "renewed"
-    token: str
 
 
 class Status(Line):
@@ -111,8 +102,8 @@ class Failed(Line):
     """Whether the reason passes by itself, such as a server that did not answer: no death to count."""
 
 
-TO_WORKER: TypeAdapter[Launch | Order | Offered | Renewed] = TypeAdapter(
-    Annotated[Launch | Order | Offered | Renewed, Field(discriminator="kind")]
+TO_WORKER: TypeAdapter[Launch | Order | Offered] = TypeAdapter(
+    Annotated[Launch | Order | Offered, Field(discriminator="kind")]
 )
 FromWorker = Status | ImageReady | StoreOpened | Failed
 FROM_WORKER: TypeAdapter[FromWorker] = TypeAdapter(Annotated[FromWorker, Field(discriminator="kind")])

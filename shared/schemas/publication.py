@@ -97,8 +97,6 @@ class PublicationRequest(Wire):
     """What a trainer sends to announce a version."""
 
     manifest: Manifest
-    service_id: str
-    """The trainer service that will send."""
     step: int = Field(ge=0)
     """Optimiser steps that the version contains."""
 

@@ -215,6 +215,9 @@ class Assignment(Wire):
     one is lost or its ranks end: the job of each epoch is another one."""
     node: JobNode | None = None
     """Its place in the epoch's job; None where there is one node, and while others are missing."""
+    token: str | None = None
+    """What a trainer shows to the gateway in its work for the experiment: it speaks for this service in this epoch, and
+    for nobody else. None for the other kinds, which speak through their status alone."""
 
 
 class DesiredState(Wire):

@@ -25,8 +25,6 @@ class StandingPoint(Wire):
 class TakeoverRequest(Wire):
     """What a trainer has."""
 
-    service_id: str
-    """The trainer service."""
     step: int = Field(ge=0)
     """Of the checkpoint that it goes on from; 0 without one."""
     published: StandingPoint
@@ -72,7 +70,5 @@ class TakeoverAnswer(Wire):
 class RefusedIncarnation(Wire):
     """The data plane knows a later trainer than the one that the gateway has appointed."""
 
-    service_id: str
-    """The trainer service that was refused."""
     recorded: int = Field(ge=1)
     """Incarnation of the trainer that the data plane knows."""

@@ -26,6 +26,8 @@ class Rule:
         kinds: of service, for the scope service.
         is_joining: for services that have not registered yet, and for no others.
         is_own: a service may name only itself in the path.
+        is_assigned: a service needs the token of its assignment to the experiment; whether it is still assigned, the
+            route asks (``routes/dependencies.py``).
         is_for_bound: tokens that are bound to an experiment may use it, though its path names none.
     """
 
@@ -33,12 +35,16 @@ class Rule:
     kinds: frozenset[ServiceKind] = frozenset()
     is_joining: bool = False
     is_own: bool = False
+    is_assigned: bool = False
     is_for_bound: bool = False
 
 
 READING: Final = Rule(frozenset({Scope.READER}))
 OPERATING: Final = Rule(frozenset())
-TRAINING: Final = Rule(frozenset({Scope.SERVICE}), frozenset({ServiceKind.TRAINER}))
+TRAINING: Final = Rule(frozenset({Scope.SERVICE}), frozenset({ServiceKind.TRAINER}), is_assigned=True)
+READING_OR_TRAINING: Final = Rule(
+    frozenset({Scope.READER, Scope.SERVICE}), frozenset({ServiceKind.TRAINER}), is_assigned=True
+)
 ACTING: Final = Rule(frozenset({Scope.AGENT}), is_for_bound=True)
 """Which episode it is about, the route compares."""
 MEMBER: Final = Rule(frozenset({Scope.SERVICE}), EVERY_KIND, is_own=True)
@@ -59,16 +65,12 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("POST", f"{EXPERIMENT}/checkpoints"): TRAINING,
     ("POST", f"{EXPERIMENT}/takeovers"): TRAINING,
     ("POST", f"{EXPERIMENT}/takeovers/refused"): TRAINING,
-    ("GET", f"{EXPERIMENT}/held_out_rows"): Rule(
-        frozenset({Scope.READER, Scope.SERVICE}), frozenset({ServiceKind.TRAINER})
-    ),
+    ("GET", f"{EXPERIMENT}/held_out_rows"): READING_OR_TRAINING,
     ("POST", f"{EXPERIMENT}/publications"): TRAINING,
     ("PUT", f"{EXPERIMENT}/publications/{{version}}/rendezvous"): TRAINING,
     ("POST", f"{EXPERIMENT}/publications/{{version}}/sent"): TRAINING,
     ("POST", f"{EXPERIMENT}/publications/{{version}}/failed"): TRAINING,
-    ("GET", f"{EXPERIMENT}/publications/{{version}}"): Rule(
-        frozenset({Scope.READER, Scope.SERVICE}), frozenset({ServiceKind.TRAINER})
-    ),
+    ("GET", f"{EXPERIMENT}/publications/{{version}}"): READING_OR_TRAINING,
     ("GET", f"{EXPERIMENT}/publications"): READING,
     ("GET", "/v1/experiments"): READING,
     ("GET", EXPERIMENT): READING,
@@ -124,6 +126,8 @@ def refusal(method: str, path: str, who: Principal) -> str | None:
         if rule.is_joining is not (who.service_id is None):
             what = "registers" if who.service_id is None else "is of a service that has registered"
             return _wants(method, path, rule, f"this token {what}, and does nothing else with it")
+        if rule.is_assigned and who.epoch is None:
+            return f"{method} {path} needs the token of an assignment to this experiment; this one is of the service"
         if rule.is_own and parameters["service_id"] != who.service_id:
             return f"this token is of {who.service_id}, not of {parameters['service_id']}"
     is_elsewhere = who.experiment_id is not None and parameters.get("experiment_id") != who.experiment_id

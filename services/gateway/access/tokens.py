@@ -111,6 +111,11 @@ class Tokens:
         """Make the pass of a registered service."""
         return self.issue(Principal(Scope.SERVICE, service_id, kind, service_id), PASS_SECONDS)
 
+    def assignment_of(self, service_id: str, experiment_id: str, epoch: int) -> str:
+        """Make what a trainer shows while it is assigned to an experiment: it ends with the epoch, and no sooner."""
+        who = Principal(Scope.SERVICE, service_id, ServiceKind.TRAINER, service_id, experiment_id, epoch=epoch)
+        return self._key.sign(who, None)
+
     def issue(self, principal: Principal, seconds: float) -> str:
         """Make a pass, such as for one episode. It is not stored, and cannot be revoked before it expires."""
         return self._key.sign(principal, self._clock.now() + seconds)

@@ -164,8 +164,9 @@ class Fleet:
         order = self._publications.order_for(service.id, experiment.id)
         facts = self._facts(experiment)
         service_facts = self._registry.facts(service)
-        if (node := self.jobs.place_of(service, experiment)) is not None:
-            service_facts = replace(service_facts, node=node)
+        if service.kind is ServiceKind.TRAINER:
+            token = self._tokens.assignment_of(service.id, experiment.id, facts.trainer_epoch)
+            service_facts = replace(service_facts, node=self.jobs.place_of(service, experiment), token=token)
         if lacks_version(service, facts.policy_version):
             rollouts = self._registry.of(experiment.id, ServiceKind.ROLLOUT)
             peers = tuple(peer.record.address for peer in peers_of(service, rollouts, facts.policy_checksum))

@@ -142,34 +142,34 @@ class Publications:
             return service_id in entry.negotiation.members
         return epoch is not None and service_id in epoch.service_ids
 
-    async def announce(self, experiment_id: str, request: PublicationRequest) -> Publication:
-        """Open a publication.
+    async def announce(self, experiment_id: str, service_id: str | None, request: PublicationRequest) -> Publication:
+        """Open a publication that a trainer service will send.
 
         Raises:
             StalePolicyVersion: the version is not newer than the current one.
-            Conflict: the experiment is not active, or the caller is not its trainer.
+            Conflict: the experiment is not active, or the service is not its trainer.
             Unavailable: the gateway has just started and has not yet heard from every rollout.
         """
         experiment = self._repository.get(experiment_id)
         async with self._store.transaction() as change:
-            publication = self._stage_announcement(change, experiment, request)
+            trainer = self._check(experiment, service_id, request)
+            publication = self._stage_announcement(change, experiment, trainer, request)
             stage_answer(change, publication)
         return publication
 
     def _stage_announcement(
-        self, change: Transaction, experiment: Experiment, request: PublicationRequest
+        self, change: Transaction, experiment: Experiment, trainer: LiveService, request: PublicationRequest
     ) -> Publication:
-        self._check(experiment, request)
         before, reusable = self._open.get(experiment.id), self._epochs.get(experiment.id)
         if before is not None:
             known, reusable = before.negotiation, None
             is_same = _whole(known.manifest) == _whole(request.manifest)
-            if is_same and known.epoch.sender == request.service_id and known.epoch.rendezvous is None:
+            if is_same and known.epoch.sender == trainer.id and known.epoch.rendezvous is None:
                 return self._view(experiment.id, known)
             self._move_to(change, experiment, before, transition(known, SenderGone("announced again")))
-        transports = self._transports(experiment, request.manifest)
+        transports = self._transports(experiment, trainer, request.manifest)
         last_number = self._last_numbers.get(experiment.id, 0)
-        epoch = epoch_for(reusable, last_number, request.service_id, transports, experiment.spec.engine_ranks)
+        epoch = epoch_for(reusable, last_number, trainer.id, transports, experiment.spec.engine_ranks)
         manifest = self._applicable(request.manifest, epoch)
         negotiation = announce(manifest.version, request.step, manifest, epoch)
         entry = _Open(negotiation, self._clock.now(), self._clock.monotonic(), self._deadline(negotiation))
@@ -191,10 +191,8 @@ class Publications:
         self._move_to(change, experiment, entry, negotiation)
         return self._view(experiment.id, negotiation)
 
-    def _transports(self, experiment: Experiment, manifest: Manifest) -> dict[str, Transport]:
+    def _transports(self, experiment: Experiment, trainer: LiveService, manifest: Manifest) -> dict[str, Transport]:
         """Name the rollouts that the version can be sent to, and how each gets it."""
-        trainer = self._registry.trainer_of(experiment.id)
-        assert trainer is not None
         found = {}
         for service in self._registry.of(experiment.id):
             if can_receive(service):
@@ -209,18 +207,19 @@ class Publications:
         held = {service.observed.held_image if service else None for service in holders}
         return manifest if manifest.delta and held == {manifest.delta.base_checksum} else _whole(manifest)
 
-    def _check(self, experiment: Experiment, request: PublicationRequest) -> None:
+    def _check(self, experiment: Experiment, service_id: str | None, request: PublicationRequest) -> LiveService:
         if not experiment.is_active:
             raise Conflict(f"experiment {experiment.id} is {experiment.state}: nothing is published")
         trainer = self._registry.trainer_of(experiment.id)
-        if trainer is None or trainer.id != request.service_id:
-            raise Conflict(f"{request.service_id} is not the trainer of {experiment.id}")
+        if trainer is None or trainer.id != service_id:
+            raise Conflict(f"{service_id or 'no service'} is not the trainer of {experiment.id}")
         version, current = request.manifest.version, experiment.record.policy_version
         if version <= current:
             raise StalePolicyVersion(f"version {version} is not newer than {current}", version=version, current=current)
         unheard = [s.id for s in self._registry.of(experiment.id, ServiceKind.ROLLOUT) if not s.is_observed]
         if unheard:
             raise Unavailable(f"the gateway has not yet heard from {', '.join(unheard)}")
+        return trainer
 
     async def apply(self, experiment_id: str, event: NegotiationEvent) -> None:
         """Apply an event; without an open publication it means nothing."""

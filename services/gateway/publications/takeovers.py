@@ -29,17 +29,17 @@ class Takeovers:
         self._store = store
         self._events = events
 
-    async def decide(self, experiment_id: str, request: TakeoverRequest) -> TakeoverAnswer:
-        """Decide which versions the lineage has that the trainer goes on with.
+    async def decide(self, experiment_id: str, service_id: str | None, request: TakeoverRequest) -> TakeoverAnswer:
+        """Decide which versions the lineage has that a trainer service goes on with.
 
         Raises:
-            Conflict: the experiment is not active, or the caller is not its trainer.
+            Conflict: the experiment is not active, or the service is not its trainer.
             Unavailable: the gateway has just started and has not yet heard from every rollout.
         """
-        newest_version = await self._newest_version(self._of_trainer(experiment_id, request.service_id))
+        newest_version = await self._newest_version(self._of_trainer(experiment_id, service_id))
         async with self._repository.transaction() as change:
             # Asked again: a version may have been committed, or the experiment stopped, while this waited.
-            experiment = self._of_trainer(experiment_id, request.service_id)
+            experiment = self._of_trainer(experiment_id, service_id)
             record, spec = experiment.record, experiment.spec
             decided = reconcile(
                 request.standing(),
@@ -67,29 +67,29 @@ class Takeovers:
                 self._events.stage(change, experiment_id, "rolled_back", **facts)
         return TakeoverAnswer.of(decided)
 
-    async def raise_epoch(self, experiment_id: str, refused: RefusedIncarnation) -> None:
+    async def raise_epoch(self, experiment_id: str, service_id: str | None, refused: RefusedIncarnation) -> None:
         """Appoint a trainer again with a number that the data plane accepts.
 
         It knows a later one than the database where that came back older.
 
         Raises:
-            Conflict: the experiment is not active, or the caller is not its trainer.
+            Conflict: the experiment is not active, or the service is not its trainer.
         """
         epoch = refused.recorded // WORKERS_PER_EPOCH + 1
         async with self._repository.transaction() as change:
-            experiment = self._of_trainer(experiment_id, refused.service_id)
+            experiment = self._of_trainer(experiment_id, service_id)
             before = experiment.record.trainer_epoch
             if epoch > before:
                 self._repository.stage(change, experiment, trainer_epoch=epoch)
                 self._events.stage(change, experiment_id, "trainer_epoch_raised", before=before, epoch=epoch)
 
-    def _of_trainer(self, experiment_id: str, service_id: str) -> Experiment:
+    def _of_trainer(self, experiment_id: str, service_id: str | None) -> Experiment:
         experiment = self._repository.get(experiment_id)
         if not experiment.is_active:
             raise Conflict(f"experiment {experiment_id} is {experiment.state}: nobody takes over")
         trainer = self._registry.trainer_of(experiment_id)
         if trainer is None or trainer.id != service_id:
-            raise Conflict(f"{service_id} is not the trainer of {experiment_id}")
+            raise Conflict(f"{service_id or 'no service'} is not the trainer of {experiment_id}")
         return experiment
 
     async def _newest_version(self, experiment: Experiment) -> int:

@@ -33,6 +33,7 @@ class ServiceFacts:
         notice_seconds: what is left of it now.
         peers: addresses of rollouts that keep the image which this one lacks.
         node: a trainer's place in a job on several hosts.
+        token: of a trainer's assignment.
     """
 
     service_id: str
@@ -42,6 +43,7 @@ class ServiceFacts:
     notice_seconds: float | None = None
     peers: tuple[str, ...] = ()
     node: JobNode | None = None
+    token: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ def desired(
             # Only for the trainer: the others have nothing to do when it is replaced.
             trainer_epoch=experiment.trainer_epoch if service.kind is ServiceKind.TRAINER else 0,
             node=service.node,
+            token=service.token,
         ),
         policy_version=version,
         policy_checksum=experiment.policy_checksum if is_rollout else None,
@@ -124,7 +127,8 @@ def _device_order(kind: ServiceKind, experiment: ExperimentFacts) -> DeviceOrder
 class DesiredStates:
     """``desired`` for the services of one experiment, computed once for all that have the same.
 
-    What is for one service alone, an order, peers, a node or the rest of its notice, is computed each time.
+    What is for one service alone, an order, peers, a trainer's place and token or the rest of its notice, is computed
+    each time.
     """
 
     def __init__(self) -> None:
@@ -135,7 +139,7 @@ class DesiredStates:
         self, service: ServiceFacts, experiment: ExperimentFacts | None, order: PublicationOrder | None = None
     ) -> DesiredState:
         """Find what a service should do; the arguments are those of ``desired``."""
-        if order is not None or service.notice_ends is not None or service.peers or service.node is not None:
+        if order is not None or service.notice_ends is not None or service.peers or service.token is not None:
             return desired(service, experiment, order)
         if experiment != self._experiment:
             self._experiment, self._answers = experiment, {}

@@ -53,6 +53,8 @@ class LiveService:
     Attributes:
         engines: kinds of engines that it can start.
         devices: identities of the GPUs that it may use.
+        released_from: the experiment that it was assigned to last, whose devices it may still hold.
+        is_restored: it registered with an earlier process, so where it was released from is not known.
         leaving: set while it is asked to leave its experiment, which is not for good: it will get another.
         drained: set once it is asked to leave the fleet; a gateway that restarts finds it in the record.
     """
@@ -66,6 +68,8 @@ class LiveService:
         self.lease_ends = lease_ends
         self.polls = 0
         self.changed = Signal()
+        self.released_from: str | None = None
+        self.is_restored = False
         self.leaving: Notice | None = None
         self.drained: Notice | None = None
 
@@ -136,6 +140,7 @@ class Registry:
         lease_ends = self._clock.monotonic() + self._grace_seconds
         for record in await self._store.services():
             service = self._services[record.id] = LiveService(record, lease_ends)
+            service.is_restored = True
             self._index(service)
             if record.is_draining:
                 # A record of before there was an end in it: what is usual, from now on.
@@ -173,12 +178,13 @@ class Registry:
     def device_reports(self, experiment_id: str, kind: ServiceKind) -> dict[str, DeviceReport | None]:
         """Return what the services of a kind have on the experiment's shared devices, by service id.
 
-        Those that were released and have not yet let go are among them.
+        Those that were released and have not yet let go are among them; what others claim counts for nothing.
         """
         reports = {each.id: each.observed.device for each in self.of(experiment_id, kind)}
         for each in self:
             held = each.observed.device
-            if each.kind is kind and held is not None and held.is_held and each.observed.experiment_id == experiment_id:
+            is_former = each.kind is kind and (each.is_restored or each.released_from == experiment_id)
+            if is_former and held is not None and held.is_held and each.observed.experiment_id == experiment_id:
                 reports[each.id] = held
         return reports
 
@@ -284,6 +290,7 @@ class Registry:
         def follow() -> None:
             self._unindex(service)
             service.leaving = None
+            service.released_from = service.experiment_id
             service.record = record
             self._index(service)
             service.changed.fire()

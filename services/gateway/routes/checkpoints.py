@@ -6,7 +6,7 @@ from pathlib import Path
 from fastapi import APIRouter
 from fastapi.responses import FileResponse
 
-from services.gateway.routes.dependencies import Cursor, Gateway, Limit, page_of
+from services.gateway.routes.dependencies import OF_TRAINER, Cursor, Gateway, Limit, page_of
 from services.gateway.store.answers import stage_answer
 from services.gateway.store.writes import PutCheckpoint
 from services.gateway.uploads.uploads import compare, record_of
@@ -18,12 +18,13 @@ from shared.schemas.uploads import ListedCheckpoint, UploadCheck
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
 
 
-@router.post("/checkpoints", status_code=201)
+@router.post("/checkpoints", status_code=201, dependencies=[OF_TRAINER])
 async def put_checkpoint(experiment_id: str, checkpoint: CheckpointView, gateway: Gateway) -> CheckpointView:
     """Record a durable checkpoint.
 
     Raises:
         NotFound: there is no such experiment (404).
+        NotAssigned: the caller is not its trainer, or was it in an earlier epoch (409).
     """
     experiment = gateway.repository.get(experiment_id)
     async with gateway.store.transaction() as change:

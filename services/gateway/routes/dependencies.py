@@ -6,7 +6,9 @@ from typing import Annotated, Any
 from fastapi import Depends, Path, Query, Request
 from pydantic import BaseModel
 
+from services.gateway.membership.speaking import speaking_trainer
 from services.gateway.state import GatewayState
+from shared.access import Principal
 from shared.errors import InvalidRequest
 from shared.schemas.experiment import Page
 
@@ -26,6 +28,26 @@ MAX_WHOLE = 2**63 - 1
 """Largest number that databases and the data plane hold."""
 
 Gateway = Annotated[GatewayState, Depends(from_lifespan)]
+
+
+async def _of_token(request: Request) -> Principal:
+    principal: Principal = request.state.shown.principal
+    return principal
+
+
+Caller = Annotated[Principal, Depends(_of_token)]
+"""Whom the token of a request stands for."""
+
+
+async def _speaking(experiment_id: str, caller: Caller, gateway: Gateway) -> str | None:
+    return speaking_trainer(caller, experiment_id, gateway.repository, gateway.registry)
+
+
+OF_TRAINER = Depends(_speaking)
+"""For every route that the policy calls assigned: a service's token is of the experiment's trainer, in its present
+epoch."""
+Trainer = Annotated[str | None, OF_TRAINER]
+"""The id of the trainer that a request speaks for, by its token alone; None where there is none."""
 Cursor = Annotated[str | None, Query(description="`next` of the page before")]
 Limit = Annotated[int, Query(ge=1, le=LARGEST_PAGE, description="most items of a page")]
 Step = Annotated[int, Path(ge=0, le=MAX_WHOLE)]

@@ -5,13 +5,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from services.gateway.routes.dependencies import MAX_WHOLE, Gateway
+from services.gateway.routes.dependencies import MAX_WHOLE, OF_TRAINER, Gateway
 from shared.schemas.held_out import HeldOutPage
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
 
 
-@router.get("/held_out_rows")
+@router.get("/held_out_rows", dependencies=[OF_TRAINER])
 async def held_out_rows(
     experiment_id: str,
     gateway: Gateway,
@@ -21,6 +21,7 @@ async def held_out_rows(
 
     Raises:
         NotFound: there is no such experiment, or no such row (404).
+        NotAssigned: the caller is a service, and not the experiment's trainer now (409).
         Unavailable: the experiment's datasets are not loaded (503, try again).
     """
     rows = gateway.held_out.of(gateway.repository.get(experiment_id))

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from services.gateway.routes.dependencies import LARGEST_PAGE, Cursor, Gateway, number_of
+from services.gateway.routes.dependencies import LARGEST_PAGE, OF_TRAINER, Cursor, Gateway, number_of
 from services.gateway.store.answers import stage_answer
 from services.gateway.store.writes import PutMetrics
 from shared.clock import rfc3339
@@ -22,12 +22,13 @@ class Stored(Wire):
     stored: int
 
 
-@router.post("/metrics", status_code=201)
+@router.post("/metrics", status_code=201, dependencies=[OF_TRAINER])
 async def put_metrics(experiment_id: str, batch: MetricBatch, gateway: Gateway) -> Stored:
     """Store what a service measured in one step; a step that is trained again replaces its values.
 
     Raises:
         NotFound: there is no such experiment (404).
+        NotAssigned: the caller is not its trainer, or was it in an earlier epoch (409).
         InvalidRequest: a value is not finite (422).
     """
     experiment = gateway.repository.get(experiment_id)

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Query
 from pydantic import Field
 
 from services.gateway.publications.negotiation import Opened, SendFailed, Sent
-from services.gateway.routes.dependencies import Cursor, Gateway, Limit, Wait, page_of
+from services.gateway.routes.dependencies import OF_TRAINER, Cursor, Gateway, Limit, Trainer, Wait, page_of
 from shared.schemas.experiment import Page
 from shared.schemas.publication import Publication, PublicationPhase, PublicationRequest, Rendezvous
 from shared.schemas.wire import Wire
@@ -29,15 +29,16 @@ class FailedReport(Wire):
 
 
 @router.post("", status_code=201)
-async def announce(experiment_id: str, request: PublicationRequest, gateway: Gateway) -> Publication:
+async def announce(experiment_id: str, request: PublicationRequest, trainer: Trainer, gateway: Gateway) -> Publication:
     """Announce a policy version's weights; every member confirms before the first collective.
 
     Raises:
         StalePolicyVersion: the version is not newer than the current one (409).
-        Conflict: the experiment is not active, or the caller is not its trainer (409).
+        Conflict: the experiment is not active, or has no trainer (409).
+        NotAssigned: the caller is not its trainer, or was it in an earlier epoch (409).
         Unavailable: the gateway has just started and has not heard from every rollout (503, try again).
     """
-    return await gateway.publications.announce(experiment_id, request)
+    return await gateway.publications.announce(experiment_id, trainer, request)
 
 
 @router.get("")
@@ -48,17 +49,18 @@ async def index(experiment_id: str, gateway: Gateway, after: Cursor = None, limi
     return page_of([(str(each.version), each) for each in publications], after, limit)
 
 
-@router.put("/{version}/rendezvous")
+@router.put("/{version}/rendezvous", dependencies=[OF_TRAINER])
 async def open_epoch(experiment_id: str, version: int, rendezvous: Rendezvous, gateway: Gateway) -> Publication:
     """Record where the present epoch meets; a rendezvous of another epoch changes nothing.
 
     Raises:
         NotFound: the version was never announced (404).
+        NotAssigned: the caller is a service, and not the experiment's trainer now (409).
     """
     return await gateway.publications.apply_to_version(experiment_id, version, Opened(rendezvous))
 
 
-@router.get("/{version}")
+@router.get("/{version}", dependencies=[OF_TRAINER])
 async def show(
     experiment_id: str,
     version: int,
@@ -71,26 +73,29 @@ async def show(
 
     Raises:
         NotFound: the version was never announced (404).
+        NotAssigned: the caller is a service, and not the experiment's trainer now (409).
     """
     wait = min(wait, gateway.settings.longest_wait_seconds)
     return await gateway.publications.get(experiment_id, version, wait_seconds=wait, phase=phase, epoch=epoch)
 
 
-@router.post("/{version}/sent")
+@router.post("/{version}/sent", dependencies=[OF_TRAINER])
 async def sent(experiment_id: str, version: int, report: SentReport, gateway: Gateway) -> Publication:
     """Record that the sender is done with an epoch.
 
     Raises:
         NotFound: the version was never announced (404).
+        NotAssigned: the caller is a service, and not the experiment's trainer now (409).
     """
     return await gateway.publications.apply_to_version(experiment_id, version, Sent(report.epoch, report.checksum))
 
 
-@router.post("/{version}/failed")
+@router.post("/{version}/failed", dependencies=[OF_TRAINER])
 async def failed(experiment_id: str, version: int, report: FailedReport, gateway: Gateway) -> Publication:
     """Record that the sender could not send: the epoch is closed and the next one is opened.
 
     Raises:
         NotFound: the version was never announced (404).
+        NotAssigned: the caller is a service, and not the experiment's trainer now (409).
     """
     return await gateway.publications.apply_to_version(experiment_id, version, SendFailed(report.epoch, report.detail))

@@ -2,8 +2,9 @@
 
 from fastapi import APIRouter, Request, Response
 
-from services.gateway.routes.dependencies import Cursor, Gateway, Limit, Wait, page_of
+from services.gateway.routes.dependencies import Caller, Cursor, Gateway, Limit, Wait, page_of
 from services.gateway.routes.exchange import JSON, exchange, watching
+from shared.access import Scope
 from shared.errors import Forbidden
 from shared.schemas.experiment import Page
 from shared.schemas.service import (
@@ -71,9 +72,14 @@ async def leave(service_id: str, gateway: Gateway) -> None:
 
 
 @router.get("")
-async def index(gateway: Gateway, kind: ServiceKind | None = None, after: Cursor = None, limit: Limit = 100) -> Page:
-    """List the services, or those of one kind, in the order of registration."""
-    services = [service for service in gateway.registry if kind is None or service.kind is kind]
+async def index(
+    gateway: Gateway, caller: Caller, kind: ServiceKind | None = None, after: Cursor = None, limit: Limit = 100
+) -> Page:
+    """List the services, or those of one kind, in the order of registration; to a service, sandboxes alone."""
+    kinds = set(ServiceKind) if kind is None else {kind}
+    if caller.scope is Scope.SERVICE:
+        kinds &= {ServiceKind.SANDBOX}
+    services = [service for service in gateway.registry if service.kind in kinds]
     return page_of([(service.id, gateway.registry.view(service)) for service in services], after, limit)
 
 

@@ -3,31 +3,33 @@
 from fastapi import APIRouter
 
 from services.gateway.publications.takeovers import Takeovers
-from services.gateway.routes.dependencies import Gateway
+from services.gateway.routes.dependencies import Gateway, Trainer
 from shared.schemas.takeover import RefusedIncarnation, TakeoverAnswer, TakeoverRequest
 
 router = APIRouter(prefix="/experiments/{experiment_id}/takeovers", tags=["publications"])
 
 
 @router.post("")
-async def take_over(experiment_id: str, request: TakeoverRequest, gateway: Gateway) -> TakeoverAnswer:
+async def take_over(experiment_id: str, request: TakeoverRequest, trainer: Trainer, gateway: Gateway) -> TakeoverAnswer:
     """Decide what a trainer goes on with: which versions its lineage has, and which are lost.
 
     Raises:
-        Conflict: the experiment is not active, or the caller is not its trainer (409).
+        Conflict: the experiment is not active, or has no trainer (409).
+        NotAssigned: the caller is not its trainer, or was it in an earlier epoch (409).
         Unavailable: the gateway has just started and has not heard from every rollout (503, try again).
     """
-    return await _takeovers(gateway).decide(experiment_id, request)
+    return await _takeovers(gateway).decide(experiment_id, trainer, request)
 
 
 @router.post("/refused", status_code=204)
-async def refused(experiment_id: str, refusal: RefusedIncarnation, gateway: Gateway) -> None:
+async def refused(experiment_id: str, refusal: RefusedIncarnation, trainer: Trainer, gateway: Gateway) -> None:
     """Appoint a trainer again that the data plane takes for an earlier one: the database came back older.
 
     Raises:
-        Conflict: the experiment is not active, or the caller is not its trainer (409).
+        Conflict: the experiment is not active, or has no trainer (409).
+        NotAssigned: the caller is not its trainer, or was it in an earlier epoch (409).
     """
-    await _takeovers(gateway).raise_epoch(experiment_id, refusal)
+    await _takeovers(gateway).raise_epoch(experiment_id, trainer, refusal)
 
 
 def _takeovers(gateway: Gateway) -> Takeovers:

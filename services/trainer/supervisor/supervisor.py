@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -26,7 +26,6 @@ from services.trainer.wire import (
     Line,
     Offered,
     Order,
-    Renewed,
     Status,
     StoreOpened,
 )
@@ -60,7 +59,6 @@ class Addresses:
 
     gateway_url: str
     redis_url: str
-    token: str
     host: str
     log_level: str
     log_format: telemetry.LogFormat
@@ -162,12 +160,6 @@ class Supervisor(StateFollower):
         """Whether a worker may have the device, by the newest order."""
         order = self._desired.device if self._desired is not None else None
         return order is None or order.may_hold
-
-    def renew(self, token: str) -> None:
-        """Hand the service's next pass to the worker, and to those after it."""
-        self._addresses = replace(self._addresses, token=token)
-        if self._worker is not None:
-            self._worker.tell(Renewed(token=token))
 
     async def _reconcile(self) -> None:
         desired = self._desired

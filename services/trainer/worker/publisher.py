@@ -51,7 +51,6 @@ class Publisher:
         endpoint: sends images.
         images: where snapshots are kept.
         experiment_id: whose versions these are.
-        service_id: the trainer service that sends.
         on_image: offers the image of a version to be pulled, with its checksum; the version is announced when this has
             returned.
     """
@@ -63,14 +62,12 @@ class Publisher:
         images: ImagePool,
         *,
         experiment_id: str,
-        service_id: str,
         on_image: Callable[[int, Path, str], Awaitable[None]],
     ) -> None:
         self._gateway = gateway
         self._endpoint = endpoint
         self._images = images
         self._path = f"/v1/experiments/{experiment_id}/publications"
-        self._service_id = service_id
         self._on_image = on_image
         self._epoch: int | None = None
         self._task: asyncio.Task[None] | None = None
@@ -170,7 +167,7 @@ class Publisher:
                 return path
 
     async def _negotiate(self, manifest: Manifest, path: Path, step: int) -> Publication:
-        request = PublicationRequest(manifest=manifest, service_id=self._service_id, step=step)
+        request = PublicationRequest(manifest=manifest, step=step)
         publication = await self._call("POST", self._path, body=request)
         self._images.is_broadcast = _num_receivers(publication) > 0
         sent: int | None = None

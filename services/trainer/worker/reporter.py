@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from services.trainer.worker.publisher import Gateway
-from shared.errors import FlotillaError
+from shared.errors import FlotillaError, NotAssigned
 from shared.retry import GATEWAY, retry
 from shared.schemas.experiment import CheckpointView, MetricBatch
 
@@ -32,6 +32,10 @@ class Reporter:
         gateway: takes the reports.
         experiment_id: whose they are.
         unsent: the file that holds the metrics that are not sent yet, one batch per line.
+
+    Attributes:
+        num_lost: reports that were given up because too many waited.
+        is_replaced: another trainer, or this one in a later epoch, reports from now on, beginning with the file.
     """
 
     def __init__(self, gateway: Gateway, experiment_id: str, unsent: Path) -> None:
@@ -42,6 +46,7 @@ class Reporter:
         self._is_empty = asyncio.Event()
         self._is_empty.set()
         self.num_lost = 0
+        self.is_replaced = False
         self._unsent = unsent
         self._has_kept = False
 
@@ -93,9 +98,10 @@ class Reporter:
         while True:
             while self._waiting:
                 kind, body = self._waiting[0]
-                await self._send(kind, body)
+                if not self.is_replaced:
+                    await self._send(kind, body)
                 self._waiting.popleft()
-            if not self._has_kept:
+            if not self._has_kept and not self.is_replaced:
                 self._unsent.unlink(missing_ok=True)
             self._is_empty.set()
             self._changed.clear()
@@ -126,5 +132,8 @@ class Reporter:
 
         try:
             await retry(call, waiting_for=GATEWAY)
+        except NotAssigned as error:
+            self.is_replaced = True
+            log.warning("reports are left to the next trainer", extra={"kind": kind, "error": error.detail})
         except FlotillaError as error:
             log.warning("the gateway refused a report", extra={"kind": kind, "error": error.detail})

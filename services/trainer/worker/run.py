@@ -20,7 +20,6 @@ from services.trainer.wire import (
     Line,
     Offered,
     Order,
-    Renewed,
     Status,
 )
 from services.trainer.worker.checkpoint_policy import CheckpointOverdue
@@ -70,7 +69,6 @@ class WorkerProcess:
         self._answers = answers
         self._control = RunControl(on_state=lambda _: self._say_status())
         self._session: Session | None = None
-        self._gateway: GatewayClient | None = None
         self._offered: asyncio.Queue[int] = asyncio.Queue()
         self._failures: dict[str, Failure | None] = {"checkpoint": None, "samples": None, "device": None}
         self._device_order: DeviceOrder | None = None
@@ -114,9 +112,7 @@ class WorkerProcess:
         may_broadcast = spec.asynchrony.publication.may_broadcast
         starting = asyncio.create_task(_started(endpoint, is_wanted=may_broadcast), name="weight endpoint")
         try:
-            async with GatewayClient(launch.gateway_url, None) as gateway:
-                gateway.adopt(launch.token)
-                self._gateway = gateway
+            async with GatewayClient(launch.gateway_url, launch.assignment.token) as gateway:
                 around = SessionDeps(
                     experiment_id=launch.assignment.experiment_id,
                     service_id=launch.service_id,
@@ -165,10 +161,6 @@ class WorkerProcess:
     async def _obey(self) -> None:
         while True:
             order = await self._read()
-            if isinstance(order, Renewed):
-                if self._gateway is not None:
-                    self._gateway.adopt(order.token)
-                continue
             if isinstance(order, Offered):
                 self._offered.put_nowait(order.version)
                 continue
@@ -194,7 +186,7 @@ class WorkerProcess:
         except TimeoutError:
             log.warning("the supervisor does not answer", extra={"version": version})
 
-    async def _read(self) -> Launch | Order | Offered | Renewed:
+    async def _read(self) -> Launch | Order | Offered:
         line = await self._orders.readline()
         if not line:
             raise Orphaned

@@ -130,8 +130,7 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         await fetched(model)
     queue = around.plane.trainer(around.service_id)
     # Before the checkpoint is read: an earlier trainer, if it still lives, commits nothing from here on.
-    mine = around.experiment_id, around.service_id
-    await become_trainer(queue, around.gateway, *mine, around.incarnation)
+    await become_trainer(queue, around.gateway, around.experiment_id, around.incarnation)
     async with contextlib.AsyncExitStack() as stack:
         opened = open_samples(around.directory, spec.samples, around.on_sample_failure)
         recorder = await stack.enter_async_context(opened)
@@ -146,7 +145,9 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         learner, progress = restored.learner, restored.progress
         cores.follow(learner.policy.base)
         learner.sizes.keep(around.directory / RECORD)
-        line = await reconcile_with(queue, around.plane.admission, around.gateway, spec, restored, *mine, control)
+        line = await reconcile_with(
+            queue, around.plane.admission, around.gateway, spec, restored, around.experiment_id, control
+        )
         samples = StepSamples(recorder)
         if recorder is not None:
             recorder.forget(after_step=progress.step, lost=line.lost)
@@ -194,7 +195,6 @@ def _publisher(around: SessionDeps, images: ImagePool) -> Publisher:
         around.endpoint,
         images,
         experiment_id=around.experiment_id,
-        service_id=around.service_id,
         on_image=around.on_image,
     )
 

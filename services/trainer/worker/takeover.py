@@ -29,9 +29,7 @@ log = logging.getLogger(__name__)
 REFUSED_SECONDS = 1.0
 
 
-async def become_trainer(
-    queue: TrainerQueue, gateway: Gateway, experiment_id: str, service_id: str, incarnation: int | None
-) -> None:
+async def become_trainer(queue: TrainerQueue, gateway: Gateway, experiment_id: str, incarnation: int | None) -> None:
     """Fence every earlier trainer off.
 
     Raises:
@@ -43,7 +41,7 @@ async def become_trainer(
     except ClaimLost as error:
         recorded = error.context.get("recorded")
         if isinstance(recorded, int):
-            body = RefusedIncarnation(service_id=service_id, recorded=recorded)
+            body = RefusedIncarnation(recorded=recorded)
             try:
                 path = f"/v1/experiments/{experiment_id}/takeovers/refused"
                 await retry(partial(gateway.call, "POST", path, body=body), waiting_for=GATEWAY)
@@ -59,7 +57,6 @@ async def reconcile_with(
     spec: ExperimentSpec,
     restored: Restored,
     experiment_id: str,
-    service_id: str,
     control: RunControl,
 ) -> VersionLine:
     """Give up what the checkpoint does not lead to, and learn which versions the lineage has.
@@ -85,7 +82,6 @@ async def reconcile_with(
         facts = {"step": progress.step, "plans": given_up, "waiting": found.waiting, "lost": found.lost}
         log.warning("groups are given up that the checkpoint does not lead to", extra=facts)
     request = TakeoverRequest(
-        service_id=service_id,
         step=standing.step,
         published=StandingPoint(version=restored.published.version, step=restored.published.step),
         plans=tuple(StandingPlan(**plan._asdict()) for plan in kept),

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from fastapi import FastAPI
 
+from services.gateway.access.policy import RULES
 from services.gateway.app import create_app as gateway_app
 from services.gateway.settings import GatewaySettings
 from services.reward.app import create_app as reward_app
@@ -25,13 +27,26 @@ from shared.credentials import Credentials
 from shared.schemas.service import Registered, ServiceKind
 from shared.schemas.token import TokenRequest
 from shared.settings import ServiceSettings
-from tests.unit.gateway.builders import a_gateway
+from shared.streams.plans import WORKERS_PER_EPOCH
+from tests.unit.gateway.builders import a_gateway, a_request, add_experiment, add_service
 
 PAGE = Path(__file__).parents[3] / "docs" / "security.md"
 BEGIN, END = "<!-- routes: begin -->\n", "<!-- routes: end -->\n"
 OPERATOR = "the-operators-token"
 EXPERIMENT, SERVICE = "e-1", "own-1"
-COLUMNS = ("nobody", "operator", "reader", "agent", "grader", "joining", "rollout", "reward", "sandbox", "trainer")
+COLUMNS = (
+    "nobody",
+    "operator",
+    "reader",
+    "agent",
+    "grader",
+    "joining",
+    "rollout",
+    "reward",
+    "sandbox",
+    "trainer",
+    "its trainer",
+)
 REFUSED = {401, 403}
 Row = tuple[str, str, tuple[bool, ...]]
 
@@ -46,6 +61,7 @@ async def tokens_of(gateway: Any) -> dict[str, str | None]:
     }
     _, joining = await tokens.create(TokenRequest(name="joining", scope=Scope.SERVICE))
     passes = {kind.value: tokens.pass_of(kind, SERVICE) for kind in ServiceKind}
+    passes["its trainer"] = tokens.assignment_of(SERVICE, EXPERIMENT, 1)
     return {"nobody": None, "operator": OPERATOR, "reader": reader, **bound, "joining": joining, **passes}
 
 
@@ -149,11 +165,92 @@ async def test_nobody_but_operators_changes_an_experiment_and_nobody_without_a_t
         if route == "POST /v1/gradings/{grading_id}":
             continue
         assert let_in[place["operator"]], route
-    for column in ("agent", "grader", "reader", "joining", "rollout", "reward", "sandbox"):
+    for column in ("agent", "grader", "reader", "joining", "rollout", "reward", "sandbox", "trainer"):
         changed = [row[1] for row in changing if row[2][place[column]] and "/experiments" in row[1]]
         # Beginning an episode is what an agent is for: it changes nothing of the experiment.
         allowed = ["POST /v1/experiments/{experiment_id}/episodes"] if column == "agent" else []
         assert changed == allowed, column
+
+
+ASSIGNED = [(method, template) for (method, template), rule in RULES.items() if rule.is_assigned]
+"""Every route with which a trainer works for an experiment."""
+
+
+async def answers_to(gateway: Any, token: str) -> list[tuple[str, int, str]]:
+    """Ask every route of a trainer's work with a body that is right: path, status and code of each problem."""
+    app = gateway_app(GatewaySettings(token=OPERATOR, redis_url="redis://nowhere", data=Path("/nowhere")))
+    rendezvous = {"host": "h", "port": 1, "epoch": 1, "world_size": 2}
+    checkpoint = {
+        "step": 2,
+        "version": 1,
+        "path": f"/nowhere/{EXPERIMENT}/checkpoints/step-00000002",
+        "at": "2030-01-01T00:00:00Z",
+    }
+    bodies = {
+        "metrics": {"step": 2, "version": 1, "values": {"loss": 1.0}},
+        "checkpoints": checkpoint,
+        "takeovers": {"step": 0, "published": {"version": 0, "step": 0}},
+        "refused": {"recorded": 900 * WORKERS_PER_EPOCH},
+        "publications": a_request(900).model_dump(mode="json"),
+        "rendezvous": rendezvous,
+        "sent": {"epoch": 1, "checksum": f"{1:016x}"},
+        "failed": {"epoch": 1, "detail": "made up"},
+    }
+
+    async def with_state(scope: Any, receive: Any, send: Any) -> None:
+        await app(scope | {"state": {"gateway": gateway}}, receive, send)
+
+    found = []
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(with_state), base_url="http://x") as client:
+        for method, template in ASSIGNED:
+            path = template.format(experiment_id=EXPERIMENT, version=1)
+            body = bodies.get(path.rpartition("/")[2]) if method != "GET" else None
+            answer = await client.request(method, path, headers={"Authorization": f"Bearer {token}"}, json=body)
+            problem = answer.json().get("code", "") if answer.status_code >= 400 else ""
+            found.append((f"{method} {template}", answer.status_code, problem))
+    return found
+
+
+@pytest.mark.parametrize("whose", ["another experiment's", "unassigned", "old epoch's", "old incarnation's"])
+async def test_no_trainer_speaks_for_another(whose: str) -> None:
+    gateway = a_gateway(token=OPERATOR)
+    for experiment_id in (EXPERIMENT, "e-2"):
+        await add_experiment(gateway, experiment_id, trainer_epoch=3)
+    mine = await add_service(gateway, ServiceKind.TRAINER, "mine", EXPERIMENT)
+    other = await add_service(gateway, ServiceKind.TRAINER, "other", "e-2")
+    idle = await add_service(gateway, ServiceKind.TRAINER, "idle")
+    token, refusals = {
+        "another experiment's": (gateway.tokens.assignment_of(other, "e-2", 3), {(403, "forbidden")}),
+        "unassigned": (gateway.tokens.pass_of(ServiceKind.TRAINER, idle), {(403, "forbidden")}),
+        "old epoch's": (gateway.tokens.assignment_of(mine, EXPERIMENT, 2), {(409, "not_assigned")}),
+        "old incarnation's": (gateway.tokens.assignment_of("trainer-before", EXPERIMENT, 3), {(409, "not_assigned")}),
+    }[whose]
+    before = await gateway.publications.announce(EXPERIMENT, mine, a_request(1))
+    record = gateway.repository.get(EXPERIMENT).record
+
+    answers = await answers_to(gateway, token)
+
+    assert len(answers) == len(ASSIGNED) == 10
+    assert {(status, code) for _, status, code in answers} == refusals, answers
+    assert gateway.repository.get(EXPERIMENT).record == record
+    assert await gateway.publications.get(EXPERIMENT, 1) == before
+    assert await gateway.store.checkpoints(EXPERIMENT) == []
+
+
+async def test_the_trainer_of_an_experiment_is_let_in_by_what_its_desired_state_brought() -> None:
+    gateway = a_gateway(token=OPERATOR)
+    await add_experiment(gateway, EXPERIMENT, trainer_epoch=3)
+    mine = await add_service(gateway, ServiceKind.TRAINER, "mine", EXPERIMENT)
+    assignment = gateway.fleet.desired(gateway.registry.get(mine)).assignment
+    assert assignment is not None and assignment.token is not None
+    await gateway.publications.announce(EXPERIMENT, mine, a_request(1))
+
+    answers = await answers_to(gateway, assignment.token)
+
+    refused = [each for each in answers if each[1] in REFUSED or each[2] == "not_assigned"]
+    # Refusing the incarnation, which raises the epoch, ends the token itself.
+    after = [path for path, *_ in answers].index("POST /v1/experiments/{experiment_id}/takeovers/refused") + 1
+    assert {path for path, *_ in refused} == {path for path, *_ in answers[after:]}
 
 
 async def test_no_service_reads_a_body_of_nobody() -> None:

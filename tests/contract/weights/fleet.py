@@ -80,7 +80,9 @@ class DirectGateway:
         publications = self._state.publications
         words = path.removeprefix(PUBLICATIONS).strip("/").split("/")
         if words == [""]:
-            return (await publications.announce(EXPERIMENT, body)).model_dump(mode="json")
+            trainer = self._state.registry.trainer_of(EXPERIMENT)
+            assert trainer is not None
+            return (await publications.announce(EXPERIMENT, trainer.id, body)).model_dump(mode="json")
         version, action = int(words[0]), words[-1] if len(words) > 1 else "show"
         if action == "show":
             wait = dict(params or {})
@@ -238,7 +240,6 @@ class Fleet:
             self.sender,
             self.images,
             experiment_id=EXPERIMENT,
-            service_id=self.trainer_id,
             on_image=self._offer,
         )
 

@@ -288,12 +288,15 @@ class ScriptedTrainer(Scripted):
         super().__init__(gateway_url, redis_url)
         self.trained: list[tuple[int, ...]] = []
         self.lags: list[int] = []
+        self.token: str | None = None
         self.step_seconds = 0.0
         self.waits_before: int | None = None
         """Step that is not begun while this stands."""
 
     def begin(self, experiment_id: str) -> None:
         self.step = 0
+        assert self.desired is not None and self.desired.assignment is not None
+        self.token = self.desired.assignment.token
         self.start(self.train(experiment_id))
 
     async def train(self, experiment_id: str) -> None:
@@ -338,7 +341,7 @@ class ScriptedTrainer(Scripted):
 
     async def publish(self, experiment_id: str, version: int, step: int) -> None:
         path = f"/v1/experiments/{experiment_id}/publications"
-        request = PublicationRequest(manifest=a_manifest(version), service_id=self.id, step=step)
+        request = PublicationRequest(manifest=a_manifest(version), step=step)
         try:
             answer = await self._call("POST", path, body=request)
         except StalePolicyVersion:
@@ -356,7 +359,8 @@ class ScriptedTrainer(Scripted):
         assert answer["phase"] == "committed", answer
 
     async def _call(self, method: str, path: str, **how: Any) -> Any:
-        return await self.client.call(method, path, deadline_seconds=PATIENCE_SECONDS, **how)
+        assert self.token is not None, "it is assigned"
+        return await self.client.call(method, path, token=self.token, deadline_seconds=PATIENCE_SECONDS, **how)
 
 
 def a_manifest(version: int) -> Manifest:

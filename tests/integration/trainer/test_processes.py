@@ -117,7 +117,7 @@ async def a_rig(redis_url: str, spec: ExperimentSpec, experiment_id: str) -> Asy
     server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     host, port = listening.getsockname()
-    addresses = Addresses(f"http://{host}:{port}", redis_url, "secret", "127.0.0.1", "WARNING", "json")
+    addresses = Addresses(f"http://{host}:{port}", redis_url, "127.0.0.1", "WARNING", "json")
     supervisor = Supervisor(addresses, ServedImages(published), lambda: "trainer-1")
     fleet = ScriptedFleet(spec, plane, gateway)
     tasks = [asyncio.create_task(server._serve([listening])), asyncio.create_task(supervisor.run())]
@@ -140,6 +140,7 @@ def an_assignment(spec: ExperimentSpec, experiment_id: str, directory: Path) -> 
         spec=spec.model_dump(mode="json"),
         directory=str(directory),
         trainer_epoch=1,
+        token="secret",
     )
 
 

@@ -155,9 +155,9 @@ def a_manifest(version: int = 1) -> Manifest:
     return Manifest(version=version, image_bytes=4, slice_bytes=4, checksum=f"{version:016x}", tensors=(tensor,))
 
 
-def a_request(service_id: str, version: int = 1) -> PublicationRequest:
+def a_request(version: int = 1) -> PublicationRequest:
     """Make the announcement of a version."""
-    return PublicationRequest(manifest=a_manifest(version), service_id=service_id, step=version)
+    return PublicationRequest(manifest=a_manifest(version), step=version)
 
 
 @asynccontextmanager

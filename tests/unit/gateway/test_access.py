@@ -16,6 +16,7 @@ from shared.schemas.token import TokenRequest
 
 ROLLOUT = Principal(Scope.SERVICE, "rollout-1", ServiceKind.ROLLOUT, "rollout-1")
 TRAINER = Principal(Scope.SERVICE, "trainer-1", ServiceKind.TRAINER, "trainer-1")
+ASSIGNED = Principal(Scope.SERVICE, "trainer-1", ServiceKind.TRAINER, "trainer-1", "e", epoch=1)
 REWARD = Principal(Scope.SERVICE, "reward-1", ServiceKind.REWARD, "reward-1")
 JOINING = Principal(Scope.SERVICE, "a rollout", ServiceKind.ROLLOUT)
 JOINING_AS_ANY = Principal(Scope.SERVICE, "a service")
@@ -60,8 +61,13 @@ def some_tokens(
         (ROLLOUT, "GET", E, "needs the scope operator or reader;"),
         (ROLLOUT, "GET", "/v1/services", None),
         (REWARD, "GET", "/v1/services", None),
-        (TRAINER, "POST", f"{E}/publications/3/sent", None),
-        (TRAINER, "GET", f"{E}/held_out_rows", None),
+        (ASSIGNED, "POST", f"{E}/publications/3/sent", None),
+        (ASSIGNED, "GET", f"{E}/held_out_rows", None),
+        (ASSIGNED, "POST", "/v1/experiments/other/metrics", "is for the experiment e alone"),
+        (ASSIGNED, "GET", "/v1/experiments/other/held_out_rows", "is for the experiment e alone"),
+        (ASSIGNED, "PUT", "/v1/services/trainer-1/status", "is for the experiment e alone"),
+        (TRAINER, "POST", f"{E}/publications/3/sent", "needs the token of an assignment to this experiment"),
+        (TRAINER, "GET", f"{E}/held_out_rows", "needs the token of an assignment to this experiment"),
         (ROLLOUT, "GET", f"{E}/held_out_rows", "service (trainer)"),
         (TRAINER, "POST", "/v1/experiments", "needs the scope operator;"),
         (TRAINER, "GET", "/v1/tokens/self", None),

@@ -61,7 +61,7 @@ class Stage:
         self.experiment = self.gateway.repository.get(self.experiment.id)
 
     async def announce(self, version: int = 1) -> object:
-        return await self.gateway.publications.announce(self.experiment.id, a_request(self.trainer, version))
+        return await self.gateway.publications.announce(self.experiment.id, self.trainer, a_request(version))
 
     async def open(self, epoch: int, version: int = 1) -> None:
         meeting = Opened(Rendezvous(host="h", port=1, epoch=epoch, world_size=len(self.rollouts) + 1))
@@ -192,7 +192,7 @@ async def test_stale_versions_strangers_and_resting_experiments_are_refused() ->
     with pytest.raises(StalePolicyVersion):
         await stage.announce(1)
     with pytest.raises(Conflict, match="not the trainer"):
-        await stage.gateway.publications.announce(stage.experiment.id, a_request("someone", 2))
+        await stage.gateway.publications.announce(stage.experiment.id, "someone", a_request(2))
     with pytest.raises(NotFound):
         await stage.gateway.publications.get(stage.experiment.id, 7)
 

@@ -48,8 +48,8 @@ class Stage:
 
     async def take_over(self, step: int) -> TakeoverAnswer:
         point = StandingPoint(version=step, step=step)
-        request = TakeoverRequest(service_id=self.trainer, step=step, published=point)
-        return await self.takeovers.decide(self.experiment.id, request)
+        request = TakeoverRequest(step=step, published=point)
+        return await self.takeovers.decide(self.experiment.id, self.trainer, request)
 
     async def events(self) -> list[str]:
         return [event.type for event in await self.gateway.store.events(self.experiment.id, after=0, limit=100)]
@@ -75,7 +75,7 @@ async def test_numbers_that_were_announced_or_are_served_are_used() -> None:
     assert (await stage.take_over(30)).points[-1].version == 41
 
     await stage.serve(32)
-    await stage.gateway.publications.announce(stage.experiment.id, a_request(stage.trainer, 50))
+    await stage.gateway.publications.announce(stage.experiment.id, stage.trainer, a_request(50))
     assert (await stage.take_over(30)).points[-1].version == 51
 
 
@@ -103,9 +103,7 @@ async def test_only_the_trainer_of_an_active_experiment_takes_over() -> None:
     point = StandingPoint(version=0, step=0)
 
     with pytest.raises(Conflict, match="not the trainer"):
-        await stage.takeovers.decide(
-            stage.experiment.id, TakeoverRequest(service_id=stage.rollout, step=0, published=point)
-        )
+        await stage.takeovers.decide(stage.experiment.id, stage.rollout, TakeoverRequest(step=0, published=point))
     await stage.gateway.commands.fail(stage.experiment, "trainer", "broken")
     with pytest.raises(Conflict, match="failed"):
         await stage.take_over(30)
@@ -116,9 +114,9 @@ async def test_a_database_that_is_older_than_the_data_plane_appoints_its_trainer
     recorded: int, epoch: int
 ) -> None:
     stage = await Stage.of()
-    refused = RefusedIncarnation(service_id=stage.trainer, recorded=recorded)
+    refused = RefusedIncarnation(recorded=recorded)
 
-    await stage.takeovers.raise_epoch(stage.experiment.id, refused)
+    await stage.takeovers.raise_epoch(stage.experiment.id, stage.trainer, refused)
 
     assert stage.experiment.record.trainer_epoch == epoch
 

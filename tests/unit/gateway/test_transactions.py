@@ -172,7 +172,7 @@ AT_WORK = with_state(ExperimentState.RUNNING, *FLEET)
 
 async def announced(world: World) -> None:
     await AT_WORK(world)
-    await world.gateway.publications.announce(ID, a_request(world.services[ServiceKind.TRAINER]))
+    await world.gateway.publications.announce(ID, world.services[ServiceKind.TRAINER], a_request())
 
 
 async def received(world: World) -> None:
@@ -285,7 +285,7 @@ async def reconcile(world: World) -> None:
 
 
 async def announce(world: World) -> None:
-    request = a_request(world.services[ServiceKind.TRAINER], 2).model_dump(mode="json")
+    request = a_request(2).model_dump(mode="json")
     first = await world.call("POST", f"{PATH}/publications", request)
     assert await world.call("POST", f"{PATH}/publications", request) == first
 
@@ -355,7 +355,12 @@ def happened(kind: str) -> Callable[[World], bool]:
 
 STATES = ExperimentState
 METRICS = {"step": 1, "version": 0, "values": {"loss": 1.0}}
-CHECKPOINT = {"step": 1, "version": 1, "path": "/c", "at": "2026-01-01T00:00:00.000Z"}
+CHECKPOINT = {
+    "step": 1,
+    "version": 1,
+    "path": "/nowhere/tiny-1/checkpoints/step-00000001",
+    "at": "2026-01-01T00:00:00.000Z",
+}
 CASES = (
     Case("create and start", nothing, create, lambda w: [e.state for e in w.gateway.repository] == [STATES.STARTING]),
     Case("pause", with_state(STATES.RUNNING), post(f"{PATH}/pause"), state_is(STATES.PAUSED)),

@@ -52,7 +52,7 @@ async def test_a_phase_that_ends_while_its_lateness_waits_is_not_late() -> None:
     experiment = await add_experiment(gateway, trainer_epoch=1)
     trainer = await add_service(gateway, ServiceKind.TRAINER, "t", experiment.id)
     rollout = await add_service(gateway, ServiceKind.ROLLOUT, "r", experiment.id)
-    await gateway.publications.announce(experiment.id, a_request(trainer, 1))
+    await gateway.publications.announce(experiment.id, trainer, a_request(1))
     meeting = Opened(Rendezvous(host="h", port=1, epoch=1, world_size=2))
     await gateway.publications.apply_to_version(experiment.id, 1, meeting)
     clock.advance(11.0)
@@ -172,7 +172,7 @@ async def test_a_resumed_experiment_knows_the_image_of_its_version() -> None:
     gateway = a_gateway(clock=ManualClock())
     experiment = await add_experiment(gateway, trainer_epoch=1)
     trainer = await add_service(gateway, ServiceKind.TRAINER, "t", experiment.id)
-    await gateway.publications.announce(experiment.id, a_request(trainer, 1))
+    await gateway.publications.announce(experiment.id, trainer, a_request(1))
     assert experiment.record.policy_version == 1
 
     await gateway.commands.fail(experiment, "trainer", "out of memory")
@@ -205,7 +205,7 @@ async def test_an_engine_that_starts_again_while_the_database_is_absent_ends_its
     rollout = await add_service(gateway, ServiceKind.ROLLOUT, "r", experiment.id)
 
     async def publish(version: int) -> int:
-        epoch = (await gateway.publications.announce(experiment.id, a_request(trainer, version))).epoch
+        epoch = (await gateway.publications.announce(experiment.id, trainer, a_request(version))).epoch
         meeting = Opened(Rendezvous(host="h", port=1, epoch=epoch, world_size=2))
         await gateway.publications.apply_to_version(experiment.id, version, meeting)
         checksum = a_manifest(version).checksum
@@ -245,13 +245,13 @@ async def test_a_takeover_that_waits_behind_the_end_of_its_experiment_changes_no
     experiment = await add_experiment(gateway, **facts)
     trainer = await add_service(gateway, ServiceKind.TRAINER, "t", experiment.id)
     takeovers = Takeovers(gateway.repository, gateway.registry, gateway.store, gateway.events)
-    request = TakeoverRequest(service_id=trainer, step=0, published=StandingPoint(version=0, step=0))
-    refused = RefusedIncarnation(service_id=trainer, recorded=5 * WORKERS_PER_EPOCH)
+    request = TakeoverRequest(step=0, published=StandingPoint(version=0, step=0))
+    refused = RefusedIncarnation(recorded=5 * WORKERS_PER_EPOCH)
 
     def take_over() -> Awaitable[Any]:
         if call == "decide":
-            return takeovers.decide(experiment.id, request)
-        return takeovers.raise_epoch(experiment.id, refused)
+            return takeovers.decide(experiment.id, trainer, request)
+        return takeovers.raise_epoch(experiment.id, trainer, refused)
 
     _, refusal = await in_turn(gateway, lambda: gateway.commands.act(experiment.id, Action.STOP), take_over)
 

@@ -114,7 +114,6 @@ class Rig:
             sender,
             self.images,
             experiment_id="e",
-            service_id="trainer",
             on_image=self._offer,
         )
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from services.trainer.worker.reporter import Reporter
+from shared.errors import NotAssigned
 from shared.schemas.experiment import MetricBatch
 from tests.unit.gateway.builders import running
 
@@ -48,6 +49,28 @@ async def test_metrics_that_a_killed_worker_did_not_send_are_sent_by_the_next_on
 
     assert gateway.steps == [1, 2, 3]
     assert not unsent.exists()
+
+
+async def test_what_a_replaced_trainer_may_not_report_any_more_is_reported_by_the_next_one(tmp_path: Path) -> None:
+    class Refusing(Gateway):
+        async def call(self, _method: str, _path: str, *, body: Any = None, **_how: Any) -> Any:
+            raise NotAssigned("another epoch")
+
+    unsent = tmp_path / "unsent.jsonl"
+    replaced = Reporter(Refusing(is_there=True), "e", unsent)
+    async with running(replaced.run()):
+        for step in (1, 2):
+            replaced.metrics(a_batch(step))
+        assert await replaced.flush(2.0)
+
+    gateway = Gateway(is_there=True)
+    reporter = Reporter(gateway, "e", unsent)
+    reporter.resend(2)
+    async with running(reporter.run()):
+        assert await reporter.flush(2.0)
+
+    assert replaced.is_replaced
+    assert gateway.steps == [1, 2]
 
 
 async def test_a_line_that_was_cut_off_costs_no_other_line(tmp_path: Path) -> None:

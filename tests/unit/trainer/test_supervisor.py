@@ -26,7 +26,6 @@ from tests.unit.trainer.builders import a_spec
 ADDRESSES = Addresses(
     gateway_url="http://g",
     redis_url="redis://r",
-    token="secret",
     host="127.0.0.1",
     log_level="INFO",
     log_format="json",
@@ -106,6 +105,7 @@ def an_assignment(**fields: Any) -> Assignment:
         "spec": a_spec().model_dump(mode="json"),
         "directory": "/nowhere",
         "trainer_epoch": 2,
+        "token": "secret",
     }
     return Assignment(**(defaults | fields))
 
@@ -128,7 +128,7 @@ async def test_an_assignment_starts_a_worker_and_its_status_is_observed(monkeypa
             2,
         )
         assert observed.load["ready_groups"] == 2.0
-        assert rig.workers[0].launch.token == "secret"
+        assert rig.workers[0].launch.assignment.token == "secret"
         assert rig.workers[0].launch.incarnation == 2_000_001
 
 

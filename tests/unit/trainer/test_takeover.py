@@ -38,9 +38,9 @@ async def test_a_refused_incarnation_is_told_to_the_gateway(refuses: bool) -> No
     await plane.trainer("before").take_over(2_000_003)
 
     with pytest.raises(ClaimLost, match="incarnation 2000001 is not newer than 2000003"):
-        await become_trainer(plane.trainer("t"), gateway, "e", "t", 2_000_001)
+        await become_trainer(plane.trainer("t"), gateway, "e", 2_000_001)
 
-    told = RefusedIncarnation(service_id="t", recorded=2_000_003)
+    told = RefusedIncarnation(recorded=2_000_003)
     assert gateway.told == [("POST /v1/experiments/e/takeovers/refused", told)]
 
 
@@ -48,7 +48,7 @@ async def test_a_newer_incarnation_takes_over() -> None:
     plane, gateway = MemoryDataPlane(), Gateway(refuses=False)
     await plane.trainer("before").take_over(2_000_003)
 
-    await become_trainer(plane.trainer("t"), gateway, "e", "t", 3_000_001)
+    await become_trainer(plane.trainer("t"), gateway, "e", 3_000_001)
 
     assert gateway.told == []
 
@@ -60,7 +60,7 @@ async def test_a_trainer_that_is_refused_ends_as_soon_as_it_is_told(is_told_befo
     await queue.take_over(1)
     progress = SimpleNamespace(step=0, lineage="", trained=set())
     restored = cast(Restored, SimpleNamespace(progress=progress, published=INITIAL))
-    asking = reconcile_with(queue, plane.admission, gateway, a_spec(), restored, "e", "t", control)
+    asking = reconcile_with(queue, plane.admission, gateway, a_spec(), restored, "e", control)
     if is_told_before:
         control.stop(is_over=True)
 

@@ -1,18 +1,22 @@
 """Checkpoints on disk as everybody reads them: which are there, and what each says about itself.
 
-The trainer writes them; the gateway looks here for what is durable, since its database may be older or newer.
+The trainer writes them; the gateway looks here for what is durable, since its database may be older or newer. Whoever
+writes there could make links to what they may not read and the gateway may: so below a checkpoint none is followed, and
+the gateway names the folder (``below``) from which on it follows none on the way to the checkpoint either.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
 from re import compile as pattern
-from typing import Any, Final, Literal
+from typing import Any, BinaryIO, Final, Literal
 
 import xxhash
 from pydantic import ConfigDict, Field, ValidationError
 
 from shared.absence import absent_or
+from shared.beneath import PlainName, read_beneath, sizes_beneath
 from shared.described import Described
 from shared.errors import ModelError
 
@@ -59,21 +63,38 @@ class CheckpointState(Described):
     """Figures that grow over the experiment."""
     spec: Mapping[str, Any]
     software: Mapping[str, str]
-    files: Mapping[str, int]
+    files: Mapping[PlainName, int]
     """Size in bytes of each file: a checkpoint with another file size is not complete."""
     figure: float | None = None
     """Mean of ``checkpoint.best.metric`` over the steps since the checkpoint before, where the spec names one."""
-    checksums: Mapping[str, str] = {}
+    checksums: Mapping[PlainName, str] = {}
     """xxh3-64 of each file; empty where an earlier release wrote it."""
 
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A complete checkpoint on disk."""
+    """A complete checkpoint on disk.
+
+    Attributes:
+        below: a folder on the way to it, from which on no link is followed; None: none below ``path``.
+    """
 
     step: int
     path: Path
     state: CheckpointState
+    below: Path | None = None
+
+    def open(self, name: str) -> BinaryIO:
+        """Open one of its files.
+
+        Raises:
+            OSError: it is not there, cannot be read, or a link leads to it.
+        """
+        return _open(self.path, name, self.below)
+
+
+def _open(path: Path, name: str, below: Path | None) -> BinaryIO:
+    return read_beneath(path, name) if below is None else read_beneath(below, f"{path.relative_to(below)}/{name}")
 
 
 def step_of(name: str) -> int | None:
@@ -90,26 +111,29 @@ def folders(directory: Path) -> list[tuple[int, Path]]:
     return sorted((int(match.group(1)), path) for path, match in matches if match)
 
 
-def complete(directory: Path) -> Iterator[StoredCheckpoint]:
+def complete(directory: Path, below: Path | None = None) -> Iterator[StoredCheckpoint]:
     """Go through the complete checkpoints, newest first: every file is there and has its size."""
     for step, path in reversed(folders(directory)):
-        state = state_of(path)
+        state = state_of(path, below)
         if state is not None and state.step == step:
-            yield StoredCheckpoint(step, path, state)
+            yield StoredCheckpoint(step, path, state, below)
 
 
 def sizes(directory: Path) -> dict[str, int]:
-    """Measure every file below a directory, in bytes."""
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): path.stat().st_size for path in files}
+    """Measure every file below a directory, in bytes; links are no files of it."""
+    return dict(sorted(sizes_beneath(directory).items()))
 
 
 def checksum(path: Path) -> str:
     """Compute the xxh3-64 of a file, in hexadecimal; blocks."""
-    digest = xxhash.xxh3_64()
     with path.open("rb", buffering=0) as file:
-        while chunk := file.read(READ_BYTES):
-            digest.update(chunk)
+        return _digest(file)
+
+
+def _digest(file: RawIOBase | BinaryIO) -> str:
+    digest = xxhash.xxh3_64()
+    while chunk := file.read(READ_BYTES):
+        digest.update(chunk)
     return digest.hexdigest()
 
 
@@ -125,7 +149,8 @@ def check_files(stored: StoredCheckpoint, moved: Callable[[], None] = lambda: No
     """
     for name, expected in stored.state.checksums.items():
         try:
-            found = checksum(stored.path / name)
+            with stored.open(name) as file:
+                found = _digest(file)
         except OSError as error:
             raise absent_or(error, ModelError(f"checkpoint {stored.path} cannot be read: {error}")) from error
         if found != expected:
@@ -133,11 +158,17 @@ def check_files(stored: StoredCheckpoint, moved: Callable[[], None] = lambda: No
         moved()
 
 
-def state_of(path: Path) -> CheckpointState | None:
-    """Read what a checkpoint says about itself; None if it is not there, not readable, or files of it are missing."""
+def state_of(path: Path, below: Path | None = None) -> CheckpointState | None:
+    """Read what a checkpoint says about itself; None if it is not there, not readable, or files of it are missing.
+
+    Args:
+        path: its folder.
+        below: a folder on the way to it, from which on no link is followed; None: none below ``path``.
+    """
     try:
-        state = CheckpointState.model_validate_json((path / STATE_FILE).read_text(encoding="utf-8"))
-        found = sizes(path)
-    except (OSError, ValidationError, UnicodeDecodeError):
+        with _open(path, STATE_FILE, below) as file:
+            state = CheckpointState.model_validate_json(file.read())
+        found = sizes_beneath(path) if below is None else sizes_beneath(below, str(path.relative_to(below)))
+    except (OSError, ValidationError):
         return None
     return state if all(found.get(name) == size for name, size in state.files.items()) else None

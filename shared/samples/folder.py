@@ -13,7 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
+
+from shared.beneath import read_beneath
 
 if TYPE_CHECKING:
     from shared.config.samples import SamplesConfig
@@ -72,8 +74,17 @@ def stored_files(directory: Path) -> Iterator[StoredFile]:
             if (kind := _family(entry.name)) is None:
                 continue
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                found = entry.stat()
+                found = entry.stat(follow_symlinks=False)
                 yield StoredFile(entry.name, *kind, found.st_size, found.st_mtime_ns)
+
+
+def open_samples_file(folder: Path, name: str) -> BinaryIO:
+    """Open a file in the folder of samples; neither it nor the folder may be a link: several services write there.
+
+    Raises:
+        OSError: it is not there, cannot be read, or a link leads to it.
+    """
+    return read_beneath(folder.parent, f"{folder.name}/{name}")
 
 
 def stored_states(directory: Path) -> dict[str, tuple[int, int]]:
@@ -87,7 +98,7 @@ def stored_states(directory: Path) -> dict[str, tuple[int, int]]:
         for entry in entries:
             if _STORED.fullmatch(entry.name):
                 with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                    state = entry.stat()
+                    state = entry.stat(follow_symlinks=False)
                     found[entry.name] = (state.st_mtime_ns, state.st_size)
     return found
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shared.samples.folder import SAMPLES, step_name, stored_states
+from shared.samples.folder import SAMPLES, open_samples_file, step_name, stored_states
 from shared.samples.query import SampleOrder, SampleQuery
 
 log = logging.getLogger(__name__)
@@ -165,6 +165,8 @@ class SampleIndex:
 
 def _connect(path: Path) -> sqlite3.Connection:
     with contextlib.suppress(sqlite3.Error):
+        if path.is_symlink():
+            raise sqlite3.OperationalError("a link leads to the index")
         return _prepared(sqlite3.connect(path, timeout=LOCK_SECONDS, check_same_thread=False))
     # A folder that cannot be written, or a file that is no database: the index lasts as long as this process.
     log.info("the index of samples is kept in memory", extra={"path": str(path)})
@@ -197,7 +199,8 @@ def _read(database: sqlite3.Connection, folder: Path, name: str, modified_ns: in
 
     columns: dict[str, list[Any]] = {column: [] for column in COLUMNS}
     try:
-        columns = parquet.ParquetFile(folder / name).read(columns=list(COLUMNS)).to_pydict()
+        with open_samples_file(folder, name) as file:
+            columns = parquet.ParquetFile(file).read(columns=list(COLUMNS)).to_pydict()
     except FileNotFoundError:
         return
     except (OSError, ArrowException) as error:

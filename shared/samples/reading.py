@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from shared.errors import InvalidRequest
+from shared.samples.folder import open_samples_file
 from shared.samples.index import Found, SampleIndex
 from shared.samples.query import SampleQuery
 
@@ -99,7 +100,8 @@ def read_samples(folder: Path, found: Sequence[Found], *, with_tokens: bool) -> 
     names = [*_READ, *(TOKEN_COLUMNS if with_tokens else ())]
     for name, wanted in members.items():
         try:
-            table = parquet.ParquetFile(folder / name).read(columns=list(dict.fromkeys(names)))
+            with open_samples_file(folder, name) as file:
+                table = parquet.ParquetFile(file).read(columns=list(dict.fromkeys(names)))
         except (OSError, ArrowException):
             continue
         keys = zip(table.column("place").to_pylist(), table.column("member").to_pylist(), strict=True)

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
+from shared.beneath import PlainName
 from shared.schemas.health import HealthFinding
 from shared.schemas.wire import Wire
 
@@ -147,7 +148,7 @@ class CheckpointView(Wire):
 class CheckpointFile(Wire):
     """A file of a checkpoint."""
 
-    name: str
+    name: PlainName
     """Its path in the checkpoint, such as ``model/config.json``."""
     size_bytes: int
     checksum: str

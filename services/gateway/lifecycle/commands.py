@@ -159,8 +159,10 @@ class ExperimentCommands:
             self._places.check_checkpoint_url(where, origins.FIELD)
             place = self._downloads / secrets.token_hex(8)
             return await WatchedCalls(where).run(lambda _, moved: fetch(where, step, place, moved))
-        path = Path(where) if "/" in where else Path(self._repository.named(where).record.directory)
-        return await asyncio.to_thread(origins.find, path, step)
+        if "/" in where:
+            return await asyncio.to_thread(origins.find, Path(where), step)
+        path = Path(self._repository.named(where).record.directory)
+        return await asyncio.to_thread(origins.find, path, step, path.parent)
 
     async def _begun_from(
         self, record: ExperimentRecord, spec: ExperimentSpec, stored: StoredCheckpoint

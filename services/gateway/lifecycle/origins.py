@@ -13,12 +13,15 @@ import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
+from shared.beneath import link_to
 from shared.checkpoints import (
     AVERAGE,
     CHECKPOINTS,
     CRITIC,
     OPTIMIZER,
+    READ_BYTES,
     STATE_FILE,
     VERSIONS,
     StoredCheckpoint,
@@ -72,15 +75,20 @@ def checkpoints_at(path: Path) -> Path:
     return found[0]
 
 
-def choose(directory: Path, step: int | None) -> StoredCheckpoint:
+def choose(directory: Path, step: int | None, below: Path | None = None) -> StoredCheckpoint:
     """Find the checkpoint of a step, or the newest that is whole; reads every file of it, and blocks.
+
+    Args:
+        directory: of checkpoints.
+        step: None for the newest.
+        below: a folder on the way to them, from which on no link is followed.
 
     Raises:
         ModelError: there is none; or the one that was named is damaged, or vanished while it was read.
     """
     damage: ModelError | None = None
     for _ in range(ATTEMPTS):
-        for stored in complete(directory):
+        for stored in complete(directory, below):
             if step is not None and stored.step != step:
                 continue
             try:
@@ -99,8 +107,13 @@ def choose(directory: Path, step: int | None) -> StoredCheckpoint:
     raise ModelError(f"{FIELD}: there is {wanted} in {directory}; steps that are there: {there}")
 
 
-def find(path: Path, step: int | None) -> StoredCheckpoint:
+def find(path: Path, step: int | None, below: Path | None = None) -> StoredCheckpoint:
     """Find the checkpoint that a path and a step mean: the path may be the checkpoint's own folder, too.
+
+    Args:
+        path: as a person wrote it, or an experiment's directory.
+        step: None for the newest.
+        below: where the path is an experiment's, the folder of them all: from there on no link is followed.
 
     Raises:
         InvalidSpec: the path is relative.
@@ -110,8 +123,8 @@ def find(path: Path, step: int | None) -> StoredCheckpoint:
         own = [number for number, folder in folders(path.parent) if folder.name == path.name]
         if not own or step not in {None, own[0]}:
             raise ModelError(f"{FIELD}: {path} is not the folder of {'a step' if step is None else f'step {step}'}")
-        return choose(path.parent, own[0])
-    return choose(checkpoints_at(path), step)
+        return choose(path.parent, own[0], below)
+    return choose(checkpoints_at(path), step, below)
 
 
 def as_decided(stored: StoredCheckpoint, spec: ExperimentSpec) -> ExperimentSpec:
@@ -212,7 +225,8 @@ def _fill(partial: Path, stored: StoredCheckpoint, spec: ExperimentSpec, experim
     for name in files:
         target = partial / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        _link(stored.path / name, target)
+        with stored.open(name) as source:
+            _link(source, target)
     checksums = {name: value for name, value in stored.state.checksums.items() if name in files}
     own = {"experiment_id": experiment_id, "spec": spec.model_dump(mode="json"), "files": files, "checksums": checksums}
     state = stored.state.model_copy(update=own)
@@ -224,13 +238,12 @@ def _fill(partial: Path, stored: StoredCheckpoint, spec: ExperimentSpec, experim
         flush(each)
 
 
-def _link(source: Path, target: Path) -> None:
+def _link(source: BinaryIO, target: Path) -> None:
     try:
-        os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:  # another disk, or no right to link
-        shutil.copyfile(source, target)
+        link_to(source.fileno(), target)
+    except OSError:  # another disk, no right to link, or the last name was taken away
+        with target.open("xb") as copy:
+            shutil.copyfileobj(source, copy, READ_BYTES)
         flush(target)
 
 

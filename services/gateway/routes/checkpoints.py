@@ -1,21 +1,27 @@
 """Durable checkpoints of an experiment, and their files."""
 
 import asyncio
+import os
 from pathlib import Path
 
 from fastapi import APIRouter
 from fastapi.responses import FileResponse
+from starlette.types import Receive, Scope, Send
 
+from services.gateway.records.repository import Experiment
 from services.gateway.routes.dependencies import OF_TRAINER, Cursor, Gateway, Limit, page_of
 from services.gateway.store.answers import stage_answer
 from services.gateway.store.writes import PutCheckpoint
 from services.gateway.uploads.uploads import compare, record_of
-from shared.checkpoints import CheckpointState, StoredCheckpoint, state_of
-from shared.errors import NotFound
+from shared.beneath import same_file
+from shared.checkpoints import CHECKPOINTS, StoredCheckpoint, state_of
+from shared.errors import InvalidRequest, NotFound
 from shared.schemas.experiment import CheckpointFile, CheckpointFiles, CheckpointView, Page
 from shared.schemas.uploads import ListedCheckpoint, UploadCheck
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
+
+LONGEST_SHOWN = 200
 
 
 @router.post("/checkpoints", status_code=201, dependencies=[OF_TRAINER])
@@ -25,8 +31,13 @@ async def put_checkpoint(experiment_id: str, checkpoint: CheckpointView, gateway
     Raises:
         NotFound: there is no such experiment (404).
         NotAssigned: the caller is not its trainer, or was it in an earlier epoch (409).
+        InvalidRequest: its path is not that of the step's checkpoint in the experiment's directory (422).
     """
     experiment = gateway.repository.get(experiment_id)
+    expected = str(_path_of(experiment, checkpoint.step))
+    if checkpoint.path != expected:
+        entry = {"path": "path", "value": checkpoint.path[:LONGEST_SHOWN], "allowed": expected}
+        raise InvalidRequest(f"path: the checkpoint of step {checkpoint.step} is at {expected}", errors=[entry])
     async with gateway.store.transaction() as change:
         change.write(PutCheckpoint(experiment_id, checkpoint))
         # A trainer that is stopped at once may not say itself how far it came.
@@ -63,8 +74,7 @@ async def check_upload(experiment_id: str, step: int, gateway: Gateway) -> Uploa
         InvalidSpec: the operator does not allow the URL any more (422).
         Unavailable: the store does not answer, or refuses (503).
     """
-    path, state = await _stored(experiment_id, step, gateway)
-    stored = StoredCheckpoint(step, path, state)
+    stored = await _stored(experiment_id, step, gateway)
     return await compare(gateway.repository.get(experiment_id), stored, gateway.settings.places)
 
 
@@ -75,13 +85,13 @@ async def files(experiment_id: str, step: int, gateway: Gateway) -> CheckpointFi
     Raises:
         NotFound: there is no such experiment or checkpoint, or it is not on the gateway's disk (404).
     """
-    path, state = await _stored(experiment_id, step, gateway)
+    stored = await _stored(experiment_id, step, gateway)
     return CheckpointFiles(
         step=step,
-        path=str(path),
+        path=str(stored.path),
         files=tuple(
-            CheckpointFile(name=name, size_bytes=size, checksum=state.checksums.get(name, ""))
-            for name, size in sorted(state.files.items())
+            CheckpointFile(name=name, size_bytes=size, checksum=stored.state.checksums.get(name, ""))
+            for name, size in sorted(stored.state.files.items())
         ),
     )
 
@@ -93,24 +103,56 @@ async def file(experiment_id: str, step: int, name: str, gateway: Gateway) -> Fi
     Raises:
         NotFound: there is no such experiment, checkpoint or file (404).
     """
-    path, state = await _stored(experiment_id, step, gateway)
-    if name not in state.files:
+    stored = await _stored(experiment_id, step, gateway)
+    if name not in stored.state.files:
         # Nothing but what the checkpoint says that it consists of is ever opened.
         raise NotFound(f"checkpoint {step} of {experiment_id} has no file {name!r}", experiment_id=experiment_id)
-    return FileResponse(path / name, media_type="application/octet-stream")
+    try:
+        return OpenedFile(await asyncio.to_thread(_descriptor_of, stored, name))
+    except OSError as error:
+        raise NotFound(f"{name} of checkpoint {step} cannot be read: {error.strerror}", path=name) from None
 
 
-async def _stored(experiment_id: str, step: int, gateway: Gateway) -> tuple[Path, CheckpointState]:
-    gateway.repository.get(experiment_id)
+class OpenedFile(FileResponse):
+    """Sends a file that was opened when its name was checked: nothing that is done to the name since matters.
+
+    Args:
+        descriptor: of the file; closed when it was sent.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(same_file(descriptor), media_type="application/octet-stream", stat_result=os.fstat(descriptor))
+        self._descriptor = descriptor
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            os.close(self._descriptor)
+
+
+def _descriptor_of(stored: StoredCheckpoint, name: str) -> int:
+    with stored.open(name) as file:
+        return os.dup(file.fileno())
+
+
+def _path_of(experiment: Experiment, step: int) -> Path:
+    return Path(experiment.record.directory) / CHECKPOINTS / f"step-{step:08d}"
+
+
+async def _stored(experiment_id: str, step: int, gateway: Gateway) -> StoredCheckpoint:
+    experiment = gateway.repository.get(experiment_id)
     found = next((each for each in await gateway.store.checkpoints(experiment_id) if each.step == step), None)
     if found is None:
         raise NotFound(f"{experiment_id} has no checkpoint of step {step}", experiment_id=experiment_id)
-    path = Path(found.path)
-    state = await asyncio.to_thread(state_of, path)
+    path, below = _path_of(experiment, step), Path(experiment.record.directory).parent
+    state = await asyncio.to_thread(state_of, path, below)
     if state is None:
         raise NotFound(
             f"the checkpoint of step {step} is not at {path} on the gateway's machine: it was removed "
-            "(checkpoint.keep), or the trainer's directory is not shared with the gateway",
+            "(checkpoint.keep), a link leads to it or to a file of it, or the trainer's directory is not shared with "
+            "the gateway",
             experiment_id=experiment_id,
         )
-    return path, state
+    return StoredCheckpoint(step, path, state, below)

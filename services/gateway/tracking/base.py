@@ -4,10 +4,13 @@ The cursor lives where the records go, and is written with them. So a gateway th
 one, goes on exactly after the tracker's last record.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
+
+from shared.beneath import open_beneath
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +65,16 @@ class Tracker(Protocol):
 def own_folder(directory: str | None, run: TrackedRun) -> Path:
     """Return the folder of this run alone, below a directory that several runs may share."""
     return run.directory if directory is None else Path(directory) / run.id
+
+
+def open_own(directory: str | None, run: TrackedRun, name: str) -> BinaryIO:
+    """Open a file below ``own_folder`` to read and write it; made where it is not there.
+
+    The trainer writes into the experiment's directory, too: a link that it made there is not followed.
+
+    Raises:
+        OSError: it cannot be opened, or a link leads to it.
+    """
+    folder = own_folder(directory, run)
+    descriptor = open_beneath(folder.parent, f"{folder.name}/{name}", os.O_RDWR | os.O_CREAT, 0o666)
+    return os.fdopen(descriptor, "r+b", buffering=0)  # type: ignore[return-value]

@@ -3,9 +3,9 @@
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
+from typing import BinaryIO
 
-from services.gateway.tracking.base import Record, TrackedRun, own_folder
+from services.gateway.tracking.base import Record, TrackedRun, open_own, own_folder
 from shared.clock import rfc3339
 from shared.config.tracking import JsonlTrackerConfig
 
@@ -18,8 +18,8 @@ class JsonlTracker:
     def __init__(self, config: JsonlTrackerConfig, run: TrackedRun) -> None:
         self.path = own_folder(config.directory, run) / "metrics.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._cursor = _cut_after_last_line(self.path)
-        self._file = self.path.open("ab", buffering=0)
+        self._file = open_own(config.directory, run, self.path.name)
+        self._cursor = _cut_after_last_line(self._file)
 
     def cursor(self) -> int:
         """Return the cursor of the last whole line."""
@@ -49,20 +49,19 @@ def _line(record: Record) -> dict[str, object]:
     }
 
 
-def _cut_after_last_line(path: Path) -> int:
-    """Drop what follows the last whole line, and give that line's cursor; 0 if there is none."""
-    if not path.exists():
-        return 0
-    with path.open("r+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        tail_bytes = TAIL_BYTES
-        while True:
-            start = max(size - tail_bytes, 0)
-            file.seek(start)
-            whole, newline, _ = file.read(size - start).rpartition(b"\n")
-            if start == 0 or b"\n" in whole:
-                break
-            tail_bytes *= 2
-        file.truncate(start + len(whole) + len(newline))
-        last = whole.rpartition(b"\n")[2]
-        return int(json.loads(last)["cursor"]) if last else 0
+def _cut_after_last_line(file: BinaryIO) -> int:
+    """Drop what follows the last whole line, and return that line's cursor, 0 if there is none; ends at its end."""
+    size = file.seek(0, os.SEEK_END)
+    tail_bytes = TAIL_BYTES
+    while True:
+        start = max(size - tail_bytes, 0)
+        file.seek(start)
+        whole, newline, _ = file.read(size - start).rpartition(b"\n")
+        if start == 0 or b"\n" in whole:
+            break
+        tail_bytes *= 2
+    end = start + len(whole) + len(newline)
+    file.truncate(end)
+    file.seek(end)
+    last = whole.rpartition(b"\n")[2]
+    return int(json.loads(last)["cursor"]) if last else 0

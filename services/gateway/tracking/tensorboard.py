@@ -4,9 +4,9 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from typing import BinaryIO
 
-from services.gateway.tracking.base import Record, TrackedRun, own_folder
+from services.gateway.tracking.base import Record, TrackedRun, open_own, own_folder
 from services.gateway.tracking.events_file import framed, mark_event, scalar_event, unframed, version_event
 from shared.config.tracking import TensorboardTrackerConfig
 
@@ -20,13 +20,13 @@ class TensorboardTracker:
     """Appends events; what follows the last mark, which a crash may leave, is cut off on opening again."""
 
     def __init__(self, config: TensorboardTrackerConfig, run: TrackedRun) -> None:
-        folder = own_folder(config.directory, run)
-        folder = folder / "tensorboard" if config.directory is None else folder
+        below = "tensorboard/" if config.directory is None else ""
+        folder = own_folder(config.directory, run) / below
         folder.mkdir(parents=True, exist_ok=True)
         found = sorted(folder.glob(PATTERN))
         self.path = found[-1] if found else folder / f"events.out.tfevents.{int(time.time())}.flotilla"
-        self._cursor = _cut_after_last_mark(self.path) if found else 0
-        self._file = self.path.open("ab", buffering=0)
+        self._file = open_own(config.directory, run, f"{below}{self.path.name}")
+        self._cursor = _cut_after_last_mark(self._file)
         if self._file.tell() == 0:
             self._append(framed(version_event(time.time())))
 
@@ -57,8 +57,8 @@ class TensorboardTracker:
         self._file.close()
 
 
-def _cut_after_last_mark(path: Path) -> int:
-    data = path.read_bytes()
+def _cut_after_last_mark(file: BinaryIO) -> int:
+    data = file.read()
     cursor = end = 0
     for number, (event, after) in enumerate(unframed(data)):
         mark = MARK.search(event)
@@ -66,5 +66,6 @@ def _cut_after_last_mark(path: Path) -> int:
             cursor, end = int(mark[1]), after
         elif number == 0:
             end = after
-    os.truncate(path, end)
+    file.truncate(end)
+    file.seek(end)
     return cursor

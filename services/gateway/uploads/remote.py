@@ -19,6 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from shared.beneath import same_file
 from shared.checkpoints import STATE_FILE, CheckpointState, StoredCheckpoint, step_of
 from shared.config.spec import ExperimentSpec
 from shared.durable import flush
@@ -44,6 +45,11 @@ def check_protocol(spec: ExperimentSpec) -> None:
     except (ImportError, ValueError) as error:
         entry = {"path": FIELD, "value": url, "allowed": f"{error}; install flotilla[data] and its protocol's package"}
         raise InvalidSpec(f"{FIELD}: {url} cannot be reached: {entry['allowed']}", errors=[entry]) from None
+
+
+def _state_bytes(stored: StoredCheckpoint) -> bytes:
+    with stored.open(STATE_FILE) as file:
+        return file.read()
 
 
 class RemoteCheckpoints:
@@ -87,7 +93,7 @@ class RemoteCheckpoints:
     def lacking(self, stored: StoredCheckpoint) -> list[str]:
         """Name what is not there of this very checkpoint: its state alone, or files without their size."""
         folder = self._folder(stored.step)
-        if self._read(f"{folder}/{STATE_FILE}") != (stored.path / STATE_FILE).read_bytes():
+        if self._read(f"{folder}/{STATE_FILE}") != _state_bytes(stored):
             return [STATE_FILE]
         self._system.invalidate_cache()
         there = self._sizes(folder)
@@ -99,7 +105,7 @@ class RemoteCheckpoints:
         Raises:
             FileNotFoundError: it was removed from the disk meanwhile.
         """
-        folder, state = self._folder(stored.step), (stored.path / STATE_FILE).read_bytes()
+        folder, state = self._folder(stored.step), _state_bytes(stored)
         self._system.invalidate_cache()
         there = self._sizes(folder)
         if STATE_FILE in there:
@@ -117,12 +123,13 @@ class RemoteCheckpoints:
             if stop.is_set():
                 return False
             if there.get(name) != size:
-                self._put(stored.path / name, f"{folder}/{name}")
+                with stored.open(name) as file:
+                    self._put(same_file(file.fileno()), f"{folder}/{name}")
             self._moved()
         for name in there.keys() - stored.state.files.keys() - {STATE_FILE, UPLOADING}:
             # What a file system had of a file when its writer died.
             self._system.rm_file(f"{folder}/{name}")
-        if stop.is_set() or (stored.path / STATE_FILE).read_bytes() != state:
+        if stop.is_set() or _state_bytes(stored) != state:
             # A trainer that went on from an older one made this step again meanwhile: some files are of either.
             return False
         self._write(f"{folder}/{STATE_FILE}", state)
@@ -154,8 +161,6 @@ class RemoteCheckpoints:
             ) from None
         for name in state.files:
             target = path / name
-            if not target.resolve().is_relative_to(path.resolve()):
-                raise ModelError(f"the checkpoint of step {step} at {self._url} has a file outside of it, {name!r}")
             target.parent.mkdir(parents=True, exist_ok=True)
             self._system.get_file(f"{folder}/{name}", str(target), callback=self._callback())
             self._moved()
@@ -186,9 +191,9 @@ class RemoteCheckpoints:
         protocol = self._system.protocol
         return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
-    def _put(self, source: Path, path: str) -> None:
+    def _put(self, source: str, path: str) -> None:
         watched = self._callback()
-        self._store(path, lambda there: self._system.put_file(str(source), there, callback=watched))
+        self._store(path, lambda there: self._system.put_file(source, there, callback=watched))
 
     def _callback(self) -> Any:
         from fsspec.callbacks import Callback

@@ -78,6 +78,7 @@ class Uploader:
         check: Callable[[], None],
     ) -> None:
         self._id, self._directory, self.url = experiment_id, directory / CHECKPOINTS, url
+        self._below = directory.parent
         self._store, self._clock, self._events, self._check = store, clock, events, check
         self._record: UploadRecord | None = None
         self._whole: dict[int, str] = {}
@@ -170,9 +171,9 @@ class Uploader:
         """Look at both; None where nothing has changed since the last look, and none is due."""
         self._check()
         local, states = list[StoredCheckpoint](), dict[int, str]()
-        for stored in complete(self._directory):
-            with _unless_removed(stored):
-                states[stored.step] = xxhash.xxh3_64((stored.path / STATE_FILE).read_bytes()).hexdigest()
+        for stored in complete(self._directory, self._below):
+            with _unless_removed(stored), stored.open(STATE_FILE) as file:
+                states[stored.step] = xxhash.xxh3_64(file.read()).hexdigest()
                 local.append(stored)
         is_due = time.monotonic() - self._compared_at >= CHECK_SECONDS
         if not local or (states == self._whole and not is_due):

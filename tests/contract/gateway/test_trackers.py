@@ -205,3 +205,19 @@ def fields_of(message: bytes) -> list[tuple[int, Any]]:
         found.append((key >> 3, message[place : place + size]))
         place += size
     return found
+
+
+@pytest.mark.parametrize(("kind", "name"), [("jsonl", "metrics.jsonl"), ("tensorboard", "tensorboard")])
+def test_no_tracker_follows_a_link_that_a_trainer_made(tmp_path: Path, kind: str, name: str) -> None:
+    kept = tmp_path / "kept"
+    if kind == "jsonl":
+        kept.write_text("not a record\n")
+    else:
+        kept.mkdir()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / name).symlink_to(kept)
+
+    with pytest.raises(OSError, match="is a link"):
+        opened(kind, tmp_path / "own")
+
+    assert kept.read_text() == "not a record\n" if kind == "jsonl" else list(kept.iterdir()) == []

@@ -154,7 +154,7 @@ def test_no_file_is_written_outside_of_the_checkpoint(directory: Path, tmp_path:
     state = tmp_path / "remote/step-00000004" / STATE_FILE
     state.write_text(state.read_text().replace('"optimizer.safetensors":', '"../../../evil":', 1))
 
-    with pytest.raises(ModelError, match="outside"):
+    with pytest.raises(ModelError, match="no plain name"):
         fetch(url, None, tmp_path / "fetched")
 
     assert not (tmp_path / "evil").exists()

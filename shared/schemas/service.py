@@ -6,9 +6,10 @@ costs nothing, and either side may restart at any time.
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from shared.schemas.engine import EngineOffer
 from shared.schemas.health import GradingReport, SamplingReport
@@ -87,16 +88,31 @@ class Capabilities(Wire):
         return {name: value for name, value in fields.items() if name != "engine"} if is_old else fields
 
 
+def _is_base_url(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        is_good = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port or an IPv6 address
+        is_good = False
+    if not is_good or "@" in parts.netloc or parts.query or parts.fragment or not text.isprintable() or " " in text:
+        raise ValueError("must be a URL such as http://10.0.0.7:9002, without user, query and fragment")
+    return text
+
+
+BaseUrl = Annotated[str, Field(max_length=300), AfterValidator(_is_base_url)]
+"""Where an HTTP interface is: http or https."""
+
+
 class Registration(Wire):
     """How a service presents itself."""
 
     kind: ServiceKind
-    address: str
+    address: BaseUrl
     """Base URL of its own HTTP interface."""
-    host: str
+    host: str = Field(min_length=1, max_length=255)
     pid: int = Field(gt=0)
     capabilities: Capabilities = Capabilities()
-    incarnation: str
+    incarnation: str = Field(min_length=1, max_length=64)
     """Random name of this process: a second registration of the same process gets the same id."""
 
 

@@ -93,7 +93,11 @@ class Fleet:
         self.jobs = TrainingJobs(registry, repository, events)
 
     async def register(self, registration: Registration) -> Registered:
-        """Add a service to the fleet."""
+        """Add a service to the fleet.
+
+        Raises:
+            Conflict: a service of another kind has this incarnation.
+        """
         async with self._store.transaction() as change:
             service = self._registry.stage_registration(change, registration)
             for dead in self._registry.superseded_by(change.staged(service, service.record)):

@@ -18,7 +18,7 @@ from services.gateway.store.records import ServiceRecord
 from services.gateway.store.transaction import Transaction
 from services.gateway.store.writes import DeleteService, PutService
 from shared.clock import Clock, rfc3339
-from shared.errors import NotFound
+from shared.errors import Conflict, NotFound
 from shared.schemas.service import (
     DRAIN_NOTICE_SECONDS,
     Capabilities,
@@ -53,6 +53,7 @@ class LiveService:
     Attributes:
         engines: kinds of engines that it can start.
         devices: identities of the GPUs that it may use.
+        is_cut_off: the connection of its waiting call broke, and it has not called since: its process may be dead.
         released_from: the experiment that it was assigned to last, whose devices it may still hold.
         is_restored: it registered with an earlier process, so where it was released from is not known.
         leaving: set while it is asked to leave its experiment, which is not for good: it will get another.
@@ -67,6 +68,7 @@ class LiveService:
         self.is_observed = False
         self.lease_ends = lease_ends
         self.polls = 0
+        self.is_cut_off = False
         self.changed = Signal()
         self.released_from: str | None = None
         self.is_restored = False
@@ -198,15 +200,26 @@ class Registry:
         return next(iter(self.trainers_of(experiment_id)), None)
 
     def superseded_by(self, record: ServiceRecord) -> list[LiveService]:
-        """List those whose address another process has now: they are dead, whatever is left of their leases."""
+        """List those whose address another process has now, and which are silent: they are dead.
+
+        The address is what the other process says. One that still waits for an answer, or has called since its
+        connection broke, is there, and keeps its lease.
+        """
         if _is_unspecified(record.address):
             return []
-        at = (record.kind, record.host, record.address)
-        return [s for s in self if s.id != record.id and (s.record.kind, s.record.host, s.record.address) == at]
+        at, now = (record.kind, record.host, record.address), self._clock.monotonic()
+        same = [s for s in self if s.id != record.id and (s.record.kind, s.record.host, s.record.address) == at]
+        return [service for service in same if service.is_cut_off or service.lease_ends <= now]
 
     def stage_registration(self, change: Transaction, registration: Registration) -> LiveService:
-        """Add a service; the same process gets the same id again."""
+        """Add a service; the same process gets the same id again.
+
+        Raises:
+            Conflict: a service of another kind has this incarnation.
+        """
         known = next((s for s in self if s.record.incarnation == registration.incarnation), None)
+        if known is not None and known.kind is not registration.kind:
+            raise Conflict("a service of another kind has this incarnation: each process makes one of its own")
         fields = registration.model_dump(mode="json")
         if known is not None:
             record = replace(known.record, **fields)
@@ -229,6 +242,7 @@ class Registry:
 
     def renew(self, service: LiveService, wait_seconds: float = 0.0) -> None:
         """Renew its lease, which lasts through a wait."""
+        service.is_cut_off = False
         service.lease_ends = max(
             service.lease_ends if wait_seconds == 0 else 0.0,
             self._clock.monotonic() + wait_seconds + self._silence(service),
@@ -245,6 +259,7 @@ class Registry:
 
     def shorten(self, service: LiveService) -> None:
         """Leave it a short rest of its lease: the connection of its waiting call broke."""
+        service.is_cut_off = True
         service.lease_ends = min(service.lease_ends, self._clock.monotonic() + self._rest_seconds)
 
     def now(self) -> float:

@@ -28,6 +28,7 @@ async def register(registration: Registration, gateway: Gateway, request: Reques
 
     Raises:
         Forbidden: the token is for services of another kind (403).
+        Conflict: a service of another kind has this incarnation (409).
     """
     kind = request.state.shown.principal.kind
     if kind is not None and registration.kind is not kind:

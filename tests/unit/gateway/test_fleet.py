@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from services.gateway.publications.transports import can_receive
 from services.gateway.routes.diagnosis import diagnosis
@@ -14,7 +15,7 @@ from services.gateway.state import GatewayState
 from services.gateway.store.memory import MemoryStore
 from services.gateway.store.writes import PutCheckpoint, PutService
 from shared.clock import ManualClock
-from shared.errors import NotFound
+from shared.errors import Conflict, NotFound
 from shared.schemas.experiment import CheckpointView, ExperimentState
 from shared.schemas.service import DRAIN_NOTICE_SECONDS, DesiredState, Failure, ObservedState, ServiceKind, WorkState
 from tests.unit.gateway.builders import (
@@ -48,6 +49,46 @@ async def test_the_same_process_gets_the_same_id_again() -> None:
 
     assert first.service_id == again.service_id != other.service_id
     assert gateway.registry.get(first.service_id).record.address == "http://elsewhere"
+
+
+async def test_an_incarnation_of_another_kind_gives_nobody_that_services_pass() -> None:
+    gateway = a_gateway()
+    trainer = await gateway.fleet.register(a_registration(ServiceKind.TRAINER, "one"))
+
+    with pytest.raises(Conflict, match="another kind has this incarnation"):
+        await gateway.fleet.register(a_registration(ServiceKind.ROLLOUT, "one"))
+
+    assert [(service.id, service.kind) for service in gateway.registry] == [(trainer.service_id, ServiceKind.TRAINER)]
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "file:///etc/passwd",
+        "ftp://host/",
+        "http://",
+        "host:80",
+        "",
+        "http://user:password@host",
+        "http://host?x=1",
+        "http://host#x",
+        "http://host:99999",
+        "http://host:0",
+        "http://a host",
+        "http://host/\n",
+        "http://[::1",
+        f"http://{'h' * 100_000}",
+    ],
+    ids=range(14),
+)
+def test_an_address_is_a_url_of_http_and_short(address: str) -> None:
+    with pytest.raises(ValidationError, match="address"):
+        a_registration(address=address)
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9002", "https://gpu-7.local/rollout", "http://[::1]:80/"])
+def test_an_address_may_be_of_any_host_and_have_a_path(address: str) -> None:
+    assert a_registration(address=address).address == address
 
 
 @pytest.mark.parametrize("where", ["between two rounds", "inside a round"])

@@ -7,11 +7,20 @@ from services.gateway.runtime.orphaned_claims import OrphanedClaims
 from services.gateway.state import GatewayState
 from shared.clock import ManualClock
 from shared.errors import Unavailable
-from shared.schemas.service import ServiceKind
+from shared.schemas.service import ObservedState, ServiceKind, WorkState
 from shared.streams.hop import Hop, holder_name
 from shared.streams.keys import HopName
 from shared.testing.builders import a_task
-from tests.unit.gateway.builders import a_gateway, a_registration, add_experiment, add_service, running, until
+from tests.unit.gateway.builders import (
+    a_gateway,
+    a_registration,
+    add_experiment,
+    add_service,
+    running,
+    stays,
+    turns,
+    until,
+)
 
 
 def of(gateway: GatewayState, experiment: Experiment) -> OrphanedClaims:
@@ -70,6 +79,12 @@ async def test_a_process_that_is_started_in_anothers_place_ends_it(kind: Service
     old = await add_service(gateway, kind, "one", experiment.id)
     place = a_registration(kind, "one").address
     elsewhere = await add_service(gateway, kind, "elsewhere", experiment.id)
+    waits = gateway.registry.get(old).observed.model_copy(
+        update={"acknowledged": gateway.fleet.desired(gateway.registry.get(old)).tag}
+    )
+    hung_up = stays()
+    hung_up.set_result(None)
+    await gateway.fleet.report(old, waits, 30.0, lambda: hung_up)
 
     new = (await gateway.fleet.register(a_registration(kind, "two", address=place))).service_id
 
@@ -79,6 +94,26 @@ async def test_a_process_that_is_started_in_anothers_place_ends_it(kind: Service
     assert [(each["service_id"], each["reason"]) for each in left] == [
         (old, "another process was started in its place")
     ]
+
+
+@pytest.mark.parametrize("is_waiting", [True, False])
+async def test_a_process_that_is_there_keeps_its_place_whatever_address_another_names(is_waiting: bool) -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock, lease_seconds=10.0)
+    experiment = await add_experiment(gateway)
+    there = await add_service(gateway, ServiceKind.REWARD, "one", experiment.id)
+    tag = gateway.fleet.desired(gateway.registry.get(there)).tag
+    observed = ObservedState(acknowledged=tag, experiment_id=experiment.id, state=WorkState.RUNNING)
+    thief = a_registration(ServiceKind.REWARD, "two", address=a_registration(ServiceKind.REWARD, "one").address)
+
+    async with running(gateway.fleet.report(there, observed, 30.0 if is_waiting else 0.0, stays)):
+        await turns()
+        await gateway.fleet.register(thief)
+        assert gateway.registry.get(there).experiment_id == experiment.id
+    clock.advance(50.0)
+    await gateway.fleet.register(thief)
+
+    assert gateway.registry.find(there) is None, "its lease has ended"
 
 
 async def test_an_address_that_names_no_place_says_nothing_of_others() -> None:

@@ -258,6 +258,8 @@ async def fail(world: World) -> None:
 
 async def register_in_place(world: World) -> None:
     record = a_registration(ServiceKind.ROLLOUT, "new", address="http://127.0.0.1/rollout")
+    if (old := world.gateway.registry.find(world.services[ServiceKind.ROLLOUT])) is not None:
+        world.gateway.registry.shorten(old)
     first = await world.call("POST", "/v1/services", record.model_dump(mode="json"))
     assert await world.call("POST", "/v1/services", record.model_dump(mode="json")) == first
 

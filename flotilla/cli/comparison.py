@@ -12,6 +12,8 @@ Points = Sequence[tuple[int, int, float]]
 USUAL = (
     "evaluation/accuracy",
     "evaluation/reward_mean",
+    "evaluation/num_graded_rows",
+    "evaluation/num_rows",
     "evaluation/pass@*",
     "reward/mean",
     "reward/std_within_group",

@@ -86,13 +86,12 @@ async def follow_as_json(progress: Progress, client: GatewayClient) -> None:
 
 def facts_of(progress: Progress) -> dict[str, Any]:
     """Collect what a line of ``watch --json`` says; figures that are not there yet are None."""
-    held_out = progress.held_out
     return {
         **progress.view.model_dump(
             mode="json", include={"id", "name", "state", "step", "total_steps", "policy_version", "problem"}
         ),
         "reward": progress.last("reward/mean"),
-        "held_out": {"metric": held_out.name, "value": held_out.points[-1][2]} if held_out.points else None,
+        "held_out": progress.held_out.newest,
         "lag": progress.last("lag/mean"),
         "completion_tokens": progress.last("completion_tokens/mean"),
     }

@@ -23,7 +23,7 @@ def write_plot(progress: Progress, path: Path) -> bool:
     rewards = progress.series.get(series, [])
     if rewards:
         _draw(axes, rewards, "-", lw=1, label=f"training {learned}")
-    name, held_out = progress.held_out
+    name, held_out, _ = progress.held_out
     if held_out:
         _draw(axes, held_out, "o-", label=f"held-out {name}")
     axes.set(xlabel="step", title=progress.view.name)

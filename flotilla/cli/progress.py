@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
@@ -29,6 +30,25 @@ class HeldOut(NamedTuple):
 
     name: str
     points: list[tuple[int, int, float]]
+    rows: Mapping[int, tuple[int, int]] = MappingProxyType({})
+    """Rows with a grade, and all rows, by the step of an evaluation; none of a loss."""
+
+    @property
+    def newest(self) -> dict[str, Any] | None:
+        """The newest value, with its rows, in JSON; None where there is none."""
+        if not self.points:
+            return None
+        step, _, value = self.points[-1]
+        graded, asked = self.rows.get(step, (None, None))
+        return {"metric": self.name, "value": value, "graded_rows": graded, "rows": asked}
+
+
+def of_rows(rows: tuple[int, int] | None) -> str:
+    """Write of how many rows a held-out value is, given those with a grade and all; nothing where that is not known."""
+    if rows is None:
+        return ""
+    graded, asked = rows
+    return f"of {asked} rows" if graded == asked else f"of {graded} of {asked} rows"
 
 
 @dataclass
@@ -69,7 +89,13 @@ class Progress:
     def held_out(self) -> "HeldOut":
         """What held-out problems came to over steps: an accuracy where every reward was 0 or 1."""
         accuracy, reward = (self.series.get(f"evaluation/{name}", []) for name in ("accuracy", "reward_mean"))
-        found = HeldOut("accuracy", accuracy) if len(accuracy) >= len(reward) else HeldOut("reward", reward)
+        graded, asked = (
+            {step: int(value) for step, _, value in self.series.get(f"evaluation/{name}", [])}
+            for name in ("num_graded_rows", "num_rows")
+        )
+        rows = {step: (graded[step], asked[step]) for step in graded if step in asked}
+        is_accuracy = len(accuracy) >= len(reward)
+        found = HeldOut("accuracy", accuracy, rows) if is_accuracy else HeldOut("reward", reward, rows)
         return found if found.points else HeldOut("loss", self.held_out_loss)
 
     @property
@@ -197,13 +223,19 @@ def _evaluation_line(progress: Progress, elapsed: float) -> str:
     )
 
 
+def _last_of(held_out: HeldOut) -> str:
+    """Write the newest value, and of how many rows it is."""
+    step, _, value = held_out.points[-1]
+    return f"{number(value)} {of_rows(held_out.rows.get(step))}".rstrip()
+
+
 def live_line(progress: Progress, elapsed: float, left: float | None) -> str:
     """One line of progress, for a terminal that cannot redraw."""
     view, ledger = progress.view, progress.ledger
     if not view.total_steps:
         return _evaluation_line(progress, elapsed)
     held_out = progress.held_out
-    told = f"held-out {held_out.name} {number(held_out.points[-1][2])} " if held_out.points else ""
+    told = f"held-out {held_out.name} {_last_of(held_out)} " if held_out.points else ""
     waiting = ledger.get("waiting", {})
     queues = "/".join(str(waiting.get(hop, 0)) for hop in ("tasks", "generated", "scored"))
     problem = f"  ! {view.problem.component}: {view.problem.cause}" if view.problem else ""
@@ -220,17 +252,18 @@ def live_view(progress: Progress, elapsed: float, left: float | None) -> Rendera
     view, ledger = progress.view, progress.ledger
     if not view.total_steps:
         return Text(_evaluation_line(progress, elapsed))
-    name, points = progress.held_out
+    held_out = progress.held_out
     table = Table.grid(padding=(0, 2))
     for _ in range(3):
         table.add_column(style="dim", justify="right")
         table.add_column(min_width=18)
-    shown = f"{number(points[-1][2])} (at the start {number(points[0][2])})" if points else "-"
+    points = held_out.points
+    shown = f"{_last_of(held_out)} (at the start {number(points[0][2])})" if points else "-"
     waiting, claimed = ledger.get("waiting", {}), ledger.get("claimed", {})
     table.add_row(
         progress.learned[0],
         _recent(progress),
-        f"held-out {name}",
+        f"held-out {held_out.name}",
         shown,
         "completion",
         f"{number(progress.last('completion_tokens/mean'), '.1f')} tokens",

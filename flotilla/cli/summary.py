@@ -11,7 +11,7 @@ from rich.text import Text
 
 from flotilla.cli.health import finding_lines
 from flotilla.cli.output import short_path
-from flotilla.cli.progress import REWARD_STEPS, Progress, duration, number
+from flotilla.cli.progress import REWARD_STEPS, HeldOut, Progress, duration, number, of_rows
 from flotilla.cli.reasons import ended_lines
 from flotilla.cli.right_and_wrong import lines_of
 from shared.schemas.experiment import CheckpointView
@@ -50,7 +50,7 @@ def summarise(
     """
     held_out, is_ungraded = progress.held_out, progress.learned[0] == "loss"
     accuracy = held_out.points if held_out.name == "accuracy" else []
-    points = [{"step": step, "version": version, "value": value} for step, version, value in held_out.points]
+    points = _with_rows(held_out)
     success = progress.series.get(SUCCESS, []) or (accuracy if TURNS in progress.series else [])
     directory = Path(checkpoints[-1].path) if checkpoints else None
     return {
@@ -128,8 +128,7 @@ def _results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         return _evaluated(summary)
     rows = []
     if held_out["points"]:
-        values = [point["value"] for point in held_out["points"]]
-        rows.append((f"held-out {held_out['metric']}", _first_and_last(values, form)))
+        rows.append((f"held-out {held_out['metric']}", _from_to(held_out["points"], form)))
     if summary["reward"] is not None:
         is_filtered = any(summary["ledger"].get("filtered", {}).values())
         without = ", of the groups that were not filtered" if is_filtered else ""
@@ -160,8 +159,19 @@ def _results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _evaluated(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Write what an evaluation without training has found: shares as percentages."""
     found = {name: value for name, value in summary["evaluation"].items() if name not in WITHOUT_TRAINING}
-    rows = [(name, number(value, ".1%" if _is_share(name, summary) else ".4g")) for name, value in found.items()]
+    rows = [
+        (name, f"{number(value, '.1%' if _is_share(name, summary) else '.4g')} {_rows_of(name, found)}".rstrip())
+        for name, value in found.items()
+    ]
     return [*rows, ("tokens", f"{summary['tokens_generated'] or 0} in the answers")]
+
+
+def _rows_of(name: str, found: Mapping[str, float]) -> str:
+    """Write of how many rows an accuracy, of all or of a set, is."""
+    prefix, _, last = name.rpartition("/")
+    counts = [found.get(f"{prefix}/{each}".removeprefix("/")) for each in ("num_graded_rows", "num_rows")]
+    graded, asked = counts
+    return of_rows((int(graded), int(asked))) if last == "accuracy" and graded is not None and asked is not None else ""
 
 
 def _is_share(name: str, summary: Mapping[str, Any]) -> bool:
@@ -174,6 +184,25 @@ def _is_share(name: str, summary: Mapping[str, Any]) -> bool:
             and (name.removesuffix(last) + "accuracy" in summary["evaluation"])
         )
     )
+
+
+def _from_to(points: Sequence[Mapping[str, Any]], form: str) -> str:
+    """Write the first and the last value, and of how many rows: once, where that is the same."""
+    ends = [points[0], *points[1:][-1:]]
+    values = [end["value"] for end in ends]
+    of = [of_rows((end["graded_rows"], end["rows"]) if "rows" in end else None) for end in ends]
+    if len(set(of)) == 1:
+        return f"{_first_and_last(values, form)} {of[0]}".rstrip()
+    return " -> ".join(f"{number(value, form)} {rows}".rstrip() for value, rows in zip(values, of, strict=True))
+
+
+def _with_rows(held_out: HeldOut) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for step, version, value in held_out.points:
+        graded, asked = held_out.rows.get(step, (None, None))
+        found.append({"step": step, "version": version, "value": value})
+        found[-1] |= {} if asked is None else {"graded_rows": graded, "rows": asked}
+    return found
 
 
 def _first_and_last(values: Sequence[float], form: str) -> str:

@@ -21,6 +21,7 @@ class GradingTally:
     highest_reward: float | None = None
     lowest_reward: float | None = None
     last_error: str | None = None
+    last_ungraded: SampleExcerpt | None = None
     _newest: tuple[SampleExcerpt, ...] = ()
 
     @property
@@ -45,6 +46,8 @@ class GradingTally:
         self._count("signalless_groups", is_flat or is_filtered)
         for trajectory in group.trajectories:
             self._add_sample(trajectory)
+            if trajectory.reward is None:
+                self.last_ungraded = excerpt(group, trajectory)
         self._keep(group)
 
     def _add_sample(self, trajectory: Trajectory) -> None:
@@ -81,6 +84,7 @@ class GradingTally:
             lowest_reward=self.lowest_reward,
             last_error=self.last_error,
             samples_seen=self._newest,
+            ungraded_sample=self.last_ungraded,
             **self.counts,
         )
 

@@ -11,6 +11,7 @@ class CheckName(StrEnum):
     """The training-health checks; docs/health.md tells what each sees."""
 
     GRADER_FAILING = "grader_failing"
+    GRADES_MISSING = "grades_missing"
     WRONG_LABELS = "wrong_labels"
     NO_ANSWER_FOUND = "no_answer_found"
     NEVER_RIGHT = "never_right"
@@ -44,7 +45,9 @@ class HealthConfig(Config):
     signalless_share: float = Field(0.98, gt=0, le=1)
     """Groups that taught nothing, where ``no_signal`` sees a dead signal."""
     failed_share: float = Field(0.9, gt=0, le=1)
-    """Samples whose grading failed."""
+    """Samples whose grading failed, where ``grader_failing`` and ``wrong_labels`` see one that cannot work."""
+    ungraded_share: float = Field(0.05, gt=0, le=1)
+    """Samples whose grading failed, or that every grader abstained from, where ``grades_missing`` tells of them."""
     truncated_share: float = Field(0.95, gt=0, le=1)
     """Completions that ended at the length limit, or are empty."""
     kl: float = Field(2.0, gt=0)

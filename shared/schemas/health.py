@@ -57,6 +57,8 @@ class GradingReport(Wire):
     last_error: str | None = None
     samples_seen: tuple[SampleExcerpt, ...] = Field((), max_length=2)
     """Two of the newest, with different rewards where there are such."""
+    ungraded_sample: SampleExcerpt | None = None
+    """The newest without a reward."""
 
 
 class SamplingReport(Wire):

@@ -4,12 +4,13 @@ import argparse
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from flotilla.cli.exit_codes import ExitCode
 from flotilla.cli.gateway import open_gateway
 from flotilla.cli.output import new_console, short_path, table_of, write_json
-from flotilla.cli.progress import number
+from flotilla.cli.progress import number, of_rows
 from flotilla.cli.reading import PAGE, read_checkpoints
 from flotilla.cli.stored import open_source
 from flotilla.connection import Source, find_experiment, is_active, list_experiments
@@ -99,7 +100,8 @@ async def checkpoints(arguments: argparse.Namespace) -> int:
         view = await find_experiment(client, reference)
         found = await read_checkpoints(client, view)
         evaluations = await read_evaluations(client, view)
-        rows = describe_checkpoints(found, evaluations, Path(view.directory))
+        counts = await read_evaluated_rows(client, view)
+        rows = describe_checkpoints(found, evaluations, Path(view.directory), counts)
         checked = await verify(client, view, rows) if arguments.verify else {}
     code = ExitCode.DONE if all(each.is_whole for each in checked.values()) else ExitCode.FAILED
     if arguments.json:
@@ -113,7 +115,7 @@ async def checkpoints(arguments: argparse.Namespace) -> int:
     shown = [row for row in rows if arguments.all or row["is_kept"] is not False]
     columns = ["step", "version", "held-out", "made", ""]
     cells = [
-        [str(row["step"]), str(row["version"]), number(row["held_out"]), row["at"][:19].replace("T", " "), _marks(row)]
+        [str(row["step"]), str(row["version"]), _held_out(row), row["at"][:19].replace("T", " "), _marks(row)]
         for row in shown
     ]
     if any(row["upload"] for row in shown):
@@ -163,29 +165,55 @@ def _marks(row: Mapping[str, Any]) -> str:
 
 async def read_evaluations(client: Source, view: ExperimentView) -> dict[int, float]:
     """Read what held-out problems came to, by policy version: the mean reward of all scored answers."""
-    query = {"names": "evaluation/reward_mean", "limit": PAGE}
+    return await _by_version(client, view, "evaluation/reward_mean")
+
+
+async def read_evaluated_rows(client: Source, view: ExperimentView) -> dict[int, tuple[int, int]]:
+    """Read of how many rows that is, by policy version: those with a grade, and all."""
+    graded, asked = [
+        await _by_version(client, view, name) for name in ("evaluation/num_graded_rows", "evaluation/num_rows")
+    ]
+    return {version: (int(graded[version]), int(asked[version])) for version in graded if version in asked}
+
+
+async def _by_version(client: Source, view: ExperimentView, name: str) -> dict[int, float]:
+    query = {"names": name, "limit": PAGE}
     answer = await client.call("GET", f"/v1/experiments/{view.id}/metrics", params=query, deadline_seconds=30)
     return {int(item["version"]): float(item["value"]) for item in Page.model_validate(answer).items}
 
 
+def _held_out(row: Mapping[str, Any]) -> str:
+    rows = row["held_out_rows"]
+    return f"{number(row['held_out'])} {of_rows(None if rows is None else tuple(rows))}".rstrip()
+
+
 def describe_checkpoints(
-    found: Sequence[ListedCheckpoint], evaluations: Mapping[int, float], directory: Path
+    found: Sequence[ListedCheckpoint],
+    evaluations: Mapping[int, float],
+    directory: Path,
+    counts: Mapping[int, tuple[int, int]] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Say of each checkpoint what its version came to on held-out problems.
 
     Args:
         found: by step.
         evaluations: mean held-out reward by version.
+        counts: rows with a grade, and all, by version.
         directory: the experiment's; where it is on this machine, a checkpoint that is not there was removed.
 
     Returns:
-        By step: ``held_out`` (None where that version was not evaluated), ``is_kept`` (None where this machine cannot
-        know), ``is_newest`` and ``is_best`` (highest held-out reward, of several the first) among those kept.
+        By step: ``held_out`` and ``held_out_rows`` (None where that version was not evaluated), ``is_kept`` (None
+        where this machine cannot know), ``is_newest`` and ``is_best`` (highest held-out reward, of several the first)
+        among those kept.
     """
     is_here = directory.is_dir()
     rows: list[dict[str, Any]] = [
         each.model_dump(mode="json")
-        | {"held_out": evaluations.get(each.version), "is_kept": Path(each.path).is_dir() if is_here else None}
+        | {
+            "held_out": evaluations.get(each.version),
+            "held_out_rows": counts.get(each.version),
+            "is_kept": Path(each.path).is_dir() if is_here else None,
+        }
         for each in found
     ]
     usable = [row for row in rows if row["is_kept"] is not False]

@@ -68,7 +68,8 @@ def summarise(groups: Sequence[Group], *, num_lost: int) -> dict[str, float]:
     """Compute the metrics of an evaluation.
 
     ``accuracy`` is the mean over problems of the mean reward of their scored answers, where each is 0 or 1; elsewhere
-    ``mean@N`` has that number. ``reward_mean`` is the mean over all scored answers. Both are left out when nothing was
+    ``mean@N`` has that number. Of how many rows they are is in ``num_graded_rows``, of ``num_rows`` that were asked.
+    ``reward_mean`` is the mean over all scored answers. Both are left out when nothing was
     scored, since there is no such number then.
 
     Args:
@@ -79,7 +80,12 @@ def summarise(groups: Sequence[Group], *, num_lost: int) -> dict[str, float]:
     scored = [reward for each in rewards for reward in each]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     errors = sum(trajectory.status is GradeStatus.ERROR for trajectory in trajectories)
-    metrics = {"evaluation/num_scored": float(len(scored)), "evaluation/num_errors": float(errors + num_lost)}
+    metrics = {
+        "evaluation/num_rows": float(len(groups) + num_lost),
+        "evaluation/num_graded_rows": float(sum(map(bool, rewards))),
+        "evaluation/num_scored": float(len(scored)),
+        "evaluation/num_errors": float(errors + num_lost),
+    }
     if scored:
         if all(reward in RIGHT_OR_WRONG for reward in scored):
             metrics["evaluation/accuracy"] = fmean(fmean(each) for each in rewards if each)

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from flotilla.cli import following
-from flotilla.cli.progress import Pace, Progress, duration, live_line
+from flotilla.cli.progress import Pace, Progress, duration, live_line, live_view
 from flotilla.cli.summary import summarise, summary_table
 from shared.client import GatewayClient
 from shared.schemas.experiment import ExperimentState, ExperimentView
@@ -294,6 +294,8 @@ async def test_an_evaluation_alone_says_what_was_answered_and_all_that_was_found
         [
             point("evaluation/accuracy", 0, 0.25),
             point("evaluation/pass@4", 0, 0.5),
+            point("evaluation/num_graded_rows", 0, 7),
+            point("evaluation/num_rows", 0, 9),
             point("evaluation/lag_versions", 0, 0),
         ]
     )
@@ -302,8 +304,38 @@ async def test_an_evaluation_alone_says_what_was_answered_and_all_that_was_found
 
     assert "7 of 9 problems answered" in live_line(progress, elapsed=1, left=None)
     summary = summarise(progress, wall_seconds=3.0, checkpoints=[], logs=None, plot=None)
-    assert summary["evaluation"] == {"accuracy": 0.25, "lag_versions": 0.0, "pass@4": 0.5}
+    counts = {"num_graded_rows": 7.0, "num_rows": 9.0}
+    assert summary["evaluation"] == {"accuracy": 0.25, "lag_versions": 0.0, "pass@4": 0.5} | counts
     shown = shown_to_a_person(progress)
-    assert {"accuracy │ 25.0%", "pass@4 │ 50.0%", "tokens │ 70 in the answers"} <= set(shown)
+    assert {"accuracy │ 25.0% of 7 of 9 rows", "pass@4 │ 50.0%", "tokens │ 70 in the answers"} <= set(shown)
     assert any("9 groups issued = 7 evaluated" in line for line in shown)
     assert not any(line.startswith(("steps", "held-out", "lag_versions")) for line in shown)
+
+
+@pytest.mark.parametrize(
+    ("graded", "live", "last"),
+    [
+        (64, "held-out accuracy 0.500 of 64 rows", "0.0% -> 50.0% of 64 rows"),
+        (43, "held-out accuracy 0.500 of 43 of 64 rows", "0.0% of 64 rows -> 50.0% of 43 of 64 rows"),
+    ],
+)
+async def test_an_accuracy_says_of_how_many_rows_it_is(graded: int, live: str, last: str) -> None:
+    points = [("accuracy", 0, 0.0), ("num_graded_rows", 0, 64), ("num_rows", 0, 64), ("accuracy", 3, 0.5)]
+    points += [("num_graded_rows", 3, graded), ("num_rows", 3, 64)]
+    progress = await refreshed([point(f"evaluation/{name}", step, value) for name, step, value in points])
+
+    assert live in live_line(progress, elapsed=1, left=None)
+    console = Console(file=io.StringIO(), width=300)
+    console.print(live_view(progress, elapsed=1, left=None))
+    assert " ".join(live.split()[2:]) in console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"held-out accuracy │ {last}" in shown_to_a_person(progress)
+    summary = summarise(progress, wall_seconds=1, checkpoints=(), logs=None, plot=None)
+    assert summary["held_out"]["points"][-1] == {
+        "step": 3, "version": 3, "value": 0.5, "graded_rows": graded, "rows": 64
+    }  # fmt: skip
+    assert following.facts_of(progress)["held_out"] == {
+        "metric": "accuracy",
+        "value": 0.5,
+        "graded_rows": graded,
+        "rows": 64,
+    }

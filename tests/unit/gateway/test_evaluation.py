@@ -43,6 +43,7 @@ def test_an_error_is_no_zero() -> None:
 
     assert metrics["evaluation/accuracy"] == pytest.approx((0.5 + 1.0) / 2)
     assert metrics["evaluation/reward_mean"] == pytest.approx(2 / 3)
+    assert (metrics["evaluation/num_graded_rows"], metrics["evaluation/num_rows"]) == (2, 5)
     assert metrics["evaluation/num_scored"] == 3
     assert metrics["evaluation/num_errors"] == 2 + 2
     assert metrics["evaluation/mean_completion_tokens"] == 5
@@ -57,4 +58,9 @@ def test_only_right_and_wrong_make_an_accuracy(rewards: list[float], is_accuracy
 
 
 def test_when_nothing_was_scored_there_is_no_accuracy() -> None:
-    assert summarise([], num_lost=4) == {"evaluation/num_scored": 0.0, "evaluation/num_errors": 4.0}
+    assert summarise([], num_lost=4) == {
+        "evaluation/num_rows": 4.0,
+        "evaluation/num_graded_rows": 0.0,
+        "evaluation/num_scored": 0.0,
+        "evaluation/num_errors": 4.0,
+    }

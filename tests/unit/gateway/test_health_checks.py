@@ -8,6 +8,7 @@ import pytest
 from services.gateway.monitoring.health.checks import CHECKS, find
 from services.gateway.monitoring.health.evidence import Sampled
 from shared.config.health import CheckName, HealthConfig
+from shared.schemas.health import SampleExcerpt
 from tests.unit.gateway.health import evidence, facts, found, graded, steps
 
 PAGE = (Path(__file__).parents[3] / "docs" / "health.md").read_text()
@@ -23,6 +24,9 @@ DEAD = {"flat_groups": 48, "signalless_groups": 48, "repeated": 384}
             {"graded": graded(errors=384, label_errors=384, scored=0, repeated=0), "last_error": "the label is empty"},
             "wrong_labels",
         ),
+        ({"graded": graded(errors=20, scored=364)}, "grades_missing"),
+        ({"graded": graded(scored=364)}, "grades_missing"),
+        ({"graded": graded(errors=128, scored=256, groups=5), "last_error": "custom: boom"}, "grades_missing"),
         ({"graded": graded(**DEAD, answered=2), "graded_ever": graded(**DEAD)}, "no_answer_found"),
         ({"graded": graded(**DEAD), "graded_ever": graded(**DEAD)}, "never_right"),
         (
@@ -82,7 +86,7 @@ def test_a_reward_service_that_joins_makes_no_constant_reward_a_different_one(
         # A hard one: half of the answers are cut off.
         {"graded": graded(truncated=200, answered=150)},
         # A grader that fails now and then.
-        {"graded": graded(errors=60, scored=324, repeated=200)},
+        {"graded": graded(errors=15, scored=369, repeated=200)},
         # The gradient norm of the first steps, and of an unlucky one.
         {"steps": steps(grad_norm=7.0)},
         {"steps": steps(**{"loss/total": 3.0})},
@@ -125,3 +129,21 @@ def test_thresholds_are_the_specs() -> None:
 def test_every_check_is_made_once_and_is_in_the_page() -> None:
     assert sorted(check.name for check in CHECKS) == sorted(CheckName)
     assert [name for name in CheckName if f"| `{name.value}` |" not in PAGE] == []
+
+
+@pytest.mark.parametrize("counts", [{"errors": 19, "scored": 365}, {"samples": 16, "errors": 1, "scored": 15}])
+def test_a_few_samples_without_a_grade_are_no_finding(counts: dict[str, int]) -> None:
+    assert CheckName.GRADES_MISSING not in found(graded=graded(**counts))
+
+
+def test_a_part_without_grades_is_told_with_the_last_error_and_such_an_answer() -> None:
+    example = SampleExcerpt(prompt="1+1?", completion="two", label="2", reason="custom: boom")
+    seen = graded(samples=300, errors=90, scored=200, repeated=100)
+
+    (finding,) = find(evidence(graded=seen, last_error="custom: boom", ungraded_sample=example))
+
+    assert finding.seen.text == (
+        "100 of the last 300 samples (33%) have no grade: grading failed for 90, no grader had an opinion of 10; the "
+        "last error: custom: boom; such as the answer 'two' (label '2')"
+    )
+    assert finding.seen.sample == example

@@ -83,3 +83,13 @@ def test_of_groups_that_are_alike_the_last_two_have_a_sample_each() -> None:
         tally.add(a_group(number, rewards=[0.0, 0.0]), is_filtered=True)
 
     assert [sample.label for sample in tally.report().samples_seen] == ["4", "5"]
+
+
+def test_the_newest_sample_without_a_grade_is_kept_beside_the_others() -> None:
+    tally = GradingTally()
+    tally.add(a_graded_group(Grade.error("boom"), Grade.scored(1.0), text="bad"), is_filtered=False)
+    tally.add(a_graded_group(Grade.scored(0.0), Grade.scored(1.0), text="good"), is_filtered=False)
+
+    ungraded = tally.report().ungraded_sample
+
+    assert ungraded is not None and (ungraded.completion, ungraded.reason) == ("bad", "boom")

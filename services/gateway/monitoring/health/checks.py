@@ -89,7 +89,7 @@ CHECKS: tuple[Check, ...] = (
         "reward",
         rewards.wrong_labels,
         "set data.label_column to the column with the expected answers",
-        _OF_ANSWERS | {CheckName.GRADER_FAILING},
+        _OF_ANSWERS | {CheckName.GRADER_FAILING, CheckName.GRADES_MISSING},
     ),
     Check(
         CheckName.GRADER_FAILING,
@@ -97,7 +97,14 @@ CHECKS: tuple[Check, ...] = (
         rewards.grader_failing,
         "mend the grader by its own words; samples without a grade are not trained on, and "
         "reward.max_consecutive_failures such groups in a row end the experiment",
-        _OF_ANSWERS,
+        _OF_ANSWERS | {CheckName.GRADES_MISSING},
+    ),
+    Check(
+        CheckName.GRADES_MISSING,
+        "reward",
+        rewards.grades_missing,
+        "find what these rows have in common: samples without a grade are not trained on, and held-out accuracies "
+        "leave them out; where graders abstain from them on purpose, put grades_missing into health.skip",
     ),
     Check(
         CheckName.EMPTY_COMPLETIONS,

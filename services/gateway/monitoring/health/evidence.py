@@ -82,7 +82,7 @@ class Evidence:
         graded_ever: of all groups since the window began.
         sampled: of the same time, more or less.
         steps: the run's steps, oldest first; the newest 64.
-        last_reward, last_error, special_token, samples: of the newest reports.
+        last_reward, last_error, special_token, samples, ungraded_sample: of the newest reports.
         highest_reward, lowest_reward: that any report had.
     """
 
@@ -97,6 +97,7 @@ class Evidence:
     last_error: str | None = None
     special_token: str | None = None
     samples: tuple[SampleExcerpt, ...] = ()
+    ungraded_sample: SampleExcerpt | None = None
 
     @property
     def is_enough_graded(self) -> bool:
@@ -141,8 +142,10 @@ class Seen:
         text: one sentence, with figures.
         figures: the same, by name.
         advice: what to do, where it depends on what was seen; None takes the check's.
+        sample: that shows it; None where any does.
     """
 
     text: str
     figures: Mapping[str, float] = field(default_factory=dict)
     advice: str | None = None
+    sample: SampleExcerpt | None = None

@@ -111,7 +111,7 @@ class HealthMonitor:
             seen=seen.text,
             advice=seen.advice or check.advice,
             figures=seen.figures,
-            samples=known.samples if known and known.samples else samples,
+            samples=known.samples if known and known.samples else samples if seen.sample is None else (seen.sample,),
         )
 
     async def _record(self, now: list[HealthFinding], known: dict[str, HealthFinding]) -> None:

@@ -3,6 +3,9 @@
 from services.gateway.monitoring.health.evidence import MIN_SAMPLES, Evidence, Seen
 
 ALL = 0.98
+MIN_UNGRADED = 2
+"""One sample without a grade is chance."""
+LONGEST_SHOWN = 80
 
 
 def grader_failing(evidence: Evidence) -> Seen | None:
@@ -12,6 +15,25 @@ def grader_failing(evidence: Evidence) -> Seen | None:
         return None
     words = f"; the last error: {evidence.last_error}" if evidence.last_error else ""
     return Seen(f"{graded.errors} of the last {graded.samples} samples could not be graded{words}", _counts(evidence))
+
+
+def grades_missing(evidence: Evidence) -> Seen | None:
+    """See a part of the samples, however small, that nothing is learned from since they have no grade."""
+    graded, share = evidence.graded, evidence.facts.thresholds.ungraded_share
+    ungraded = graded.samples - graded.scored
+    if graded.samples < MIN_SAMPLES or ungraded < max(MIN_UNGRADED, share * graded.samples):
+        return None
+    abstained, example = ungraded - graded.errors, evidence.ungraded_sample
+    parts = [f"grading failed for {graded.errors}"] if graded.errors else []
+    parts += [f"no grader had an opinion of {abstained}"] if abstained else []
+    words = f"; the last error: {evidence.last_error}" if graded.errors and evidence.last_error else ""
+    shown = f"; such as the answer {example.completion[:LONGEST_SHOWN]!r} (label {example.label!r})" if example else ""
+    return Seen(
+        f"{ungraded} of the last {graded.samples} samples ({ungraded / graded.samples:.0%}) have no grade: "
+        f"{', '.join(parts)}{words}{shown}",
+        _counts(evidence) | {"ungraded": float(ungraded)},
+        sample=example,
+    )
 
 
 def wrong_labels(evidence: Evidence) -> Seen | None:

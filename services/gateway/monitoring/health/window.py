@@ -73,6 +73,7 @@ class HealthWindow:
         self._last_error: str | None = None
         self._special_token: str | None = None
         self._samples: tuple[SampleExcerpt, ...] = ()
+        self._ungraded_sample: SampleExcerpt | None = None
         self.groups_without_signal = 0
         self.num_changes += 1
 
@@ -94,6 +95,7 @@ class HealthWindow:
             "last_error": self._last_error,
             "special_token": self._special_token,
             "samples": [sample.model_dump(mode="json") for sample in self._samples],
+            "ungraded_sample": None if self._ungraded_sample is None else self._ungraded_sample.model_dump(mode="json"),
             "groups_without_signal": self.groups_without_signal,
         }
 
@@ -117,6 +119,8 @@ class HealthWindow:
         self._highest_reward, self._lowest_reward = kept["highest_reward"], kept["lowest_reward"]
         self._special_token = kept["special_token"]
         self._samples = tuple(SampleExcerpt.model_validate(sample) for sample in kept["samples"])
+        ungraded = kept.get("ungraded_sample")  # absent from what an older gateway kept
+        self._ungraded_sample = None if ungraded is None else SampleExcerpt.model_validate(ungraded)
         self.groups_without_signal = kept["groups_without_signal"]
 
     def add_grading(self, report: GradingReport) -> None:
@@ -135,6 +139,7 @@ class HealthWindow:
         self._lowest_reward = min([*_known(self._lowest_reward), *_known(report.lowest_reward)], default=None)
         self._last_error = report.last_error
         self._samples = report.samples_seen
+        self._ungraded_sample = report.ungraded_sample or self._ungraded_sample
 
     def add_sampling(self, report: SamplingReport) -> None:
         """Record what a rollout has sampled so far."""
@@ -169,6 +174,7 @@ class HealthWindow:
             last_error=self._last_error,
             special_token=self._special_token,
             samples=self._samples,
+            ungraded_sample=self._ungraded_sample,
         )
 
 

@@ -1,7 +1,6 @@
 """``flotilla spec check | show | schema``: look at a spec before anything runs. Needs neither torch nor a fleet."""
 
 import argparse
-import asyncio
 import contextlib
 import os
 import sys
@@ -20,7 +19,8 @@ from shared.config.yaml_text import write_value
 from shared.errors import InvalidSpec, Scalar, Unavailable
 
 if TYPE_CHECKING:
-    from services.gateway.preflight.inspection import Inspection, Rows
+    from flotilla.spec_trial import Trial
+    from services.gateway.preflight.inspection import Rows
     from services.gateway.preflight.prompts import Prompts
 
 COLUMN = 56
@@ -39,19 +39,19 @@ async def check(arguments: argparse.Namespace) -> int:
     except InvalidSpec as error:
         entries = error.errors or [{"path": "", "value": None, "allowed": error.detail}]
     else:
-        lines.append(f"{arguments.spec} is valid: {launch.spec.name}, {launch.spec.optimisation.steps} steps\n")
         if arguments.data:
-            async with telling("opening the model, the data and the graders"):
-                found = await asyncio.to_thread(_inspect, launch.spec)
-                unbuildable = await _unbuildable(launch.spec)
-            missing = {entry["path"] for entry in found.errors}
-            graders = [each for each in unbuildable if f"{each['path']}.path" not in missing]
-            entries = (*found.errors, *graders, *_unpackable(launch.spec))
+            async with telling("opening the model and the data, and trying environments and graders"):
+                found = await _tried(launch.spec)
+            entries = (*found.errors, *_unpackable(launch.spec))
             answer["data"] = [asdict(rows) for rows in found.rows]
             answer["prompts"] = asdict(found.prompts) if found.prompts else None
+            answer["tried"] = list(found.lines)
             lines += [_told(rows) for rows in found.rows]
-            lines += _rendered(found.prompts) if found.prompts else []
+            lines += _rendered(found.prompts, launch.spec.rollout.engine.context_tokens) if found.prompts else []
+            lines += [f"{line}\n" for line in found.lines]
             lines += _unprepared(launch) if entries else []
+        if not entries:
+            lines.append(f"{arguments.spec} is valid: {launch.spec.name}, {launch.spec.optimisation.steps} steps\n")
     if arguments.json:
         write_json({"valid": not entries, "errors": [*entries], **answer})
     else:
@@ -60,17 +60,11 @@ async def check(arguments: argparse.Namespace) -> int:
     return 1 if entries else 0
 
 
-def _inspect(spec: ExperimentSpec) -> "Inspection":
+async def _tried(spec: ExperimentSpec) -> "Trial":
     # Here, since a spec is checked without it in a moment.
-    from services.gateway.preflight.inspection import inspect
+    from flotilla.spec_trial import try_out
 
-    return inspect(spec)
-
-
-async def _unbuildable(spec: ExperimentSpec) -> list[dict[str, Scalar]]:
-    from flotilla.graders import unbuildable
-
-    return await unbuildable(spec)
+    return await try_out(spec)
 
 
 def _unpackable(spec: ExperimentSpec) -> list[dict[str, Scalar]]:
@@ -84,12 +78,17 @@ def _unpackable(spec: ExperimentSpec) -> list[dict[str, Scalar]]:
     return []
 
 
-def _rendered(prompts: "Prompts") -> list[str]:
+def _rendered(prompts: "Prompts", context_tokens: int) -> list[str]:
     """Describe the prompts, with the first one as the model is given it."""
     lines = [
         f"prompts: {prompts.shortest} to {prompts.longest} tokens (first {prompts.num_prompts} rows), "
         f"at most {prompts.limit} allowed; rendered by {prompts.rendered_by}\n"
     ]
+    if prompts.own_context is not None and prompts.own_context < context_tokens:
+        lines.append(
+            f"context: {prompts.own_context} tokens, which the model itself can hold: the {context_tokens} of "
+            "rollout.engine.context_tokens are cut to that\n"
+        )
     if prompts.num_too_long:
         lines.append(f"prompts: {prompts.num_too_long} of them are too long: see data.overlong\n")
     shown = prompts.first[:SHOWN_CHARACTERS] + ("..." if len(prompts.first) > SHOWN_CHARACTERS else "")

@@ -5,13 +5,12 @@ first thing; here each of the same checks is made, then those that rollouts and 
 files, tokenizer, template), and what was read is reported.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.gateway.datasets.dataset import Dataset, Part
 from services.gateway.preflight import checks
-from services.gateway.preflight.prompts import Prompts, look_at_prompts
 from services.gateway.tracking.opening import check_trackers
 from services.gateway.uploads.remote import check_protocol
 from shared.config.data import RowsConfig
@@ -46,26 +45,27 @@ class Inspection:
     Attributes:
         rows: per source that could be read.
         errors: one entry per thing that is wrong: path, value, what is allowed.
-        prompts: as the model is given them; None where model or data cannot be read.
+        datasets: that could be read, by their section.
+        has_model: whether nothing is wrong with the model's files.
     """
 
     rows: tuple[Rows, ...]
     errors: tuple[dict[str, Scalar], ...]
-    prompts: Prompts | None = None
+    datasets: Mapping[str, Dataset] = field(default_factory=dict)
+    has_model: bool = False
 
 
 def inspect(spec: ExperimentSpec) -> Inspection:
     """Open model, graders, trackers' packages and data; blocks, downloads, runs the code of a custom dataset."""
     rows: list[Rows] = []
     errors: list[dict[str, Scalar]] = []
-    datasets: list[Dataset] = []
-    prompts: list[Prompts] = []
+    datasets: dict[str, Dataset] = {}
 
     def attempt(field: str, work: Callable[[], None]) -> bool:
         try:
             work()
         except FlotillaError as error:
-            errors.extend(error.errors or [_entry(field, error)])
+            errors.extend(error.errors or [entry_of(field, error)])
             return False
         return True
 
@@ -76,13 +76,13 @@ def inspect(spec: ExperimentSpec) -> Inspection:
             check_directory(Path(spec.model.path))
 
     def read_training() -> None:
-        datasets.append(checks.train_dataset(spec))
-        rows.extend(_rows_of(datasets[-1], spec.data.all_sources, "data", "sources"))
+        datasets["data"] = checks.train_dataset(spec)
+        rows.extend(_rows_of(datasets["data"], spec.data.all_sources, "data", "sources"))
 
     def read_held_out() -> None:
         held_out = checks.evaluation_dataset(spec)
         if held_out is not None and spec.evaluation is not None:
-            datasets.append(held_out)
+            datasets["evaluation"] = held_out
             rows.extend(_rows_of(held_out, spec.evaluation.all_sets, "evaluation", "sets"))
 
     attempt("", lambda: checks.check_paths(spec))
@@ -93,9 +93,7 @@ def inspect(spec: ExperimentSpec) -> Inspection:
     if spec.trains:
         attempt("data", read_training)
     attempt("evaluation", read_held_out)
-    if has_model and datasets:
-        attempt("model.path", lambda: prompts.append(look_at_prompts(spec, datasets)))
-    return Inspection(tuple(rows), tuple(errors), prompts[0] if prompts else None)
+    return Inspection(tuple(rows), tuple(errors), datasets, has_model)
 
 
 def _rows_of(dataset: Dataset, sources: Sequence[RowsConfig], section: str, several: str) -> list[Rows]:
@@ -122,6 +120,7 @@ def _columns(dataset: Dataset, part: Part) -> tuple[str, ...]:
     return tuple(sorted({str(name) for row in rows for name in row}))
 
 
-def _entry(field: str, error: FlotillaError) -> dict[str, Scalar]:
+def entry_of(field: str, error: FlotillaError) -> dict[str, Scalar]:
+    """Write an error as an entry: path, value, what is allowed; ``field`` where the error names none."""
     path = error.context.get("field", field)
     return {"path": path, "value": error.context.get("path"), "allowed": error.detail.removeprefix(f"{path}: ")}

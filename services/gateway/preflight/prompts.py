@@ -1,5 +1,6 @@
 """What the model will be given: the first prompts of a dataset, rendered and counted as the rollouts do."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,8 @@ class Prompts:
         limit: tokens that a prompt may have.
         num_too_long: of those looked at; what becomes of them is ``data.overlong``.
         rendered_by: the input template, the tokenizer's chat template, or neither.
-        first: the first training prompt, as the model is given it.
+        first: the first training prompt, as the model is given it; with the first observation of an environment.
+        own_context: tokens that the model itself can hold; None where its config.json does not say.
     """
 
     num_prompts: int
@@ -37,10 +39,16 @@ class Prompts:
     num_too_long: int
     rendered_by: str
     first: str
+    own_context: int | None = None
 
 
-def look_at_prompts(spec: ExperimentSpec, datasets: Sequence[Dataset]) -> Prompts:
+def look_at_prompts(
+    spec: ExperimentSpec, datasets: Sequence[Dataset], begun: Sequence[tuple[Message, ...]] = ()
+) -> Prompts:
     """Load the tokenizer in a child process and render the first rows of each dataset; takes seconds.
+
+    Args:
+        begun: first prompts of episodes, with what an environment showed; the first of them is shown.
 
     Raises:
         ModelError: the tokenizer cannot be loaded.
@@ -50,6 +58,9 @@ def look_at_prompts(spec: ExperimentSpec, datasets: Sequence[Dataset]) -> Prompt
     lengths: list[int] = []
     texts: list[str] = []
     with running_process(str(model_directory(spec.model)), template) as child:
+        if begun:
+            answer = _ask(child, begun, show=True)
+            lengths, texts = list(answer["lengths"]), list(answer["texts"])
         for dataset in datasets:
             first = _messages(dataset)
             lengths += _ask(child, first)["lengths"]
@@ -57,7 +68,45 @@ def look_at_prompts(spec: ExperimentSpec, datasets: Sequence[Dataset]) -> Prompt
         rendered_by = _named(template, has_chat_template=child.has_chat_template)
     limit = spec.max_prompt_tokens
     too_long = sum(length > limit for length in lengths)
-    return Prompts(len(lengths), min(lengths), max(lengths), limit, too_long, rendered_by, texts[0])
+    own = _own_context(spec)
+    return Prompts(len(lengths), min(lengths), max(lengths), limit, too_long, rendered_by, texts[0], own)
+
+
+def why_no_room(spec: ExperimentSpec, prompts: Prompts) -> str | None:
+    """Return why the engine's context cannot hold the longest prompt and its answer, naming keys and cause, if so."""
+    if not spec.samples_answers:
+        return None
+    key, sampled = "rollout.sampling.max_new_tokens", spec.rollout.sampling.max_new_tokens
+    held_out = (spec.evaluation and spec.evaluation.max_new_tokens) or 0
+    if held_out > sampled:
+        key, sampled = "evaluation.max_new_tokens", held_out
+    context = spec.rollout.engine.context_tokens
+    cause = f"the {context} of rollout.engine.context_tokens"
+    if prompts.own_context is not None and prompts.own_context < context:
+        context = prompts.own_context
+        cause = f"the {context} that the model can hold (max_position_embeddings in its config.json; {cause} are cut)"
+    if sampled >= context:
+        return f"{key} {sampled} leaves no room for a prompt in {cause}: lower {key}"
+    # What is longer is left out, or cut, before it reaches the engine.
+    is_error = spec.data.overlong.kind == "error"
+    longest = prompts.longest if is_error else min(prompts.longest, prompts.limit)
+    if longest + sampled <= context:
+        return None
+    return (
+        f"a prompt of {longest} tokens and {sampled} new ones ({key}) make {longest + sampled}, more than {cause}: "
+        f"lower {key}, shorten the prompts (data.max_prompt_tokens with data.overlong), or raise "
+        "rollout.engine.context_tokens where the model can hold more"
+    )
+
+
+def _own_context(spec: ExperimentSpec) -> int | None:
+    try:
+        config = json.loads((model_directory(spec.model) / "config.json").read_text(encoding="utf-8"))
+        text = config.get("text_config") or config
+        found = text.get("max_position_embeddings") or text.get("n_positions")
+    except (OSError, ValueError, AttributeError):
+        return None  # said where the model is checked
+    return found if isinstance(found, int) else None
 
 
 def _messages(dataset: Dataset) -> list[tuple[Message, ...]]:

@@ -40,8 +40,9 @@ def check_request(request: GenerationRequest, context_tokens: int, vocab_size: i
     needed = len(prompt) + sampling.max_new_tokens
     if needed > context_tokens:
         raise PromptTooLong(
-            f"a prompt of {len(prompt)} tokens and {sampling.max_new_tokens} new ones make {needed}, "
-            f"the engine's context holds {context_tokens}",
+            f"a prompt of {len(prompt)} tokens and {sampling.max_new_tokens} new ones (max_new_tokens of "
+            f"rollout.sampling or evaluation) make {needed}, the engine's context holds {context_tokens}: the smaller "
+            "of rollout.engine.context_tokens and what the model itself can hold",
             errors=[
                 {
                     "field": "max_new_tokens",

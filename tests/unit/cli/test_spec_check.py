@@ -1,15 +1,17 @@
 """``flotilla spec check --data`` opens what creation would open, and says of all of it what is wrong."""
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from flotilla import spec_trial
 from flotilla.cli.__main__ import find_command
 from flotilla.cli.command_line import build_parser
-from services.gateway.preflight import checks, inspection
+from services.gateway.preflight import checks
 from services.gateway.preflight.prompts import Prompts
 from shared.config.load import load_spec
 from shared.errors import FlotillaError
@@ -19,7 +21,7 @@ from shared.errors import FlotillaError
 def look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at prompts without a tokenizer, which takes seconds to load."""
     prompts = Prompts(8, 5, 9, 40, 1, "data.input_template", "Q: 0?\nA:")
-    monkeypatch.setattr(inspection, "look_at_prompts", lambda *_: prompts)
+    monkeypatch.setattr(spec_trial, "look_at_prompts", lambda *_: prompts)
 
 
 def written(folder: Path, **sections: Any) -> Path:
@@ -55,18 +57,19 @@ async def test_rows_and_columns_of_every_source_are_told(tmp_path: Path, capsys:
     assert await check(path, "--data") == 0
 
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("is valid: trial, 3 steps")
-    assert lines[1:4] == [
+    assert lines[-1].endswith("is valid: trial, 3 steps")
+    assert lines[:3] == [
         f"data: 5 rows of {tmp_path}/train.jsonl; columns answer, question",
         f"evaluation.sets.0 (easy): 2 rows of {tmp_path}/easy.jsonl; columns answer, question",
         f"evaluation.sets.1 (hard): 3 rows of {tmp_path}/hard.jsonl; columns answer, question",
     ]
-    assert lines[4:] == [
+    assert lines[3:-1] == [
         "prompts: 5 to 9 tokens (first 8 rows), at most 40 allowed; rendered by data.input_template",
         "prompts: 1 of them are too long: see data.overlong",
         "first prompt, as the model is given it:",
         "  | Q: 0?",
         "  | A:",
+        "reward.components.0 (custom): rewards on 8 rows: a made-up answer 1, the label as answer 1, an empty answer 1",
     ]
 
 
@@ -200,3 +203,144 @@ async def test_weights_that_cannot_be_packed_here_are_said_where_a_trainer_could
     assert "model.lora.quantisation needs bitsandbytes, which is not installed here" in capsys.readouterr().err
     missing.add("torch")
     assert await check(path, "--data") == 0
+
+
+async def refusal(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert await check(path, "--data") == 1
+    found = capsys.readouterr()
+    assert "is valid" not in found.out, "it is said at the end, of what is"
+    return found.err
+
+
+@pytest.mark.parametrize(
+    ("grader", "said"),
+    [
+        ("return 1 / len(sample.response)", "row 0 of data, an empty answer: ZeroDivisionError at grade.py:2"),
+        ("return float(sample.response)", "row 0 of data, a made-up answer: ValueError at grade.py:2"),
+        ("return sample.response == sample.label", "got the bool "),
+    ],
+)
+async def test_a_grader_that_fails_on_rows_is_refused(
+    grader: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path)
+    (tmp_path / "grade.py").write_text(f"def score(sample):\n    {grader}\n")
+
+    error = await refusal(path, capsys)
+
+    assert f"reward.components.0: {said}" in error or (said in error and "reward.components.0: row 0" in error)
+
+
+async def test_what_each_answer_is_worth_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, evaluation=None, reward={"components": [{"kind": "exact"}]})
+
+    assert await check(path, "--data") == 0
+
+    line = (
+        "reward.components.0 (exact): rewards on 5 rows: a made-up answer 0, the label as answer 1, an empty answer 0"
+    )
+    assert line in capsys.readouterr().out.splitlines()
+
+
+async def test_a_label_of_another_kind_is_named_with_its_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, reward={"components": [{"kind": "numeric"}]})
+    rows = [{"question": "q", "answer": str(number)} for number in range(9)] + [{"question": "q", "answer": "seven"}]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    error = await refusal(path, capsys)
+
+    assert "reward.components.0: row 9 of data, an empty answer: the label is not a number: 'seven'" in error
+
+
+def a_closed_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+async def test_every_url_that_does_not_answer_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ports = [a_closed_port() for _ in range(3)]
+    urls = [{"url": f"http://127.0.0.1:{port}/grade"} for port in ports[:2]]
+    judge = {"kind": "judge", "url": f"http://127.0.0.1:{ports[2]}/v1", "model": "m", "allow_private": True}
+    components = [{"kind": "remote", "urls": urls, "allow_private": True}, judge]
+    path = written(tmp_path, reward={"components": components})
+
+    lines = (await refusal(path, capsys)).splitlines()
+
+    places = ["reward.components.0.urls.0", "reward.components.0.urls.1", "reward.components.1"]
+    for place, port in zip(places, ports, strict=True):
+        (line,) = [each for each in lines if each.startswith(f"{place}: ")]
+        assert "ConnectError" in line and f"127.0.0.1:{port}" in line
+
+
+ENVIRONMENT = """
+class Maze:
+    def reset(self, seed):
+        return f"a wall {seed}", {}
+    def step(self, text):
+        BODY
+"""
+
+
+def environments(folder: Path, body: str) -> Path:
+    (folder / "maze.py").write_text(ENVIRONMENT.replace("BODY", body))
+    return written(
+        folder,
+        evaluation=None,
+        rollout={"episodes": {"kind": "environment", "environments": [{"environment": "maze.py:Maze"}]}},
+        reward={"components": [{"kind": "environment"}]},
+    )
+
+
+async def test_an_environment_is_reset_and_stepped_and_its_observation_is_in_the_first_prompt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[Any] = []
+    prompts = Prompts(8, 5, 9, 40, 0, "data.input_template", "Q")
+
+    def look(_: Any, __: Any, begun: Any) -> Prompts:
+        shown.extend(begun)
+        return prompts
+
+    monkeypatch.setattr(spec_trial, "look_at_prompts", look)
+    path = environments(tmp_path, 'return "a door", 0.5, True, False, {}')
+
+    assert await check(path, "--data") == 0
+
+    assert shown[0][0].content.startswith("0?\n\na wall ")
+    told = (
+        "rollout.episodes.environments.0 (MAZE): a made-up action is answered by 'a door' with the reward 0.5 and ends"
+    )
+    assert told.replace("MAZE", f"{tmp_path}/maze.py:Maze") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ('raise KeyError("x")', "Maze: KeyError"),
+        ('return "a door"', "step must return observation, reward"),
+        ('return "a door", "1", True, False, {}', "got the string '1'"),
+    ],
+)
+async def test_an_environment_whose_step_fails_is_refused(
+    body: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = await refusal(environments(tmp_path, body), capsys)
+
+    assert "rollout.episodes.environments.0: " in error
+    assert said in error
+
+
+async def test_prompts_that_leave_no_room_for_the_answer_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = Prompts(8, 5, 900, 1024, 0, "data.input_template", "Q", 1024)
+    monkeypatch.setattr(spec_trial, "look_at_prompts", lambda *_: prompts)
+    path = written(tmp_path, rollout={"sampling": {"max_new_tokens": 500}, "engine": {"context_tokens": 2048}})
+
+    error = await refusal(path, capsys)
+
+    assert "rollout.engine.context_tokens: a prompt of 900 tokens and 500 new ones" in error

@@ -9,7 +9,7 @@ connection goes to the address that was checked, so a name cannot mean something
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 
 from shared.errors import GradingFailed
 from shared.settings import GRADER_NETWORKS, IPNetwork
@@ -18,6 +18,20 @@ IPAddress = IPv4Address | IPv6Address
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 
 NAT64 = IPv6Network("64:ff9b::/96")
+GLOBAL_UNICAST = IPv6Network("2000::/3")
+"""All that the public Internet uses of IPv6."""
+NOT_PUBLIC = (
+    IPv4Network("192.88.99.0/24"),  # relays of 6to4, withdrawn: RFC 7526
+    IPv4Network("192.31.196.0/24"),  # AS112
+    IPv4Network("192.175.48.0/24"),
+    IPv6Network("3fff::/20"),  # documentation: RFC 9637
+    IPv6Network("5f00::/16"),  # segments of routes: RFC 9602
+    IPv6Network("2001::/32"),  # Teredo: its server, not the address inside, decides where packets go
+    IPv6Network("2002::/16"),  # 6to4, as good as withdrawn
+)
+"""What Python's own table takes for global, or what tunnels carry to an address of the sender's choice."""
+ISATAP = (0x00005EFE, 0x02005EFE)
+"""Third quarter of an address that a tunnel within a site carries to the IPv4 address in the last: RFC 5214."""
 
 
 class AddressRefused(GradingFailed):
@@ -31,15 +45,20 @@ async def resolve(host: str, port: int) -> list[str]:
 
 
 def is_public(address: IPAddress) -> bool:
-    """Tell whether an address is one of the public Internet, looking through IPv6 forms that carry an IPv4 address."""
+    """Tell whether an address is one of the public Internet.
+
+    Of IPv6 forms that carry an IPv4 address, that one counts; those of tunnels are none of it.
+    """
     if isinstance(address, IPv6Address):
-        inner = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
+        inner = address.ipv4_mapped
         if inner is None and address in NAT64:
             inner = IPv4Address(int(address) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(inner)
-        if address.is_site_local:
+        if address not in GLOBAL_UNICAST or (int(address) >> 32) & 0xFFFFFFFF in ISATAP:
             return False
+    if any(address in network for network in NOT_PUBLIC):
+        return False
     return address.is_global and not address.is_multicast and not address.is_reserved and not address.is_unspecified
 
 

@@ -16,8 +16,19 @@ _KEY = re.compile(
     r"(?:access|auth|bearer|api)[-_]?token)",
     re.IGNORECASE,
 )
+_VARIABLE = re.compile(
+    r"token(?!s$|s_|i[sz]er)|secret|password|passwd|passphrase|credential|api_?key|"
+    r"(?:^|_)(?:auth|keys?|pass|pwd|cookie|private|dsn|signature)(?:_|$)",
+    re.IGNORECASE,
+)
+"""Names of environment variables that hold secrets; ``MAX_TOKENS`` and ``TOKENIZER`` do not."""
 _VALUES = frozenset({"headers", "env"})
 """Mappings of which every value may be a secret."""
+
+
+def may_be_secret(name: str, value: str) -> bool:
+    """Tell whether an environment variable may hold a secret, by its name or by what is hidden of its value."""
+    return _VARIABLE.search(name) is not None or redacted_text(value) != value
 
 
 def redacted_text(text: str) -> str:

@@ -99,6 +99,10 @@ def apply_hydra_overrides(flat: Mapping[str, Any], overrides: Sequence[str]) -> 
     return changed, touched
 
 
+def _why_unset(resolver: str) -> str:
+    return "is not set, or may be a secret, which is not read" if resolver == "oc.env" else "is not set"
+
+
 def parse_value(name: str, written: str) -> Any:
     """Read the right side of an override: YAML, with text where that fails."""
     if "${" in written and not written.strip().startswith(("[", "{")):
@@ -209,7 +213,9 @@ class Interpolation:
         if found is not UNSET:
             return found
         if not comma:
-            raise problem(path, f"${{{resolver}:{argument}}}", f"{name} is not set, and there is no default")
+            raise problem(
+                path, f"${{{resolver}:{argument}}}", f"{name} {_why_unset(resolver)}, and there is no default"
+            )
         return parse_value(path, default.strip())
 
 

@@ -16,6 +16,7 @@ from flotilla.importers.verl.launch import is_fine_tuning, is_scoring
 from flotilla.importers.verl.system import VERL, read_verl
 from flotilla.importers.verl.written import VERL_EVAL, is_file_of_answers
 from shared.errors import InvalidSpec
+from shared.redaction import may_be_secret
 
 SYSTEMS: dict[str, System] = {"verl": VERL, "openrlhf": OPENRLHF, "roll": ROLL}
 SCRIPTS = (".sh", ".bash")
@@ -55,13 +56,15 @@ def read(
         system: a name in ``SYSTEMS``.
         text: what the file holds.
         overrides: ``KEY=VALUE`` from the command line; of OpenRLHF's scripts, variables alone.
-        environment: for interpolations that read it.
+        environment: for interpolations that read it; variables that may hold secrets are not read.
         source: the file's name; its suffix tells scripts from YAML.
         beside: finds the files that YAML names in ``defaults``.
 
     Raises:
         InvalidSpec: something cannot be read; ``errors`` has its place.
     """
+    # What is read is printed, in the spec and in messages; and a file is often somebody else's.
+    environment = {name: value for name, value in environment.items() if not may_be_secret(name, value)}
     is_script = source.endswith(SCRIPTS) or text.startswith("#!")
     if system == "verl":
         return read_verl(text, overrides, environment, source=source, is_script=is_script, beside=beside)

@@ -28,6 +28,12 @@ CLAIM_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
 """Who takes nothing for so long is cut off, so that its lock on the image ends; a client can resume."""
 MAX_CONNECTIONS = 64
+"""Of callers who have shown a ticket."""
+MAX_UNCLAIMED = 64
+MAX_UNCLAIMED_OF_ADDRESS = 32
+"""Connections without one yet: of further ones, the oldest is closed. A client shows its ticket as it connects."""
+HANDSHAKE_SECONDS = 3.0
+"""How long a whole ticket may take: a stranger is gone then, however slowly it speaks."""
 WAKE_BYTES = 256 << 10
 """Who receives is woken for so many bytes: for each packet of 64 KiB it costs twice the time of a core."""
 CHUNK_BYTES = 1 << 20
@@ -62,6 +68,7 @@ class DirectServer:
         self._lock = threading.Lock()
         self._tickets: dict[bytes, Ticket] = {}
         self._connections: set[socket.socket] = set()
+        self._unclaimed: dict[socket.socket, str] = {}
         self._is_closed = False
         threading.Thread(target=self._accept, name="direct weights", daemon=True).start()
 
@@ -85,7 +92,7 @@ class DirectServer:
         with self._lock:
             self._is_closed = True
             tickets, self._tickets = list(self._tickets.values()), {}
-            connections = list(self._connections)
+            connections = [*self._connections, *self._unclaimed]
         # A thread in accept() is woken by this, not by close() alone.
         for each in (self._listening, *connections):
             with contextlib.suppress(OSError):
@@ -104,7 +111,7 @@ class DirectServer:
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._listening.accept()
+                connection, (address, *_) = self._listening.accept()
             except OSError:
                 if self._is_closed:
                     return
@@ -112,21 +119,45 @@ class DirectServer:
                 time.sleep(0.1)
                 continue
             with self._lock:
-                is_full = self._is_closed or len(self._connections) >= MAX_CONNECTIONS
-                if not is_full:
-                    self._connections.add(connection)
-            if is_full:
+                is_closed = self._is_closed
+                if not is_closed:
+                    self._make_room(address)
+                    self._unclaimed[connection] = address
+            if is_closed:
                 connection.close()
             else:
                 threading.Thread(target=self._serve, args=(connection,), name="weights range", daemon=True).start()
 
+    def _make_room(self, address: str) -> None:
+        """Close the oldest connection without a ticket where there are as many as may be, or of this address."""
+        of_address = [each for each, its in self._unclaimed.items() if its == address]
+        if len(of_address) >= MAX_UNCLAIMED_OF_ADDRESS:
+            oldest = of_address[0]
+        elif len(self._unclaimed) >= MAX_UNCLAIMED:
+            oldest = next(iter(self._unclaimed))
+        else:
+            return
+        del self._unclaimed[oldest]
+        # Its thread is woken by this, and closes it.
+        with contextlib.suppress(OSError):
+            oldest.shutdown(socket.SHUT_RDWR)
+
+    def _claim(self, connection: socket.socket) -> Ticket | None:
+        """Read a ticket; returns what it is good for, and gives the connection a place then."""
+        key = _read_exactly(connection, TICKET_BYTES, HANDSHAKE_SECONDS)
+        with self._lock:
+            is_there = self._unclaimed.pop(connection, None) is not None
+            if self._is_closed or not is_there or len(self._connections) >= MAX_CONNECTIONS:
+                return None
+            ticket = self._tickets.pop(key, None)
+            if ticket is not None:
+                self._connections.add(connection)
+        return ticket
+
     def _serve(self, connection: socket.socket) -> None:
         ticket = None
         try:
-            connection.settimeout(CLAIM_SECONDS)
-            key = _read_exactly(connection, TICKET_BYTES)
-            with self._lock:
-                ticket = self._tickets.pop(key, None)
+            ticket = self._claim(connection)
             if ticket is not None:
                 self._sender.send(connection, ticket.image, ticket.span, SILENCE_SECONDS)
         except OSError as error:
@@ -135,14 +166,26 @@ class DirectServer:
             if ticket is not None:
                 ticket.image.close()
             with self._lock:
+                self._unclaimed.pop(connection, None)
                 self._connections.discard(connection)
             connection.close()
 
 
-def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Read so many bytes, or fewer where the caller ends before."""
-    parts = b""
-    while len(parts) < num_bytes and (part := connection.recv(num_bytes - len(parts))):
+def _read_exactly(connection: socket.socket, num_bytes: int, seconds: float) -> bytes:
+    """Read so many bytes, or fewer where the caller ends before.
+
+    Raises:
+        TimeoutError: they did not come in time, all together.
+    """
+    parts, ends_at = b"", time.monotonic() + seconds
+    while len(parts) < num_bytes:
+        left = ends_at - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("no ticket came in time")
+        connection.settimeout(left)
+        part = connection.recv(num_bytes - len(parts))
+        if not part:
+            break
         parts += part
     return parts
 

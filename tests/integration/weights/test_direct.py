@@ -263,6 +263,44 @@ async def test_a_ticket_is_good_once_and_soon(image: WeightImage, monkeypatch: p
         assert await asyncio.to_thread(shown, port, late) == b""
 
 
+async def test_strangers_keep_no_member_out(image: WeightImage) -> None:
+    async with a_direct_server() as server:
+        server.images.publish(3, image.path)
+        given = await answer_with_ticket(server)
+        port, ticket = int(given.headers["flotilla-port"]), bytes.fromhex(given.headers["flotilla-ticket"])
+        with contextlib.ExitStack() as strangers:
+            idle = [strangers.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(100)]
+            sent = await asyncio.to_thread(shown, port, ticket)
+            idle[0].settimeout(1.0)  # less than a stranger has to show a ticket
+            assert await asyncio.to_thread(idle[0].recv, 1) == b"", "the oldest is closed first"
+
+        assert sent == bytes(image.view[10:20])
+
+
+async def test_a_ticket_must_come_whole_and_soon(image: WeightImage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_module, "HANDSHAKE_SECONDS", 0.3)
+    async with a_direct_server() as server:
+        server.images.publish(3, image.path)
+        port = int((await answer_with_ticket(server)).headers["flotilla-port"])
+        with socket.create_connection(("127.0.0.1", port)) as slow:
+
+            def drip() -> int:
+                """Show a byte at a time; return how many were taken."""
+                for num in range(direct_module.TICKET_BYTES):
+                    try:
+                        slow.send(b"x")
+                        slow.settimeout(0.05)
+                        if not slow.recv(1):
+                            return num
+                    except TimeoutError:
+                        continue
+                    except ConnectionError:
+                        return num
+                return direct_module.TICKET_BYTES
+
+            assert await asyncio.to_thread(drip) < direct_module.TICKET_BYTES
+
+
 async def test_who_is_not_let_in_gets_no_ticket(image: WeightImage) -> None:
     async with a_direct_server() as server:
         server.images.publish(3, image.path)

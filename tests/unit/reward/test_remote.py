@@ -327,6 +327,17 @@ def test_grades_keep_their_order() -> None:
         ("::ffff:93.184.215.14", True),
         ("64:ff9b::7f00:1", False),
         ("2002:7f00:1::", False),
+        ("2002:5db8:d70e::", False),
+        ("192.88.99.1", False),
+        ("192.88.98.1", True),
+        ("3fff::1", False),
+        ("3fff:1000::1", True),
+        ("2001:0:4136:e378:8000:63bf:3fff:fdd2", False),
+        ("2001:0:7f00:1:8000:63bf:a247:28f1", False),
+        ("2606:2800::5efe:10.0.0.1", False),
+        ("2606:2800::200:5efe:93.184.215.14", False),
+        ("5f00::1", False),
+        ("4000::1", False),
     ],
 )
 def test_only_the_public_internet_is_public(address: str, public: bool) -> None:

@@ -12,6 +12,7 @@ pytest_plugins = [
     "tests.suite.retries",
     "tests.suite.run_folder",
     "tests.suite.schedule",
+    "tests.suite.slow_callbacks",
     "tests.suite.timings",
 ]
 

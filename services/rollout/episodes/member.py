@@ -77,14 +77,15 @@ class Member:
         except EnvironmentDiverged:
             raise
         except EpisodeFailed as error:
-            return self._failed(error)
+            return await self._failed(error)
         finally:
             await self.conversation.close()
         return self._built(finish)
 
     async def _play(self) -> FinishReason:
         opening = await self._wait_for(self.conversation.begin())
-        prompt = self.turns.prompt.fit(self.renderer.prompt_ids(opening.messages))
+        # Long texts take the tokenizer longer than health and leases may wait for the loop.
+        prompt = self.turns.prompt.fit(await asyncio.to_thread(self.renderer.prompt_ids, opening.messages))
         if len(prompt) >= self.max_tokens:
             raise PromptTooLong(
                 f"a prompt of {len(prompt)} tokens leaves no room in the {self.max_tokens} of an episode"
@@ -101,7 +102,7 @@ class Member:
             if completion.finish_reason is FinishReason.ABORTED:
                 return FinishReason.ABORTED
             turn = self._builder.turns[-1]
-            ended = self._take(await self._answer(turn), turn)
+            ended = await self._take(await self._answer(turn), turn)
             if ended is not None:
                 return ended
 
@@ -109,7 +110,7 @@ class Member:
         is_cut = turn.finish_reason is FinishReason.LENGTH
         return await self._wait_for(self.conversation.answer(turn.text, is_cut=is_cut))
 
-    def _take(self, reply: Reply, turn: Turn) -> FinishReason | None:
+    async def _take(self, reply: Reply, turn: Turn) -> FinishReason | None:
         """Record what came of a turn, and show what is next; return why the episode ends, if it does."""
         if reply.reward is not None:
             self._builder.reward(reply.reward)
@@ -118,7 +119,7 @@ class Member:
         if len(self._builder.turns) >= self.max_turns:
             return FinishReason.TURNS
         last = self._builder.token_ids[-1]
-        context = self.renderer.continuation_ids(reply.messages, last)
+        context = await asyncio.to_thread(self.renderer.continuation_ids, reply.messages, last)
         if self._builder.num_tokens + len(context) >= self.max_tokens:
             return FinishReason.TOKENS
         self._builder.show(context, _text(reply.messages), state=reply.state)
@@ -146,7 +147,7 @@ class Member:
         (completion,) = await self.requests.generate(request)
         self._sampling_seconds += time.perf_counter() - started
         self._resumed += completion.num_resumed
-        text = self.renderer.text(completion.token_ids.tolist())
+        text = await asyncio.to_thread(self.renderer.text, completion.token_ids.tolist())
         self._builder.sample(
             completion.token_ids, completion.log_probs, completion.versions, completion.finish_reason, text
         )
@@ -174,7 +175,7 @@ class Member:
             reply = await self._answer(turn)
             # What was interrupted before its answer came has no reward yet.
             is_known = turn.reward is not None
-            ended = self._take(replace(reply, reward=None) if is_known else reply, turn)
+            ended = await self._take(replace(reply, reward=None) if is_known else reply, turn)
             following = before.turns[number] if number < len(before.turns) else None
             is_other = following is not None and (ended is not None or not self._shows(before, following))
             if is_other or (is_known and reply.reward != turn.reward):
@@ -219,10 +220,10 @@ class Member:
         turns = len(self._builder.turns)
         return {**self.conversation.metrics, "episode/turns": float(turns)}
 
-    def _failed(self, error: EpisodeFailed) -> Trajectory:
+    async def _failed(self, error: EpisodeFailed) -> Trajectory:
         if not self._builder.num_tokens:
             messages = self.task.messages or (Message("user", ""),)
-            self._builder.show(self.renderer.prompt_ids(messages))
+            self._builder.show(await asyncio.to_thread(self.renderer.prompt_ids, messages))
         return self._built(FinishReason.STOP, status=GradeStatus.ERROR, reason=error.detail)
 
 

@@ -103,7 +103,7 @@ class MultiTurnEpisodes:
             trajectories.append(made if index < task.group_size else replace(made, is_baseline=True))
         if task.pinned_version is None:
             self._count(trajectories)
-        return Group(task, tuple(trajectories), prompt=self._prompt(trajectories))
+        return Group(task, tuple(trajectories), prompt=await asyncio.to_thread(self._prompt, trajectories))
 
     async def interrupt(self) -> None:
         """End what is being sampled or waited for now: each ``run`` returns with what it has."""

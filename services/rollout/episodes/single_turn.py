@@ -3,8 +3,9 @@
 A group that was handed over goes on from what it has: finished members stay, the others are resumed.
 """
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -47,7 +48,8 @@ class SingleTurnEpisodes:
     async def run(self, task: Task, partials: Partials = (), serving: int = 0, *, delivery: str = "") -> Group:
         """Sample the task's group; see ``Episodes.run``."""
         started = time.perf_counter()
-        prompt_ids = self._turns.prompt.fit(self._renderer.prompt_ids(task.messages))
+        # Long texts take the tokenizer longer than health and leases may wait for the loop.
+        prompt_ids = self._turns.prompt.fit(await asyncio.to_thread(self._renderer.prompt_ids, task.messages))
         num_members = task.group_size + self._turns.has_baseline(task)
         max_new_tokens = self._turns.sampling_of(task).max_new_tokens
         had = begun(task, partials, prompt_ids, rule_of(task, self._resume), serving, max_new_tokens)
@@ -58,14 +60,9 @@ class SingleTurnEpisodes:
             for completion in completions:
                 self._tally.add_completion(completion.token_ids)
         seconds = time.perf_counter() - started
-        members = {index: replace(each, resumed_tokens=each.num_sampled) for index, each in had.finished.items()}
-        for index, completion in zip(wanted, completions, strict=True):
-            before = partials[index] if partials and completion.num_resumed else None
-            spent = seconds + (before.timings.get(GENERATION_SECONDS, 0.0) if before is not None else 0.0)
-            made = self._trajectory(prompt_ids, completion, spent)
-            members[index] = made if index < task.group_size else replace(made, is_baseline=True)
-        trajectories = tuple(members[index] for index in range(num_members))
-        return Group(task, trajectories, prompt=self._renderer.text(prompt_ids, with_special_tokens=True))
+        return await asyncio.to_thread(
+            self._group, task, prompt_ids, had, dict(zip(wanted, completions, strict=True)), partials, seconds
+        )
 
     async def interrupt(self) -> None:
         """End what is being sampled now: each ``run`` returns with what it has."""
@@ -91,6 +88,24 @@ class SingleTurnEpisodes:
             )
             parts.append(self._requests.generate(request))
         return [completion for part in await all_of(parts) for completion in part]
+
+    def _group(
+        self,
+        task: Task,
+        prompt_ids: tuple[int, ...],
+        had: Begun,
+        completions: Mapping[int, Completion],
+        partials: Partials,
+        seconds: float,
+    ) -> Group:
+        members = {index: replace(each, resumed_tokens=each.num_sampled) for index, each in had.finished.items()}
+        for index, completion in completions.items():
+            before = partials[index] if partials and completion.num_resumed else None
+            spent = seconds + (before.timings.get(GENERATION_SECONDS, 0.0) if before is not None else 0.0)
+            made = self._trajectory(prompt_ids, completion, spent)
+            members[index] = made if index < task.group_size else replace(made, is_baseline=True)
+        trajectories = tuple(members[index] for index in range(len(members)))
+        return Group(task, trajectories, prompt=self._renderer.text(prompt_ids, with_special_tokens=True))
 
     def _trajectory(self, prompt_ids: Sequence[int], completion: Completion, seconds: float) -> Trajectory:
         num_prompt, num_sampled = len(prompt_ids), completion.token_ids.shape[0]

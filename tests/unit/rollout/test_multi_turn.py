@@ -1,6 +1,7 @@
 """Episodes of many turns: exact tokens, limits, interruption and replay, errors that are no rewards."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -102,6 +103,35 @@ async def test_one_turn_of_an_episode_is_a_single_turn_token_by_token() -> None:
         assert (other.versions, other.text) == (one.versions, one.text)
         assert len(other.turns) == 1
     assert several.prompt == single.prompt
+
+
+class OffTheLoop(Characters):
+    """Refuses to work on the thread of the event loop."""
+
+    def __init__(self) -> None:
+        self.loops_thread = threading.get_ident()
+
+    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        assert threading.get_ident() != self.loops_thread
+        return super().prompt_ids(messages)
+
+    def text(self, token_ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
+        assert threading.get_ident() != self.loops_thread
+        return super().text(token_ids)
+
+
+async def test_texts_are_tokenised_and_decoded_beside_the_loop() -> None:
+    engine, task, turns = ScriptedEngine(eos_token_id=END), a_task(0, group_size=2), Turns(SAMPLING, SAMPLING)
+    await engine.start()
+
+    one = await SingleTurnEpisodes(engine, OffTheLoop(), turns, UNMIXED).run(task)
+    several = await MultiTurnEpisodes(
+        engine, OffTheLoop(), turns, Limits(max_turns=3, max_tokens=500), a_conversation(), MIXED
+    ).run(task)
+    await engine.close()
+
+    assert len(one.trajectories) == len(several.trajectories) == 2
+    assert all(len(each.turns) == 3 for each in several.trajectories)
 
 
 async def test_each_turn_sees_all_tokens_before_it_and_has_seeds_of_its_own() -> None:

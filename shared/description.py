@@ -1,10 +1,12 @@
 """What ``/openapi.json`` says besides what the routes say themselves: tokens, and every status of a refusal."""
 
+import threading
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse
 
 from shared.serving import PROBLEM_JSON
 
@@ -47,15 +49,21 @@ def describe(
 ) -> None:
     """Let an app's description name its security scheme and statuses.
 
+    It takes a second to make, once, and so it is made and sent on a thread.
+
     Args:
         app: with all its routes.
         is_open: tells of a method and a path whether no token is needed.
         scopes: lists the scopes that may use them, where there are any.
         schemas: by name, to which routes refer that describe their bodies themselves.
     """
-    plain = app.openapi
+    plain, making = app.openapi, threading.Lock()
 
     def openapi() -> dict[str, Any]:
+        with making:
+            return made()
+
+    def made() -> dict[str, Any]:
         is_made = app.openapi_schema is not None
         document = plain()
         if not is_made:
@@ -67,6 +75,12 @@ def describe(
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
+    app.router.routes[:] = [each for each in app.router.routes if getattr(each, "path", None) != app.openapi_url]
+
+    # No coroutine: the framework runs it on a thread. Its own would make the description on the event loop.
+    @app.get(app.openapi_url or "", include_in_schema=False)
+    def description() -> Response:
+        return JSONResponse(app.openapi())
 
 
 def only_reading_is_open(method: str, path: str) -> bool:

@@ -272,7 +272,7 @@ def add_problem_handlers(app: FastAPI) -> None:
         if error.status_code == NotFound.status:
             return problem_response(NotFound(f"there is no {request.method} {request.url.path}"))
         if error.status_code == MethodNotAllowed.status:
-            allowed = ", ".join(_methods(app, request.url.path))
+            allowed = ", ".join(await asyncio.to_thread(_methods, app, request.url.path))
             detail = f"{request.method} is not allowed on {request.url.path}; allowed: {allowed}"
             response = problem_response(MethodNotAllowed(detail, allowed=allowed))
             response.headers["Allow"] = allowed

@@ -1,8 +1,8 @@
 """A callback that holds an event loop for long fails the test: health, leases and streams of a service wait for it.
 
 What counts is the processor's time of the loop's own thread, without that of the garbage collector: a busy machine
-makes neither longer. It is on for the tests of services that serve; what a test does in its own task counts only
-within an app's route, such as one that is reached through httpx's in-process transport.
+makes neither longer. It is on for the tests of services that serve. What a test does in its own task does not count; a
+request through httpx's in-process transport gets a task of its own, as a server gives it one.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+import httpx
 import pytest
 
 MOST_SECONDS: Final = 0.1
@@ -25,7 +26,6 @@ LOOK_SECONDS: Final = 0.02
 ROOT: Final = Path(__file__).parents[2]
 OURS: Final = tuple(f"{ROOT / top}/" for top in ("services", "shared"))
 SERVICES: Final = frozenset({"gateway", "rollout", "reward", "sandbox"})
-ROUTES: Final = ("/starlette/routing.py", "/fastapi/routing.py")
 TEST_RUNNER: Final = "_run_tests_and_fixtures"
 
 
@@ -72,6 +72,12 @@ class SlowCallbacks:
                 if callback.seconds > self._most_seconds and _is_ours(callback.stack):
                     self.found.append(f"{callback.seconds:.2f} s: {handle!r}\n{''.join(_lines(callback.stack))}")
 
+        handle_request = httpx.ASGITransport.handle_async_request
+
+        async def in_a_task(transport: httpx.ASGITransport, request: httpx.Request) -> httpx.Response:
+            return await asyncio.create_task(handle_request(transport, request))
+
+        httpx.ASGITransport.handle_async_request = in_a_task  # type: ignore[method-assign]
         asyncio.Handle._run = timed  # type: ignore[method-assign]
         gc.callbacks.append(self._collects)
         looking.start()
@@ -79,6 +85,7 @@ class SlowCallbacks:
             yield
         finally:
             asyncio.Handle._run = run  # type: ignore[method-assign]
+            httpx.ASGITransport.handle_async_request = handle_request  # type: ignore[method-assign]
             gc.callbacks.remove(self._collects)
             self._is_over.set()
             looking.join()
@@ -104,9 +111,8 @@ def _is_ours(stack: list[traceback.FrameSummary]) -> bool:
     """Whether a service's code was at work, not the test itself or what it stands in for."""
     start = next((number for number, each in enumerate(stack) if each.name == "timed"), -1)
     frames = stack[start + 1 :]
-    if any(each.name == TEST_RUNNER for each in frames) and not any(each.filename.endswith(ROUTES) for each in frames):
-        return False
-    return any(each.filename.startswith(OURS) for each in frames)
+    is_test = any(each.name == TEST_RUNNER for each in frames)
+    return not is_test and any(each.filename.startswith(OURS) for each in frames)
 
 
 def _lines(stack: list[traceback.FrameSummary]) -> list[str]:

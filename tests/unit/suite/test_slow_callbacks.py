@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.suite.slow_callbacks import ROOT, SlowCallbacks
@@ -73,15 +74,23 @@ async def test_collecting_garbage_does_not_count() -> None:
     assert await found(collect) == []
 
 
-@pytest.mark.parametrize(("path", "count"), [("tests/any.py", 0), ("starlette/routing.py", 1)])
-async def test_a_tests_own_task_counts_within_an_apps_route_alone(path: str, count: int) -> None:
-    route = compile("burn(0.08)", str(ROOT / path), "exec")
+async def app(_scope: Any, _receive: Any, send: Any) -> None:
+    """Take the processor, and answer."""
+    burn(0.03)
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
 
+
+@pytest.mark.parametrize(("most_seconds", "count"), [(SHORT, 3), (3 * SHORT, 0)])
+async def test_in_the_tests_own_task_each_request_in_process_counts_for_itself(most_seconds: float, count: int) -> None:
     async def _run_tests_and_fixtures() -> None:
         await asyncio.sleep(0)
-        exec(route, {"burn": burn})
+        burn(0.08)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+            for _ in range(3):
+                await client.get("http://app")
 
-    callbacks = SlowCallbacks(SHORT)
+    callbacks = SlowCallbacks(most_seconds)
     with callbacks.watching():
         await asyncio.create_task(_run_tests_and_fixtures())
 

@@ -18,6 +18,7 @@ from services.reward.tally import GradingTally
 from services.reward.teacher.teachers import Teachers
 from services.reward.verifiers.base import LONGEST_ANSWER, AsksServer, Verifier
 from shared.config.reward import RewardConfig
+from shared.config.shaping import SpreadAboveConfig
 from shared.errors import ClaimLost, EpisodeFailed, FlotillaError
 from shared.faults.armed import armed
 from shared.faults.sites import Site
@@ -139,15 +140,26 @@ def used_names(config: RewardConfig) -> frozenset[str]:
 
 
 def why_filtered(group: Group, config: RewardConfig) -> str | None:
-    """Return why a graded group is not worth training on, if so."""
-    rewards = group.episode_rewards()
+    """Return why a graded group is not worth training on, if so.
+
+    A greedy answer that the others are compared with counts where a spread is asked for: answers that are equal teach,
+    if it is not. It does not count in a mean, which says how hard the task is for the policy as it samples.
+    """
     metric = None if config.group_filter is None else config.group_filter.metric
-    if metric is not None:
-        scored = [t for t in group.trajectories if t.reward is not None and not t.is_baseline]
-        rewards = [t.metrics.get(metric, t.reward or 0.0) for t in scored]
-    if config.filter_zero_spread and len(rewards) > 1 and max(rewards) == min(rewards):
+    members, greedy = (
+        [
+            t.metrics.get(metric or "", t.reward)
+            for t in group.trajectories
+            if t.reward is not None and t.is_baseline is it
+        ]
+        for it in (False, True)
+    )
+    rewards = group.episode_rewards() if metric is None else members
+    compared = [*rewards, *greedy]
+    if config.filter_zero_spread and len(compared) > 1 and max(compared) == min(compared):
         return "zero_spread"
-    if config.group_filter is not None and not keeps(rewards, config.group_filter):
+    by_spread = isinstance(config.group_filter, SpreadAboveConfig)
+    if config.group_filter is not None and not keeps(compared if by_spread else rewards, config.group_filter):
         return config.group_filter.kind
     return None
 

@@ -4,7 +4,8 @@ Every estimator leaves its advantages unwhitened and unclipped unless ``whiten``
 estimators whose definition includes whitening have it as their default.
 """
 
-from typing import Annotated, Literal, Self, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import Field, model_validator
 
@@ -44,6 +45,9 @@ Estimator = TypeVar("Estimator", bound=Config)
 class _Estimator(Config):
     """What every estimator has after its own formula."""
 
+    MIN_SCORED: ClassVar[int] = 1
+    """Members with a reward that a group of several must have to be trained: 2 where they are compared."""
+
     whiten: WhitenConfig | None = None
     """Whitening over the sampled tokens of the whole batch, after the estimator."""
     score_clip: tuple[float, float] | None = None
@@ -51,6 +55,11 @@ class _Estimator(Config):
     reward_clip_range, (-10, 10))."""
     clip: float | None = Field(None, gt=0)
     """Clamp advantages to [-clip, clip], after whitening."""
+
+    @property
+    def learns_from_one(self) -> bool:
+        """Whether a group of one member teaches anything."""
+        return self.MIN_SCORED == 1 or getattr(self, "group_of_one", "zero") == "raw"
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> Self:
@@ -117,6 +126,7 @@ class TurnReinforceConfig(_Estimator):
 class GrpoConfig(_Estimator):
     """Reward less the group's mean, over the group's standard deviation (Shao et al. 2024)."""
 
+    MIN_SCORED: ClassVar[int] = 2
     kind: Literal["grpo"] = "grpo"
     normalise_by_std: bool = True
     """Divide by the group's unbiased standard deviation plus epsilon."""
@@ -134,6 +144,7 @@ class GrpoConfig(_Estimator):
 class DrGrpoConfig(_Estimator):
     """Reward less the group's mean (Liu et al. 2025); aggregate with seq-mean-token-sum-norm as the paper does."""
 
+    MIN_SCORED: ClassVar[int] = 2
     kind: Literal["dr_grpo"] = "dr_grpo"
     group_of_one: GroupOfOne = "zero"
     """See grpo."""
@@ -142,6 +153,7 @@ class DrGrpoConfig(_Estimator):
 class PassAtKConfig(_Estimator):
     """Only the best of a group counts: best less second best (Walder and Karkhanis 2025). Groups of two or more."""
 
+    MIN_SCORED: ClassVar[int] = 2
     kind: Literal["grpo_passk"] = "grpo_passk"
     normalise_by_std: bool = True
     """Divide by the group's unbiased standard deviation plus epsilon."""
@@ -156,6 +168,7 @@ class PassAtKConfig(_Estimator):
 class GdpoConfig(_Estimator):
     """Each reward component normalised in its group, weighted, summed and whitened (Liu et al. 2026)."""
 
+    MIN_SCORED: ClassVar[int] = 2
     kind: Literal["gdpo"] = "gdpo"
     components: tuple[str, ...] = Field(min_length=1)
     """Names of the reward components, in order."""
@@ -179,6 +192,7 @@ class GdpoConfig(_Estimator):
 class RlooConfig(_Estimator):
     """Reward less the mean of the group's other members (Ahmadian et al. 2024)."""
 
+    MIN_SCORED: ClassVar[int] = 2
     kind: Literal["rloo"] = "rloo"
     group_of_one: GroupOfOne = "zero"
     """See grpo."""
@@ -187,6 +201,7 @@ class RlooConfig(_Estimator):
 class ReinforceBaselineConfig(_Estimator):
     """REINFORCE++-baseline: reward less the group's mean, whitened over the batch's tokens (Hu 2025)."""
 
+    MIN_SCORED: ClassVar[int] = 2
     kind: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
     group_of_one: GroupOfOne = "zero"
     """See grpo."""
@@ -196,15 +211,20 @@ class ReinforceBaselineConfig(_Estimator):
 class OpoConfig(_Estimator):
     """Reward less the group's length-weighted mean (Hao et al. 2025)."""
 
+    MIN_SCORED: ClassVar[int] = 2
     kind: Literal["opo"] = "opo"
     group_of_one: GroupOfOne = "zero"
     """See grpo."""
 
 
 class GpgConfig(_Estimator):
-    """Reward less the group's mean, scaled by sequences / sequences with a reward other than 0 (Chu et al. 2025)."""
+    """Reward less the group's mean, scaled by sequences / sequences that teach (Chu et al. 2025)."""
 
+    MIN_SCORED: ClassVar[int] = 2
     kind: Literal["gpg"] = "gpg"
+    scale_over: Literal["differing_groups", "nonzero_rewards"] = "differing_groups"
+    """Which sequences count as teaching: those of groups whose rewards differ (the paper's B - M, eq. 7), or those with
+    a reward other than 0 (verl)."""
     divisor: float = Field(1.0, gt=0)
     """Divides every advantage (the paper's F_norm)."""
     group_of_one: GroupOfOne = "zero"
@@ -221,6 +241,7 @@ class RemaxConfig(_Estimator):
 class TokenBaselineConfig(_Estimator):
     """Reward-to-go less the variance-minimising baseline of its position in the group (optimal token baseline)."""
 
+    MIN_SCORED: ClassVar[int] = 2
     kind: Literal["optimal_token_baseline"] = "optimal_token_baseline"
     positions: Literal["all", "sampled"] = "all"
     """Compare tokens at equal distance from the response's start, counting every token, or only those that the policy
@@ -229,6 +250,11 @@ class TokenBaselineConfig(_Estimator):
     """Beyond the second-longest member nobody is left to compare with: the baseline there is 0."""
     epsilon: float = Field(1e-8, gt=0)
     """Keeps the weighted mean finite."""
+
+    @property
+    def learns_from_one(self) -> bool:
+        """Alone it has no baseline, and is reward-to-go."""
+        return True
 
 
 class _Agentic(_Estimator):
@@ -249,11 +275,17 @@ class _Agentic(_Estimator):
 class GigpoConfig(_Agentic):
     """Episode score in its group, plus discounted step return among steps in the same state (Feng et al. 2025)."""
 
+    MIN_SCORED: ClassVar[int] = 2
     kind: Literal["gigpo"] = "gigpo"
     episode_weight: float = 1.0
     """Weight of the episode's part."""
     step_weight: float = 1.0
     """Weight of the step's part."""
+
+    @property
+    def learns_from_one(self) -> bool:
+        """Alone its steps are compared with those from the same state."""
+        return True
 
 
 class StepReinforceConfig(_Agentic):
@@ -282,3 +314,8 @@ AdvantageConfig = Annotated[
     Field(discriminator="kind"),
 ]
 """The estimator, chosen by ``kind``."""
+
+ESTIMATORS: Mapping[str, type[_Estimator]] = {
+    each.model_fields["kind"].default: each for each in get_args(get_args(AdvantageConfig)[0])
+}
+"""All of them, by ``kind``."""

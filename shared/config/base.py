@@ -1,7 +1,7 @@
 """The base of all configuration: strict, frozen, described by its docstrings."""
 
 import inspect
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -48,11 +48,16 @@ class Config(TextConfig):
 
     def __init_subclass__(cls, **given: Any) -> None:
         super().__init_subclass__(**given)
-        names = [name for name, annotation in inspect.get_annotations(cls).items() if is_guessed(annotation)]
+        names = [name for name, each in inspect.get_annotations(cls).items() if _is_field(each) and is_guessed(each)]
         if names:
             # Not on "*": the fields that tell the variants of a union apart may have no validator. A name of its own,
             # since a validator of the same name would take the place of the parent's.
             setattr(cls, f"_is_written_as_meant_in_{cls.__name__}", field_validator(*names, mode="before")(_check))
+
+
+def _is_field(annotation: Any) -> bool:
+    origin: object = get_origin(annotation)
+    return origin is not ClassVar
 
 
 def _check(cls: type[BaseModel], value: Any, info: ValidationInfo) -> Any:

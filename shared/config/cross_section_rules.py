@@ -250,8 +250,7 @@ def _advantage(spec: Sections) -> None:
                 f"algorithm.advantage.components names {unknown[0]!r}, which no entry of reward.components is called: "
                 f"use {', '.join(names)}, or give a component that name"
             )
-    compares = getattr(advantage, "group_of_one", None) == "zero" or advantage.kind == "grpo_passk"
-    if size == 1 and compares:
+    if size == 1 and not advantage.learns_from_one:
         raise ValueError(
             f"rollout.group_size 1 leaves algorithm.advantage.kind {advantage.kind} nothing to compare, and so nothing "
             "to learn: raise group_size to at least 2, or use reinforce_plus_plus or gae"

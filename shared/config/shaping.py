@@ -70,7 +70,8 @@ class RepetitionConfig(Config):
 class NormalisationConfig(Config):
     """(reward - mean) / (std + epsilon), over the answers to one task: groups are graded one at a time.
 
-    For the whole batch there are `algorithm.advantage.whiten` and the baselines.
+    The greedy answer of remax takes part, so that what is compared with it is on its scale and no deviation is 0 while
+    it differs from the others. For the whole batch there are `algorithm.advantage.whiten` and the baselines.
     """
 
     mean: Literal["group"] | None = "group"

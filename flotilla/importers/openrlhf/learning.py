@@ -6,6 +6,7 @@ from typing import Any
 from flotilla.importers.parameter import Parameter, applied, refused, translated
 from flotilla.importers.source import Source
 from flotilla.importers.values import count, flag, integer, number, numbers, text
+from shared.config import advantage as estimators
 
 Fields = dict[str, Any]
 Section = dict[str, Any]
@@ -99,9 +100,6 @@ ROWS: tuple[Parameter, ...] = (
     refused("--full_determinism", "a service's arithmetic depends on its threads", default=False),
 )  # fmt: skip
 
-GROUPED = frozenset({"reinforce_baseline", "group_norm", "rloo", "dr_grpo"})
-WITH_BASELINE = GROUPED | {"flash_reinforce"}
-
 
 def _whiten(source: Source) -> Section:
     if source.value("--no_advantage_std_norm"):
@@ -124,6 +122,11 @@ ESTIMATORS: Mapping[str, tuple[str, Callable[[Source], Section]]] = {
 }
 
 
+def compares_members(kind: str) -> bool:
+    """Whether an estimator of ours compares the members of a group."""
+    return kind in estimators.ESTIMATORS and estimators.ESTIMATORS[kind].MIN_SCORED > 1
+
+
 def advantage(source: Source) -> Fields:
     """Make the estimator, and the critic's loss where it has a critic."""
     name = "--advantage_estimator"
@@ -133,7 +136,7 @@ def advantage(source: Source) -> Fields:
     kind, make = found
     clip = source.value("--reward_clip_range")
     fields: Fields = {"algorithm.advantage": {"kind": kind, **make(source), "score_clip": clip}}
-    if source.value(name) in GROUPED and source.value("--n_samples_per_prompt") == 1:
+    if compares_members(kind) and source.value("--n_samples_per_prompt") == 1:
         source.refuse(name, "compares the answers of a group: raise --n_samples_per_prompt above 1")
     if kind == "gae":
         fields["algorithm.value_loss"] = {
@@ -209,7 +212,9 @@ def kl(source: Source) -> Fields:
     if in_loss and estimator == "k1":
         source.refuse("--kl_estimator", "k1 in the loss has an expected gradient of 0: use k2 or k3")
         return {}
-    if not in_loss and source.value("--advantage_estimator") in WITH_BASELINE:
+    kind, _ = ESTIMATORS.get(source.value("--advantage_estimator"), ("", None))
+    # Estimators that compare rewards, with the group's or with the batch's.
+    if not in_loss and (compares_members(kind) or kind == "reinforce"):
         section["order"] = "after_baseline"
     if source.value("--kl_target") is not None:
         section |= {"target": source.value("--kl_target"), "horizon": source.required("--kl_horizon")}

@@ -56,7 +56,7 @@ ESTIMATORS: Mapping[str, tuple[str, Callable[[Source], Section]]] = {
     "reinforce_plus_plus": ("reinforce_plus_plus", lambda s: {**_gamma(s), "masked_tokens": "skip"}),
     "reinforce_plus_plus_baseline": ("reinforce_plus_plus_baseline", _raw),
     "opo": ("opo", _raw),
-    "gpg": ("gpg", _raw),
+    "gpg": ("gpg", lambda s: {**_raw(s), "scale_over": "nonzero_rewards"}),
     "remax": ("remax", lambda s: {}),
     "optimal_token_baseline": ("optimal_token_baseline", lambda s: {"positions": "all"}),
     "tir_optimal_token_baseline": ("optimal_token_baseline", lambda s: {"positions": "sampled"}),

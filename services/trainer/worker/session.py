@@ -45,10 +45,6 @@ T = TypeVar("T")
 UNSENT = "unsent_metrics.jsonl"
 OFFLOADED = "offloaded"
 """Folder of the file that takes what leaves a CPU's memory; it has no name there."""
-GROUP_ESTIMATORS = frozenset(
-    {"grpo", "dr_grpo", "grpo_passk", "gdpo", "rloo", "reinforce_baseline", "opo", "gpg", "optimal_token_baseline"}
-)
-"""Estimators that compare the members of a group."""
 
 
 @dataclass(frozen=True)
@@ -202,12 +198,12 @@ def _publisher(around: SessionDeps, images: ImagePool) -> Publisher:
 def requirements_of(spec: ExperimentSpec, learner: Learner) -> Requirements:
     """Return what a group must have to be trained under this spec."""
     advantage = spec.algorithm.advantage
-    compares = advantage.kind in GROUP_ESTIMATORS and spec.rollout.group_size > 1
+    min_scored = min(advantage.MIN_SCORED, spec.rollout.group_size)
     if spec.finished_job is not None:
-        compares = not isinstance(spec.finished_job, SftConfig)
+        min_scored = 1 if isinstance(spec.finished_job, SftConfig) else 2
     return Requirements(
         vocabulary=learner.loaded.vocabulary,
-        min_scored=2 if compares else 1,
+        min_scored=min_scored,
         components=advantage.components if isinstance(advantage, GdpoConfig) else (),
         max_lag=spec.asynchrony.resolved_max_lag,
         needs_baseline=advantage.kind == "remax",

@@ -65,7 +65,8 @@ def reinforce_plus_plus(case: Case) -> dict[str, Any]:
 
 
 def gpg(case: Case) -> dict[str, Any]:
-    return _advantages(case, adv.GpgConfig(divisor=case.config["f_norm"], group_of_one="raw"))
+    config = adv.GpgConfig(divisor=case.config["f_norm"], group_of_one="raw", scale_over="nonzero_rewards")
+    return _advantages(case, config)
 
 
 def token_baseline(positions: Any) -> Any:

@@ -73,8 +73,18 @@ def test_published_figures_of_group_estimators() -> None:
     close(grpo(SCORES, ONE_GROUP, epsilon=1e-6), [0.999998, 0, -0.999998])
     close(rloo(SCORES, ONE_GROUP), [0.75, 0, -0.75])
     close(opo(SCORES, torch.tensor([10.0, 20, 70]), ONE_GROUP), [0.8, 0.3, -0.2])
-    close(gpg(SCORES, ONE_GROUP), [0.75, 0, -0.75])
+    close(gpg(SCORES, ONE_GROUP, scale_over="nonzero_rewards"), [0.75, 0, -0.75])
     close(grpo_passk(SCORES, ONE_GROUP, normalise_by_std=True, epsilon=1e-6), [0.999998, 0, 0])
+
+
+def test_gpg_scales_by_the_sequences_whose_groups_have_a_gradient() -> None:
+    """Of 6 sequences the 2 of the group that is all right teach nothing: B / (B - M) is 6 / 4."""
+    scores, groups = torch.tensor([1.0, 1, 1, 0, 0, 0.5]), Groups.of(torch.tensor([0, 0, 1, 1, 2, 2]))
+
+    close(gpg(scores, groups), [0, 0, 0.75, -0.75, -0.375, 0.375])
+    close(gpg(scores, groups, scale_over="nonzero_rewards"), [0, 0, 0.75, -0.75, -0.375, 0.375])
+    close(gpg(scores[[0, 1, 2, 3]], Groups.of(torch.tensor([0, 0, 1, 1]))), [0, 0, 1, -1])
+    close(gpg(torch.tensor([1.0, -1, 0, 0]), Groups.of(torch.tensor([0, 0, 1, 1]))), [2, -2, 0, 0])
 
 
 @pytest.mark.parametrize(("rule", "expected"), [("zero", 0.0), ("raw", 2.0)])

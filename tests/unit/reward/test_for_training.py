@@ -61,6 +61,39 @@ def test_the_filter_judges_the_rewards_as_graded(rewards: tuple[float, float], r
     assert why_filtered(graded(*rewards), section) == reason
 
 
+def beside_greedy(greedy: float, *rewards: float) -> Group:
+    members = [a_trajectory(reward=reward) for reward in rewards]
+    return Group(a_task(), (*members, a_trajectory(reward=greedy, is_baseline=True)))
+
+
+@pytest.mark.parametrize(
+    ("section", "greedy", "rewards", "reason"),
+    [
+        ({"filter_zero_spread": True}, 1.0, (0.0, 0.0), None),
+        ({"filter_zero_spread": True}, 0.0, (0.0, 0.0), "zero_spread"),
+        ({"filter_zero_spread": True}, 0.0, (0.0,), "zero_spread"),
+        ({"filter_zero_spread": True}, 0.0, (0.0, 1.0), None),
+        ({"group_filter": {"kind": "spread_above"}}, 1.0, (0.0, 0.0), None),
+        ({"group_filter": {"kind": "spread_above"}}, 0.0, (0.0, 0.0), "spread_above"),
+        ({"group_filter": {"kind": "mean_in_range"}}, 1.0, (0.0, 0.0), "mean_in_range"),
+        ({"group_filter": {"kind": "mean_in_range"}}, 1.0, (0.0, 1.0), None),
+    ],
+)
+def test_a_greedy_answer_counts_in_a_spread_and_not_in_a_mean(
+    section: dict[str, Any], greedy: float, rewards: tuple[float, ...], reason: str | None
+) -> None:
+    assert why_filtered(beside_greedy(greedy, *rewards), config(**section)) == reason
+
+
+def test_a_greedy_answer_takes_part_in_what_its_group_is_normalised_by() -> None:
+    section = config(shaping={"normalisation": {"mean": "group", "std": "group"}})
+
+    found = [t.reward for t in for_training(beside_greedy(1.0, 0.0, 0.0, 0.0), section).trajectories]
+
+    # Members alone have a deviation of 0, and the greedy answer would be a million of their epsilons away.
+    assert found == pytest.approx([-0.5, -0.5, -0.5, 1.5], rel=1e-4)
+
+
 def test_episodes_of_equal_rewards_have_no_spread_whatever_branches_they_have() -> None:
     branches = [(0, 3), (1, 1), (2, 2)]
     made = [a_trajectory(reward=0.7, episode=episode) for episode, count in branches for _ in range(count)]

@@ -222,7 +222,13 @@ def _compare(config: AdvantageConfig, scores: Tensor, lengths: Tensor, inputs: A
         case configs.OpoConfig():
             return groups.opo(scores, lengths, members, group_of_one=config.group_of_one)
         case configs.GpgConfig():
-            return groups.gpg(scores, members, divisor=config.divisor, group_of_one=config.group_of_one)
+            return groups.gpg(
+                scores,
+                members,
+                divisor=config.divisor,
+                scale_over=config.scale_over,
+                group_of_one=config.group_of_one,
+            )
         case configs.GdpoConfig():
             components = _given(inputs.component_scores, "component_scores")
             weights = None if config.weights is None else components.new_tensor(config.weights)

@@ -130,13 +130,29 @@ def opo(scores: Tensor, lengths: Tensor, groups: Groups, *, group_of_one: GroupO
     return _alone(groups, scores.float() - baseline, scores, group_of_one)
 
 
-def gpg(scores: Tensor, groups: Groups, *, divisor: float = 1.0, group_of_one: GroupOfOne = "zero") -> Tensor:
-    """Subtract the group's mean and scale by sequences over sequences with a score other than 0: [S].
+def gpg(
+    scores: Tensor,
+    groups: Groups,
+    *,
+    divisor: float = 1.0,
+    scale_over: Literal["differing_groups", "nonzero_rewards"] = "differing_groups",
+    group_of_one: GroupOfOne = "zero",
+) -> Tensor:
+    """Subtract the group's mean and scale by sequences over sequences that teach: [S].
 
-    Source: Chu et al., GPG, 2025, eq. 6.
+    Args:
+        scores: [S].
+        groups: who is compared.
+        divisor: of every advantage.
+        scale_over: ``differing_groups``: a sequence teaches where a member of its group has an advantage, which is
+            ``B / (B - M)`` of the paper; ``nonzero_rewards``: where its score is not 0, as verl counts.
+        group_of_one: see ``grpo``.
+
+    Source: Chu et al., GPG, 2025, eq. 6 and 7.
     """
-    scale = scores.numel() / scores.count_nonzero().clamp(min=1)
-    return scale * centred(scores, groups, group_of_one=group_of_one) / divisor
+    advantages = centred(scores, groups, group_of_one=group_of_one)
+    teaching = groups.max(advantages.abs()) if scale_over == "differing_groups" else scores
+    return scores.numel() / teaching.count_nonzero().clamp(min=1) * advantages / divisor
 
 
 def gdpo(

@@ -2,11 +2,12 @@
 
 ``engine``: log-probabilities of the embedded engine in bfloat16 beside transformers', at the shapes of Qwen3 with 0.6
 and 4 billion parameters and random weights, and its tokens per second beside ``generate`` and the bound that reading
-weights and cache sets. ``fleet``: a whole fleet for twenty steps on one GPU, engine and trainer beside each other, and
-its ledger. ``training``: steps in bfloat16 with one rank, whole, in FSDP2, and of a mixture of experts, beside the same
-steps in float32 on the CPU. ``sharing``: a fleet in turns, with the memory of both. ``update``: how long sampling
-pauses while new weights are served, from shared memory and from the disk, with a spare copy and without. ``lora``:
-adapters. ``servers``: SGLang and vLLM as engines, where their interpreters are named.
+weights and cache sets. ``fleet``: a whole fleet for twenty steps on one GPU, engine and trainer beside each other,
+and its ledger. ``training``: steps in bfloat16 with one rank, whole, in FSDP2, and of a mixture of experts, beside
+the same steps in float32 on the CPU. ``resume``: an optimiser and a whole run that go on from what was saved.
+``sharing``: a fleet in turns, with the memory of both. ``update``: how long sampling pauses while new weights are
+served, from shared memory and from the disk, with a spare copy and without. ``lora``: adapters. ``servers``: SGLang
+and vLLM as engines, where their interpreters are named.
 
 ``python -m benchmarks.gpu [--part NAME] [--seconds 560] [--cpu-rehearsal] [--json FILE]``; the rehearsal runs every
 part in small on the CPU, so that the script itself is tried without one. Each part is a process of its own: one
@@ -32,6 +33,7 @@ MODULES = {
     "engine": "gpu_engine",
     "fleet": "gpu_fleets",
     "training": "gpu_training",
+    "resume": "gpu_resume",
     "sharing": "gpu_fleets",
     "update": "gpu_engine",
     "lora": "gpu_fleets",

@@ -97,12 +97,28 @@ def device_memory(place: Place) -> Iterator[list[float]]:
 
 
 def run_fleet(
-    place: Place, directory: Path, spec: Mapping[str, Any], name: str, seconds: float = FLEET_SECONDS
+    place: Place,
+    directory: Path,
+    spec: Mapping[str, Any],
+    name: str,
+    seconds: float = FLEET_SECONDS,
+    *,
+    continues: bool = False,
 ) -> Figures:
-    """Run an experiment to its end, hold its ledger against what was issued, and give what it came to."""
+    """Run an experiment to its end, hold its ledger against what was issued, and give what it came to.
+
+    Args:
+        place: where it runs.
+        directory: of the spec and of its run.
+        spec: of the experiment.
+        name: of the experiment.
+        seconds: after which it is ended.
+        continues: whether it goes on from the checkpoint of the run of this name.
+    """
     path = directory / f"{name}.json"
     path.write_text(json.dumps({**spec, "name": name}), encoding="utf-8")
     command = [sys.executable, "-m", "flotilla", "run", str(path), "--runs", str(directory / "runs"), "--plain"]
+    command += ["--continue"] if continues else []
     before = torch.cuda.mem_get_info()[0] if place.is_gpu else 0
     started = time.perf_counter()
     run = directory / "runs" / name

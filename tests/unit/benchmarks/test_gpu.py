@@ -9,6 +9,9 @@ import psutil
 import pytest
 
 from benchmarks import gpu
+from benchmarks.gpu_place import REHEARSAL
+from benchmarks.gpu_resume import resumed_optimiser
+from services.trainer.models.optimizer import PolicyOptimizer
 
 
 def test_what_a_part_started_ends_with_it_even_if_it_does_not_want_to(
@@ -90,3 +93,13 @@ def test_a_long_part_leaves_time_to_those_that_come_later(monkeypatch: pytest.Mo
 )
 def test_a_failure_counts_at_any_depth(figures: gpu.Figures, expected: bool) -> None:
     assert gpu.has_failed(figures) is expected
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_an_optimiser_that_forgets_what_was_saved_is_found(is_offloaded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resumed_optimiser(REHEARSAL, is_offloaded=is_offloaded)["same_bits"]
+
+    monkeypatch.setattr(PolicyOptimizer, "load", lambda self, tensors, updates: None)
+
+    with pytest.raises(AssertionError, match="went another way"):
+        resumed_optimiser(REHEARSAL, is_offloaded=is_offloaded)

@@ -14,6 +14,7 @@
     ├── Conflict                     409  conflict
     │   ├── ActionNotAllowed         409  action_not_allowed
     │   ├── NotAssigned              409  not_assigned
+    │   ├── SpecRefused              409  spec_refused
     │   ├── IdempotencyMismatch      409  idempotency_mismatch
     │   ├── RequestInFlight          409  request_in_flight
     │   └── StalePolicyVersion       409  stale_policy_version
@@ -139,6 +140,12 @@ class NotAssigned(Conflict):
     """The token is of a service that does not work for the experiment any more, or of an earlier epoch."""
 
     code, title = "not_assigned", "The service is not assigned to this experiment now"
+
+
+class SpecRefused(Conflict):
+    """The experiment's stored spec is not valid under this release, so nothing can be done with it but to delete it."""
+
+    code, title = "spec_refused", "The stored spec is not valid under this release"
 
 
 class IdempotencyMismatch(Conflict):

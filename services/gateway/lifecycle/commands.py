@@ -15,7 +15,7 @@ from services.gateway.lifecycle.spec_text import read_document
 from services.gateway.lifecycle.states import Action, LifecycleEvent, after_action, after_event, allowed_actions
 from services.gateway.preflight import checks
 from services.gateway.publications.publications import Publications
-from services.gateway.records.repository import Experiment, ExperimentRepository
+from services.gateway.records.repository import Experiment, ExperimentRepository, document_of
 from services.gateway.registry.services import Registry
 from services.gateway.store.answers import stage_answer
 from services.gateway.store.records import ExperimentRecord
@@ -75,9 +75,7 @@ class ExperimentCommands:
     async def load(self) -> None:
         """Undo what an earlier process began and did not store."""
         await asyncio.to_thread(shutil.rmtree, self._downloads, ignore_errors=True)
-        await asyncio.to_thread(
-            origins.remove_unfinished, self._directory, lambda each: self._repository.find(each) is not None
-        )
+        await asyncio.to_thread(origins.remove_unfinished, self._directory, self._repository.knows)
 
     async def create(self, body: str, *, start: bool = False) -> Experiment:
         """Create a draft from a spec in JSON or YAML, or one that starts at once.
@@ -137,7 +135,7 @@ class ExperimentCommands:
         elif start:
             await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
         async with self._repository.transaction() as change:
-            record = replace(record, number=1 + max((e.record.number for e in self._repository), default=0))
+            record = replace(record, number=self._repository.next_number("number"))
             experiment = self._repository.stage_new(change, record, spec)
             self._repository.stage_audit(change, experiment_id, "create", origin=record.origin)
             self._events.stage(change, experiment_id, "experiment_created", name=spec.name, origin=record.origin)
@@ -261,7 +259,7 @@ class ExperimentCommands:
             raise ActionNotAllowed(f"cannot {action} {experiment.id}: it is being deleted")
         if action is Action.START:
             changes["started_at"] = self._clock.now()
-            changes["start_number"] = 1 + max((e.record.start_number for e in self._repository), default=0)
+            changes["start_number"] = self._repository.next_number("start_number")
         if before.is_final:
             if experiment.record.final_ledger is None:
                 raise ActionNotAllowed(f"cannot {action} {experiment.id} yet: its services are still coming to rest")
@@ -313,7 +311,7 @@ class ExperimentCommands:
             await experiment.evaluation.remove()
             async with self._repository.transaction() as change:
                 after_action(experiment.state, Action.DELETE)
-                self._repository.stage_removal(change, experiment)
+                self._repository.stage_removal(change, experiment.id)
                 before = experiment.state.value
                 self._repository.stage_audit(change, experiment.id, Action.DELETE.value, before=before)
                 change.then(lambda: self._events.wake(experiment.id))
@@ -363,6 +361,7 @@ class ExperimentCommands:
     def view(self, experiment: Experiment, record: ExperimentRecord | None = None) -> ExperimentView:
         """Show an experiment, as it is or as ``record`` will have it; passwords in its spec to operators only."""
         record = record or experiment.record
+        document = document_of(record)
         who = caller.get()
         may_see_all = who is None or who.scope is Scope.OPERATOR
         services = {kind.value: tuple(s.id for s in self._registry.of(record.id, kind)) for kind in ServiceKind}
@@ -371,11 +370,11 @@ class ExperimentCommands:
             name=record.name,
             state=record.state,
             revision=record.revision,
-            spec=record.spec if may_see_all else redacted(record.spec),
+            spec=document if may_see_all else redacted(document),
             created_at=rfc3339(record.created_at),
             updated_at=rfc3339(record.updated_at),
             step=record.step,
-            total_steps=record.spec["optimisation"]["steps"] if experiment.spec.trains else 0,
+            total_steps=document["optimisation"]["steps"] if experiment.spec.trains else 0,
             policy_version=record.policy_version,
             services={kind: ids for kind, ids in services.items() if ids},
             problem=Problem.model_validate(record.problem) if record.problem else None,

@@ -21,7 +21,7 @@ from services.gateway.publications.negotiation import Reported
 from services.gateway.publications.publications import Publications
 from services.gateway.publications.transports import lacks_version, peers_of
 from services.gateway.records.per_experiment import PerExperiment
-from services.gateway.records.repository import Experiment, ExperimentRepository
+from services.gateway.records.repository import Experiment, ExperimentRepository, document_of
 from services.gateway.registry.desired import DesiredBodies, DesiredStates, ExperimentFacts
 from services.gateway.registry.services import LiveService, Registry
 from services.gateway.registry.shifts import SHARERS, holder_of, is_clear
@@ -184,7 +184,7 @@ class Fleet:
             experiment_id=record.id,
             state=record.state,
             revision=record.revision,
-            spec=record.spec,
+            spec=document_of(record),
             spec_digest=experiment.spec_digest,
             directory=record.directory,
             trainer_epoch=record.trainer_epoch,

@@ -5,9 +5,10 @@ Methods named ``stage`` take part in a transaction; what they return is true onc
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,11 +23,14 @@ from services.gateway.store.writes import AppendAudit, DeleteExperiment, PutExpe
 from shared.checkpoints import CHECKPOINTS, complete
 from shared.clock import Clock, rfc3339
 from shared.config.load import validate_spec
+from shared.config.revisions import REVISION, migrated
 from shared.config.spec import ExperimentSpec
-from shared.errors import NotFound
+from shared.errors import InvalidSpec, NotFound, SpecRefused
 from shared.schemas.experiment import ExperimentState, Problem
 from shared.schemas.task import Lane
 from shared.streams.plane import DataPlane
+
+log = logging.getLogger(__name__)
 
 
 class OpenPlane(Protocol):
@@ -34,6 +38,27 @@ class OpenPlane(Protocol):
 
     def __call__(self, experiment_id: str, lane: Lane, *, lease_seconds: float | None = None) -> DataPlane:
         """Open it; ``lease_seconds`` is how long another's claim must be idle before it is taken over."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnusableExperiment:
+    """A record whose spec this release refuses, though an earlier one did not: it is shown, and can be deleted.
+
+    Attributes:
+        cause: why the spec is refused.
+    """
+
+    record: ExperimentRecord
+    cause: str
+
+
+def document_of(record: ExperimentRecord) -> Mapping[str, Any]:
+    """Read a record's spec as this release writes it; the record keeps what was written.
+
+    Raises:
+        ValueError: a later release wrote it.
+    """
+    return migrated(record.spec, record.spec_revision)
 
 
 class Experiment:
@@ -46,7 +71,7 @@ class Experiment:
     def __init__(self, record: ExperimentRecord, spec: ExperimentSpec, open_plane: OpenPlane) -> None:
         self.record = record
         self.spec = spec
-        self.spec_digest = digest(record.spec)
+        self.spec_digest = digest(document_of(record))
         self.open_plane = open_plane
         self.train = open_plane(record.id, Lane.TRAIN)
         self.evaluation = open_plane(record.id, Lane.EVALUATION)
@@ -90,12 +115,20 @@ class ExperimentRepository:
         self._clock = clock
         self._open_plane = open_plane
         self._experiments: dict[str, Experiment] = {}
+        self._unusable: dict[str, UnusableExperiment] = {}
         self.on_change: Callable[[str], None] = lambda _experiment_id: None
 
     async def load(self) -> None:
-        """Load the experiments of an earlier process."""
+        """Load the experiments of an earlier process; one whose spec is refused now keeps none of the others out."""
         for record in await self._store.experiments():
-            self._experiments[record.id] = Experiment(record, validate_spec(record.spec), self._open_plane)
+            try:
+                spec = validate_spec(document_of(record))
+            except (InvalidSpec, ValueError) as error:
+                self._unusable[record.id] = UnusableExperiment(record, str(error))
+                facts = {"experiment_id": record.id, "cause": str(error)}
+                log.error("a stored spec is refused, its experiment cannot be used", extra=facts)  # noqa: TRY400
+            else:
+                self._experiments[record.id] = Experiment(record, spec, self._open_plane)
 
     def transaction(self) -> AbstractAsyncContextManager[Transaction]:
         """Put a change of records, and of what goes with them, together."""
@@ -109,13 +142,42 @@ class ExperimentRepository:
 
         Raises:
             NotFound: there is no such experiment.
+            SpecRefused: this release cannot use it.
         """
+        if (unusable := self._unusable.get(experiment_id)) is not None:
+            raise SpecRefused(
+                f"the stored spec of {experiment_id} is not valid under this release: {unusable.cause}; create an "
+                "experiment with a changed spec, or go back to the release that wrote it",
+                experiment_id=experiment_id,
+            )
         if experiment_id not in self._experiments:
             raise NotFound(f"there is no experiment {experiment_id}", experiment_id=experiment_id)
         return self._experiments[experiment_id]
 
+    def record_of(self, experiment_id: str) -> ExperimentRecord:
+        """Find the record of an experiment, usable or not.
+
+        Raises:
+            NotFound: there is no such experiment.
+        """
+        unusable = self._unusable.get(experiment_id)
+        return self.get(experiment_id).record if unusable is None else unusable.record
+
+    def knows(self, experiment_id: str) -> bool:
+        """Whether there is such an experiment, usable or not."""
+        return experiment_id in self._experiments or experiment_id in self._unusable
+
+    def unusable(self) -> list[UnusableExperiment]:
+        """List those whose spec is refused."""
+        return list(self._unusable.values())
+
+    def next_number(self, attribute: str) -> int:
+        """Return one more than the highest ``number`` or ``start_number`` of all records."""
+        records = [*(each.record for each in self), *(each.record for each in self.unusable())]
+        return 1 + max((int(getattr(record, attribute)) for record in records), default=0)
+
     def find(self, experiment_id: str | None) -> Experiment | None:
-        """Find an experiment, or None."""
+        """Find an experiment that can be used, or None."""
         return self._experiments.get(experiment_id) if experiment_id is not None else None
 
     def named(self, reference: str) -> Experiment:
@@ -123,9 +185,13 @@ class ExperimentRepository:
 
         Raises:
             NotFound: there is none.
+            SpecRefused: this release cannot use it.
         """
         found = [each for each in self if reference in {each.id, each.record.name}]
         if not found:
+            for each in self.unusable():
+                if reference in {each.record.id, each.record.name}:
+                    return self.get(each.record.id)
             raise NotFound(f"there is no experiment {reference}", experiment_id=reference)
         return max(found, key=lambda each: (each.id == reference, each.record.number))
 
@@ -180,7 +246,7 @@ class ExperimentRepository:
             experiment.spec, experiment.spec_digest = spec, digest(document)
 
         change.then(follow)
-        return self.stage(change, experiment, spec=document)
+        return self.stage(change, experiment, spec=document, spec_revision=REVISION)
 
     def stage_step(self, change: Transaction, experiment: Experiment, step: int) -> None:
         """Record how many steps are done, if these are more than were known."""
@@ -201,10 +267,15 @@ class ExperimentRepository:
         self.stage(change, experiment, problem=problem.model_dump())
         return True
 
-    def stage_removal(self, change: Transaction, experiment: Experiment) -> None:
-        """Forget an experiment."""
-        change.write(DeleteExperiment(experiment.id))
-        change.then(lambda: self._experiments.pop(experiment.id, None))
+    def stage_removal(self, change: Transaction, experiment_id: str) -> None:
+        """Forget an experiment, usable or not."""
+        change.write(DeleteExperiment(experiment_id))
+        change.then(lambda: self._experiments.pop(experiment_id, None))
+        change.then(lambda: self._unusable.pop(experiment_id, None))
+
+    def planes_of(self, experiment_id: str) -> tuple[DataPlane, DataPlane]:
+        """Open both lanes of an experiment, usable or not."""
+        return self._open_plane(experiment_id, Lane.TRAIN), self._open_plane(experiment_id, Lane.EVALUATION)
 
     async def step_of(self, experiment: Experiment, version: int) -> int:
         """Find the optimiser steps that a version contains."""

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query, Request
 
+from services.gateway.lifecycle import unusable
 from services.gateway.lifecycle.states import Action
 from services.gateway.routes.dependencies import Cursor, Gateway, Limit, page_of
 from shared.config.spec import ExperimentSpec
@@ -44,17 +45,18 @@ async def create(
 @router.get("")
 async def index(gateway: Gateway, after: Cursor = None, limit: Limit = 100) -> Page:
     """List the experiments, oldest first."""
-    return page_of([(e.id, gateway.commands.view(e)) for e in gateway.repository], after, limit)
+    shown = unusable.views(gateway.commands, gateway.repository)
+    return page_of([(view.id, view) for view in shown], after, limit)
 
 
 @router.get("/{experiment_id}")
 async def show(experiment_id: str, gateway: Gateway) -> ExperimentView:
-    """Show an experiment.
+    """Show an experiment; one whose stored spec this release refuses, too, with the refusal as its problem.
 
     Raises:
         NotFound: there is no such experiment (404).
     """
-    return gateway.commands.view(gateway.repository.get(experiment_id))
+    return unusable.show(experiment_id, gateway.commands, gateway.repository)
 
 
 CHANGE_BODY = {
@@ -89,7 +91,7 @@ async def delete(experiment_id: str, gateway: Gateway) -> None:
         NotFound: there is no such experiment (404).
         ActionNotAllowed: it is at work (409).
     """
-    await gateway.commands.act(experiment_id, Action.DELETE)
+    await unusable.delete(experiment_id, gateway.commands, gateway.repository)
 
 
 async def _text_of(request: Request) -> str:

@@ -66,7 +66,7 @@ async def metrics(
     Raises:
         NotFound: there is no such experiment (404).
     """
-    gateway.repository.get(experiment_id)
+    gateway.repository.record_of(experiment_id)
     wanted = [name for name in (names or "").split(",") if name]
     rows = await gateway.store.metrics(experiment_id, names=wanted, after=number_of(after), limit=limit)
     return Page(items=tuple(point.model_dump() for _, point in rows), next=str(rows[-1][0]) if rows else None)

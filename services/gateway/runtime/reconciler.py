@@ -103,7 +103,7 @@ class Reconciler:
             elif service.kind is ServiceKind.ROLLOUT and self._registry.is_overdue(service):
                 await self._fleet.release(service, "its notice is over")
             elif self._repository.find(service.experiment_id) is None:
-                await self._fleet.release(service, "its experiment was deleted")
+                await self._fleet.release(service, "its experiment was deleted, or cannot be used")
         await self._scheduler.reconcile()
         for experiment in self._repository:
             await self._fleet.jobs.reconcile(experiment)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shared.config.revisions import REVISION
 from shared.schemas.experiment import ExperimentState
 
 
@@ -16,7 +17,7 @@ class ExperimentRecord:
         name: the spec's name.
         state: its state in the lifecycle.
         revision: grows with each change of the spec that its services have to follow; one of ``resources`` is none.
-        spec: the resolved spec as JSON.
+        spec: the resolved spec as JSON, as it was written.
         directory: where it keeps its files.
         created_at, updated_at, started_at: seconds since the epoch; not started is None.
         step: optimiser steps done, as the trainer last said.
@@ -33,6 +34,7 @@ class ExperimentRecord:
         origin: the checkpoint that it began from, an ``Origin`` as JSON; None if it began with the model's weights.
         number, start_number: grow with each experiment that is created, or started, whatever the clock says;
             0 in rows of before there was one.
+        spec_revision: of the schema that ``spec`` was written under; see ``shared/config/revisions.py``.
         device_shift: whose shift it is on devices that trainer and rollouts share; see ``registry/shifts.py``.
     """
 
@@ -60,6 +62,7 @@ class ExperimentRecord:
     number: int = 0
     start_number: int = 0
     device_shift: int = 1
+    spec_revision: int = REVISION
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ experiments = Table(
     Column("number", Integer, nullable=False, server_default="0"),
     Column("start_number", Integer, nullable=False, server_default="0"),
     Column("device_shift", Integer, nullable=False, server_default="1"),
+    Column("spec_revision", Integer, nullable=False, server_default="0"),
 )
 
 services = Table(

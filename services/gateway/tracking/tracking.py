@@ -6,7 +6,7 @@ from pathlib import Path
 
 from services.gateway import signals
 from services.gateway.events.log import EventLog
-from services.gateway.records.repository import Experiment
+from services.gateway.records.repository import Experiment, document_of
 from services.gateway.store.base import Store
 from services.gateway.tracking.base import TrackedRun
 from services.gateway.tracking.exporter import Exporter
@@ -36,7 +36,7 @@ class Tracking:
     def _of(self, experiment: Experiment) -> tuple[Exporter, ...]:
         if experiment.id not in self._exporters:
             record = experiment.record
-            run = TrackedRun(experiment.id, record.name, Path(record.directory), redacted(record.spec))
+            run = TrackedRun(experiment.id, record.name, Path(record.directory), redacted(document_of(record)))
             self._exporters[experiment.id] = tuple(
                 Exporter(config.kind, run, self._store, self._events, functools.partial(open_tracker, config, run))
                 for config in experiment.spec.tracking.trackers

@@ -18,6 +18,7 @@
     │   ├── IdempotencyMismatch      409  idempotency_mismatch
     │   ├── RequestInFlight          409  request_in_flight
     │   └── StalePolicyVersion       409  stale_policy_version
+    ├── QuotaExceeded                429  quota_exceeded
     ├── Unavailable                  503  unavailable           (retryable)
     │   └── TokenExpired             503  token_expired         (retryable)
     ├── DeadlineExceeded             504  deadline_exceeded     (retryable)
@@ -164,6 +165,12 @@ class StalePolicyVersion(Conflict):
     """A publication's version is not newer than the current one."""
 
     code, title = "stale_policy_version", "Policy version is not newer than the current one"
+
+
+class QuotaExceeded(FlotillaError):
+    """The token has as much as its quota allows; the context names which, ``used`` and ``allowed``."""
+
+    code, title, status = "quota_exceeded", "The token's quota is used up", 429
 
 
 class Unavailable(FlotillaError):

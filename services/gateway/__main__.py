@@ -8,7 +8,7 @@ from shared.interpreter import collecting_later
 
 with collecting_later():
     from services.gateway.app import create_app
-    from services.gateway.settings import STALL_SECONDS, GatewaySettings
+    from services.gateway.settings import STALL_SECONDS, GatewaySettings, read_quota
     from services.gateway.store.sql import SqlStore
 from shared.errors import FlotillaError
 from shared.faults.armed import arm_process
@@ -44,6 +44,7 @@ def main() -> int:
             places=read_places(os.environ, common.data),
             database_url=os.environ.get("FLOTILLA_DATABASE_URL") or None,
             allow_volatile_redis=allows_volatile_redis(os.environ),
+            quota=read_quota(os.environ),
             stall_seconds=seconds_from(os.environ, "FLOTILLA_STALL_SECONDS", STALL_SECONDS),
         )
         forget_secrets()

@@ -1,10 +1,13 @@
 """What a gateway is given at start-up."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shared.errors import InvalidRequest
 from shared.places import Places
 from shared.request_body import MAX_HELD_BYTES
+from shared.schemas.token import Quota
 
 STALL_SECONDS = 30.0
 
@@ -33,6 +36,7 @@ class GatewaySettings:
         teardown_seconds: how long services may take to fall idle when an experiment ends.
         heartbeat_seconds: pause after which an event stream sends a comment.
         held_body_bytes: what the bodies of all open requests may have together, those of up to 64 KiB not counted.
+        quota: of tokens that were made without one, and of the operator's.
         answer_seconds: how long the answer to an idempotency key is kept.
     """
 
@@ -55,6 +59,7 @@ class GatewaySettings:
     heartbeat_seconds: float = 15.0
     held_body_bytes: int = MAX_HELD_BYTES
     answer_seconds: float = 86_400.0
+    quota: Quota = field(default_factory=Quota)
 
     @property
     def resolved_database_url(self) -> str:
@@ -65,3 +70,21 @@ class GatewaySettings:
     def experiments(self) -> Path:
         """Where experiments keep their files."""
         return self.data.resolve() / "experiments"
+
+
+def read_quota(values: Mapping[str, str]) -> Quota:
+    """Read ``FLOTILLA_QUOTA_EXPERIMENTS``, ``_RUNNING``, ``_SAMPLE_BYTES`` and ``_EPISODES``: numbers, or ``none``.
+
+    Raises:
+        InvalidRequest: one is neither.
+    """
+    found: dict[str, int | None] = {}
+    for name in Quota.model_fields:
+        variable = f"FLOTILLA_QUOTA_{name.upper()}"
+        text = values.get(variable)
+        if not text:
+            continue
+        if text != "none" and not (text.isascii() and text.isdigit()):
+            raise InvalidRequest(f"{variable} must be a whole number, or none for no limit, got {text!r}")
+        found[name] = None if text == "none" else int(text)
+    return Quota(**found)

@@ -144,7 +144,8 @@ def assemble(
 ) -> GatewayState:
     """Make the parts and connect them; nothing runs yet."""
     registry = _registry(settings, store, clock)
-    repository = ExperimentRepository(store, clock, open_plane)
+    tokens = Tokens(store, clock, settings.token, settings.service_token, settings.quota)
+    repository = ExperimentRepository(store, clock, open_plane, tokens.quota_of)
     events = EventLog(store, clock)
     publications = Publications(store, clock, registry, repository, events, phase_seconds=settings.publication_seconds)
     commands = ExperimentCommands(
@@ -159,7 +160,6 @@ def assemble(
     )
     wake = asyncio.Event()
     idle_ratios = IdleRatios(store, clock)
-    tokens = Tokens(store, clock, settings.token, settings.service_token)
     fleet = Fleet(
         registry, repository, publications, commands, events, clock, store, idle_ratios, tokens, on_change=wake.set
     )

@@ -14,6 +14,19 @@ BOUND_SCOPES = frozenset({Scope.AGENT, Scope.GRADER})
 """Of one experiment each."""
 
 
+class Quota(Wire):
+    """What one token may have at a time; null: as much as there is."""
+
+    experiments: int | None = Field(1000, ge=0)
+    """Experiments that it made and that were not deleted."""
+    running: int | None = Field(100, ge=0)
+    """Of those, how many may be starting, running or paused."""
+    sample_bytes: int | None = Field(None, ge=0)
+    """Sum of their ``samples.max_bytes``: what their samples may take."""
+    episodes: int | None = Field(10_000, ge=0)
+    """Episodes that it began (an agent) and that are open."""
+
+
 class TokenRequest(Wire):
     """What a token is to be for."""
 
@@ -28,6 +41,8 @@ class TokenRequest(Wire):
     """What else an agent's or grader's token is bound to, such as one episode."""
     expires_in_seconds: float | None = Field(DEFAULT_SECONDS, gt=0, le=MAX_SECONDS)
     """Null: it does not expire."""
+    quota: Quota | None = None
+    """What it may have; null: what the gateway's settings say. Operators and agents have something to count."""
 
     @model_validator(mode="after")
     def _fits_its_scope(self) -> Self:
@@ -37,6 +52,8 @@ class TokenRequest(Wire):
             raise ValueError(f"the scope {self.scope} is for one experiment: give experiment_id")
         if self.experiment_id is not None and self.scope in {Scope.OPERATOR, Scope.SERVICE}:
             raise ValueError(f"experiment_id has no effect with the scope {self.scope}: drop it")
+        if self.quota is not None and self.scope not in {Scope.OPERATOR, Scope.AGENT}:
+            raise ValueError(f"quota has no effect with the scope {self.scope}: drop it")
         if self.subject is not None and self.scope not in BOUND_SCOPES:
             raise ValueError(f"subject has no effect with the scope {self.scope}: drop it")
         return self
@@ -55,6 +72,8 @@ class TokenView(Wire):
     created_by: str
     expires_at: str | None = None
     is_expired: bool = False
+    quota: Quota | None = None
+    """What it may have; null: what the gateway's settings say."""
 
 
 class NewToken(TokenView):

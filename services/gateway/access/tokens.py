@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from services.gateway.access.caller import actor
+from services.gateway.access.caller import GATEWAY, actor
+from services.gateway.access.quotas import UNLIMITED
 from services.gateway.store.base import Store
 from services.gateway.store.records import AuditRecord, TokenRecord
 from services.gateway.store.writes import AppendAudit, DeleteToken, PutToken
@@ -16,7 +17,7 @@ from shared.access import PassKey, Principal, Scope
 from shared.clock import Clock
 from shared.errors import Conflict, NotFound
 from shared.schemas.service import ServiceKind
-from shared.schemas.token import TokenRequest
+from shared.schemas.token import Quota, TokenRequest
 from shared.security import digest_of, is_same_secret, new_token
 
 PASS_SECONDS = 3600.0
@@ -53,13 +54,22 @@ class Tokens:
     Args:
         operator_token: of the settings.
         service_token: with which services register; None if there is none.
+        quota: of tokens that have none of their own.
     """
 
-    def __init__(self, store: Store, clock: Clock, operator_token: str, service_token: str | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        operator_token: str,
+        service_token: str | None = None,
+        quota: Quota = UNLIMITED,
+    ) -> None:
         self._store = store
         self._clock = clock
         self._operator = operator_token
         self._service = service_token
+        self._quota = quota
         self._key = PassKey(operator_token)
         self._made: dict[str, TokenRecord] = {}
 
@@ -161,6 +171,7 @@ class Tokens:
                 created_at=now,
                 expires_at=None if request.expires_in_seconds is None else now + request.expires_in_seconds,
                 created_by=actor(),
+                quota=None if request.quota is None else request.quota.model_dump(mode="json"),
             )
             facts = {"name": record.name, "scope": record.scope, "expires_at": record.expires_at}
             change.write(PutToken(record), self._audit(record, "create", facts))
@@ -180,6 +191,15 @@ class Tokens:
             change.write(DeleteToken(record.id), self._audit(record, "revoke", {"name": record.name}))
             change.then(lambda: self._made.pop(record.digest, None))
         return record
+
+    def quota_of(self, whose: str | None) -> Quota:
+        """Find what a token may have, by its name in audit records; None: whoever made it is not known."""
+        if whose is None or whose == GATEWAY:
+            return UNLIMITED
+        for record in self._made.values():
+            if record.quota is not None and Principal(Scope(record.scope), record.name).actor == whose:
+                return Quota.model_validate(record.quota)
+        return self._quota
 
     async def delete_expired(self) -> None:
         """Forget those that have expired."""

@@ -8,7 +8,9 @@ import json
 from collections.abc import Sequence
 from typing import Final
 
+from services.gateway.access.quotas import check_episodes
 from services.gateway.access.tokens import Tokens
+from services.gateway.episodes.handed_out import HandedOutEpisodes
 from services.gateway.episodes.naming import EpisodeName
 from services.gateway.episodes.rollouts import EpisodeGone, Rollouts
 from services.gateway.monitoring.measurements import Measurements
@@ -70,6 +72,7 @@ class Episodes:
         self._clock = clock
         self._turn = 0
         self.rollouts = rollouts
+        self._handed = HandedOutEpisodes()
 
     async def open(self, experiment_id: str, wanted: OpenEpisode, who: Principal, base_url: str) -> HandedOutEpisode:
         """Hand out a task and the key to an episode.
@@ -80,6 +83,7 @@ class Episodes:
             InvalidRequest: its episodes are not driven by agents.
             ActionNotAllowed: it has ended; agents need not ask again.
             NoTask: there is none now.
+            QuotaExceeded: the token has as many open as it may.
         """
         if who.subject is not None:
             raise Forbidden("this is the key of one episode: begin another one with the token that began this one")
@@ -87,14 +91,26 @@ class Episodes:
         if experiment.spec.rollout.agents is None:
             raise InvalidRequest(f"experiment {experiment_id} is not for agents: its spec has no rollout.agents")
         end = self._clock.monotonic() + min(wanted.wait_seconds, LONGEST_WAIT_SECONDS)
+        num_open = self._handed.count(who.actor, self._clock.now())
+        check_episodes(num_open, self._tokens.quota_of(who.actor), who.actor)
+        self._handed.begin(who.actor)
+        try:
+            opened = await self._opened(experiment, end)
+        finally:
+            self._handed.begun(who.actor)
+        self._handed.add(who.actor, opened.episode_id, self._clock.now() + opened.seconds)
+        return self._handed_out(experiment, opened, base_url)
+
+    async def _opened(self, experiment: Experiment, end: float) -> OpenedEpisode:
+        """Wait for a task that a rollout hands out."""
         while True:
             self._check_state(experiment)
             self._measurements.of(experiment).asked.at = self._clock.now()
             opened = await self._from_some_rollout(experiment, end)
             if opened is not None:
-                return self._handed_out(experiment, opened, base_url)
+                return opened
             if self._clock.monotonic() >= end:
-                raise NoTask("no task is free now: ask again", experiment_id=experiment_id)
+                raise NoTask("no task is free now: ask again", experiment_id=experiment.id)
             await wait_for_any(min(PAUSE_SECONDS, max(0.0, end - self._clock.monotonic())), experiment.changed.next)
 
     def _check_state(self, experiment: Experiment) -> None:
@@ -151,11 +167,13 @@ class Episodes:
         service = self.rollouts.find(name.service_id, name.text)
         path = f"/v1/experiments/{name.experiment_id}/episodes/{name.text}/complete"
         try:
-            return EndedEpisode.model_validate(await self.rollouts.call(service, path, ending.model_dump(mode="json")))
+            ended = EndedEpisode.model_validate(await self.rollouts.call(service, path, ending.model_dump(mode="json")))
         except FlotillaError as error:
             if error.status == 404:
                 raise EpisodeGone(f"episode {name.text} is gone: its rollout works for others now") from error
             raise
+        self._handed.end(name.text)
+        return ended
 
     async def reward(self, name: EpisodeName, given: EpisodeReward) -> None:
         """Take a reward that comes after the end of its episode; the same one again changes nothing.

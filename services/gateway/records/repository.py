@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from services.gateway.access.caller import actor
+from services.gateway.access.quotas import UNLIMITED, check_new, check_running
 from services.gateway.digest import digest
 from services.gateway.records.versions import step_of
 from services.gateway.signals import Signal
@@ -28,6 +29,7 @@ from shared.config.spec import ExperimentSpec
 from shared.errors import InvalidSpec, NotFound, SpecRefused
 from shared.schemas.experiment import ExperimentState, Problem
 from shared.schemas.task import Lane
+from shared.schemas.token import Quota
 from shared.streams.plane import DataPlane
 
 log = logging.getLogger(__name__)
@@ -108,12 +110,20 @@ class ExperimentRepository:
 
     Args:
         on_change: called with the id after each change of a record.
+        quota_of: finds what a token may have.
     """
 
-    def __init__(self, store: Store, clock: Clock, open_plane: OpenPlane) -> None:
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        open_plane: OpenPlane,
+        quota_of: Callable[[str | None], Quota] = lambda _whose: UNLIMITED,
+    ) -> None:
         self._store = store
         self._clock = clock
         self._open_plane = open_plane
+        self._quota_of = quota_of
         self._experiments: dict[str, Experiment] = {}
         self._unusable: dict[str, UnusableExperiment] = {}
         self.on_change: Callable[[str], None] = lambda _experiment_id: None
@@ -173,8 +183,10 @@ class ExperimentRepository:
 
     def next_number(self, attribute: str) -> int:
         """Return one more than the highest ``number`` or ``start_number`` of all records."""
-        records = [*(each.record for each in self), *(each.record for each in self.unusable())]
-        return 1 + max((int(getattr(record, attribute)) for record in records), default=0)
+        return 1 + max((int(getattr(record, attribute)) for record in self._records()), default=0)
+
+    def _records(self) -> list[ExperimentRecord]:
+        return [*(each.record for each in self), *(each.record for each in self.unusable())]
 
     def find(self, experiment_id: str | None) -> Experiment | None:
         """Find an experiment that can be used, or None."""
@@ -201,7 +213,13 @@ class ExperimentRepository:
             return self.stage_new(change, record, spec)
 
     def stage_new(self, change: Transaction, record: ExperimentRecord, spec: ExperimentSpec) -> Experiment:
-        """Add a new experiment."""
+        """Add a new experiment, of the token that asks for it.
+
+        Raises:
+            QuotaExceeded: that has as many as it may.
+        """
+        record = replace(record, created_by=actor())
+        check_new(record, self._records(), self._quota_of(record.created_by))
         experiment = Experiment(record, spec, self._open_plane)
         change.stage(experiment, record)
         change.write(PutExperiment(record))
@@ -219,6 +237,7 @@ class ExperimentRepository:
 
         Raises:
             NotFound: it was deleted, perhaps while the change waited for its turn.
+            QuotaExceeded: it starts, and the token that made it has as many at work as it may.
         """
         known = experiment.record if self._experiments.get(experiment.id) is experiment else None
         record = change.staged(experiment, known)
@@ -226,6 +245,8 @@ class ExperimentRepository:
             raise NotFound(f"there is no experiment {experiment.id}", experiment_id=experiment.id)
         if not _differs(record, changes):
             return record
+        if changes.get("state") is ExperimentState.STARTING:
+            check_running(record, self._records(), self._quota_of(record.created_by))
         record = replace(record, updated_at=self._clock.now(), **changes)
 
         def follow() -> None:

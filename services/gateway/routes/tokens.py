@@ -68,5 +68,6 @@ def _facts(record: TokenRecord, now: float) -> dict[str, object]:
         "created_at": rfc3339(record.created_at),
         "created_by": record.created_by,
         "expires_at": None if expires_at is None else rfc3339(expires_at),
+        "quota": record.quota,
         "is_expired": expires_at is not None and expires_at <= now,
     }

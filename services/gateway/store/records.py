@@ -35,6 +35,7 @@ class ExperimentRecord:
         number, start_number: grow with each experiment that is created, or started, whatever the clock says;
             0 in rows of before there was one.
         spec_revision: of the schema that ``spec`` was written under; see ``shared/config/revisions.py``.
+        created_by: the token that made it, as audit records name it; None in rows of before it was kept.
         device_shift: whose shift it is on devices that trainer and rollouts share; see ``registry/shifts.py``.
     """
 
@@ -63,6 +64,7 @@ class ExperimentRecord:
     start_number: int = 0
     device_shift: int = 1
     spec_revision: int = REVISION
+    created_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,7 @@ class TokenRecord:
         digest: its SHA-256, hexadecimal.
         created_at, expires_at: seconds since the epoch; one that does not expire has None.
         created_by: who made it, as audit records name them.
+        quota: what it may have, a ``Quota`` as JSON; None: what the gateway's settings say.
     """
 
     id: str
@@ -156,6 +159,7 @@ class TokenRecord:
     created_at: float
     expires_at: float | None
     created_by: str
+    quota: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

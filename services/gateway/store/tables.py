@@ -49,6 +49,7 @@ experiments = Table(
     Column("start_number", Integer, nullable=False, server_default="0"),
     Column("device_shift", Integer, nullable=False, server_default="1"),
     Column("spec_revision", Integer, nullable=False, server_default="0"),
+    Column("created_by", String(64)),
 )
 
 services = Table(
@@ -163,6 +164,7 @@ tokens = Table(
     Column("created_at", Float(53), nullable=False),
     Column("expires_at", Float(53)),
     Column("created_by", String(64), nullable=False),
+    Column("quota", Document),
 )
 
 idempotency = Table(

@@ -22,7 +22,7 @@ def check_engine_group(engine: EngineConfig, publication: PublicationConfig, *, 
     if not publication.may_broadcast:
         raise ValueError(
             f"{name} broadcasts, and asynchrony.publication.transport {publication.transport} does not: set that to "
-            "auto, gloo or nccl, or update_weights_from to disk"
+            "auto, group, gloo or nccl, or update_weights_from to disk"
         )
     if publication.delta is not None:
         raise ValueError(

@@ -12,6 +12,7 @@ class TransportChoice(StrEnum):
     """What carries the weights from the trainer to a rollout."""
 
     AUTO = "auto"
+    GROUP = "group"
     GLOO = "gloo"
     NCCL = "nccl"
     SHARED_MEMORY = "shared_memory"
@@ -26,7 +27,7 @@ ENGINE_BUCKET_MEGABYTES = 256
 
 MAX_SLICE_MEGABYTES = 64
 
-COLLECTIVE = frozenset({TransportChoice.AUTO, TransportChoice.GLOO, TransportChoice.NCCL})
+COLLECTIVE = frozenset({TransportChoice.AUTO, TransportChoice.GROUP, TransportChoice.GLOO, TransportChoice.NCCL})
 """Transports that broadcast, or may."""
 
 
@@ -49,9 +50,9 @@ class PublicationConfig(Config):
 
     transport: TransportChoice = TransportChoice.AUTO
     """auto: rollouts on the trainer's host map its image in shared memory, also when they join; the others form a
-    group, of nccl where trainer and engines are on GPUs, else of gloo. gloo, nccl, shared_memory: only that. pull:
-    every rollout fetches each version over HTTP after it is committed. A rollout that cannot use what is chosen
-    pulls."""
+    group, of nccl where trainer and engines are on GPUs, else of gloo. group: every rollout is a member of that group,
+    also on the trainer's host. gloo, nccl: the same, of that backend. shared_memory: only that. pull: every rollout
+    fetches each version over HTTP after it is committed. A rollout that cannot use what is chosen pulls."""
     wire_dtype: Literal["bfloat16"] | None = None
     """Round floating-point weights to this dtype for the transfer; the engine loads them into model.dtype. Halves the
     bytes; the trainer's log-probs then differ from the engine's by the rounding. Null: weights travel as they are."""
@@ -78,13 +79,13 @@ class PublicationConfig(Config):
             raise ValueError(
                 f"asynchrony.publication.slice_megabytes {self.slice_megabytes} has no effect with "
                 f"asynchrony.publication.transport {self.transport}, which does not broadcast: leave it out, or set "
-                "transport to auto, gloo or nccl"
+                "transport to auto, group, gloo or nccl"
             )
         if self.delta is not None and self.transport not in COLLECTIVE:
             raise ValueError(
                 f"asynchrony.publication.delta has no effect with asynchrony.publication.transport {self.transport}, "
                 "which does not broadcast (shared_memory copies nothing anyway): leave it out, or set transport to "
-                "auto, gloo or nccl"
+                "auto, group, gloo or nccl"
             )
         return self
 

@@ -159,7 +159,9 @@ class ExperimentSpec(Config):
     def uses_nccl(self) -> bool:
         """Whether broadcasts of weights go through nccl; else they go through gloo."""
         choice = self.asynchrony.publication.transport
-        return choice is TransportChoice.NCCL or (choice is TransportChoice.AUTO and self.is_on_gpus)
+        if choice in {TransportChoice.AUTO, TransportChoice.GROUP}:
+            return self.is_on_gpus and not self.shares_devices  # of nccl's members no two are on one device
+        return choice is TransportChoice.NCCL
 
     @property
     def sends_to_engines(self) -> bool:

@@ -44,7 +44,7 @@ async def test_each_experiment_publishes_as_its_spec_says(tmp_path: Path) -> Non
         tmp_path,
         name="patched",
         optimisation={**few, "learning_rate": 1e-9},
-        asynchrony={"publication": {"transport": "gloo", "wire_dtype": "bfloat16", "delta": {"block_kilobytes": 4}}},
+        asynchrony={"publication": {"transport": "group", "wire_dtype": "bfloat16", "delta": {"block_kilobytes": 4}}},
     )
     with running_fleet(tmp_path / "fleet") as fleet:
         async with fleet.client() as client:

@@ -18,7 +18,7 @@ def transport_for(spec: ExperimentSpec, trainer: Capabilities, rollout: Capabili
     """Choose how a rollout gets the trainer's images; None if it has to pull them.
 
     Args:
-        spec: the experiment; its ``asynchrony.publication.transport`` decides, and for ``auto`` its devices do.
+        spec: the experiment; its ``asynchrony.publication.transport`` decides, with its devices.
         trainer: of the sending service.
         rollout: of the receiving service.
     """

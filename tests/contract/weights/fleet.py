@@ -287,6 +287,11 @@ class Fleet:
         newest = max(records.values(), key=lambda record: record.version)
         return {member["transport"] for member in newest.members}
 
+    def members(self) -> set[str]:
+        """Name the services that are members of the last publication."""
+        newest = max(self.gateway.store._publications.values(), key=lambda record: record.version)  # type: ignore[attr-defined]
+        return {member["service_id"] for member in newest.members}
+
     async def close(self) -> None:
         await self.publisher.close()
         for rollout in self.rollouts:

@@ -20,7 +20,7 @@ SHORT_PHASE_SECONDS = 3.0
 SLACK_SECONDS = 12.0
 """What a crowded machine may add."""
 WAYS: dict[str, dict[str, Any]] = {
-    "gloo": {"transport": "gloo"},
+    "group": {"transport": "group"},
     "gloo delta": {"transport": "gloo", "delta": {"block_kilobytes": 4}},
     "gloo bfloat16": {"transport": "gloo", "wire_dtype": "bfloat16"},
     "shared_memory": {"transport": "shared_memory"},
@@ -67,7 +67,7 @@ async def test_every_rollout_serves_the_very_bytes_of_each_version(
             await fleet.train_and_publish(version)
             await fleet.everybody_serves(version)
 
-        assert fleet.transports() == ({way["transport"]} - {"pull"})
+        assert fleet.transports() == ({"gloo" if way["transport"] == "group" else way["transport"]} - {"pull"})
         assert {rollout.pulls for rollout in fleet.rollouts} == ({4} if way["transport"] == "pull" else {0})
 
 
@@ -260,7 +260,20 @@ async def test_rollouts_on_the_host_map_while_others_take_part_in_the_broadcast(
         assert fleet.transports() == {"gloo", "shared_memory"}
 
 
-@pytest.mark.parametrize("name", ["gloo", "pull"])
+async def test_every_rollout_of_a_group_is_a_member_also_on_the_trainers_host(
+    endpoints: list[EndpointClient],
+) -> None:
+    async with running(WAYS["group"], endpoints, num_rollouts=3) as fleet:
+        for version in (1, 2):
+            await fleet.train_and_publish(version)
+            await fleet.everybody_serves(version)
+
+            assert fleet.transports() == {"gloo"}
+            assert fleet.members() == {rollout.service_id for rollout in fleet.rollouts}
+        assert [rollout.pulls for rollout in fleet.rollouts] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["group", "pull"])
 async def test_a_rollout_that_joins_gets_the_version_from_another_rollout(
     endpoints: list[EndpointClient], name: str
 ) -> None:

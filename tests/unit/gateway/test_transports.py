@@ -21,6 +21,11 @@ CUDA = {
     "rollout": spec_document()["rollout"] | {"engine": {"device": "cuda:1"}},
     "parallelism": {"device": "cuda:0"},
 }
+ON_ONE_DEVICE = {
+    "rollout": spec_document()["rollout"] | {"engine": {"device": "cuda:0"}},
+    "parallelism": {"device": "cuda:0"},
+    "resources": {"sharing": "time"},
+}
 
 
 @pytest.mark.parametrize(
@@ -32,6 +37,14 @@ CUDA = {
         ("auto", THERE, CUDA, Transport.NCCL),
         ("auto", HERE, CUDA, Transport.SHARED_MEMORY),
         ("auto", PULLING, {}, None),
+        ("auto", HERE, ON_ONE_DEVICE, Transport.SHARED_MEMORY),
+        ("group", HERE, {}, Transport.GLOO),
+        ("group", THERE, {}, Transport.GLOO),
+        ("group", BLIND, {}, Transport.GLOO),
+        ("group", HERE, CUDA, Transport.NCCL),
+        ("group", THERE, CUDA, Transport.NCCL),
+        ("group", HERE, ON_ONE_DEVICE, Transport.GLOO),
+        ("group", PULLING, {}, None),
         ("gloo", HERE, {}, Transport.GLOO),
         ("gloo", PULLING, {}, None),
         ("nccl", HERE, CUDA, Transport.NCCL),

@@ -14,7 +14,7 @@ SGLANG_STAMP := $(SGLANG)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
-.PHONY: help install demo test test-sglang test-vllm style check format coverage test-all lock audit clean
+.PHONY: help install demo test test-ci test-sglang test-vllm style check format coverage test-all lock audit clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -41,6 +41,9 @@ PYTEST := $(BIN)/python -m pytest -q -n 4 --dist loadfile --retry-failed-alone -
 
 test: install ## the whole test suite (about 15 minutes on two cores)
 	@$(PYTEST) -m "not long and not sglang and not vllm"
+
+test-ci: install ## the test suite and a quarter of the rotating long tests, chosen by the commit's number (LONG_SLOT=N: that quarter)
+	@$(PYTEST) -m "not sglang and not vllm" --long-slot $(or $(LONG_SLOT),commit)
 
 # SGLang brings packages of its own versions: they never meet ours. Its GPU packages are replaced (tests/sglang).
 $(SGLANG_STAMP): tests/sglang/requirements.txt tests/sglang/sitecustomize.py constraints.txt

@@ -10,6 +10,7 @@ pytest_plugins = [
     "tests.suite.engine_calls",
     "tests.suite.hangs",
     "tests.suite.retries",
+    "tests.suite.rotation",
     "tests.suite.run_folder",
     "tests.suite.schedule",
     "tests.suite.slow_callbacks",

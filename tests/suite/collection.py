@@ -18,5 +18,5 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    is_by_day = "not long" in (config.getoption("markexpr") or "")
+    is_by_day = "not long" in (config.getoption("markexpr") or "") or config.getoption("long_slot") is not None
     return True if is_by_day and collection_path.name in MADE_BY_NIGHT else None

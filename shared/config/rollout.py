@@ -11,6 +11,14 @@ from shared.config.engine import EngineConfig, TorchEngineConfig
 from shared.config.episodes import EpisodesConfig, SingleTurnConfig
 from shared.schemas.engine import EngineCapability
 
+_PENALISED = "SGLang's log-probabilities are of the penalised distribution, which the trainer does not compute again"
+_RESUMED = "vLLM counts what an interrupted completion had as prompt, so that the penalty would begin anew"
+UNUSED_PENALTIES: Mapping[str, Mapping[str, str]] = {
+    "sglang": dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _PENALISED),
+    "vllm": dict.fromkeys(("presence_penalty", "frequency_penalty"), _RESUMED),
+}
+"""Penalties that an engine has under these names and does not mean as the embedded one does, and why not."""
+
 
 class SamplingConfig(Config):
     """How the engine samples one completion."""
@@ -21,12 +29,40 @@ class SamplingConfig(Config):
     """Keep this many most likely tokens; 0 keeps all."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Keep the smallest set of most likely tokens whose probability reaches this."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Keep the tokens that are at least this part as likely as the most likely one; 0 keeps all."""
+    repetition_penalty: float = Field(1.0, gt=0, le=2)
+    """Divide the logits of tokens that prompt or completion have already (multiply negative ones); 1 changes none."""
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    """Take this off the logits of tokens that the turn has sampled already."""
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    """The same, as often as they were sampled."""
     max_new_tokens: int = Field(1024, ge=1)
     """Upper bound on sampled tokens per turn."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Decoded text that ends a completion, besides the model's own end-of-sequence tokens."""
     ignore_eos: bool = False
     """Go on after the model's end-of-sequence token."""
+
+    @property
+    def rarer(self) -> dict[str, float]:
+        """What else decides which token is sampled, and changes no log-probability."""
+        return {"min_p": self.min_p, "repetition_penalty": self.repetition_penalty, **self._of_completion}
+
+    @property
+    def _of_completion(self) -> dict[str, float]:
+        return {"presence_penalty": self.presence_penalty, "frequency_penalty": self.frequency_penalty}
+
+    @property
+    def penalties(self) -> list[str]:
+        """Name the penalties that are set."""
+        of_repetition = ["repetition_penalty"] if self.repetition_penalty != 1 else []
+        return of_repetition + [name for name, value in self._of_completion.items() if value != 0]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether tokens are sampled from another distribution than the softmax by temperature."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or bool(self.penalties)
 
 
 class RolloutConfig(Config):
@@ -63,14 +99,22 @@ class RolloutConfig(Config):
 
     @model_validator(mode="after")
     def _log_probs_are_those_to_train_on(self) -> "RolloutConfig":
-        sampling = self.sampling
-        cuts = sampling.top_k > 0 or sampling.top_p < 1
-        if cuts and sampling.temperature != 1 and EngineCapability.UNCUT_LOG_PROBS not in self.engine.CAPABILITIES:
+        sampling, kind = self.sampling, self.engine.kind
+        is_uncut = EngineCapability.UNCUT_LOG_PROBS in self.engine.CAPABILITIES
+        if sampling.is_cut and sampling.temperature != 1 and not is_uncut:
             raise ValueError(
-                f"rollout.engine.kind {self.engine.kind} gives log-probabilities either before temperature or after "
-                f"top-k and top-p, and training needs those between: with top_k or top_p set rollout.sampling."
-                f"temperature to 1, not {sampling.temperature}, or leave both out, or use another engine"
+                f"rollout.engine.kind {kind} gives log-probabilities either before temperature or after top-k, top-p, "
+                f"min-p and penalties, and training needs those between: with any of these set rollout.sampling."
+                f"temperature to 1, not {sampling.temperature}, or leave all out, or use another engine"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _penalties_are_those_of_the_engine(self) -> "RolloutConfig":
+        why = UNUSED_PENALTIES.get(self.engine.kind, {})
+        for name in self.sampling.penalties:
+            if name in why:
+                raise ValueError(f"rollout.sampling.{name}: {why[name]}; remove it, or use the embedded engine")
         return self
 
     @model_validator(mode="after")

@@ -200,7 +200,9 @@ WORKERS: tuple[Parameter, ...] = (
     refused(f"{INFER}.generating_args.num_return_sequences", "give num_return_sequences_in_group",
             default=Inherit("num_return_sequences_in_group")),
     refused(f"{INFER}.generating_args.num_beams", "answers are sampled", default=1),
-    refused(f"{INFER}.generating_args.repetition_penalty", "the sampled distribution is the model's own", default=1.0),
+    applied(f"{INFER}.generating_args.repetition_penalty", "rollout.sampling.repetition_penalty", number,
+            "of tokens that prompt or completion have; log-probabilities stay the policy's own", example=1.1,
+            default=1.0),
 )  # fmt: skip
 
 GENERATED = {**VALIDATED, f"{VALIDATION}.top_p": 0.8}
@@ -216,7 +218,7 @@ EVALUATION: tuple[Parameter, ...] = (
     applied(f"{VALIDATION}.num_return_sequences", "evaluation.group_size", count, "answers per held-out prompt",
             example=4, default=1, context=GENERATED),
     refused(f"{VALIDATION}.num_beams", "answers are sampled", default=1),
-    refused(f"{VALIDATION}.repetition_penalty", "the sampled distribution is the model's own", default=1.0),
+    refused(f"{VALIDATION}.repetition_penalty", "held-out answers have the penalty of training", default=1.0),
     *ignored("ROLL replaces it by its own lengths; a held-out answer is as long as a trained one: for another bound "
              "set evaluation.max_new_tokens", f"{VALIDATION}.max_new_tokens"),
 )  # fmt: skip

@@ -355,6 +355,7 @@ class Episode:
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
+            **sampling.rarer,
             greedy=self._is_greedy,
             stop_token_ids=() if sampling.ignore_eos else self._template.stop_token_ids,
             stop=sampling.stop + stops_of(request),

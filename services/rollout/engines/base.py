@@ -26,14 +26,18 @@ class SamplingParameters:
     """How one completion is sampled.
 
     The recorded log-probability is that of the softmax of ``logits / temperature`` over the whole vocabulary, before
-    top-k and top-p cut it (as SGLang does); greedy decoding records it at temperature 1.
+    top-k, top-p and min-p cut it (as SGLang does) and without penalties; greedy decoding records it at temperature 1.
 
     Attributes:
         max_new_tokens: at least 1.
         temperature: above 0; ignored when ``greedy``.
         top_k: keep this many most likely tokens; 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches this, in (0, 1].
-        greedy: take the most likely token.
+        min_p: keep tokens at least so likely as this part of the most likely one, in [0, 1].
+        repetition_penalty: what logits of tokens of prompt and completion are divided by (multiplied, if negative).
+        presence_penalty: taken off the logits of the completion's tokens.
+        frequency_penalty: taken off them as often as they are in it.
+        greedy: take the most likely token; penalties count for it, too.
         stop_token_ids: sampling one of these ends the completion; the token is kept in it.
         stop: decoded text that ends the completion; its tokens are kept.
         ignore_eos: do not end at the model's own end-of-sequence tokens (``stop_token_ids`` still end).
@@ -43,10 +47,19 @@ class SamplingParameters:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     greedy: bool = False
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+
+    @property
+    def penalties(self) -> tuple[float, float, float]:
+        """Of repetition, presence, frequency."""
+        return self.repetition_penalty, self.presence_penalty, self.frequency_penalty
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,8 +66,7 @@ def make_engine(
         return SglangEngine(
             settings, buckets=BucketProcess(engine.device, engine.load_seconds) if takes_handles else None
         )
-    sampling = spec.rollout.sampling
-    return VllmEngine(settings, cuts=sampling.top_k > 0 or sampling.top_p < 1)
+    return VllmEngine(settings, cuts=spec.rollout.sampling.is_cut)
 
 
 def embedded_settings(spec: ExperimentSpec, engine: TorchEngineConfig) -> EngineSettings:

@@ -28,6 +28,10 @@ def check_request(request: GenerationRequest, context_tokens: int, vocab_size: i
         ("temperature", sampling.temperature, has_temperature, "finite and above 0"),
         ("top_k", sampling.top_k, sampling.top_k >= 0, "at least 0"),
         ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0, at most 1"),
+        ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "from 0 to 1"),
+        ("repetition_penalty", sampling.repetition_penalty, 0 < sampling.repetition_penalty <= 2, "above 0, at most 2"),
+        ("presence_penalty", sampling.presence_penalty, -2 <= sampling.presence_penalty <= 2, "from -2 to 2"),
+        ("frequency_penalty", sampling.frequency_penalty, -2 <= sampling.frequency_penalty <= 2, "from -2 to 2"),
         ("stop", str(sampling.stop), all(sampling.stop), "no empty string"),
     ]
     checks += _prefix_checks(request, vocab_size)

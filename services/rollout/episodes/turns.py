@@ -45,6 +45,7 @@ class Turns:
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
+            **sampling.rarer,
             greedy=greedy or task.greedy,
             stop_token_ids=() if sampling.ignore_eos else stop_token_ids,
             stop=sampling.stop,

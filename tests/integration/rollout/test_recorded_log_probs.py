@@ -45,6 +45,8 @@ CONTEXT, MEMBERS, TURNS, NEW_TOKENS = 1024, 4, 4, 48
 TEMPERATURE = 0.8
 SAMPLING = SamplingConfig(max_new_tokens=NEW_TOKENS, temperature=TEMPERATURE, ignore_eos=True)
 """Each turn is as long as may be: what is to come in its middle does."""
+PENALTIES = {"min_p": 0.01, "repetition_penalty": 1.2, "presence_penalty": 0.2, "frequency_penalty": 0.3}
+PENALISED = SAMPLING.model_copy(update=PENALTIES)
 TOLERANCE = 1e-5
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 TOOLS = ToolEpisodesConfig.model_validate({"kind": "tools", "tools": [{"kind": "python", "path": "add.py:add"}]})
@@ -154,11 +156,13 @@ def with_an_environment(task: Task, member: int) -> Conversation:
     return EnvironmentConversation(Counting, task, 5.0, is_quick=True)
 
 
-def episodes(engine: Engine, converse: Callable[[Task, int], Conversation]) -> MultiTurnEpisodes:
+def episodes(
+    engine: Engine, converse: Callable[[Task, int], Conversation], sampling: SamplingConfig
+) -> MultiTurnEpisodes:
     return MultiTurnEpisodes(
         engine,
         renderer_of("qwen 3"),
-        Turns(SAMPLING, SAMPLING),
+        Turns(sampling, sampling),
         Limits(TURNS, CONTEXT),
         converse,
         ResumeRule(mixes_versions=True, max_lag=3),
@@ -221,11 +225,14 @@ def the_task() -> Task:
     return a_task(0, group_size=MEMBERS, messages=(Message("user", "What is the sum of all?"),), metadata={"seed": 5})
 
 
-@pytest.mark.parametrize("converse", [with_tools, with_an_environment])
+@pytest.mark.parametrize(
+    ("converse", "sampling"),
+    [(with_tools, SAMPLING), (with_an_environment, SAMPLING), (with_an_environment, PENALISED)],
+)
 async def test_turns_agree_with_the_trainer_while_weights_change_under_them(
-    weights: Weights, engine: Engine, converse: Callable[[Task, int], Conversation]
+    weights: Weights, engine: Engine, converse: Callable[[Task, int], Conversation], sampling: SamplingConfig
 ) -> None:
-    running = asyncio.create_task(episodes(engine, converse).run(the_task()))
+    running = asyncio.create_task(episodes(engine, converse, sampling).run(the_task()))
     for version, turns in ((1, 1.4), (2, 0.8)):
         await until_turn(engine, turns)
         await engine.load_weights(weights.images[version], version, OnWeightUpdate.INTERRUPT)
@@ -243,11 +250,12 @@ async def test_turns_agree_with_the_trainer_while_weights_change_under_them(
     check(group, weights, [0, 1, 2])
 
 
+@pytest.mark.parametrize("sampling", [SAMPLING, PENALISED])
 async def test_episodes_that_were_interrupted_in_a_turn_agree_when_they_end_under_other_weights(
-    weights: Weights, engine: Engine
+    weights: Weights, engine: Engine, sampling: SamplingConfig
 ) -> None:
     task = the_task()
-    first = episodes(engine, with_an_environment)
+    first = episodes(engine, with_an_environment, sampling)
     running = asyncio.create_task(first.run(task))
     await until_turn(engine, 1.4)
     await first.interrupt()
@@ -255,7 +263,7 @@ async def test_episodes_that_were_interrupted_in_a_turn_agree_when_they_end_unde
     assert all(each.finish_reason is FinishReason.ABORTED for each in had)
 
     await engine.load_weights(weights.images[1], 1, OnWeightUpdate.INTERRUPT)
-    group = await episodes(engine, with_an_environment).run(task, had, 1)
+    group = await episodes(engine, with_an_environment, sampling).run(task, had, 1)
 
     assert all(each.finish_reason is FinishReason.TURNS for each in group.trajectories)
     kept = [each.resumed_tokens for each in group.trajectories]

@@ -138,6 +138,8 @@ def test_an_option_that_runs_code_of_a_model_or_of_a_spec_is_refused(name: str) 
         ({"top_k": 5}, False),
         ({"top_p": 0.9, "temperature": 0.7}, True),
         ({"top_k": 5, "temperature": 1.2}, True),
+        ({"min_p": 0.1}, False),
+        ({"min_p": 0.1, "temperature": 1.2}, True),
     ],
 )
 def test_vllm_measures_no_distribution_that_is_cut_after_temperature(
@@ -151,3 +153,34 @@ def test_vllm_measures_no_distribution_that_is_cut_after_temperature(
             validate_spec(document)
     else:
         validate_spec(document)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "why"),
+    [
+        ("sglang", "repetition_penalty", "SGLang's log-probabilities are of the penalised distribution"),
+        ("sglang", "presence_penalty", "SGLang's log-probabilities are of the penalised distribution"),
+        ("sglang", "frequency_penalty", "SGLang's log-probabilities are of the penalised distribution"),
+        ("vllm", "presence_penalty", "vLLM counts what an interrupted completion had as prompt"),
+        ("vllm", "frequency_penalty", "vLLM counts what an interrupted completion had as prompt"),
+        ("vllm", "repetition_penalty", None),
+        ("torch", "repetition_penalty", None),
+        ("torch", "frequency_penalty", None),
+    ],
+)
+def test_a_penalty_is_refused_where_an_engine_means_something_else_by_it(kind: str, name: str, why: str | None) -> None:
+    document = with_engine({"kind": kind}, sampling={name: 1.2})
+
+    if why is None:
+        validate_spec(document)
+    else:
+        with pytest.raises(InvalidSpec, match=f"{name}: {why}"):
+            validate_spec(document)
+
+
+def test_a_penalty_takes_the_temperature_that_vllm_measures_at() -> None:
+    sampling = {"repetition_penalty": 1.2, "temperature": 0.7}
+
+    validate_spec(with_engine({"kind": "torch"}, sampling=sampling))
+    with pytest.raises(InvalidSpec, match=r"set rollout\.sampling\.temperature to 1"):
+        validate_spec(with_engine({"kind": "vllm"}, sampling=sampling))

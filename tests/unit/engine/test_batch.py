@@ -130,6 +130,26 @@ def test_rows_without_a_sample_ask_for_nothing() -> None:
     assert batch.lengths.tolist()[:3] == [0, 0, 3]
 
 
+def test_penalties_follow_their_rows_and_leave_nothing_behind() -> None:
+    batch = a_batch()
+    batch.join(np.array([0]), active(1), version=0)
+    batch.join(np.array([1, 2]), active(2, presence_penalty=0.5, min_p=0.1), version=0)
+    record(batch, 8, 8, 9)
+    batch.leave(np.array([0, 1]), [FinishReason.ABORTED] * 2)
+    batch.move(*batch.compaction())
+
+    sampling = batch.sampling_of(np.arange(1))
+
+    assert sampling.min_p is not None and sampling.min_p.tolist() == [pytest.approx(0.1)]
+    assert batch.needs_last_tokens and sampling.penalties is not None
+    penalised = sampling.penalties.applied(torch.zeros(1, 26))
+    assert {token: value for token, value in enumerate(penalised[0].tolist()) if value} == {9: -0.5}
+    batch.leave(np.array([0]), [FinishReason.ABORTED])
+    batch.join(np.array([0]), active(1), version=0)
+    plain = batch.sampling_of(np.arange(1))
+    assert plain.is_plain and not batch.needs_last_tokens
+
+
 def test_requests_with_broken_log_probs_are_found() -> None:
     batch = a_batch()
     good, bad = active(1), active(2)

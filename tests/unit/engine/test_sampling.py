@@ -15,24 +15,25 @@ def draws(num: int) -> torch.Tensor:
     return torch.from_numpy(uniforms(keys, np.zeros(num, dtype=np.int64)))
 
 
-def rows(num: int, *, temperature: float = 1.0, top_k: int = 8, top_p: float = 1.0) -> RowSampling:
-    is_cut = top_k < 8 or top_p < 1
+def rows(num: int, *, temperature: float = 1.0, top_k: int = 8, top_p: float = 1.0, min_p: float = 0.0) -> RowSampling:
+    is_cut = top_k < 8 or top_p < 1 or min_p > 0
     return RowSampling(
         temperatures=torch.full((num,), temperature) if temperature != 1 else None,
         filtered=torch.arange(num) if is_cut else None,
         top_k=torch.full((num,), top_k) if is_cut else None,
         top_p=torch.full((num,), top_p, dtype=torch.float64) if is_cut else None,
+        min_p=torch.full((num,), min_p) if min_p else None,
         widest_top_k=top_k if is_cut else 0,
     )
 
 
-def expected(*, temperature: float = 1.0, top_k: int = 8, top_p: float = 1.0) -> np.ndarray:
+def expected(*, temperature: float = 1.0, top_k: int = 8, top_p: float = 1.0, min_p: float = 0.0) -> np.ndarray:
     """Cut the distribution token by token, the most likely first."""
     probabilities = (LOGITS.double() / temperature).softmax(dim=-1).numpy()
     kept = np.zeros(8)
     mass = 0.0
     for token in np.argsort(-probabilities)[:top_k]:
-        if mass < top_p:
+        if mass < top_p and probabilities[token] >= min_p * probabilities.max():
             kept[token] = probabilities[token]
         mass += probabilities[token]
     return kept / kept.sum()
@@ -49,6 +50,8 @@ def expected(*, temperature: float = 1.0, top_k: int = 8, top_p: float = 1.0) ->
         {"top_p": 0.05},
         {"top_p": 0.6},
         {"top_p": 0.9, "top_k": 4, "temperature": 1.3},
+        {"min_p": 0.3},
+        {"min_p": 0.1, "top_p": 0.9, "temperature": 1.3},
     ],
 )
 def test_tokens_come_as_often_as_the_distribution_says(how: dict[str, float]) -> None:

@@ -28,11 +28,11 @@ def test_all_ids_have_one_length_so_that_no_abort_hits_another() -> None:
 
 
 def test_a_prefix_goes_behind_the_prompt_and_counts_as_sampled() -> None:
-    body = generate_body(a_request((1, 2), max_new_tokens=10, top_k=4), "r", BEGUN, serving=7)
+    body = generate_body(a_request((1, 2), max_new_tokens=10, top_k=4, min_p=0.2), "r", BEGUN, serving=7)
 
     assert body["input_ids"] == [1, 2, 8, 9]
     assert body["sampling_params"]["max_new_tokens"] == 8
-    assert body["sampling_params"]["top_k"] == 4
+    assert (body["sampling_params"]["top_k"], body["sampling_params"]["min_p"]) == (4, 0.2)
     assert body["cache_salt"] == "7"
 
 

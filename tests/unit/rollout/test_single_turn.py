@@ -43,7 +43,8 @@ class Recording(ScriptedEngine):
 
 
 async def requested(evaluation: EvaluationConfig, *tasks: Task) -> list[GenerationRequest]:
-    training = SamplingConfig(temperature=0.9, top_k=7, top_p=0.8, max_new_tokens=6)
+    rare = {"min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.4}
+    training = SamplingConfig(temperature=0.9, top_k=7, top_p=0.8, max_new_tokens=6, **rare)
     engine = Recording()
     await engine.start()
     episodes = SingleTurnEpisodes(engine, Letters(), Turns(training, evaluation.sampling(training)), UNMIXED)
@@ -62,6 +63,7 @@ async def test_an_evaluation_samples_by_its_own_settings_and_training_by_its_own
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.max_new_tokens) == (0.9, 7, 0.8, 6)
     sampling = evaluated.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.max_new_tokens) == (0.6, 0, 0.8, 3)
+    assert {(each.sampling.min_p, *each.sampling.penalties) for each in (trained, evaluated)} == {(0.1, 1.2, 0.3, 0.4)}
 
 
 async def test_an_evaluation_without_settings_samples_as_training_does() -> None:

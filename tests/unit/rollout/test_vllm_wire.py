@@ -120,10 +120,18 @@ def test_a_prefix_goes_behind_the_prompt_and_draws_other_random_numbers() -> Non
 
 
 def test_greedy_is_temperature_zero_over_all_tokens() -> None:
-    request = a_request(greedy=True, temperature=0.3, top_p=0.5, top_k=3)
+    request = a_request(greedy=True, temperature=0.3, top_p=0.5, top_k=3, min_p=0.2)
     params = generate_body(request, 0, None, "r", 0)["sampling_params"]
 
     assert (params["temperature"], params["top_k"], params["top_p"]) == (0.0, 0, 1.0)
+    assert "min_p" not in params
+
+
+def test_min_p_and_the_repetition_penalty_go_under_their_names() -> None:
+    request = a_request(min_p=0.2, repetition_penalty=1.3)
+    params = generate_body(request, 0, None, "r", 0)["sampling_params"]
+
+    assert (params["min_p"], params["repetition_penalty"]) == (0.2, 1.3)
 
 
 def test_tokens_of_a_prefix_keep_their_log_probs_and_versions() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from services.rollout.engines.base import Completion, GenerationRequest
+from services.rollout.engines.embedded.penalties import History, RowPenalties
 from services.rollout.engines.embedded.sampling import RowSampling, seed_keys, uniforms
 from services.rollout.engines.resumption import Prefix
 from services.rollout.engines.stop_text import StopText
@@ -22,6 +23,8 @@ from shared.schemas.trajectory import FinishReason
 
 NO_TOKEN = -1
 DRAWS_AHEAD = 16
+NO_PENALTIES = (1.0, 0.0, 0.0)
+"""Of repetition, presence, frequency."""
 
 Rows = npt.NDArray[np.int64]
 
@@ -117,6 +120,11 @@ class Batch:
         self._is_greedy = np.zeros(num_slots, dtype=np.bool_)
         self._top_k = np.full(num_slots, vocab_size, dtype=np.int64)
         self._top_p = np.ones(num_slots, dtype=np.float64)
+        self._min_p = np.zeros(num_slots, dtype=np.float32)
+        self._penalties = np.full((num_slots, 3), NO_PENALTIES, dtype=np.float32)
+        self._is_penalised = np.zeros(num_slots, dtype=np.bool_)
+        self._history: History | None = None
+        """None before the first row with penalties."""
         self._token_ids = np.empty((num_slots, context_tokens), dtype=np.int32)
         self._log_probs = np.empty((num_slots, context_tokens), dtype=np.float32)
         self._sampling: RowSampling | None = None
@@ -156,6 +164,9 @@ class Batch:
             self._temperatures[rows] = sampling.temperature
             self._top_k[rows] = min(sampling.top_k or self._vocab_size, self._vocab_size)
             self._top_p[rows] = sampling.top_p
+            self._min_p[rows] = sampling.min_p
+        if sampling.penalties != NO_PENALTIES:
+            self._penalise(rows, request)
         if len(owner.stop_ids) > self._stop_ids.shape[1]:
             more = len(owner.stop_ids) - self._stop_ids.shape[1]
             self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, more)), constant_values=NO_TOKEN)
@@ -167,6 +178,20 @@ class Batch:
             if prefix is not None:
                 self._resume(row, prefix, version)
 
+    def _penalise(self, rows: Rows, request: GenerationRequest) -> None:
+        if self._history is None:
+            self._history = History(len(self.samples), self._vocab_size, self._device)
+        self._penalties[rows] = request.sampling.penalties
+        self._is_penalised[rows] = True
+        prompt_ids = torch.tensor(request.prompt_ids)
+        for row in rows.tolist():
+            self._history.begin(row, prompt_ids)
+
+    @property
+    def needs_last_tokens(self) -> bool:
+        """Whether how the next tokens are sampled hangs on the last ones."""
+        return bool(self._is_penalised.any())
+
     def _resume(self, row: int, prefix: Prefix, version: int) -> None:
         sample, num = self.samples[row], len(prefix.token_ids)
         assert sample is not None
@@ -177,6 +202,9 @@ class Batch:
         self._log_probs[row, :num] = prefix.log_probs
         self._counts[row] = num
         self.lengths[row] += num
+        if self._history is not None and self._is_penalised[row]:
+            sampled = torch.tensor(prefix.token_ids, dtype=torch.int64)
+            self._history.add(torch.full_like(sampled, row), sampled)
 
     def draws(self, rows: Rows | slice) -> npt.NDArray[np.float64]:
         """Draw the random number of each row's next token."""
@@ -202,16 +230,27 @@ class Batch:
     def sampling_of(self, rows: Rows) -> RowSampling:
         """Describe how rows are sampled."""
         greedy, temperatures = self._is_greedy[rows], self._temperatures[rows]
-        top_k, top_p = self._top_k[rows], self._top_p[rows]
-        filtered = np.flatnonzero((top_k < self._vocab_size) | (top_p < 1))
+        top_k, top_p, min_p = self._top_k[rows], self._top_p[rows], self._min_p[rows]
+        filtered = np.flatnonzero((top_k < self._vocab_size) | (top_p < 1) | (min_p > 0))
         return RowSampling(
             temperatures=self._tensor(temperatures) if (temperatures != 1).any() else None,
             greedy=self._tensor(greedy) if greedy.any() else None,
             filtered=self._tensor(filtered) if filtered.size else None,
             top_k=self._tensor(top_k[filtered]) if filtered.size else None,
             top_p=self._tensor(top_p[filtered]) if filtered.size else None,
+            min_p=self._tensor(min_p[filtered]) if min_p.any() else None,
             widest_top_k=int(top_k[filtered].max(initial=0)),
+            penalties=self._penalties_of(rows),
         )
+
+    def _penalties_of(self, rows: Rows) -> RowPenalties | None:
+        places = np.flatnonzero(self._is_penalised[rows])
+        if self._history is None or not places.size:
+            return None
+        chosen = rows[places]
+        repetition, presence, frequency = self._tensor(self._penalties[chosen]).unsqueeze(2).unbind(1)
+        indices = self._tensor(places), self._tensor(chosen)
+        return RowPenalties(*indices, repetition, presence, frequency, self._history)
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -230,6 +269,8 @@ class Batch:
         self._log_probs[rows, counts] = log_probs
         self.last_tokens[rows] = token_ids
         self._counts[rows] = counts = counts + 1
+        if self._history is not None and (penalised := self._is_penalised[rows]).any():
+            self._history.add(torch.from_numpy(rows[penalised]), torch.from_numpy(token_ids[penalised]))
         ended = (counts >= self._limits[rows]) | self._hits_stop_id(rows)
         if self._has_stop_text.any():
             ended |= self._ends_with_text(rows)
@@ -287,7 +328,9 @@ class Batch:
         for row in rows.tolist():
             self.samples[row] = None
         self._is_alive[rows] = False
-        self._has_stop_text[rows] = self._is_greedy[rows] = False
+        self._has_stop_text[rows] = self._is_greedy[rows] = self._is_penalised[rows] = False
+        self._penalties[rows] = NO_PENALTIES
+        self._min_p[rows] = 0
         self._stop_ids[rows] = NO_TOKEN
         self._temperatures[rows] = self._top_p[rows] = 1
         self._top_k[rows] = self._vocab_size
@@ -307,6 +350,9 @@ class Batch:
         per_row += [self.kv_versions]
         per_row += [self._keys, self._stop_ids, self._has_stop_text]
         per_row += [self._temperatures, self._is_greedy, self._top_k, self._top_p]
+        per_row += [self._min_p, self._penalties, self._is_penalised]
+        if self._history is not None:
+            self._history.move(torch.from_numpy(sources), torch.from_numpy(targets))
         for array in per_row:
             array[targets] = array[sources]
         longest = int(self._counts[sources].max())

@@ -298,7 +298,7 @@ class TorchEngine:
 
     def _decode(self) -> None:
         batch = self._batch
-        if self._flight is not None and batch.some_end_for_certain():
+        if self._flight is not None and (batch.some_end_for_certain() or batch.needs_last_tokens):
             self._land()
         before = self._flight
         if before is None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from services.rollout.engines.decoders.native.kernels import kernels_for
+from services.rollout.engines.embedded.penalties import RowPenalties
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
@@ -53,10 +54,12 @@ class RowSampling:
     Attributes:
         temperatures: [B] float32, 1 for greedy rows; None when all are 1.
         greedy: [B] bool.
-        filtered: [R] int64, the rows with top-k or top-p.
+        filtered: [R] int64, the rows with top-k, top-p or min-p.
         top_k: [R] int64, at least 1 (the vocabulary size where it is off).
         top_p: [R] float64.
+        min_p: [R] float32; None where none of them has it.
         widest_top_k: the largest of ``top_k``.
+        penalties: of the rows that have some.
     """
 
     temperatures: Tensor | None = None
@@ -64,7 +67,14 @@ class RowSampling:
     filtered: Tensor | None = None
     top_k: Tensor | None = None
     top_p: Tensor | None = None
+    min_p: Tensor | None = None
     widest_top_k: int = 0
+    penalties: RowPenalties | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether rows are sampled from the softmax of their logits by temperature, and from nothing else."""
+        return self.filtered is None and self.greedy is None and self.penalties is None
 
 
 def sample(logits: Tensor, draws: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor]:
@@ -77,14 +87,20 @@ def sample(logits: Tensor, draws: Tensor, rows: RowSampling) -> tuple[Tensor, Te
 
     Returns:
         Token ids [B] int64, and their log-probabilities [B] float32 under ``softmax(logits / temperature)`` over the
-        whole vocabulary. The log-probability of a row whose logits are not finite is not finite.
+        whole vocabulary, without penalties. The log-probability of a row whose logits are not finite is not finite.
     """
-    kernels = kernels_for(logits.device, logits.dtype) if rows.filtered is None and rows.greedy is None else None
+    kernels = kernels_for(logits.device, logits.dtype) if rows.is_plain else None
     if kernels is not None and logits.is_contiguous():
         return kernels.sample(logits, draws, rows.temperatures)
     scores = logits.float()
     if rows.temperatures is not None:
         scores = scores / rows.temperatures.unsqueeze(1)
+    own, penalties = scores, rows.penalties
+    if penalties is not None:
+        penalised = penalties.applied(logits.float()[penalties.places])
+        if rows.temperatures is not None:
+            penalised = penalised / rows.temperatures[penalties.places].unsqueeze(1)
+        scores = scores.index_copy(0, penalties.places, penalised)
     probabilities = scores.softmax(dim=-1)
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
@@ -95,22 +111,27 @@ def sample(logits: Tensor, draws: Tensor, rows: RowSampling) -> tuple[Tensor, Te
         tokens = torch.where(rows.greedy.unsqueeze(1), scores.argmax(dim=-1, keepdim=True), tokens)
     # Only logits that are no numbers lead beyond the last token.
     tokens = tokens.clamp_(max=logits.shape[-1] - 1)
+    if penalties is not None:
+        # A penalty below 0 may lead to a token whose own probability float32 cannot hold.
+        return tokens.squeeze(1), own.log_softmax(dim=-1).gather(1, tokens).squeeze(1)
     # The logarithm of a float32 probability is as exact as a log-softmax: a relative error of 1e-7 becomes an
     # absolute one, and what float32 cannot hold is never sampled.
     return tokens.squeeze(1), probabilities.gather(1, tokens).squeeze(1).log()
 
 
 def _sample_filtered(probabilities: Tensor, total: Tensor, draws: Tensor, rows: RowSampling) -> Tensor:
-    """Sample the rows with top-k or top-p among their most likely tokens: [R, 1].
+    """Sample the rows with top-k, top-p or min-p among their most likely tokens: [R, 1].
 
-    Both cuts are made on the whole distribution, as SGLang does.
+    Each cut is made on the whole distribution, as SGLang does.
     """
-    chosen, top_k, top_p = rows.filtered, rows.top_k, rows.top_p
+    chosen, top_k, top_p, min_p = rows.filtered, rows.top_k, rows.top_p, rows.min_p
     assert chosen is not None and top_k is not None and top_p is not None
     likeliest, token_ids = probabilities[chosen].topk(rows.widest_top_k, dim=-1)
     ranks = torch.arange(rows.widest_top_k, device=probabilities.device)
     before = likeliest.cumsum(dim=-1, dtype=torch.float64) - likeliest
     kept = (ranks < top_k.unsqueeze(1)) & (before < top_p.unsqueeze(1) * total[chosen])
+    if min_p is not None:
+        kept &= likeliest >= min_p.unsqueeze(1) * likeliest[:, :1]
     cumulative = torch.where(kept, likeliest, 0.0).cumsum(dim=-1, dtype=torch.float64)
     threshold = draws[chosen].unsqueeze(1) * cumulative[:, -1:]
     rank = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=rows.widest_top_k - 1)

@@ -42,6 +42,8 @@ def _sampling(sampling: SamplingParameters, num_kept: int) -> Body:
         "top_p": 1.0 if sampling.greedy else sampling.top_p,
         "ignore_eos": sampling.ignore_eos,
     }
+    if sampling.min_p and not sampling.greedy:
+        body["min_p"] = sampling.min_p
     if sampling.stop_token_ids and not sampling.ignore_eos:
         # With ignore_eos the server ignores these as well: the completion is cut when it comes.
         body["stop_token_ids"] = list(sampling.stop_token_ids)

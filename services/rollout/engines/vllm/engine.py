@@ -48,7 +48,7 @@ class VllmDialect:
     nothing is cut, the second at temperature 1.
 
     Args:
-        cuts: whether completions to train on are cut by top-k or top-p, which then have temperature 1.
+        cuts: whether completions to train on are cut by top-k, top-p or min-p, or penalised; they have temperature 1.
     """
 
     name = "vLLM"

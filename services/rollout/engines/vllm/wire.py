@@ -40,6 +40,10 @@ def _sampling(sampling: SamplingParameters, seed: int, num_kept: int) -> Body:
         "logprobs": 0,
         "detokenize": bool(sampling.stop),
     }
+    if sampling.min_p and not sampling.greedy:
+        body["min_p"] = sampling.min_p
+    if sampling.repetition_penalty != 1:
+        body["repetition_penalty"] = sampling.repetition_penalty
     if sampling.stop_token_ids:
         body["stop_token_ids"] = list(sampling.stop_token_ids)
     if sampling.stop:

@@ -142,6 +142,19 @@ def test_a_check_renders_the_first_prompts_as_the_rollouts_do(model: Path, tmp_p
     assert (found.rendered_by, found.first) == ("the tokenizer's chat template", "<unk> w w <unk>")
 
 
+def test_a_check_shows_the_first_prompt_of_an_episode_and_the_models_own_context(model: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(model, own)
+    (own / "config.json").write_text('{"text_config": {"max_position_embeddings": 512}}')
+    spec = a_filtered_spec(own)
+    begun = [Message("user", "w w w w")]
+
+    found = look_at_prompts(spec, [Dataset([{"prompt": "w w"}], spec.data, seed=0)], [tuple(begun)])
+
+    assert (found.num_prompts, found.shortest, found.longest) == (2, 4, 6)
+    assert (found.first, found.own_context) == ("<unk> w w w w <unk>", 512)
+
+
 def test_a_check_says_what_a_tokenizer_without_a_template_and_one_that_refuses_do(model: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(model, bare)

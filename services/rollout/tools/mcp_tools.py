@@ -4,6 +4,7 @@ The package's context managers must be left by the task that entered them, so a 
 """
 
 import asyncio
+import importlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -150,6 +151,8 @@ class McpServer:
 @asynccontextmanager
 async def _session(config: McpToolsConfig, networks: Sequence[IPNetwork]) -> AsyncIterator[Any]:
     try:
+        # Half a second, the first time, that the loop does not have.
+        await asyncio.to_thread(importlib.import_module, "mcp.client.streamable_http")
         from mcp import ClientSession, StdioServerParameters
         from mcp.client import streamable_http
         from mcp.client.stdio import stdio_client

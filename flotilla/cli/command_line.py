@@ -37,6 +37,7 @@ def build_parser() -> Parser:
     _add_tokens(commands)
     _add_files(commands)
     _add_grader(commands)
+    _add_engine(commands)
     text = "Look whether a fleet can run on this machine, and say what to do where it cannot."
     doctor = add_command(commands, "doctor", text, "doctor:doctor")
     doctor.add_argument("--data", default=DEFAULT_DATA, help="data directory of the fleet to come (%(default)s)")
@@ -295,6 +296,17 @@ def _add_grader(commands: "Commands") -> None:
     check.add_argument("--secret-env", metavar="NAME", help="environment variable with the signing secret")
     check.add_argument("--timeout", type=parsing.seconds, default=60.0, help="seconds for one answer (%(default)s)")
     add_json(check)
+
+
+def _add_engine(commands: "Commands") -> None:
+    text = "Install SGLang or vLLM, in the version that the fleet is written for."
+    engine = commands.add_parser("engine", help=text, description=text)
+    actions: Commands = engine.add_subparsers(required=True, metavar="ACTION")
+    text = "Make an environment with an engine, and print how a fleet is told of it."
+    install = add_command(actions, "install", text, "engine:install")
+    install.add_argument("engine", choices=["sglang", "vllm"], help="which")
+    install.add_argument("--path", metavar="DIRECTORY", help="of the environment (default: .venv-ENGINE)")
+    install.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="what it computes on (%(default)s)")
 
 
 def _add_imports(systems: "Commands") -> None:

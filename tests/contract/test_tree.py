@@ -20,6 +20,7 @@ EXPECTED = {
     "README.md",
     "SECURITY.md",
     "constraints.txt",
+    "docker-compose.gpu.yml",
     "docker-compose.yml",
     "pyproject.toml",
     "requirements.lock",

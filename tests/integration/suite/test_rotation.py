@@ -44,7 +44,7 @@ def test_a_run_has_one_slot_of_the_long_tests_beside_all_others(tmp_path: Path, 
     ended = run(tmp_path, "-n", workers, "--long-slot", "6", "-v", "-v", conftest=PLUGINS, **files)
 
     assert ended.status == 0, ended.output
-    assert "long tests: slot 2 of 0 to 3, 2 processor seconds: test_c.py" in ended.output
+    assert "long tests: slot 2 of 0 to 3, 2 seconds: test_c.py" in ended.output
     assert "test_c.py::test_it" in ended.output
     assert not any(f"test_{name}.py::test_it" in ended.output for name in ("a", "b", "d", "never"))
     assert all(f"test_{name}.py::test_by_day" in ended.output for name in ("a", "b", "c", "d", "never"))

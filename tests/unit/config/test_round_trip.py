@@ -1,5 +1,6 @@
 """A spec survives being written as YAML and read again, whatever it holds."""
 
+import importlib
 import types
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -12,6 +13,9 @@ from pydantic.fields import FieldInfo
 
 from shared.config.spec import ExperimentSpec
 from shared.config.yaml_text import read_value, write_value
+
+# A rule imports it when a URL is first drawn, and importing it draws a random number: the strategies may draw none.
+importlib.import_module("httpx")
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12)
 SPECIAL: dict[str, st.SearchStrategy[Any]] = {

@@ -1,13 +1,14 @@
 """What ``/openapi.json`` says besides what the routes say themselves: tokens, and every status of a refusal."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 
+from shared.raised import without_raises
 from shared.serving import PROBLEM_JSON
 
 PROBLEM = {
@@ -37,6 +38,11 @@ EVERYWHERE = {
 WITH_TOKEN = {401: "No token, or one that is unknown, revoked or expired.", 403: "The token is not for this."}
 WITH_PARAMETERS = {404: "What the path names is not there."}
 CHANGING = {409: "The present state does not allow it."}
+INTERNAL = {
+    "name": "internal",
+    "description": "What services of a fleet call, all of one version: it may be another thing in any release.",
+}
+"""The tag of routes that are for no user."""
 CLOSED_READING = "/v1/"
 """What can be read below it is not for everybody."""
 
@@ -99,6 +105,7 @@ def problem_answer(text: str) -> dict[str, Any]:
 def _complete(
     document: dict[str, Any], is_open: Callable[[str, str], bool], scopes: Callable[[str, str], list[str]] | None
 ) -> None:
+    tags: dict[str, dict[str, str]] = {}
     components = document["components"]
     components["schemas"]["ProblemDocument"] = PROBLEM
     components["securitySchemes"] = {
@@ -106,7 +113,7 @@ def _complete(
     }
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            statuses = dict(EVERYWHERE)
+            statuses: dict[int, str] = dict(EVERYWHERE)
             if not is_open(method.upper(), path):
                 operation["security"] = [{"token": []}]
                 if scopes is not None:
@@ -116,5 +123,18 @@ def _complete(
                 statuses |= WITH_PARAMETERS
             if method != "get":
                 statuses |= CHANGING
+            if "description" in operation:
+                operation["description"], said = without_raises(operation["description"])
+                statuses |= said
             for status, text in statuses.items():
                 operation["responses"][str(status)] = problem_answer(text)
+            if is_internal(operation.get("x-scopes", ())):
+                operation["tags"] = [INTERNAL["name"]]
+            tags |= {name: {"name": name} for name in operation.setdefault("tags", ["other"])}
+    internal = tags.pop(INTERNAL["name"], None)
+    document["tags"] = [*tags.values(), *([INTERNAL] if internal else [])]
+
+
+def is_internal(scopes: Sequence[str]) -> bool:
+    """Tell whether a route is for services of the fleet, and for nobody else but operators."""
+    return any(scope.startswith("service") for scope in scopes) and not {"reader", "agent"} & {*scopes}

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Scope
 
 from services.gateway.description import describe_gateway
 from services.gateway.middleware import Guard, Opened
+from services.gateway.reference_page import add_reference_page
 from services.gateway.routes import (
     agents,
     audit,
@@ -64,6 +65,7 @@ def create_app(settings: GatewaySettings, *, open_state: OpenState = open_state)
     for module in (services, experiments, fleet, publications, takeovers, tokens, *series):
         app.include_router(module.router, prefix="/v1")
     describe_gateway(app)
+    add_reference_page(app)
     return app
 
 

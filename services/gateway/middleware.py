@@ -32,7 +32,7 @@ from shared.serving import problem_response
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json"})
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", "/docs"})
 SELF_AUTHORISED = "/v1/gradings/"
 """What is below it is let in by what the route itself compares, before it asks for the body: graders are not members of
 the fleet."""

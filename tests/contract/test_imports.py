@@ -197,6 +197,7 @@ GATEWAY_ORDER = (
     "body_limits",
     "middleware",
     "description",
+    "reference_page",
     "app",
     "__main__",
 )

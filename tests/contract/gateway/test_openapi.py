@@ -92,6 +92,34 @@ def test_every_reference_leads_to_a_schema() -> None:
     assert "cause" in document["components"]["schemas"]["Problem"]["properties"], "of an experiment, not of a request"
 
 
+def test_what_is_raised_is_among_the_answers_and_services_routes_stand_apart() -> None:
+    document = SCHEMA.raw_schema
+    paths = document["paths"]
+    operations = {(path, method): each for path, methods in paths.items() for method, each in methods.items()}
+    internal = {key for key, each in operations.items() if each["tags"] == ["internal"]}
+
+    assert not [key for key, each in operations.items() if "Raises" in each.get("description", "")]
+    complete = operations["/v1/episodes/{episode_id}/complete", "post"]["responses"]
+    assert complete["410"]["description"] == "It ended otherwise."
+    assert {("/v1/services", "post"), ("/v1/services/{service_id}/status", "put")} <= internal
+    assert (
+        not {("/v1/experiments", "post"), ("/v1/services", "get"), ("/v1/episodes/{episode_id}/complete", "post")}
+        & internal
+    )
+    assert document["tags"][-1]["name"] == "internal"
+
+
+def test_the_reference_can_be_read_without_a_script_or_another_host() -> None:
+    answer = starlette.testclient.TestClient(an_app()).get("/docs")
+
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    for path in SCHEMA.raw_schema["paths"]:
+        assert f" {path}</code>" in answer.text
+    assert "<script" not in answer.text and "://" not in answer.text
+    assert answer.text.index("<h2>experiments") < answer.text.index("<h2>internal")
+
+
 def test_what_is_allowed_on_a_path_is_what_its_own_route_takes() -> None:
     client = starlette.testclient.TestClient(an_app(), headers={"Authorization": f"Bearer {OPERATOR}"})
 

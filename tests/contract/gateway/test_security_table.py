@@ -107,6 +107,7 @@ async def walk(app: FastAPI, state: Mapping[str, Any], tokens: Mapping[str, str 
         await app(scope | {"state": dict(state)}, receive, send)
 
     routes = [("GET", "/openapi.json")] if app.openapi_url else []
+    routes += [("GET", "/docs")] if any(getattr(route, "path", "") == "/docs" for route in app.routes) else []
     routes += [(method.upper(), path) for path, methods in app.openapi()["paths"].items() for method in methods]
     rows: list[Row] = []
     # What is behind a route is not there: whatever it raises, it was reached.

@@ -19,6 +19,7 @@ from shared.confinement import confine
 from shared.errors import DeadlineExceeded, FlotillaError, InvalidSpec, Unavailable, WorkerDied
 from shared.processes import die_with_parent, kill, python_module, reap
 from shared.secret_variables import without_secrets
+from shared.start_patience import start_timeout
 
 START_SECONDS = 300.0
 """A file may import much."""
@@ -76,7 +77,7 @@ class CodeProcess:
                 words = f"the process of {self._what} cannot be started: {error}"
                 raise absent_or(error, WorkerDied(words)) from error
             try:
-                async with asyncio.timeout(START_SECONDS):
+                async with start_timeout(START_SECONDS, process.pid):
                     self._about = await self._greet(process)
             except BaseException as error:
                 await self.aclose()

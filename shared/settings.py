@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from shared.errors import InvalidRequest
+from shared.start_patience import patience_from
 from shared.telemetry.logging import FORMATS
 
 NOTICE_SECONDS = 25.0
@@ -75,6 +76,7 @@ def read_settings(environment: Mapping[str, str] | None = None, *, default_port:
     redis_url = values.get("FLOTILLA_REDIS_URL", "")
     if not redis_url:
         raise InvalidRequest("FLOTILLA_REDIS_URL must be set, such as redis://127.0.0.1:6379/0")
+    patience_from(values)  # read where something is started; a wrong one is said here
     port = values.get("FLOTILLA_PORT", str(default_port))
     if not port.isdigit() or int(port) > 65535:
         raise InvalidRequest(f"FLOTILLA_PORT must be a number from 0 to 65535, got {port!r}")

@@ -34,6 +34,7 @@ from shared.processes import birth_of, end_family, python_module
 from shared.schemas.service import ServiceKind
 from shared.security import new_token, write_secret
 from shared.settings import allows_volatile_redis
+from shared.start_patience import VARIABLE, StartDeadline, cpu_seconds, patience_from
 from shared.streams.redis.connection import check_server
 from shared.weights.image_files import sweep
 
@@ -268,12 +269,22 @@ class LocalFleet:
 
     async def _wait_until_ready(self) -> None:
         began = told = time.monotonic()
+        waiting: list[str] = []
+
+        def computed() -> float:
+            late = [each for each in self._processes if each.spec.name in waiting]
+            return cpu_seconds(each.pid for each in late if each.pid is not None)
+
+        deadline = StartDeadline(START_SECONDS, computed, patience=patience_from(os.environ))
         async with GatewayClient(self.gateway_url, self._token) as client:
-            while missing := ", ".join(await self._missing(client)):
-                now = time.monotonic()
-                if now - began > START_SECONDS:
-                    late = f"the fleet did not come up within {START_SECONDS:.0f} s"
-                    raise Unavailable(f"{late}: {missing} did not register; see {self.options.data / 'logs'}")
+            while waiting := await self._missing(client):
+                now, missing = time.monotonic(), ", ".join(waiting)
+                if await asyncio.to_thread(deadline.left) <= 0:
+                    late = f"the fleet did not come up within {now - began:.0f} s"
+                    raise Unavailable(
+                        f"{late}: {missing} did not register; see {self.options.data / 'logs'} (on a busy machine "
+                        f"{VARIABLE}=3 waits three times as long)"
+                    )
                 if now - told > TELL_SECONDS:
                     told = now
                     self._say(f"waiting    for {missing} ({now - began:.0f} s)")

@@ -18,6 +18,7 @@ from shared.errors import Conflict, DeadlineExceeded, NotFound, WeightTransferFa
 from shared.ports import WILDCARDS
 from shared.processes import python_module, reap
 from shared.schemas.publication import Rendezvous
+from shared.start_patience import start_timeout
 from shared.weights.endpoint_protocol import (
     FROM_ENDPOINT,
     Command,
@@ -264,9 +265,12 @@ class EndpointClient:
                 env=os.environ | _ENVIRONMENT | ({} if self._device else _NO_GPU),
             )
         try:
-            await _within(deadline_seconds, self._started, "starting the weight endpoint")
-        except BaseException:
+            async with start_timeout(deadline_seconds, self._process.pid):
+                await asyncio.shield(self._started)
+        except BaseException as error:
             await self.close()
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded(f"the weight endpoint did not start within {deadline_seconds:g} s") from None
             raise
 
     async def _open(self, opening: Opening) -> MemberLink:

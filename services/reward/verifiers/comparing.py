@@ -13,6 +13,7 @@ from shared.config.reward import ComparedConfig
 from shared.errors import GradingFailed
 from shared.processes import kill, reap
 from shared.schemas.grading import Grade, GradingSample
+from shared.start_patience import start_timeout
 
 START_SECONDS = 60.0
 """The child's imports take seconds on a busy machine; they do not count against a sample's time."""
@@ -75,7 +76,7 @@ class ComparingProcess:
         self._process = process
         assert process.stdout is not None
         try:
-            async with asyncio.timeout(START_SECONDS):
+            async with start_timeout(START_SECONDS, process.pid):
                 greeting = await process.stdout.readline()
         except BaseException as error:
             await self.kill()

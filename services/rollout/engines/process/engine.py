@@ -20,6 +20,7 @@ from services.rollout.engines.settings import EngineSettings
 from shared.cores import usable_cores
 from shared.errors import DeadlineExceeded, FlotillaError, WorkerDied
 from shared.processes import python_module, reap
+from shared.start_patience import start_timeout
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +69,9 @@ class ProcessEngine(RemoteEngine):
             WorkerDied: the child ended while it loaded.
         """
         try:
-            async with asyncio.timeout(self._settings.start_seconds):
-                reader = await self._spawn()
+            reader = await self._spawn()
+            assert self._process is not None
+            async with start_timeout(self._settings.start_seconds, self._process.pid):
                 ready = await self._first_reply(reader)
         except TimeoutError:
             await self._end(close_seconds=0)

@@ -23,25 +23,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.reward.filtering import keeps
-from services.reward.shaping import Graded, shape
-from services.reward.verifiers.numeric import NumericVerifier
-from services.rollout.engines.base import Completion, GenerationRequest, SamplingParameters
-from services.rollout.engines.embedded.engine import TorchEngine
-from services.rollout.engines.embedded.outcomes import Generated
-from services.rollout.engines.settings import EngineSettings
-from services.rollout.episodes.rendering import ChatRenderer
-from services.trainer.learning.learner import Learner
-from services.trainer.models.loading import load_model
-from services.trainer.worker.images import ImagePool
-from shared.config.asynchrony import OnWeightUpdate
-from shared.config.load import validate_spec
-from shared.config.reward import NumericConfig
-from shared.config.shaping import GroupFilterConfig, OverlongConfig, ShapingConfig, SpreadAboveConfig
-from shared.config.spec import ExperimentSpec
-from shared.schemas.grading import GradingSample
-from shared.schemas.task import Message, Task, sample_seed
-from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
+from flotilla.services.reward.filtering import keeps
+from flotilla.services.reward.shaping import Graded, shape
+from flotilla.services.reward.verifiers.numeric import NumericVerifier
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest, SamplingParameters
+from flotilla.services.rollout.engines.embedded.engine import TorchEngine
+from flotilla.services.rollout.engines.embedded.outcomes import Generated
+from flotilla.services.rollout.engines.settings import EngineSettings
+from flotilla.services.rollout.episodes.rendering import ChatRenderer
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.models.loading import load_model
+from flotilla.services.trainer.worker.images import ImagePool
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.config.sections.reward import NumericConfig
+from flotilla.shared.config.sections.shaping import GroupFilterConfig, OverlongConfig, ShapingConfig, SpreadAboveConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.schemas.grading import GradingSample
+from flotilla.shared.schemas.task import Message, Task, sample_seed
+from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
 
 MAX_NEW_TOKENS = 40
 GROUP_SIZE = 8

@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from shared.client import GatewayClient
-from shared.config.load import validate_spec
-from shared.errors import NotFound
-from shared.streams.intervals import IntervalSet
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.errors import NotFound
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.streams.intervals import IntervalSet
 
 REASONED = ("filtered", "dropped", "failed")
 ENDED = "experiment_ended"

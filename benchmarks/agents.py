@@ -22,23 +22,23 @@ import httpx
 import psutil
 from fastapi import FastAPI
 
-from services.gateway.app import create_app
-from services.gateway.settings import GatewaySettings
-from services.rollout.agents.episodes import AgentEpisodes
-from services.rollout.agents.routes import episodes_router
-from services.rollout.agents.template import ChatTemplate
-from services.rollout.consumer import LaneConfig, RolloutConsumer
-from services.rollout.episodes.rendering import ChatRenderer
-from services.rollout.weights.version import VersionGate
-from shared.clock import SystemClock
-from shared.config.spec import ExperimentSpec
-from shared.schemas.experiment import ExperimentState
-from shared.schemas.service import ObservedState, ServiceKind, WorkState
-from shared.serving import add_problem_handlers
-from shared.streams.keys import HopName
-from shared.streams.memory.plane import MemoryDataPlane
-from shared.testing.builders import a_task
-from shared.testing.characters import END, CharacterTokenizer
+from flotilla.services.gateway.app import create_app
+from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.services.rollout.agents.episodes import AgentEpisodes
+from flotilla.services.rollout.agents.routes import episodes_router
+from flotilla.services.rollout.agents.template import ChatTemplate
+from flotilla.services.rollout.consumer import LaneConfig, RolloutConsumer
+from flotilla.services.rollout.episodes.rendering import ChatRenderer
+from flotilla.services.rollout.weights.version import VersionGate
+from flotilla.shared.clock import SystemClock
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.net.server.serving import add_problem_handlers
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.service import ObservedState, ServiceKind, WorkState
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.memory.plane import MemoryDataPlane
+from flotilla.shared.testing.builders import a_task
+from flotilla.shared.testing.characters import END, CharacterTokenizer
 from tests.agent_fleet import EXPERIMENT, TOKEN, served
 from tests.unit.gateway.builders import a_gateway, a_record, a_registration, say
 from tests.unit.rollout.agents.world import a_spec, engine_that

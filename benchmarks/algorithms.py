@@ -19,10 +19,10 @@ import torch
 from transformers import Qwen3Config, Qwen3Model
 
 from examples.arithmetic.settings import ModelSettings
-from services.trainer.algorithms.advantages import AdvantageInputs, compute_advantages
-from services.trainer.algorithms.objective import denominators_of, policy_objective, selected_tokens
-from services.trainer.algorithms.sequences import PackedSequences
-from shared.config.algorithm import AlgorithmConfig
+from flotilla.services.trainer.algorithms.advantages import AdvantageInputs, compute_advantages
+from flotilla.services.trainer.algorithms.objective import denominators_of, policy_objective, selected_tokens
+from flotilla.services.trainer.algorithms.sequences import PackedSequences
+from flotilla.shared.config.sections.algorithm import AlgorithmConfig
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "grpo": {},

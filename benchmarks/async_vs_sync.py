@@ -39,8 +39,8 @@ from typing import Any
 import psutil
 
 from flotilla.launch_file import read_launch_file, run_prepare
-from shared.client import GatewayClient
-from shared.errors import FlotillaError
+from flotilla.shared.errors import FlotillaError
+from flotilla.shared.net.client.client import GatewayClient
 from tests.fleet import ROOT, RunningFleet, running_fleet
 
 PRESET = ROOT / "examples" / "arithmetic" / "hard.yaml"
@@ -91,7 +91,13 @@ def pin(fleet: RunningFleet, small: str) -> None:
     other = rollout if small == "rollout" else trainer
     for service in psutil.Process(fleet.process.pid).children():
         words = service.cmdline()
-        core = trainer if "services.trainer" in words else rollout if "services.rollout" in words else other
+        core = (
+            trainer
+            if "flotilla.services.trainer" in words
+            else rollout
+            if "flotilla.services.rollout" in words
+            else other
+        )
         for process in [service, *service.children(recursive=True)]:
             for thread in Path(f"/proc/{process.pid}/task").iterdir():
                 os.sched_setaffinity(int(thread.name), {core})
@@ -155,7 +161,7 @@ class Trial:
                 words, times = child.cmdline(), child.cpu_times()
             except psutil.NoSuchProcess:
                 continue
-            names = [word.split(".")[1] for word in words if word.startswith("services.")]
+            names = [word.split(".")[2] for word in words if word.startswith("flotilla.services.")]
             name = names[0] if names else "redis" if "valkey" in " ".join(words) else "other"
             sums[name] = round(sums.get(name, 0.0) + times.user + times.system, 2)
         return sums
@@ -185,8 +191,8 @@ async def alone(spec: dict[str, Any], steps: int, directory: Path, small: str) -
     spec["optimisation"] = spec["optimisation"] | {"steps": steps}
     needed = steps * spec["optimisation"]["groups_per_mini_batch"]
     async with trial(spec, directory, small) as one:
-        await one.until(lambda view: view["state"] == "running" and one.fleet.pids("services.trainer.worker"))
-        worker = psutil.Process(one.fleet.pids("services.trainer.worker")[0])
+        await one.until(lambda view: view["state"] == "running" and one.fleet.pids("flotilla.services.trainer.worker"))
+        worker = psutil.Process(one.fleet.pids("flotilla.services.trainer.worker")[0])
         members = [worker, *worker.children(recursive=True)]
         for each in members:
             each.suspend()

@@ -23,11 +23,11 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.trainer import SIZES, make_batch, write_model
 from benchmarks.trainer_updates import groups_of, our_learner
-from services.trainer.checkpoint.manager import CheckpointManager, CopiedCheckpoint, Progress
-from services.trainer.checkpoint.storage import CheckpointStorage
-from services.trainer.learning.learner import Learner
-from shared.lineage import INITIAL, VersionLine
-from shared.schemas.trajectory import Group
+from flotilla.services.trainer.checkpoint.manager import CheckpointManager, CopiedCheckpoint, Progress
+from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.shared.checkpoints.lineage import INITIAL, VersionLine
+from flotilla.shared.schemas.trajectory import Group
 
 MICRO_TOKENS = 4096
 

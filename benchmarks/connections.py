@@ -20,8 +20,8 @@ import httpcore
 import httpx
 import uvicorn
 
-from services.gateway.episodes.connection import Connections
-from shared.serving import address_of, bind
+from flotilla.services.gateway.episodes.connection import Connections
+from flotilla.shared.net.server.serving import address_of, bind
 
 REQUEST, ANSWER = b"q" * 600, b"a" * 1200
 JSON = b"application/json"

@@ -42,10 +42,10 @@ from examples.arithmetic.problems import training_set, worked_solution
 from examples.arithmetic.settings import settings_of
 from examples.arithmetic.tokenizer import build_tokenizer
 from flotilla.launch_file import read_launch_file, run_prepare
-from shared.config.load import validate_spec
-from shared.config.policy_loss import PpoConfig
-from shared.config.spec import ExperimentSpec
-from shared.errors import FlotillaError
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.sections.policy_loss import PpoConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import FlotillaError
 from tests.fleet import ROOT
 
 PRESET = ROOT / "examples" / "arithmetic" / "hard.yaml"

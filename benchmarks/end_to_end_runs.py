@@ -16,8 +16,8 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.trainer import TRL_PYTHON
-from shared.checkpoints import CHECKPOINTS, MODEL, complete
-from shared.client import GatewayClient
+from flotilla.shared.checkpoints.folders import CHECKPOINTS, MODEL, complete
+from flotilla.shared.net.client.client import GatewayClient
 from tests.fleet import running_fleet
 
 CHILD = Path(__file__).with_name("trl_run.py")

@@ -35,14 +35,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils import logging as transformers_logging
 
-from services.rollout.engines.base import GenerationRequest, SamplingParameters
-from services.rollout.engines.decoders.architecture import Architecture, architecture_of
-from services.rollout.engines.embedded.engine import TorchEngine, use_threads
-from services.rollout.engines.embedded.outcomes import Generated
-from services.rollout.engines.servers.settings import ServerSettings
-from services.rollout.engines.settings import EngineSettings
-from services.rollout.engines.sglang.engine import SglangEngine
-from shared.settings import ENGINE_PYTHONS
+from flotilla.services.rollout.engines.base import GenerationRequest, SamplingParameters
+from flotilla.services.rollout.engines.decoders.architecture import Architecture, architecture_of
+from flotilla.services.rollout.engines.embedded.engine import TorchEngine, use_threads
+from flotilla.services.rollout.engines.embedded.outcomes import Generated
+from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.services.rollout.engines.settings import EngineSettings
+from flotilla.services.rollout.engines.sglang.engine import SglangEngine
+from flotilla.shared.environment.settings import ENGINE_PYTHONS
 
 PROMPT_TOKENS = 32
 NEW_TOKENS = 32

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from shared.security import callback_key, signature
+from flotilla.shared.net.authorisation.tokens import callback_key, signature
 
 SECRET = "the graders' secret"
 AT_ONCE = ("status_500", "slow", "hangs", "half_closed", "wrong_length", "not_a_number", "500_then_200")

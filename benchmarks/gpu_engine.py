@@ -13,12 +13,12 @@ import torch
 from transformers import GenerationConfig
 
 from benchmarks.gpu_place import Figures, Found, Place, Shape, attempted
-from services.rollout.engines.base import Completion, GenerationRequest, SamplingParameters
-from services.rollout.engines.embedded.engine import TorchEngine
-from services.rollout.engines.embedded.outcomes import Generated, Updated
-from services.rollout.engines.settings import EngineSettings
-from shared.config.asynchrony import OnWeightUpdate
-from shared.weights.image_files import default_directories
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest, SamplingParameters
+from flotilla.services.rollout.engines.embedded.engine import TorchEngine
+from flotilla.services.rollout.engines.embedded.outcomes import Generated, Updated
+from flotilla.services.rollout.engines.settings import EngineSettings
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.weights.image.files import default_directories
 
 CHECKED_SAMPLES = 8
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.05}

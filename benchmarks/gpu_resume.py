@@ -9,8 +9,8 @@ from torch import nn
 
 from benchmarks.gpu_fleets import run_fleet, write_experiment
 from benchmarks.gpu_place import Figures, Found, Place, attempted
-from services.trainer.models.optimizer import PolicyOptimizer
-from shared.config.optimisation import OptimisationConfig
+from flotilla.services.trainer.models.optimizer import PolicyOptimizer
+from flotilla.shared.config.sections.optimisation import OptimisationConfig
 
 UPDATES = 4
 LEAST_WIDTH = 256

@@ -10,8 +10,8 @@ from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu_place import Figures, Found, Place, Shape, attempted
-from services.trainer.parallel.fsdp import shard_layers
-from services.trainer.parallel.ranks import MeshShape, joined
+from flotilla.services.trainer.parallel.fsdp import shard_layers
+from flotilla.services.trainer.parallel.ranks import MeshShape, joined
 
 STEP_SECONDS = 120.0
 NUM_STEPS = 3

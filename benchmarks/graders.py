@@ -27,20 +27,20 @@ from typing import Any
 import httpx
 
 from benchmarks.faulty_grader import LASTING, SECRET, worth
-from services.gateway.app import create_app
-from services.gateway.settings import GatewaySettings
-from services.reward.consumer import RewardConsumer, RewardLane
-from services.reward.remote import Callbacks, RemoteVerifier
-from services.trainer.data.batch import scored_trajectories
-from shared.clock import SystemClock
-from shared.config.reward import RemoteConfig, RewardConfig
-from shared.schemas.experiment import ExperimentState
-from shared.schemas.task import Lane
-from shared.schemas.trajectory import Group
-from shared.streams.hop import Resolution
-from shared.streams.keys import HopName
-from shared.streams.memory.plane import MemoryDataPlane
-from shared.testing.builders import a_group, a_task
+from flotilla.services.gateway.app import create_app
+from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.services.reward.consumer import RewardConsumer, RewardLane
+from flotilla.services.reward.remote import Callbacks, RemoteVerifier
+from flotilla.services.trainer.data.batch import scored_trajectories
+from flotilla.shared.clock import SystemClock
+from flotilla.shared.config.sections.reward import RemoteConfig, RewardConfig
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.task import Lane
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.streams.hop import Resolution
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.memory.plane import MemoryDataPlane
+from flotilla.shared.testing.builders import a_group, a_task
 from tests.agent_fleet import EXPERIMENT, TOKEN, served
 from tests.unit.gateway.builders import MemoryPlanes, a_gateway, a_record
 from tests.unit.rollout.agents.world import a_spec

@@ -23,8 +23,8 @@ from typing import Any
 
 from benchmarks.other_engine import engine_of_another_model
 from flotilla.launch_file import read_launch_file, run_prepare
-from shared.client import GatewayClient
-from shared.errors import FlotillaError
+from flotilla.shared.errors import FlotillaError
+from flotilla.shared.net.client.client import GatewayClient
 from tests.fleet import ROOT, RunningFleet, running_fleet
 
 PRESET = ROOT / "examples" / "arithmetic" / "experiment.yaml"

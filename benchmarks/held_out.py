@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.plain_rewards import numeric
-from services.rollout.engines.base import GenerationRequest, SamplingParameters
-from services.rollout.engines.embedded.engine import TorchEngine
-from services.rollout.engines.embedded.outcomes import Generated
-from services.rollout.engines.settings import EngineSettings
-from services.rollout.episodes.rendering import ChatRenderer
-from shared.config.spec import ExperimentSpec
-from shared.schemas.task import Message
+from flotilla.services.rollout.engines.base import GenerationRequest, SamplingParameters
+from flotilla.services.rollout.engines.embedded.engine import TorchEngine
+from flotilla.services.rollout.engines.embedded.outcomes import Generated
+from flotilla.services.rollout.engines.settings import EngineSettings
+from flotilla.services.rollout.episodes.rendering import ChatRenderer
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.schemas.task import Message
 
 
 def accuracies(

@@ -37,17 +37,17 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.weights import COPY_BYTES, DEADLINE_SECONDS, Actions, Worker, an_image, serve, work
-from services.rollout.weights.staged_images import StagedImages
-from shared.credentials import Credentials
-from shared.weights.image import WeightImage
-from shared.weights.kept_images import KeptImages
-from shared.weights.locate import ImageLocator
-from shared.weights.loopback import RECEIVE_BUFFER_BYTES, send_on_loopback
-from shared.weights.off_loop import attach_image
-from shared.weights.pull import PublishedImages
-from shared.weights.pull_client import WeightPuller
-from shared.weights.sender import InlineSender
-from shared.weights.source import Reuse
+from flotilla.services.rollout.weights.staged_images import StagedImages
+from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.weights.image.image import WeightImage
+from flotilla.shared.weights.image.loopback import RECEIVE_BUFFER_BYTES, send_on_loopback
+from flotilla.shared.weights.image.off_loop import attach_image
+from flotilla.shared.weights.mapped.locate import ImageLocator
+from flotilla.shared.weights.pull.client import WeightPuller
+from flotilla.shared.weights.pull.kept_images import KeptImages
+from flotilla.shared.weights.pull.sender import InlineSender
+from flotilla.shared.weights.pull.server import PublishedImages
+from flotilla.shared.weights.pull.source import Reuse
 
 STEP_ELEMENTS = 1024
 """Side of the matrices of a step, which takes some 20 ms on one core."""

@@ -43,28 +43,28 @@ from typing import TYPE_CHECKING, TypeVar
 
 from benchmarks.joining import JoiningActions, send_plainly
 from benchmarks.weights import DEADLINE_SECONDS, Worker, serve, work
-from services.rollout.engines.base import GenerationRequest, SamplingParameters
-from services.rollout.engines.process.engine import ProcessEngine
-from services.rollout.engines.settings import EngineSettings
-from services.rollout.weights.staged_images import StagedImages
-from services.rollout.weights.switcher import VersionSwitcher
-from services.rollout.weights.version import VersionGate
-from services.trainer.supervisor.process import environment_of
-from shared.config.asynchrony import OnWeightUpdate
-from shared.credentials import Credentials
-from shared.errors import WorkerDied
-from shared.schemas.service import DesiredState, WorkState
-from shared.tls import tls_context
-from shared.weights.image import WeightImage
-from shared.weights.locate import ImageLocator
-from shared.weights.pull import PublishedImages
-from shared.weights.pull_client import WeightPuller
+from flotilla.services.rollout.engines.base import GenerationRequest, SamplingParameters
+from flotilla.services.rollout.engines.process.engine import ProcessEngine
+from flotilla.services.rollout.engines.settings import EngineSettings
+from flotilla.services.rollout.weights.staged_images import StagedImages
+from flotilla.services.rollout.weights.switcher import VersionSwitcher
+from flotilla.services.rollout.weights.version import VersionGate
+from flotilla.services.trainer.supervisor.process import environment_of
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import WorkerDied
+from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.client.tls import tls_context
+from flotilla.shared.schemas.service import DesiredState, WorkState
+from flotilla.shared.weights.image.image import WeightImage
+from flotilla.shared.weights.mapped.locate import ImageLocator
+from flotilla.shared.weights.pull.client import WeightPuller
+from flotilla.shared.weights.pull.server import PublishedImages
 
 if TYPE_CHECKING:
-    from services.trainer.learning.learner import Learner
-    from services.trainer.parallel.cores import ComputeCores
-    from services.trainer.worker.images import ImagePool
-    from shared.schemas.trajectory import Group
+    from flotilla.services.trainer.learning.learner import Learner
+    from flotilla.services.trainer.parallel.cores import ComputeCores
+    from flotilla.services.trainer.worker.images import ImagePool
+    from flotilla.shared.schemas.trajectory import Group
 
 MODULE = "benchmarks.joining_trainer"
 WAYS = ("copy", "map", "pull")
@@ -119,8 +119,8 @@ class TrainerActions(JoiningActions):
     def _open_trainer(self, directory: Path, size: str, samples: int, tokens: int) -> None:
         from benchmarks.trainer import SIZES, make_batch, write_model
         from benchmarks.trainer_updates import groups_of, our_learner
-        from services.trainer.parallel.cores import ComputeCores
-        from services.trainer.worker.images import ImagePool
+        from flotilla.services.trainer.parallel.cores import ComputeCores
+        from flotilla.services.trainer.worker.images import ImagePool
 
         vocabulary = SIZES[size]["vocab_size"]
         batch = make_batch("uniform", samples, vocabulary, tokens=tokens, micro_tokens=MICRO_TOKENS)

@@ -32,22 +32,22 @@ import torch
 from pyarrow import parquet
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from services.trainer.data.plan import StepGroups
-from services.trainer.learning.learner import Learner
-from services.trainer.models.loading import LoadedModel
-from services.trainer.worker.samples import StepSamples
-from shared.config.load import validate_spec
-from shared.config.samples import SamplesConfig
-from shared.samples.folder import SAMPLES, SampleFolder, step_name, stored_files
-from shared.samples.index import SampleIndex
-from shared.samples.kinds import KeptGroup, SampleFile, SampleKind
-from shared.samples.query import SampleOrder, SampleQuery
-from shared.samples.reading import read_page
-from shared.samples.recorder import SampleRecorder
-from shared.samples.table import to_table
-from shared.schemas.trajectory import GradeStatus, Group, Trajectory
-from shared.streams.plans import Plan
-from shared.testing.builders import a_task, a_trajectory
+from flotilla.services.trainer.data.plan import StepGroups
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.services.trainer.worker.samples import StepSamples
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.sections.samples import SamplesConfig
+from flotilla.shared.samples.folder import SAMPLES, SampleFolder, step_name, stored_files
+from flotilla.shared.samples.index import SampleIndex
+from flotilla.shared.samples.query import SampleOrder, SampleQuery
+from flotilla.shared.samples.reading import read_page
+from flotilla.shared.samples.recorder import SampleRecorder
+from flotilla.shared.samples.table import to_table
+from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind
+from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
+from flotilla.shared.streams.plans import Plan
+from flotilla.shared.testing.builders import a_task, a_trajectory
 
 GROUPS, MEMBERS = 16, 8
 MOST_SHARE, MOST_SECONDS = 0.02, 0.5

@@ -26,18 +26,18 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from services.sandbox.executor import Executor, Program
-from services.sandbox.guard import namespaces
-from services.sandbox.install import compile_guard, install_guard
-from services.sandbox.isolation import Place
-from services.sandbox.isolation import bwrap_command as isolated_command
-from services.sandbox.languages import find_languages, find_python, python_command
-from services.sandbox.routes.run_code import make_program
-from services.sandbox.settings import SandboxSettings
-from services.sandbox.state import SandboxState, open_state
-from shared.control_groups import find_mounts
-from shared.errors import Unavailable
-from shared.schemas.sandbox import IsolationLevel, RunCodeRequest
+from flotilla.services.sandbox.executor import Executor, Program
+from flotilla.services.sandbox.guard import namespaces
+from flotilla.services.sandbox.install import compile_guard, install_guard
+from flotilla.services.sandbox.isolation import Place
+from flotilla.services.sandbox.isolation import bwrap_command as isolated_command
+from flotilla.services.sandbox.languages import find_languages, find_python, python_command
+from flotilla.services.sandbox.routes.run_code import make_program
+from flotilla.services.sandbox.settings import SandboxSettings
+from flotilla.services.sandbox.state import SandboxState, open_state
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.host.control_groups import find_mounts
+from flotilla.shared.schemas.sandbox import IsolationLevel, RunCodeRequest
 
 WANTED_RATIO = 3.0
 ROUNDS = 4
@@ -168,8 +168,8 @@ async def compare(
 
 FLOOR = """
 import os, sys, time
-from services.sandbox.guard import namespaces
-from services.sandbox.limits import Limits
+from flotilla.services.sandbox.guard import namespaces
+from flotilla.services.sandbox.limits import Limits
 
 def wait_for(pid):
     if os.waitpid(pid, 0)[1]:

@@ -32,9 +32,9 @@ import psutil
 
 from benchmarks.simulated_services import PUSH_SECONDS, TOKEN, Push, SimulatedService
 from flotilla.cli.redis_server import LocalRedis
-from shared.client import GatewayClient
-from shared.processes import python_module
-from shared.schemas.service import ServiceKind
+from flotilla.shared.children.processes import python_module
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.schemas.service import ServiceKind
 from tests.fleet import make_experiment, until
 
 TASKS = 10_000
@@ -62,7 +62,7 @@ async def gateway(directory: Path) -> AsyncIterator[tuple[str, psutil.Process]]:
         log = directory / "gateway.log"
         with log.open("wb") as errors, (directory / "address").open("wb") as address:
             process = subprocess.Popen(  # noqa: ASYNC220
-                python_module("services.gateway"), env=environment, stdout=address, stderr=errors
+                python_module("flotilla.services.gateway"), env=environment, stdout=address, stderr=errors
             )
         try:
             await asyncio.to_thread(

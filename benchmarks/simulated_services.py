@@ -1,7 +1,7 @@
 """Many services simulated by one event loop, cheap enough that what is measured is the gateway and not they.
 
 Each registers, keeps its long poll open, acknowledges what it is told and polls again, and pushes its state once in ten
-seconds, as ``shared/membership.py`` does. An answer is dated when its last byte has come, and decoded once for all
+seconds, as ``shared/service/membership`` does. An answer is dated when its last byte has come, and decoded once for all
 services that get the same one.
 """
 
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from shared.errors import NotFound
-from shared.schemas.service import Registration, ServiceKind
+from flotilla.shared.errors import NotFound
+from flotilla.shared.schemas.service import Registration, ServiceKind
 
 TOKEN = "scale-benchmark"
 POLL_SECONDS = 10

@@ -26,8 +26,8 @@ from benchmarks.soak_hostile import HostileProcess, Hostility
 from benchmarks.soak_http import serve
 from benchmarks.soak_load import Load, Targets, grader_answer
 from benchmarks.soak_report import Report, Window, line_of, losses_line, order_of, verdicts, write
-from shared.client import GatewayClient
-from shared.errors import FlotillaError
+from flotilla.shared.errors import FlotillaError
+from flotilla.shared.net.client.client import GatewayClient
 from tests.fleet import RunningFleet, make_experiment, running_fleet
 
 START_SECONDS = 300.0

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from benchmarks.soak_http import new_client, serve
-from shared.schemas.sandbox import EXPERIMENT_HEADER
+from flotilla.shared.schemas.sandbox import EXPERIMENT_HEADER
 from tests.integration.sandbox.attacks import SIMPLE
 from tests.integration.sandbox.campaign import PROGRAMS
 from tests.integration.sandbox.poison import POISONS

@@ -14,10 +14,10 @@ import httpx
 from benchmarks.soak_hostile import HostileProcess
 from benchmarks.soak_http import new_client
 from benchmarks.soak_report import Report, Window
-from services.reward.remote import RemoteVerifier
-from services.reward.verifiers.code import CodeVerifier
-from shared.config.reward import CodeConfig, RemoteConfig
-from shared.schemas.grading import Grade, GradeStatus, GradingSample
+from flotilla.services.reward.remote import RemoteVerifier
+from flotilla.services.reward.verifiers.code import CodeVerifier
+from flotilla.shared.config.sections.reward import CodeConfig, RemoteConfig
+from flotilla.shared.schemas.grading import Grade, GradeStatus, GradingSample
 
 HONEST_PAUSE_SECONDS = 0.5
 """Honest graders ask at this rate, whatever the answers take, as a training run's would."""

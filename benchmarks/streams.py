@@ -32,15 +32,15 @@ from pathlib import Path
 from redis.asyncio import Redis
 
 from flotilla.cli.redis_server import LocalRedis
-from services.reward.consumer import with_grades
-from shared.schemas.grading import Grade
-from shared.schemas.trajectory import Group
-from shared.streams.codec import encode_body, encode_grades, group_header
-from shared.streams.hop import Claim, Hop
-from shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
-from shared.streams.redis.connection import check_server, connect
-from shared.streams.redis.plane import RedisDataPlane
-from shared.testing.builders import a_group
+from flotilla.services.reward.consumer import with_grades
+from flotilla.shared.schemas.grading import Grade
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.streams.codec import encode_body, encode_grades, group_header
+from flotilla.shared.streams.hop import Claim, Hop
+from flotilla.shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
+from flotilla.shared.streams.redis.connection import check_server, connect
+from flotilla.shared.streams.redis.plane import RedisDataPlane
+from flotilla.shared.testing.builders import a_group
 
 CASES = {"2 KB": (2_000, 64), "64 KB": (64_000, 16), "1 MB": (1_000_000, 4)}
 """Name -> payload bytes, entries per batch."""

@@ -31,7 +31,7 @@ from benchmarks.accounting import Account, account
 from benchmarks.long_tail import ROWS, make_long_tailed
 from benchmarks.survival_faults import PATIENCE_SECONDS, Draw, Fault, Fleet, possible_faults
 from benchmarks.survival_report import markdown
-from shared.errors import FlotillaError
+from flotilla.shared.errors import FlotillaError
 
 GROUPS_PER_STEP = 4
 POLL_SECONDS = 0.1

@@ -21,17 +21,17 @@ from typing import Any
 
 import psutil
 
-from shared.client import GatewayClient
-from shared.weights.image_files import SHARED_MEMORY
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.weights.image.files import SHARED_MEMORY
 from tests.fleet import RunningFleet, running_fleet, until
 
 PROCESSES = {
-    "gateway": "services.gateway",
-    "rollout": "services.rollout",
-    "engine": "services.rollout.engines.process.child",
-    "reward": "services.reward",
-    "trainer": "services.trainer",
-    "training process": "services.trainer.worker",
+    "gateway": "flotilla.services.gateway",
+    "rollout": "flotilla.services.rollout",
+    "engine": "flotilla.services.rollout.engines.process.child",
+    "reward": "flotilla.services.reward",
+    "trainer": "flotilla.services.trainer",
+    "training process": "flotilla.services.trainer.worker",
     "redis": "valkey-server",
 }
 PATIENCE_SECONDS = 150.0

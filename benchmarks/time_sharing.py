@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-ENGINE, WORKER = "services.rollout.engines.process.child", "services.trainer.worker"
+ENGINE, WORKER = "flotilla.services.rollout.engines.process.child", "flotilla.services.trainer.worker"
 SAMPLE_SECONDS = 0.02
 MEBIBYTE = 1 << 20
 LIMIT = 1.25

@@ -16,11 +16,11 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from services.trainer.learning.learner import Learner
-from services.trainer.models.loading import LoadedModel
-from shared.config.load import validate_spec
-from shared.schemas.trajectory import FinishReason, Group, Trajectory
-from shared.testing.builders import a_task, graded
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.schemas.trajectory import FinishReason, Group, Trajectory
+from flotilla.shared.testing.builders import a_task, graded
 
 GROUP_SIZE = 8
 PROMPT_TOKENS = 24

@@ -19,10 +19,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.engine import SIZES
-from services.rollout.engines.base import GenerationRequest, SamplingParameters
-from services.rollout.engines.embedded.engine import TorchEngine, use_threads
-from services.rollout.engines.embedded.outcomes import Generated
-from services.rollout.engines.settings import EngineSettings
+from flotilla.services.rollout.engines.base import GenerationRequest, SamplingParameters
+from flotilla.services.rollout.engines.embedded.engine import TorchEngine, use_threads
+from flotilla.services.rollout.engines.embedded.outcomes import Generated
+from flotilla.services.rollout.engines.settings import EngineSettings
 
 OPENING_TOKENS = 64
 NEW_TOKENS = 32

@@ -15,14 +15,14 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.rollout.engines.base import GenerationRequest, SamplingParameters
-from services.rollout.engines.process.engine import ProcessEngine
-from services.rollout.engines.settings import EngineSettings
-from services.trainer.worker.images import ImagePool
-from shared.config.asynchrony import OnWeightUpdate
-from shared.weights.endpoint_client import EndpointClient
-from shared.weights.flat_parameters import FlatParameters
-from shared.weights.image import DEFAULT_SLICE_BYTES, WeightImage
+from flotilla.services.rollout.engines.base import GenerationRequest, SamplingParameters
+from flotilla.services.rollout.engines.process.engine import ProcessEngine
+from flotilla.services.rollout.engines.settings import EngineSettings
+from flotilla.services.trainer.weights.flat_parameters import FlatParameters
+from flotilla.services.trainer.worker.images import ImagePool
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.weights.group.endpoint_client import EndpointClient
+from flotilla.shared.weights.image.image import DEFAULT_SLICE_BYTES, WeightImage
 
 CONTEXT_TOKENS = 4096
 NUM_SAMPLES = 4

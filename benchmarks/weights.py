@@ -31,16 +31,16 @@ import uvicorn
 from fastapi import FastAPI
 
 from benchmarks.weight_pause import Pause, measure_pause
-from services.rollout.weights.staged_images import StagedImages
-from shared.config.publication import DeltaConfig
-from shared.credentials import Credentials
-from shared.schemas.publication import Manifest
-from shared.weights.delta import apply_patch, changed_blocks, patch_bytes, write_patch
-from shared.weights.endpoint_client import EndpointClient
-from shared.weights.image import WeightImage
-from shared.weights.layout import ImageLayout
-from shared.weights.pull import PublishedImages, weights_router
-from shared.weights.pull_client import WeightPuller
+from flotilla.services.rollout.weights.staged_images import StagedImages
+from flotilla.shared.config.sections.publication import DeltaConfig
+from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.schemas.publication import Manifest
+from flotilla.shared.weights.group.endpoint_client import EndpointClient
+from flotilla.shared.weights.image.delta import apply_patch, changed_blocks, patch_bytes, write_patch
+from flotilla.shared.weights.image.image import WeightImage
+from flotilla.shared.weights.image.layout import ImageLayout
+from flotilla.shared.weights.pull.client import WeightPuller
+from flotilla.shared.weights.pull.server import PublishedImages, weights_router
 
 PARTS = ("rates", "patches", "pauses")
 DEADLINE_SECONDS = 120.0

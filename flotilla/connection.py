@@ -11,12 +11,12 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from flotilla.defaults import DEFAULT_DATA as DEFAULT_DATA
-from shared.client import GatewayClient
-from shared.errors import Conflict, NotFound, Unauthorized, Unavailable
-from shared.places import grant_code
-from shared.processes import birth_of
-from shared.schemas.experiment import ExperimentState, ExperimentView, Page
-from shared.settings import check_gateway_url, token_from
+from flotilla.shared.children.processes import birth_of
+from flotilla.shared.environment.settings import check_gateway_url, token_from
+from flotilla.shared.errors import Conflict, NotFound, Unauthorized, Unavailable
+from flotilla.shared.locations.allowed import grant_code
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView, Page
 
 FLEET_FILE = "fleet.json"
 RUNS = Path("runs")

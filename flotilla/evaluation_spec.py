@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from shared.checkpoints import CHECKPOINTS, MODEL, complete
-from shared.config.load import validate_spec
-from shared.config.spec import ExperimentSpec
-from shared.errors import InvalidSpec, ModelError
-from shared.model_files import ADAPTER_CONFIG
+from flotilla.shared.checkpoints.folders import CHECKPOINTS, MODEL, complete
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidSpec, ModelError
+from flotilla.shared.models.files import ADAPTER_CONFIG
 
 KEPT = ("name", "seed", "model", "rollout", "reward", "samples", "tracking", "resources")
 """Sections that say how problems are answered and graded, and how that is kept."""

@@ -14,14 +14,14 @@ from typing import Final, Literal
 
 import httpx
 
-from services.reward.grader_call import GraderCall, Retryable
-from services.reward.remote import openrlhf_lists
-from services.reward.reply import parse_grades, parse_openrlhf, read_json
-from services.reward.verifiers.registry import new_client
-from shared.clock import Clock, SystemClock
-from shared.errors import GradingFailed
-from shared.schemas.grading import Grade, GradingMessage, GradingRequest, GradingSample
-from shared.schemas.trajectory import GradeStatus
+from flotilla.services.reward.grader_call import GraderCall, Retryable
+from flotilla.services.reward.remote import openrlhf_lists
+from flotilla.services.reward.reply import parse_grades, parse_openrlhf, read_json
+from flotilla.services.reward.verifiers.registry import new_client
+from flotilla.shared.clock import Clock, SystemClock
+from flotilla.shared.errors import GradingFailed
+from flotilla.shared.schemas.grading import Grade, GradingMessage, GradingRequest, GradingSample
+from flotilla.shared.schemas.trajectory import GradeStatus
 
 Dialect = Literal["flotilla", "openrlhf"]
 EVERYWHERE: Final = (IPv4Network("0.0.0.0/0"), IPv6Network("::/0"))

@@ -19,15 +19,15 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from shared.config.base import Config
-from shared.config.load import invalid_spec, parse_document, validate_spec
-from shared.config.overrides import Override, apply, in_environment, on_command_line, with_origins
-from shared.config.paths import resolve_paths
-from shared.config.spec import ExperimentSpec
-from shared.errors import InvalidSpec, WorkerDied
-from shared.model_hub import fetched
-from shared.processes import tie_to_parent
-from shared.secret_variables import without_secrets
+from flotilla.shared.children.processes import tie_to_parent
+from flotilla.shared.children.secret_variables import without_secrets
+from flotilla.shared.config.base.model import Config
+from flotilla.shared.config.load.overrides import Override, apply, in_environment, on_command_line, with_origins
+from flotilla.shared.config.load.paths import resolve_paths
+from flotilla.shared.config.load.spec_text import invalid_spec, parse_document, validate_spec
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidSpec, WorkerDied
+from flotilla.shared.models.hub import fetched
 
 SAY_SECONDS = 2.0
 

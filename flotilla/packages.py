@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 
-from shared.config.engine import ServerEngineConfig
-from shared.config.spec import ExperimentSpec
-from shared.errors import InvalidSpec, Unavailable
-from shared.settings import ENGINE_PYTHONS, engine_pythons_from
+from flotilla.shared.config.sections.engine import ServerEngineConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.environment.settings import ENGINE_PYTHONS, engine_pythons_from
+from flotilla.shared.errors import InvalidSpec, Unavailable
 
 LOCAL_FLEET = ("torch", "transformers", "safetensors", "jinja2")
 """Of rollouts and trainer; everything else is a dependency of the package."""

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.errors import Conflict, InvalidRequest
+from flotilla.shared.errors import Conflict, InvalidRequest
 
 PINS = Path(__file__).parent / "engine_pins"
 TORCH = "torch==2.13.0"

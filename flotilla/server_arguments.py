@@ -5,12 +5,12 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from services.rollout.engines.servers import arguments_reader
-from services.rollout.engines.servers.command import clean_environment, flags, plain_names
-from shared.config.engine import ServerEngineConfig
-from shared.config.spec import ExperimentSpec
-from shared.errors import InvalidSpec
-from shared.settings import engine_pythons_from
+from flotilla.services.rollout.engines.servers import arguments_reader
+from flotilla.services.rollout.engines.servers.command import clean_environment, flags, plain_names
+from flotilla.shared.config.sections.engine import ServerEngineConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.environment.settings import engine_pythons_from
+from flotilla.shared.errors import InvalidSpec
 
 READER = Path(arguments_reader.__file__)
 ASK_SECONDS = 90.0

@@ -3,12 +3,12 @@
 import asyncio
 from dataclasses import dataclass
 
+from flotilla.services.gateway.preflight.inspection import Inspection, Rows, entry_of, inspect
+from flotilla.services.gateway.preflight.prompts import Prompts, look_at_prompts, why_no_room
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import FlotillaError, Scalar
 from flotilla.trial_episodes import TriedEpisodes, try_environments
 from flotilla.trial_grades import try_graders
-from services.gateway.preflight.inspection import Inspection, Rows, entry_of, inspect
-from services.gateway.preflight.prompts import Prompts, look_at_prompts, why_no_room
-from shared.config.spec import ExperimentSpec
-from shared.errors import FlotillaError, Scalar
 
 
 @dataclass(frozen=True, slots=True)

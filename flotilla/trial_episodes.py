@@ -6,13 +6,13 @@ They run as in a rollout: those in files of the user's in a process of their own
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from services.gateway.datasets.dataset import Dataset
-from services.rollout.custom.process import CustomProcess
-from services.rollout.environments.conversation import EnvironmentConversations
-from shared.config.episodes import EnvironmentConfig, EnvironmentEpisodesConfig
-from shared.config.spec import ExperimentSpec
-from shared.errors import FlotillaError, Scalar
-from shared.schemas.task import Message, Task
+from flotilla.services.gateway.datasets.dataset import Dataset
+from flotilla.services.rollout.custom.process import CustomProcess
+from flotilla.services.rollout.environments.conversation import EnvironmentConversations
+from flotilla.shared.config.sections.episodes import EnvironmentConfig, EnvironmentEpisodesConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import FlotillaError, Scalar
+from flotilla.shared.schemas.task import Message, Task
 
 NUM_ROWS = 200
 """Of each set of rows, in which one for an environment is looked for."""

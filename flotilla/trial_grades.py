@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from services.gateway.datasets.dataset import Dataset, Part
-from services.reward.verifiers.base import Verifier
-from services.reward.verifiers.custom_process import CustomProcessVerifier
-from services.reward.verifiers.registry import Surroundings, build_component
-from shared.config.judge import JudgeConfig
-from shared.config.reward import (
+from flotilla.services.gateway.datasets.dataset import Dataset, Part
+from flotilla.services.reward.verifiers.base import Verifier
+from flotilla.services.reward.verifiers.custom_process import CustomProcessVerifier
+from flotilla.services.reward.verifiers.registry import Surroundings, build_component
+from flotilla.shared.config.sections.judge import JudgeConfig
+from flotilla.shared.config.sections.reward import (
     AgentRewardConfig,
     CodeConfig,
     ComparedConfig,
@@ -24,15 +24,15 @@ from shared.config.reward import (
     RemoteConfig,
     VerlDefaultConfig,
 )
-from shared.config.reward_model import RewardModelConfig
-from shared.config.spec import ExperimentSpec
-from shared.errors import FlotillaError, Scalar
-from shared.places import Places
-from shared.schemas.grading import Grade, GradingMessage, GradingSample
-from shared.schemas.task import Task
-from shared.schemas.trajectory import GradeStatus
-from shared.settings import DEFAULT_GATEWAY, GRADER_NETWORKS, LOOPBACK, networks_from
-from shared.streams.memory.mailbox import MemoryMailbox
+from flotilla.shared.config.sections.reward_model import RewardModelConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.environment.settings import DEFAULT_GATEWAY, GRADER_NETWORKS, LOOPBACK, networks_from
+from flotilla.shared.errors import FlotillaError, Scalar
+from flotilla.shared.locations.allowed import Places
+from flotilla.shared.schemas.grading import Grade, GradingMessage, GradingSample
+from flotilla.shared.schemas.task import Task
+from flotilla.shared.schemas.trajectory import GradeStatus
+from flotilla.shared.streams.memory.mailbox import MemoryMailbox
 
 NUM_ROWS = 3
 """Of each source and each held-out set."""

@@ -4,7 +4,7 @@ import time
 from datetime import UTC, datetime
 from typing import Protocol
 
-from shared.faults.armed import armed
+from flotilla.shared.faults.armed import armed
 
 
 class Clock(Protocol):

@@ -32,7 +32,7 @@
     └── WorkerDied                   500  worker_died
         └── ServerUnreachable        500  server_unreachable
 
-A server sends one as ``application/problem+json`` (RFC 9457); ``shared/client.py`` raises the same class on the
+A server sends one as ``application/problem+json`` (RFC 9457); ``net/client/client.py`` raises the same class on the
 other side. ``code`` is stable, ``detail`` is for people.
 """
 

@@ -10,29 +10,29 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
-from services.gateway.app import create_app
-from services.gateway.settings import GatewaySettings
-from services.gateway.state import GatewayState
-from services.rollout.agents.episodes import AgentEpisodes
-from services.rollout.agents.routes import episodes_router
-from services.rollout.agents.template import ChatTemplate
-from services.rollout.consumer import LaneConfig, RolloutConsumer
-from services.rollout.engines.scripted import ScriptedEngine
-from services.rollout.episodes.rendering import ChatRenderer
-from services.rollout.weights.version import VersionGate
-from shared.clock import SystemClock
-from shared.config.spec import ExperimentSpec
-from shared.schemas.experiment import ExperimentState
-from shared.schemas.service import ObservedState, ServiceKind, WorkState
-from shared.schemas.task import Lane
-from shared.schemas.trajectory import Group
-from shared.security import bearer_of
-from shared.serving import add_problem_handlers, address_of, bind
-from shared.streams.keys import HopName
-from shared.streams.ledger import Ledger
-from shared.streams.plane import DataPlane
-from shared.testing.builders import a_task
-from shared.testing.characters import END, CharacterTokenizer
+from flotilla.services.gateway.app import create_app
+from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.services.gateway.state import GatewayState
+from flotilla.services.rollout.agents.episodes import AgentEpisodes
+from flotilla.services.rollout.agents.routes import episodes_router
+from flotilla.services.rollout.agents.template import ChatTemplate
+from flotilla.services.rollout.consumer import LaneConfig, RolloutConsumer
+from flotilla.services.rollout.engines.scripted import ScriptedEngine
+from flotilla.services.rollout.episodes.rendering import ChatRenderer
+from flotilla.services.rollout.weights.version import VersionGate
+from flotilla.shared.clock import SystemClock
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.net.authorisation.tokens import bearer_of
+from flotilla.shared.net.server.serving import add_problem_handlers, address_of, bind
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.service import ObservedState, ServiceKind, WorkState
+from flotilla.shared.schemas.task import Lane
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.ledger import Ledger
+from flotilla.shared.streams.plane import DataPlane
+from flotilla.shared.testing.builders import a_task
+from flotilla.shared.testing.characters import END, CharacterTokenizer
 from tests.unit.gateway.builders import a_gateway, a_record, a_registration, say
 from tests.unit.rollout.agents.world import Writes, engine_that
 

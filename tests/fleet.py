@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from shared.client import GatewayClient
+from flotilla.shared.net.client.client import GatewayClient
 from tests.suite.run_folder import made_once
 
 ROOT = Path(__file__).parents[1]
@@ -146,7 +146,7 @@ class RunningFleet:
         return GatewayClient(self.url, self.token)
 
     def pids(self, name: str) -> list[int]:
-        """Find the fleet's processes that run a module, such as ``services.rollout``, or a program."""
+        """Find the fleet's processes that run a module, such as ``flotilla.services.rollout``, or a program."""
         found = []
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:

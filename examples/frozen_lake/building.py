@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from examples.arithmetic.model import build_model
-from services.rollout.environments.frozen_lake import ACTIONS, FrozenLake
+from flotilla.services.rollout.environments.frozen_lake import ACTIONS, FrozenLake
 
 from .settings import Settings
 from .tokenizer import build_tokenizer

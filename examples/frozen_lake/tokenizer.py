@@ -6,7 +6,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 from examples.arithmetic.tokenizer import CHAT_TEMPLATE, PAD, TURN_END, TURN_START
-from services.rollout.environments.frozen_lake import ACTIONS
+from flotilla.services.rollout.environments.frozen_lake import ACTIONS
 
 from .walks import PROMPT
 

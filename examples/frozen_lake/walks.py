@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from services.rollout.environments.frozen_lake import ACTIONS, GOAL, HOLE, FrozenLake, distance, moved
+from flotilla.services.rollout.environments.frozen_lake import ACTIONS, GOAL, HOLE, FrozenLake, distance, moved
 
 PROMPT = "Walk to G."
 HELD_OUT = 1_000_000_000

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from examples.arithmetic.problems import Problem, chain_of, guess_near, terse_answer
 from examples.arithmetic.tokenizer import TURN_END
-from services.rollout.tools.base import Schema, schema_of
+from flotilla.services.rollout.tools.base import Schema, schema_of
 
 from .calculator import calculator
 from .tokenizer import CLOSE, OPEN

@@ -13,8 +13,8 @@ import httpx
 from flotilla.agents.episodes import Play, play_all
 from flotilla.agents.openrlhf import OpenRlhfAgent, load_agent
 from flotilla.agents.verifiers import VerifiersAgent, load_environment, write_rows
-from shared.errors import FlotillaError
-from shared.schemas.task import Lane
+from flotilla.shared.errors import FlotillaError
+from flotilla.shared.schemas.task import Lane
 
 
 def _parser() -> argparse.ArgumentParser:

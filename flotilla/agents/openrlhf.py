@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from flotilla.agents.episodes import REQUEST_SECONDS, Episode, EpisodeLost, Verdict
-from shared.errors import InvalidSpec
+from flotilla.shared.errors import InvalidSpec
 
 MODULE = "openrlhf.utils.agent"
 ENDS = frozenset({"context_length_exceeded", "limit_reached"})

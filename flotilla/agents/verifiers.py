@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.agents.episodes import Episode, EpisodeLost, Verdict
-from shared.errors import InvalidSpec
-from shared.schemas.task import Lane
+from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.schemas.task import Lane
 
 ROW = "example_id"
 """Column of an environment's dataset that numbers its rows."""

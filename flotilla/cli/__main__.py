@@ -11,8 +11,8 @@ from typing import Any
 
 from flotilla.cli.command_line import build_parser
 from flotilla.cli.exit_codes import ExitCode, exit_code_of
-from shared.errors import FlotillaError
-from shared.interpreter import collecting_later
+from flotilla.shared.children.interpreter import collecting_later
+from flotilla.shared.errors import FlotillaError
 
 Command = Callable[[argparse.Namespace], Coroutine[Any, Any, int]]
 

@@ -34,7 +34,7 @@ USUAL = (
 ABSENT = "-"
 AUTO = "auto"
 DECIDED = frozenset({"parallelism.device", "rollout.engine.device", "model.dtype"})
-"""What is decided by an experiment's first services where its spec says auto (``shared/config/device_rules.py``)."""
+"""What is decided by an experiment's first services where its spec says auto (``shared/config/rules/devices.py``)."""
 
 
 def common_step(several: Sequence[Points], at_most: int | None) -> int | None:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from flotilla.connection import list_experiments
-from shared.client import GatewayClient
-from shared.config.load import validate_spec
-from shared.config.spec import ExperimentSpec
-from shared.errors import ActionNotAllowed, Conflict
-from shared.schemas.experiment import ExperimentState, ExperimentView
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import ActionNotAllowed, Conflict
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView
 
 CALL_SECONDS = 60.0
 REST_SECONDS = 60.0

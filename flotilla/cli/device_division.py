@@ -3,9 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.config.device_rules import DeviceNeed, devices_of_engine, ranks_of_a_node, rollout_need, trainer_need
-from shared.config.spec import ExperimentSpec
-from shared.errors import InvalidSpec
+from flotilla.shared.config.rules.devices import (
+    DeviceNeed,
+    devices_of_engine,
+    ranks_of_a_node,
+    rollout_need,
+    trainer_need,
+)
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidSpec
 
 Labels = tuple[str, ...]
 

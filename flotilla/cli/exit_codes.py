@@ -2,7 +2,7 @@
 
 from enum import IntEnum
 
-from shared.errors import Conflict, FlotillaError, Forbidden, NotFound, Unauthorized
+from flotilla.shared.errors import Conflict, FlotillaError, Forbidden, NotFound, Unauthorized
 
 
 class ExitCode(IntEnum):

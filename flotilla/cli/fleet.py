@@ -25,18 +25,18 @@ from flotilla.cli.processes import OwnedProcess, ProcessSpec, check_alive
 from flotilla.cli.redis_keeper import RedisKeeper
 from flotilla.cli.redis_server import LocalRedis
 from flotilla.connection import FLEET_FILE, FleetInfo, typed
-from shared.access import PassKey
-from shared.client import GatewayClient
-from shared.devices import given_to, machine_devices, own_devices
-from shared.errors import Conflict, FlotillaError, InvalidRequest, Unavailable, WorkerDied
-from shared.ports import check_can_be_told, lasting_port
-from shared.processes import birth_of, end_family, python_module
-from shared.schemas.service import ServiceKind
-from shared.security import new_token, write_secret
-from shared.settings import allows_volatile_redis
-from shared.start_patience import VARIABLE, StartDeadline, cpu_seconds, patience_from
-from shared.streams.redis.connection import check_server
-from shared.weights.image_files import sweep
+from flotilla.shared.children.processes import birth_of, end_family, python_module
+from flotilla.shared.children.start_patience import VARIABLE, StartDeadline, cpu_seconds, patience_from
+from flotilla.shared.environment.settings import allows_volatile_redis
+from flotilla.shared.errors import Conflict, FlotillaError, InvalidRequest, Unavailable, WorkerDied
+from flotilla.shared.host.devices import given_to, machine_devices, own_devices
+from flotilla.shared.net.authorisation.access import PassKey
+from flotilla.shared.net.authorisation.tokens import new_token, write_secret
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.net.server.ports import check_can_be_told, lasting_port
+from flotilla.shared.schemas.service import ServiceKind
+from flotilla.shared.streams.redis.connection import check_server
+from flotilla.shared.weights.image.files import sweep
 
 START_SECONDS = 90.0
 TELL_SECONDS = 5.0
@@ -202,7 +202,7 @@ class LocalFleet:
         self.gateway_url = url_of(self.options.host, port)
         environment = service_environment(self.gateway_url, self._token, self._redis_url, data)
         environment |= {"FLOTILLA_HOST": self.options.host, "FLOTILLA_LOG_LEVEL": self.options.log_level}
-        self._add("gateway", "services.gateway", {**environment, "FLOTILLA_PORT": str(port)})
+        self._add("gateway", "flotilla.services.gateway", {**environment, "FLOTILLA_PORT": str(port)})
         given = await self._divide_devices()
         # Importing torch takes the longest, so those start first.
         for kind, count in (
@@ -217,7 +217,8 @@ class LocalFleet:
                 name = kind if count == 1 and kind != "rollout" else f"{kind}-{number}"
                 is_optional, may_leave = kind == "sandbox", kind == "rollout"
                 own_devices = given[kind][number] if kind in given else {}
-                self._add(name, f"services.{kind}", own | own_devices, is_optional=is_optional, may_leave=may_leave)
+                module = f"flotilla.services.{kind}"
+                self._add(name, module, own | own_devices, is_optional=is_optional, may_leave=may_leave)
         for process in self._processes:
             await process.start()
             self._say(f"{process.spec.name:<10} pid {process.pid}")

@@ -11,8 +11,8 @@ from rich.live import Live
 from flotilla.cli.output import new_console, write_json_line
 from flotilla.cli.progress import Pace, Progress, live_line, live_view
 from flotilla.cli.right_and_wrong import lines_of, read_last
-from shared.client import GatewayClient
-from shared.errors import FlotillaError
+from flotilla.shared.errors import FlotillaError
+from flotilla.shared.net.client.client import GatewayClient
 
 if TYPE_CHECKING:
     from flotilla.cli.fleet import LocalFleet

@@ -7,7 +7,7 @@ from typing import Any
 
 from flotilla.cli.output import telling
 from flotilla.connection import open_client_of
-from shared.client import GatewayClient
+from flotilla.shared.net.client.client import GatewayClient
 
 
 class TellingClient(GatewayClient):

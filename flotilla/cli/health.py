@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from shared.schemas.health import HealthFinding, SampleExcerpt
+from flotilla.shared.schemas.health import HealthFinding, SampleExcerpt
 
 LONGEST_SHOWN = 160
 

@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from services.sandbox.isolation import way_to_a
+from flotilla.services.sandbox.isolation import way_to_a
 
 GIGABYTE = 1024**3
 OLDEST_PYTHON = (3, 11)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shared.errors import WorkerDied
-from shared.processes import tie_to_parent
-from shared.restarts import Restarts
+from flotilla.shared.children.processes import tie_to_parent
+from flotilla.shared.children.restarts import Restarts
+from flotilla.shared.errors import WorkerDied
 
 TERM_SECONDS = 8.0
 KILL_SECONDS = 3.0

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from flotilla.cli.health import finding_lines, one_line
 from flotilla.connection import Source
-from shared.schemas.experiment import ExperimentState, ExperimentView, MetricPoint, Page
+from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView, MetricPoint, Page
 
 PAGE = 1000
 SPEED_SECONDS = 60.0

@@ -1,8 +1,8 @@
 """Lists of an experiment, read to their end."""
 
 from flotilla.connection import Source
-from shared.schemas.experiment import ExperimentView, Page
-from shared.schemas.uploads import ListedCheckpoint
+from flotilla.shared.schemas.experiment import ExperimentView, Page
+from flotilla.shared.schemas.uploads import ListedCheckpoint
 
 PAGE = 1000
 

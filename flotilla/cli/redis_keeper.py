@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from flotilla.cli.processes import restarts_of_fleet
-from shared.errors import Unavailable
+from flotilla.shared.errors import Unavailable
 
 WATCH_SECONDS = 0.2
 

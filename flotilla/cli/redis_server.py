@@ -23,11 +23,11 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from shared.errors import Unavailable
-from shared.ports import lasting_port
-from shared.processes import tie_to_parent
-from shared.secret_variables import without_secrets
-from shared.streams.redis.connection import MINIMUM_VERSION, check_server
+from flotilla.shared.children.processes import tie_to_parent
+from flotilla.shared.children.secret_variables import without_secrets
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.net.server.ports import lasting_port
+from flotilla.shared.streams.redis.connection import MINIMUM_VERSION, check_server
 
 __all__ = ["LocalRedis", "check_server", "find_server"]
 

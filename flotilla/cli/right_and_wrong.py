@@ -6,7 +6,7 @@ from typing import Any
 from flotilla.cli.progress import Progress
 from flotilla.cli.sample_text import in_a_line
 from flotilla.connection import Source
-from shared.errors import FlotillaError
+from flotilla.shared.errors import FlotillaError
 
 SECONDS = 5.0
 

@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
-from shared.checkpoints import CHECKPOINTS, complete
-from shared.errors import Conflict, NotFound
+from flotilla.shared.checkpoints.folders import CHECKPOINTS, complete
+from flotilla.shared.errors import Conflict, NotFound
 
 LOCK_FILE = "lock"
 RUN_FILE = "run.json"

@@ -24,10 +24,10 @@ def import_pyarrow_alone() -> None:
 
 def read_files(directory: Path, query: Mapping[str, Any], limit: int) -> tuple[list[dict[str, Any]], int]:
     """Read samples of an experiment's directory; return them, and how many files are not in the index yet."""
-    from shared.samples.index import SampleIndex
-    from shared.samples.kinds import SampleKind
-    from shared.samples.query import SampleOrder, SampleQuery
-    from shared.samples.reading import read_page
+    from flotilla.shared.samples.index import SampleIndex
+    from flotilla.shared.samples.query import SampleOrder, SampleQuery
+    from flotilla.shared.samples.reading import read_page
+    from flotilla.shared.schemas.sample_kinds import SampleKind
 
     wanted = SampleQuery(
         step=query.get("step"),

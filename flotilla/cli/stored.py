@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from flotilla.connection import Source, open_client
-from shared.errors import NotFound, Unavailable
-from shared.schemas.uploads import UploadRecord
+from flotilla.shared.errors import NotFound, Unavailable
+from flotilla.shared.schemas.uploads import UploadRecord
 
 DATABASE = "gateway.sqlite"
 EXPERIMENTS = "experiments"

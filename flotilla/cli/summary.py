@@ -14,8 +14,8 @@ from flotilla.cli.output import short_path
 from flotilla.cli.progress import REWARD_STEPS, HeldOut, Progress, duration, number, of_rows
 from flotilla.cli.reasons import ended_lines
 from flotilla.cli.right_and_wrong import lines_of
-from shared.schemas.experiment import CheckpointView
-from shared.schemas.health import HealthFinding
+from flotilla.shared.schemas.experiment import CheckpointView
+from flotilla.shared.schemas.health import HealthFinding
 
 SHOWN = ("row", "messages", "prompt", "completion", "label", "reward", "reason")
 """Columns of a sample."""

@@ -8,7 +8,7 @@
         print([point.value for point in client.metrics(run.id, ["evaluation/accuracy"])])
 
 An experiment is named by its id, or by its name where only one has it. Calls are repeated while the gateway is absent,
-for ``deadline_seconds`` at most; every wait has a deadline of its own. Errors are those of ``shared.errors``.
+for ``deadline_seconds`` at most; every wait has a deadline of its own. Errors are those of ``flotilla.shared.errors``.
 """
 
 from flotilla.client.asynchronous import AsyncClient, Ledgers, Spec

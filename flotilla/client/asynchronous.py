@@ -17,12 +17,11 @@ from flotilla.client.plots import plot_series
 from flotilla.client.views import Experiment, Experiments, Metrics
 from flotilla.connection import DEFAULT_DATA, allow_code, find_experiment, list_experiments, open_client
 from flotilla.launch_file import read_launch_file, run_prepare
-from shared.client import GatewayClient
-from shared.config.spec import ExperimentSpec
-from shared.errors import DeadlineExceeded, FlotillaError, NotFound
-from shared.samples.kinds import SampleKind
-from shared.samples.query import SampleOrder
-from shared.schemas.experiment import (
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import DeadlineExceeded, FlotillaError, NotFound
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.samples.query import SampleOrder
+from flotilla.shared.schemas.experiment import (
     CheckpointFiles,
     DiagnosisView,
     Event,
@@ -30,11 +29,12 @@ from shared.schemas.experiment import (
     MetricPoint,
     Page,
 )
-from shared.schemas.fleet import FleetView
-from shared.schemas.samples import SamplePage, SampleView
-from shared.schemas.service import ServiceView
-from shared.schemas.uploads import ListedCheckpoint
-from shared.streams.ledger import Ledger
+from flotilla.shared.schemas.fleet import FleetView
+from flotilla.shared.schemas.sample_kinds import SampleKind
+from flotilla.shared.schemas.samples import SamplePage, SampleView
+from flotilla.shared.schemas.service import ServiceView
+from flotilla.shared.schemas.uploads import ListedCheckpoint
+from flotilla.shared.streams.ledger import Ledger
 
 CALL_SECONDS = 30.0
 PAGE = 1000

@@ -6,9 +6,9 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
-from shared.checkpoints import MODEL, CheckpointState, checksum, state_of
-from shared.errors import FlotillaError, Unavailable
-from shared.schemas.experiment import CheckpointFile, CheckpointView
+from flotilla.shared.checkpoints.folders import MODEL, CheckpointState, checksum, state_of
+from flotilla.shared.errors import FlotillaError, Unavailable
+from flotilla.shared.schemas.experiment import CheckpointFile, CheckpointView
 
 PART = ".part"
 ABSENCE_SECONDS = 120.0

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
-from shared.schemas.experiment import MetricPoint
+from flotilla.shared.schemas.experiment import MetricPoint
 
 
 def plot_series(series: Mapping[str, Sequence[MetricPoint]], *, ylabel: str = "") -> Any:

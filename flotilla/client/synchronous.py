@@ -9,13 +9,13 @@ from flotilla.client.asynchronous import CALL_SECONDS, AsyncClient, Ledgers, Spe
 from flotilla.client.loop_thread import LoopThread
 from flotilla.client.views import Experiment, Experiments, Metrics
 from flotilla.connection import DEFAULT_DATA
-from shared.samples.kinds import SampleKind
-from shared.samples.query import SampleOrder
-from shared.schemas.experiment import DiagnosisView, Event, MetricPoint
-from shared.schemas.fleet import FleetView
-from shared.schemas.samples import SampleView
-from shared.schemas.service import ServiceView
-from shared.schemas.uploads import ListedCheckpoint
+from flotilla.shared.samples.query import SampleOrder
+from flotilla.shared.schemas.experiment import DiagnosisView, Event, MetricPoint
+from flotilla.shared.schemas.fleet import FleetView
+from flotilla.shared.schemas.sample_kinds import SampleKind
+from flotilla.shared.schemas.samples import SampleView
+from flotilla.shared.schemas.service import ServiceView
+from flotilla.shared.schemas.uploads import ListedCheckpoint
 
 Result = TypeVar("Result")
 Params = ParamSpec("Params")

@@ -5,7 +5,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from flotilla.client.plots import plot_series
-from shared.schemas.experiment import ExperimentView, MetricPoint
+from flotilla.shared.schemas.experiment import ExperimentView, MetricPoint
 
 if TYPE_CHECKING:
     import pandas as pd

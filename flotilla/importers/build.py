@@ -16,10 +16,10 @@ from flotilla.importers.report import Entry, Report
 from flotilla.importers.source import Given, Source
 from flotilla.importers.system import System
 from flotilla.importers.values import same, shown
-from shared.config.load import validate_spec
-from shared.config.overrides import apply_overrides
-from shared.config.spec import ExperimentSpec
-from shared.errors import InvalidSpec
+from flotilla.shared.config.load.overrides import apply_overrides
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidSpec
 
 HIDDEN = "(not shown)"
 WITHOUT_EFFECT = frozenset({Verdict.IGNORED, Verdict.UNSUPPORTED})

@@ -12,7 +12,7 @@ from flotilla.importers.parameter import Parameter, Verdict
 from flotilla.importers.systems import SYSTEMS
 from flotilla.importers.verl.finished import VERL_SFT
 from flotilla.importers.verl.written import VERL_EVAL
-from shared.errors import InvalidSpec
+from flotilla.shared.errors import InvalidSpec
 
 UNACCOUNTED = "unaccounted"
 INTERNAL = (

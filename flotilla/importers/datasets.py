@@ -6,7 +6,7 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from flotilla.importers.spelling import experiment_name
-from shared.config.data import is_data_file, is_url
+from flotilla.shared.config.sections.data import is_data_file, is_url
 
 Fields = dict[str, Any]
 Place = Mapping[str, Any]

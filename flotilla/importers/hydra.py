@@ -9,9 +9,9 @@ import yaml
 from flotilla.importers.parameter import UNSET
 from flotilla.importers.source import Given
 from flotilla.importers.values import shown
-from shared.config.load import parse_document
-from shared.config.yaml_text import MAX_VALUES, DocumentLoader, read_value, too_large
-from shared.errors import InvalidSpec
+from flotilla.shared.config.load.spec_text import parse_document
+from flotilla.shared.config.load.yaml_text import MAX_VALUES, DocumentLoader, read_value, too_large
+from flotilla.shared.errors import InvalidSpec
 
 OVERRIDE = re.compile(r"^(\+\+|\+|~)?([A-Za-z_][\w.\-/@*]*)(?:=(.*))?$", re.DOTALL)
 MAX_DEPTH = 40

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from flotilla.importers.hydra import problem
 from flotilla.importers.shell_flow import Chain, Flow
 from flotilla.importers.shell_words import ASSIGNMENT, atom, commands, matching
-from shared.errors import InvalidSpec
+from flotilla.shared.errors import InvalidSpec
 
 NAME = re.compile(r"[A-Za-z_]\w*")
 ARGUMENTS = "@"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from flotilla.importers.hydra import problem
-from shared.errors import InvalidSpec
+from flotilla.shared.errors import InvalidSpec
 
 Expand = Callable[[str], str]
 """Gives the value of a word, or raises ``InvalidSpec`` where it is not known."""

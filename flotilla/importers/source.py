@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flotilla.importers.parameter import UNSET, Inherit, ParameterTable
-from shared.errors import InvalidSpec
+from flotilla.shared.errors import InvalidSpec
 
 
 @dataclass(frozen=True, slots=True)

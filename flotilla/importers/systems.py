@@ -15,8 +15,8 @@ from flotilla.importers.verl.finished import VERL_SFT
 from flotilla.importers.verl.launch import is_fine_tuning, is_scoring
 from flotilla.importers.verl.system import VERL, read_verl
 from flotilla.importers.verl.written import VERL_EVAL, is_file_of_answers
-from shared.errors import InvalidSpec
-from shared.redaction import may_be_secret
+from flotilla.shared.config.redaction import may_be_secret
+from flotilla.shared.errors import InvalidSpec
 
 SYSTEMS: dict[str, System] = {"verl": VERL, "openrlhf": OPENRLHF, "roll": ROLL}
 SCRIPTS = (".sh", ".bash")

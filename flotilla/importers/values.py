@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from shared.errors import InvalidSpec
+from flotilla.shared.errors import InvalidSpec
 
 Convert = Callable[[str, Any], Any]
 

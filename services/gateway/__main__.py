@@ -1,24 +1,24 @@
-"""Run the gateway: ``python -P -m services.gateway``."""
+"""Run the gateway: ``python -P -m flotilla.services.gateway``."""
 
 import asyncio
 import os
 import sys
 
-from shared.interpreter import collecting_later
+from flotilla.shared.children.interpreter import collecting_later
 
 with collecting_later():
-    from services.gateway.app import create_app
-    from services.gateway.settings import STALL_SECONDS, GatewaySettings, read_quota
-    from services.gateway.store.sql import SqlStore
-from shared.errors import FlotillaError
-from shared.faults.armed import arm_process
-from shared.places import read_places
-from shared.processes import die_with_parent
-from shared.secret_variables import forget_secrets
-from shared.serving import address_of, bind, serve
-from shared.settings import allows_volatile_redis, read_settings, seconds_from
-from shared.streams.redis.connection import check_server
-from shared.telemetry.logging import configure_logging
+    from flotilla.services.gateway.app import create_app
+    from flotilla.services.gateway.settings import STALL_SECONDS, GatewaySettings, read_quota
+    from flotilla.services.gateway.store.sql import SqlStore
+from flotilla.shared.children.processes import die_with_parent
+from flotilla.shared.children.secret_variables import forget_secrets
+from flotilla.shared.environment.settings import allows_volatile_redis, read_settings, seconds_from
+from flotilla.shared.errors import FlotillaError
+from flotilla.shared.faults.armed import arm_process
+from flotilla.shared.locations.allowed import read_places
+from flotilla.shared.net.server.serving import address_of, bind, serve
+from flotilla.shared.streams.redis.connection import check_server
+from flotilla.shared.telemetry.logging import configure_logging
 
 DEFAULT_PORT = 8470
 CANNOT_START = 2

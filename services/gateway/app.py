@@ -7,10 +7,10 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Scope
 
-from services.gateway.description import describe_gateway
-from services.gateway.middleware import Guard, Opened
-from services.gateway.reference_page import add_reference_page
-from services.gateway.routes import (
+from flotilla.services.gateway.description import describe_gateway
+from flotilla.services.gateway.middleware import Guard, Opened
+from flotilla.services.gateway.reference_page import add_reference_page
+from flotilla.services.gateway.routes import (
     agents,
     audit,
     checkpoints,
@@ -30,11 +30,11 @@ from services.gateway.routes import (
     takeovers,
     tokens,
 )
-from services.gateway.routes.exchange import StatusCalls
-from services.gateway.settings import GatewaySettings
-from services.gateway.state import GatewayState, OpenState, open_state
-from shared.request_body import Bodies
-from shared.serving import add_problem_handlers
+from flotilla.services.gateway.routes.exchange import StatusCalls
+from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.services.gateway.state import GatewayState, OpenState, open_state
+from flotilla.shared.net.server.request_body import Bodies
+from flotilla.shared.net.server.serving import add_problem_handlers
 
 DESCRIPTION = "Control plane of a fleet that post-trains language models by asynchronous reinforcement learning."
 

@@ -2,10 +2,10 @@
 
 from fastapi import FastAPI
 
-from services.gateway.access.policy import OPERATING, RULES, needed
-from services.gateway.middleware import OPEN_PATHS
-from services.gateway.routes.experiments import SECTION_SCHEMAS
-from shared.description import describe
+from flotilla.services.gateway.access.policy import OPERATING, RULES, needed
+from flotilla.services.gateway.middleware import OPEN_PATHS
+from flotilla.services.gateway.routes.experiments import SECTION_SCHEMAS
+from flotilla.shared.net.server.description import describe
 
 
 def describe_gateway(app: FastAPI) -> None:

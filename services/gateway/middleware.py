@@ -14,21 +14,28 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.access.caller import caller
-from services.gateway.access.policy import refusal
-from services.gateway.access.tokens import OPERATOR, Shown, Tokens
-from services.gateway.body_limits import limit_of
-from services.gateway.store.answers import AwaitedAnswer, awaited
-from services.gateway.store.base import Store
-from shared.access import RENEWED_TOKEN
-from shared.cancelling import cancelled_by
-from shared.clock import Clock
-from shared.connections import connection_of
-from shared.errors import FlotillaError, Forbidden, IdempotencyMismatch, InvalidRequest, Unauthorized, Unavailable
-from shared.gatekeeper import READING, refusal_of
-from shared.request_body import Bodies, BodyBrokenOff, BodyTooLarge, replay
-from shared.security import bearer_of
-from shared.serving import problem_response
+from flotilla.services.gateway.access.caller import caller
+from flotilla.services.gateway.access.policy import refusal
+from flotilla.services.gateway.access.tokens import OPERATOR, Shown, Tokens
+from flotilla.services.gateway.body_limits import limit_of
+from flotilla.services.gateway.store.answers import AwaitedAnswer, awaited
+from flotilla.services.gateway.store.base import Store
+from flotilla.shared.clock import Clock
+from flotilla.shared.concurrency.cancelling import cancelled_by
+from flotilla.shared.errors import (
+    FlotillaError,
+    Forbidden,
+    IdempotencyMismatch,
+    InvalidRequest,
+    Unauthorized,
+    Unavailable,
+)
+from flotilla.shared.net.authorisation.access import RENEWED_TOKEN
+from flotilla.shared.net.authorisation.tokens import bearer_of
+from flotilla.shared.net.server.connections import connection_of
+from flotilla.shared.net.server.gatekeeper import READING, refusal_of
+from flotilla.shared.net.server.request_body import Bodies, BodyBrokenOff, BodyTooLarge, replay
+from flotilla.shared.net.server.serving import problem_response
 
 log = logging.getLogger(__name__)
 

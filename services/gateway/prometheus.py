@@ -10,15 +10,15 @@ from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
-from services.gateway.feeder.status import FeederStatus
-from services.gateway.monitoring.bottleneck import COMPONENTS
-from services.gateway.monitoring.measurements import Measurements
-from services.gateway.records.per_experiment import PerExperiment
-from services.gateway.records.repository import Experiment
-from services.gateway.state import GatewayState
-from shared.schemas.experiment import ExperimentState
-from shared.streams.keys import HopName
-from shared.telemetry.prometheus import gauge
+from flotilla.services.gateway.feeder.status import FeederStatus
+from flotilla.services.gateway.monitoring.bottleneck import COMPONENTS
+from flotilla.services.gateway.monitoring.health.measurements import Measurements
+from flotilla.services.gateway.records.per_experiment import PerExperiment
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.state import GatewayState
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.telemetry.prometheus import gauge
 
 MAX_EXPERIMENTS: Final = 100
 """Those that run come first; how many are left out is a series of its own."""

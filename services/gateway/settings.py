@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shared.errors import InvalidRequest
-from shared.places import Places
-from shared.request_body import MAX_HELD_BYTES
-from shared.schemas.token import Quota
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.locations.allowed import Places
+from flotilla.shared.net.authorisation.token_records import Quota
+from flotilla.shared.net.server.request_body import MAX_HELD_BYTES
 
 STALL_SECONDS = 30.0
 

@@ -8,37 +8,37 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, fields
 
-from services.gateway import signals
-from services.gateway.access.tokens import Tokens
-from services.gateway.datasets.held_out import HeldOutRows
-from services.gateway.episodes.episodes import Episodes
-from services.gateway.episodes.rollouts import Rollouts
-from services.gateway.events.log import EventLog
-from services.gateway.feeder.status import FeederStatus
-from services.gateway.lifecycle.commands import ExperimentCommands
-from services.gateway.membership.fleet import Fleet
-from services.gateway.monitoring.health.keeping import restore_windows
-from services.gateway.monitoring.idle_ratios import IdleRatios
-from services.gateway.publications.publications import Publications
-from services.gateway.records.per_experiment import PerExperiment
-from services.gateway.records.repository import ExperimentRepository, OpenPlane
-from services.gateway.registry.services import Registry
-from services.gateway.runtime.parts import GatewayParts
-from services.gateway.runtime.reconciler import Reconciler
-from services.gateway.runtime.work import ExperimentWork
-from services.gateway.samples.indexing import SampleIndexes
-from services.gateway.scheduler.quota import Scheduler
-from services.gateway.settings import GatewaySettings
-from services.gateway.store.base import Store
-from services.gateway.store.sql import SqlStore
-from shared.clock import Clock, SystemClock
-from shared.errors import FlotillaError, Unavailable
-from shared.schemas.service import ServiceKind
-from shared.schemas.task import Lane
-from shared.streams.plane import DataPlane
-from shared.streams.redis.connection import check_server, connect
-from shared.streams.redis.plane import RedisDataPlane
-from shared.streams.settings import StreamsConfig
+from flotilla.services.gateway import signals
+from flotilla.services.gateway.access.tokens import Tokens
+from flotilla.services.gateway.datasets.held_out import HeldOutRows
+from flotilla.services.gateway.episodes.episodes import Episodes
+from flotilla.services.gateway.episodes.rollouts import Rollouts
+from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.feeder.status import FeederStatus
+from flotilla.services.gateway.lifecycle.commands import ExperimentCommands
+from flotilla.services.gateway.membership.fleet import Fleet
+from flotilla.services.gateway.monitoring.health.keeping import restore_windows
+from flotilla.services.gateway.monitoring.idle_ratios import IdleRatios
+from flotilla.services.gateway.publications.publications import Publications
+from flotilla.services.gateway.records.per_experiment import PerExperiment
+from flotilla.services.gateway.records.repository import ExperimentRepository, OpenPlane
+from flotilla.services.gateway.registry.services import Registry
+from flotilla.services.gateway.runtime.parts import GatewayParts
+from flotilla.services.gateway.runtime.reconciler import Reconciler
+from flotilla.services.gateway.runtime.work import ExperimentWork
+from flotilla.services.gateway.samples.indexing import SampleIndexes
+from flotilla.services.gateway.scheduler.quota import Scheduler
+from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.store.sql import SqlStore
+from flotilla.shared.clock import Clock, SystemClock
+from flotilla.shared.errors import FlotillaError, Unavailable
+from flotilla.shared.schemas.service import ServiceKind
+from flotilla.shared.schemas.task import Lane
+from flotilla.shared.streams.plane import DataPlane
+from flotilla.shared.streams.redis.connection import check_server, connect
+from flotilla.shared.streams.redis.plane import RedisDataPlane
+from flotilla.shared.streams.settings import StreamsConfig
 
 log = logging.getLogger(__name__)
 

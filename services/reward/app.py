@@ -6,9 +6,9 @@ from typing import Protocol
 
 from fastapi import FastAPI
 
-from services.reward.state import RewardState, open_state
-from shared.service_app import create_service_app
-from shared.settings import ServiceSettings
+from flotilla.services.reward.state import RewardState, open_state
+from flotilla.shared.environment.settings import ServiceSettings
+from flotilla.shared.service.app import create_service_app
 
 
 class OpenRewardState(Protocol):

@@ -12,24 +12,24 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from services.reward.filtering import keeps, masked_group
-from services.reward.shaping import shaped_group
-from services.reward.tally import GradingTally
-from services.reward.teacher.teachers import Teachers
-from services.reward.verifiers.base import LONGEST_ANSWER, AsksServer, Verifier
-from shared.config.reward import RewardConfig
-from shared.config.shaping import SpreadAboveConfig
-from shared.errors import ClaimLost, EpisodeFailed, FlotillaError
-from shared.faults.armed import armed
-from shared.faults.sites import Site
-from shared.retry import DATA_PLANE, retry
-from shared.samples.kinds import SampleKind
-from shared.samples.recorder import KeepsEnded, NothingKept
-from shared.schemas.grading import Grade, GradingMessage, GradingSample, GradingTurn
-from shared.schemas.service import TEACHER, Failure
-from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
-from shared.streams.holding import holding
-from shared.streams.hop import Claim, Hop, Resolution
+from flotilla.services.reward.filtering import keeps, masked_group
+from flotilla.services.reward.shaping import shaped_group
+from flotilla.services.reward.tally import GradingTally
+from flotilla.services.reward.teacher.teachers import Teachers
+from flotilla.services.reward.verifiers.base import LONGEST_ANSWER, AsksServer, Verifier
+from flotilla.shared.config.sections.reward import RewardConfig
+from flotilla.shared.config.sections.shaping import SpreadAboveConfig
+from flotilla.shared.errors import ClaimLost, EpisodeFailed, FlotillaError
+from flotilla.shared.faults.armed import armed
+from flotilla.shared.faults.sites import Site
+from flotilla.shared.net.retry import DATA_PLANE, retry
+from flotilla.shared.samples.recorder import KeepsEnded, NothingKept
+from flotilla.shared.schemas.grading import Grade, GradingMessage, GradingSample, GradingTurn
+from flotilla.shared.schemas.sample_kinds import SampleKind
+from flotilla.shared.schemas.service import TEACHER, Failure
+from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
+from flotilla.shared.streams.holding import holding
+from flotilla.shared.streams.hop import Claim, Hop, Resolution
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,14 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from services.reward.normalisation import group_mean
-from shared.config.shaping import GroupFilterConfig, MeanInRangeConfig, SampleMaskConfig, SpreadAboveConfig
-from shared.schemas.trajectory import GradeStatus, Group
+from flotilla.services.reward.normalisation import group_mean
+from flotilla.shared.config.sections.shaping import (
+    GroupFilterConfig,
+    MeanInRangeConfig,
+    SampleMaskConfig,
+    SpreadAboveConfig,
+)
+from flotilla.shared.schemas.trajectory import GradeStatus, Group
 
 
 def keeps(rewards: Sequence[float], config: GroupFilterConfig) -> bool:

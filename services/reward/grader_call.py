@@ -7,13 +7,13 @@ from typing import Final
 
 import httpx
 
-from services.reward.reply import MAX_ANSWER_BYTES
-from shared.address_policy import Resolver, permitted_address, resolve
-from shared.bounded_reply import ReplyTooLong, at_most, is_packed
-from shared.clock import Clock
-from shared.errors import GradingFailed
-from shared.security import signature
-from shared.settings import IPNetwork
+from flotilla.services.reward.reply import MAX_ANSWER_BYTES
+from flotilla.shared.clock import Clock
+from flotilla.shared.environment.settings import IPNetwork
+from flotilla.shared.errors import GradingFailed
+from flotilla.shared.net.authorisation.tokens import signature
+from flotilla.shared.net.client.address_policy import Resolver, permitted_address, resolve
+from flotilla.shared.net.client.bounded_reply import ReplyTooLong, at_most, is_packed
 
 RETRIED_STATUSES: Final = {408, 425, 429, 500, 502, 503, 504}
 ASKS_FOR_PAUSE: Final = 429

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shared.config.shaping import NormalisationConfig
+from flotilla.shared.config.sections.shaping import NormalisationConfig
 
 Rewards = NDArray[np.float64]
 

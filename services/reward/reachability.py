@@ -5,10 +5,10 @@ from contextlib import contextmanager
 
 import httpx
 
-from services.reward.grader_call import Retryable
-from shared.address_policy import AddressRefused
-from shared.errors import GradingFailed
-from shared.schemas.service import Failure
+from flotilla.services.reward.grader_call import Retryable
+from flotilla.shared.errors import GradingFailed
+from flotilla.shared.net.client.address_policy import AddressRefused
+from flotilla.shared.schemas.service import Failure
 
 
 class Reachability:

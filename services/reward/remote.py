@@ -13,21 +13,21 @@ from functools import partial
 
 import httpx
 
-from services.reward.endpoints import Endpoints
-from services.reward.grader_call import GraderCall, Retryable, Unusable
-from services.reward.reachability import Reachability
-from services.reward.reply import parse_grades, parse_openrlhf, read_json
-from shared.address_policy import Resolver, resolve
-from shared.clock import Clock, SystemClock
-from shared.config.reward import RemoteConfig
-from shared.errors import GradingFailed
-from shared.retry import DATA_PLANE, Backoff, retry
-from shared.schemas.grading import Grade, GradingRequest, GradingSample
-from shared.schemas.service import GRADER, Failure
-from shared.schemas.trajectory import GradeStatus
-from shared.security import new_callback_key
-from shared.settings import LOOPBACK, IPNetwork
-from shared.streams.mailbox import Mailbox, wait_for_answer
+from flotilla.services.reward.endpoints import Endpoints
+from flotilla.services.reward.grader_call import GraderCall, Retryable, Unusable
+from flotilla.services.reward.reachability import Reachability
+from flotilla.services.reward.reply import parse_grades, parse_openrlhf, read_json
+from flotilla.shared.clock import Clock, SystemClock
+from flotilla.shared.config.sections.reward import RemoteConfig
+from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
+from flotilla.shared.errors import GradingFailed
+from flotilla.shared.net.authorisation.tokens import new_callback_key
+from flotilla.shared.net.client.address_policy import Resolver, resolve
+from flotilla.shared.net.retry import DATA_PLANE, Backoff, retry
+from flotilla.shared.schemas.grading import Grade, GradingRequest, GradingSample
+from flotilla.shared.schemas.service import GRADER, Failure
+from flotilla.shared.schemas.trajectory import GradeStatus
+from flotilla.shared.streams.mailbox import Mailbox, wait_for_answer
 
 FIRST_BACKOFF_SECONDS = 0.5
 MAX_BACKOFF_SECONDS = 30.0

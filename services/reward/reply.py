@@ -10,10 +10,10 @@ from typing import Final
 
 from pydantic import ValidationError
 
-from shared.bounded_json import parse_json
-from shared.errors import GradingFailed
-from shared.schemas.grading import GRADING_SCHEMA, Grade
-from shared.schemas.reward_number import reward_number
+from flotilla.shared.errors import GradingFailed
+from flotilla.shared.net.client.bounded_json import parse_json
+from flotilla.shared.schemas.grading import GRADING_SCHEMA, Grade
+from flotilla.shared.schemas.reward_number import reward_number
 
 MAX_ANSWER_BYTES: Final = 1024 * 1024
 MAX_NAMES: Final = 64

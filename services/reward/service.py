@@ -6,11 +6,11 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Protocol
 
-from services.reward.consumer import RewardConsumer
-from shared import reconciling
-from shared.config.spec import ExperimentSpec
-from shared.reconciling import SessionFollower
-from shared.schemas.service import Assignment, Failure, ObservedState, WorkState
+from flotilla.services.reward.consumer import RewardConsumer
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.schemas.service import Assignment, Failure, ObservedState, WorkState
+from flotilla.shared.service import reconciling
+from flotilla.shared.service.reconciling import SessionFollower
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from services.reward.normalisation import RunningMoments, normalise
-from shared.config.shaping import LengthRewardConfig, OverlongConfig, RepetitionConfig, ShapingConfig, TruncatedConfig
-from shared.schemas.trajectory import GradeStatus, Group
+from flotilla.services.reward.normalisation import RunningMoments, normalise
+from flotilla.shared.config.sections.shaping import (
+    LengthRewardConfig,
+    OverlongConfig,
+    RepetitionConfig,
+    ShapingConfig,
+    TruncatedConfig,
+)
+from flotilla.shared.schemas.trajectory import GradeStatus, Group
 
 
 @dataclass(frozen=True)

@@ -11,33 +11,33 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
-from services.reward.consumer import RewardConsumer, RewardLane
-from services.reward.service import RewardService
-from services.reward.teacher.teachers import Teachers, open_teachers
-from services.reward.verifiers.base import Verifier
-from services.reward.verifiers.registry import Surroundings, build_verifier
-from shared.client import GatewayClient
-from shared.config.distillation import DistillationConfig
-from shared.config.reward import RemoteConfig, RewardConfig
-from shared.config.reward_model import RewardModelConfig
-from shared.config.spec import ExperimentSpec
-from shared.credentials import Credentials
-from shared.devices import host_capabilities
-from shared.errors import Unavailable
-from shared.membership import Membership
-from shared.model_hub import fetched
-from shared.places import read_places
-from shared.samples.recorder import SampleRecorder
-from shared.schemas.experiment import Page
-from shared.schemas.service import SANDBOX, Assignment, Registration, ServiceKind, ServiceView
-from shared.schemas.task import Lane
-from shared.service_app import at_work
-from shared.settings import ServiceSettings
-from shared.streams.hop import holder_name
-from shared.streams.keys import HopName
-from shared.streams.redis.connection import connect
-from shared.streams.redis.plane import RedisDataPlane
-from shared.streams.settings import StreamsConfig
+from flotilla.services.reward.consumer import RewardConsumer, RewardLane
+from flotilla.services.reward.service import RewardService
+from flotilla.services.reward.teacher.teachers import Teachers, open_teachers
+from flotilla.services.reward.verifiers.base import Verifier
+from flotilla.services.reward.verifiers.registry import Surroundings, build_verifier
+from flotilla.shared.config.sections.distillation import DistillationConfig
+from flotilla.shared.config.sections.reward import RemoteConfig, RewardConfig
+from flotilla.shared.config.sections.reward_model import RewardModelConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.environment.settings import ServiceSettings
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.host.devices import host_capabilities
+from flotilla.shared.locations.allowed import read_places
+from flotilla.shared.models.hub import fetched
+from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.samples.recorder import SampleRecorder
+from flotilla.shared.schemas.experiment import Page
+from flotilla.shared.schemas.service import SANDBOX, Assignment, Registration, ServiceKind, ServiceView
+from flotilla.shared.schemas.task import Lane
+from flotilla.shared.service.app import at_work
+from flotilla.shared.service.membership import Membership
+from flotilla.shared.streams.hop import holder_name
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.redis.connection import connect
+from flotilla.shared.streams.redis.plane import RedisDataPlane
+from flotilla.shared.streams.settings import StreamsConfig
 
 CONCURRENCY = 32
 """Groups graded at the same time: graders wait more than they compute."""
@@ -49,7 +49,7 @@ WAITING_CONCURRENCY = 4096
 
 @dataclass(frozen=True, slots=True)
 class RewardState:
-    """See ``shared.service_app.ServiceState``."""
+    """See ``flotilla.shared.service.app.ServiceState``."""
 
     service: RewardService
     membership: Membership
@@ -57,7 +57,7 @@ class RewardState:
 
 @dataclass
 class RewardSession:
-    """See ``services.reward.service.Session``."""
+    """See ``flotilla.services.reward.service.Session``."""
 
     worker: RewardConsumer
     verifier: Verifier

@@ -3,8 +3,8 @@
 import secrets
 from dataclasses import dataclass, field
 
-from shared.schemas.health import LONGEST_TEXT, LONGEST_WORDS, GradingReport, SampleExcerpt
-from shared.schemas.trajectory import GradeStatus, Group, Trajectory
+from flotilla.shared.schemas.health import LONGEST_TEXT, LONGEST_WORDS, GradingReport, SampleExcerpt
+from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
 
 LABEL_WORDS = ("label",)
 """What an error says that a label made: the verifiers' own words."""

@@ -1,13 +1,13 @@
-"""Run a rollout service: ``python -P -m services.rollout``."""
+"""Run a rollout service: ``python -P -m flotilla.services.rollout``."""
 
 import sys
 
-from shared.interpreter import collecting_later
+from flotilla.shared.children.interpreter import collecting_later
 
 with collecting_later():
-    from services.rollout.app import create_app
-    from shared.prompts import keep_torch_out
-    from shared.service_main import run_service
+    from flotilla.services.rollout.app import create_app
+    from flotilla.shared.models.prompts import keep_torch_out
+    from flotilla.shared.service.main import run_service
 
 
 def main() -> int:

@@ -6,14 +6,14 @@ from typing import Protocol
 
 from fastapi import FastAPI, Request
 
-from services.rollout.agents.episodes import AgentEpisodes
-from services.rollout.agents.routes import MAX_BODY_BYTES, episodes_router
-from services.rollout.state import RolloutState, open_state
-from shared.credentials import Credentials
-from shared.gatekeeper import Gatekeeper
-from shared.service_app import create_service_app
-from shared.settings import ServiceSettings
-from shared.weights.pull import PublishedImages, weights_router
+from flotilla.services.rollout.agents.episodes import AgentEpisodes
+from flotilla.services.rollout.agents.routes import MAX_BODY_BYTES, episodes_router
+from flotilla.services.rollout.state import RolloutState, open_state
+from flotilla.shared.environment.settings import ServiceSettings
+from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.server.gatekeeper import Gatekeeper
+from flotilla.shared.service.app import create_service_app
+from flotilla.shared.weights.pull.server import PublishedImages, weights_router
 
 
 class OpenRolloutState(Protocol):

@@ -15,20 +15,20 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from services.rollout.busy import BusyTime
-from services.rollout.episodes.base import Episodes
-from services.rollout.episodes.special_tokens import SamplingTally
-from services.rollout.failed_samples import FailedSamples
-from services.rollout.handed_over import HandOverCounts
-from services.rollout.weights.version import VersionGate
-from shared.cancelling import cancelled_by
-from shared.errors import ClaimLost, EpisodeFailed, FlotillaError, InvalidRequest, WorkerDied
-from shared.retry import DATA_PLANE, retry
-from shared.schemas.task import Task
-from shared.schemas.trajectory import Group
-from shared.streams.holding import holding
-from shared.streams.hop import REDUNDANT, Claim, Hop, Renewal, Resolution
-from shared.streams.partials import is_finished
+from flotilla.services.rollout.busy import BusyTime
+from flotilla.services.rollout.episodes.base import Episodes
+from flotilla.services.rollout.episodes.special_tokens import SamplingTally
+from flotilla.services.rollout.failed_samples import FailedSamples
+from flotilla.services.rollout.handed_over import HandOverCounts
+from flotilla.services.rollout.weights.version import VersionGate
+from flotilla.shared.concurrency.cancelling import cancelled_by
+from flotilla.shared.errors import ClaimLost, EpisodeFailed, FlotillaError, InvalidRequest, WorkerDied
+from flotilla.shared.net.retry import DATA_PLANE, retry
+from flotilla.shared.schemas.task import Task
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.streams.holding import holding
+from flotilla.shared.streams.hop import REDUNDANT, Claim, Hop, Renewal, Resolution
+from flotilla.shared.streams.partials import is_finished
 
 log = logging.getLogger(__name__)
 

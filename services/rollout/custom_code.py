@@ -1,20 +1,20 @@
-"""The process in which environments and tools of the user's run: ``python -P -m services.rollout.custom_code``."""
+"""The process in which a user's environments and tools run: ``python -m flotilla.services.rollout.custom_code``."""
 
 import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from services.rollout.environments.base import Environment, Info
-from services.rollout.environments.loading import load_environment
-from services.rollout.tools.base import ToolFailed
-from services.rollout.tools.python_tool import PythonTool
-from shared.code_process import serve_code
-from shared.config.episodes import EnvironmentConfig
-from shared.custom_code import describe
-from shared.daemon_threads import on_daemon_thread
-from shared.errors import EpisodeFailed
-from shared.schemas.reward_number import reward_number
+from flotilla.services.rollout.environments.base import Environment, Info
+from flotilla.services.rollout.environments.loading import load_environment
+from flotilla.services.rollout.tools.base import ToolFailed
+from flotilla.services.rollout.tools.python_tool import PythonTool
+from flotilla.shared.children.code_process import serve_code
+from flotilla.shared.children.custom_code import describe
+from flotilla.shared.concurrency.daemon_threads import on_daemon_thread
+from flotilla.shared.config.sections.episodes import EnvironmentConfig
+from flotilla.shared.errors import EpisodeFailed
+from flotilla.shared.schemas.reward_number import reward_number
 
 MOST_METRICS, LONGEST_NAME = 32, 200
 

@@ -3,24 +3,24 @@
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from services.rollout.custom.process import CustomProcess
-from services.rollout.engines.base import Engine
-from services.rollout.environments.conversation import EnvironmentConversations
-from services.rollout.episodes.base import Episodes
-from services.rollout.episodes.multi_turn import Limits, MultiTurnEpisodes
-from services.rollout.episodes.rendering import ChatRenderer, TurnRenderer
-from services.rollout.episodes.resumption import resume_rule
-from services.rollout.episodes.single_turn import SingleTurnEpisodes
-from services.rollout.episodes.special_tokens import SamplingTally
-from services.rollout.episodes.turns import Turns
-from services.rollout.tools.code_interpreter import Sandboxes
-from services.rollout.tools.conversation import ToolConversations
-from services.rollout.tools.formats import role_of_results
-from services.rollout.tools.opening import open_tools
-from shared.config.episodes import EnvironmentEpisodesConfig, SingleTurnConfig, ToolEpisodesConfig
-from shared.config.spec import ExperimentSpec
-from shared.schemas.task import Message
-from shared.settings import LOOPBACK, IPNetwork
+from flotilla.services.rollout.custom.process import CustomProcess
+from flotilla.services.rollout.engines.base import Engine
+from flotilla.services.rollout.environments.conversation import EnvironmentConversations
+from flotilla.services.rollout.episodes.base import Episodes
+from flotilla.services.rollout.episodes.multi_turn import Limits, MultiTurnEpisodes
+from flotilla.services.rollout.episodes.rendering import ChatRenderer, TurnRenderer
+from flotilla.services.rollout.episodes.resumption import resume_rule
+from flotilla.services.rollout.episodes.single_turn import SingleTurnEpisodes
+from flotilla.services.rollout.episodes.special_tokens import SamplingTally
+from flotilla.services.rollout.episodes.turns import Turns
+from flotilla.services.rollout.tools.code_interpreter import Sandboxes
+from flotilla.services.rollout.tools.conversation import ToolConversations
+from flotilla.services.rollout.tools.formats import role_of_results
+from flotilla.services.rollout.tools.opening import open_tools
+from flotilla.shared.config.sections.episodes import EnvironmentEpisodesConfig, SingleTurnConfig, ToolEpisodesConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
+from flotilla.shared.schemas.task import Message
 
 
 @dataclass(frozen=True)

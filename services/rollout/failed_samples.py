@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from services.rollout.episodes.rendering import Renderer
-from shared.samples.kinds import SampleKind
-from shared.samples.recorder import KeepsEnded
-from shared.schemas.task import Task
-from shared.schemas.trajectory import NO_VERSION, FinishReason, GradeStatus, Group, Trajectory
-from shared.streams.partials import Partials
+from flotilla.services.rollout.episodes.rendering import Renderer
+from flotilla.shared.samples.recorder import KeepsEnded
+from flotilla.shared.schemas.sample_kinds import SampleKind
+from flotilla.shared.schemas.task import Task
+from flotilla.shared.schemas.trajectory import NO_VERSION, FinishReason, GradeStatus, Group, Trajectory
+from flotilla.shared.streams.partials import Partials
 
 log = logging.getLogger(__name__)
 

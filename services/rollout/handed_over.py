@@ -2,8 +2,8 @@
 
 from dataclasses import asdict, dataclass
 
-from shared.schemas.trajectory import Group
-from shared.streams.hop import Claim
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.streams.hop import Claim
 
 
 @dataclass

@@ -17,18 +17,18 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Protocol
 
-from services.rollout.agents.episodes import AgentEpisodes
-from services.rollout.consumer import RolloutConsumer
-from services.rollout.engines.base import Engine
-from services.rollout.shutdown import GracefulShutdown, hand_over
-from services.rollout.weights.receiver import WeightReceiver
-from services.rollout.weights.version import VersionGate
-from shared import reconciling
-from shared.config.spec import ExperimentSpec
-from shared.errors import FlotillaError, ServerUnreachable, WeightTransferFailed, WorkerDied
-from shared.reconciling import STARTABLE, STOP_SECONDS, SessionFollower
-from shared.restarts import Restarts
-from shared.schemas.service import Assignment, DesiredState, DeviceReport, Failure, ObservedState, WorkState
+from flotilla.services.rollout.agents.episodes import AgentEpisodes
+from flotilla.services.rollout.consumer import RolloutConsumer
+from flotilla.services.rollout.engines.base import Engine
+from flotilla.services.rollout.shutdown import GracefulShutdown, hand_over
+from flotilla.services.rollout.weights.receiver import WeightReceiver
+from flotilla.services.rollout.weights.version import VersionGate
+from flotilla.shared.children.restarts import Restarts
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import FlotillaError, ServerUnreachable, WeightTransferFailed, WorkerDied
+from flotilla.shared.schemas.service import Assignment, DesiredState, DeviceReport, Failure, ObservedState, WorkState
+from flotilla.shared.service import reconciling
+from flotilla.shared.service.reconciling import STARTABLE, STOP_SECONDS, SessionFollower
 
 log = logging.getLogger(__name__)
 

@@ -8,36 +8,36 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
-from services.rollout.agents.episodes import AgentEpisodes
-from services.rollout.agents.template import ChatTemplate
-from services.rollout.consumer import LaneConfig, RolloutConsumer
-from services.rollout.engines.base import Engine, GroupMember
-from services.rollout.engines.opening import make_engine
-from services.rollout.episodes.rendering import ChatRenderer
-from services.rollout.episodes.special_tokens import SamplingTally
-from services.rollout.episodes.turns import Turns
-from services.rollout.episodes_of import OpenedEpisodes, open_episodes
-from services.rollout.failed_samples import FailedSamples
-from services.rollout.tools.code_interpreter import Sandboxes
-from services.rollout.weights.receiver import WeightReceiver
-from services.rollout.weights.switcher import Locator, Puller
-from services.rollout.weights.version import VersionGate
-from shared.config.spec import ExperimentSpec
-from shared.episode_places import check_episodes
-from shared.errors import WorkerDied
-from shared.model_hub import fetched
-from shared.places import Places
-from shared.prompts import PromptLimit, PromptTemplate
-from shared.samples.recorder import SampleRecorder
-from shared.schemas.service import Assignment
-from shared.schemas.task import Lane
-from shared.streams.hop import Hop
-from shared.streams.keys import HopName
-from shared.streams.redis.plane import RedisDataPlane
-from shared.streams.settings import StreamsConfig
-from shared.weights.endpoint_client import EndpointClient
-from shared.weights.kept_images import DIRECTORY as KEPT_IMAGES
-from shared.weights.pull import PublishedImages
+from flotilla.services.rollout.agents.episodes import AgentEpisodes
+from flotilla.services.rollout.agents.template import ChatTemplate
+from flotilla.services.rollout.consumer import LaneConfig, RolloutConsumer
+from flotilla.services.rollout.engines.base import Engine, GroupMember
+from flotilla.services.rollout.engines.opening import make_engine
+from flotilla.services.rollout.episodes.rendering import ChatRenderer
+from flotilla.services.rollout.episodes.special_tokens import SamplingTally
+from flotilla.services.rollout.episodes.turns import Turns
+from flotilla.services.rollout.episodes_of import OpenedEpisodes, open_episodes
+from flotilla.services.rollout.failed_samples import FailedSamples
+from flotilla.services.rollout.tools.code_interpreter import Sandboxes
+from flotilla.services.rollout.weights.receiver import WeightReceiver
+from flotilla.services.rollout.weights.switcher import Locator, Puller
+from flotilla.services.rollout.weights.version import VersionGate
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import WorkerDied
+from flotilla.shared.locations.allowed import Places
+from flotilla.shared.locations.episodes import check_episodes
+from flotilla.shared.models.hub import fetched
+from flotilla.shared.models.prompts import PromptLimit, PromptTemplate
+from flotilla.shared.samples.recorder import SampleRecorder
+from flotilla.shared.schemas.service import Assignment
+from flotilla.shared.schemas.task import Lane
+from flotilla.shared.streams.hop import Hop
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.redis.plane import RedisDataPlane
+from flotilla.shared.streams.settings import StreamsConfig
+from flotilla.shared.weights.group.endpoint_client import EndpointClient
+from flotilla.shared.weights.pull.kept_images import DIRECTORY as KEPT_IMAGES
+from flotilla.shared.weights.pull.server import PublishedImages
 
 SURPLUS = 1.25
 """Samples in work over the engine's slots, so that a slot that falls free is filled at once."""
@@ -45,7 +45,7 @@ SURPLUS = 1.25
 
 @dataclass
 class RolloutSession:
-    """See ``services.rollout.service.Session``."""
+    """See ``flotilla.services.rollout.service.Session``."""
 
     engine: Engine
     gate: VersionGate

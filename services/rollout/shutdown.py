@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from services.rollout.consumer import RolloutConsumer
-from shared.schemas.service import DRAIN_NOTICE_SECONDS, DesiredState, WorkState
+from flotilla.services.rollout.consumer import RolloutConsumer
+from flotilla.shared.schemas.service import DRAIN_NOTICE_SECONDS, DesiredState, WorkState
 
 HAND_OVER_SECONDS = 3.0
 """Kept of a notice for handing over; a step of the engine and one call to the data plane take far less."""

@@ -8,32 +8,32 @@ import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from services.rollout.engines.opening import offers
-from services.rollout.engines.servers.model import sweep_places
-from services.rollout.service import RolloutService
-from services.rollout.session import SessionOpener
-from services.rollout.tools.code_interpreter import Sandboxes
-from shared.client import GatewayClient
-from shared.credentials import Credentials
-from shared.devices import host_capabilities
-from shared.membership import Membership
-from shared.places import read_places
-from shared.sandbox_address import sandbox_address
-from shared.schemas.service import Registration, ServiceKind
-from shared.service_app import at_work
-from shared.settings import ServiceSettings
-from shared.streams.hop import holder_name
-from shared.streams.redis.connection import connect
-from shared.streams.settings import StreamsConfig
-from shared.weights.image_files import shared_memory_identity, sweep
-from shared.weights.locate import ImageLocator
-from shared.weights.pull import PublishedImages
-from shared.weights.pull_client import WeightPuller
+from flotilla.services.rollout.engines.opening import offers
+from flotilla.services.rollout.engines.servers.model import sweep_places
+from flotilla.services.rollout.sandbox_address import sandbox_address
+from flotilla.services.rollout.service import RolloutService
+from flotilla.services.rollout.session import SessionOpener
+from flotilla.services.rollout.tools.code_interpreter import Sandboxes
+from flotilla.shared.environment.settings import ServiceSettings
+from flotilla.shared.host.devices import host_capabilities
+from flotilla.shared.locations.allowed import read_places
+from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.schemas.service import Registration, ServiceKind
+from flotilla.shared.service.app import at_work
+from flotilla.shared.service.membership import Membership
+from flotilla.shared.streams.hop import holder_name
+from flotilla.shared.streams.redis.connection import connect
+from flotilla.shared.streams.settings import StreamsConfig
+from flotilla.shared.weights.image.files import shared_memory_identity, sweep
+from flotilla.shared.weights.mapped.locate import ImageLocator
+from flotilla.shared.weights.pull.client import WeightPuller
+from flotilla.shared.weights.pull.server import PublishedImages
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
-    """See ``shared.service_app.ServiceState``."""
+    """See ``flotilla.shared.service.app.ServiceState``."""
 
     service: RolloutService
     membership: Membership

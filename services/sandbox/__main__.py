@@ -1,4 +1,4 @@
-"""Run a sandbox service: ``python -P -m services.sandbox``."""
+"""Run a sandbox service: ``python -P -m flotilla.services.sandbox``."""
 
 import asyncio
 import contextlib
@@ -8,25 +8,25 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 
-from shared.interpreter import collecting_later
+from flotilla.shared.children.interpreter import collecting_later
 
 with collecting_later():
     from fastapi import FastAPI
     from pydantic import SecretStr, ValidationError
 
-    from services.sandbox.app import create_app
-    from services.sandbox.settings import SandboxSettings
-    from services.sandbox.spare_time import SpareTime
-    from services.sandbox.state import SandboxState, open_state
-    from shared.client import GatewayClient
-    from shared.credentials import Credentials
-    from shared.devices import host_capabilities
-    from shared.errors import InvalidRequest
-    from shared.membership import Membership
-    from shared.schemas.service import DesiredState, ObservedState, Registration, ServiceKind, WorkState
-    from shared.service_app import at_work
-    from shared.service_main import run_service
-    from shared.settings import ServiceSettings
+    from flotilla.services.sandbox.app import create_app
+    from flotilla.services.sandbox.settings import SandboxSettings
+    from flotilla.services.sandbox.spare_time import SpareTime
+    from flotilla.services.sandbox.state import SandboxState, open_state
+    from flotilla.shared.environment.settings import ServiceSettings
+    from flotilla.shared.errors import InvalidRequest
+    from flotilla.shared.host.devices import host_capabilities
+    from flotilla.shared.net.authorisation.credentials import Credentials
+    from flotilla.shared.net.client.client import GatewayClient
+    from flotilla.shared.schemas.service import DesiredState, ObservedState, Registration, ServiceKind, WorkState
+    from flotilla.shared.service.app import at_work
+    from flotilla.shared.service.main import run_service
+    from flotilla.shared.service.membership import Membership
 
 TRUE = {"1", "true", "yes"}
 VARIABLES = {

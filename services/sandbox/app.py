@@ -5,13 +5,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from fastapi import FastAPI
 
-from services.sandbox.routes import health, run_code, sessions
-from services.sandbox.settings import SandboxSettings
-from services.sandbox.state import SandboxState, open_state
-from shared.credentials import Credentials
-from shared.description import describe, only_reading_is_open
-from shared.gatekeeper import Gatekeeper
-from shared.serving import add_problem_handlers
+from flotilla.services.sandbox.routes import health, run_code, sessions
+from flotilla.services.sandbox.settings import SandboxSettings
+from flotilla.services.sandbox.state import SandboxState, open_state
+from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.server.description import describe, only_reading_is_open
+from flotilla.shared.net.server.gatekeeper import Gatekeeper
+from flotilla.shared.net.server.serving import add_problem_handlers
 
 OpenState = Callable[[SandboxSettings], AbstractAsyncContextManager[SandboxState]]
 

@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.sandbox.control_files import read_control
-from services.sandbox.limits import MEBIBYTE, Limits
-from shared.control_groups import Mounts
-from shared.errors import Unavailable
+from flotilla.services.sandbox.control_files import read_control
+from flotilla.services.sandbox.limits import MEBIBYTE, Limits
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.host.control_groups import Mounts
 
 REMOVE_SECONDS = 2.0
 OWN_PROCESSES = 5

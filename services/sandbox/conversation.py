@@ -4,10 +4,10 @@ import asyncio
 import json
 from signal import SIGKILL
 
-from services.sandbox.fork_servers import ForkServer, SandboxFailed
-from services.sandbox.guard.job import OVER_LIMIT, Cell, CellResult, JobResult, PhaseResult
-from services.sandbox.guard.messages import LENGTH_BYTES, framed
-from services.sandbox.limits import Limits, longest_seconds
+from flotilla.services.sandbox.fork_servers import ForkServer, SandboxFailed
+from flotilla.services.sandbox.guard.job import OVER_LIMIT, Cell, CellResult, JobResult, PhaseResult
+from flotilla.services.sandbox.guard.messages import LENGTH_BYTES, framed
+from flotilla.services.sandbox.limits import Limits, longest_seconds
 
 START_SECONDS = 20.0
 CELL_SECONDS = 35.0

@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from services.sandbox.conversation import GUARD_KILLED, Conversation, answer_bytes, blame_memory
-from services.sandbox.fork_servers import ForkServer, Groups, SandboxFailed
-from services.sandbox.guard.job import OVER_LIMIT, Job, JobResult, Phase, PhaseResult
-from services.sandbox.isolation import Isolation, Slot
-from services.sandbox.limits import Limits, longest_seconds
-from services.sandbox.server_restarts import ServerRestarts
-from services.sandbox.slots import sweep
-from services.sandbox.trees import remove_if_small, remove_tree
-from shared.cancelling import to_the_end, until_done
-from shared.errors import Unavailable
+from flotilla.services.sandbox.conversation import GUARD_KILLED, Conversation, answer_bytes, blame_memory
+from flotilla.services.sandbox.fork_servers import ForkServer, Groups, SandboxFailed
+from flotilla.services.sandbox.guard.job import OVER_LIMIT, Job, JobResult, Phase, PhaseResult
+from flotilla.services.sandbox.isolation import Isolation, Slot
+from flotilla.services.sandbox.limits import Limits, longest_seconds
+from flotilla.services.sandbox.server_restarts import ServerRestarts
+from flotilla.services.sandbox.slots import sweep
+from flotilla.services.sandbox.trees import remove_if_small, remove_tree
+from flotilla.shared.concurrency.cancelling import to_the_end, until_done
+from flotilla.shared.errors import Unavailable
 
 log = logging.getLogger(__name__)
 

@@ -12,16 +12,16 @@ from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, n
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.sandbox.cgroups import OWN_BYTES, ControlGroups, Group
-from services.sandbox.guard.job import ANSWER_END, DONE, JOINED, PHASE_OVER, READY, Orders
-from services.sandbox.guard.messages import framed
-from services.sandbox.guard.watch import descendants, running_seconds
-from services.sandbox.isolation import Isolation, Slot
-from services.sandbox.limits import Limits
-from services.sandbox.processors import ProcessorGroup, ProcessorGroups
-from shared.cancelling import to_the_end, until_done
-from shared.errors import FlotillaError
-from shared.processes import reap
+from flotilla.services.sandbox.cgroups import OWN_BYTES, ControlGroups, Group
+from flotilla.services.sandbox.guard.job import ANSWER_END, DONE, JOINED, PHASE_OVER, READY, Orders
+from flotilla.services.sandbox.guard.messages import framed
+from flotilla.services.sandbox.guard.watch import descendants, running_seconds
+from flotilla.services.sandbox.isolation import Isolation, Slot
+from flotilla.services.sandbox.limits import Limits
+from flotilla.services.sandbox.processors import ProcessorGroup, ProcessorGroups
+from flotilla.shared.children.processes import reap
+from flotilla.shared.concurrency.cancelling import to_the_end, until_done
+from flotilla.shared.errors import FlotillaError
 
 START_SECONDS = 20.0
 EMPTY_SECONDS = 1.0

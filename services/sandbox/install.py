@@ -7,17 +7,17 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from services.sandbox.cgroups import ControlGroups
-from services.sandbox.executor import Executor, Program
-from services.sandbox.fork_servers import Groups, SandboxFailed
-from services.sandbox.guard.job import EXITED, Phase
-from services.sandbox.isolation import START, Isolation, Place, Slot, why_not
-from services.sandbox.limits import Limits
-from services.sandbox.processors import ProcessorGroups
-from shared.control_groups import find_mounts
-from shared.errors import Unavailable
-from shared.processes import reap
-from shared.schemas.sandbox import IsolationLevel
+from flotilla.services.sandbox.cgroups import ControlGroups
+from flotilla.services.sandbox.executor import Executor, Program
+from flotilla.services.sandbox.fork_servers import Groups, SandboxFailed
+from flotilla.services.sandbox.guard.job import EXITED, Phase
+from flotilla.services.sandbox.isolation import START, Isolation, Place, Slot, why_not
+from flotilla.services.sandbox.limits import Limits
+from flotilla.services.sandbox.processors import ProcessorGroups
+from flotilla.shared.children.processes import reap
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.host.control_groups import find_mounts
+from flotilla.shared.schemas.sandbox import IsolationLevel
 
 SELF_TEST = """
 import socket, sys
@@ -42,11 +42,11 @@ def install_guard(target: Path) -> None:
     The program of the checkout itself may lie where other uids, and a private root, cannot see it.
     """
     source = Path(__file__).parent
-    package = target / "services" / "sandbox"
+    package = target / "flotilla" / "services" / "sandbox"
     (target / START).mkdir(mode=0o755, parents=True)
     for file in (source / "limits.py", *sorted((source / "guard").rglob("*.py"))):
         shutil.copyfile(file, package / file.relative_to(source))
-    for directory in (target / "services", package):
+    for directory in (target / "flotilla", package.parent, package):
         (directory / "__init__.py").touch()
     for path in (target, *target.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)

@@ -17,15 +17,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.sandbox.guard import landlock, namespaces, seccomp
-from services.sandbox.guard.job import KILL_DESCENDANTS, KILL_NAMESPACE, KILL_UID, Confinement, Orders
-from services.sandbox.languages import TOOL_PATH, python_command
-from services.sandbox.limits import Limits
-from shared.errors import Unavailable
-from shared.schemas.sandbox import IsolationLevel
+from flotilla.services.sandbox.guard import landlock, namespaces, seccomp
+from flotilla.services.sandbox.guard.job import KILL_DESCENDANTS, KILL_NAMESPACE, KILL_UID, Confinement, Orders
+from flotilla.services.sandbox.languages import TOOL_PATH, python_command
+from flotilla.services.sandbox.limits import Limits
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.schemas.sandbox import IsolationLevel
 
 INSIDE_WRITABLE = (namespaces.WORK, namespaces.SHARED_MEMORY, "/dev/null")
-START = "services/sandbox/guard/start"
+START = "flotilla/services/sandbox/guard/start"
 """Below the guard's code: the directory that is put first on the module path of a fork server."""
 SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.sandbox.guard.job import Phase
-from shared.errors import InvalidRequest
+from flotilla.services.sandbox.guard.job import Phase
+from flotilla.shared.errors import InvalidRequest
 
 TOOL_PATH = "/usr/local/bin:/usr/bin:/bin"
 ALIASES = {"nodejs": "javascript"}

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from services.sandbox.trees import remove_tree
-from shared.control_groups import Mounts
+from flotilla.services.sandbox.trees import remove_tree
+from flotilla.shared.host.control_groups import Mounts
 
 log = logging.getLogger(__name__)
 

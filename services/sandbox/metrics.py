@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from shared.schemas.sandbox import IsolationLevel, RunStatus
-from shared.telemetry.prometheus import gauge
+from flotilla.shared.schemas.sandbox import IsolationLevel, RunStatus
+from flotilla.shared.telemetry.prometheus import gauge
 
 
 class SandboxMetrics:

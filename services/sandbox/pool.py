@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
-from services.sandbox.isolation import Slot
-from shared.errors import DeadlineExceeded, Unavailable
+from flotilla.services.sandbox.isolation import Slot
+from flotilla.shared.errors import DeadlineExceeded, Unavailable
 
 LOOK_SECONDS = 1.0
 """How often who waits looks whether the caller has hung up, and how often slots that are out of use are tried."""

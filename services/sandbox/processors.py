@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from services.sandbox.allowances import Allowances
-from services.sandbox.cgroups import REMOVE_SECONDS
-from services.sandbox.control_files import read_control, write_control
-from services.sandbox.spare_time import LEAST_PROCESSORS, SpareTime
-from shared.control_groups import Mounts
+from flotilla.services.sandbox.allowances import Allowances
+from flotilla.services.sandbox.cgroups import REMOVE_SECONDS
+from flotilla.services.sandbox.control_files import read_control, write_control
+from flotilla.services.sandbox.spare_time import LEAST_PROCESSORS, SpareTime
+from flotilla.shared.host.control_groups import Mounts
 
 FIRST_FACTOR = 8
 """A program that has just begun, of a caller that has used little, has so many times the weight of a slot."""

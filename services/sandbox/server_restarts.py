@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from shared.restarts import Restarts
+from flotilla.shared.children.restarts import Restarts
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.25, 8.0
 """A server that a program has ended is started again after the first; each pause is twice as long as the one before."""

@@ -11,18 +11,18 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.sandbox.conversation import Conversation
-from services.sandbox.executor import Executor, Program
-from services.sandbox.fork_servers import SandboxFailed
-from services.sandbox.guard.job import Cell, CellResult, Phase
-from services.sandbox.languages import python_command
-from services.sandbox.limits import MEBIBYTE
-from services.sandbox.metrics import SandboxMetrics
-from services.sandbox.pool import SlotPool
-from services.sandbox.settings import SandboxSettings
-from shared.errors import Conflict, FlotillaError, NotFound, Unavailable
-from shared.schemas.sandbox import SessionRequest
-from shared.security import digest_of, is_same_secret, new_token
+from flotilla.services.sandbox.conversation import Conversation
+from flotilla.services.sandbox.executor import Executor, Program
+from flotilla.services.sandbox.fork_servers import SandboxFailed
+from flotilla.services.sandbox.guard.job import Cell, CellResult, Phase
+from flotilla.services.sandbox.languages import python_command
+from flotilla.services.sandbox.limits import MEBIBYTE
+from flotilla.services.sandbox.metrics import SandboxMetrics
+from flotilla.services.sandbox.pool import SlotPool
+from flotilla.services.sandbox.settings import SandboxSettings
+from flotilla.shared.errors import Conflict, FlotillaError, NotFound, Unavailable
+from flotilla.shared.net.authorisation.tokens import digest_of, is_same_secret, new_token
+from flotilla.shared.schemas.sandbox import SessionRequest
 
 log = logging.getLogger(__name__)
 

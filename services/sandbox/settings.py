@@ -2,9 +2,9 @@
 
 from pydantic import Field, SecretStr
 
-from services.sandbox.limits import MEBIBYTE, Limits
-from shared.config.base import Config
-from shared.schemas.sandbox import IsolationLevel
+from flotilla.services.sandbox.limits import MEBIBYTE, Limits
+from flotilla.shared.config.base.model import Config
+from flotilla.shared.schemas.sandbox import IsolationLevel
 
 
 class SandboxSettings(Config):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from shared.errors import Unavailable
+from flotilla.shared.errors import Unavailable
 
 MAX_UIDS_TRIED = 600
 LOCKS = Path("/run/flotilla-sandbox")

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from services.sandbox.allowances import Allowances
+from flotilla.services.sandbox.allowances import Allowances
 
 ROOMY, SCARCE = 0.25, 0.4
 """Parts of the machine that others use: up to the first there is no bound, from the second on it is tightest."""

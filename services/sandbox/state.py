@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from services.sandbox.executor import Executor
-from services.sandbox.guard import landlock
-from services.sandbox.install import compile_guard, install_guard, try_level
-from services.sandbox.isolation import Place, Slot, candidates, way_to_a, ways_out
-from services.sandbox.languages import Language, find_languages, find_python
-from services.sandbox.leftovers import own_directory, sweep_groups
-from services.sandbox.limits import Limits
-from services.sandbox.metrics import SandboxMetrics
-from services.sandbox.pool import SlotPool
-from services.sandbox.processors import ProcessorGroups
-from services.sandbox.sessions import Sessions
-from services.sandbox.settings import SandboxSettings
-from services.sandbox.slots import own_uids
-from services.sandbox.spare_time import SpareTime, read_busy_seconds
-from shared.control_groups import find_mounts
-from shared.errors import Unavailable
-from shared.schemas.sandbox import IsolationLevel
+from flotilla.services.sandbox.executor import Executor
+from flotilla.services.sandbox.guard import landlock
+from flotilla.services.sandbox.install import compile_guard, install_guard, try_level
+from flotilla.services.sandbox.isolation import Place, Slot, candidates, way_to_a, ways_out
+from flotilla.services.sandbox.languages import Language, find_languages, find_python
+from flotilla.services.sandbox.leftovers import own_directory, sweep_groups
+from flotilla.services.sandbox.limits import Limits
+from flotilla.services.sandbox.metrics import SandboxMetrics
+from flotilla.services.sandbox.pool import SlotPool
+from flotilla.services.sandbox.processors import ProcessorGroups
+from flotilla.services.sandbox.sessions import Sessions
+from flotilla.services.sandbox.settings import SandboxSettings
+from flotilla.services.sandbox.slots import own_uids
+from flotilla.services.sandbox.spare_time import SpareTime, read_busy_seconds
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.host.control_groups import find_mounts
+from flotilla.shared.schemas.sandbox import IsolationLevel
 
 log = logging.getLogger(__name__)
 

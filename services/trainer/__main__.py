@@ -1,12 +1,12 @@
-"""Run a trainer service: ``python -P -m services.trainer``."""
+"""Run a trainer service: ``python -P -m flotilla.services.trainer``."""
 
 import sys
 
-from shared.interpreter import collecting_later
+from flotilla.shared.children.interpreter import collecting_later
 
 with collecting_later():
-    from services.trainer.app import create_app
-    from shared.service_main import run_service
+    from flotilla.services.trainer.app import create_app
+    from flotilla.shared.service.main import run_service
 
 
 def main() -> int:

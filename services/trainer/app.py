@@ -6,12 +6,12 @@ from typing import Protocol
 
 from fastapi import FastAPI
 
-from services.trainer.state import TrainerState, open_state
-from services.trainer.supervisor.served_images import ServedImages
-from shared.credentials import Credentials
-from shared.service_app import create_service_app
-from shared.settings import ServiceSettings
-from shared.weights.pull import PublishedImages, weights_router
+from flotilla.services.trainer.state import TrainerState, open_state
+from flotilla.services.trainer.supervisor.served_images import ServedImages
+from flotilla.shared.environment.settings import ServiceSettings
+from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.service.app import create_service_app
+from flotilla.shared.weights.pull.server import PublishedImages, weights_router
 
 
 class OpenTrainerState(Protocol):

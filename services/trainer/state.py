@@ -9,22 +9,22 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from services.trainer.supervisor.served_images import ServedImages
-from services.trainer.supervisor.supervisor import Addresses, Supervisor
-from shared.client import GatewayClient
-from shared.credentials import Credentials
-from shared.devices import host_capabilities
-from shared.membership import Membership
-from shared.schemas.service import Registration, ServiceKind
-from shared.service_app import at_work
-from shared.settings import ServiceSettings
-from shared.telemetry.logging import format_for
-from shared.weights.image_files import shared_memory_identity
+from flotilla.services.trainer.supervisor.served_images import ServedImages
+from flotilla.services.trainer.supervisor.supervisor import Addresses, Supervisor
+from flotilla.shared.environment.settings import ServiceSettings
+from flotilla.shared.host.devices import host_capabilities
+from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.schemas.service import Registration, ServiceKind
+from flotilla.shared.service.app import at_work
+from flotilla.shared.service.membership import Membership
+from flotilla.shared.telemetry.logging import format_for
+from flotilla.shared.weights.image.files import shared_memory_identity
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """See ``shared.service_app.ServiceState``."""
+    """See ``flotilla.shared.service.app.ServiceState``."""
 
     service: Supervisor
     membership: Membership

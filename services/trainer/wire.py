@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from shared.schemas.service import Assignment, DeviceOrder, DeviceReport, Failure, WorkState
-from shared.schemas.wire import Wire
-from shared.telemetry.logging import LogFormat
+from flotilla.shared.schemas.service import Assignment, DeviceOrder, DeviceReport, Failure, WorkState
+from flotilla.shared.schemas.wire import Wire
+from flotilla.shared.telemetry.logging import LogFormat
 
 EXIT_PEER_LOST = 4
 """A worker ends with it when another rank is gone: whoever started the ranks says which."""

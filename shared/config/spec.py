@@ -4,28 +4,34 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from shared.config.algorithm import AlgorithmConfig
-from shared.config.asynchrony import AsynchronyConfig
-from shared.config.base import Config
-from shared.config.checkpoint import CheckpointConfig
-from shared.config.cross_section_rules import check_sections
-from shared.config.data import DataConfig
-from shared.config.device_rules import check_devices, devices_of_engine, with_ranks_of_devices
-from shared.config.engine import SglangEngineConfig
-from shared.config.episodes import ToolEpisodesConfig
-from shared.config.evaluation import EvaluationConfig
-from shared.config.health import HealthConfig
-from shared.config.job import EvaluationJobConfig, FinishedJob, JobConfig, PreferenceConfig, ReinforcementConfig
-from shared.config.job_rules import check_job, with_defaults_of_the_job
-from shared.config.model import ModelConfig
-from shared.config.optimisation import OptimisationConfig
-from shared.config.parallelism import ParallelismConfig
-from shared.config.publication import ENGINE_BUCKET_MEGABYTES, TransportChoice
-from shared.config.resources import ResourcesConfig, Sharing
-from shared.config.reward import CodeConfig, EnvironmentRewardConfig, RewardConfig, VerlDefaultConfig
-from shared.config.rollout import RolloutConfig
-from shared.config.samples import SamplesConfig
-from shared.config.tracking import TrackingConfig
+from flotilla.shared.config.base.model import Config
+from flotilla.shared.config.rules.cross_section import check_sections
+from flotilla.shared.config.rules.devices import check_devices, devices_of_engine, with_ranks_of_devices
+from flotilla.shared.config.rules.jobs import check_job, with_defaults_of_the_job
+from flotilla.shared.config.sections.algorithm import AlgorithmConfig
+from flotilla.shared.config.sections.asynchrony import AsynchronyConfig
+from flotilla.shared.config.sections.checkpoint import CheckpointConfig
+from flotilla.shared.config.sections.data import DataConfig
+from flotilla.shared.config.sections.engine import SglangEngineConfig
+from flotilla.shared.config.sections.episodes import ToolEpisodesConfig
+from flotilla.shared.config.sections.evaluation import EvaluationConfig
+from flotilla.shared.config.sections.health import HealthConfig
+from flotilla.shared.config.sections.job import (
+    EvaluationJobConfig,
+    FinishedJob,
+    JobConfig,
+    PreferenceConfig,
+    ReinforcementConfig,
+)
+from flotilla.shared.config.sections.model import ModelConfig
+from flotilla.shared.config.sections.optimisation import OptimisationConfig
+from flotilla.shared.config.sections.parallelism import ParallelismConfig
+from flotilla.shared.config.sections.publication import ENGINE_BUCKET_MEGABYTES, TransportChoice
+from flotilla.shared.config.sections.resources import ResourcesConfig, Sharing
+from flotilla.shared.config.sections.reward import CodeConfig, EnvironmentRewardConfig, RewardConfig, VerlDefaultConfig
+from flotilla.shared.config.sections.rollout import RolloutConfig
+from flotilla.shared.config.sections.samples import SamplesConfig
+from flotilla.shared.config.sections.tracking import TrackingConfig
 
 STEPS_AHEAD = 4
 """Steps whose groups wait for the trainer where they need not be sampled."""

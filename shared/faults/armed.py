@@ -8,11 +8,11 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from shared.faults.sites import PROCESSES, VARIABLE
+from flotilla.shared.faults.sites import PROCESSES, VARIABLE
 
 if TYPE_CHECKING:
-    from shared.faults.injector import Injector
-    from shared.faults.plan import FaultPlan
+    from flotilla.shared.faults.injector import Injector
+    from flotilla.shared.faults.plan import FaultPlan
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def arm_from(environment: Mapping[str, str], process: str) -> None:
     text = environment.get(VARIABLE, "")
     if text:
         # Here, since most processes have no faults, and a command line waits for its imports.
-        from shared.faults.plan import parse_plan
+        from flotilla.shared.faults.plan import parse_plan
 
         arm(parse_plan(text), process)
 
@@ -45,7 +45,7 @@ def arm_from(environment: Mapping[str, str], process: str) -> None:
 def arm(plan: "FaultPlan", process: str) -> "Injector":
     """Arm this process with a plan, and say so loudly."""
     global _injector
-    from shared.faults.injector import Injector
+    from flotilla.shared.faults.injector import Injector
 
     assert process in PROCESSES, process
     _injector = Injector(process, plan)

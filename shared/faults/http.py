@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from shared.errors import FlotillaError, Unavailable
-from shared.faults.injector import Injector
-from shared.faults.sites import Kind, Site
+from flotilla.shared.errors import FlotillaError, Unavailable
+from flotilla.shared.faults.injector import Injector
+from flotilla.shared.faults.sites import Kind, Site
 
 
 class FaultyApp:

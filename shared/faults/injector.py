@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from shared.errors import Unavailable
-from shared.faults.plan import Fault, FaultPlan
-from shared.faults.sites import Kind, Site
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.faults.plan import Fault, FaultPlan
+from flotilla.shared.faults.sites import Kind, Site
 
 log = logging.getLogger(__name__)
 

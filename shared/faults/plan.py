@@ -14,9 +14,9 @@ from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from shared.config.base import TextConfig
-from shared.errors import InvalidRequest
-from shared.faults.sites import PLACES, PROCESSES, VARIABLE, Kind, Site
+from flotilla.shared.config.base.model import TextConfig
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.faults.sites import PLACES, PROCESSES, VARIABLE, Kind, Site
 
 MARKS = "marks"
 NEEDS_SECONDS = frozenset({Kind.STALL, Kind.SLOW, Kind.SKEW})

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from shared.beneath import read_beneath
+from flotilla.shared.files.beneath import read_beneath
 
 if TYPE_CHECKING:
-    from shared.config.samples import SamplesConfig
-    from shared.samples.kinds import SampleFile
-    from shared.streams.intervals import IntervalSet
+    from flotilla.shared.config.sections.samples import SamplesConfig
+    from flotilla.shared.schemas.sample_kinds import SampleFile
+    from flotilla.shared.streams.intervals import IntervalSet
 
 SAMPLES = "samples"
 """Folder of an experiment's directory."""
@@ -133,7 +133,7 @@ class SampleFolder:
         """
         from pyarrow import parquet
 
-        from shared.samples.table import to_table
+        from flotilla.shared.samples.table import to_table
 
         self.path.mkdir(exist_ok=True)
         temporary = self.path / f".{file.name}.{os.getpid()}{TEMPORARY}"

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shared.samples.folder import SAMPLES, open_samples_file, step_name, stored_states
-from shared.samples.query import SampleOrder, SampleQuery
+from flotilla.shared.samples.folder import SAMPLES, open_samples_file, step_name, stored_states
+from flotilla.shared.samples.query import SampleOrder, SampleQuery
 
 log = logging.getLogger(__name__)
 

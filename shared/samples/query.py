@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from shared.errors import InvalidRequest
-from shared.samples.kinds import SampleKind
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.schemas.sample_kinds import SampleKind
 
 MAX_NUMBER = 2**63 - 1
 

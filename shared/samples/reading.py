@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from shared.errors import InvalidRequest
-from shared.samples.folder import open_samples_file
-from shared.samples.index import Found, SampleIndex
-from shared.samples.query import SampleQuery
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.samples.folder import open_samples_file
+from flotilla.shared.samples.index import Found, SampleIndex
+from flotilla.shared.samples.query import SampleQuery
 
 TOKEN_COLUMNS = (
     "token_ids",

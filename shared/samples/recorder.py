@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from shared.config.samples import SamplesConfig
-from shared.samples.folder import SampleFolder, ended_name
-from shared.samples.kinds import KeptGroup, SampleFile, SampleKind
-from shared.samples.table import newest_version
-from shared.schemas.trajectory import Group
-from shared.streams.intervals import IntervalSet
+from flotilla.shared.config.sections.samples import SamplesConfig
+from flotilla.shared.samples.folder import SampleFolder, ended_name
+from flotilla.shared.samples.table import newest_version
+from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.streams.intervals import IntervalSet
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shared.samples.kinds import KeptGroup, SampleFile, SampleKind, TrainedTokens
-from shared.schemas.task import Message, Task
-from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
-from shared.schemas.turns import Turn
+from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind, TrainedTokens
+from flotilla.shared.schemas.task import Message, Task
+from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
+from flotilla.shared.schemas.turns import Turn
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from shared.schemas.wire import Wire
+from flotilla.shared.schemas.wire import Wire
 
 
 class EngineCapability(StrEnum):

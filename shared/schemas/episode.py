@@ -4,9 +4,9 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field, FiniteFloat
 
-from shared.schemas.reward_number import Reward
-from shared.schemas.task import Lane
-from shared.schemas.wire import TolerantWire, Wire
+from flotilla.shared.schemas.reward_number import Reward
+from flotilla.shared.schemas.task import Lane
+from flotilla.shared.schemas.wire import TolerantWire, Wire
 
 LONGEST_WAIT_SECONDS: Final = 30.0
 MAX_METRICS: Final = 32

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from shared.beneath import PlainName
-from shared.schemas.health import HealthFinding
-from shared.schemas.wire import Wire
+from flotilla.shared.files.beneath import PlainName
+from flotilla.shared.schemas.health import HealthFinding
+from flotilla.shared.schemas.wire import Wire
 
 
 class ExperimentState(StrEnum):

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from shared.schemas.experiment import ExperimentState
-from shared.schemas.wire import Wire
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.wire import Wire
 
 
 class KindShare(Wire):

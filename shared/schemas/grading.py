@@ -9,9 +9,9 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, FiniteFloat, JsonValue, model_validator
 
-from shared.schemas.reward_number import Reward
-from shared.schemas.trajectory import GradeStatus
-from shared.schemas.wire import TolerantWire
+from flotilla.shared.schemas.reward_number import Reward
+from flotilla.shared.schemas.trajectory import GradeStatus
+from flotilla.shared.schemas.wire import TolerantWire
 
 GRADING_SCHEMA: Final = 1
 """Version of the request and of the answer; it changes only when a reader of the old form would misread the new one."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from pydantic import Field
 
-from shared.schemas.wire import Wire
+from flotilla.shared.schemas.wire import Wire
 
 LONGEST_TEXT = 400
 LONGEST_WORDS = 200

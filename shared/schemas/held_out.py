@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from shared.schemas.wire import Wire
+from flotilla.shared.schemas.wire import Wire
 
 
 class HeldOutAnswer(Wire):

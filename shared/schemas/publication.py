@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import FailFast, Field
 
-from shared.schemas.wire import Wire
+from flotilla.shared.schemas.wire import Wire
 
 
 class Transport(StrEnum):
@@ -37,7 +37,7 @@ class TensorSpec(Wire):
 
 
 class DeltaManifest(Wire):
-    """A patch that makes the image of one that the members hold; see ``shared.weights.delta``."""
+    """A patch that makes the image of one that the members hold; see ``flotilla.shared.weights.image.delta``."""
 
     base_checksum: str
     """xxh3-64 of the image that it is applied to."""

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from shared.samples.kinds import SampleKind
-from shared.schemas.trajectory import GradeStatus
-from shared.schemas.wire import Wire
+from flotilla.shared.schemas.sample_kinds import SampleKind
+from flotilla.shared.schemas.trajectory import GradeStatus
+from flotilla.shared.schemas.wire import Wire
 
 
 class SampleView(Wire):

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
-from shared.schemas.engine import EngineOffer
-from shared.schemas.health import GradingReport, SamplingReport
-from shared.schemas.publication import PublicationOrder, PublicationReport
-from shared.schemas.wire import Wire
+from flotilla.shared.schemas.engine import EngineOffer
+from flotilla.shared.schemas.health import GradingReport, SamplingReport
+from flotilla.shared.schemas.publication import PublicationOrder, PublicationReport
+from flotilla.shared.schemas.wire import Wire
 
 DRAIN_NOTICE_SECONDS = 30.0
 """The notice of a service that is to leave, where none is given."""

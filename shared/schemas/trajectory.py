@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shared.schemas.task import Task
-from shared.schemas.turns import FinishReason as FinishReason
-from shared.schemas.turns import Turn, check_turns
+from flotilla.shared.schemas.task import Task
+from flotilla.shared.schemas.turns import FinishReason as FinishReason
+from flotilla.shared.schemas.turns import Turn, check_turns
 
 GROUP_SCHEMA = 2
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from shared.schemas.experiment import CheckpointView
-from shared.schemas.wire import Wire
+from flotilla.shared.schemas.experiment import CheckpointView
+from flotilla.shared.schemas.wire import Wire
 
 
 class UploadView(Wire):

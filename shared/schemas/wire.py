@@ -2,7 +2,7 @@
 
 from pydantic import ConfigDict
 
-from shared.described import Described
+from flotilla.shared.schemas.described import Described
 
 
 class Wire(Described):

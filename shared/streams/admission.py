@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from shared.schemas.task import Task
-from shared.schemas.trajectory import GradeStatus, Group
-from shared.streams.keys import HopName
+from flotilla.shared.schemas.task import Task
+from flotilla.shared.schemas.trajectory import GradeStatus, Group
+from flotilla.shared.streams.keys import HopName
 
 
 class IssueOutcome(StrEnum):

@@ -16,9 +16,9 @@ from typing import Any
 
 import msgpack
 
-from shared.schemas.task import TASK_SCHEMA, Task
-from shared.schemas.trajectory import GROUP_SCHEMA, Group, Trajectory
-from shared.streams.partials import Partials, num_kept
+from flotilla.shared.schemas.task import TASK_SCHEMA, Task
+from flotilla.shared.schemas.trajectory import GROUP_SCHEMA, Group, Trajectory
+from flotilla.shared.streams.partials import Partials, num_kept
 
 PARTIALS = "partials"
 """Field of a task's payload."""

@@ -3,9 +3,9 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from shared.cancelling import cancelled_by
-from shared.errors import ClaimLost
-from shared.streams.hop import Claim, Hop, Renewal
+from flotilla.shared.concurrency.cancelling import cancelled_by
+from flotilla.shared.errors import ClaimLost
+from flotilla.shared.streams.hop import Claim, Hop, Renewal
 
 
 @asynccontextmanager

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from shared.errors import Unavailable
-from shared.schemas.task import Task
-from shared.schemas.trajectory import Group
-from shared.streams.codec import (
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.schemas.task import Task
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.streams.codec import (
     EntryHeader,
     decode_group,
     decode_partials,
@@ -35,8 +35,8 @@ from shared.streams.codec import (
     group_header,
     task_header,
 )
-from shared.streams.keys import HopName
-from shared.streams.partials import Partials, within
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.partials import Partials, within
 
 log = logging.getLogger(__name__)
 

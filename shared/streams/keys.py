@@ -6,7 +6,7 @@ All keys of an experiment have the same hash tag, so that its scripts may touch 
 from dataclasses import dataclass
 from enum import StrEnum
 
-from shared.schemas.task import Lane
+from flotilla.shared.schemas.task import Lane
 
 CONSUMER_GROUP = "hop"
 """The one consumer group that each stream has."""

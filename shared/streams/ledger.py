@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
-from shared.described import Described
-from shared.streams.keys import HopName
+from flotilla.shared.schemas.described import Described
+from flotilla.shared.streams.keys import HopName
 
 REASONED = ("filtered", "dropped", "failed")
 LENGTH = "length"

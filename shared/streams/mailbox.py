@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from shared.retry import DATA_PLANE, Backoff, retry
+from flotilla.shared.net.retry import DATA_PLANE, Backoff, retry
 
 KEPT_SECONDS = 3600.0
 """How long after its deadline it is remembered that something was expected, so that late ones are told so."""

@@ -6,7 +6,7 @@ claims the task next. Members that are finished travel along and are not sampled
 
 from collections.abc import Sequence
 
-from shared.schemas.trajectory import FinishReason, Trajectory
+from flotilla.shared.schemas.trajectory import FinishReason, Trajectory
 
 Partials = tuple[Trajectory | None, ...]
 """One per member of the group, in the order of their seeds; None for a member that has nothing. Empty: nobody has."""

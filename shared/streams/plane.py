@@ -3,12 +3,12 @@
 from collections.abc import Collection
 from typing import Protocol
 
-from shared.streams.admission import Admission
-from shared.streams.hop import Hop
-from shared.streams.keys import HopName
-from shared.streams.ledger import Ledger
-from shared.streams.mailbox import Mailbox
-from shared.streams.plans import TrainerQueue
+from flotilla.shared.streams.admission import Admission
+from flotilla.shared.streams.hop import Hop
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.ledger import Ledger
+from flotilla.shared.streams.mailbox import Mailbox
+from flotilla.shared.streams.plans import TrainerQueue
 
 
 class DataPlane(Protocol):

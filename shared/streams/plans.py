@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import msgpack
 
-from shared.errors import ClaimLost
-from shared.streams.hop import FENCED, Claim, Hop, Resolution
+from flotilla.shared.errors import ClaimLost
+from flotilla.shared.streams.hop import FENCED, Claim, Hop, Resolution
 
 LOST_WITH_CHECKPOINT = "lost_with_checkpoint"
 """Why a group is dropped that only weights were trained with, or sampled by, which no surviving checkpoint leads to."""
@@ -38,7 +38,7 @@ class Plan:
         oldest_version, newest_version: policy versions that sampled a token of them.
         token_count: tokens of them all that the policy sampled.
         token_counts: the same of each group, in order.
-        parent: the lineage that the step continues, see ``shared.lineage.follow``; empty where it is not known.
+        parent: the lineage that the step continues, see ``lineage.follow``; empty where it is not known.
     """
 
     step: int

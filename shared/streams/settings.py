@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from shared.config.base import Config
+from flotilla.shared.config.base.model import Config
 
 
 class StreamsConfig(Config):

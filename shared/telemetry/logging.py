@@ -11,7 +11,7 @@ import traceback
 from contextvars import ContextVar
 from typing import Any, Literal, cast
 
-from shared.clock import rfc3339
+from flotilla.shared.clock import rfc3339
 
 experiment_id: ContextVar[str | None] = ContextVar("experiment_id", default=None)
 service_id: ContextVar[str | None] = ContextVar("service_id", default=None)

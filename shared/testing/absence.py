@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from shared.errors import Unavailable
+from flotilla.shared.errors import Unavailable
 
 
 def make_absent(owner: object, method: str, times: int) -> list[None]:

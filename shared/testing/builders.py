@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from shared.schemas.task import Message, Task
-from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
+from flotilla.shared.schemas.task import Message, Task
+from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
 
 
 def a_task(group_id: int = 0, **fields: Any) -> Task:

@@ -1,7 +1,7 @@
 """Remembers which groups it was told to keep."""
 
-from shared.samples.kinds import SampleKind
-from shared.schemas.trajectory import Group
+from flotilla.shared.schemas.sample_kinds import SampleKind
+from flotilla.shared.schemas.trajectory import Group
 
 
 class KeptInMemory:

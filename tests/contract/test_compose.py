@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 from flotilla.cli.command_line import build_parser
-from services.trainer.supervisor.supervisor import STOP_SECONDS as WORKER_STOP_SECONDS
-from shared.service_app import STOP_SECONDS
-from shared.settings import NOTICE_SECONDS
+from flotilla.services.trainer.supervisor.supervisor import STOP_SECONDS as WORKER_STOP_SECONDS
+from flotilla.shared.environment.settings import NOTICE_SECONDS
+from flotilla.shared.service.app import STOP_SECONDS
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
@@ -53,7 +53,7 @@ def test_every_kind_of_service_is_there() -> None:
 def test_a_service_runs_a_module_that_exists_and_none_of_its_working_directory(name: str) -> None:
     command = SERVICES[name]["command"]
 
-    assert command == ["python", "-P", "-m", f"services.{name}"]
+    assert command == ["python", "-m", f"flotilla.services.{name}"]
     assert (ROOT / "services" / name / "__main__.py").is_file()
 
 

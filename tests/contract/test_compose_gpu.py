@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from flotilla.cli.command_line import build_parser
-from shared.settings import ENGINE_PYTHONS
+from flotilla.shared.environment.settings import ENGINE_PYTHONS
 
 ROOT = Path(__file__).parents[2]
 GPU: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text(encoding="utf-8"))[

@@ -12,7 +12,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("gateway", "rollout", "trainer", "reward", "sandbox")
-OURS = ("flotilla", "services", "shared")
 TORCH = {"torch", "transformers", "safetensors"}
 MAY_IMPORT_TORCH = (
     "services/trainer/",
@@ -24,8 +23,17 @@ MAY_IMPORT_TORCH = (
 
 
 @cache
-def modules() -> list[Path]:
-    return sorted(path for top in OURS for path in (ROOT / top).rglob("*.py"))
+def modules() -> dict[str, Path]:
+    """Find every module by its import name; ``services`` and ``shared`` are linked into ``flotilla``."""
+    found = {}
+    for top in ("flotilla", "services", "shared"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            if parts[:2] in {("flotilla", "services"), ("flotilla", "shared")}:
+                continue
+            parts = parts if top == "flotilla" else ("flotilla", *parts)
+            found[".".join(parts).removesuffix(".__init__")] = path
+    return found
 
 
 @cache
@@ -38,37 +46,107 @@ def imported_by(path: Path) -> Iterator[str]:
     for node in import_nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        else:
-            assert node.level == 0, f"{path} imports relatively"
+        elif node.level == 0:
             yield node.module or ""
+
+
+def names_imported_by(path: Path) -> Iterator[str]:
+    """List all that a module imports: ``from a.b import c`` as ``a.b`` and as ``a.b.c``, which may be a module."""
+    yield from imported_by(path)
+    for node in import_nodes(path):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """Find which modules each module imports; of a package and a module in it, the module."""
+    found = {}
+    for name, path in modules().items():
+        ours = {other for other in names_imported_by(path) if other in modules()} - {name}
+        found[name] = {other for other in ours if not any(each.startswith(f"{other}.") for each in ours)}
+    return found
+
+
+@cache
+def rooms(package: str) -> dict[str, set[str]]:
+    """Find which modules and folders directly in a package import which others of them."""
+    found: dict[str, set[str]] = {}
+    for name, others in imports().items():
+        if name.startswith(f"{package}."):
+            mine = name.removeprefix(f"{package}.").split(".")[0]
+            ours = [each.removeprefix(f"{package}.") for each in others if each.startswith(f"{package}.")]
+            found.setdefault(mine, set()).update({each.split(".")[0] for each in ours} - {mine})
+    return found
+
+
+def test_no_module_imports_relatively() -> None:
+    nodes = {name: import_nodes(path) for name, path in modules().items()}
+    assert [name for name, found in nodes.items() if any(getattr(node, "level", 0) for node in found)] == []
+
+
+def packages() -> list[str]:
+    return sorted({name.rpartition(".")[0] for name in modules() if "." in name})
 
 
 def test_there_are_modules_to_check() -> None:
     assert len(modules()) > 50
+    assert len(packages()) > 50
+
+
+def test_nothing_but_flotilla_is_imported_of_ours() -> None:
+    tests = [path for top in ("tests", "benchmarks", "examples") for path in (ROOT / top).rglob("*.py")]
+    others = {
+        (path.relative_to(ROOT).as_posix(), name)
+        for path in [*modules().values(), *tests]
+        for name in imported_by(path)
+        if name.split(".")[0] in {"services", "shared"}
+    }
+
+    assert others == set()
 
 
 def test_imports_run_downwards_only() -> None:
-    def is_allowed(mine: tuple[str, ...], parts: list[str]) -> bool:
-        if parts[0] == "flotilla":
-            return mine[0] == "flotilla"
-        if parts[0] == "services":
-            return mine[0] == "flotilla" or (mine[0] == "services" and parts[1:2] == [mine[1]])
-        return parts[0] not in {"tests", "benchmarks", "examples"}
+    def is_allowed(mine: list[str], other: list[str]) -> bool:
+        if other[0] in {"tests", "benchmarks", "examples"}:
+            return False
+        if other[0] != "flotilla" or other == ["flotilla"]:
+            return True
+        if other[1:2] == ["shared"]:
+            return True
+        if mine[1:2] == ["shared"]:
+            return False
+        return mine[1:2] != ["services"] or other[:3] == mine[:3]
 
-    assert {
-        (str(path), name)
-        for path in modules()
-        for name in imported_by(path)
-        if not is_allowed(path.relative_to(ROOT).parts, name.split("."))
-    } == set()
+    upwards = {
+        (mine, other)
+        for mine, path in modules().items()
+        for other in imported_by(path)
+        if not is_allowed(mine.split("."), other.split("."))
+    }
+    assert upwards == set()
+
+
+@pytest.mark.parametrize("package", packages())
+def test_what_is_in_a_package_imports_in_one_direction(package: str) -> None:
+    """No two folders import each other, and no folder imports a module of its parent that imports the folder."""
+    list(TopologicalSorter(rooms(package)).static_order())
+
+
+def test_modules_import_each_other_in_one_direction() -> None:
+    list(TopologicalSorter(imports()).static_order())
+
+
+def test_shared_has_only_errors_and_the_clock_at_its_top() -> None:
+    assert {path.name for path in (ROOT / "shared").glob("*.py")} == {"__init__.py", "clock.py", "errors.py"}
 
 
 def test_torch_is_imported_only_where_weights_are_computed() -> None:
     found = set()
-    for path in modules():
+    for path in modules().values():
         relative = path.relative_to(ROOT).as_posix()
         # transformers' tokenizers need no torch.
-        barred = TORCH - {"transformers"} if relative == "shared/prompts.py" else TORCH
+        barred = TORCH - {"transformers"} if relative == "shared/models/prompts.py" else TORCH
         if not relative.startswith(MAY_IMPORT_TORCH):
             found |= {(relative, name) for name in imported_by(path) if name.split(".")[0] in barred}
 
@@ -77,13 +155,17 @@ def test_torch_is_imported_only_where_weights_are_computed() -> None:
 
 def test_algorithms_import_nothing_of_ours_but_types() -> None:
     algorithms = sorted((ROOT / "services/trainer/algorithms").rglob("*.py"))
-    ours = {(path.name, name) for path in algorithms for name in imported_by(path) if name.startswith(OURS)}
+    ours = {(path.name, name) for path in algorithms for name in imported_by(path) if name.startswith("flotilla")}
+    allowed = ("flotilla.services.trainer.algorithms", "flotilla.shared.config")
 
     assert algorithms
-    assert {each for each in ours if not each[1].startswith(("services.trainer.algorithms", "shared.config"))} == set()
+    assert {each for each in ours if not each[1].startswith(allowed)} == set()
 
 
-@pytest.mark.parametrize("package", ["services.gateway", "services.reward", "services.sandbox", "flotilla.cli"])
+SMALL = ("services.gateway", "services.reward", "services.sandbox", "cli")
+
+
+@pytest.mark.parametrize("package", SMALL)
 def test_small_images_need_no_torch(package: str) -> None:
     script = (
         "import importlib, sys\n"
@@ -92,7 +174,7 @@ def test_small_images_need_no_torch(package: str) -> None:
         "        if name.split('.')[0] in {'torch', 'transformers', 'safetensors'}:\n"
         "            raise ImportError(name + ' was imported')\n"
         "sys.meta_path.insert(0, Refuse())\n"
-        f"importlib.import_module('{package}.__main__')\n"
+        f"importlib.import_module('flotilla.{package}.__main__')\n"
     )
 
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60)
@@ -105,65 +187,19 @@ def test_a_service_is_known_here(service: str) -> None:
     assert (ROOT / "services" / service / "__main__.py").is_file()
 
 
-def names_imported_by(path: Path) -> Iterator[str]:
-    """List all that a module imports: ``from a.b import c`` as ``a.b`` and as ``a.b.c``, which may be a module."""
-    yield from imported_by(path)
-    for node in import_nodes(path):
-        if isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def rooms(package: str) -> dict[str, set[str]]:
-    """Find which folders of a package import which others; a module at its top is a room of its own."""
-    top = ROOT / package.replace(".", "/")
-    found: dict[str, set[str]] = {}
-    for path in top.rglob("*.py"):
-        if path == top / "__init__.py":
-            continue
-        mine = path.relative_to(top).parts[0].removesuffix(".py")
-        inside = (name.removeprefix(package + ".") for name in names_imported_by(path) if name.startswith(package))
-        others = {name.split(".")[0] for name in inside}
-        found.setdefault(mine, set()).update(other for other in others - {mine} if is_room(top, other))
-    return found
-
-
-@cache
-def is_room(top: Path, name: str) -> bool:
-    return (top / name).is_dir() or (top / f"{name}.py").is_file()
-
-
-PACKAGES_OF_ROOMS = (
-    *(f"services.{service}" for service in SERVICES),
-    "services.rollout.engines",
-    "flotilla",
-    "flotilla.cli",
-)
-
-
-@pytest.mark.parametrize("package", PACKAGES_OF_ROOMS)
-def test_folders_of_a_package_import_each_other_in_one_direction(package: str) -> None:
-    list(TopologicalSorter(rooms(package)).static_order())
-
-
 def test_an_engine_is_known_only_by_what_runs_around_it() -> None:
     """Decoders know no engine, the embedded engine no process, and who receives weights none of the three."""
-    found = rooms("services.rollout.engines")
+    engines = "flotilla.services.rollout.engines"
+    found = rooms(engines)
     assert not {"embedded", "process"} & found["decoders"]
     assert "process" not in found["embedded"]
-    names = [name for path in (ROOT / "services/rollout/weights").rglob("*.py") for name in names_imported_by(path)]
-    engines = {name.split(".")[3] for name in names if name.startswith("services.rollout.engines.")}
-    assert engines == {"base"}
-
-
-def test_modules_import_each_other_in_one_direction() -> None:
-    named = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in modules()}
-    imports = {name: {other for other in names_imported_by(path) if other in named} for name, path in named.items()}
-
-    list(TopologicalSorter(imports).static_order())
+    receiving = [others for name, others in imports().items() if name.startswith("flotilla.services.rollout.weights.")]
+    used = {other.split(".")[4] for others in receiving for other in others if other.startswith(f"{engines}.")}
+    assert used == {"base"}
 
 
 def test_the_trainers_supervisor_needs_no_torch() -> None:
-    assert not rooms("services.trainer")["supervisor"] - {"wire"}
+    assert not rooms("flotilla.services.trainer")["supervisor"] - {"wire"}
     for path in (ROOT / "services/trainer/supervisor").rglob("*.py"):
         assert not TORCH & {name.split(".")[0] for name in imported_by(path)}
 
@@ -205,9 +241,9 @@ GATEWAY_ORDER = (
 
 
 def test_the_gateways_rooms_import_only_those_below_them() -> None:
-    imports = rooms("services.gateway")
+    found = rooms("flotilla.services.gateway")
 
-    assert imports.keys() == set(GATEWAY_ORDER), "a new room has its place in the order"
+    assert found.keys() == set(GATEWAY_ORDER), "a new room has its place in the order"
     place = {room: number for number, room in enumerate(GATEWAY_ORDER)}
-    upwards = {(room, other) for room, others in imports.items() for other in others if place[other] > place[room]}
+    upwards = {(room, other) for room, others in found.items() for other in others if place[other] > place[room]}
     assert upwards == set()

@@ -25,15 +25,15 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from services.reward.app import create_app as reward_app
-from services.rollout.app import create_app as rollout_app
-from services.sandbox.app import create_app as sandbox_app
-from services.sandbox.settings import SandboxSettings
-from services.trainer.app import create_app as trainer_app
-from shared.schemas.service import ObservedState
-from shared.serving import address_of, bind, config_of
-from shared.settings import ServiceSettings
-from shared.weights.image import WeightImage
+from flotilla.services.reward.app import create_app as reward_app
+from flotilla.services.rollout.app import create_app as rollout_app
+from flotilla.services.sandbox.app import create_app as sandbox_app
+from flotilla.services.sandbox.settings import SandboxSettings
+from flotilla.services.trainer.app import create_app as trainer_app
+from flotilla.shared.environment.settings import ServiceSettings
+from flotilla.shared.net.server.serving import address_of, bind, config_of
+from flotilla.shared.schemas.service import ObservedState
+from flotilla.shared.weights.image.image import WeightImage
 from tests.unit.rollout.agents.world import World
 
 pytestmark = pytest.mark.long

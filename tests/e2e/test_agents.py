@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shared.client import GatewayClient
+from flotilla.shared.net.client.client import GatewayClient
 from tests.fleet import ROOT, RunningFleet, running_fleet
 
 NUM_STEPS = 20

@@ -13,8 +13,8 @@ import yaml
 
 import flotilla
 from examples.sweep.sweep import sweep
-from shared.ports import lasting_port
-from shared.schemas.experiment import ExperimentState
+from flotilla.shared.net.server.ports import lasting_port
+from flotilla.shared.schemas.experiment import ExperimentState
 from tests.fleet import ROOT, make_experiment, running_fleet
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]

@@ -11,7 +11,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from shared.client import GatewayClient
+from flotilla.shared.net.client.client import GatewayClient
 from tests.faults.test_kill import patiently, until_completed
 from tests.fleet import make_experiment, running_fleet, tiny_model
 from tests.integration.trainer.architectures import ARCHITECTURES

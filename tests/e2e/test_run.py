@@ -12,7 +12,7 @@ import psutil
 import pytest
 import yaml
 
-from shared.weights.image_files import default_directories
+from flotilla.shared.weights.image.files import default_directories
 from tests.e2e.records import check_loads, check_metrics, check_summary, metrics_of
 from tests.fleet import FLOTILLA, ROOT, make_experiment, until
 

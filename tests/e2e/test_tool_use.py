@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.samples.table import to_groups
+from flotilla.shared.samples.table import to_groups
 from tests.fleet import FLOTILLA, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]

@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import pytest
 
-from shared.client import GatewayClient
+from flotilla.shared.net.client.client import GatewayClient
 from tests.fleet import make_experiment, running_fleet
 
 STEPS = 4

@@ -23,7 +23,7 @@ import pytest
 import yaml
 
 from flotilla.connection import FleetInfo
-from shared.errors import Unavailable
+from flotilla.shared.errors import Unavailable
 from tests.fleet import is_running, make_experiment, until
 from tests.unit.cli.test_commands_of_pages import PAGE, commands_of
 

@@ -21,7 +21,7 @@ import pytest
 from redis.asyncio import Redis
 
 from flotilla.connection import FleetInfo
-from shared.client import GatewayClient
+from flotilla.shared.net.client.client import GatewayClient
 from tests.faults.test_kill import patiently, until_step
 from tests.faults.trial import Trial, waited
 from tests.fleet import RunningFleet, make_experiment, running_fleet
@@ -44,9 +44,9 @@ STALL_SECONDS = 8
 ANSWER_SECONDS = 5
 """Less than the gateway waits for a data plane that does not answer."""
 VICTIMS = (
-    ("services.rollout.engines.process.child", "rollout", ""),
-    ("services.reward", "reward", ""),
-    ("services.trainer.worker", "trainer", ""),
+    ("flotilla.services.rollout.engines.process.child", "rollout", ""),
+    ("flotilla.services.reward", "reward", ""),
+    ("flotilla.services.trainer.worker", "trainer", ""),
     ("valkey-server", "redis", "the data plane does not answer"),
 )
 """Program, the component that is named, what the cause says."""

@@ -19,10 +19,14 @@ from tests.fleet import RESTART_SECONDS, hold_back, make_experiment, running_fle
 pytestmark = [pytest.mark.long, pytest.mark.timeout(580)]
 
 STEPS, HELD_STEPS, TURNS = 16, 1, 5
-VICTIMS = ("services.rollout", "services.rollout.engines.process.child", "services.rollout.custom_code") * 2
+VICTIMS = (
+    "flotilla.services.rollout",
+    "flotilla.services.rollout.engines.process.child",
+    "flotilla.services.rollout.custom_code",
+) * 2
 LAKE = """
 import asyncio
-from services.rollout.environments.frozen_lake import FrozenLake
+from flotilla.services.rollout.environments.frozen_lake import FrozenLake
 
 class Slow(FrozenLake):
     async def step(self, text):
@@ -32,7 +36,7 @@ class Slow(FrozenLake):
 """
 GRADER = """
 import zlib
-from services.rollout.environments.frozen_lake import FrozenLake
+from flotilla.services.rollout.environments.frozen_lake import FrozenLake
 
 def score(sample):
     lake = FrozenLake()
@@ -100,7 +104,7 @@ async def test_episodes_in_flight_begin_again_whole_when_their_rollout_is_killed
                 hold.write_text(str((HELD_STEPS + 2 * number + 2) * spec["optimisation"]["groups_per_mini_batch"]))
                 holder = await trial.until_one_holds(2, set(serving))
                 kill(victim, holder)
-                num_held += len(await trial.held_by(holder)) if victim == "services.rollout" else 0
+                num_held += len(await trial.held_by(holder)) if victim == "flotilla.services.rollout" else 0
             hold.unlink()
             await until_completed(client, trial.id)
             watching.cancel()

@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from shared.access import PassKey
-from shared.client import GatewayClient
-from shared.schemas.service import ServiceKind
-from shared.weights.image_files import HOST_ID
+from flotilla.shared.net.authorisation.access import PassKey
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.schemas.service import ServiceKind
+from flotilla.shared.weights.image.files import HOST_ID
 from tests.faults.test_kill import until_completed, until_step
 from tests.faults.test_ranks import NAMED_SECONDS, TOLERANCE, an_experiment, check_ledger, curve_of, start
 from tests.fleet import ROOT, RunningFleet, running_fleet
@@ -45,7 +45,7 @@ class SecondHost:
 
     def start(self) -> None:
         with self._log.open("ab") as log:
-            command = [sys.executable, "-m", "services.trainer"]
+            command = [sys.executable, "-m", "flotilla.services.trainer"]
             self.process = subprocess.Popen(
                 command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment
             )
@@ -54,7 +54,7 @@ class SecondHost:
         """Find its training process."""
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                if "services.trainer.worker" in child.cmdline() and "RANK" in child.environ():
+                if "flotilla.services.trainer.worker" in child.cmdline() and "RANK" in child.environ():
                     return child
         raise AssertionError("no rank runs on the second host")
 
@@ -116,7 +116,7 @@ async def test_two_nodes_are_killed_and_learn_what_one_learns(tmp_path: Path) ->
 
                 await until_step(client, several, 9)
                 killed = time.monotonic()
-                fleet.kill("services.trainer.worker")
+                fleet.kill("flotilla.services.trainer.worker")
                 assert await until_said(client, several, "rank 0 of 2 was ended by SIGKILL") - killed < NAMED_SECONDS
                 await until_completed(client, several)
                 await compare(client, expected, several)
@@ -134,7 +134,7 @@ async def test_the_host_that_leads_is_lost_and_the_other_one_leads(tmp_path: Pat
                 await until_step(client, experiment, 3)
                 before = host.rank()
                 killed = time.monotonic()
-                fleet.kill("services.trainer")
+                fleet.kill("flotilla.services.trainer")
                 named = await until_said(client, experiment, "node 1 of 2", "is gone")
                 assert named - killed < NAMED_SECONDS
                 await until_step(client, experiment, 6)

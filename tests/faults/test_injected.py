@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.faults.plan import parse_plan
-from shared.faults.sites import Kind
+from flotilla.shared.faults.plan import parse_plan
+from flotilla.shared.faults.sites import Kind
 from tests.faults.test_kill import ids_of, patiently, until_completed, watch_balance
 from tests.fleet import FLOTILLA, ROOT, make_experiment, running_fleet
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shared.client import GatewayClient
-from shared.errors import FlotillaError
+from flotilla.shared.errors import FlotillaError
+from flotilla.shared.net.client.client import GatewayClient
 from tests.fleet import hold_back, make_experiment, running_fleet
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(580)]
@@ -19,12 +19,12 @@ STEPS = 40
 HELD_STEPS = 36
 """The rest waits until everybody was killed."""
 VICTIMS = (
-    "services.rollout",
-    "services.rollout.engines.process.child",
-    "services.reward",
-    "services.trainer.worker",
-    "services.trainer",
-    "services.gateway",
+    "flotilla.services.rollout",
+    "flotilla.services.rollout.engines.process.child",
+    "flotilla.services.reward",
+    "flotilla.services.trainer.worker",
+    "flotilla.services.trainer",
+    "flotilla.services.gateway",
 )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shared.schemas.service import ServiceView
+from flotilla.shared.schemas.service import ServiceView
 from tests.faults.test_kill import until_step, watch_balance
 from tests.faults.trial import (
     PATIENCE_SECONDS,
@@ -125,7 +125,7 @@ async def is_drained(trial: Trial, view: ServiceView) -> None:
     event = await trial.left(view.service_id)
     assert event["tokens_handed_over"] > 0
     assert "rollout-0 has left" in log.read_text() or "rollout-1 has left" in log.read_text()
-    assert len(trial.fleet.pids("services.rollout")) == 1
+    assert len(trial.fleet.pids("flotilla.services.rollout")) == 1
 
 
 async def ends_at_first_sigterm(trial: Trial, process: "subprocess.Popen[bytes]", view: ServiceView) -> None:

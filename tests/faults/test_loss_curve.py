@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shared.client import GatewayClient
+from flotilla.shared.net.client.client import GatewayClient
 from tests.faults import test_continue as continuing
 from tests.faults.test_kill import patiently, until_completed, until_step
 from tests.fleet import RunningFleet, hold_back, make_experiment, running_fleet
@@ -23,13 +23,13 @@ STEPS_BETWEEN = 3
 LAST_STEPS = 5
 KILLED_RUNS_STEPS = 8
 EACH = (
-    "services.rollout",
-    "services.rollout.engines.process.child",
-    "services.reward",
-    "services.gateway",
+    "flotilla.services.rollout",
+    "flotilla.services.rollout.engines.process.child",
+    "flotilla.services.reward",
+    "flotilla.services.gateway",
     "valkey-server",
 )
-AGAIN = (*EACH, "services.rollout.engines.process.child", "valkey-server")
+AGAIN = (*EACH, "flotilla.services.rollout.engines.process.child", "valkey-server")
 COMPARED = ("loss/total", "grad_norm", "reward/mean", "completion_tokens/mean", "advantage/mean_square")
 TOLERANCE = 1e-6
 

@@ -17,9 +17,9 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from flotilla.connection import FleetInfo
-from shared.client import GatewayClient
-from shared.streams.codec import EntryHeader
-from shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.streams.codec import EntryHeader
+from flotilla.shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
 from tests.faults.test_kill import watch_balance
 from tests.faults.trial import (
     ENGINE,
@@ -77,11 +77,11 @@ async def test_rollouts_die_join_and_are_slow(tmp_path: Path) -> None:
         async with fleet.client() as client:
             trial = await dies_during_first_formation(fleet, client, tmp_path)
             watching = asyncio.create_task(watch_balance(client, trial.id, balanced))
-            trainer = fleet.pids("services.trainer.worker")
+            trainer = fleet.pids("flotilla.services.trainer.worker")
             with joining(data, tmp_path / "slow.log", FLOTILLA_FAULTS=SLOW_ENGINE) as slow:
                 await joins_and_is_slow(trial, slow.pid)
                 await dies_around_broadcasts(trial, slow.pid, slow_receive)
-                assert fleet.pids("services.trainer.worker") == trainer
+                assert fleet.pids("flotilla.services.trainer.worker") == trainer
                 await trial.stop()
             watching.cancel()
             await check_what_was_trained(trial)
@@ -139,7 +139,7 @@ def is_enough(what: str, seconds: list[float]) -> bool:
 def endpoint_of(pid: int) -> int:
     """Find the process that owns a rollout's end of the weight group."""
     children = psutil.Process(pid).children()
-    return next(each.pid for each in children if "shared.weights.endpoint" in each.cmdline())
+    return next(each.pid for each in children if "flotilla.shared.weights.group.endpoint" in each.cmdline())
 
 
 async def joins_and_is_slow(trial: Trial, joiner: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shared.client import GatewayClient
+from flotilla.shared.net.client.client import GatewayClient
 from tests.faults.test_kill import patiently, until_completed, until_step
 from tests.fleet import RunningFleet, make_experiment, running_fleet
 
@@ -69,7 +69,7 @@ async def check_ledger(client: GatewayClient, experiment_id: str, spec: dict[str
 
 def kill_rank(fleet: RunningFleet, rank: int) -> float:
     """Kill -9 a rank; returns when."""
-    for pid in fleet.pids("services.trainer.worker"):
+    for pid in fleet.pids("flotilla.services.trainer.worker"):
         if psutil.Process(pid).environ().get("RANK") == str(rank):
             os.kill(pid, signal.SIGKILL)
             return time.monotonic()

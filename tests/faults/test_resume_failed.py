@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shared.client import GatewayClient
-from shared.errors import ActionNotAllowed
+from flotilla.shared.errors import ActionNotAllowed
+from flotilla.shared.net.client.client import GatewayClient
 from tests.faults.test_kill import patiently, until_completed, until_step
 from tests.fleet import RunningFleet, hold_back, make_experiment, running_fleet
 
@@ -28,8 +28,8 @@ async def kill_until_failed(fleet: RunningFleet, client: GatewayClient, path: st
         if view["state"] == "failed":
             return view
         assert time.monotonic() < end, view
-        if fleet.pids("services.trainer.worker"):
-            fleet.kill("services.trainer.worker")
+        if fleet.pids("flotilla.services.trainer.worker"):
+            fleet.kill("flotilla.services.trainer.worker")
         await asyncio.sleep(0.2)
 
 

@@ -46,7 +46,7 @@ async def lose_tail(fleet: Fleet) -> None:
 async def lose_newest_checkpoint(fleet: Fleet) -> None:
     newest = (await fleet.checkpoints())[-1]
     await asyncio.to_thread(shutil.rmtree, newest)
-    fleet.running.kill("services.trainer.worker")
+    fleet.running.kill("flotilla.services.trainer.worker")
 
 
 async def lose_every_checkpoint(fleet: Fleet) -> None:
@@ -61,7 +61,7 @@ async def damage_newest_checkpoint(fleet: Fleet) -> None:
     content = bytearray(weights.read_bytes())
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)
-    fleet.running.kill("services.trainer.worker")
+    fleet.running.kill("flotilla.services.trainer.worker")
 
 
 async def lose_images(fleet: Fleet) -> None:
@@ -75,10 +75,12 @@ async def lose_every_recent_transaction(fleet: Fleet) -> None:
     database, copy = fleet.data / "gateway.sqlite", fleet.data / "earlier.sqlite"
     with closing(sqlite3.connect(database)) as source, closing(sqlite3.connect(copy)) as target:
         source.backup(target)
-    before = set(fleet.running.pids("services.trainer.worker"))
-    fleet.running.kill("services.trainer")
+    before = set(fleet.running.pids("flotilla.services.trainer.worker"))
+    fleet.running.kill("flotilla.services.trainer")
     async with asyncio.timeout(120):
-        while not set(fleet.running.pids("services.trainer.worker")) - before or not await works(fleet, "trainer"):
+        while not set(fleet.running.pids("flotilla.services.trainer.worker")) - before or not await works(
+            fleet, "trainer"
+        ):
             await asyncio.sleep(0.1)
     await fleet.cut_power()
     for path in fleet.data.glob("gateway.sqlite*"):

@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from shared.client import GatewayClient
-from shared.ports import lasting_port
-from shared.schemas.service import TEACHER
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.net.server.ports import lasting_port
+from flotilla.shared.schemas.service import TEACHER
 from tests.faults.test_kill import patiently, until_completed, until_step
 from tests.faults.test_loss_curve import curve_of, start
 from tests.faults.trial import waited
@@ -91,7 +91,7 @@ async def test_a_teacher_behind_a_url_teaches_the_same_and_may_die(tmp_path: Pat
                 problem = await waited(lambda: problem_of(client, found_id), 120, "the teacher to be named")
                 waiting = (await patiently(client, f"/v1/experiments/{found_id}/ledger"))["train"]
                 # What a trainer that dies meanwhile replays needs no teacher.
-                fleet.kill("services.trainer.worker")
+                fleet.kill("flotilla.services.trainer.worker")
             with serving(teacher, port):
                 view = await until_completed(client, found_id)
             found = await curve_of(client, found_id, STEPS, COMPARED)

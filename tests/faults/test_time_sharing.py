@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway.registry.shifts import holder_of
-from shared.client import GatewayClient
-from shared.schemas.service import ServiceKind
+from flotilla.services.gateway.registry.shifts import holder_of
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.schemas.service import ServiceKind
 from tests.faults.test_kill import until_completed
 from tests.faults.test_loss_curve import COMPARED, curve_of, start
 from tests.faults.trial import PATIENCE_SECONDS, waited
@@ -18,7 +18,7 @@ from tests.fleet import RunningFleet, make_experiment, running_fleet
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(580)]
 
 STEPS = 8
-ENGINE, WORKER = "services.rollout.engines.process.child", "services.trainer.worker"
+ENGINE, WORKER = "flotilla.services.rollout.engines.process.child", "flotilla.services.trainer.worker"
 KILLS = (
     (ServiceKind.ROLLOUT, ENGINE),
     (ServiceKind.TRAINER, WORKER),

@@ -12,8 +12,8 @@ import pytest
 from redis.asyncio import Redis
 
 from flotilla.cli.redis_server import LocalRedis
-from shared.client import GatewayClient
-from shared.streams.redis.connection import connect
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.streams.redis.connection import connect
 from tests.fleet import make_experiment, running_fleet
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(580)]

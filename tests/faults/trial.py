@@ -20,10 +20,10 @@ from redis.asyncio import Redis
 
 from flotilla.cli.fleet import LEASE_SECONDS
 from flotilla.connection import FleetInfo
-from shared.client import GatewayClient
-from shared.errors import NotFound
-from shared.schemas.service import ServiceView
-from shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
+from flotilla.shared.errors import NotFound
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.schemas.service import ServiceView
+from flotilla.shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
 from tests.fleet import FLOTILLA, ROOT, RunningFleet, is_running, running_fleet
 
 STEP_SECONDS = 0.015

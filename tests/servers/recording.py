@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
-from services.rollout.engines.servers.client import Body, ServerClient
+from flotilla.services.rollout.engines.servers.client import Body, ServerClient
 
 KINDS = ("sglang", "vllm")
 

@@ -16,10 +16,10 @@ import pytest
 import yaml
 
 from flotilla.connection import FleetInfo
-from services.rollout.engines.servers import leftovers
-from services.rollout.engines.servers.model import PREFIX
-from services.rollout.engines.sglang import arguments as sglang
-from services.rollout.engines.vllm import arguments as vllm
+from flotilla.services.rollout.engines.servers import leftovers
+from flotilla.services.rollout.engines.servers.model import PREFIX
+from flotilla.services.rollout.engines.sglang import arguments as sglang
+from flotilla.services.rollout.engines.vllm import arguments as vllm
 from tests.contract.engine.conftest import python_of
 from tests.e2e.test_run import Run
 from tests.fleet import ROOT, until
@@ -90,7 +90,7 @@ def hold_back(spec: dict[str, Any], directory: Path) -> Path:
 
 def servers_of(run: Run) -> list[int]:
     """Find the first processes of the servers: children of the keepers of rollouts, which do not get our mark."""
-    rollouts = [pid for pid, words in run.family().items() if "services.rollout" in words]
+    rollouts = [pid for pid, words in run.family().items() if "flotilla.services.rollout" in words]
     found = []
     for pid in rollouts:
         with suppress(psutil.Error):

@@ -19,22 +19,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from services.rollout.engines.base import Completion, GroupBroken
-from services.rollout.engines.servers import leftovers
-from services.rollout.engines.servers.engine import ServerEngine
-from services.rollout.engines.sglang import arguments as sglang
-from services.rollout.engines.sglang.buckets import BucketProcess
-from services.rollout.engines.sglang.engine import SglangDialect, SglangEngine
-from services.rollout.engines.sglang.group_engine import GroupSglangEngine
-from services.rollout.engines.sglang.handles import read_layout
-from services.rollout.engines.vllm.engine import VllmDialect, VllmEngine
-from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import InvalidSpec, WeightTransferFailed, WorkerDied
-from shared.schemas.engine import EngineCapability
-from shared.schemas.publication import Manifest, PublicationOrder, PublicationPhase, Rendezvous, Transport
-from shared.schemas.trajectory import FinishReason
-from shared.weights.endpoint_client import EndpointClient
-from shared.weights.engine_group import buckets_of
+from flotilla.services.rollout.engines.base import Completion, GroupBroken
+from flotilla.services.rollout.engines.servers import leftovers
+from flotilla.services.rollout.engines.servers.engine import ServerEngine
+from flotilla.services.rollout.engines.sglang import arguments as sglang
+from flotilla.services.rollout.engines.sglang.buckets import BucketProcess
+from flotilla.services.rollout.engines.sglang.engine import SglangDialect, SglangEngine
+from flotilla.services.rollout.engines.sglang.group_engine import GroupSglangEngine
+from flotilla.services.rollout.engines.sglang.handles import read_layout
+from flotilla.services.rollout.engines.vllm.engine import VllmDialect, VllmEngine
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import InvalidSpec, WeightTransferFailed, WorkerDied
+from flotilla.shared.schemas.engine import EngineCapability
+from flotilla.shared.schemas.publication import Manifest, PublicationOrder, PublicationPhase, Rendezvous, Transport
+from flotilla.shared.schemas.trajectory import FinishReason
+from flotilla.shared.weights.group.endpoint_client import EndpointClient
+from flotilla.shared.weights.group.engine_group import buckets_of
 from tests.contract.engine.conftest import needs, python_of, server_settings, until_running
 from tests.contract.engine.fake_server import unknown_fields
 from tests.contract.engine.models import all_scores, make_model, save_image, save_long_model, scores
@@ -51,9 +51,9 @@ DIALECTS = {"sglang": SglangDialect, "vllm": lambda: VllmDialect(cuts=False)}
 OWNER = """
 import asyncio, sys
 from pathlib import Path
-from services.rollout.engines.servers.settings import ServerSettings
-from services.rollout.engines.sglang.engine import SglangEngine
-from services.rollout.engines.vllm.engine import VllmEngine
+from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.services.rollout.engines.sglang.engine import SglangEngine
+from flotilla.services.rollout.engines.vllm.engine import VllmEngine
 
 async def main(model, python, kind):
     make = {"sglang": SglangEngine, "vllm": VllmEngine}[kind]

@@ -19,16 +19,16 @@ from examples.arithmetic.model import build_model
 from examples.arithmetic.problems import training_set, worked_solution
 from examples.arithmetic.settings import settings_of
 from examples.arithmetic.tokenizer import build_tokenizer
-from services.reward.teacher.teachers import Teachers
-from services.reward.verifiers.registry import new_client
-from services.rollout.engines.servers.settings import ServerSettings
-from services.rollout.engines.sglang import arguments as sglang
-from services.rollout.engines.vllm import arguments as vllm
-from shared.config.distillation import TeacherServerConfig
-from shared.errors import ModelError
-from shared.ports import lasting_port
-from shared.schemas.trajectory import GradeStatus, Group, Trajectory
-from shared.testing.builders import a_task, a_trajectory
+from flotilla.services.reward.teacher.teachers import Teachers
+from flotilla.services.reward.verifiers.registry import new_client
+from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.services.rollout.engines.sglang import arguments as sglang
+from flotilla.services.rollout.engines.vllm import arguments as vllm
+from flotilla.shared.config.sections.distillation import TeacherServerConfig
+from flotilla.shared.errors import ModelError
+from flotilla.shared.net.server.ports import lasting_port
+from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
+from flotilla.shared.testing.builders import a_task, a_trajectory
 from tests.contract.engine.conftest import python_of
 from tests.fleet import until
 

@@ -24,7 +24,7 @@ import pytest
 MOST_SECONDS: Final = 0.1
 LOOK_SECONDS: Final = 0.02
 ROOT: Final = Path(__file__).parents[2]
-OURS: Final = tuple(f"{ROOT / top}/" for top in ("services", "shared"))
+OURS: Final = tuple(f"{ROOT / 'flotilla' / top}/" for top in ("services", "shared"))
 SERVICES: Final = frozenset({"gateway", "rollout", "reward", "sandbox"})
 TEST_RUNNER: Final = "_run_tests_and_fixtures"
 

@@ -8,11 +8,11 @@ from flotilla.cli.continuing import CALL_SECONDS, at_rest
 from flotilla.cli.gateway import open_gateway
 from flotilla.cli.output import new_console, write_json
 from flotilla.connection import allow_code, find_experiment
-from shared.client import GatewayClient
-from shared.config.load import validate_spec
-from shared.config.overrides import apply, on_command_line, with_origins
-from shared.errors import InvalidSpec
-from shared.schemas.experiment import ExperimentView
+from flotilla.shared.config.load.overrides import apply, on_command_line, with_origins
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.schemas.experiment import ExperimentView
 
 FORK_SECONDS = 600.0
 """Every byte of the checkpoint is read."""

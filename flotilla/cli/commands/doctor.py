@@ -24,13 +24,13 @@ from flotilla.cli.output import new_console, table_of, telling, write_json
 from flotilla.cli.redis_server import find_server, server_version
 from flotilla.connection import FleetInfo
 from flotilla.defaults import DEFAULT_PORT
-from services.sandbox.settings import SandboxSettings
-from services.sandbox.state import open_state
-from shared.control_groups import available_bytes
-from shared.errors import FlotillaError
-from shared.processes import reap
-from shared.settings import allows_volatile_redis
-from shared.streams.redis.connection import check_server
+from flotilla.services.sandbox.settings import SandboxSettings
+from flotilla.services.sandbox.state import open_state
+from flotilla.shared.children.processes import reap
+from flotilla.shared.environment.settings import allows_volatile_redis
+from flotilla.shared.errors import FlotillaError
+from flotilla.shared.host.control_groups import available_bytes
+from flotilla.shared.streams.redis.connection import check_server
 
 TORCH_SECONDS = 120.0
 SANDBOX_SECONDS = 60.0

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from flotilla.cli.output import new_console
 from flotilla.pinned_engines import engine_named, install_engine, run_command
-from shared.errors import InvalidRequest
-from shared.settings import ENGINE_PYTHONS
+from flotilla.shared.environment.settings import ENGINE_PYTHONS
+from flotilla.shared.errors import InvalidRequest
 
 
 async def install(arguments: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from flotilla.cli.output import new_console, write_json
 from flotilla.cli.progress import Progress
 from flotilla.cli.reasons import first_words, histograms
 from flotilla.connection import find_experiment
-from shared.schemas.experiment import DiagnosisView, ExperimentState, ExperimentView
+from flotilla.shared.schemas.experiment import DiagnosisView, ExperimentState, ExperimentView
 
 
 def action(name: str) -> Callable[[argparse.Namespace], Coroutine[Any, Any, int]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from flotilla.cli.exit_codes import ExitCode
 from flotilla.cli.output import new_console, short_path, telling, write_json
 from flotilla.evaluation_spec import model_at
-from shared.errors import InvalidRequest
+from flotilla.shared.errors import InvalidRequest
 
 
 async def export(arguments: argparse.Namespace) -> int:
@@ -16,7 +16,7 @@ async def export(arguments: argparse.Namespace) -> int:
     source = model_at(Path(arguments.source), "SOURCE", may_be_adapter=True)
     directory = Path(arguments.directory)
     try:
-        from services.trainer.checkpoint.export import export as write
+        from flotilla.services.trainer.checkpoint.export import export as write
     except ModuleNotFoundError as error:
         raise InvalidRequest(f"exporting needs {error.name}: pip install 'flotilla[torch]'") from None
     async with telling(f"writing {short_path(directory)}"):

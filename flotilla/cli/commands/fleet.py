@@ -14,8 +14,8 @@ from flotilla.cli.fleet import FleetOptions, LocalFleet
 from flotilla.cli.output import new_console, telling
 from flotilla.connection import FleetInfo, typed
 from flotilla.packages import check_packages
-from shared.errors import Conflict, Forbidden, Unavailable
-from shared.processes import python_module
+from flotilla.shared.children.processes import python_module
+from flotilla.shared.errors import Conflict, Forbidden, Unavailable
 
 DOWN_SECONDS = 40.0
 DETACH_SECONDS = 100.0

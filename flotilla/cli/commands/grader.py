@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from flotilla.cli.output import new_console, table_of, write_json
 from flotilla.grader_check import GraderCheck, Outcome
-from shared.config.reward import RemoteConfig
-from shared.errors import InvalidRequest
+from flotilla.shared.config.sections.reward import RemoteConfig
+from flotilla.shared.errors import InvalidRequest
 
 
 async def check(arguments: argparse.Namespace) -> int:

@@ -11,8 +11,8 @@ from flotilla.cli.output import write_json
 from flotilla.importers.build import Imported, build
 from flotilla.importers.coverage import UNACCOUNTED, counts, coverage, refused_share
 from flotilla.importers.systems import SCRIPTS, beside, read, read_launch_text, read_openrlhf, system_of
-from shared.config.yaml_text import write_value
-from shared.errors import InvalidRequest
+from flotilla.shared.config.load.yaml_text import write_value
+from flotilla.shared.errors import InvalidRequest
 
 HEADER = "# Imported from {system} by `flotilla import {system}`; relative paths are taken from this file's folder.\n"
 

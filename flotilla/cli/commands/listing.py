@@ -14,8 +14,8 @@ from flotilla.cli.progress import number, of_rows
 from flotilla.cli.reading import PAGE, read_checkpoints
 from flotilla.cli.stored import open_source
 from flotilla.connection import Source, find_experiment, is_active, list_experiments
-from shared.schemas.experiment import ExperimentView, Page
-from shared.schemas.uploads import ListedCheckpoint, UploadCheck
+from flotilla.shared.schemas.experiment import ExperimentView, Page
+from flotilla.shared.schemas.uploads import ListedCheckpoint, UploadCheck
 
 COLUMNS = ("id", "name", "state", "step", "version", "created")
 

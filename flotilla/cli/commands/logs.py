@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flotilla.cli.log_lines import LEVELS, LogLine, Tail, choose_files, last_lines, merge, parse, plain
 from flotilla.cli.parsing import meant
-from shared.errors import NotFound
+from flotilla.shared.errors import NotFound
 
 POLL_SECONDS = 0.2
 

@@ -14,11 +14,11 @@ from flotilla.cli.gateway import open_gateway
 from flotilla.cli.output import new_console
 from flotilla.connection import FleetInfo
 from flotilla.packages import check_packages
-from shared.access import PassKey
-from shared.client import GatewayClient
-from shared.errors import InvalidRequest, NotFound, Unavailable
-from shared.processes import python_module
-from shared.schemas.service import ServiceKind, ServiceView
+from flotilla.shared.children.processes import python_module
+from flotilla.shared.errors import InvalidRequest, NotFound, Unavailable
+from flotilla.shared.net.authorisation.access import PassKey
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.schemas.service import ServiceKind, ServiceView
 
 PATIENCE_SECONDS = 15.0
 """How much longer than its notice a service may take until it is gone."""
@@ -53,7 +53,7 @@ async def rollout(arguments: argparse.Namespace) -> int:
         environment.pop("FLOTILLA_NOTICE_SECONDS", None)
     sys.stdout.flush()
     # This process becomes the service, so that signals to it are signals to the service.
-    os.execve(sys.executable, python_module("services.rollout"), environment)  # noqa: S606
+    os.execve(sys.executable, python_module("flotilla.services.rollout"), environment)  # noqa: S606
 
 
 async def drain(arguments: argparse.Namespace) -> int:

@@ -15,11 +15,11 @@ from flotilla.cli.exit_codes import ExitCode
 from flotilla.cli.gateway import open_gateway
 from flotilla.cli.output import new_console, table_of, write_json
 from flotilla.connection import find_experiment
-from shared.errors import InvalidRequest, NotFound
+from flotilla.shared.errors import InvalidRequest, NotFound
 
 if TYPE_CHECKING:
-    from services.trainer.replay.replay import Replayed
-    from services.trainer.replay.tokens import TokenRow
+    from flotilla.services.trainer.replay.replay import Replayed
+    from flotilla.services.trainer.replay.tokens import TokenRow
 
 SHOWN = (
     *("loss/total", "loss/policy", "loss/kl", "distillation/kl"),
@@ -33,8 +33,8 @@ async def replay(arguments: argparse.Namespace) -> int:
     group, member = _sample_of(arguments.sample)
     directory = experiment_directory(arguments) or await _directory_of(arguments)
     try:
-        from services.trainer.replay.replay import replay as compute
-        from services.trainer.replay.tokens import take_apart
+        from flotilla.services.trainer.replay.replay import replay as compute
+        from flotilla.services.trainer.replay.tokens import take_apart
     except ModuleNotFoundError as error:
         raise InvalidRequest(f"replaying needs {error.name}: pip install 'flotilla[torch]'") from None
 

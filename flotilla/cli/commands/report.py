@@ -17,8 +17,8 @@ from flotilla.cli.run_directory import FLEET
 from flotilla.cli.stored import StoredExperiments, open_source
 from flotilla.cli.summary import show_summary, summarise
 from flotilla.connection import FleetInfo, Source, find_experiment
-from shared.errors import InvalidRequest, Unavailable
-from shared.schemas.experiment import ExperimentView
+from flotilla.shared.errors import InvalidRequest, Unavailable
+from flotilla.shared.schemas.experiment import ExperimentView
 
 PICTURES = (".png", ".pdf", ".svg")
 NO_FLEET = "its fleet does not run now: no ledger, and nothing goes on"

@@ -24,11 +24,11 @@ from flotilla.cli.summary import show_summary, summarise, write_summary
 from flotilla.launch_file import LaunchFile, fetch_model, read_launch_file, run_prepare
 from flotilla.packages import check_engine, check_packages, check_quantisation
 from flotilla.server_arguments import ASKING_THE_ENGINE, check_options
-from shared.client import GatewayClient
-from shared.devices import machine_devices, own_devices
-from shared.errors import Unavailable
-from shared.places import grant_code
-from shared.schemas.experiment import ExperimentState, ExperimentView
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.host.devices import machine_devices, own_devices
+from flotilla.shared.locations.allowed import grant_code
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView
 
 SETTLE_SECONDS = 10.0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.cli.sample_files import READ_SECONDS, import_pyarrow_alone, read_files
-from shared.errors import NotFound, Unavailable
+from flotilla.shared.errors import NotFound, Unavailable
 
 LARGEST_PAGE = 200
 NOTHING_YET = (

@@ -13,15 +13,15 @@ from flotilla.cli.output import telling, write_json
 from flotilla.launch_file import LaunchFile, read_launch_file
 from flotilla.packages import check_packages, check_quantisation
 from flotilla.server_arguments import ASKING_THE_ENGINE, check_options
-from shared.config.overrides import origin_of
-from shared.config.spec import ExperimentSpec
-from shared.config.yaml_text import write_value
-from shared.errors import InvalidSpec, Scalar, Unavailable
+from flotilla.shared.config.load.overrides import origin_of
+from flotilla.shared.config.load.yaml_text import write_value
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidSpec, Scalar, Unavailable
 
 if TYPE_CHECKING:
+    from flotilla.services.gateway.preflight.inspection import Rows
+    from flotilla.services.gateway.preflight.prompts import Prompts
     from flotilla.spec_trial import Trial
-    from services.gateway.preflight.inspection import Rows
-    from services.gateway.preflight.prompts import Prompts
 
 COLUMN = 56
 SHOWN_CHARACTERS = 1500

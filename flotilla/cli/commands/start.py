@@ -12,8 +12,8 @@ from flotilla.cli.gateway import open_gateway
 from flotilla.cli.output import new_console, write_json
 from flotilla.connection import allow_code
 from flotilla.launch_file import LaunchFile, read_launch_file, run_prepare
-from shared.errors import InvalidRequest
-from shared.schemas.experiment import ExperimentView
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.schemas.experiment import ExperimentView
 
 START_SECONDS = 60.0
 

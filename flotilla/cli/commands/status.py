@@ -16,10 +16,10 @@ from flotilla.cli.health import names_of
 from flotilla.cli.output import fitting, new_console, table_of, write_json
 from flotilla.cli.reasons import first_words
 from flotilla.connection import FLEET_FILE, FleetInfo
-from shared.errors import FlotillaError
-from shared.schemas.experiment import Page
-from shared.schemas.fleet import FleetView
-from shared.schemas.service import Capabilities, ServiceKind
+from flotilla.shared.errors import FlotillaError
+from flotilla.shared.schemas.experiment import Page
+from flotilla.shared.schemas.fleet import FleetView
+from flotilla.shared.schemas.service import Capabilities, ServiceKind
 
 GIGABYTE = 1024**3
 EXPERIMENT_KEYS = ("id", "name", "state", "step", "total_steps", "policy_version", "problem", "origin", "health")

@@ -6,8 +6,8 @@ from urllib.parse import quote
 
 from flotilla.cli.gateway import open_gateway
 from flotilla.cli.output import new_console, table_of, write_json
-from shared.schemas.experiment import Page
-from shared.schemas.token import NewToken, TokenView
+from flotilla.shared.net.authorisation.token_records import NewToken, TokenView
+from flotilla.shared.schemas.experiment import Page
 
 COLUMNS = ("id", "name", "scope", "for", "created", "by", "expires")
 PAGE = 1000

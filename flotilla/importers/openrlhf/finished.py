@@ -18,7 +18,7 @@ from flotilla.importers.parameter import Parameter, applied, ignored, refused, t
 from flotilla.importers.source import Source
 from flotilla.importers.system import Rule, System, make_system
 from flotilla.importers.values import count, flag, integer, number, pieces, text
-from shared.config.data import PLACE
+from flotilla.shared.config.sections.data import PLACE
 
 Fields = dict[str, Any]
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 from flotilla.importers.hydra import problem
 from flotilla.importers.shell import Command, given_variables, read_script
 from flotilla.importers.source import Given
-from shared.errors import InvalidSpec
+from flotilla.shared.errors import InvalidSpec
 
 MODULE: Final = "python -m"
 """How the report calls the program that is started."""

@@ -6,7 +6,7 @@ from typing import Any
 from flotilla.importers.parameter import Parameter, applied, refused, translated
 from flotilla.importers.source import Source
 from flotilla.importers.values import count, flag, integer, number, numbers, text
-from shared.config import advantage as estimators
+from flotilla.shared.config.sections import advantage as estimators
 
 Fields = dict[str, Any]
 Section = dict[str, Any]

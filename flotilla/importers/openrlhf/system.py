@@ -12,7 +12,7 @@ from flotilla.importers.source import Source
 from flotilla.importers.spelling import is_private_host
 from flotilla.importers.system import System, make_system
 from flotilla.importers.values import same
-from shared.config.data import PLACE
+from flotilla.shared.config.sections.data import PLACE
 
 Fields = dict[str, Any]
 

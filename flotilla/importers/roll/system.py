@@ -22,7 +22,7 @@ from flotilla.importers.spelling import is_private_host
 from flotilla.importers.system import System, make_system
 from flotilla.importers.trackers import chosen
 from flotilla.importers.values import number, same
-from shared.config.data import PLACE, is_data_file
+from flotilla.shared.config.sections.data import PLACE, is_data_file
 
 Fields = dict[str, Any]
 

@@ -9,7 +9,7 @@ from flotilla.importers.parameter import UNSET, Inherit
 from flotilla.importers.source import Source
 from flotilla.importers.values import wrong
 from flotilla.importers.verl.data import TEMPLATE
-from shared.config.data import VERL_COLUMNS, is_data_file
+from flotilla.shared.config.sections.data import VERL_COLUMNS, is_data_file
 
 Fields = dict[str, Any]
 

@@ -11,7 +11,7 @@ from flotilla.importers.spelling import experiment_name
 from flotilla.importers.system import System, make_system
 from flotilla.importers.values import count, flag, integer, number, numbers, pieces, share, text, texts, unchanged
 from flotilla.importers.verl.rules import contents
-from shared.config.data import is_data_file
+from flotilla.shared.config.sections.data import is_data_file
 
 Fields = dict[str, Any]
 

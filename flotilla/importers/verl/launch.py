@@ -12,7 +12,7 @@ from flotilla.importers.composition import Beside, Composition
 from flotilla.importers.hydra import OVERRIDE, problem
 from flotilla.importers.shell import Command, Script
 from flotilla.importers.source import Given
-from shared.errors import InvalidSpec
+from flotilla.shared.errors import InvalidSpec
 
 MODULE: Final = "python -m"
 """How the report calls the program that a script starts."""

@@ -14,7 +14,7 @@ from flotilla.importers.verl.datasets import held_out_rows
 from flotilla.importers.verl.launch import ASYNC_ONLY, ENGINES, MODULE, TRAINERS, Kind
 from flotilla.importers.verl.ranks import ranks_of
 from flotilla.importers.verl.trainer import ASYNC, ROLLOUT_ENGINE
-from shared.config.publication import MAX_SLICE_MEGABYTES
+from flotilla.shared.config.sections.publication import MAX_SLICE_MEGABYTES
 
 Fields = dict[str, Any]
 

@@ -11,7 +11,7 @@ from flotilla.importers.system import System, make_system
 from flotilla.importers.values import text
 from flotilla.importers.verl.algorithm import REWARD_ROWS
 from flotilla.importers.verl.rules import function_or_default
-from shared.config.data import is_data_file
+from flotilla.shared.config.sections.data import is_data_file
 
 Fields = dict[str, Any]
 

@@ -2,7 +2,7 @@
 
 from contextvars import ContextVar
 
-from shared.access import Principal
+from flotilla.shared.net.authorisation.access import Principal
 
 caller: ContextVar[Principal | None] = ContextVar("caller", default=None)
 """None outside of requests: the gateway itself acts."""

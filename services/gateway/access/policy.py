@@ -9,8 +9,8 @@ from typing import Final
 
 from starlette.routing import compile_path
 
-from shared.access import Principal, Scope
-from shared.schemas.service import ServiceKind
+from flotilla.shared.net.authorisation.access import Principal, Scope
+from flotilla.shared.schemas.service import ServiceKind
 
 EXPERIMENT: Final = "/v1/experiments/{experiment_id}"
 SERVICE: Final = "/v1/services/{service_id}"

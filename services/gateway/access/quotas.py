@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 
-from services.gateway.store.records import ExperimentRecord
-from shared.errors import QuotaExceeded
-from shared.schemas.experiment import ExperimentState
-from shared.schemas.token import Quota
+from flotilla.services.gateway.store.records import ExperimentRecord
+from flotilla.shared.errors import QuotaExceeded
+from flotilla.shared.net.authorisation.token_records import Quota
+from flotilla.shared.schemas.experiment import ExperimentState
 
 ACTIVE = frozenset({ExperimentState.STARTING, ExperimentState.RUNNING, ExperimentState.PAUSED})
 UNLIMITED = Quota(experiments=None, running=None, sample_bytes=None, episodes=None)

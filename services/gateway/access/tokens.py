@@ -8,17 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from services.gateway.access.caller import GATEWAY, actor
-from services.gateway.access.quotas import UNLIMITED
-from services.gateway.store.base import Store
-from services.gateway.store.records import AuditRecord, TokenRecord
-from services.gateway.store.writes import AppendAudit, DeleteToken, PutToken
-from shared.access import PassKey, Principal, Scope
-from shared.clock import Clock
-from shared.errors import Conflict, NotFound
-from shared.schemas.service import ServiceKind
-from shared.schemas.token import Quota, TokenRequest
-from shared.security import digest_of, is_same_secret, new_token
+from flotilla.services.gateway.access.caller import GATEWAY, actor
+from flotilla.services.gateway.access.quotas import UNLIMITED
+from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.store.records import AuditRecord, TokenRecord
+from flotilla.services.gateway.store.writes import AppendAudit, DeleteToken, PutToken
+from flotilla.shared.clock import Clock
+from flotilla.shared.errors import Conflict, NotFound
+from flotilla.shared.net.authorisation.access import PassKey, Principal, Scope
+from flotilla.shared.net.authorisation.token_records import Quota, TokenRequest
+from flotilla.shared.net.authorisation.tokens import digest_of, is_same_secret, new_token
+from flotilla.shared.schemas.service import ServiceKind
 
 PASS_SECONDS = 3600.0
 """Life of a service's pass. Each answer in its second half brings the next one."""

@@ -4,9 +4,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from shared.config.data import DataConfig, RowsConfig
-from shared.errors import DataError
-from shared.schemas.task import Message
+from flotilla.shared.config.sections.data import DataConfig, RowsConfig
+from flotilla.shared.errors import DataError
+from flotilla.shared.schemas.task import Message
 
 Row = Mapping[str, Any]
 

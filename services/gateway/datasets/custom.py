@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from services.gateway.datasets.columns import Row
-from shared.absence import absent_or
-from shared.confinement import confine
-from shared.custom_code import describe, load_callable
-from shared.errors import DataError, FlotillaError, InvalidSpec, Unavailable, error_for_code
-from shared.processes import python_module
-from shared.secret_variables import without_secrets
+from flotilla.services.gateway.datasets.columns import Row
+from flotilla.shared.children.confinement import confine
+from flotilla.shared.children.custom_code import describe, load_callable
+from flotilla.shared.children.processes import python_module
+from flotilla.shared.children.secret_variables import without_secrets
+from flotilla.shared.errors import DataError, FlotillaError, InvalidSpec, Unavailable, error_for_code
+from flotilla.shared.net.absence import absent_or
 
 WHAT = "custom dataset"
 CHILD_SECONDS = 1800.0
@@ -34,8 +34,7 @@ def rows_of_child(reference: str, options: dict[str, Any], limit: int | None, fi
         InvalidSpec, DataError: as ``custom_rows``, or the process ended, or took too long.
     """
     asked = json.dumps([reference, options, limit, field])
-    # Found as this process finds it, whatever it was started as.
-    environment = without_secrets(os.environ) | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environment = without_secrets(os.environ)
     with subprocess.Popen(
         python_module(__name__),
         stdin=subprocess.PIPE,

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from services.gateway.datasets.columns import ABSENT, Row, messages_of, plain, text_of, value_at
-from services.gateway.datasets.mixture import Mixture
-from shared.config.data import DataConfig
-from shared.schemas.task import Task, sample_seed
+from flotilla.services.gateway.datasets.columns import ABSENT, Row, messages_of, plain, text_of, value_at
+from flotilla.services.gateway.datasets.mixture import Mixture
+from flotilla.shared.config.sections.data import DataConfig
+from flotilla.shared.schemas.task import Task, sample_seed
 
 
 @dataclass(frozen=True, slots=True)

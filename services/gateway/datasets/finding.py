@@ -7,7 +7,7 @@ from fnmatch import translate
 from pathlib import Path
 from typing import Final
 
-from shared.errors import DataError
+from flotilla.shared.errors import DataError
 
 MAX_ENTRIES: Final = 200_000
 """Looked at by one pattern: some seconds on a warm disk."""

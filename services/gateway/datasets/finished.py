@@ -12,18 +12,18 @@ from typing import Any, Final
 
 import numpy as np
 
-from services.gateway.datasets.columns import ABSENT, messages_of, structure_of, value_at
-from services.gateway.datasets.dataset import Dataset
-from services.gateway.datasets.lengths import LengthProcess, running_process
-from shared.config.data import DataConfig
-from shared.config.job import FinishedJob, SftConfig
-from shared.config.spec import ExperimentSpec
-from shared.conversations import ASSISTANT
-from shared.errors import DataError
-from shared.model_hub import model_directory
-from shared.prompts import PromptTemplate
-from shared.schemas.task import Message, Task, sample_seed
-from shared.schemas.trajectory import NO_VERSION, FinishReason, GradeStatus, Group, Trajectory
+from flotilla.services.gateway.datasets.columns import ABSENT, messages_of, structure_of, value_at
+from flotilla.services.gateway.datasets.dataset import Dataset
+from flotilla.services.gateway.datasets.lengths import LengthProcess, running_process
+from flotilla.shared.config.sections.data import DataConfig
+from flotilla.shared.config.sections.job import FinishedJob, SftConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import DataError
+from flotilla.shared.models.conversations import ASSISTANT
+from flotilla.shared.models.hub import model_directory
+from flotilla.shared.models.prompts import PromptTemplate
+from flotilla.shared.schemas.task import Message, Task, sample_seed
+from flotilla.shared.schemas.trajectory import NO_VERSION, FinishReason, GradeStatus, Group, Trajectory
 
 TOO_LONG: Final = "too_long"
 REWARDS: Final = (1.0, 0.0)

@@ -1,10 +1,10 @@
 """The held-out rows of an experiment on finished answers: the trainer asks for them, and computes their loss."""
 
-from services.gateway.datasets.dataset import Dataset
-from services.gateway.datasets.finished import FinishedGroups
-from shared.errors import NotFound, Unavailable
-from shared.schemas.held_out import HeldOutAnswer, HeldOutPage
-from shared.schemas.trajectory import GradeStatus, Group
+from flotilla.services.gateway.datasets.dataset import Dataset
+from flotilla.services.gateway.datasets.finished import FinishedGroups
+from flotilla.shared.errors import NotFound, Unavailable
+from flotilla.shared.schemas.held_out import HeldOutAnswer, HeldOutPage
+from flotilla.shared.schemas.trajectory import GradeStatus, Group
 
 PAGE_ROWS = 128
 

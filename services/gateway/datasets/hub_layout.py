@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import yaml
 
-from shared.config.data import is_data_file
-from shared.errors import DataError
+from flotilla.shared.config.sections.data import is_data_file
+from flotilla.shared.errors import DataError
 
 README: Final = "README.md"
 DESCRIPTIONS: Final = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})

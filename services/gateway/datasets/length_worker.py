@@ -14,7 +14,7 @@ from typing import Any
 
 def count(tokenizer: Any, template: Any, prompts: list[list[list[str]]], *, show: bool = False) -> dict[str, Any]:
     """Count the tokens of each prompt, as the model would be given them; ``show`` returns them as text, too."""
-    from shared.schemas.task import Message
+    from flotilla.shared.schemas.task import Message
 
     lengths: list[int] = []
     texts: list[str] = []
@@ -31,8 +31,8 @@ def count(tokenizer: Any, template: Any, prompts: list[list[list[str]]], *, show
 
 def render(tokenizer: Any, template: Any, conversations: list[list[list[str]]], starts: list[int]) -> dict[str, Any]:
     """Render whole conversations."""
-    from shared.conversations import render as rendered_by
-    from shared.schemas.task import Message
+    from flotilla.shared.models.conversations import render as rendered_by
+    from flotilla.shared.schemas.task import Message
 
     rendered: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for index, (conversation, start) in enumerate(zip(conversations, starts, strict=True)):
@@ -46,8 +46,8 @@ def render(tokenizer: Any, template: Any, conversations: list[list[list[str]]], 
 
 def main() -> None:
     """Answer until the input ends."""
-    from shared.absence import may_pass
-    from shared.prompts import PromptTemplate, keep_torch_out, load_tokenizer
+    from flotilla.shared.models.prompts import PromptTemplate, keep_torch_out, load_tokenizer
+    from flotilla.shared.net.absence import may_pass
 
     keep_torch_out()
     replies, sys.stdout = sys.stdout, sys.stderr

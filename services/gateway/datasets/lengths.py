@@ -9,7 +9,6 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
-from shared.errors import DataError, ModelError, Unavailable
-from shared.processes import python_module
-from shared.prompts import PromptTemplate
-from shared.schemas.task import Message
+from flotilla.shared.children.processes import python_module
+from flotilla.shared.errors import DataError, ModelError, Unavailable
+from flotilla.shared.models.prompts import PromptTemplate
+from flotilla.shared.schemas.task import Message
 
 log = logging.getLogger(__name__)
 
@@ -82,12 +81,11 @@ def running_process(model_path: str, template: PromptTemplate) -> Iterator[Lengt
     """
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_OFFLINE": "1",
     }
-    command = python_module("services.gateway.datasets.length_worker")
+    command = python_module("flotilla.services.gateway.datasets.length_worker")
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=environment
     ) as process:

@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from services.gateway.datasets.columns import ABSENT, Row, columns_of, messages_of, value_at, with_columns_of
-from services.gateway.datasets.custom import rows_of_child
-from services.gateway.datasets.dataset import Dataset, Part
-from services.gateway.datasets.locations import files_of
-from services.gateway.datasets.mixture import Mixture
-from services.gateway.datasets.row_readers import read_rows
-from shared.config.data import DataConfig, RowsConfig
-from shared.config.evaluation import EvaluationConfig, HeldOutConfig
-from shared.errors import DataError
-from shared.places import Places
+from flotilla.services.gateway.datasets.columns import ABSENT, Row, columns_of, messages_of, value_at, with_columns_of
+from flotilla.services.gateway.datasets.custom import rows_of_child
+from flotilla.services.gateway.datasets.dataset import Dataset, Part
+from flotilla.services.gateway.datasets.locations import files_of
+from flotilla.services.gateway.datasets.mixture import Mixture
+from flotilla.services.gateway.datasets.row_readers import read_rows
+from flotilla.shared.config.sections.data import DataConfig, RowsConfig
+from flotilla.shared.config.sections.evaluation import EvaluationConfig, HeldOutConfig
+from flotilla.shared.errors import DataError
+from flotilla.shared.locations.allowed import Places
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Final, TypeVar
 
-from services.gateway.datasets.finding import bounded_glob
-from services.gateway.datasets.hub_layout import README, files_of_split
-from services.gateway.datasets.web import WEB, fetch_from_web
-from shared.absence import absent_or
-from shared.config.data import DATA_SUFFIXES, RowsConfig, is_data_file, is_url
-from shared.errors import DataError
-from shared.places import Places
+from flotilla.services.gateway.datasets.finding import bounded_glob
+from flotilla.services.gateway.datasets.hub_layout import README, files_of_split
+from flotilla.services.gateway.datasets.web import WEB, fetch_from_web
+from flotilla.shared.config.sections.data import DATA_SUFFIXES, RowsConfig, is_data_file, is_url
+from flotilla.shared.errors import DataError
+from flotilla.shared.locations.allowed import Places
+from flotilla.shared.net.absence import absent_or
 
 PAUSES_SECONDS: Final = (1.0, 4.0)
 """Between tries of what a network did not give."""

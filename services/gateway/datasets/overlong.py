@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from services.gateway.datasets.columns import messages_of, value_at
-from services.gateway.datasets.dataset import Dataset, Part
-from services.gateway.datasets.lengths import prompt_lengths
-from shared.config.data import FilterOverlongConfig
-from shared.config.spec import ExperimentSpec
-from shared.errors import DataError
-from shared.model_hub import model_directory
-from shared.prompts import PromptTemplate
+from flotilla.services.gateway.datasets.columns import messages_of, value_at
+from flotilla.services.gateway.datasets.dataset import Dataset, Part
+from flotilla.services.gateway.datasets.lengths import prompt_lengths
+from flotilla.shared.config.sections.data import FilterOverlongConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import DataError
+from flotilla.shared.models.hub import model_directory
+from flotilla.shared.models.prompts import PromptTemplate
 
 log = logging.getLogger(__name__)
 

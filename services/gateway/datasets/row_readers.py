@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import IO, Any
 
-from services.gateway.datasets.locations import open_bytes
-from shared.absence import absent_or
-from shared.config.data import DATA_SUFFIXES
-from shared.errors import DataError
-from shared.places import Places
+from flotilla.services.gateway.datasets.locations import open_bytes
+from flotilla.shared.config.sections.data import DATA_SUFFIXES
+from flotilla.shared.errors import DataError
+from flotilla.shared.locations.allowed import Places
+from flotilla.shared.net.absence import absent_or
 
 Row = Mapping[str, Any]
 

@@ -10,11 +10,11 @@ from urllib.parse import urljoin
 
 import httpx
 
-from shared.absence import BUSY_STATUS
-from shared.address_policy import AddressRefused, permitted_address
-from shared.errors import DataError, Unavailable
-from shared.settings import GRADER_NETWORKS, IPNetwork
-from shared.tls import tls_context
+from flotilla.shared.environment.settings import GRADER_NETWORKS, IPNetwork
+from flotilla.shared.errors import DataError, Unavailable
+from flotilla.shared.net.absence import BUSY_STATUS
+from flotilla.shared.net.client.address_policy import AddressRefused, permitted_address
+from flotilla.shared.net.client.tls import tls_context
 
 WEB: Final = frozenset({"http", "https"})
 PORTS: Final = {"http": 80, "https": 443}

@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from services.gateway.datasets.columns import ABSENT, Row, value_at
-from services.gateway.datasets.dataset import Dataset
-from services.gateway.datasets.lengths import LengthProcess, running_process
-from shared.config.spec import ExperimentSpec
-from shared.conversations import ASSISTANT
-from shared.errors import DataError
-from shared.model_hub import model_directory
-from shared.prompts import PromptTemplate
-from shared.schemas.task import Task
-from shared.schemas.trajectory import NO_VERSION, FinishReason, Group, Trajectory
+from flotilla.services.gateway.datasets.columns import ABSENT, Row, value_at
+from flotilla.services.gateway.datasets.dataset import Dataset
+from flotilla.services.gateway.datasets.lengths import LengthProcess, running_process
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import DataError
+from flotilla.shared.models.conversations import ASSISTANT
+from flotilla.shared.models.hub import model_directory
+from flotilla.shared.models.prompts import PromptTemplate
+from flotilla.shared.schemas.task import Task
+from flotilla.shared.schemas.trajectory import NO_VERSION, FinishReason, Group, Trajectory
 
 
 def answers_of(values: Row, column: str, row: int) -> list[str]:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from shared.errors import Unavailable
+from flotilla.shared.errors import Unavailable
 
 CONNECT_SECONDS: Final = 5.0
 KEPT_OPEN_SECONDS: Final = 2.0

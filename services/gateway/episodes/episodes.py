@@ -8,20 +8,20 @@ import json
 from collections.abc import Sequence
 from typing import Final
 
-from services.gateway.access.quotas import check_episodes
-from services.gateway.access.tokens import Tokens
-from services.gateway.episodes.handed_out import HandedOutEpisodes
-from services.gateway.episodes.naming import EpisodeName
-from services.gateway.episodes.rollouts import EpisodeGone, Rollouts
-from services.gateway.monitoring.measurements import Measurements
-from services.gateway.records.per_experiment import PerExperiment
-from services.gateway.records.repository import Experiment, ExperimentRepository
-from services.gateway.signals import wait_for_any
-from shared.access import Principal, Scope
-from shared.clock import Clock
-from shared.config.reward import AgentRewardConfig
-from shared.errors import ActionNotAllowed, Conflict, FlotillaError, Forbidden, InvalidRequest, Unavailable
-from shared.schemas.episode import (
+from flotilla.services.gateway.access.quotas import check_episodes
+from flotilla.services.gateway.access.tokens import Tokens
+from flotilla.services.gateway.episodes.handed_out import HandedOutEpisodes
+from flotilla.services.gateway.episodes.naming import EpisodeName
+from flotilla.services.gateway.episodes.rollouts import EpisodeGone, Rollouts
+from flotilla.services.gateway.monitoring.health.measurements import Measurements
+from flotilla.services.gateway.records.per_experiment import PerExperiment
+from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
+from flotilla.services.gateway.signals import wait_for_any
+from flotilla.shared.clock import Clock
+from flotilla.shared.config.sections.reward import AgentRewardConfig
+from flotilla.shared.errors import ActionNotAllowed, Conflict, FlotillaError, Forbidden, InvalidRequest, Unavailable
+from flotilla.shared.net.authorisation.access import Principal, Scope
+from flotilla.shared.schemas.episode import (
     LONGEST_WAIT_SECONDS,
     CompleteEpisode,
     EndedEpisode,
@@ -30,8 +30,8 @@ from shared.schemas.episode import (
     OpenedEpisode,
     OpenEpisode,
 )
-from shared.schemas.experiment import ExperimentState
-from shared.streams.mailbox import Delivery
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.streams.mailbox import Delivery
 
 SLICE_SECONDS: Final = 2.0
 """How long one rollout is waited for before the next is asked."""

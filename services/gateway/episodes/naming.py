@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shared.errors import NotFound
+from flotilla.shared.errors import NotFound
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ from typing import Any, Final
 
 import httpx
 
-from services.gateway.episodes.connection import CONNECT_SECONDS, KEPT_OPEN_SECONDS, Connection, Connections
-from services.gateway.registry.services import LiveService, Registry
-from shared.client import problem_to_error
-from shared.errors import DeadlineExceeded, FlotillaError, Unavailable
-from shared.schemas.service import ServiceKind, WorkState
-from shared.tls import tls_context
+from flotilla.services.gateway.episodes.connection import CONNECT_SECONDS, KEPT_OPEN_SECONDS, Connection, Connections
+from flotilla.services.gateway.registry.services import LiveService, Registry
+from flotilla.shared.errors import DeadlineExceeded, FlotillaError, Unavailable
+from flotilla.shared.net.client.client import problem_to_error
+from flotilla.shared.net.client.tls import tls_context
+from flotilla.shared.schemas.service import ServiceKind, WorkState
 
 CALL_SECONDS: Final = 10.0
 """For an answer that takes no sampling, beside what the caller is willing to wait."""

@@ -12,26 +12,26 @@ import asyncio
 import logging
 from typing import Any
 
-from services.gateway.datasets.dataset import Dataset
-from services.gateway.datasets.written import WrittenAnswers
-from services.gateway.evaluation.keeping import keep_evaluation, right_and_wrong
-from services.gateway.evaluation.schedule import due_version
-from services.gateway.evaluation.summary import summarise_sets
-from services.gateway.events.log import EventLog
-from services.gateway.lifecycle.drain_outstanding import GATEWAY, drain_outstanding
-from services.gateway.records.repository import Experiment, ExperimentRepository
-from services.gateway.signals import wait_for_any
-from services.gateway.store.writes import PutMetrics
-from shared.clock import Clock, rfc3339
-from shared.config.evaluation import EvaluationConfig
-from shared.errors import Unavailable
-from shared.retry import DATA_PLANE, Backoff, retry
-from shared.schemas.experiment import ExperimentState, MetricPoint
-from shared.schemas.task import Lane
-from shared.schemas.trajectory import Group
-from shared.streams.admission import IssueOutcome
-from shared.streams.hop import Claim, Hop, Resolution
-from shared.streams.keys import HopName
+from flotilla.services.gateway.datasets.dataset import Dataset
+from flotilla.services.gateway.datasets.written import WrittenAnswers
+from flotilla.services.gateway.evaluation.keeping import keep_evaluation, right_and_wrong
+from flotilla.services.gateway.evaluation.schedule import due_version
+from flotilla.services.gateway.evaluation.summary import summarise_sets
+from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.lifecycle.drain_outstanding import GATEWAY, drain_outstanding
+from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
+from flotilla.services.gateway.signals import wait_for_any
+from flotilla.services.gateway.store.writes import PutMetrics
+from flotilla.shared.clock import Clock, rfc3339
+from flotilla.shared.config.sections.evaluation import EvaluationConfig
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.net.retry import DATA_PLANE, Backoff, retry
+from flotilla.shared.schemas.experiment import ExperimentState, MetricPoint
+from flotilla.shared.schemas.task import Lane
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.streams.admission import IssueOutcome
+from flotilla.shared.streams.hop import Claim, Hop, Resolution
+from flotilla.shared.streams.keys import HopName
 
 log = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from services.gateway.records.repository import Experiment
-from shared.samples.folder import SampleFolder, evaluation_name
-from shared.samples.kinds import KeptGroup, SampleFile, SampleKind
-from shared.schemas.trajectory import Group
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.shared.samples.folder import SampleFolder, evaluation_name
+from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind
+from flotilla.shared.schemas.trajectory import Group
 
 log = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from services.gateway.datasets.dataset import Part
-from services.gateway.evaluation.estimators import best_at, majority, pass_at, sizes_up_to
-from shared.reward_metrics import SeriesNames, describe_rewards
-from shared.schemas.trajectory import GradeStatus, Group, Trajectory
+from flotilla.services.gateway.datasets.dataset import Part
+from flotilla.services.gateway.evaluation.estimators import best_at, majority, pass_at, sizes_up_to
+from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
+from flotilla.shared.telemetry.reward_metrics import SeriesNames, describe_rewards
 
 PREFIX = "evaluation/"
 RIGHT_OR_WRONG = (0.0, 1.0)

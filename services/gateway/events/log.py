@@ -5,11 +5,11 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from services.gateway.store.base import Store
-from services.gateway.store.transaction import Transaction
-from services.gateway.store.writes import AppendEvent
-from shared.clock import Clock
-from shared.schemas.experiment import Event
+from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.store.transaction import Transaction
+from flotilla.services.gateway.store.writes import AppendEvent
+from flotilla.shared.clock import Clock
+from flotilla.shared.schemas.experiment import Event
 
 log = logging.getLogger(__name__)
 

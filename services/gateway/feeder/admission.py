@@ -7,7 +7,7 @@ Redundant groups are issued beyond both, so that a step need not wait for its sl
 those that are finished do not fill the budget yet.
 """
 
-from shared.streams.ledger import Ledger
+from flotilla.shared.streams.ledger import Ledger
 
 
 def groups_left(ledger: Ledger, *, steps: int, groups_per_step: int) -> int:

@@ -9,22 +9,22 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.gateway.datasets.dataset import Dataset
-from services.gateway.datasets.finished import FinishedGroups
-from services.gateway.feeder.admission import admitted, groups_left
-from services.gateway.feeder.admission_wait import ADMISSION_WAIT
-from services.gateway.feeder.status import FeederStatus, FullStream
-from services.gateway.records.repository import Experiment
-from services.gateway.signals import wait_for_any
-from services.gateway.store.base import Store
-from services.gateway.store.writes import PutMetrics, PutWindow, Write
-from shared.clock import Clock, rfc3339
-from shared.errors import Unavailable
-from shared.schemas.experiment import ExperimentState, MetricPoint
-from shared.schemas.task import Task
-from shared.streams.admission import IssueResult
-from shared.streams.keys import HopName
-from shared.streams.redis.connection import is_refusal
+from flotilla.services.gateway.datasets.dataset import Dataset
+from flotilla.services.gateway.datasets.finished import FinishedGroups
+from flotilla.services.gateway.feeder.admission import admitted, groups_left
+from flotilla.services.gateway.feeder.admission_wait import ADMISSION_WAIT
+from flotilla.services.gateway.feeder.status import FeederStatus, FullStream
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.signals import wait_for_any
+from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.store.writes import PutMetrics, PutWindow, Write
+from flotilla.shared.clock import Clock, rfc3339
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.schemas.experiment import ExperimentState, MetricPoint
+from flotilla.shared.schemas.task import Task
+from flotilla.shared.streams.admission import IssueResult
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.redis.connection import is_refusal
 
 log = logging.getLogger(__name__)
 

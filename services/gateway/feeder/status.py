@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from services.gateway.feeder.admission_wait import AdmissionWait
-from shared.streams.keys import HopName
-from shared.streams.ledger import Ledger
-from shared.streams.redis.connection import COMPONENT
+from flotilla.services.gateway.feeder.admission_wait import AdmissionWait
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.ledger import Ledger
+from flotilla.shared.streams.redis.connection import COMPONENT
 
 MIB = 1024**2
 STREAMS = "streams"

@@ -8,33 +8,39 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from services.gateway.access.caller import caller
-from services.gateway.events.log import EventLog
-from services.gateway.lifecycle import origins
-from services.gateway.lifecycle.spec_text import read_document
-from services.gateway.lifecycle.states import Action, LifecycleEvent, after_action, after_event, allowed_actions
-from services.gateway.preflight import checks
-from services.gateway.publications.publications import Publications
-from services.gateway.records.repository import Experiment, ExperimentRepository, document_of
-from services.gateway.registry.services import Registry
-from services.gateway.store.answers import stage_answer
-from services.gateway.store.records import ExperimentRecord
-from services.gateway.store.transaction import Transaction
-from services.gateway.uploads.fetching import fetch
-from services.gateway.uploads.watched import WatchedCalls
-from shared.access import Scope
-from shared.checkpoints import StoredCheckpoint
-from shared.clock import Clock, rfc3339
-from shared.config.checkpoint import EVERYTHING
-from shared.config.data import is_url
-from shared.config.load import changed_live, validate_spec, with_changes, with_steps
-from shared.config.spec import ExperimentSpec
-from shared.errors import ActionNotAllowed
-from shared.places import Places
-from shared.redaction import redacted
-from shared.schemas.experiment import ExperimentState, ExperimentView, ForkRequest, Origin, Problem
-from shared.schemas.health import HealthFinding
-from shared.schemas.service import ServiceKind
+from flotilla.services.gateway.access.caller import caller
+from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.lifecycle import origins
+from flotilla.services.gateway.lifecycle.spec_text import read_document
+from flotilla.services.gateway.lifecycle.states import (
+    Action,
+    LifecycleEvent,
+    after_action,
+    after_event,
+    allowed_actions,
+)
+from flotilla.services.gateway.preflight import checks
+from flotilla.services.gateway.publications.publications import Publications
+from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, document_of
+from flotilla.services.gateway.registry.services import Registry
+from flotilla.services.gateway.store.answers import stage_answer
+from flotilla.services.gateway.store.records import ExperimentRecord
+from flotilla.services.gateway.store.transaction import Transaction
+from flotilla.services.gateway.uploads.fetching import fetch
+from flotilla.services.gateway.uploads.watched import WatchedCalls
+from flotilla.shared.checkpoints.folders import StoredCheckpoint
+from flotilla.shared.clock import Clock, rfc3339
+from flotilla.shared.config.load.spec_text import changed_live, validate_spec, with_changes, with_steps
+from flotilla.shared.config.redaction import redacted
+from flotilla.shared.config.sections.checkpoint import EVERYTHING
+from flotilla.shared.config.sections.data import is_url
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import ActionNotAllowed
+from flotilla.shared.locations.allowed import Places
+from flotilla.shared.net.authorisation.access import Scope
+from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView, ForkRequest, Origin, Problem
+from flotilla.shared.schemas.health import HealthFinding
+from flotilla.shared.schemas.service import ServiceKind
 
 DOWNLOADS = ".downloads"
 """Folder beside the experiments' own, of checkpoints that some are about to begin from."""

@@ -3,11 +3,11 @@
 import asyncio
 import logging
 
-from services.gateway.records.repository import Experiment
-from shared.schemas.task import Lane
-from shared.streams.hop import Hop, Resolution
-from shared.streams.keys import HopName
-from shared.streams.ledger import Ledger
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.shared.schemas.task import Lane
+from flotilla.shared.streams.hop import Hop, Resolution
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.ledger import Ledger
 
 log = logging.getLogger(__name__)
 

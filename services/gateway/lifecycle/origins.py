@@ -15,8 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from shared.beneath import link_to
-from shared.checkpoints import (
+from flotilla.shared.checkpoints.folders import (
     AVERAGE,
     CHECKPOINTS,
     CRITIC,
@@ -29,13 +28,14 @@ from shared.checkpoints import (
     complete,
     folders,
 )
-from shared.config.load import with_changes
-from shared.config.lora import with_later_keys
-from shared.config.spec import ExperimentSpec
-from shared.durable import flush
-from shared.errors import InvalidSpec, ModelError, Unavailable
-from shared.schemas.experiment import Origin
-from shared.streams.intervals import IntervalSet
+from flotilla.shared.config.load.spec_text import with_changes
+from flotilla.shared.config.sections.lora import with_later_keys
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidSpec, ModelError, Unavailable
+from flotilla.shared.files.beneath import link_to
+from flotilla.shared.files.durable import flush
+from flotilla.shared.schemas.experiment import Origin
+from flotilla.shared.streams.intervals import IntervalSet
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,9 @@ import resource
 import sys
 from typing import Any, Final
 
-from shared.config.load import parse_document
-from shared.errors import InvalidSpec
+from flotilla.shared.children.processes import python_module
+from flotilla.shared.config.load.spec_text import parse_document
+from flotilla.shared.errors import InvalidSpec
 
 SOURCE: Final = "the request body"
 MAX_CHARACTERS: Final = 256 * 1024
@@ -37,10 +38,7 @@ async def read_document(text: str, *, seconds: float = PARSE_SECONDS) -> dict[st
     if len(text) <= INLINE_CHARACTERS:
         return parse_document(text, source=SOURCE)
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-P",
-        "-m",
-        __name__,
+        *python_module(__name__),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,

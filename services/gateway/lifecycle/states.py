@@ -11,8 +11,8 @@ apply only where ``EVENTS`` has them.
 from enum import StrEnum
 from typing import Final
 
-from shared.errors import ActionNotAllowed
-from shared.schemas.experiment import ExperimentState as State
+from flotilla.shared.errors import ActionNotAllowed
+from flotilla.shared.schemas.experiment import ExperimentState as State
 
 
 class Action(StrEnum):

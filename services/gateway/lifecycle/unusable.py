@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 
-from services.gateway.lifecycle.commands import ExperimentCommands
-from services.gateway.lifecycle.states import Action
-from services.gateway.records.repository import ExperimentRepository, UnusableExperiment
-from shared.clock import rfc3339
-from shared.redaction import redacted
-from shared.schemas.experiment import ExperimentView, Origin, Problem
+from flotilla.services.gateway.lifecycle.commands import ExperimentCommands
+from flotilla.services.gateway.lifecycle.states import Action
+from flotilla.services.gateway.records.repository import ExperimentRepository, UnusableExperiment
+from flotilla.shared.clock import rfc3339
+from flotilla.shared.config.redaction import redacted
+from flotilla.shared.schemas.experiment import ExperimentView, Origin, Problem
 
 COMPONENT = "spec"
 

@@ -11,26 +11,26 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from services.gateway.access.tokens import Tokens
-from services.gateway.events.log import EventLog
-from services.gateway.lifecycle.commands import ExperimentCommands
-from services.gateway.membership.training_jobs import TrainingJobs
-from services.gateway.monitoring.idle_ratios import IdleRatios
-from services.gateway.monitoring.measurements import Measurements
-from services.gateway.publications.negotiation import Reported
-from services.gateway.publications.publications import Publications
-from services.gateway.publications.transports import lacks_version, peers_of
-from services.gateway.records.per_experiment import PerExperiment
-from services.gateway.records.repository import Experiment, ExperimentRepository, document_of
-from services.gateway.registry.desired import DesiredBodies, DesiredStates, ExperimentFacts
-from services.gateway.registry.services import LiveService, Registry
-from services.gateway.registry.shifts import SHARERS, holder_of, is_clear
-from services.gateway.signals import Signal, fire_in_turn, wait_for_any
-from services.gateway.store.base import Store
-from services.gateway.store.transaction import Transaction
-from shared.clock import Clock
-from shared.schemas.experiment import ExperimentState
-from shared.schemas.service import (
+from flotilla.services.gateway.access.tokens import Tokens
+from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.lifecycle.commands import ExperimentCommands
+from flotilla.services.gateway.membership.training_jobs import TrainingJobs
+from flotilla.services.gateway.monitoring.health.measurements import Measurements
+from flotilla.services.gateway.monitoring.idle_ratios import IdleRatios
+from flotilla.services.gateway.publications.negotiation import Reported
+from flotilla.services.gateway.publications.publications import Publications
+from flotilla.services.gateway.publications.transports import lacks_version, peers_of
+from flotilla.services.gateway.records.per_experiment import PerExperiment
+from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, document_of
+from flotilla.services.gateway.registry.desired import DesiredBodies, DesiredStates, ExperimentFacts
+from flotilla.services.gateway.registry.services import LiveService, Registry
+from flotilla.services.gateway.registry.shifts import SHARERS, holder_of, is_clear
+from flotilla.services.gateway.signals import Signal, fire_in_turn, wait_for_any
+from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.store.transaction import Transaction
+from flotilla.shared.clock import Clock
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.service import (
     DRAIN_NOTICE_SECONDS,
     DesiredState,
     ObservedState,

@@ -1,9 +1,9 @@
 """Which trainer a request speaks for: whoever its token says, while that service is the experiment's trainer."""
 
-from services.gateway.records.repository import ExperimentRepository
-from services.gateway.registry.services import Registry
-from shared.access import Principal, Scope
-from shared.errors import NotAssigned
+from flotilla.services.gateway.records.repository import ExperimentRepository
+from flotilla.services.gateway.registry.services import Registry
+from flotilla.shared.errors import NotAssigned
+from flotilla.shared.net.authorisation.access import Principal, Scope
 
 
 def speaking_trainer(

@@ -1,12 +1,12 @@
 """Training jobs on several hosts: who is which node, and the end of jobs that cannot go on."""
 
-from services.gateway.events.log import EventLog
-from services.gateway.records.per_experiment import PerExperiment
-from services.gateway.records.repository import Experiment, ExperimentRepository
-from services.gateway.registry.jobs import STORE_SECONDS, Reports, name_of, node_of, why_ended
-from services.gateway.registry.services import LiveService, Registry
-from services.gateway.store.transaction import Transaction
-from shared.schemas.service import JobNode, ServiceKind
+from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.records.per_experiment import PerExperiment
+from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
+from flotilla.services.gateway.registry.jobs import STORE_SECONDS, Reports, name_of, node_of, why_ended
+from flotilla.services.gateway.registry.services import LiveService, Registry
+from flotilla.services.gateway.store.transaction import Transaction
+from flotilla.shared.schemas.service import JobNode, ServiceKind
 
 
 class _Awaited:

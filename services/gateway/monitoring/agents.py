@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from shared.clock import rfc3339
-from shared.config.reward import AgentRewardConfig
-from shared.config.spec import ExperimentSpec
+from flotilla.shared.clock import rfc3339
+from flotilla.shared.config.sections.reward import AgentRewardConfig
+from flotilla.shared.config.spec import ExperimentSpec
 
 ASK: Final = "POST /v1/experiments/ID/episodes asks for one (docs/agents.md)"
 SILENT_SECONDS: Final = 10.0

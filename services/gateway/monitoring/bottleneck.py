@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Final
 
-from services.gateway.monitoring.agents import AgentsSeen, slowed_by_agents
-from shared.streams.keys import HopName
-from shared.streams.ledger import Ledger
+from flotilla.services.gateway.monitoring.agents import AgentsSeen, slowed_by_agents
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.ledger import Ledger
 
 COMPONENTS: Final = (
     "generation",

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.gateway.monitoring.agents import AgentsSeen, missing_agents
-from shared.schemas.experiment import ExperimentState
-from shared.schemas.publication import PublicationPhase
-from shared.schemas.service import ServiceKind, WorkState
-from shared.streams.ledger import Ledger
+from flotilla.services.gateway.monitoring.agents import AgentsSeen, missing_agents
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.publication import PublicationPhase
+from flotilla.shared.schemas.service import ServiceKind, WorkState
+from flotilla.shared.streams.ledger import Ledger
 
 JUST_WAIT_START = "loading torch and the model may take a minute, just wait"
 JUST_WAIT_ANSWERS = "long answers take as long, just wait, or see `flotilla logs rollout`"

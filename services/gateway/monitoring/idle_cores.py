@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shared.config.engine import TorchEngineConfig
-from shared.config.spec import ExperimentSpec
-from shared.schemas.service import ServiceKind
+from flotilla.shared.config.sections.engine import TorchEngineConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.schemas.service import ServiceKind
 
 TRAINER_SETTING, ROLLOUT_SETTING = "parallelism.threads", "rollout.engine.threads"
 

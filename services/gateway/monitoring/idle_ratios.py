@@ -1,14 +1,14 @@
 """Stores the idle ratio of each version as soon as a rollout has left the version."""
 
-from services.gateway.monitoring.idleness import Idleness
-from services.gateway.records.per_experiment import PerExperiment
-from services.gateway.records.repository import Experiment
-from services.gateway.records.versions import step_of
-from services.gateway.store.base import Store
-from services.gateway.store.writes import PutMetrics, PutWindow, Write
-from shared.clock import Clock, rfc3339
-from shared.schemas.experiment import MetricPoint
-from shared.schemas.service import ObservedState
+from flotilla.services.gateway.monitoring.idleness import Idleness
+from flotilla.services.gateway.records.per_experiment import PerExperiment
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.records.versions import step_of
+from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.store.writes import PutMetrics, PutWindow, Write
+from flotilla.shared.clock import Clock, rfc3339
+from flotilla.shared.schemas.experiment import MetricPoint
+from flotilla.shared.schemas.service import ObservedState
 
 IDLE_RATIO = "rollouter/idle_ratio"
 

@@ -9,24 +9,24 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from services.gateway.events.log import EventLog
-from services.gateway.feeder.status import Blockage
-from services.gateway.monitoring.agents import AgentsSeen, see_agents
-from services.gateway.monitoring.bottleneck import Look
-from services.gateway.monitoring.diagnosis import Observation, Situation, diagnose, progress_of
-from services.gateway.monitoring.measurements import Measurements
-from services.gateway.publications.publications import Publications
-from services.gateway.records.repository import Experiment, ExperimentRepository
-from services.gateway.registry.services import Registry
-from services.gateway.registry.shifts import SHARERS, holder_of, who_holds
-from shared.clock import Clock
-from shared.errors import Unavailable
-from shared.schemas.experiment import ExperimentState
-from shared.schemas.service import OUTSIDE, ServiceKind
-from shared.schemas.task import Lane
-from shared.streams.keys import HopName
-from shared.streams.ledger import Ledger
-from shared.streams.redis.connection import COMPONENT as REDIS
+from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.feeder.status import Blockage
+from flotilla.services.gateway.monitoring.agents import AgentsSeen, see_agents
+from flotilla.services.gateway.monitoring.bottleneck import Look
+from flotilla.services.gateway.monitoring.diagnosis import Observation, Situation, diagnose, progress_of
+from flotilla.services.gateway.monitoring.health.measurements import Measurements
+from flotilla.services.gateway.publications.publications import Publications
+from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
+from flotilla.services.gateway.registry.services import Registry
+from flotilla.services.gateway.registry.shifts import SHARERS, holder_of, who_holds
+from flotilla.shared.clock import Clock
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.service import OUTSIDE, ServiceKind
+from flotilla.shared.schemas.task import Lane
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.ledger import Ledger
+from flotilla.shared.streams.redis.connection import COMPONENT as REDIS
 
 POLL_SECONDS = 1.0
 """Between two looks, on average."""

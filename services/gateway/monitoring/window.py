@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Final
 
-from services.gateway.monitoring.bottleneck import MIN_LOOKS, Bottleneck, Look, StepTimes, find_bottleneck
+from flotilla.services.gateway.monitoring.bottleneck import MIN_LOOKS, Bottleneck, Look, StepTimes, find_bottleneck
 
 WINDOW_SECONDS: Final = 60.0
 MIN_SECONDS: Final = 8.0

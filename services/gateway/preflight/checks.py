@@ -5,26 +5,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.gateway.datasets.columns import value_at
-from services.gateway.datasets.dataset import Dataset
-from services.gateway.datasets.finished import check_rows
-from services.gateway.datasets.loading import joined, load_evaluation, load_rows, load_training
-from services.gateway.datasets.written import check_written
-from services.gateway.tracking.opening import check_trackers
-from services.gateway.uploads.remote import check_protocol
-from shared.absence import absent_or
-from shared.config.data import DataConfig, RowsConfig, is_url
-from shared.config.device_rules import tensor_parallel
-from shared.config.model import ModelConfig
-from shared.config.reward import CustomConfig, VerlDefaultConfig
-from shared.config.reward_model import RewardModelConfig
-from shared.config.spec import ExperimentSpec
-from shared.config.tracking import JsonlTrackerConfig, TensorboardTrackerConfig
-from shared.config.verl_sources import first_not_graded
-from shared.episode_places import check_episodes, files_of
-from shared.errors import DataError, InvalidSpec, ModelError, Scalar
-from shared.model_hub import COMMIT, fetch_small, has_config, model_directory
-from shared.places import Places, checkpoint_urls_of, code_of, written_of
+from flotilla.services.gateway.datasets.columns import value_at
+from flotilla.services.gateway.datasets.dataset import Dataset
+from flotilla.services.gateway.datasets.finished import check_rows
+from flotilla.services.gateway.datasets.loading import joined, load_evaluation, load_rows, load_training
+from flotilla.services.gateway.datasets.written import check_written
+from flotilla.services.gateway.tracking.opening import check_trackers
+from flotilla.services.gateway.uploads.remote import check_protocol
+from flotilla.shared.config.rules.devices import tensor_parallel
+from flotilla.shared.config.sections.data import DataConfig, RowsConfig, is_url
+from flotilla.shared.config.sections.model import ModelConfig
+from flotilla.shared.config.sections.reward import CustomConfig, VerlDefaultConfig
+from flotilla.shared.config.sections.reward_model import RewardModelConfig
+from flotilla.shared.config.sections.tracking import JsonlTrackerConfig, TensorboardTrackerConfig
+from flotilla.shared.config.sections.verl_sources import first_not_graded
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import DataError, InvalidSpec, ModelError, Scalar
+from flotilla.shared.locations.allowed import Places, checkpoint_urls_of, code_of, written_of
+from flotilla.shared.locations.episodes import check_episodes, files_of
+from flotilla.shared.models.hub import COMMIT, fetch_small, has_config, model_directory
+from flotilla.shared.net.absence import absent_or
 
 
 def paths_of(spec: ExperimentSpec) -> dict[str, str]:

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.gateway.datasets.dataset import Dataset, Part
-from services.gateway.preflight import checks
-from services.gateway.tracking.opening import check_trackers
-from services.gateway.uploads.remote import check_protocol
-from shared.config.data import RowsConfig
-from shared.config.spec import ExperimentSpec
-from shared.errors import FlotillaError, Scalar
-from shared.model_files import check_directory
+from flotilla.services.gateway.datasets.dataset import Dataset, Part
+from flotilla.services.gateway.preflight import checks
+from flotilla.services.gateway.tracking.opening import check_trackers
+from flotilla.services.gateway.uploads.remote import check_protocol
+from flotilla.shared.config.sections.data import RowsConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import FlotillaError, Scalar
+from flotilla.shared.models.files import check_directory
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.datasets.columns import messages_of, value_at
-from services.gateway.datasets.dataset import Dataset
-from services.gateway.datasets.lengths import LengthProcess, running_process
-from shared.config.spec import ExperimentSpec
-from shared.errors import DataError
-from shared.model_hub import model_directory
-from shared.prompts import PromptTemplate
-from shared.schemas.task import Message
+from flotilla.services.gateway.datasets.columns import messages_of, value_at
+from flotilla.services.gateway.datasets.dataset import Dataset
+from flotilla.services.gateway.datasets.lengths import LengthProcess, running_process
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import DataError
+from flotilla.shared.models.hub import model_directory
+from flotilla.shared.models.prompts import PromptTemplate
+from flotilla.shared.schemas.task import Message
 
 NUM_ROWS = 200
 """Of each dataset: a template that refuses a prompt mostly refuses the first one."""

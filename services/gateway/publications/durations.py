@@ -9,13 +9,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from services.gateway.publications.negotiation import Negotiation
-from services.gateway.store.base import Store
-from services.gateway.store.transaction import Transaction
-from services.gateway.store.writes import PutMetrics, PutWindow
-from shared.clock import Clock, rfc3339
-from shared.schemas.experiment import MetricPoint
-from shared.schemas.publication import PublicationPhase
+from flotilla.services.gateway.publications.negotiation import Negotiation
+from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.store.transaction import Transaction
+from flotilla.services.gateway.store.writes import PutMetrics, PutWindow
+from flotilla.shared.clock import Clock, rfc3339
+from flotilla.shared.schemas.experiment import MetricPoint
+from flotilla.shared.schemas.publication import PublicationPhase
 
 PREPARE = "publication/prepare_seconds"
 TRANSFER = "publication/transfer_seconds"

@@ -9,7 +9,7 @@ whatever restarts.
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from shared.schemas.publication import Member, Rendezvous, Transport
+from flotilla.shared.schemas.publication import Member, Rendezvous, Transport
 
 
 @dataclass(frozen=True, slots=True)

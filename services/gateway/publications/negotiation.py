@@ -12,8 +12,8 @@ Reports of another epoch or version mean nothing, so late and repeated ones are 
 
 from dataclasses import dataclass, replace
 
-from services.gateway.publications.epochs import Epoch, without
-from shared.schemas.publication import Manifest, PublicationPhase, PublicationReport, ReceiveState, Rendezvous
+from flotilla.services.gateway.publications.epochs import Epoch, without
+from flotilla.shared.schemas.publication import Manifest, PublicationPhase, PublicationReport, ReceiveState, Rendezvous
 
 STALLS_BEFORE_BLAME = 1
 """Transfers that reached nobody are tried once more with everybody: one dead member stalls the others too, and does

@@ -7,11 +7,11 @@ that follows from it, and wakes those who wait.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.gateway.events.log import EventLog
-from services.gateway.publications.durations import Durations
-from services.gateway.publications.epochs import Epoch, epoch_for
-from services.gateway.publications.negotiation import DeadlinePassed as Late
-from services.gateway.publications.negotiation import (
+from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.publications.durations import Durations
+from flotilla.services.gateway.publications.epochs import Epoch, epoch_for
+from flotilla.services.gateway.publications.negotiation import DeadlinePassed as Late
+from flotilla.services.gateway.publications.negotiation import (
     MemberGone,
     Negotiation,
     NegotiationEvent,
@@ -20,20 +20,20 @@ from services.gateway.publications.negotiation import (
     breaks_epoch,
     transition,
 )
-from services.gateway.publications.stored import negotiation_of, newest_of, record_of
-from services.gateway.publications.transports import can_receive, transport_for
-from services.gateway.publications.views import order_of, view_of
-from services.gateway.records.repository import Experiment, ExperimentRepository
-from services.gateway.registry.services import LiveService, Registry
-from services.gateway.signals import Signal, wait_for_any
-from services.gateway.store.answers import stage_answer
-from services.gateway.store.base import Store
-from services.gateway.store.records import PublicationRecord
-from services.gateway.store.transaction import Transaction
-from services.gateway.store.writes import PutPublication
-from shared.clock import Clock
-from shared.errors import Conflict, NotFound, StalePolicyVersion, Unavailable
-from shared.schemas.publication import (
+from flotilla.services.gateway.publications.stored import negotiation_of, newest_of, record_of
+from flotilla.services.gateway.publications.transports import can_receive, transport_for
+from flotilla.services.gateway.publications.views import order_of, view_of
+from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
+from flotilla.services.gateway.registry.services import LiveService, Registry
+from flotilla.services.gateway.signals import Signal, wait_for_any
+from flotilla.services.gateway.store.answers import stage_answer
+from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.store.records import PublicationRecord
+from flotilla.services.gateway.store.transaction import Transaction
+from flotilla.services.gateway.store.writes import PutPublication
+from flotilla.shared.clock import Clock
+from flotilla.shared.errors import Conflict, NotFound, StalePolicyVersion, Unavailable
+from flotilla.shared.schemas.publication import (
     Manifest,
     Publication,
     PublicationOrder,
@@ -41,7 +41,7 @@ from shared.schemas.publication import (
     PublicationRequest,
     Transport,
 )
-from shared.schemas.service import ServiceKind
+from flotilla.shared.schemas.service import ServiceKind
 
 SLOWEST_BYTES_PER_SECOND = 50_000_000
 SENDER_PHASES = 3

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from services.gateway.publications.epochs import Epoch
-from services.gateway.publications.negotiation import Negotiation
-from services.gateway.store.records import PublicationRecord
-from shared.schemas.publication import Manifest, Member, PublicationPhase, Rendezvous
+from flotilla.services.gateway.publications.epochs import Epoch
+from flotilla.services.gateway.publications.negotiation import Negotiation
+from flotilla.services.gateway.store.records import PublicationRecord
+from flotilla.shared.schemas.publication import Manifest, Member, PublicationPhase, Rendezvous
 
 
 def newest_of(records: Sequence[PublicationRecord]) -> PublicationRecord:

@@ -1,4 +1,4 @@
-"""What is true after a trainer took over: the control plane's side of ``shared.lineage.reconcile``.
+"""What is true after a trainer took over: the control plane's side of ``lineage.reconcile``.
 
 Nothing goes back here. A version that is lost stays the current one until the trainer has published the weights that it
 has under a higher number; rollouts and the feeder follow that as any other publication.
@@ -6,16 +6,16 @@ has under a higher number; rollouts and the feeder follow that as any other publ
 
 import logging
 
-from services.gateway.events.log import EventLog
-from services.gateway.records.repository import Experiment, ExperimentRepository
-from services.gateway.registry.services import Registry
-from services.gateway.store.base import Store
-from services.gateway.store.writes import DeleteCheckpoints
-from shared.errors import Conflict, Unavailable
-from shared.lineage import Published, reconcile
-from shared.schemas.service import ServiceKind
-from shared.schemas.takeover import RefusedIncarnation, TakeoverAnswer, TakeoverRequest
-from shared.streams.plans import WORKERS_PER_EPOCH
+from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
+from flotilla.services.gateway.registry.services import Registry
+from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.store.writes import DeleteCheckpoints
+from flotilla.shared.checkpoints.lineage import Published, reconcile
+from flotilla.shared.checkpoints.takeover import RefusedIncarnation, TakeoverAnswer, TakeoverRequest
+from flotilla.shared.errors import Conflict, Unavailable
+from flotilla.shared.schemas.service import ServiceKind
+from flotilla.shared.streams.plans import WORKERS_PER_EPOCH
 
 log = logging.getLogger(__name__)
 

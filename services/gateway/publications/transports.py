@@ -3,11 +3,11 @@
 import hashlib
 from collections.abc import Iterable
 
-from services.gateway.registry.services import LiveService
-from shared.config.publication import TransportChoice
-from shared.config.spec import ExperimentSpec
-from shared.schemas.publication import Transport
-from shared.schemas.service import Capabilities, ServiceKind, WorkState
+from flotilla.services.gateway.registry.services import LiveService
+from flotilla.shared.config.sections.publication import TransportChoice
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.schemas.publication import Transport
+from flotilla.shared.schemas.service import Capabilities, ServiceKind, WorkState
 
 MAX_PEERS = 4
 """How many rollouts one is sent to: more would not be faster, and each serves as few others."""

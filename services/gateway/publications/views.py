@@ -1,7 +1,7 @@
 """What the trainer and a member see of a publication. Pure."""
 
-from services.gateway.publications.negotiation import Negotiation
-from shared.schemas.publication import Publication, PublicationOrder
+from flotilla.services.gateway.publications.negotiation import Negotiation
+from flotilla.shared.schemas.publication import Publication, PublicationOrder
 
 
 def view_of(experiment_id: str, negotiation: Negotiation, deadline_seconds: float) -> Publication:

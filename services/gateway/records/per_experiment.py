@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from services.gateway.records.repository import Experiment
+from flotilla.services.gateway.records.repository import Experiment
 
 T = TypeVar("T")
 

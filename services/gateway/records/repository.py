@@ -12,25 +12,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from services.gateway.access.caller import actor
-from services.gateway.access.quotas import UNLIMITED, check_new, check_running
-from services.gateway.digest import digest
-from services.gateway.records.versions import step_of
-from services.gateway.signals import Signal
-from services.gateway.store.base import Store
-from services.gateway.store.records import AuditRecord, ExperimentRecord
-from services.gateway.store.transaction import Transaction
-from services.gateway.store.writes import AppendAudit, DeleteExperiment, PutExperiment
-from shared.checkpoints import CHECKPOINTS, complete
-from shared.clock import Clock, rfc3339
-from shared.config.load import validate_spec
-from shared.config.revisions import REVISION, migrated
-from shared.config.spec import ExperimentSpec
-from shared.errors import InvalidSpec, NotFound, SpecRefused
-from shared.schemas.experiment import ExperimentState, Problem
-from shared.schemas.task import Lane
-from shared.schemas.token import Quota
-from shared.streams.plane import DataPlane
+from flotilla.services.gateway.access.caller import actor
+from flotilla.services.gateway.access.quotas import UNLIMITED, check_new, check_running
+from flotilla.services.gateway.digest import digest
+from flotilla.services.gateway.records.versions import step_of
+from flotilla.services.gateway.signals import Signal
+from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.store.records import AuditRecord, ExperimentRecord
+from flotilla.services.gateway.store.transaction import Transaction
+from flotilla.services.gateway.store.writes import AppendAudit, DeleteExperiment, PutExperiment
+from flotilla.shared.checkpoints.folders import CHECKPOINTS, complete
+from flotilla.shared.clock import Clock, rfc3339
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.revisions import REVISION, migrated
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidSpec, NotFound, SpecRefused
+from flotilla.shared.net.authorisation.token_records import Quota
+from flotilla.shared.schemas.experiment import ExperimentState, Problem
+from flotilla.shared.schemas.task import Lane
+from flotilla.shared.streams.plane import DataPlane
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Which steps a policy version contains, as it was published: after a loss, numbers follow steps no more."""
 
-from services.gateway.store.base import Store
-from services.gateway.store.records import ExperimentRecord
+from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.store.records import ExperimentRecord
 
 
 async def step_of(store: Store, record: ExperimentRecord, version: int) -> int:

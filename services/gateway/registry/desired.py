@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.digest import digest
-from services.gateway.registry.shifts import SHARERS
-from shared.schemas.experiment import ExperimentState
-from shared.schemas.publication import PublicationOrder
-from shared.schemas.service import Assignment, DesiredState, DeviceOrder, JobNode, ServiceKind, WorkState
+from flotilla.services.gateway.digest import digest
+from flotilla.services.gateway.registry.shifts import SHARERS
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.publication import PublicationOrder
+from flotilla.shared.schemas.service import Assignment, DesiredState, DeviceOrder, JobNode, ServiceKind, WorkState
 
 MOST_BODIES = 64
 """How many encoded answers are kept: a few kilobytes each."""

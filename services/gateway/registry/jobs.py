@@ -7,7 +7,7 @@ registration, which a gateway that restarts finds again.
 
 from collections.abc import Mapping, Sequence
 
-from shared.schemas.service import JobNode, JobReport
+from flotilla.shared.schemas.service import JobNode, JobReport
 
 STORE_SECONDS = 120.0
 """Within which the first node has opened the job's store, once all services are there; it sees to the others itself."""

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-from services.gateway.registry.desired import ServiceFacts
-from services.gateway.signals import Signal
-from services.gateway.store.base import Store
-from services.gateway.store.records import ServiceRecord
-from services.gateway.store.transaction import Transaction
-from services.gateway.store.writes import DeleteService, PutService
-from shared.clock import Clock, rfc3339
-from shared.errors import Conflict, NotFound
-from shared.schemas.service import (
+from flotilla.services.gateway.registry.desired import ServiceFacts
+from flotilla.services.gateway.signals import Signal
+from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.store.records import ServiceRecord
+from flotilla.services.gateway.store.transaction import Transaction
+from flotilla.services.gateway.store.writes import DeleteService, PutService
+from flotilla.shared.clock import Clock, rfc3339
+from flotilla.shared.errors import Conflict, NotFound
+from flotilla.shared.schemas.service import (
     DRAIN_NOTICE_SECONDS,
     Capabilities,
     DeviceReport,
@@ -29,7 +29,7 @@ from shared.schemas.service import (
     ServiceView,
     WorkState,
 )
-from shared.streams.hop import holder_name
+from flotilla.shared.streams.hop import holder_name
 
 DRAINED = "it was drained"
 OVERDUE_SECONDS = 10.0

@@ -8,7 +8,7 @@ released theirs; what was said of an earlier shift counts for nothing. Who is go
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shared.schemas.service import DeviceReport, ServiceKind
+from flotilla.shared.schemas.service import DeviceReport, ServiceKind
 
 FIRST_SHIFT = 1
 SHARERS = (ServiceKind.TRAINER, ServiceKind.ROLLOUT)

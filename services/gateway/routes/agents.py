@@ -10,15 +10,15 @@ from typing import Any, Final
 from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.episodes.episodes import models_of
-from services.gateway.episodes.naming import EpisodeName
-from services.gateway.episodes.rollouts import EpisodeGone
-from services.gateway.routes.dependencies import Gateway
-from services.gateway.state import GatewayState
-from shared.access import Principal
-from shared.errors import FlotillaError, InvalidRequest
-from shared.schemas.episode import CompleteEpisode, EndedEpisode, EpisodeReward, HandedOutEpisode, OpenEpisode
-from shared.serving import PROBLEM_JSON, problem_response
+from flotilla.services.gateway.episodes.episodes import models_of
+from flotilla.services.gateway.episodes.naming import EpisodeName
+from flotilla.services.gateway.episodes.rollouts import EpisodeGone
+from flotilla.services.gateway.routes.dependencies import Gateway
+from flotilla.services.gateway.state import GatewayState
+from flotilla.shared.errors import FlotillaError, InvalidRequest
+from flotilla.shared.net.authorisation.access import Principal
+from flotilla.shared.net.server.serving import PROBLEM_JSON, problem_response
+from flotilla.shared.schemas.episode import CompleteEpisode, EndedEpisode, EpisodeReward, HandedOutEpisode, OpenEpisode
 
 router = APIRouter(tags=["agents"])
 

@@ -2,9 +2,9 @@
 
 from fastapi import APIRouter
 
-from services.gateway.routes.dependencies import Gateway, Limit
-from shared.clock import rfc3339
-from shared.schemas.experiment import Page
+from flotilla.services.gateway.routes.dependencies import Gateway, Limit
+from flotilla.shared.clock import rfc3339
+from flotilla.shared.schemas.experiment import Page
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
 

@@ -8,16 +8,16 @@ from fastapi import APIRouter
 from fastapi.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.records.repository import Experiment
-from services.gateway.routes.dependencies import OF_TRAINER, Cursor, Gateway, Limit, page_of
-from services.gateway.store.answers import stage_answer
-from services.gateway.store.writes import PutCheckpoint
-from services.gateway.uploads.uploads import compare, record_of
-from shared.beneath import same_file
-from shared.checkpoints import CHECKPOINTS, StoredCheckpoint, state_of
-from shared.errors import InvalidRequest, NotFound
-from shared.schemas.experiment import CheckpointFile, CheckpointFiles, CheckpointView, Page
-from shared.schemas.uploads import ListedCheckpoint, UploadCheck
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.routes.dependencies import OF_TRAINER, Cursor, Gateway, Limit, page_of
+from flotilla.services.gateway.store.answers import stage_answer
+from flotilla.services.gateway.store.writes import PutCheckpoint
+from flotilla.services.gateway.uploads.uploads import compare, record_of
+from flotilla.shared.checkpoints.folders import CHECKPOINTS, StoredCheckpoint, state_of
+from flotilla.shared.errors import InvalidRequest, NotFound
+from flotilla.shared.files.beneath import same_file
+from flotilla.shared.schemas.experiment import CheckpointFile, CheckpointFiles, CheckpointView, Page
+from flotilla.shared.schemas.uploads import ListedCheckpoint, UploadCheck
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
 

@@ -6,11 +6,11 @@ from typing import Annotated, Any
 from fastapi import Depends, Path, Query, Request
 from pydantic import BaseModel
 
-from services.gateway.membership.speaking import speaking_trainer
-from services.gateway.state import GatewayState
-from shared.access import Principal
-from shared.errors import InvalidRequest
-from shared.schemas.experiment import Page
+from flotilla.services.gateway.membership.speaking import speaking_trainer
+from flotilla.services.gateway.state import GatewayState
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.net.authorisation.access import Principal
+from flotilla.shared.schemas.experiment import Page
 
 LARGEST_PAGE = 1000
 LONGEST_CURSOR = 18

@@ -2,10 +2,10 @@
 
 from fastapi import APIRouter
 
-from services.gateway.monitoring.idle_cores import Placed, advice_on_cores
-from services.gateway.routes.dependencies import Gateway
-from shared.schemas.experiment import DiagnosisView, ExperimentState, FailingService, Problem
-from shared.schemas.health import HealthFinding
+from flotilla.services.gateway.monitoring.idle_cores import Placed, advice_on_cores
+from flotilla.services.gateway.routes.dependencies import Gateway
+from flotilla.shared.schemas.experiment import DiagnosisView, ExperimentState, FailingService, Problem
+from flotilla.shared.schemas.health import HealthFinding
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
 

@@ -6,9 +6,9 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Request
 from fastapi.responses import StreamingResponse
 
-from services.gateway.routes.dependencies import Cursor, Gateway, number_of
-from shared.schemas.experiment import Event
-from shared.security import bearer_of
+from flotilla.services.gateway.routes.dependencies import Cursor, Gateway, number_of
+from flotilla.shared.net.authorisation.tokens import bearer_of
+from flotilla.shared.schemas.experiment import Event
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
 

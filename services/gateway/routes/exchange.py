@@ -16,12 +16,12 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.membership.fleet import WatchCaller
-from services.gateway.state import GatewayState
-from shared.connections import connection_of
-from shared.errors import FlotillaError
-from shared.schemas.service import ObservedState
-from shared.serving import problem_response
+from flotilla.services.gateway.membership.fleet import WatchCaller
+from flotilla.services.gateway.state import GatewayState
+from flotilla.shared.errors import FlotillaError
+from flotilla.shared.net.server.connections import connection_of
+from flotilla.shared.net.server.serving import problem_response
+from flotilla.shared.schemas.service import ObservedState
 
 JSON = "application/json"
 PATH = re.compile(r"/v1/services/([^/]+)/status")

@@ -5,12 +5,12 @@ from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query, Request
 
-from services.gateway.lifecycle import unusable
-from services.gateway.lifecycle.states import Action
-from services.gateway.routes.dependencies import Cursor, Gateway, Limit, page_of
-from shared.config.spec import ExperimentSpec
-from shared.errors import InvalidSpec
-from shared.schemas.experiment import ExperimentView, ExtendRequest, ForkRequest, Page
+from flotilla.services.gateway.lifecycle import unusable
+from flotilla.services.gateway.lifecycle.states import Action
+from flotilla.services.gateway.routes.dependencies import Cursor, Gateway, Limit, page_of
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.schemas.experiment import ExperimentView, ExtendRequest, ForkRequest, Page
 
 router = APIRouter(prefix="/experiments", tags=["experiments"])
 

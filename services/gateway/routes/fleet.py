@@ -2,8 +2,8 @@
 
 from fastapi import APIRouter
 
-from services.gateway.routes.dependencies import Gateway
-from shared.schemas.fleet import FleetView
+from flotilla.services.gateway.routes.dependencies import Gateway
+from flotilla.shared.schemas.fleet import FleetView
 
 router = APIRouter(prefix="/fleet", tags=["services"])
 

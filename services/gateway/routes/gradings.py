@@ -8,11 +8,11 @@ from typing import Annotated, Final
 
 from fastapi import APIRouter, Path, Query, Request
 
-from services.gateway.routes.dependencies import Gateway
-from shared.errors import Conflict, FlotillaError, NotFound, Unauthorized
-from shared.schemas.grading import TakenGrading
-from shared.security import is_same_secret, signature
-from shared.streams.mailbox import Delivery
+from flotilla.services.gateway.routes.dependencies import Gateway
+from flotilla.shared.errors import Conflict, FlotillaError, NotFound, Unauthorized
+from flotilla.shared.net.authorisation.tokens import is_same_secret, signature
+from flotilla.shared.schemas.grading import TakenGrading
+from flotilla.shared.streams.mailbox import Delivery
 
 router = APIRouter(prefix="/gradings", tags=["gradings"])
 

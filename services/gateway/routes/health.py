@@ -3,12 +3,12 @@
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 
-from services.gateway.access.policy import refusal
-from services.gateway.prometheus import metrics_of
-from services.gateway.routes.dependencies import Gateway
-from shared.errors import Unavailable
-from shared.security import bearer_of
-from shared.telemetry.prometheus import response_of
+from flotilla.services.gateway.access.policy import refusal
+from flotilla.services.gateway.prometheus import metrics_of
+from flotilla.services.gateway.routes.dependencies import Gateway
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.net.authorisation.tokens import bearer_of
+from flotilla.shared.telemetry.prometheus import response_of
 
 router = APIRouter(tags=["health"])
 

@@ -5,8 +5,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from services.gateway.routes.dependencies import MAX_WHOLE, OF_TRAINER, Gateway
-from shared.schemas.held_out import HeldOutPage
+from flotilla.services.gateway.routes.dependencies import MAX_WHOLE, OF_TRAINER, Gateway
+from flotilla.shared.schemas.held_out import HeldOutPage
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from services.gateway.routes.dependencies import Gateway
+from flotilla.services.gateway.routes.dependencies import Gateway
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
 

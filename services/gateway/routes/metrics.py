@@ -5,13 +5,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from services.gateway.routes.dependencies import LARGEST_PAGE, OF_TRAINER, Cursor, Gateway, number_of
-from services.gateway.store.answers import stage_answer
-from services.gateway.store.writes import PutMetrics
-from shared.clock import rfc3339
-from shared.errors import InvalidRequest
-from shared.schemas.experiment import MetricBatch, MetricPoint, Page
-from shared.schemas.wire import Wire
+from flotilla.services.gateway.routes.dependencies import LARGEST_PAGE, OF_TRAINER, Cursor, Gateway, number_of
+from flotilla.services.gateway.store.answers import stage_answer
+from flotilla.services.gateway.store.writes import PutMetrics
+from flotilla.shared.clock import rfc3339
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.schemas.experiment import MetricBatch, MetricPoint, Page
+from flotilla.shared.schemas.wire import Wire
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
 

@@ -5,11 +5,11 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from pydantic import Field
 
-from services.gateway.publications.negotiation import Opened, SendFailed, Sent
-from services.gateway.routes.dependencies import OF_TRAINER, Cursor, Gateway, Limit, Trainer, Wait, page_of
-from shared.schemas.experiment import Page
-from shared.schemas.publication import Publication, PublicationPhase, PublicationRequest, Rendezvous
-from shared.schemas.wire import Wire
+from flotilla.services.gateway.publications.negotiation import Opened, SendFailed, Sent
+from flotilla.services.gateway.routes.dependencies import OF_TRAINER, Cursor, Gateway, Limit, Trainer, Wait, page_of
+from flotilla.shared.schemas.experiment import Page
+from flotilla.shared.schemas.publication import Publication, PublicationPhase, PublicationRequest, Rendezvous
+from flotilla.shared.schemas.wire import Wire
 
 router = APIRouter(prefix="/experiments/{experiment_id}/publications", tags=["publications"])
 

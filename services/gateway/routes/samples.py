@@ -5,13 +5,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
-from services.gateway.routes.dependencies import MAX_WHOLE, Cursor, Gateway
-from shared.errors import InvalidRequest, Unavailable
-from shared.samples.kinds import SampleKind
-from shared.samples.query import SampleOrder, SampleQuery
-from shared.samples.reading import read_page
-from shared.schemas.samples import SamplePage
-from shared.schemas.trajectory import GradeStatus
+from flotilla.services.gateway.routes.dependencies import MAX_WHOLE, Cursor, Gateway
+from flotilla.shared.errors import InvalidRequest, Unavailable
+from flotilla.shared.samples.query import SampleOrder, SampleQuery
+from flotilla.shared.samples.reading import read_page
+from flotilla.shared.schemas.sample_kinds import SampleKind
+from flotilla.shared.schemas.samples import SamplePage
+from flotilla.shared.schemas.trajectory import GradeStatus
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["samples"])
 

@@ -2,12 +2,12 @@
 
 from fastapi import APIRouter, Request, Response
 
-from services.gateway.routes.dependencies import Caller, Cursor, Gateway, Limit, Wait, page_of
-from services.gateway.routes.exchange import JSON, exchange, watching
-from shared.access import Scope
-from shared.errors import Forbidden
-from shared.schemas.experiment import Page
-from shared.schemas.service import (
+from flotilla.services.gateway.routes.dependencies import Caller, Cursor, Gateway, Limit, Wait, page_of
+from flotilla.services.gateway.routes.exchange import JSON, exchange, watching
+from flotilla.shared.errors import Forbidden
+from flotilla.shared.net.authorisation.access import Scope
+from flotilla.shared.schemas.experiment import Page
+from flotilla.shared.schemas.service import (
     DesiredState,
     DrainRequest,
     ObservedState,

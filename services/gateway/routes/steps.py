@@ -2,10 +2,10 @@
 
 from fastapi import APIRouter
 
-from services.gateway.routes.dependencies import Gateway, Step
-from shared.errors import NotFound
-from shared.schemas.wire import Wire
-from shared.streams.plans import Plan
+from flotilla.services.gateway.routes.dependencies import Gateway, Step
+from flotilla.shared.errors import NotFound
+from flotilla.shared.schemas.wire import Wire
+from flotilla.shared.streams.plans import Plan
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
 

@@ -2,9 +2,9 @@
 
 from fastapi import APIRouter
 
-from services.gateway.publications.takeovers import Takeovers
-from services.gateway.routes.dependencies import Gateway, Trainer
-from shared.schemas.takeover import RefusedIncarnation, TakeoverAnswer, TakeoverRequest
+from flotilla.services.gateway.publications.takeovers import Takeovers
+from flotilla.services.gateway.routes.dependencies import Gateway, Trainer
+from flotilla.shared.checkpoints.takeover import RefusedIncarnation, TakeoverAnswer, TakeoverRequest
 
 router = APIRouter(prefix="/experiments/{experiment_id}/takeovers", tags=["publications"])
 

@@ -2,12 +2,12 @@
 
 from fastapi import APIRouter, Request
 
-from services.gateway.access.tokens import Shown
-from services.gateway.routes.dependencies import Cursor, Gateway, Limit, page_of
-from services.gateway.store.records import TokenRecord
-from shared.clock import rfc3339
-from shared.schemas.experiment import Page
-from shared.schemas.token import CallerView, NewToken, TokenRequest, TokenView
+from flotilla.services.gateway.access.tokens import Shown
+from flotilla.services.gateway.routes.dependencies import Cursor, Gateway, Limit, page_of
+from flotilla.services.gateway.store.records import TokenRecord
+from flotilla.shared.clock import rfc3339
+from flotilla.shared.net.authorisation.token_records import CallerView, NewToken, TokenRequest, TokenView
+from flotilla.shared.schemas.experiment import Page
 
 router = APIRouter(prefix="/tokens", tags=["tokens"])
 

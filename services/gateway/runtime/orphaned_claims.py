@@ -7,12 +7,12 @@ removed while it lived finds its claims lost, discards its work and claims again
 
 import logging
 
-from services.gateway.events.log import EventLog
-from services.gateway.records.repository import Experiment
-from services.gateway.registry.services import Registry
-from services.gateway.signals import Signal, wait_for_any
-from shared.errors import Unavailable
-from shared.streams.hop import holder_of
+from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.registry.services import Registry
+from flotilla.services.gateway.signals import Signal, wait_for_any
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.streams.hop import holder_of
 
 log = logging.getLogger(__name__)
 

@@ -2,21 +2,21 @@
 
 from dataclasses import dataclass
 
-from services.gateway.access.tokens import Tokens
-from services.gateway.datasets.held_out import HeldOutRows
-from services.gateway.events.log import EventLog
-from services.gateway.feeder.status import FeederStatus
-from services.gateway.lifecycle.commands import ExperimentCommands
-from services.gateway.membership.fleet import Fleet
-from services.gateway.monitoring.measurements import Measurements
-from services.gateway.publications.publications import Publications
-from services.gateway.records.per_experiment import PerExperiment
-from services.gateway.records.repository import ExperimentRepository
-from services.gateway.registry.services import Registry
-from services.gateway.samples.indexing import SampleIndexes
-from services.gateway.settings import GatewaySettings
-from services.gateway.store.base import Store
-from shared.clock import Clock
+from flotilla.services.gateway.access.tokens import Tokens
+from flotilla.services.gateway.datasets.held_out import HeldOutRows
+from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.feeder.status import FeederStatus
+from flotilla.services.gateway.lifecycle.commands import ExperimentCommands
+from flotilla.services.gateway.membership.fleet import Fleet
+from flotilla.services.gateway.monitoring.health.measurements import Measurements
+from flotilla.services.gateway.publications.publications import Publications
+from flotilla.services.gateway.records.per_experiment import PerExperiment
+from flotilla.services.gateway.records.repository import ExperimentRepository
+from flotilla.services.gateway.registry.services import Registry
+from flotilla.services.gateway.samples.indexing import SampleIndexes
+from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.services.gateway.store.base import Store
+from flotilla.shared.clock import Clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,17 +9,17 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
-from services.gateway import signals
-from services.gateway.lifecycle.states import LifecycleEvent
-from services.gateway.records.repository import Experiment
-from services.gateway.registry.services import DRAINED, LiveService
-from services.gateway.runtime.heartbeat import Heartbeat
-from services.gateway.runtime.parts import GatewayParts
-from services.gateway.scheduler.demands import quotas_of
-from services.gateway.scheduler.quota import Scheduler
-from shared.errors import FlotillaError
-from shared.schemas.experiment import ExperimentState
-from shared.schemas.service import ServiceKind, WorkState
+from flotilla.services.gateway import signals
+from flotilla.services.gateway.lifecycle.states import LifecycleEvent
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.registry.services import DRAINED, LiveService
+from flotilla.services.gateway.runtime.heartbeat import Heartbeat
+from flotilla.services.gateway.runtime.parts import GatewayParts
+from flotilla.services.gateway.scheduler.demands import quotas_of
+from flotilla.services.gateway.scheduler.quota import Scheduler
+from flotilla.shared.errors import FlotillaError
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.service import ServiceKind, WorkState
 
 log = logging.getLogger(__name__)
 

@@ -7,17 +7,17 @@ and what the others need decides.
 
 import logging
 
-from services.gateway.evaluation.schedule import due_version
-from services.gateway.feeder.admission import admitted
-from services.gateway.feeder.status import FeederStatus
-from services.gateway.publications.publications import Publications
-from services.gateway.records.repository import Experiment, ExperimentRepository
-from services.gateway.registry.services import Registry
-from services.gateway.registry.shifts import Need, holder_of, next_shift, wants
-from services.gateway.signals import wait_for_any
-from shared.clock import Clock
-from shared.schemas.experiment import ExperimentState
-from shared.schemas.service import ServiceKind
+from flotilla.services.gateway.evaluation.schedule import due_version
+from flotilla.services.gateway.feeder.admission import admitted
+from flotilla.services.gateway.feeder.status import FeederStatus
+from flotilla.services.gateway.publications.publications import Publications
+from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
+from flotilla.services.gateway.registry.services import Registry
+from flotilla.services.gateway.registry.shifts import Need, holder_of, next_shift, wants
+from flotilla.services.gateway.signals import wait_for_any
+from flotilla.shared.clock import Clock
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.service import ServiceKind
 
 log = logging.getLogger(__name__)
 

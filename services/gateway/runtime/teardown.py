@@ -4,17 +4,17 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from services.gateway.lifecycle.commands import ExperimentCommands
-from services.gateway.lifecycle.drain_outstanding import drain_outstanding
-from services.gateway.lifecycle.states import LifecycleEvent
-from services.gateway.membership.fleet import Fleet
-from services.gateway.records.repository import Experiment, ExperimentRepository
-from services.gateway.registry.services import Registry
-from services.gateway.signals import wait_for_any
-from shared.clock import Clock
-from shared.errors import Unavailable
-from shared.schemas.task import Lane
-from shared.streams.redis.connection import COMPONENT
+from flotilla.services.gateway.lifecycle.commands import ExperimentCommands
+from flotilla.services.gateway.lifecycle.drain_outstanding import drain_outstanding
+from flotilla.services.gateway.lifecycle.states import LifecycleEvent
+from flotilla.services.gateway.membership.fleet import Fleet
+from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
+from flotilla.services.gateway.registry.services import Registry
+from flotilla.services.gateway.signals import wait_for_any
+from flotilla.shared.clock import Clock
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.schemas.task import Lane
+from flotilla.shared.streams.redis.connection import COMPONENT
 
 log = logging.getLogger(__name__)
 

@@ -6,23 +6,23 @@ import functools
 import threading
 from collections.abc import Iterator
 
-from services.gateway import signals
-from services.gateway.datasets.dataset import Dataset
-from services.gateway.datasets.finished import FinishedGroups
-from services.gateway.datasets.overlong import without_overlong
-from services.gateway.datasets.written import WrittenAnswers
-from services.gateway.evaluation.evaluator import Evaluator
-from services.gateway.feeder.feeder import Feeder
-from services.gateway.monitoring.health.monitor import HealthMonitor
-from services.gateway.monitoring.watchdog import Watchdog
-from services.gateway.preflight import checks
-from services.gateway.records.repository import Experiment
-from services.gateway.runtime.orphaned_claims import OrphanedClaims
-from services.gateway.runtime.parts import GatewayParts
-from services.gateway.runtime.shifts import Shifts
-from services.gateway.runtime.teardown import Teardown
-from services.gateway.tracking.tracking import Tracking
-from services.gateway.uploads.uploads import Uploads
+from flotilla.services.gateway import signals
+from flotilla.services.gateway.datasets.dataset import Dataset
+from flotilla.services.gateway.datasets.finished import FinishedGroups
+from flotilla.services.gateway.datasets.overlong import without_overlong
+from flotilla.services.gateway.datasets.written import WrittenAnswers
+from flotilla.services.gateway.evaluation.evaluator import Evaluator
+from flotilla.services.gateway.feeder.feeder import Feeder
+from flotilla.services.gateway.monitoring.health.monitor import HealthMonitor
+from flotilla.services.gateway.monitoring.watchdog import Watchdog
+from flotilla.services.gateway.preflight import checks
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.runtime.orphaned_claims import OrphanedClaims
+from flotilla.services.gateway.runtime.parts import GatewayParts
+from flotilla.services.gateway.runtime.shifts import Shifts
+from flotilla.services.gateway.runtime.teardown import Teardown
+from flotilla.services.gateway.tracking.tracking import Tracking
+from flotilla.services.gateway.uploads.uploads import Uploads
 
 
 class ExperimentWork:

@@ -5,10 +5,10 @@ import logging
 import sqlite3
 from pathlib import Path
 
-from services.gateway.records.per_experiment import PerExperiment
-from services.gateway.records.repository import Experiment
-from services.gateway.samples.reads import SampleReads
-from shared.samples.index import SampleIndex
+from flotilla.services.gateway.records.per_experiment import PerExperiment
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.samples.reads import SampleReads
+from flotilla.shared.samples.index import SampleIndex
 
 log = logging.getLogger(__name__)
 

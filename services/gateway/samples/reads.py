@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
-from shared.errors import TooManyRequests
+from flotilla.shared.errors import TooManyRequests
 
 Result = TypeVar("Result")
 

@@ -5,10 +5,10 @@ It looks at all of a thousand services several times a second, and hardly one of
 
 from collections.abc import Iterable
 
-from services.gateway.registry.services import LiveService
-from services.gateway.scheduler.demands import Candidate
-from services.gateway.store.records import ServiceRecord
-from shared.schemas.service import ServiceKind, WorkState
+from flotilla.services.gateway.registry.services import LiveService
+from flotilla.services.gateway.scheduler.demands import Candidate
+from flotilla.services.gateway.store.records import ServiceRecord
+from flotilla.shared.schemas.service import ServiceKind, WorkState
 
 Facts = tuple[ServiceRecord, bool, frozenset[str], frozenset[str]]
 """All that a candidate is made of: the record, whether it leaves, the engines that it can start, its devices."""

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shared.config.device_rules import DeviceNeed, rollout_need, trainer_need
-from shared.config.engine import ServerEngineConfig
-from shared.config.resources import QuotaConfig
-from shared.config.spec import ExperimentSpec
-from shared.schemas.service import ServiceKind as Kind
+from flotilla.shared.config.rules.devices import DeviceNeed, rollout_need, trainer_need
+from flotilla.shared.config.sections.engine import ServerEngineConfig
+from flotilla.shared.config.sections.resources import QuotaConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.schemas.service import ServiceKind as Kind
 
 NO_NEED = DeviceNeed()
 

@@ -6,8 +6,8 @@ machine): while an experiment computes on it, the other service works for the sa
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from services.gateway.scheduler.demands import Candidate, Demand
-from shared.schemas.service import ServiceKind as Kind
+from flotilla.services.gateway.scheduler.demands import Candidate, Demand
+from flotilla.shared.schemas.service import ServiceKind as Kind
 
 SOMEBODY = ""
 """Owner of the devices of a service that has left its experiment, and is not yet done with it."""

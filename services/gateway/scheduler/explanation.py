@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from services.gateway.scheduler.demands import Candidate, Demand
-from services.gateway.scheduler.devices import counts_of, others, owners_of
-from services.gateway.scheduler.placement import Placement
-from shared.schemas.service import ServiceKind as Kind
+from flotilla.services.gateway.scheduler.demands import Candidate, Demand
+from flotilla.services.gateway.scheduler.devices import counts_of, others, owners_of
+from flotilla.services.gateway.scheduler.placement import Placement
+from flotilla.shared.schemas.service import ServiceKind as Kind
 
 PLURALS = {Kind.TRAINER: "trainers", Kind.ROLLOUT: "rollouts", Kind.REWARD: "rewards", Kind.SANDBOX: "sandboxes"}
 

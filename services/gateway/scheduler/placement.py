@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from services.gateway.scheduler.demands import Candidate, Demand
-from services.gateway.scheduler.devices import Owners, in_order_of_use, may_use, owners_of
-from services.gateway.scheduler.sharing import Share, divide
-from services.gateway.scheduler.uses import divided_by_use, reclaimed
-from shared.schemas.service import ServiceKind as Kind
+from flotilla.services.gateway.scheduler.demands import Candidate, Demand
+from flotilla.services.gateway.scheduler.devices import Owners, in_order_of_use, may_use, owners_of
+from flotilla.services.gateway.scheduler.sharing import Share, divide
+from flotilla.services.gateway.scheduler.uses import divided_by_use, reclaimed
+from flotilla.shared.schemas.service import ServiceKind as Kind
 
 KINDS = (Kind.TRAINER, Kind.ROLLOUT, Kind.REWARD, Kind.SANDBOX)
 

@@ -8,21 +8,21 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from services.gateway.events.log import EventLog
-from services.gateway.membership.fleet import Fleet
-from services.gateway.monitoring.watchdog import SCHEDULER
-from services.gateway.records.repository import Experiment, ExperimentRepository
-from services.gateway.registry.services import LiveService, Registry
-from services.gateway.scheduler.candidates import Candidates
-from services.gateway.scheduler.demands import Candidate, Demand, engine_to_start, needs_of, quotas_of
-from services.gateway.scheduler.explanation import why_waiting
-from services.gateway.scheduler.placement import Placement, WhyLeave, place
-from shared.clock import Clock
-from shared.config.device_rules import DeviceFacts, decide
-from shared.config.load import with_changes
-from shared.schemas.experiment import ExperimentState
-from shared.schemas.fleet import ExperimentShare, FleetView, KindShare
-from shared.schemas.service import ServiceKind
+from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.membership.fleet import Fleet
+from flotilla.services.gateway.monitoring.watchdog import SCHEDULER
+from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
+from flotilla.services.gateway.registry.services import LiveService, Registry
+from flotilla.services.gateway.scheduler.candidates import Candidates
+from flotilla.services.gateway.scheduler.demands import Candidate, Demand, engine_to_start, needs_of, quotas_of
+from flotilla.services.gateway.scheduler.explanation import why_waiting
+from flotilla.services.gateway.scheduler.placement import Placement, WhyLeave, place
+from flotilla.shared.clock import Clock
+from flotilla.shared.config.load.spec_text import with_changes
+from flotilla.shared.config.rules.devices import DeviceFacts, decide
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.fleet import ExperimentShare, FleetView, KindShare
+from flotilla.shared.schemas.service import ServiceKind
 
 log = logging.getLogger(__name__)
 

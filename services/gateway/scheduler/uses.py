@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from services.gateway.scheduler.demands import Candidate, Demand
-from services.gateway.scheduler.devices import SOMEBODY, Owners, others, reserved_for
-from shared.schemas.service import ServiceKind as Kind
+from flotilla.services.gateway.scheduler.demands import Candidate, Demand
+from flotilla.services.gateway.scheduler.devices import SOMEBODY, Owners, others, reserved_for
+from flotilla.shared.schemas.service import ServiceKind as Kind
 
 Use = tuple[int, str]
 """GPUs that a service must have, and the engine that it has to start; none of both: ``(0, "")``."""

@@ -5,9 +5,9 @@ from contextvars import ContextVar
 
 from pydantic import BaseModel
 
-from services.gateway.store.records import StoredAnswer
-from services.gateway.store.transaction import Transaction
-from services.gateway.store.writes import PutAnswer
+from flotilla.services.gateway.store.records import StoredAnswer
+from flotilla.services.gateway.store.transaction import Transaction
+from flotilla.services.gateway.store.writes import PutAnswer
 
 JSON = "application/json"
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-from services.gateway.store.records import (
+from flotilla.services.gateway.store.records import (
     AuditRecord,
     ExperimentRecord,
     PublicationRecord,
@@ -15,9 +15,9 @@ from services.gateway.store.records import (
     StoredAnswer,
     TokenRecord,
 )
-from services.gateway.store.transaction import Transaction
-from services.gateway.store.writes import Write
-from shared.schemas.experiment import CheckpointView, Event, MetricPoint
+from flotilla.services.gateway.store.transaction import Transaction
+from flotilla.services.gateway.store.writes import Write
+from flotilla.shared.schemas.experiment import CheckpointView, Event, MetricPoint
 
 MetricRow = tuple[int, MetricPoint]
 """A point and its place in the order of writing, which is the cursor of its page."""

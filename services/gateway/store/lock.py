@@ -15,7 +15,7 @@ from typing import IO, Any
 import sqlalchemy as sa
 from sqlalchemy import Engine
 
-from shared.errors import Unavailable
+from flotilla.shared.errors import Unavailable
 
 TAKE_OVER_SECONDS = 3.0
 """How long a server may take to notice that the session before has ended: its process may have been killed just now."""

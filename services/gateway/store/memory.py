@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any, assert_never
 
-from services.gateway.store.base import MetricRow
-from services.gateway.store.records import (
+from flotilla.services.gateway.store.base import MetricRow
+from flotilla.services.gateway.store.records import (
     AuditRecord,
     ExperimentRecord,
     PublicationRecord,
@@ -14,8 +14,8 @@ from services.gateway.store.records import (
     StoredAnswer,
     TokenRecord,
 )
-from services.gateway.store.transaction import TransactionalStore
-from services.gateway.store.writes import (
+from flotilla.services.gateway.store.transaction import TransactionalStore
+from flotilla.services.gateway.store.writes import (
     AppendAudit,
     AppendEvent,
     DeleteAnswers,
@@ -33,8 +33,8 @@ from services.gateway.store.writes import (
     PutWindow,
     Write,
 )
-from shared.clock import rfc3339
-from shared.schemas.experiment import CheckpointView, Event
+from flotilla.shared.clock import rfc3339
+from flotilla.shared.schemas.experiment import CheckpointView, Event
 
 
 class MemoryStore(TransactionalStore):

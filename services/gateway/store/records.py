@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.config.revisions import REVISION
-from shared.schemas.experiment import ExperimentState
+from flotilla.shared.config.revisions import REVISION
+from flotilla.shared.schemas.experiment import ExperimentState
 
 
 @dataclass(frozen=True, slots=True)

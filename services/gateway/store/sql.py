@@ -19,12 +19,12 @@ import sqlalchemy as sa
 from sqlalchemy import Column, Connection, Engine, Table
 from sqlalchemy.exc import SQLAlchemyError
 
-from services.gateway.store import tables
-from services.gateway.store.base import MetricRow
-from services.gateway.store.lock import FileLock, keep_private, lock_every_session
-from services.gateway.store.memory import event_of
-from services.gateway.store.migrate import upgrade
-from services.gateway.store.records import (
+from flotilla.services.gateway.store import tables
+from flotilla.services.gateway.store.base import MetricRow
+from flotilla.services.gateway.store.lock import FileLock, keep_private, lock_every_session
+from flotilla.services.gateway.store.memory import event_of
+from flotilla.services.gateway.store.migrate import upgrade
+from flotilla.services.gateway.store.records import (
     AuditRecord,
     ExperimentRecord,
     PublicationRecord,
@@ -32,8 +32,8 @@ from services.gateway.store.records import (
     StoredAnswer,
     TokenRecord,
 )
-from services.gateway.store.transaction import TransactionalStore, in_time
-from services.gateway.store.writes import (
+from flotilla.services.gateway.store.transaction import TransactionalStore, in_time
+from flotilla.services.gateway.store.writes import (
     AppendAudit,
     AppendEvent,
     DeleteAnswers,
@@ -51,9 +51,9 @@ from services.gateway.store.writes import (
     PutWindow,
     Write,
 )
-from shared.errors import FlotillaError, InvalidRequest, Unavailable
-from shared.retry import Backoff
-from shared.schemas.experiment import CheckpointView, Event, ExperimentState, MetricPoint
+from flotilla.shared.errors import FlotillaError, InvalidRequest, Unavailable
+from flotilla.shared.net.retry import Backoff
+from flotilla.shared.schemas.experiment import CheckpointView, Event, ExperimentState, MetricPoint
 
 T = TypeVar("T")
 BUSY_SECONDS = 5.0

@@ -12,10 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from services.gateway.store.records import StoredAnswer
-from services.gateway.store.writes import AppendEvent, DeleteAnswers, PutAnswer, PutMetrics, Write
-from shared.errors import Unavailable
-from shared.schemas.experiment import Event, MetricPoint
+from flotilla.services.gateway.store.records import StoredAnswer
+from flotilla.services.gateway.store.writes import AppendEvent, DeleteAnswers, PutAnswer, PutMetrics, Write
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.schemas.experiment import Event, MetricPoint
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.store.records import (
+from flotilla.services.gateway.store.records import (
     AuditRecord,
     ExperimentRecord,
     PublicationRecord,
@@ -12,7 +12,7 @@ from services.gateway.store.records import (
     StoredAnswer,
     TokenRecord,
 )
-from shared.schemas.experiment import CheckpointView, MetricPoint
+from flotilla.shared.schemas.experiment import CheckpointView, MetricPoint
 
 
 @dataclass(frozen=True, slots=True)

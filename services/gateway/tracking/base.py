@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from shared.beneath import open_beneath
+from flotilla.shared.files.beneath import open_beneath
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ import logging
 from collections.abc import Callable, Sequence
 from datetime import datetime
 
-from services.gateway.events.log import EventLog
-from services.gateway.store.base import MetricRow, Store
-from services.gateway.tracking.base import Record, TrackedRun, Tracker
-from services.gateway.tracking.thread import TrackerThread
-from shared.errors import FlotillaError
+from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.store.base import MetricRow, Store
+from flotilla.services.gateway.tracking.base import Record, TrackedRun, Tracker
+from flotilla.services.gateway.tracking.thread import TrackerThread
+from flotilla.shared.errors import FlotillaError
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ import os
 from collections.abc import Sequence
 from typing import BinaryIO
 
-from services.gateway.tracking.base import Record, TrackedRun, open_own, own_folder
-from shared.clock import rfc3339
-from shared.config.tracking import JsonlTrackerConfig
+from flotilla.services.gateway.tracking.base import Record, TrackedRun, open_own, own_folder
+from flotilla.shared.clock import rfc3339
+from flotilla.shared.config.sections.tracking import JsonlTrackerConfig
 
 TAIL_BYTES = 1 << 20
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from services.gateway.tracking.base import Record
+from flotilla.services.gateway.tracking.base import Record
 
 
 class MemoryTracker:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from services.gateway.tracking.base import Record, TrackedRun
-from shared.config.tracking import MlflowTrackerConfig
+from flotilla.services.gateway.tracking.base import Record, TrackedRun
+from flotilla.shared.config.sections.tracking import MlflowTrackerConfig
 
 ID_TAG = "flotilla.experiment"
 CURSOR_TAG = "flotilla.cursor"

@@ -2,14 +2,19 @@
 
 import importlib.util
 
-from services.gateway.tracking.base import TrackedRun, Tracker
-from services.gateway.tracking.jsonl import JsonlTracker
-from services.gateway.tracking.mlflow import MlflowTracker
-from services.gateway.tracking.tensorboard import TensorboardTracker
-from services.gateway.tracking.wandb import WandbTracker
-from shared.config.spec import ExperimentSpec
-from shared.config.tracking import JsonlTrackerConfig, MlflowTrackerConfig, TensorboardTrackerConfig, TrackerConfig
-from shared.errors import InvalidSpec, Scalar
+from flotilla.services.gateway.tracking.base import TrackedRun, Tracker
+from flotilla.services.gateway.tracking.jsonl import JsonlTracker
+from flotilla.services.gateway.tracking.mlflow import MlflowTracker
+from flotilla.services.gateway.tracking.tensorboard import TensorboardTracker
+from flotilla.services.gateway.tracking.wandb import WandbTracker
+from flotilla.shared.config.sections.tracking import (
+    JsonlTrackerConfig,
+    MlflowTrackerConfig,
+    TensorboardTrackerConfig,
+    TrackerConfig,
+)
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidSpec, Scalar
 
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
 """What is imported, by kind; our extra has the kind's name."""

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import BinaryIO
 
-from services.gateway.tracking.base import Record, TrackedRun, open_own, own_folder
-from services.gateway.tracking.events_file import framed, mark_event, scalar_event, unframed, version_event
-from shared.config.tracking import TensorboardTrackerConfig
+from flotilla.services.gateway.tracking.base import Record, TrackedRun, open_own, own_folder
+from flotilla.services.gateway.tracking.events_file import framed, mark_event, scalar_event, unframed, version_event
+from flotilla.shared.config.sections.tracking import TensorboardTrackerConfig
 
 PATTERN = "events.out.tfevents.*.flotilla"
 MARK = re.compile(rb"flotilla cursor (\d+)$")

@@ -4,14 +4,14 @@ import asyncio
 import functools
 from pathlib import Path
 
-from services.gateway import signals
-from services.gateway.events.log import EventLog
-from services.gateway.records.repository import Experiment, document_of
-from services.gateway.store.base import Store
-from services.gateway.tracking.base import TrackedRun
-from services.gateway.tracking.exporter import Exporter
-from services.gateway.tracking.opening import open_tracker
-from shared.redaction import redacted
+from flotilla.services.gateway import signals
+from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.records.repository import Experiment, document_of
+from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.tracking.base import TrackedRun
+from flotilla.services.gateway.tracking.exporter import Exporter
+from flotilla.services.gateway.tracking.opening import open_tracker
+from flotilla.shared.config.redaction import redacted
 
 
 class Tracking:

@@ -8,8 +8,8 @@ the two writes that batch once more, into the next of the run's directories, wit
 
 from collections.abc import Sequence
 
-from services.gateway.tracking.base import Record, TrackedRun
-from shared.config.tracking import WandbTrackerConfig
+from flotilla.services.gateway.tracking.base import Record, TrackedRun
+from flotilla.shared.config.sections.tracking import WandbTrackerConfig
 
 INIT_SECONDS = 60.0
 

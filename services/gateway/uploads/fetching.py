@@ -6,10 +6,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from services.gateway.uploads.remote import RemoteCheckpoints
-from shared.absence import absent_or
-from shared.checkpoints import StoredCheckpoint, check_files, step_of
-from shared.errors import FlotillaError, ModelError, Unavailable
+from flotilla.services.gateway.uploads.remote import RemoteCheckpoints
+from flotilla.shared.checkpoints.folders import StoredCheckpoint, check_files, step_of
+from flotilla.shared.errors import FlotillaError, ModelError, Unavailable
+from flotilla.shared.net.absence import absent_or
 
 FIELD = "checkpoint.resume_from"
 

@@ -19,11 +19,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shared.beneath import same_file
-from shared.checkpoints import STATE_FILE, CheckpointState, StoredCheckpoint, step_of
-from shared.config.spec import ExperimentSpec
-from shared.durable import flush
-from shared.errors import InvalidSpec, ModelError
+from flotilla.shared.checkpoints.folders import STATE_FILE, CheckpointState, StoredCheckpoint, step_of
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidSpec, ModelError
+from flotilla.shared.files.beneath import same_file
+from flotilla.shared.files.durable import flush
 
 UPLOADING = "uploading.json"
 FIELD = "checkpoint.upload_to"

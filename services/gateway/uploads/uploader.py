@@ -18,15 +18,15 @@ from typing import Any
 
 import xxhash
 
-from services.gateway.events.log import EventLog
-from services.gateway.store.base import Store
-from services.gateway.store.writes import PutWindow
-from services.gateway.uploads.remote import RemoteCheckpoints
-from services.gateway.uploads.watched import WatchedCalls
-from shared.checkpoints import CHECKPOINTS, STATE_FILE, StoredCheckpoint, complete
-from shared.clock import Clock, rfc3339
-from shared.errors import FlotillaError
-from shared.schemas.uploads import UploadedCheckpoint, UploadRecord
+from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.store.writes import PutWindow
+from flotilla.services.gateway.uploads.remote import RemoteCheckpoints
+from flotilla.services.gateway.uploads.watched import WatchedCalls
+from flotilla.shared.checkpoints.folders import CHECKPOINTS, STATE_FILE, StoredCheckpoint, complete
+from flotilla.shared.clock import Clock, rfc3339
+from flotilla.shared.errors import FlotillaError
+from flotilla.shared.schemas.uploads import UploadedCheckpoint, UploadRecord
 
 log = logging.getLogger(__name__)
 

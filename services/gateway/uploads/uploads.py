@@ -3,17 +3,17 @@
 import functools
 from pathlib import Path
 
-from services.gateway.events.log import EventLog
-from services.gateway.records.repository import Experiment
-from services.gateway.store.base import Store
-from services.gateway.uploads.remote import FIELD, RemoteCheckpoints
-from services.gateway.uploads.uploader import WINDOW, Uploader
-from services.gateway.uploads.watched import WatchedCalls
-from shared.checkpoints import StoredCheckpoint
-from shared.clock import Clock
-from shared.errors import FlotillaError, NotFound, Unavailable
-from shared.places import Places
-from shared.schemas.uploads import UploadCheck, UploadRecord
+from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.uploads.remote import FIELD, RemoteCheckpoints
+from flotilla.services.gateway.uploads.uploader import WINDOW, Uploader
+from flotilla.services.gateway.uploads.watched import WatchedCalls
+from flotilla.shared.checkpoints.folders import StoredCheckpoint
+from flotilla.shared.clock import Clock
+from flotilla.shared.errors import FlotillaError, NotFound, Unavailable
+from flotilla.shared.locations.allowed import Places
+from flotilla.shared.schemas.uploads import UploadCheck, UploadRecord
 
 COMPARE_SECONDS = 25.0
 """What a store has for its answer to who asks whether a copy is whole."""

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from shared.daemon_threads import on_daemon_thread
-from shared.errors import Unavailable
+from flotilla.shared.concurrency.daemon_threads import on_daemon_thread
+from flotilla.shared.errors import Unavailable
 
 SILENT_SECONDS = 600.0
 """A store that takes or gives no byte, and ends no call, for so long does not answer."""

@@ -12,9 +12,9 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import TextIO
 
-from shared.absence import may_pass
-from shared.config.reward_model import RewardModelConfig
-from shared.processes import die_with_parent
+from flotilla.shared.children.processes import die_with_parent
+from flotilla.shared.config.sections.reward_model import RewardModelConfig
+from flotilla.shared.net.absence import may_pass
 
 
 def serve(lines: TextIO, answers: TextIO) -> None:
@@ -29,7 +29,7 @@ def serve(lines: TextIO, answers: TextIO) -> None:
     try:
         import torch
 
-        from services.reward.scoring.scorer import Scorer
+        from flotilla.services.reward.scoring.scorer import Scorer
 
         torch.set_num_threads(config.threads)
         scorer = Scorer(config, Path(first["directory"]))

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from shared.absence import absent_or
-from shared.config.reward_model import RewardModelConfig, ScoreNormalisation
-from shared.conversations import ASSISTANT, render
-from shared.errors import ModelError
-from shared.model_files import check_directory
-from shared.prompts import PromptTemplate
-from shared.schemas.task import Message
+from flotilla.shared.config.sections.reward_model import RewardModelConfig, ScoreNormalisation
+from flotilla.shared.errors import ModelError
+from flotilla.shared.models.conversations import ASSISTANT, render
+from flotilla.shared.models.files import check_directory
+from flotilla.shared.models.prompts import PromptTemplate
+from flotilla.shared.net.absence import absent_or
+from flotilla.shared.schemas.task import Message
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HEAD = "score"

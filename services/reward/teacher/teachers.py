@@ -17,16 +17,23 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
-from services.reward.grader_call import GraderCall, Retryable
-from services.reward.teacher.wire import log_probs_of, most_bytes, read_answer, reads_alike, score_request, text_of
-from services.reward.verifiers.registry import Surroundings, new_client, secret_of
-from shared.address_policy import AddressRefused, Resolver, resolve
-from shared.clock import Clock, SystemClock
-from shared.config.distillation import DistillationConfig, TeacherServerConfig
-from shared.errors import GradingFailed, ModelError
-from shared.retry import Backoff, retry
-from shared.schemas.trajectory import GradeStatus, Group, Trajectory
-from shared.settings import LOOPBACK, IPNetwork
+from flotilla.services.reward.grader_call import GraderCall, Retryable
+from flotilla.services.reward.teacher.wire import (
+    log_probs_of,
+    most_bytes,
+    read_answer,
+    reads_alike,
+    score_request,
+    text_of,
+)
+from flotilla.services.reward.verifiers.registry import Surroundings, new_client, secret_of
+from flotilla.shared.clock import Clock, SystemClock
+from flotilla.shared.config.sections.distillation import DistillationConfig, TeacherServerConfig
+from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
+from flotilla.shared.errors import GradingFailed, ModelError
+from flotilla.shared.net.client.address_policy import AddressRefused, Resolver, resolve
+from flotilla.shared.net.retry import Backoff, retry
+from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from shared.bounded_json import parse_json
-from shared.config.distillation import TeacherServerConfig
-from shared.errors import GradingFailed
+from flotilla.shared.config.sections.distillation import TeacherServerConfig
+from flotilla.shared.errors import GradingFailed
+from flotilla.shared.net.client.bounded_json import parse_json
 
 Body = dict[str, Any]
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from pydantic import ValidationError
 
-from shared.schemas.episode import EpisodeReward
-from shared.schemas.grading import Grade, GradingSample
-from shared.streams.mailbox import Mailbox, wait_for_answer
+from flotilla.shared.schemas.episode import EpisodeReward
+from flotilla.shared.schemas.grading import Grade, GradingSample
+from flotilla.shared.streams.mailbox import Mailbox, wait_for_answer
 
 
 class AgentVerifier:

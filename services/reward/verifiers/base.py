@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from shared.config.reward import MatchConfig
-from shared.schemas.grading import Grade, GradingSample
-from shared.schemas.service import Failure
+from flotilla.shared.config.sections.reward import MatchConfig
+from flotilla.shared.schemas.grading import Grade, GradingSample
+from flotilla.shared.schemas.service import Failure
 
 
 class Verifier(Protocol):

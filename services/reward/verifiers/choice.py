@@ -3,10 +3,10 @@
 import re
 from collections.abc import Sequence
 
-from services.reward.verifiers.base import NO_LABEL, verdict
-from services.reward.verifiers.exact import last_match
-from shared.config.reward import ChoiceConfig
-from shared.schemas.grading import Grade, GradingSample
+from flotilla.services.reward.verifiers.base import NO_LABEL, verdict
+from flotilla.services.reward.verifiers.exact import last_match
+from flotilla.shared.config.sections.reward import ChoiceConfig
+from flotilla.shared.schemas.grading import Grade, GradingSample
 
 GAP = r"[\s*_:(\[$]{0,12}"
 """What may be between the words and the letter: white space, emphasis, a colon, an opening bracket."""

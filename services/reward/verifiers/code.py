@@ -21,16 +21,16 @@ from dataclasses import dataclass
 import httpx
 from pydantic import ValidationError
 
-from services.reward.grader_call import ASKS_FOR_PAUSE, Retryable
-from services.reward.reachability import Reachability
-from services.reward.verifiers.assertions.rounds import Assertions
-from services.reward.verifiers.base import NO_LABEL
-from shared.config.reward import CodeConfig
-from shared.errors import GradingFailed
-from shared.retry import Backoff, retry
-from shared.schemas.grading import Grade, GradingSample
-from shared.schemas.sandbox import EXPERIMENT_HEADER, CommandStatus, RunCodeRequest, RunCodeResponse, RunStatus
-from shared.schemas.service import SANDBOX, Failure
+from flotilla.services.reward.grader_call import ASKS_FOR_PAUSE, Retryable
+from flotilla.services.reward.reachability import Reachability
+from flotilla.services.reward.verifiers.assertions.rounds import Assertions
+from flotilla.services.reward.verifiers.base import NO_LABEL
+from flotilla.shared.config.sections.reward import CodeConfig
+from flotilla.shared.errors import GradingFailed
+from flotilla.shared.net.retry import Backoff, retry
+from flotilla.shared.schemas.grading import Grade, GradingSample
+from flotilla.shared.schemas.sandbox import EXPERIMENT_HEADER, CommandStatus, RunCodeRequest, RunCodeResponse, RunStatus
+from flotilla.shared.schemas.service import SANDBOX, Failure
 
 OPENING = re.compile(r"[ \t]*```[ \t]*([\w+#.-]*)")
 ALIASES = {

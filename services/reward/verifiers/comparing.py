@@ -8,12 +8,12 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 
-from services.reward.verifiers.base import NO_LABEL, verdict
-from shared.config.reward import ComparedConfig
-from shared.errors import GradingFailed
-from shared.processes import kill, reap
-from shared.schemas.grading import Grade, GradingSample
-from shared.start_patience import start_timeout
+from flotilla.services.reward.verifiers.base import NO_LABEL, verdict
+from flotilla.shared.children.processes import kill, reap
+from flotilla.shared.children.start_patience import start_timeout
+from flotilla.shared.config.sections.reward import ComparedConfig
+from flotilla.shared.errors import GradingFailed
+from flotilla.shared.schemas.grading import Grade, GradingSample
 
 START_SECONDS = 60.0
 """The child's imports take seconds on a busy machine; they do not count against a sample's time."""

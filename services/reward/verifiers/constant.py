@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from shared.config.reward import ConstantConfig
-from shared.schemas.grading import Grade, GradingSample
+from flotilla.shared.config.sections.reward import ConstantConfig
+from flotilla.shared.schemas.grading import Grade, GradingSample
 
 
 class ConstantVerifier:

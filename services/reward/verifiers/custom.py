@@ -8,12 +8,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shared.config.reward import CustomConfig
-from shared.custom_code import describe, load_callable
-from shared.daemon_threads import on_daemon_thread
-from shared.errors import InvalidSpec
-from shared.schemas.grading import Grade, GradingSample
-from shared.schemas.reward_number import reward_number
+from flotilla.shared.children.custom_code import describe, load_callable
+from flotilla.shared.concurrency.daemon_threads import on_daemon_thread
+from flotilla.shared.config.sections.reward import CustomConfig
+from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.schemas.grading import Grade, GradingSample
+from flotilla.shared.schemas.reward_number import reward_number
 
 GradingFunction = Callable[[GradingSample], Any]
 WHAT = "custom verifier"

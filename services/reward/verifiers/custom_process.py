@@ -6,12 +6,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from services.reward.verifiers.custom import CustomVerifier
-from shared.code_process import START_SECONDS, CodeProcess, serve_code
-from shared.config.reward import CustomConfig
-from shared.errors import FlotillaError
-from shared.places import Places
-from shared.schemas.grading import Grade, GradingSample
+from flotilla.services.reward.verifiers.custom import CustomVerifier
+from flotilla.shared.children.code_process import START_SECONDS, CodeProcess, serve_code
+from flotilla.shared.config.sections.reward import CustomConfig
+from flotilla.shared.errors import FlotillaError
+from flotilla.shared.locations.allowed import Places
+from flotilla.shared.schemas.grading import Grade, GradingSample
 
 
 class CustomProcessVerifier:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import fsum
 
-from shared.schemas.grading import Grade, GradingSample
+from flotilla.shared.schemas.grading import Grade, GradingSample
 
 
 class EnvironmentVerifier:

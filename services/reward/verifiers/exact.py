@@ -3,9 +3,9 @@
 import re
 from collections.abc import Sequence
 
-from services.reward.verifiers.base import NO_LABEL, verdict
-from shared.config.reward import ExactConfig
-from shared.schemas.grading import Grade, GradingSample
+from flotilla.services.reward.verifiers.base import NO_LABEL, verdict
+from flotilla.shared.config.sections.reward import ExactConfig
+from flotilla.shared.schemas.grading import Grade, GradingSample
 
 
 def last_match(pattern: str, text: str) -> str | None:

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from services.reward.verifiers.base import verdict
-from shared.config.reward import FormatConfig
-from shared.schemas.grading import Grade, GradingSample
+from flotilla.services.reward.verifiers.base import verdict
+from flotilla.shared.config.sections.reward import FormatConfig
+from flotilla.shared.schemas.grading import Grade, GradingSample
 
 
 class FormatVerifier:

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from services.reward.verifiers.base import NO_LABEL
-from services.reward.verifiers.ifeval_rules import follows, repetition_penalty
-from shared.config.reward import IfevalConfig
-from shared.schemas.grading import Grade, GradingSample
+from flotilla.services.reward.verifiers.base import NO_LABEL
+from flotilla.services.reward.verifiers.ifeval_rules import follows, repetition_penalty
+from flotilla.shared.config.sections.reward import IfevalConfig
+from flotilla.shared.schemas.grading import Grade, GradingSample
 
 
 class IfevalVerifier:

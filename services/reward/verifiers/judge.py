@@ -16,17 +16,17 @@ from typing import Any
 
 import httpx
 
-from services.reward.grader_call import GraderCall, Retryable
-from services.reward.reachability import Reachability
-from services.reward.reply import read_json
-from shared.address_policy import Resolver, resolve
-from shared.clock import Clock, SystemClock
-from shared.config.judge import PLACE, JudgeConfig
-from shared.errors import GradingFailed
-from shared.retry import Backoff, retry
-from shared.schemas.grading import Grade, GradingSample
-from shared.schemas.service import JUDGE, Failure
-from shared.settings import LOOPBACK, IPNetwork
+from flotilla.services.reward.grader_call import GraderCall, Retryable
+from flotilla.services.reward.reachability import Reachability
+from flotilla.services.reward.reply import read_json
+from flotilla.shared.clock import Clock, SystemClock
+from flotilla.shared.config.sections.judge import PLACE, JudgeConfig
+from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
+from flotilla.shared.errors import GradingFailed
+from flotilla.shared.net.client.address_policy import Resolver, resolve
+from flotilla.shared.net.retry import Backoff, retry
+from flotilla.shared.schemas.grading import Grade, GradingSample
+from flotilla.shared.schemas.service import JUDGE, Failure
 
 FIRST_BACKOFF_SECONDS = 0.5
 MAX_BACKOFF_SECONDS = 30.0

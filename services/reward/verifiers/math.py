@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.reward.verifiers.comparing import ComparingVerifier
-from shared.config.reward import MathConfig
+from flotilla.services.reward.verifiers.comparing import ComparingVerifier
+from flotilla.shared.config.sections.reward import MathConfig
 
 WORKER = Path(__file__).with_name("math_worker.py")
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 
-from services.reward.verifiers.base import NO_LABEL, verdict
-from services.reward.verifiers.exact import last_match
-from shared.config.reward import NumericConfig
-from shared.schemas.grading import Grade, GradingSample
+from flotilla.services.reward.verifiers.base import NO_LABEL, verdict
+from flotilla.services.reward.verifiers.exact import last_match
+from flotilla.shared.config.sections.reward import NumericConfig
+from flotilla.shared.schemas.grading import Grade, GradingSample
 
 MAX_EXPONENT = 400
 """Beyond what a float can hold nothing is an answer; without a bound ``1e999999999`` would take all memory."""

@@ -7,25 +7,25 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from services.reward.remote import Callbacks, RemoteVerifier
-from services.reward.verifiers.agent import AgentVerifier
-from services.reward.verifiers.base import AsksServer, Verifier
-from services.reward.verifiers.choice import ChoiceVerifier
-from services.reward.verifiers.code import CodeVerifier
-from services.reward.verifiers.constant import ConstantVerifier
-from services.reward.verifiers.custom_process import CustomProcessVerifier
-from services.reward.verifiers.environment import EnvironmentVerifier
-from services.reward.verifiers.exact import ExactVerifier
-from services.reward.verifiers.format import FormatVerifier
-from services.reward.verifiers.ifeval import IfevalVerifier
-from services.reward.verifiers.judge import JudgeVerifier
-from services.reward.verifiers.math import MathVerifier
-from services.reward.verifiers.numeric import NumericVerifier
-from services.reward.verifiers.reward_model import RewardModelVerifier
-from services.reward.verifiers.text import JsonSchemaVerifier, RegexVerifier
-from services.reward.verifiers.verl import CODE_CASES, VerlDefaultVerifier
-from shared.config.judge import JudgeConfig
-from shared.config.reward import (
+from flotilla.services.reward.remote import Callbacks, RemoteVerifier
+from flotilla.services.reward.verifiers.agent import AgentVerifier
+from flotilla.services.reward.verifiers.base import AsksServer, Verifier
+from flotilla.services.reward.verifiers.choice import ChoiceVerifier
+from flotilla.services.reward.verifiers.code import CodeVerifier
+from flotilla.services.reward.verifiers.constant import ConstantVerifier
+from flotilla.services.reward.verifiers.custom_process import CustomProcessVerifier
+from flotilla.services.reward.verifiers.environment import EnvironmentVerifier
+from flotilla.services.reward.verifiers.exact import ExactVerifier
+from flotilla.services.reward.verifiers.format import FormatVerifier
+from flotilla.services.reward.verifiers.ifeval import IfevalVerifier
+from flotilla.services.reward.verifiers.judge import JudgeVerifier
+from flotilla.services.reward.verifiers.math import MathVerifier
+from flotilla.services.reward.verifiers.numeric import NumericVerifier
+from flotilla.services.reward.verifiers.reward_model import RewardModelVerifier
+from flotilla.services.reward.verifiers.text import JsonSchemaVerifier, RegexVerifier
+from flotilla.services.reward.verifiers.verl import CODE_CASES, VerlDefaultVerifier
+from flotilla.shared.config.sections.judge import JudgeConfig
+from flotilla.shared.config.sections.reward import (
     AgentRewardConfig,
     ChoiceConfig,
     CodeConfig,
@@ -44,16 +44,16 @@ from shared.config.reward import (
     RewardConfig,
     VerlDefaultConfig,
 )
-from shared.config.reward_model import RewardModelConfig
-from shared.errors import InvalidSpec
-from shared.model_hub import model_directory
-from shared.places import Places
-from shared.schemas.grading import Grade, GradingSample
-from shared.schemas.service import Failure
-from shared.schemas.trajectory import GradeStatus
-from shared.settings import LOOPBACK, IPNetwork
-from shared.streams.mailbox import Mailbox
-from shared.tls import tls_context
+from flotilla.shared.config.sections.reward_model import RewardModelConfig
+from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
+from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.locations.allowed import Places
+from flotilla.shared.models.hub import model_directory
+from flotilla.shared.net.client.tls import tls_context
+from flotilla.shared.schemas.grading import Grade, GradingSample
+from flotilla.shared.schemas.service import Failure
+from flotilla.shared.schemas.trajectory import GradeStatus
+from flotilla.shared.streams.mailbox import Mailbox
 
 
 @dataclass(frozen=True)

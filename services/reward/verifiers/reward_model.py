@@ -17,17 +17,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.absence import absent_or
-from shared.config.reward_model import RewardModelConfig
-from shared.errors import FlotillaError, GradingFailed, InvalidSpec, Unavailable
-from shared.processes import python_module, reap
-from shared.restarts import Restarts
-from shared.schemas.grading import Grade, GradingSample
-from shared.secret_variables import without_secrets
+from flotilla.shared.children.processes import python_module, reap
+from flotilla.shared.children.restarts import Restarts
+from flotilla.shared.children.secret_variables import without_secrets
+from flotilla.shared.config.sections.reward_model import RewardModelConfig
+from flotilla.shared.errors import FlotillaError, GradingFailed, InvalidSpec, Unavailable
+from flotilla.shared.net.absence import absent_or
+from flotilla.shared.schemas.grading import Grade, GradingSample
 
 log = logging.getLogger(__name__)
 
-PROCESS = "services.reward.scoring"
+PROCESS = "flotilla.services.reward.scoring"
 START_SECONDS = 600.0
 """Large weights take long to read."""
 MAX_LINE_BYTES = 256 * 1024 * 1024
@@ -191,7 +191,6 @@ class RewardModelVerifier:
         if self._process is not None:
             return self._process
         environment = without_secrets(os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         environment["OMP_NUM_THREADS"] = str(self._config.threads)
         try:
             process = await asyncio.create_subprocess_exec(

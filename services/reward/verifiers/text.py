@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from services.reward.verifiers.comparing import ComparingVerifier
-from shared.config.reward import JsonSchemaConfig, RegexConfig
+from flotilla.services.reward.verifiers.comparing import ComparingVerifier
+from flotilla.shared.config.sections.reward import JsonSchemaConfig, RegexConfig
 
 WORKER = Path(__file__).with_name("text_worker.py")
 

@@ -8,8 +8,8 @@ because something failed (a label that cannot be read, a sandbox that does not a
 import asyncio
 from collections.abc import Callable, Sequence
 
-from services.reward.verifiers.base import LONGEST_ANSWER, NO_LABEL, AsksServer, Verifier
-from services.reward.verifiers.verl_rules import (
+from flotilla.services.reward.verifiers.base import LONGEST_ANSWER, NO_LABEL, AsksServer, Verifier
+from flotilla.services.reward.verifiers.verl_rules import (
     Score,
     fenced_program,
     is_formatted_geometry,
@@ -21,10 +21,10 @@ from services.reward.verifiers.verl_rules import (
     score_math,
     score_search,
 )
-from shared.config.reward import VerlDefaultConfig
-from shared.config.verl_sources import VerlScorer, scorer_of, why_not_graded
-from shared.schemas.grading import Grade, GradingSample
-from shared.schemas.service import Failure
+from flotilla.shared.config.sections.reward import VerlDefaultConfig
+from flotilla.shared.config.sections.verl_sources import VerlScorer, scorer_of, why_not_graded
+from flotilla.shared.schemas.grading import Grade, GradingSample
+from flotilla.shared.schemas.service import Failure
 
 RULES: dict[VerlScorer, Callable[[str, str], Score]] = {
     VerlScorer.GSM8K: score_gsm8k,

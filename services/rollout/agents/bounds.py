@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared.errors import InvalidRequest
+from flotilla.shared.errors import InvalidRequest
 
 
 class ContextTooLong(InvalidRequest):

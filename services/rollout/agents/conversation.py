@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from services.rollout.agents.bounds import ContextBound
-from services.rollout.agents.requests import canonical, plain_messages
-from services.rollout.agents.template import Template
-from services.rollout.engines.base import Completion
-from shared.errors import InvalidRequest
-from shared.schemas.trajectory import FinishReason, Trajectory
-from shared.trajectory_builder import RenderTally, TrajectoryBuilder
+from flotilla.services.rollout.agents.bounds import ContextBound
+from flotilla.services.rollout.agents.requests import canonical, plain_messages
+from flotilla.services.rollout.agents.template import Template
+from flotilla.services.rollout.engines.base import Completion
+from flotilla.services.rollout.trajectory_builder import RenderTally, TrajectoryBuilder
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.schemas.trajectory import FinishReason, Trajectory
 
 Messages = Sequence[Mapping[str, Any]]
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from services.rollout.agents.episode import Ended
+from flotilla.services.rollout.agents.episode import Ended
 
 
 @dataclass

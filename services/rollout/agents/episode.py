@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
-from services.rollout.agents.conversation import Conversations, Draft, Prompt, TooManyBranches
-from services.rollout.agents.replies import Reply, chat_reply, text_reply
-from services.rollout.agents.requests import (
+from flotilla.services.rollout.agents.conversation import Conversations, Draft, Prompt, TooManyBranches
+from flotilla.services.rollout.agents.replies import Reply, chat_reply, text_reply
+from flotilla.services.rollout.agents.requests import (
     AnyRequest,
     ChatRequest,
     read_chat,
@@ -20,15 +20,15 @@ from services.rollout.agents.requests import (
     stops_of,
     wanted_tokens,
 )
-from services.rollout.agents.responses import ResponsesChat, ResponsesReply, read_responses, responses_reply
-from services.rollout.agents.template import Template
-from services.rollout.agents.threads import Threads
-from services.rollout.engines.base import Completion, Engine, GenerationRequest, SamplingParameters
-from services.rollout.episodes.special_tokens import SamplingTally
-from shared.config.spec import ExperimentSpec
-from shared.errors import FlotillaError, InvalidRequest, Unavailable, WorkerDied
-from shared.schemas.task import Task, sample_seed
-from shared.schemas.trajectory import FinishReason, Trajectory
+from flotilla.services.rollout.agents.responses import ResponsesChat, ResponsesReply, read_responses, responses_reply
+from flotilla.services.rollout.agents.template import Template
+from flotilla.services.rollout.agents.threads import Threads
+from flotilla.services.rollout.engines.base import Completion, Engine, GenerationRequest, SamplingParameters
+from flotilla.services.rollout.episodes.special_tokens import SamplingTally
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import FlotillaError, InvalidRequest, Unavailable, WorkerDied
+from flotilla.shared.schemas.task import Task, sample_seed
+from flotilla.shared.schemas.trajectory import FinishReason, Trajectory
 
 MAX_REPLAYED: Final = 8
 """Last answers that are kept for clients that repeat a request whose answer was lost."""

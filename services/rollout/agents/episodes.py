@@ -15,21 +15,21 @@ from typing import Final
 
 import numpy as np
 
-from services.rollout.agents.counts import EpisodeCounts
-from services.rollout.agents.episode import Ended, Episode, EpisodeGone
-from services.rollout.agents.template import Template
-from services.rollout.agents.threads import Threads
-from services.rollout.engines.base import Engine
-from services.rollout.episodes.resumption import resume_rule, rule_of
-from services.rollout.episodes.special_tokens import SamplingTally
-from shared.config.data import PLACE
-from shared.config.spec import ExperimentSpec
-from shared.errors import FlotillaError, InvalidRequest, Unavailable, WorkerDied
-from shared.schemas.episode import EndedEpisode, EpisodeMessage, EpisodeReward, EpisodeTask, OpenedEpisode
-from shared.schemas.task import Lane, Task
-from shared.schemas.trajectory import FinishReason, Group, Trajectory
-from shared.streams.mailbox import Mailbox
-from shared.streams.partials import Partials, is_finished
+from flotilla.services.rollout.agents.counts import EpisodeCounts
+from flotilla.services.rollout.agents.episode import Ended, Episode, EpisodeGone
+from flotilla.services.rollout.agents.template import Template
+from flotilla.services.rollout.agents.threads import Threads
+from flotilla.services.rollout.engines.base import Engine
+from flotilla.services.rollout.episodes.resumption import resume_rule, rule_of
+from flotilla.services.rollout.episodes.special_tokens import SamplingTally
+from flotilla.shared.config.sections.data import PLACE
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import FlotillaError, InvalidRequest, Unavailable, WorkerDied
+from flotilla.shared.schemas.episode import EndedEpisode, EpisodeMessage, EpisodeReward, EpisodeTask, OpenedEpisode
+from flotilla.shared.schemas.task import Lane, Task
+from flotilla.shared.schemas.trajectory import FinishReason, Group, Trajectory
+from flotilla.shared.streams.mailbox import Mailbox
+from flotilla.shared.streams.partials import Partials, is_finished
 
 MAX_ENDED: Final = 4096
 """Ended episodes that are remembered, so that ending one again is answered as the first time."""

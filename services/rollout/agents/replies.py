@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from services.rollout.agents.requests import ChatRequest, TextRequest
-from services.rollout.agents.template import Template
-from services.rollout.engines.base import Completion
-from services.rollout.tools.formats import ToolCall, split_calls
-from shared.schemas.trajectory import FinishReason
+from flotilla.services.rollout.agents.requests import ChatRequest, TextRequest
+from flotilla.services.rollout.agents.template import Template
+from flotilla.services.rollout.engines.base import Completion
+from flotilla.services.rollout.tools.formats import ToolCall, split_calls
+from flotilla.shared.schemas.trajectory import FinishReason
 
 PIECE_CHARACTERS: Final = 24
 FINISH: Final = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}

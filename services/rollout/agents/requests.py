@@ -11,9 +11,9 @@ from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import Field, ValidationError
 
-from shared.config.rollout import SamplingConfig
-from shared.errors import InvalidRequest
-from shared.schemas.wire import TolerantWire
+from flotilla.shared.config.sections.rollout import SamplingConfig
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.schemas.wire import TolerantWire
 
 MAX_MESSAGES: Final = 4096
 MAX_TOOLS: Final = 256

@@ -13,11 +13,18 @@ from typing import Any, Final
 
 from pydantic import Field
 
-from services.rollout.agents.replies import Reply, pieces
-from services.rollout.agents.requests import MAX_MESSAGES, MAX_TOOLS, ChatRequest, ModelName, check_chat, read_request
-from shared.config.rollout import SamplingConfig
-from shared.errors import InvalidRequest
-from shared.schemas.wire import TolerantWire
+from flotilla.services.rollout.agents.replies import Reply, pieces
+from flotilla.services.rollout.agents.requests import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ChatRequest,
+    ModelName,
+    check_chat,
+    read_request,
+)
+from flotilla.shared.config.sections.rollout import SamplingConfig
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.schemas.wire import TolerantWire
 
 TEXTS: Final = frozenset({"input_text", "output_text", "text", "refusal"})
 LOG_PROBS: Final = "message.output_text.logprobs"

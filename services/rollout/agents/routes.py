@@ -11,12 +11,13 @@ from typing import Any, Final
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 
-from services.rollout.agents.episode import Asked, Endpoint, Episode
-from services.rollout.agents.episodes import AgentEpisodes
-from services.rollout.agents.replies import Reply
-from shared.description import problem_answer
-from shared.errors import FlotillaError, InvalidRequest, NotFound, Unauthorized
-from shared.schemas.episode import (
+from flotilla.services.rollout.agents.episode import Asked, Endpoint, Episode
+from flotilla.services.rollout.agents.episodes import AgentEpisodes
+from flotilla.services.rollout.agents.replies import Reply
+from flotilla.shared.errors import FlotillaError, InvalidRequest, NotFound, Unauthorized
+from flotilla.shared.net.server.description import problem_answer
+from flotilla.shared.net.server.serving import problem_response
+from flotilla.shared.schemas.episode import (
     LONGEST_WAIT_SECONDS,
     CompleteEpisode,
     EndedEpisode,
@@ -24,7 +25,6 @@ from shared.schemas.episode import (
     OpenedEpisode,
     OpenEpisode,
 )
-from shared.serving import problem_response
 
 MAX_BODY_BYTES: Final = 16 * 1024 * 1024
 ALIVE_SECONDS: Final = 5.0

@@ -4,9 +4,9 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from services.rollout.episodes.rendering import ChatRenderer
-from shared.errors import InvalidRequest, ModelError
-from shared.schemas.task import Message
+from flotilla.services.rollout.episodes.rendering import ChatRenderer
+from flotilla.shared.errors import InvalidRequest, ModelError
+from flotilla.shared.schemas.task import Message
 
 ChatMessage = Mapping[str, Any]
 

@@ -9,11 +9,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shared.code_process import CodeProcess
-from shared.config.episodes import EnvironmentConfig
-from shared.errors import EpisodeFailed, FlotillaError, WorkerDied
+from flotilla.shared.children.code_process import CodeProcess
+from flotilla.shared.config.sections.episodes import EnvironmentConfig
+from flotilla.shared.errors import EpisodeFailed, FlotillaError, WorkerDied
 
-MODULE = "services.rollout.custom_code"
+MODULE = "flotilla.services.rollout.custom_code"
 
 
 class Refused(Exception):

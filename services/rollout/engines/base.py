@@ -14,11 +14,11 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from services.rollout.engines.resumption import UNMIXED, Prefix, ResumeRule
-from shared.config.asynchrony import OnWeightUpdate
-from shared.schemas.engine import EngineCapability
-from shared.schemas.publication import PublicationOrder
-from shared.schemas.trajectory import FinishReason
+from flotilla.services.rollout.engines.resumption import UNMIXED, Prefix, ResumeRule
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.schemas.engine import EngineCapability
+from flotilla.shared.schemas.publication import PublicationOrder
+from flotilla.shared.schemas.trajectory import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,28 +4,28 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from services.rollout.engines.base import Engine
-from services.rollout.engines.process.engine import ProcessEngine
-from services.rollout.engines.servers.settings import ServerSettings
-from services.rollout.engines.settings import EngineSettings
-from services.rollout.engines.sglang.buckets import BucketProcess
-from services.rollout.engines.sglang.engine import SglangEngine
-from services.rollout.engines.sglang.group_engine import GroupSglangEngine
-from services.rollout.engines.vllm.engine import VllmEngine
-from shared.config.device_rules import split_sizes
-from shared.config.engine import (
+from flotilla.services.rollout.engines.base import Engine
+from flotilla.services.rollout.engines.process.engine import ProcessEngine
+from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.services.rollout.engines.settings import EngineSettings
+from flotilla.services.rollout.engines.sglang.buckets import BucketProcess
+from flotilla.services.rollout.engines.sglang.engine import SglangEngine
+from flotilla.services.rollout.engines.sglang.group_engine import GroupSglangEngine
+from flotilla.services.rollout.engines.vllm.engine import VllmEngine
+from flotilla.shared.config.rules.devices import split_sizes
+from flotilla.shared.config.sections.engine import (
     Options,
     ServerEngineConfig,
     SglangEngineConfig,
     TorchEngineConfig,
     VllmEngineConfig,
 )
-from shared.config.spec import ExperimentSpec
-from shared.devices import decided_here
-from shared.errors import InvalidSpec
-from shared.model_hub import model_directory
-from shared.schemas.engine import EngineCapability, EngineOffer
-from shared.settings import ENGINE_PYTHONS, LOOPBACK, IPNetwork
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.environment.settings import ENGINE_PYTHONS, LOOPBACK, IPNetwork
+from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.host.devices import decided_here
+from flotilla.shared.models.hub import model_directory
+from flotilla.shared.schemas.engine import EngineCapability, EngineOffer
 
 TENSOR_PARALLEL = {"sglang": "tp_size", "vllm": "tensor_parallel_size"}
 """The argument that divides a model among devices, by the engine's kind."""

@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 
-from services.rollout.engines.base import Completion, GenerationRequest
-from shared.errors import InvalidRequest, PromptTooLong, Scalar
-from shared.schemas.trajectory import FinishReason
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest
+from flotilla.shared.errors import InvalidRequest, PromptTooLong, Scalar
+from flotilla.shared.schemas.trajectory import FinishReason
 
 
 def check_request(request: GenerationRequest, context_tokens: int, vocab_size: int) -> None:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from services.rollout.engines.admission import group_sizes
-from services.rollout.engines.base import Completion, EngineLoad, GenerationRequest
-from services.rollout.engines.requests import check_request, unstarted_completion
-from services.rollout.engines.stop_text import StopText
-from shared.config.asynchrony import OnWeightUpdate
-from shared.config.engine import TorchEngineConfig
-from shared.errors import FlotillaError, RequestInFlight, Unavailable, WeightTransferFailed, WorkerDied
-from shared.schemas.trajectory import FinishReason
+from flotilla.services.rollout.engines.admission import group_sizes
+from flotilla.services.rollout.engines.base import Completion, EngineLoad, GenerationRequest
+from flotilla.services.rollout.engines.requests import check_request, unstarted_completion
+from flotilla.services.rollout.engines.stop_text import StopText
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.config.sections.engine import TorchEngineConfig
+from flotilla.shared.errors import FlotillaError, RequestInFlight, Unavailable, WeightTransferFailed, WorkerDied
+from flotilla.shared.schemas.trajectory import FinishReason
 
 NextToken = Callable[[Sequence[int], int, int, int], int]
 

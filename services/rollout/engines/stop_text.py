@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shared.errors import InvalidRequest
+from flotilla.shared.errors import InvalidRequest
 
 # A tail starts some tokens early: decoders treat the first token of a text differently, and a character may be split.
 LEAD_TOKENS = 8

@@ -8,17 +8,17 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from services.rollout.custom.process import CustomProcess
-from services.rollout.environments.base import Environment
-from services.rollout.environments.loading import load_environment, needs_no_thread
-from services.rollout.environments.process_environment import maker_of
-from services.rollout.episodes.conversation import Conversation, Reply, shown, with_observation
-from shared.config.episodes import EnvironmentConfig, EnvironmentEpisodesConfig
-from shared.custom_code import describe
-from shared.daemon_threads import on_daemon_thread
-from shared.errors import EpisodeFailed, InvalidRequest
-from shared.schemas.task import Message, Task
-from shared.schemas.turns import FinishReason
+from flotilla.services.rollout.custom.process import CustomProcess
+from flotilla.services.rollout.environments.base import Environment
+from flotilla.services.rollout.environments.loading import load_environment, needs_no_thread
+from flotilla.services.rollout.environments.process_environment import maker_of
+from flotilla.services.rollout.episodes.conversation import Conversation, Reply, shown, with_observation
+from flotilla.shared.children.custom_code import describe
+from flotilla.shared.concurrency.daemon_threads import on_daemon_thread
+from flotilla.shared.config.sections.episodes import EnvironmentConfig, EnvironmentEpisodesConfig
+from flotilla.shared.errors import EpisodeFailed, InvalidRequest
+from flotilla.shared.schemas.task import Message, Task
+from flotilla.shared.schemas.turns import FinishReason
 
 NAME = "environment"
 SECONDS = "seconds"

@@ -5,7 +5,7 @@ import random
 from collections import Counter
 from fractions import Fraction
 
-from services.rollout.environments.base import Info, Step, Validity, answer_of
+from flotilla.services.rollout.environments.base import Info, Step, Validity, answer_of
 
 INSTRUCTION = (
     "Reach the target with the numbers, each used at most once, by + - * / and brackets. Answer with one expression."

@@ -3,7 +3,7 @@
 import random
 from collections import deque
 
-from services.rollout.environments.base import ActionTable, Info, Step, Validity
+from flotilla.services.rollout.environments.base import ActionTable, Info, Step, Validity
 
 ACTIONS = ("Left", "Down", "Right", "Up")
 MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))

@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from services.rollout.environments.base import Info, Step, answer_of
-from shared.absence import absent_or
-from shared.errors import InvalidSpec
+from flotilla.services.rollout.environments.base import Info, Step, answer_of
+from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.net.absence import absent_or
 
 NUMBER = re.compile("-?[0-9]{1,18}")
 

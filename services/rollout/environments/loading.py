@@ -5,16 +5,16 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
-from services.rollout.environments.base import Environment
-from services.rollout.environments.countdown import Countdown
-from services.rollout.environments.frozen_lake import FrozenLake
-from services.rollout.environments.gymnasium_text import GymnasiumText
-from services.rollout.environments.sokoban import Sokoban
-from services.rollout.environments.word_game import WordGame
-from shared.absence import absent_or
-from shared.config.episodes import GYMNASIUM, EnvironmentConfig
-from shared.custom_code import load_callable
-from shared.errors import FlotillaError, InvalidSpec
+from flotilla.services.rollout.environments.base import Environment
+from flotilla.services.rollout.environments.countdown import Countdown
+from flotilla.services.rollout.environments.frozen_lake import FrozenLake
+from flotilla.services.rollout.environments.gymnasium_text import GymnasiumText
+from flotilla.services.rollout.environments.sokoban import Sokoban
+from flotilla.services.rollout.environments.word_game import WordGame
+from flotilla.shared.children.custom_code import load_callable
+from flotilla.shared.config.sections.episodes import GYMNASIUM, EnvironmentConfig
+from flotilla.shared.errors import FlotillaError, InvalidSpec
+from flotilla.shared.net.absence import absent_or
 
 BUILT_IN: Final[Mapping[str, type[Any]]] = {
     "frozen_lake": FrozenLake,

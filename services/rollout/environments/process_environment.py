@@ -2,9 +2,9 @@
 
 from collections.abc import Awaitable, Callable
 
-from services.rollout.custom.process import CustomProcess
-from services.rollout.environments.base import Info, Step
-from shared.config.episodes import EnvironmentConfig
+from flotilla.services.rollout.custom.process import CustomProcess
+from flotilla.services.rollout.environments.base import Info, Step
+from flotilla.shared.config.sections.episodes import EnvironmentConfig
 
 
 class ProcessEnvironment:

@@ -6,7 +6,7 @@ A room is made backwards: boxes begin on their targets and are pulled away, so e
 import random
 from dataclasses import dataclass
 
-from services.rollout.environments.base import ActionTable, Info, Step, Validity
+from flotilla.services.rollout.environments.base import ActionTable, Info, Step, Validity
 
 ACTIONS = ("Up", "Down", "Left", "Right")
 MOVES = ((-1, 0), (1, 0), (0, -1), (0, 1))

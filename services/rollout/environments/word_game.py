@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 
-from services.rollout.environments.base import Info, Step, Validity, answer_of
+from flotilla.services.rollout.environments.base import Info, Step, Validity, answer_of
 
 WORDS = tuple(
     """about above actor admit adult after again agent agree ahead alarm album alert alike alive allow alone along alter

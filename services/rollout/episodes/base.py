@@ -2,9 +2,9 @@
 
 from typing import Protocol
 
-from shared.schemas.task import Task
-from shared.schemas.trajectory import Group
-from shared.streams.partials import Partials
+from flotilla.shared.schemas.task import Task
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.streams.partials import Partials
 
 
 class Episodes(Protocol):

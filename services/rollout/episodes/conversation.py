@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from shared.schemas.task import Message, Task
-from shared.schemas.turns import FinishReason
+from flotilla.shared.schemas.task import Message, Task
+from flotilla.shared.schemas.turns import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

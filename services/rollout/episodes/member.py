@@ -6,16 +6,16 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from services.rollout.engines.base import Completion, GenerationRequest
-from services.rollout.engines.resumption import Prefix, ResumeRule
-from services.rollout.episodes.conversation import Conversation, Reply
-from services.rollout.episodes.rendering import TurnRenderer
-from services.rollout.episodes.turns import GENERATION_SECONDS, Requests, Turns
-from shared.errors import EnvironmentDiverged, EpisodeFailed, PromptTooLong
-from shared.schemas.task import Message, Task, sample_seed
-from shared.schemas.trajectory import GradeStatus, Trajectory
-from shared.schemas.turns import FinishReason, Turn
-from shared.trajectory_builder import RenderTally, TrajectoryBuilder
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest
+from flotilla.services.rollout.engines.resumption import Prefix, ResumeRule
+from flotilla.services.rollout.episodes.conversation import Conversation, Reply
+from flotilla.services.rollout.episodes.rendering import TurnRenderer
+from flotilla.services.rollout.episodes.turns import GENERATION_SECONDS, Requests, Turns
+from flotilla.services.rollout.trajectory_builder import RenderTally, TrajectoryBuilder
+from flotilla.shared.errors import EnvironmentDiverged, EpisodeFailed, PromptTooLong
+from flotilla.shared.schemas.task import Message, Task, sample_seed
+from flotilla.shared.schemas.trajectory import GradeStatus, Trajectory
+from flotilla.shared.schemas.turns import FinishReason, Turn
 
 Value = TypeVar("Value")
 

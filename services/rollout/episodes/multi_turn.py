@@ -11,19 +11,19 @@ import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from services.rollout.engines.base import Engine
-from services.rollout.engines.resumption import ResumeRule
-from services.rollout.episodes.conversation import ConversationOpener
-from services.rollout.episodes.member import Member
-from services.rollout.episodes.rendering import TurnRenderer
-from services.rollout.episodes.resumption import rule_of
-from services.rollout.episodes.special_tokens import SamplingTally
-from services.rollout.episodes.turns import Requests, Turns, request_name
-from shared.config.episodes import TurnLimits
-from shared.schemas.task import Task
-from shared.schemas.trajectory import GradeStatus, Group, Trajectory
-from shared.streams.partials import Partials, is_finished
-from shared.trajectory_builder import RenderTally
+from flotilla.services.rollout.engines.base import Engine
+from flotilla.services.rollout.engines.resumption import ResumeRule
+from flotilla.services.rollout.episodes.conversation import ConversationOpener
+from flotilla.services.rollout.episodes.member import Member
+from flotilla.services.rollout.episodes.rendering import TurnRenderer
+from flotilla.services.rollout.episodes.resumption import rule_of
+from flotilla.services.rollout.episodes.special_tokens import SamplingTally
+from flotilla.services.rollout.episodes.turns import Requests, Turns, request_name
+from flotilla.services.rollout.trajectory_builder import RenderTally
+from flotilla.shared.config.sections.episodes import TurnLimits
+from flotilla.shared.schemas.task import Task
+from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
+from flotilla.shared.streams.partials import Partials, is_finished
 
 
 @dataclass(frozen=True, slots=True)

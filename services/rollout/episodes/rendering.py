@@ -5,10 +5,10 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol
 
-from services.rollout.episodes.special_tokens import SpecialTokens
-from shared.errors import ModelError
-from shared.prompts import PromptTemplate, load_tokenizer
-from shared.schemas.task import Message
+from flotilla.services.rollout.episodes.special_tokens import SpecialTokens
+from flotilla.shared.errors import ModelError
+from flotilla.shared.models.prompts import PromptTemplate, load_tokenizer
+from flotilla.shared.schemas.task import Message
 
 ANY_MESSAGE = Message("user", ".")
 

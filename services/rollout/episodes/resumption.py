@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.rollout.engines.resumption import UNMIXED, Prefix, ResumeRule
-from shared.config.asynchrony import AsynchronyConfig, OnWeightUpdate
-from shared.schemas.task import Task
-from shared.schemas.trajectory import Trajectory
-from shared.streams.partials import Partials, is_finished
+from flotilla.services.rollout.engines.resumption import UNMIXED, Prefix, ResumeRule
+from flotilla.shared.config.sections.asynchrony import AsynchronyConfig, OnWeightUpdate
+from flotilla.shared.schemas.task import Task
+from flotilla.shared.schemas.trajectory import Trajectory
+from flotilla.shared.streams.partials import Partials, is_finished
 
 
 @dataclass(frozen=True, slots=True)

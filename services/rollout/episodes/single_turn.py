@@ -10,16 +10,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from services.rollout.engines.base import Completion, Engine, GenerationRequest
-from services.rollout.engines.resumption import ResumeRule
-from services.rollout.episodes.rendering import Renderer
-from services.rollout.episodes.resumption import Begun, begun, rule_of
-from services.rollout.episodes.special_tokens import SamplingTally
-from services.rollout.episodes.turns import GENERATION_SECONDS, Requests, Turns, request_name
-from shared.cancelling import all_of
-from shared.schemas.task import Task, sample_seed
-from shared.schemas.trajectory import Group, Trajectory
-from shared.streams.partials import Partials
+from flotilla.services.rollout.engines.base import Completion, Engine, GenerationRequest
+from flotilla.services.rollout.engines.resumption import ResumeRule
+from flotilla.services.rollout.episodes.rendering import Renderer
+from flotilla.services.rollout.episodes.resumption import Begun, begun, rule_of
+from flotilla.services.rollout.episodes.special_tokens import SamplingTally
+from flotilla.services.rollout.episodes.turns import GENERATION_SECONDS, Requests, Turns, request_name
+from flotilla.shared.concurrency.cancelling import all_of
+from flotilla.shared.schemas.task import Task, sample_seed
+from flotilla.shared.schemas.trajectory import Group, Trajectory
+from flotilla.shared.streams.partials import Partials
 
 
 class SingleTurnEpisodes:

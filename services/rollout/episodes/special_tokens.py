@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shared.schemas.health import SamplingReport
+from flotilla.shared.schemas.health import SamplingReport
 
 
 @dataclass(frozen=True, slots=True)

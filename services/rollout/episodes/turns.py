@@ -5,11 +5,11 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.rollout.engines.base import Completion, Engine, GenerationRequest, SamplingParameters
-from shared.config.rollout import SamplingConfig
-from shared.errors import FlotillaError
-from shared.prompts import PromptLimit
-from shared.schemas.task import Task
+from flotilla.services.rollout.engines.base import Completion, Engine, GenerationRequest, SamplingParameters
+from flotilla.shared.config.sections.rollout import SamplingConfig
+from flotilla.shared.errors import FlotillaError
+from flotilla.shared.models.prompts import PromptLimit
+from flotilla.shared.schemas.task import Task
 
 GENERATION_SECONDS = "generation_seconds"
 

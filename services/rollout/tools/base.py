@@ -5,7 +5,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, Protocol, Union, get_args, get_origin, get_type_hints, runtime_checkable
 
-from shared.schemas.task import Task
+from flotilla.shared.schemas.task import Task
 
 Schema = Mapping[str, Any]
 """A function of OpenAI: ``{"type": "function", "function": {"name", "description", "parameters"}}``."""

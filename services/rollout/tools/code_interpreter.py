@@ -13,10 +13,10 @@ from typing import Any, Final, TypeVar
 import httpx
 from pydantic import ValidationError
 
-from services.rollout.tools.base import Schema, ToolFailed
-from shared.config.episodes import CodeInterpreterConfig
-from shared.errors import EpisodeFailed, FlotillaError
-from shared.schemas.sandbox import (
+from flotilla.services.rollout.tools.base import Schema, ToolFailed
+from flotilla.shared.config.sections.episodes import CodeInterpreterConfig
+from flotilla.shared.errors import EpisodeFailed, FlotillaError
+from flotilla.shared.schemas.sandbox import (
     EXPERIMENT_HEADER,
     CellRequest,
     CellResponse,
@@ -24,7 +24,7 @@ from shared.schemas.sandbox import (
     SessionRequest,
     SessionView,
 )
-from shared.schemas.task import Task
+from flotilla.shared.schemas.task import Task
 
 DESCRIPTION: Final = "Run Python code and return what it prints. Names that it defines are there for later calls."
 QUEUE_SECONDS: Final = 45.0

@@ -4,14 +4,14 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 
-from services.rollout.episodes.conversation import Conversation, Reply, shown
-from services.rollout.tools.base import Tool, ToolFailed, Tools, ToolSource
-from services.rollout.tools.formats import ToolCall, read_calls, role_of_results
-from shared.cancelling import all_of
-from shared.config.episodes import ToolEpisodesConfig
-from shared.errors import EpisodeFailed
-from shared.schemas.task import Message, Task
-from shared.schemas.turns import FinishReason
+from flotilla.services.rollout.episodes.conversation import Conversation, Reply, shown
+from flotilla.services.rollout.tools.base import Tool, ToolFailed, Tools, ToolSource
+from flotilla.services.rollout.tools.formats import ToolCall, read_calls, role_of_results
+from flotilla.shared.concurrency.cancelling import all_of
+from flotilla.shared.config.sections.episodes import ToolEpisodesConfig
+from flotilla.shared.errors import EpisodeFailed
+from flotilla.shared.schemas.task import Message, Task
+from flotilla.shared.schemas.turns import FinishReason
 
 
 class ToolConversation:

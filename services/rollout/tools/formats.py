@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from services.rollout.environments.base import without_thought
-from shared.config.episodes import ToolFormat
+from flotilla.services.rollout.environments.base import without_thought
+from flotilla.shared.config.sections.episodes import ToolFormat
 
 OPEN, CLOSE, PYTHON_TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
 MAX_SPLIT: Final = 64

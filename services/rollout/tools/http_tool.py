@@ -6,11 +6,11 @@ from typing import Any
 
 import httpx
 
-from services.rollout.tools.base import Schema, ToolFailed
-from shared.absence import BUSY_STATUS, may_pass
-from shared.bounded_json import parse_json
-from shared.errors import EpisodeFailed, Unavailable
-from shared.redaction import redacted_text
+from flotilla.services.rollout.tools.base import Schema, ToolFailed
+from flotilla.shared.config.redaction import redacted_text
+from flotilla.shared.errors import EpisodeFailed, Unavailable
+from flotilla.shared.net.absence import BUSY_STATUS, may_pass
+from flotilla.shared.net.client.bounded_json import parse_json
 
 MOST_ATTEMPTS = 3
 NOT_REACHED = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)

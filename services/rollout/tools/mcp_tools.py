@@ -10,12 +10,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
-from services.rollout.tools.base import Schema, Tool, ToolFailed
-from shared.absence import absent_or
-from shared.checked_transport import checked_client
-from shared.config.episodes import McpToolsConfig
-from shared.errors import EpisodeFailed, FlotillaError, InvalidSpec, Unavailable
-from shared.settings import LOOPBACK, IPNetwork
+from flotilla.services.rollout.checked_transport import checked_client
+from flotilla.services.rollout.tools.base import Schema, Tool, ToolFailed
+from flotilla.shared.config.sections.episodes import McpToolsConfig
+from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
+from flotilla.shared.errors import EpisodeFailed, FlotillaError, InvalidSpec, Unavailable
+from flotilla.shared.net.absence import absent_or
 
 START_SECONDS = 30.0
 CLOSED = "Connection closed"

@@ -7,24 +7,24 @@ from pathlib import Path
 
 import httpx
 
-from services.rollout.custom.process import CustomProcess
-from services.rollout.tools.base import EpisodeTool, OpenTool, Schema, Tool, Tools, name_of
-from services.rollout.tools.code_interpreter import CodeInterpreter, Sandboxes
-from services.rollout.tools.http_tool import HttpTool
-from services.rollout.tools.mcp_tools import McpServer
-from services.rollout.tools.process_tool import ProcessTool, RowTool
-from shared.checked_transport import checked_client
-from shared.config.episodes import (
+from flotilla.services.rollout.checked_transport import checked_client
+from flotilla.services.rollout.custom.process import CustomProcess
+from flotilla.services.rollout.tools.base import EpisodeTool, OpenTool, Schema, Tool, Tools, name_of
+from flotilla.services.rollout.tools.code_interpreter import CodeInterpreter, Sandboxes
+from flotilla.services.rollout.tools.http_tool import HttpTool
+from flotilla.services.rollout.tools.mcp_tools import McpServer
+from flotilla.services.rollout.tools.process_tool import ProcessTool, RowTool
+from flotilla.shared.config.sections.episodes import (
     CodeInterpreterConfig,
     HttpToolConfig,
     McpToolsConfig,
     PythonToolConfig,
     ToolEpisodesConfig,
 )
-from shared.errors import InvalidSpec
-from shared.schemas.task import Task
-from shared.settings import LOOPBACK, IPNetwork
-from shared.tls import tls_context
+from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
+from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.net.client.tls import tls_context
+from flotilla.shared.schemas.task import Task
 
 
 class EpisodeTools:

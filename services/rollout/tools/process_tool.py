@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from services.rollout.custom.process import CustomProcess, Refused
-from services.rollout.tools.base import OpenTool, Schema, ToolFailed
-from shared.schemas.task import Task
+from flotilla.services.rollout.custom.process import CustomProcess, Refused
+from flotilla.services.rollout.tools.base import OpenTool, Schema, ToolFailed
+from flotilla.shared.schemas.task import Task
 
 
 class ProcessTool:

@@ -4,10 +4,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from services.rollout.tools.base import ROW, Schema, ToolFailed, schema_of
-from shared.custom_code import describe, load_callable
-from shared.daemon_threads import on_daemon_thread
-from shared.errors import EpisodeFailed
+from flotilla.services.rollout.tools.base import ROW, Schema, ToolFailed, schema_of
+from flotilla.shared.children.custom_code import describe, load_callable
+from flotilla.shared.concurrency.daemon_threads import on_daemon_thread
+from flotilla.shared.errors import EpisodeFailed
 
 
 class PythonTool:

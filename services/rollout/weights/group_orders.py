@@ -11,12 +11,12 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from services.rollout.engines.base import GroupBroken, GroupMember
-from services.rollout.weights.switcher import VersionSwitcher
-from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import DeadlineExceeded, FlotillaError, Unavailable, WeightTransferFailed, WorkerDied
-from shared.schemas.publication import PublicationOrder, PublicationPhase, ReceiveState, Transport
-from shared.schemas.service import DesiredState
+from flotilla.services.rollout.engines.base import GroupBroken, GroupMember
+from flotilla.services.rollout.weights.switcher import VersionSwitcher
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import DeadlineExceeded, FlotillaError, Unavailable, WeightTransferFailed, WorkerDied
+from flotilla.shared.schemas.publication import PublicationOrder, PublicationPhase, ReceiveState, Transport
+from flotilla.shared.schemas.service import DesiredState
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from services.rollout.engines.base import Engine, WeightTransfer
-from shared.errors import WorkerDied
+from flotilla.services.rollout.engines.base import Engine, WeightTransfer
+from flotilla.shared.errors import WorkerDied
 
 
 class Reading:

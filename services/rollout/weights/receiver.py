@@ -12,15 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from services.rollout.engines.base import Engine, GroupMember, WeightTransfer
-from services.rollout.weights.group_orders import GroupOrders
-from services.rollout.weights.staged_images import StagedImage, StagedImages
-from services.rollout.weights.switcher import Locator, Puller, VersionSwitcher
-from services.rollout.weights.version import VersionGate
-from shared.cancelling import to_the_end
-from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import DeadlineExceeded, FlotillaError, Unavailable, WeightTransferFailed, WorkerDied
-from shared.schemas.publication import (
+from flotilla.services.rollout.engines.base import Engine, GroupMember, WeightTransfer
+from flotilla.services.rollout.weights.group_orders import GroupOrders
+from flotilla.services.rollout.weights.staged_images import StagedImage, StagedImages
+from flotilla.services.rollout.weights.switcher import Locator, Puller, VersionSwitcher
+from flotilla.services.rollout.weights.version import VersionGate
+from flotilla.shared.concurrency.cancelling import to_the_end
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import DeadlineExceeded, FlotillaError, Unavailable, WeightTransferFailed, WorkerDied
+from flotilla.shared.schemas.publication import (
     DeltaManifest,
     PublicationOrder,
     PublicationPhase,
@@ -29,11 +29,11 @@ from shared.schemas.publication import (
     Rendezvous,
     Transport,
 )
-from shared.schemas.service import DesiredState
-from shared.weights.delta import apply_patch
-from shared.weights.image import WeightImage
-from shared.weights.off_loop import close_images, create_image
-from shared.weights.pull import PublishedImages
+from flotilla.shared.schemas.service import DesiredState
+from flotilla.shared.weights.image.delta import apply_patch
+from flotilla.shared.weights.image.image import WeightImage
+from flotilla.shared.weights.image.off_loop import close_images, create_image
+from flotilla.shared.weights.pull.server import PublishedImages
 
 log = logging.getLogger(__name__)
 

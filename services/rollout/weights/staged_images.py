@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.errors import Conflict, WeightTransferFailed
-from shared.weights.image import WeightImage
-from shared.weights.off_loop import attach_image, close_images, create_image
-from shared.weights.pull import PublishedImages
+from flotilla.shared.errors import Conflict, WeightTransferFailed
+from flotilla.shared.weights.image.image import WeightImage
+from flotilla.shared.weights.image.off_loop import attach_image, close_images, create_image
+from flotilla.shared.weights.pull.server import PublishedImages
 
 NUM_IMAGES = 4
 """One that is being received, the one that it is a patch for, one that waits to be served, one that is being loaded."""

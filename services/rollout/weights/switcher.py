@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from services.rollout.engines.base import DiscardsWeights, Engine, GroupMember
-from services.rollout.weights.reading import Reading
-from services.rollout.weights.staged_images import StagedImage, StagedImages
-from services.rollout.weights.version import VersionGate
-from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import DeadlineExceeded, NotFound, Unavailable, WeightTransferFailed, WorkerDied
-from shared.schemas.service import DesiredState
-from shared.weights.locate import LocatedImage
-from shared.weights.source import OnArrived, Reuse
+from flotilla.services.rollout.engines.base import DiscardsWeights, Engine, GroupMember
+from flotilla.services.rollout.weights.reading import Reading
+from flotilla.services.rollout.weights.staged_images import StagedImage, StagedImages
+from flotilla.services.rollout.weights.version import VersionGate
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import DeadlineExceeded, NotFound, Unavailable, WeightTransferFailed, WorkerDied
+from flotilla.shared.schemas.service import DesiredState
+from flotilla.shared.weights.mapped.locate import LocatedImage
+from flotilla.shared.weights.pull.source import OnArrived, Reuse
 
 log = logging.getLogger(__name__)
 

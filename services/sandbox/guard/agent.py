@@ -11,9 +11,9 @@ import socket
 import struct
 from contextlib import suppress
 
-from services.sandbox.guard import kernel
-from services.sandbox.guard.job import ENDED, KILL_DESCENDANTS, KILL_NAMESPACE, KILL_UID, Confinement
-from services.sandbox.guard.watch import POLL_SECONDS, descendants
+from flotilla.services.sandbox.guard import kernel
+from flotilla.services.sandbox.guard.job import ENDED, KILL_DESCENDANTS, KILL_NAMESPACE, KILL_UID, Confinement
+from flotilla.services.sandbox.guard.watch import POLL_SECONDS, descendants
 
 SIGNALLED, REAPED = b"s", b"r"
 """What it says besides ``ENDED``, of its command: a signal was sent, orphans were reaped (and the processor time of

@@ -9,8 +9,8 @@ import os
 import stat
 from collections.abc import Iterable
 
-from services.sandbox.guard.job import Job
-from services.sandbox.limits import Limits
+from flotilla.services.sandbox.guard.job import Job
+from flotilla.services.sandbox.limits import Limits
 
 
 def write_files(job: Job, directory: str) -> None:

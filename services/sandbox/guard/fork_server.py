@@ -23,10 +23,10 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 
-from services.sandbox.guard import kernel, landlock, main, namespaces, program, seccomp
-from services.sandbox.guard.job import DONE, ENDED, FORKING, GONE, JOINED, KILL_NAMESPACE, READY, Orders
-from services.sandbox.guard.program import MACHINE, IsProgram
-from services.sandbox.guard.watch import descendants, read
+from flotilla.services.sandbox.guard import kernel, landlock, main, namespaces, program, seccomp
+from flotilla.services.sandbox.guard.job import DONE, ENDED, FORKING, GONE, JOINED, KILL_NAMESPACE, READY, Orders
+from flotilla.services.sandbox.guard.program import MACHINE, IsProgram
+from flotilla.services.sandbox.guard.watch import descendants, read
 
 MESSAGE_BYTES = 65536
 MOST_GROUPS = 8

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from services.sandbox.limits import Limits
+from flotilla.services.sandbox.limits import Limits
 
 READY = b"ready"
 """What the fork server says when it is warm and has forked nothing yet."""

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterable
 from functools import cache
 
-from services.sandbox.guard.kernel import system_call
+from flotilla.services.sandbox.guard.kernel import system_call
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 VERSION_FLAG = 1

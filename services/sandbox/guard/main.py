@@ -11,10 +11,10 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
-from services.sandbox.guard import kernel, place, session
-from services.sandbox.guard.agent import check_kill_scope
-from services.sandbox.guard.files import fetch, write_files
-from services.sandbox.guard.job import (
+from flotilla.services.sandbox.guard import kernel, place, session
+from flotilla.services.sandbox.guard.agent import check_kill_scope
+from flotilla.services.sandbox.guard.files import fetch, write_files
+from flotilla.services.sandbox.guard.job import (
     ANSWER_END,
     DONE,
     EXITED,
@@ -26,10 +26,10 @@ from services.sandbox.guard.job import (
     JobResult,
     Orders,
 )
-from services.sandbox.guard.messages import read_message, write_all
-from services.sandbox.guard.place import Place
-from services.sandbox.guard.process import run_phase
-from services.sandbox.guard.program import take_uid
+from flotilla.services.sandbox.guard.messages import read_message, write_all
+from flotilla.services.sandbox.guard.place import Place
+from flotilla.services.sandbox.guard.process import run_phase
+from flotilla.services.sandbox.guard.program import take_uid
 
 _DECODER = json.JSONDecoder()
 

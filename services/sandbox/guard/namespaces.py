@@ -15,8 +15,8 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.sandbox.guard import kernel
-from services.sandbox.limits import MEBIBYTE, Limits
+from flotilla.services.sandbox.guard import kernel
+from flotilla.services.sandbox.limits import MEBIBYTE, Limits
 
 NEW_MOUNTS, NEW_UTS, NEW_IPC = 0x00020000, 0x04000000, 0x08000000
 NEW_USER, NEW_PIDS, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000

@@ -11,8 +11,8 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from services.sandbox.guard.agent import OF_ALL, REAPED, SIGNALLED
-from services.sandbox.guard.job import (
+from flotilla.services.sandbox.guard.agent import OF_ALL, REAPED, SIGNALLED
+from flotilla.services.sandbox.guard.job import (
     ENDED,
     FORKING,
     GONE,
@@ -22,8 +22,8 @@ from services.sandbox.guard.job import (
     Orders,
     Phase,
 )
-from services.sandbox.guard.program import FAILED, MADE
-from services.sandbox.guard.watch import ProcessStatus, descendants
+from flotilla.services.sandbox.guard.program import FAILED, MADE
+from flotilla.services.sandbox.guard.watch import ProcessStatus, descendants
 
 MESSAGE_BYTES = 4096
 KILL_SECONDS = 20.0

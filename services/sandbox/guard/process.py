@@ -10,7 +10,7 @@ import select
 import time
 from contextlib import suppress
 
-from services.sandbox.guard.job import (
+from flotilla.services.sandbox.guard.job import (
     EXITED,
     NOT_STARTED,
     OVER_LIMIT,
@@ -20,8 +20,8 @@ from services.sandbox.guard.job import (
     Phase,
     PhaseResult,
 )
-from services.sandbox.guard.place import Place
-from services.sandbox.guard.watch import (
+from flotilla.services.sandbox.guard.place import Place
+from flotilla.services.sandbox.guard.watch import (
     POLL_SECONDS,
     Baseline,
     Blockage,
@@ -29,7 +29,7 @@ from services.sandbox.guard.watch import (
     next_look,
     time_verdict,
 )
-from services.sandbox.limits import longest_seconds
+from flotilla.services.sandbox.limits import longest_seconds
 
 CHUNK_BYTES = 65536
 PIPE_BYTES = 1 << 20

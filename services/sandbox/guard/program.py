@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from services.sandbox.guard import agent, kernel, landlock, namespaces, seccomp
-from services.sandbox.guard.job import KILL_DESCENDANTS, KILL_UID, Orders, Phase, made
-from services.sandbox.limits import Limits, apply_rlimits
+from flotilla.services.sandbox.guard import agent, kernel, landlock, namespaces, seccomp
+from flotilla.services.sandbox.guard.job import KILL_DESCENDANTS, KILL_UID, Orders, Phase, made
+from flotilla.services.sandbox.limits import Limits, apply_rlimits
 
 MADE, FAILED = b"m", b"!"
 """What it says besides what its agent says: the place is made, something failed (and why)."""

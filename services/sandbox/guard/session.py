@@ -12,8 +12,8 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from services.sandbox.guard.files import fetch
-from services.sandbox.guard.job import (
+from flotilla.services.sandbox.guard.files import fetch
+from flotilla.services.sandbox.guard.job import (
     EXITED,
     OVER_LIMIT,
     TIMED_OUT,
@@ -23,11 +23,11 @@ from services.sandbox.guard.job import (
     JobResult,
     PhaseResult,
 )
-from services.sandbox.guard.messages import framed, read_message, write_all
-from services.sandbox.guard.place import Command, Place
-from services.sandbox.guard.process import Drain, feed, why_ended
-from services.sandbox.guard.session_main import FAILED, FINE
-from services.sandbox.guard.watch import (
+from flotilla.services.sandbox.guard.messages import framed, read_message, write_all
+from flotilla.services.sandbox.guard.place import Command, Place
+from flotilla.services.sandbox.guard.process import Drain, feed, why_ended
+from flotilla.services.sandbox.guard.session_main import FAILED, FINE
+from flotilla.services.sandbox.guard.watch import (
     POLL_SECONDS,
     Baseline,
     cpu_seconds,

@@ -11,7 +11,7 @@ import sys
 from types import CodeType
 from typing import NoReturn
 
-from services.sandbox.guard.python_main import end, flush, told
+from flotilla.services.sandbox.guard.python_main import end, flush, told
 
 CELLS, ENDS = 3, 4
 """Descriptors: where cells come from, and where the end of each is told."""

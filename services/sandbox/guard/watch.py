@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from services.sandbox.guard.job import STARVED, TIMED_OUT
-from services.sandbox.limits import Limits, longest_seconds
+from flotilla.services.sandbox.guard.job import STARVED, TIMED_OUT
+from flotilla.services.sandbox.limits import Limits, longest_seconds
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")

@@ -5,11 +5,11 @@ from typing import Annotated
 
 from fastapi import Depends, Header, Request
 
-from services.sandbox.spare_time import name_caller
-from services.sandbox.state import SandboxState
-from shared.connections import connection_of
-from shared.schemas.sandbox import EXPERIMENT_HEADER, MAX_EXPERIMENT_LENGTH
-from shared.security import digest_of
+from flotilla.services.sandbox.spare_time import name_caller
+from flotilla.services.sandbox.state import SandboxState
+from flotilla.shared.net.authorisation.tokens import digest_of
+from flotilla.shared.net.server.connections import connection_of
+from flotilla.shared.schemas.sandbox import EXPERIMENT_HEADER, MAX_EXPERIMENT_LENGTH
 
 
 async def from_lifespan(request: Request) -> SandboxState:

@@ -6,12 +6,12 @@ from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel
 
-from services.sandbox.pool import SlotPool
-from services.sandbox.routes.dependencies import Sandbox
-from services.sandbox.state import SandboxState
-from shared.errors import Unavailable
-from shared.schemas.sandbox import SandboxHealth
-from shared.telemetry.prometheus import response_of
+from flotilla.services.sandbox.pool import SlotPool
+from flotilla.services.sandbox.routes.dependencies import Sandbox
+from flotilla.services.sandbox.state import SandboxState
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.schemas.sandbox import SandboxHealth
+from flotilla.shared.telemetry.prometheus import response_of
 
 router = APIRouter(tags=["health"])
 

@@ -5,15 +5,15 @@ from collections.abc import Mapping
 
 from fastapi import APIRouter
 
-from services.sandbox.executor import Program
-from services.sandbox.fork_servers import SandboxFailed
-from services.sandbox.guard.job import EXITED, NOT_STARTED, STARVED, TIMED_OUT, JobResult, PhaseResult
-from services.sandbox.languages import Language, choose
-from services.sandbox.limits import MEBIBYTE, Limits
-from services.sandbox.routes.dependencies import Caller, IsGone, Sandbox
-from services.sandbox.state import SandboxState
-from shared.errors import FlotillaError, InvalidRequest
-from shared.schemas.sandbox import (
+from flotilla.services.sandbox.executor import Program
+from flotilla.services.sandbox.fork_servers import SandboxFailed
+from flotilla.services.sandbox.guard.job import EXITED, NOT_STARTED, STARVED, TIMED_OUT, JobResult, PhaseResult
+from flotilla.services.sandbox.languages import Language, choose
+from flotilla.services.sandbox.limits import MEBIBYTE, Limits
+from flotilla.services.sandbox.routes.dependencies import Caller, IsGone, Sandbox
+from flotilla.services.sandbox.state import SandboxState
+from flotilla.shared.errors import FlotillaError, InvalidRequest
+from flotilla.shared.schemas.sandbox import (
     CommandResult,
     CommandStatus,
     IsolationLevel,

@@ -4,13 +4,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header
 
-from services.sandbox.fork_servers import SandboxFailed
-from services.sandbox.guard.job import Cell
-from services.sandbox.routes.dependencies import Caller, Sandbox
-from services.sandbox.routes.run_code import check_files, make_response
-from shared.description import problem_answer
-from shared.errors import FlotillaError
-from shared.schemas.sandbox import CellRequest, CellResponse, RunStatus, SessionRequest, SessionView
+from flotilla.services.sandbox.fork_servers import SandboxFailed
+from flotilla.services.sandbox.guard.job import Cell
+from flotilla.services.sandbox.routes.dependencies import Caller, Sandbox
+from flotilla.services.sandbox.routes.run_code import check_files, make_response
+from flotilla.shared.errors import FlotillaError
+from flotilla.shared.net.server.description import problem_answer
+from flotilla.shared.schemas.sandbox import CellRequest, CellResponse, RunStatus, SessionRequest, SessionView
 
 router = APIRouter(tags=["sessions"])
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.sequences import PackedSequences
-from shared.config.algorithm import AggregationConfig
+from flotilla.services.trainer.algorithms.sequences import PackedSequences
+from flotilla.shared.config.sections.algorithm import AggregationConfig
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.aggregation import Denominators
-from services.trainer.algorithms.metrics import Metrics, mean_over, share
-from services.trainer.algorithms.sequences import PackedSequences
-from shared.config.algorithm import CorrectionConfig, RejectionConfig, VetoConfig, WeightConfig
+from flotilla.services.trainer.algorithms.aggregation import Denominators
+from flotilla.services.trainer.algorithms.metrics import Metrics, mean_over, share
+from flotilla.services.trainer.algorithms.sequences import PackedSequences
+from flotilla.shared.config.sections.algorithm import CorrectionConfig, RejectionConfig, VetoConfig, WeightConfig
 
 SMALLEST_PROBABILITY = 1e-6
 MAX_EXPONENT = 80.0

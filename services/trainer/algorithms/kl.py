@@ -5,8 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.sequences import PackedSequences
-from shared.config.algorithm import KlLossConfig, KlRewardConfig
+from flotilla.services.trainer.algorithms.sequences import PackedSequences
+from flotilla.shared.config.sections.algorithm import KlLossConfig, KlRewardConfig
 
 Estimator = Literal["k1", "abs", "k2", "k3"]
 Gradient = Literal["estimator", "k2", "weighted_k2"]

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.aggregation import Denominators, aggregate, count_sampled
-from services.trainer.algorithms.importance import (
+from flotilla.services.trainer.algorithms.aggregation import Denominators, aggregate, count_sampled
+from flotilla.services.trainer.algorithms.importance import (
     Correction,
     correct,
     mismatch_metrics,
@@ -19,13 +19,13 @@ from services.trainer.algorithms.importance import (
     normaliser_parts,
     shared_weights,
 )
-from services.trainer.algorithms.kl import kl_loss
-from services.trainer.algorithms.losses import TokenLoss, policy_loss, select_by_covariance
-from services.trainer.algorithms.metrics import Metrics, mean_over, once, share
-from services.trainer.algorithms.sequences import PackedSequences
-from services.trainer.algorithms.value import value_loss
-from shared.config.algorithm import AlgorithmConfig, KlLossConfig, SupervisedConfig, ValueLossConfig
-from shared.config.policy_loss import ClipCovConfig, KlCovConfig
+from flotilla.services.trainer.algorithms.kl import kl_loss
+from flotilla.services.trainer.algorithms.losses import TokenLoss, policy_loss, select_by_covariance
+from flotilla.services.trainer.algorithms.metrics import Metrics, mean_over, once, share
+from flotilla.services.trainer.algorithms.sequences import PackedSequences
+from flotilla.services.trainer.algorithms.value import value_loss
+from flotilla.shared.config.sections.algorithm import AlgorithmConfig, KlLossConfig, SupervisedConfig, ValueLossConfig
+from flotilla.shared.config.sections.policy_loss import ClipCovConfig, KlCovConfig
 
 
 @dataclass(frozen=True, eq=False)

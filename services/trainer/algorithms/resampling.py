@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shared.config.algorithm import PowerResamplingConfig, ResamplingConfig
+from flotilla.shared.config.sections.algorithm import PowerResamplingConfig, ResamplingConfig
 
 SMALLEST_WEIGHT = 1e-8
 

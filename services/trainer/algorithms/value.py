@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.losses.token_loss import TokenLoss
+from flotilla.services.trainer.algorithms.losses.token_loss import TokenLoss
 
 
 def value_loss(value_preds: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None) -> TokenLoss:

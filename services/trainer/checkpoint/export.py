@@ -12,17 +12,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from services.trainer.checkpoint.files import copy_companions
-from services.trainer.models.loading import LoadedModel, load_model
-from services.trainer.models.lora import Adapters
-from services.trainer.models.quantised import read_description
-from shared.absence import absent_or
-from shared.checkpoints import AVERAGE
-from shared.config.lora import LoraConfig
-from shared.config.model import ModelConfig
-from shared.errors import InvalidRequest, ModelError
-from shared.model_files import ADAPTER, ADAPTER_CONFIG
-from shared.model_hub import model_directory
+from flotilla.services.trainer.checkpoint.files import copy_companions
+from flotilla.services.trainer.models.loading import LoadedModel, load_model
+from flotilla.services.trainer.models.lora import Adapters
+from flotilla.services.trainer.models.quantised import read_description
+from flotilla.shared.checkpoints.folders import AVERAGE
+from flotilla.shared.config.sections.lora import LoraConfig
+from flotilla.shared.config.sections.model import ModelConfig
+from flotilla.shared.errors import InvalidRequest, ModelError
+from flotilla.shared.models.files import ADAPTER, ADAPTER_CONFIG
+from flotilla.shared.models.hub import model_directory
+from flotilla.shared.net.absence import absent_or
 
 NOTHING: Mapping[str, Tensor] = {}
 

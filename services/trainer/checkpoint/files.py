@@ -16,16 +16,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from services.trainer.learning.learner import Learner
-from services.trainer.models.quantised import described
-from services.trainer.models.versions import VersionedWeights
-from services.trainer.parallel.ranks import ONE_RANK, Ranks
-from services.trainer.parallel.remote_parts import receive_parts, send_parts
-from shared.checkpoints import AVERAGE, CRITIC, MODEL, OPTIMIZER, VERSIONS
-from shared.config.checkpoint import EVERYTHING, Content
-from shared.model_files import ADAPTER, ADAPTER_CONFIG
-from shared.weights.layout import ImageLayout
-from shared.weights.parts import (
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.models.quantised import described
+from flotilla.services.trainer.models.versions import VersionedWeights
+from flotilla.services.trainer.parallel.ranks import ONE_RANK, Ranks
+from flotilla.services.trainer.parallel.remote_parts import receive_parts, send_parts
+from flotilla.services.trainer.weights.parts import (
     Part,
     layout_of_tensors,
     map_file,
@@ -34,8 +30,12 @@ from shared.weights.parts import (
     write_parts,
     write_whole_parts,
 )
-from shared.weights.sharded_parameters import ShardedParameters
-from shared.weights.tensors import safetensors_name
+from flotilla.services.trainer.weights.sharded_parameters import ShardedParameters
+from flotilla.shared.checkpoints.folders import AVERAGE, CRITIC, MODEL, OPTIMIZER, VERSIONS
+from flotilla.shared.config.sections.checkpoint import EVERYTHING, Content
+from flotilla.shared.models.files import ADAPTER, ADAPTER_CONFIG
+from flotilla.shared.weights.image.layout import ImageLayout
+from flotilla.shared.weights.image.tensors import safetensors_name
 
 WEIGHTS = "model.safetensors"
 

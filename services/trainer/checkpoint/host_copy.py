@@ -10,11 +10,11 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from services.trainer.checkpoint.files import SharedFile, write_companions
-from services.trainer.learning.learner import Learner
-from shared.control_groups import available_bytes
-from shared.faults.armed import armed
-from shared.faults.sites import Site
+from flotilla.services.trainer.checkpoint.files import SharedFile, write_companions
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.shared.faults.armed import armed
+from flotilla.shared.faults.sites import Site
+from flotilla.shared.host.control_groups import available_bytes
 
 SHARE_OF_FREE_MEMORY = 0.5
 """What a copy may take: a step, an engine and whatever else is on this host need the rest."""

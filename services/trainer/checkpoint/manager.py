@@ -21,18 +21,17 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from services.trainer.checkpoint.files import paths_in, reserve, shared_files, write_shared
-from services.trainer.checkpoint.host_copy import HostCopy
-from services.trainer.checkpoint.state import check_same_lineage, software_versions
-from services.trainer.checkpoint.storage import CheckpointStorage
-from services.trainer.data.group_metrics import Totals
-from services.trainer.learning.learner import Learner
-from services.trainer.learning.opening import make_learner
-from services.trainer.learning.roles import load_critic, load_teacher
-from services.trainer.models.loading import check_device, load_model
-from services.trainer.parallel.ranks import ONE_RANK, Ranks
-from shared.absence import absent_or
-from shared.checkpoints import (
+from flotilla.services.trainer.checkpoint.files import paths_in, reserve, shared_files, write_shared
+from flotilla.services.trainer.checkpoint.host_copy import HostCopy
+from flotilla.services.trainer.checkpoint.state import check_same_lineage, software_versions
+from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
+from flotilla.services.trainer.data.group_metrics import Totals
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.learning.opening import make_learner
+from flotilla.services.trainer.learning.roles import load_critic, load_teacher
+from flotilla.services.trainer.models.loading import check_device, load_model
+from flotilla.services.trainer.parallel.ranks import ONE_RANK, Ranks
+from flotilla.shared.checkpoints.folders import (
     AVERAGE,
     CRITIC,
     MODEL,
@@ -42,17 +41,18 @@ from shared.checkpoints import (
     StoredCheckpoint,
     check_files,
 )
-from shared.config.checkpoint import EVERYTHING, Content
-from shared.config.job import RewardModelJobConfig
-from shared.config.spec import ExperimentSpec
-from shared.errors import ModelError, Unavailable
-from shared.faults.armed import armed
-from shared.faults.sites import Site
-from shared.lineage import ROOT, Published, VersionLine, follow
-from shared.model_files import ADAPTER
-from shared.model_hub import model_directory
-from shared.streams.intervals import IntervalSet
-from shared.streams.plans import RECENT_STEPS, Plan
+from flotilla.shared.checkpoints.lineage import ROOT, Published, VersionLine, follow
+from flotilla.shared.config.sections.checkpoint import EVERYTHING, Content
+from flotilla.shared.config.sections.job import RewardModelJobConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import ModelError, Unavailable
+from flotilla.shared.faults.armed import armed
+from flotilla.shared.faults.sites import Site
+from flotilla.shared.models.files import ADAPTER
+from flotilla.shared.models.hub import model_directory
+from flotilla.shared.net.absence import absent_or
+from flotilla.shared.streams.intervals import IntervalSet
+from flotilla.shared.streams.plans import RECENT_STEPS, Plan
 
 log = logging.getLogger(__name__)
 

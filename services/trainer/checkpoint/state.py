@@ -2,10 +2,10 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from shared.checkpoints import CheckpointState
-from shared.config.lora import with_later_keys
-from shared.config.spec import ExperimentSpec
-from shared.errors import ModelError
+from flotilla.shared.checkpoints.folders import CheckpointState
+from flotilla.shared.config.sections.lora import with_later_keys
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import ModelError
 
 SOFTWARE = ("flotilla", "torch", "transformers", "safetensors", "numpy")
 

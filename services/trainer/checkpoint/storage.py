@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from shared.checkpoints import (
+from flotilla.shared.checkpoints.folders import (
     STATE_FILE,
     CheckpointState,
     StoredCheckpoint,
@@ -24,11 +24,11 @@ from shared.checkpoints import (
     sizes,
     state_of,
 )
-from shared.config.checkpoint import BestCheckpointsConfig
-from shared.durable import flush
-from shared.errors import Unavailable
-from shared.faults.armed import armed
-from shared.faults.sites import Site
+from flotilla.shared.config.sections.checkpoint import BestCheckpointsConfig
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.faults.armed import armed
+from flotilla.shared.faults.sites import Site
+from flotilla.shared.files.durable import flush
 
 log = logging.getLogger(__name__)
 

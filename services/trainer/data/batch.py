@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.sequences import PackedSequences
-from shared.errors import DataError
-from shared.schemas.trajectory import GradeStatus, Group, Trajectory
-from shared.schemas.turns import Turn
+from flotilla.services.trainer.algorithms.sequences import PackedSequences
+from flotilla.shared.errors import DataError
+from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
+from flotilla.shared.schemas.turns import Turn
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from services.trainer.data.batch import scored_trajectories
-from shared.reward_metrics import Scored
-from shared.schemas.trajectory import Group
+from flotilla.services.trainer.data.batch import scored_trajectories
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.telemetry.reward_metrics import Scored
 
 
 @dataclass

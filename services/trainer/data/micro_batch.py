@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.sequences import PackedSequences
-from services.trainer.data.batch import TrainingBatch
-from services.trainer.data.packing import (
+from flotilla.services.trainer.algorithms.sequences import PackedSequences
+from flotilla.services.trainer.data.batch import TrainingBatch
+from flotilla.services.trainer.data.packing import (
     SMALL_HIDDEN_SIZE,
     MicroLayout,
     ModelInput,
@@ -18,7 +18,7 @@ from services.trainer.data.packing import (
     Prompt,
     build_input,
 )
-from services.trainer.data.split import renumbered, split_layouts
+from flotilla.services.trainer.data.split import renumbered, split_layouts
 
 
 @dataclass(frozen=True, eq=False)

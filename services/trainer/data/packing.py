@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.trainer.data.places import SequencePlaces, places_of
+from flotilla.services.trainer.data.places import SequencePlaces, places_of
 
 Packing = Literal["auto", "packed", "padded"]
 

@@ -10,13 +10,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
-from services.trainer.data.source import GroupSource
-from shared.config.spec import ExperimentSpec
-from shared.lineage import VersionLine
-from shared.retry import DATA_PLANE, retry
-from shared.schemas.trajectory import Group
-from shared.streams.admission import Admission
-from shared.streams.plans import Plan, TrainerQueue
+from flotilla.services.trainer.data.source import GroupSource
+from flotilla.shared.checkpoints.lineage import VersionLine
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.net.retry import DATA_PLANE, retry
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.streams.admission import Admission
+from flotilla.shared.streams.plans import Plan, TrainerQueue
 
 log = logging.getLogger(__name__)
 

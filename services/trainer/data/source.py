@@ -10,17 +10,17 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
-from services.trainer.data.batch import baseline_of, check_group, episodes_of, scored_trajectories
-from services.trainer.data.group_metrics import Totals
-from shared.errors import Conflict, DataError
-from shared.lineage import VersionLine
-from shared.retry import DATA_PLANE, retry
-from shared.samples.kinds import SampleKind
-from shared.samples.recorder import KeepsEnded, NothingKept
-from shared.schemas.trajectory import NO_VERSION, GradeStatus, Group
-from shared.streams.hop import STALE, Claim, Resolution
-from shared.streams.intervals import IntervalSet
-from shared.streams.plans import LOST_WITH_CHECKPOINT, Plan, TrainerQueue
+from flotilla.services.trainer.data.batch import baseline_of, check_group, episodes_of, scored_trajectories
+from flotilla.services.trainer.data.group_metrics import Totals
+from flotilla.shared.checkpoints.lineage import VersionLine
+from flotilla.shared.errors import Conflict, DataError
+from flotilla.shared.net.retry import DATA_PLANE, retry
+from flotilla.shared.samples.recorder import KeepsEnded, NothingKept
+from flotilla.shared.schemas.sample_kinds import SampleKind
+from flotilla.shared.schemas.trajectory import NO_VERSION, GradeStatus, Group
+from flotilla.shared.streams.hop import STALE, Claim, Resolution
+from flotilla.shared.streams.intervals import IntervalSet
+from flotilla.shared.streams.plans import LOST_WITH_CHECKPOINT, Plan, TrainerQueue
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from services.trainer.algorithms.balancing import balanced_partition, workload
-from services.trainer.data.packing import SMALL_HIDDEN_SIZE, MicroLayout, Packing, Prompt, lay_out
+from flotilla.services.trainer.algorithms.balancing import balanced_partition, workload
+from flotilla.services.trainer.data.packing import SMALL_HIDDEN_SIZE, MicroLayout, Packing, Prompt, lay_out
 
 
 def split_layouts(

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.advantages.agentic import EnvironmentSteps
-from services.trainer.algorithms.advantages.returns import rewards_at_last_token
-from services.trainer.algorithms.sequences import PackedSequences
-from services.trainer.data.batch import TrainingBatch
+from flotilla.services.trainer.algorithms.advantages.agentic import EnvironmentSteps
+from flotilla.services.trainer.algorithms.advantages.returns import rewards_at_last_token
+from flotilla.services.trainer.algorithms.sequences import PackedSequences
+from flotilla.services.trainer.data.batch import TrainingBatch
 
 
 @dataclass(frozen=True, eq=False)

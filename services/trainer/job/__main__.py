@@ -1,6 +1,6 @@
 """Start the ranks of a training job on this host. Started by the trainer's supervisor, never by hand.
 
-``services.trainer.job RANKS [NODE NODES HOST [STORE_HOST PORT]]``: ranks on this host; of several hosts the number of
+``trainer.job RANKS [NODE NODES HOST [STORE_HOST PORT]]``: ranks on this host; of several hosts the number of
 this one, how many there are, its address, and where the first one's store is.
 """
 
@@ -9,12 +9,12 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from shared.interpreter import collecting_later
-from shared.processes import die_with_parent
+from flotilla.shared.children.interpreter import collecting_later
+from flotilla.shared.children.processes import die_with_parent
 
 with collecting_later():
-    from services.trainer.job.launcher import run_job
-    from services.trainer.job.rendezvous import Node
+    from flotilla.services.trainer.job.launcher import run_job
+    from flotilla.services.trainer.job.rendezvous import Node
 
 
 def main() -> None:

@@ -21,16 +21,16 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from services.trainer.job.rendezvous import BACKEND, JobEnded, Node, Rendezvous
-from services.trainer.wire import EXIT_PEER_LOST, Failed, Line, StoreOpened
-from shared.processes import python_module
-from shared.schemas.service import Failure
+from flotilla.services.trainer.job.rendezvous import BACKEND, JobEnded, Node, Rendezvous
+from flotilla.services.trainer.wire import EXIT_PEER_LOST, Failed, Line, StoreOpened
+from flotilla.shared.children.processes import python_module
+from flotilla.shared.schemas.service import Failure
 
 log = logging.getLogger(__name__)
 
 END_SECONDS = 5
 """A rank that was told to end is killed after that."""
-MODULE = "services.trainer.worker"
+MODULE = "flotilla.services.trainer.worker"
 
 
 def run_job(node: Node, answers: IO[bytes]) -> int:

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.advantages import AdvantageInputs
-from services.trainer.data.batch import TrainingBatch
-from services.trainer.data.turns import TurnLayout, environment_steps, turn_rewards
-from shared.config.advantage import GdpoConfig, GigpoConfig, StepReinforceConfig
-from shared.config.spec import ExperimentSpec
-from shared.errors import DataError
+from flotilla.services.trainer.algorithms.advantages import AdvantageInputs
+from flotilla.services.trainer.data.batch import TrainingBatch
+from flotilla.services.trainer.data.turns import TurnLayout, environment_steps, turn_rewards
+from flotilla.shared.config.sections.advantage import GdpoConfig, GigpoConfig, StepReinforceConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import DataError
 
 
 def advantage_inputs(

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from functools import partial
 
-from services.trainer.algorithms.aggregation import Denominators, count_sampled
-from services.trainer.algorithms.metrics import Metrics, combine
-from services.trainer.data.micro_batch import MicroBatch
-from services.trainer.learning.pass_sizes import PassSizes
-from services.trainer.learning.passes import Cut
-from services.trainer.learning.prepared import Prepared
-from services.trainer.models.critic import Critic
+from flotilla.services.trainer.algorithms.aggregation import Denominators, count_sampled
+from flotilla.services.trainer.algorithms.metrics import Metrics, combine
+from flotilla.services.trainer.data.micro_batch import MicroBatch
+from flotilla.services.trainer.learning.pass_sizes import PassSizes
+from flotilla.services.trainer.learning.passes import Cut
+from flotilla.services.trainer.learning.prepared import Prepared
+from flotilla.services.trainer.models.critic import Critic
 
 
 def teach(critic: Critic, prepared: Prepared, cut: Cut, sizes: PassSizes) -> Metrics:

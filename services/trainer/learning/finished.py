@@ -13,18 +13,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.aggregation import aggregate, count_sampled
-from services.trainer.algorithms.metrics import Metrics, Tally, combine, mean_over, once, summarise
-from services.trainer.algorithms.preference import PreferenceLoss, dpo_loss, pairwise_loss
-from services.trainer.algorithms.sequences import PackedSequences
-from services.trainer.data.batch import TrainingBatch, make_batch
-from services.trainer.data.micro_batch import MicroBatch
-from services.trainer.learning.learner import Learner, StepResult
-from services.trainer.learning.metrics import algorithm_names, mean_of_updates
-from services.trainer.learning.passes import split_by_groups
-from services.trainer.models.optimizer import UpdateResult
-from shared.config.job import DpoLossConfig, FinishedJob, PreferenceConfig, SftConfig
-from shared.schemas.trajectory import Group
+from flotilla.services.trainer.algorithms.aggregation import aggregate, count_sampled
+from flotilla.services.trainer.algorithms.metrics import Metrics, Tally, combine, mean_over, once, summarise
+from flotilla.services.trainer.algorithms.preference import PreferenceLoss, dpo_loss, pairwise_loss
+from flotilla.services.trainer.algorithms.sequences import PackedSequences
+from flotilla.services.trainer.data.batch import TrainingBatch, make_batch
+from flotilla.services.trainer.data.micro_batch import MicroBatch
+from flotilla.services.trainer.learning.learner import Learner, StepResult
+from flotilla.services.trainer.learning.metrics import algorithm_names, mean_of_updates
+from flotilla.services.trainer.learning.passes import split_by_groups
+from flotilla.services.trainer.models.optimizer import UpdateResult
+from flotilla.shared.config.sections.job import DpoLossConfig, FinishedJob, PreferenceConfig, SftConfig
+from flotilla.shared.schemas.trajectory import Group
 
 HELD_OUT = "held_out"
 

@@ -13,35 +13,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.advantages import Advantages, compute_advantages
-from services.trainer.algorithms.importance import importance_weights
-from services.trainer.algorithms.kl import updated_coefficient
-from services.trainer.algorithms.metrics import Metrics, combine, once, summarise
-from services.trainer.algorithms.objective import TokenFigures, denominators_of, policy_objective
-from services.trainer.algorithms.resampling import redraw
-from services.trainer.data.batch import TrainingBatch, make_batch
-from services.trainer.data.micro_batch import MicroBatch, make_micro_batches
-from services.trainer.learning.advantage_inputs import advantage_inputs
-from services.trainer.learning.critic_update import teach
-from services.trainer.learning.metrics import algorithm_names, mean_of_updates
-from services.trainer.learning.pass_sizes import PassSizes, need_of
-from services.trainer.learning.passes import Cut, MiniBatch, forgetting, passes_over, split_by_groups
-from services.trainer.learning.prepared import Prepared, can_skip_zero_advantages, selected, step_weights
-from services.trainer.learning.teacher import taught
-from services.trainer.learning.trace import TokenTrace, TracedStep
-from services.trainer.learning.trainable import Weights, choose_trained, image_weights, kept_weights
-from services.trainer.models.average import WeightAverage
-from services.trainer.models.critic import Critic, make_critic
-from services.trainer.models.loading import LoadedModel
-from services.trainer.models.log_probs import Policy
-from services.trainer.models.optimizer import PolicyOptimizer, UpdateResult
-from services.trainer.models.versions import VersionedWeights
-from services.trainer.parallel.layers import prepare_layers
-from services.trainer.parallel.ranks import ONE_RANK, Ranks
-from services.trainer.parallel.sequence import SequenceParallel
-from shared.config.algorithm import KlLossConfig, KlRewardConfig
-from shared.config.spec import ExperimentSpec
-from shared.schemas.trajectory import Group
+from flotilla.services.trainer.algorithms.advantages import Advantages, compute_advantages
+from flotilla.services.trainer.algorithms.importance import importance_weights
+from flotilla.services.trainer.algorithms.kl import updated_coefficient
+from flotilla.services.trainer.algorithms.metrics import Metrics, combine, once, summarise
+from flotilla.services.trainer.algorithms.objective import TokenFigures, denominators_of, policy_objective
+from flotilla.services.trainer.algorithms.resampling import redraw
+from flotilla.services.trainer.data.batch import TrainingBatch, make_batch
+from flotilla.services.trainer.data.micro_batch import MicroBatch, make_micro_batches
+from flotilla.services.trainer.learning.advantage_inputs import advantage_inputs
+from flotilla.services.trainer.learning.critic_update import teach
+from flotilla.services.trainer.learning.metrics import algorithm_names, mean_of_updates
+from flotilla.services.trainer.learning.pass_sizes import PassSizes, need_of
+from flotilla.services.trainer.learning.passes import Cut, MiniBatch, forgetting, passes_over, split_by_groups
+from flotilla.services.trainer.learning.prepared import Prepared, can_skip_zero_advantages, selected, step_weights
+from flotilla.services.trainer.learning.teacher import taught
+from flotilla.services.trainer.learning.trace import TokenTrace, TracedStep
+from flotilla.services.trainer.learning.trainable import Weights, choose_trained, image_weights, kept_weights
+from flotilla.services.trainer.models.average import WeightAverage
+from flotilla.services.trainer.models.critic import Critic, make_critic
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.services.trainer.models.log_probs import Policy
+from flotilla.services.trainer.models.optimizer import PolicyOptimizer, UpdateResult
+from flotilla.services.trainer.models.versions import VersionedWeights
+from flotilla.services.trainer.parallel.layers import prepare_layers
+from flotilla.services.trainer.parallel.ranks import ONE_RANK, Ranks
+from flotilla.services.trainer.parallel.sequence import SequenceParallel
+from flotilla.shared.config.sections.algorithm import KlLossConfig, KlRewardConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.schemas.trajectory import Group
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from services.trainer.learning.learner import Learner
-from services.trainer.models.offloading import Offloader
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.models.offloading import Offloader
 
 
 class LearnerMemory:

@@ -1,15 +1,15 @@
 """Which learner an experiment's job needs."""
 
-from services.trainer.learning.finished import (
+from flotilla.services.trainer.learning.finished import (
     FinishedLearner,
     PreferenceLearner,
     RewardModelLearner,
     SupervisedLearner,
 )
-from services.trainer.learning.learner import Learner
-from services.trainer.models.loading import LoadedModel
-from services.trainer.parallel.ranks import ONE_RANK, Ranks
-from shared.config.spec import ExperimentSpec
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.services.trainer.parallel.ranks import ONE_RANK, Ranks
+from flotilla.shared.config.spec import ExperimentSpec
 
 LEARNERS: dict[str, type[FinishedLearner]] = {
     "sft": SupervisedLearner,

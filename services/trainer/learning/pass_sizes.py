@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from services.trainer.algorithms.log_probs import CHUNK_TOKENS
-from services.trainer.data.micro_batch import MicroBatch
-from services.trainer.models.log_probs import Policy
-from services.trainer.models.memory import free_bytes, measured_peak
-from services.trainer.models.optimizer import PolicyOptimizer
-from services.trainer.parallel.ranks import Ranks
-from shared.config.spec import ExperimentSpec
+from flotilla.services.trainer.algorithms.log_probs import CHUNK_TOKENS
+from flotilla.services.trainer.data.micro_batch import MicroBatch
+from flotilla.services.trainer.models.log_probs import Policy
+from flotilla.services.trainer.models.memory import free_bytes, measured_peak
+from flotilla.services.trainer.models.optimizer import PolicyOptimizer
+from flotilla.services.trainer.parallel.ranks import Ranks
+from flotilla.shared.config.spec import ExperimentSpec
 
 log = logging.getLogger(__name__)
 

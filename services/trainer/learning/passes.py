@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from services.trainer.data.batch import TrainingBatch
-from services.trainer.data.micro_batch import MicroBatch
-from services.trainer.learning.prepared import Prepared
-from services.trainer.models.optimizer import PolicyOptimizer
-from shared.config.optimisation import OptimisationConfig
+from flotilla.services.trainer.data.batch import TrainingBatch
+from flotilla.services.trainer.data.micro_batch import MicroBatch
+from flotilla.services.trainer.learning.prepared import Prepared
+from flotilla.services.trainer.models.optimizer import PolicyOptimizer
+from flotilla.shared.config.sections.optimisation import OptimisationConfig
 
 Cut = Callable[[int], list[MicroBatch]]
 """Cuts some sequences into passes of at most so many tokens."""

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.objective import selected_tokens
-from services.trainer.algorithms.sample_weights import sequence_weights
-from services.trainer.data.batch import TrainingBatch, scored_trajectories
-from shared.config.algorithm import AlgorithmConfig, KlLossConfig
-from shared.errors import DataError
-from shared.schemas.trajectory import Group
+from flotilla.services.trainer.algorithms.objective import selected_tokens
+from flotilla.services.trainer.algorithms.sample_weights import sequence_weights
+from flotilla.services.trainer.data.batch import TrainingBatch, scored_trajectories
+from flotilla.shared.config.sections.algorithm import AlgorithmConfig, KlLossConfig
+from flotilla.shared.errors import DataError
+from flotilla.shared.schemas.trajectory import Group
 
 LOSSES_OF_ADVANTAGE_ALONE = frozenset({"ppo", "gspo", "cispo", "sapo", "policy_gradient"})
 """Where the advantage is 0, these are 0 with gradient 0: the forward pass of such a sequence can be left out."""

@@ -6,11 +6,11 @@ from typing import Protocol
 
 from transformers import AutoTokenizer
 
-from services.trainer.models.loading import LoadedModel
-from shared.config.distillation import DistillationConfig
-from shared.config.spec import ExperimentSpec
-from shared.errors import ModelError
-from shared.model_hub import model_directory
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.shared.config.sections.distillation import DistillationConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import ModelError
+from flotilla.shared.models.hub import model_directory
 
 TEACHER = "algorithm.distillation.path"
 CRITIC = "algorithm.value_loss.path"

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from services.trainer.algorithms.advantages import Advantages
-from services.trainer.algorithms.advantages.distillation import distil
-from services.trainer.algorithms.metrics import mean_over
-from services.trainer.algorithms.sequences import PackedSequences
-from shared.config.distillation import DistillationConfig
+from flotilla.services.trainer.algorithms.advantages import Advantages
+from flotilla.services.trainer.algorithms.advantages.distillation import distil
+from flotilla.services.trainer.algorithms.metrics import mean_over
+from flotilla.services.trainer.algorithms.sequences import PackedSequences
+from flotilla.shared.config.sections.distillation import DistillationConfig
 
 
 def taught(

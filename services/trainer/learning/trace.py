@@ -7,13 +7,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.objective import TokenFigures
-from services.trainer.data.batch import scored_trajectories
-from services.trainer.data.micro_batch import MicroBatch
-from services.trainer.learning.prepared import Prepared
-from services.trainer.parallel.ranks import Ranks
-from shared.samples.kinds import TrainedTokens
-from shared.schemas.trajectory import Group, Trajectory
+from flotilla.services.trainer.algorithms.objective import TokenFigures
+from flotilla.services.trainer.data.batch import scored_trajectories
+from flotilla.services.trainer.data.micro_batch import MicroBatch
+from flotilla.services.trainer.learning.prepared import Prepared
+from flotilla.services.trainer.parallel.ranks import Ranks
+from flotilla.shared.schemas.sample_kinds import TrainedTokens
+from flotilla.shared.schemas.trajectory import Group, Trajectory
 
 Floats = npt.NDArray[np.float32]
 

@@ -5,14 +5,14 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from services.trainer.models.lora import Adapters
-from services.trainer.models.quantised import PackedWeight, packed_layers
-from services.trainer.parallel.ranks import Ranks
-from shared.config.spec import ExperimentSpec
-from shared.errors import ModelError
-from shared.weights.flat_parameters import FlatParameters
-from shared.weights.sharded_parameters import ShardedParameters
-from shared.weights.streamed_parameters import StreamedParameters
+from flotilla.services.trainer.models.lora import Adapters
+from flotilla.services.trainer.models.quantised import PackedWeight, packed_layers
+from flotilla.services.trainer.parallel.ranks import Ranks
+from flotilla.services.trainer.weights.flat_parameters import FlatParameters
+from flotilla.services.trainer.weights.sharded_parameters import ShardedParameters
+from flotilla.services.trainer.weights.streamed_parameters import StreamedParameters
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import ModelError
 
 Weights = FlatParameters | ShardedParameters
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from services.trainer.data.places import SequencePlaces
-from services.trainer.models.native.kernels import Kernels, kernels_for
+from flotilla.services.trainer.data.places import SequencePlaces
+from flotilla.services.trainer.models.native.kernels import Kernels, kernels_for
 
 ATTENTION = "flotilla_by_sequence"
 LEAST_CAPABILITY = (8, 0)

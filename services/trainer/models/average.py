@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from shared.errors import ModelError
-from shared.weights.parts import local_of, localized
+from flotilla.services.trainer.weights.parts import local_of, localized
+from flotilla.shared.errors import ModelError
 
 
 class WeightAverage:

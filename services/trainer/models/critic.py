@@ -13,26 +13,26 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from services.trainer.algorithms.aggregation import Denominators
-from services.trainer.algorithms.metrics import Metrics
-from services.trainer.algorithms.objective import value_objective
-from services.trainer.algorithms.value import ReturnMoments
-from services.trainer.data.micro_batch import MicroBatch
-from services.trainer.data.packing import ModelInput
-from services.trainer.models.attention import attended_by_sequence
-from services.trainer.models.loading import LoadedModel
-from services.trainer.models.log_probs import Policy, hidden_states, traits_of_twin
-from services.trainer.models.optimizer import PolicyOptimizer, UpdateResult
-from services.trainer.models.traits import Traits, agree, attends_apart, probe_input, traits_of
-from services.trainer.parallel.fsdp import shard
-from services.trainer.parallel.ranks import ONE_RANK, MeshShape, Ranks
-from services.trainer.parallel.sequence import SequenceParallel
-from services.trainer.parallel.tensor import divide_layers
-from shared.config.algorithm import ValueLossConfig
-from shared.config.optimisation import OptimisationConfig
-from shared.config.spec import ExperimentSpec
-from shared.errors import ModelError
-from shared.weights.parts import localized
+from flotilla.services.trainer.algorithms.aggregation import Denominators
+from flotilla.services.trainer.algorithms.metrics import Metrics
+from flotilla.services.trainer.algorithms.objective import value_objective
+from flotilla.services.trainer.algorithms.value import ReturnMoments
+from flotilla.services.trainer.data.micro_batch import MicroBatch
+from flotilla.services.trainer.data.packing import ModelInput
+from flotilla.services.trainer.models.attention import attended_by_sequence
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.services.trainer.models.log_probs import Policy, hidden_states, traits_of_twin
+from flotilla.services.trainer.models.optimizer import PolicyOptimizer, UpdateResult
+from flotilla.services.trainer.models.traits import Traits, agree, attends_apart, probe_input, traits_of
+from flotilla.services.trainer.parallel.fsdp import shard
+from flotilla.services.trainer.parallel.ranks import ONE_RANK, MeshShape, Ranks
+from flotilla.services.trainer.parallel.sequence import SequenceParallel
+from flotilla.services.trainer.parallel.tensor import divide_layers
+from flotilla.services.trainer.weights.parts import localized
+from flotilla.shared.config.sections.algorithm import ValueLossConfig
+from flotilla.shared.config.sections.optimisation import OptimisationConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import ModelError
 
 HEAD = "value_head."
 MOMENTS = ("count", "mean", "variance")

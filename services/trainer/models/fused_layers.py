@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.trainer.models.native.kernels import Kernels, kernels_for
+from flotilla.services.trainer.models.native.kernels import Kernels, kernels_for
 
 PROBE_ROWS = 4
 ROTATION = "apply_rotary_pos_emb"

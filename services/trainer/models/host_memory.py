@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from services.trainer.models.offloading import bytes_of, storages_of
-from shared.weights.parts import local_of
+from flotilla.services.trainer.models.offloading import bytes_of, storages_of
+from flotilla.services.trainer.weights.parts import local_of
 
 
 class ParkedTensors:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shared.errors import ModelError
+from flotilla.shared.errors import ModelError
 
 LIGER = "liger"
 PACKAGES = {

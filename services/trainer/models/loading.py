@@ -16,13 +16,13 @@ from transformers import (
     GenerationConfig,
 )
 
-from services.trainer.models.installed_kernels import apply_kernels, check_attention
-from services.trainer.models.quantised import check_installed, quantise
-from services.trainer.models.stored_weights import StoredWeights, without_memory
-from shared.absence import absent_or
-from shared.config.lora import QuantisationConfig
-from shared.errors import ModelError
-from shared.model_files import check_directory
+from flotilla.services.trainer.models.installed_kernels import apply_kernels, check_attention
+from flotilla.services.trainer.models.quantised import check_installed, quantise
+from flotilla.services.trainer.models.stored_weights import StoredWeights, without_memory
+from flotilla.shared.config.sections.lora import QuantisationConfig
+from flotilla.shared.errors import ModelError
+from flotilla.shared.models.files import check_directory
+from flotilla.shared.net.absence import absent_or
 
 log = logging.getLogger(__name__)
 

@@ -15,15 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from services.trainer.algorithms.log_probs import TokenStatistics, log_probs_and_entropy, statistics_from_logits
-from services.trainer.data.packing import ModelInput, Packing
-from services.trainer.models.attention import attended_by_sequence
-from services.trainer.models.fused_layers import fuse_layers
-from services.trainer.models.host_memory import ParkedTensors
-from services.trainer.models.loading import LoadedModel
-from services.trainer.models.native.kernels import kernels_for
-from services.trainer.models.stored_weights import StoredWeights
-from services.trainer.models.traits import (
+from flotilla.services.trainer.algorithms.log_probs import (
+    TokenStatistics,
+    log_probs_and_entropy,
+    statistics_from_logits,
+)
+from flotilla.services.trainer.data.packing import ModelInput, Packing
+from flotilla.services.trainer.models.attention import attended_by_sequence
+from flotilla.services.trainer.models.fused_layers import fuse_layers
+from flotilla.services.trainer.models.host_memory import ParkedTensors
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.services.trainer.models.native.kernels import kernels_for
+from flotilla.services.trainer.models.stored_weights import StoredWeights
+from flotilla.services.trainer.models.traits import (
     Traits,
     agree,
     arguments_of,
@@ -32,11 +36,11 @@ from services.trainer.models.traits import (
     probe_input,
     traits_of,
 )
-from services.trainer.parallel.fsdp import shard
-from services.trainer.parallel.ranks import ONE_RANK, Ranks
-from services.trainer.parallel.sequence import SequenceParallel
-from services.trainer.parallel.tensor import divide_layers
-from shared.errors import ModelError
+from flotilla.services.trainer.parallel.fsdp import shard
+from flotilla.services.trainer.parallel.ranks import ONE_RANK, Ranks
+from flotilla.services.trainer.parallel.sequence import SequenceParallel
+from flotilla.services.trainer.parallel.tensor import divide_layers
+from flotilla.shared.errors import ModelError
 
 log = logging.getLogger(__name__)
 

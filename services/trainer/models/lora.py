@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from services.trainer.models.quantised import HEADS, QuantisedConv1D, QuantisedLinear, packed_layers, unpack
-from shared.config.lora import LoraConfig
-from shared.errors import ModelError
-from shared.weights.parts import Index, index_of, localized
+from flotilla.services.trainer.models.quantised import HEADS, QuantisedConv1D, QuantisedLinear, packed_layers, unpack
+from flotilla.services.trainer.weights.parts import Index, index_of, localized
+from flotilla.shared.config.sections.lora import LoraConfig
+from flotilla.shared.errors import ModelError
 
 A, B = "lora_a", "lora_b"
 PEFT_NAMES = {A: "lora_A", B: "lora_B"}

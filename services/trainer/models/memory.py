@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from shared.control_groups import available_bytes
+from flotilla.shared.host.control_groups import available_bytes
 
 RESET_PEAK = "5"
 """What Linux takes in ``/proc/self/clear_refs`` for making the highest resident size the present one."""

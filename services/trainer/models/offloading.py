@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shared.errors import Unavailable
-from shared.freed_memory import return_freed_memory
-from shared.weights.tensors import host_memory
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.host.freed_memory import return_freed_memory
+from flotilla.shared.weights.image.tensors import host_memory
 
 LEAST_BYTES = 1 << 16
 """Smaller storages stay: they free nothing worth the while."""

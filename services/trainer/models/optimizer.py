@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from services.trainer.models.streamed_step import StreamedStep
-from shared.config.optimisation import OptimisationConfig
-from shared.errors import ModelError
-from shared.weights.parts import local_of, localized
+from flotilla.services.trainer.models.streamed_step import StreamedStep
+from flotilla.services.trainer.weights.parts import local_of, localized
+from flotilla.shared.config.sections.optimisation import OptimisationConfig
+from flotilla.shared.errors import ModelError
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
-from services.trainer.models.stored_weights import StoredWeights
-from shared.config.lora import QuantisationConfig
-from shared.errors import ModelError
+from flotilla.services.trainer.models.stored_weights import StoredWeights
+from flotilla.shared.config.sections.lora import QuantisationConfig
+from flotilla.shared.errors import ModelError
 
 PACKAGE = "bitsandbytes"
 BLOCK = 64

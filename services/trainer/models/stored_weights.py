@@ -18,13 +18,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from shared.errors import WeightTransferFailed
-from shared.schemas.publication import TensorSpec
-from shared.weights.checkpoint_names import Piece, pieces_of
-from shared.weights.layout import LENGTH_BYTES, ImageLayout, header_bytes
-from shared.weights.named_weights import distinct
-from shared.weights.parts import index_of, local_of, localized
-from shared.weights.tensors import TORCH_DTYPES, flat_view
+from flotilla.services.trainer.weights.named_weights import distinct
+from flotilla.services.trainer.weights.parts import index_of, local_of, localized
+from flotilla.shared.errors import WeightTransferFailed
+from flotilla.shared.schemas.publication import TensorSpec
+from flotilla.shared.weights.image.checkpoint_names import Piece, pieces_of
+from flotilla.shared.weights.image.layout import LENGTH_BYTES, ImageLayout, header_bytes
+from flotilla.shared.weights.image.tensors import TORCH_DTYPES, flat_view
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from services.trainer.models.host_memory import ParkedTensors
+from flotilla.services.trainer.models.host_memory import ParkedTensors
 
 BUCKET_BYTES = 256 << 20
 """So much of the parameters at a time; their moments take twice that."""

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from services.trainer.data.packing import MicroLayout, ModelInput, build_input
-from services.trainer.models.attention import ATTENTION as BY_SEQUENCE
-from services.trainer.models.attention import attend_by_sequence
-from services.trainer.models.native.kernels import kernels_for
-from services.trainer.parallel.sequence import ATTENTION as ULYSSES
+from flotilla.services.trainer.data.packing import MicroLayout, ModelInput, build_input
+from flotilla.services.trainer.models.attention import ATTENTION as BY_SEQUENCE
+from flotilla.services.trainer.models.attention import attend_by_sequence
+from flotilla.services.trainer.models.native.kernels import kernels_for
+from flotilla.services.trainer.parallel.sequence import ATTENTION as ULYSSES
 
 log = logging.getLogger(__name__)
 

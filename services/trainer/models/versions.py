@@ -6,9 +6,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from shared.weights.parameters import Parameters
-from shared.weights.parts import Part
-from shared.weights.sharded_parameters import ShardedParameters
+from flotilla.services.trainer.weights.parameters import Parameters
+from flotilla.services.trainer.weights.parts import Part
+from flotilla.services.trainer.weights.sharded_parameters import ShardedParameters
 
 _PREFIX = "version"
 

@@ -10,11 +10,11 @@ from datetime import timedelta
 import msgpack
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
-from services.trainer.parallel.commands import COMMAND, Command, Train
-from services.trainer.parallel.ranks import Ranks
-from shared.errors import FlotillaError, ModelError
-from shared.schemas.trajectory import Group
-from shared.streams.codec import decode_group, encode_body, encode_grades
+from flotilla.services.trainer.parallel.commands import COMMAND, Command, Train
+from flotilla.services.trainer.parallel.ranks import Ranks
+from flotilla.shared.errors import FlotillaError, ModelError
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.streams.codec import decode_group, encode_body, encode_grades
 
 WAIT_SECONDS = 5.0
 

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from shared.config.checkpoint import EVERYTHING, Content
-from shared.schemas.wire import Wire
-from shared.telemetry.logging import LogFormat
+from flotilla.shared.config.sections.checkpoint import EVERYTHING, Content
+from flotilla.shared.schemas.wire import Wire
+from flotilla.shared.telemetry.logging import LogFormat
 
 
 class Opening(Wire):

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from shared.config.base import Threads
-from shared.cores import CoreSeat
+from flotilla.shared.config.base.model import Threads
+from flotilla.shared.host.cores import CoreSeat
 
 
 class ComputeCores:

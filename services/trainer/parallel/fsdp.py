@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from services.trainer.parallel.layers import layers_of
-from services.trainer.parallel.ranks import EXPERT_SHARD, REPLICATE, SHARD, Ranks
-from services.trainer.parallel.tensor import is_divided_by_expert
-from shared.config.parallelism import MixedPrecisionConfig
+from flotilla.services.trainer.parallel.layers import layers_of
+from flotilla.services.trainer.parallel.ranks import EXPERT_SHARD, REPLICATE, SHARD, Ranks
+from flotilla.services.trainer.parallel.tensor import is_divided_by_expert
+from flotilla.shared.config.sections.parallelism import MixedPrecisionConfig
 
 
 def precision_of(config: MixedPrecisionConfig | None) -> MixedPrecisionPolicy | None:

@@ -9,12 +9,12 @@ from typing import Self
 import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from services.trainer.parallel.channel import Channel
-from services.trainer.parallel.fsdp import precision_of
-from services.trainer.parallel.pulse import Pulse
-from services.trainer.parallel.ranks import MeshShape, Ranks, joined
-from shared.config.parallelism import ParallelismConfig
-from shared.weights.image_files import host_identity
+from flotilla.services.trainer.parallel.channel import Channel
+from flotilla.services.trainer.parallel.fsdp import precision_of
+from flotilla.services.trainer.parallel.pulse import Pulse
+from flotilla.services.trainer.parallel.ranks import MeshShape, Ranks, joined
+from flotilla.shared.config.sections.parallelism import ParallelismConfig
+from flotilla.shared.weights.image.files import host_identity
 
 OPENING = "opening"
 """Where the leader tells the others what is trained."""

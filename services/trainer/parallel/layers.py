@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shared.config.spec import ExperimentSpec
-from shared.errors import ModelError
-from shared.weights.parts import local_of
+from flotilla.services.trainer.weights.parts import local_of
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import ModelError
 
 LEAST_BYTES = 1 << 16
 """Smaller tensors stay: they free nothing worth a copy."""

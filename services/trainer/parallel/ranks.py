@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from services.trainer.algorithms.metrics import Metrics, Tally, combine
-from shared.config.parallelism import CriticParallelismConfig, ParallelismConfig
+from flotilla.services.trainer.algorithms.metrics import Metrics, Tally, combine
+from flotilla.shared.config.sections.parallelism import CriticParallelismConfig, ParallelismConfig
 
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
 EXPERT_SHARD, EXPERT = "expert_shard", "expert"

@@ -18,10 +18,10 @@ import msgpack
 import torch
 from torch import Tensor
 
-from services.trainer.parallel.ranks import Ranks
-from shared.weights.layout import ImageLayout
-from shared.weights.parts import Index, Part, write_parts
-from shared.weights.tensors import TORCH_DTYPES
+from flotilla.services.trainer.parallel.ranks import Ranks
+from flotilla.services.trainer.weights.parts import Index, Part, write_parts
+from flotilla.shared.weights.image.layout import ImageLayout
+from flotilla.shared.weights.image.tensors import TORCH_DTYPES
 
 
 def send_parts(ranks: Ranks, layout: ImageLayout, parts: Iterable[Part]) -> None:

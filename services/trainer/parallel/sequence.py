@@ -16,9 +16,9 @@ from torch.distributed import ProcessGroup
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from services.trainer.data.packing import ModelInput
-from services.trainer.data.places import SequencePlaces
-from shared.errors import ModelError
+from flotilla.services.trainer.data.packing import ModelInput
+from flotilla.services.trainer.data.places import SequencePlaces
+from flotilla.shared.errors import ModelError
 
 ATTENTION = "flotilla_ulysses"
 _STATE = "sequence_parallel"

@@ -21,8 +21,8 @@ from transformers.distributed.tensor_parallel import (
     get_kv_heads_per_rank,
 )
 
-from services.trainer.parallel.ranks import EXPERT, SHARD, TENSOR, Ranks
-from shared.errors import ModelError
+from flotilla.services.trainer.parallel.ranks import EXPERT, SHARD, TENSOR, Ranks
+from flotilla.shared.errors import ModelError
 
 ADDED_UP = "replicated_with_grad_allreduce"
 OWN_ADDED_UP = "flotilla_replicated"

@@ -8,8 +8,8 @@ one before it.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shared.errors import InvalidRequest
-from shared.lineage import ROOT
+from flotilla.shared.checkpoints.lineage import ROOT
+from flotilla.shared.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)

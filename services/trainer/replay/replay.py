@@ -9,20 +9,20 @@ from typing import Any
 import torch
 import transformers
 
-from services.trainer.checkpoint.manager import beginning, restored_from
-from services.trainer.learning.learner import Learner, StepResult
-from services.trainer.learning.pass_sizes import RECORD
-from services.trainer.models.loading import check_device
-from services.trainer.replay.chain import ROOT_LINEAGE, StepRecord, start_of
-from shared.checkpoints import CHECKPOINTS, OPTIMIZER, StoredCheckpoint, complete
-from shared.config.load import validate_spec
-from shared.config.spec import ExperimentSpec
-from shared.cores import usable_cores
-from shared.errors import InvalidRequest, ModelError
-from shared.model_hub import model_directory
-from shared.samples.folder import SAMPLES, SPEC_FILE, step_name, stored_files
-from shared.samples.kinds import KeptGroup, TrainedTokens
-from shared.samples.table import facts_of, to_groups
+from flotilla.services.trainer.checkpoint.manager import beginning, restored_from
+from flotilla.services.trainer.learning.learner import Learner, StepResult
+from flotilla.services.trainer.learning.pass_sizes import RECORD
+from flotilla.services.trainer.models.loading import check_device
+from flotilla.services.trainer.replay.chain import ROOT_LINEAGE, StepRecord, start_of
+from flotilla.shared.checkpoints.folders import CHECKPOINTS, OPTIMIZER, StoredCheckpoint, complete
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidRequest, ModelError
+from flotilla.shared.host.cores import usable_cores
+from flotilla.shared.models.hub import model_directory
+from flotilla.shared.samples.folder import SAMPLES, SPEC_FILE, step_name, stored_files
+from flotilla.shared.samples.table import facts_of, to_groups
+from flotilla.shared.schemas.sample_kinds import KeptGroup, TrainedTokens
 
 log = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.trainer.replay.replay import Replayed
-from shared.errors import NotFound
-from shared.samples.kinds import TrainedTokens
-from shared.schemas.trajectory import Trajectory
+from flotilla.services.trainer.replay.replay import Replayed
+from flotilla.shared.errors import NotFound
+from flotilla.shared.schemas.sample_kinds import TrainedTokens
+from flotilla.shared.schemas.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True)

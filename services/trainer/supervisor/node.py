@@ -4,7 +4,7 @@ The gateway begins each job under a trainer epoch of its own. A job that ended h
 is reported, the gateway ends it everywhere, and the next epoch's job follows.
 """
 
-from shared.schemas.service import Assignment, JobReport
+from flotilla.shared.schemas.service import Assignment, JobReport
 
 
 class NodeOfJob:

@@ -12,16 +12,16 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from services.trainer.wire import FROM_WORKER, FromWorker, Launch, Line
-from shared.config.base import Threads
-from shared.config.parallelism import ParallelismConfig
-from shared.control_groups import count_memory_kills
-from shared.cores import usable_cores
-from shared.processes import python_module
-from shared.schemas.service import JobNode
-from shared.secret_variables import without_secrets
+from flotilla.services.trainer.wire import FROM_WORKER, FromWorker, Launch, Line
+from flotilla.shared.children.processes import python_module
+from flotilla.shared.children.secret_variables import without_secrets
+from flotilla.shared.config.base.model import Threads
+from flotilla.shared.config.sections.parallelism import ParallelismConfig
+from flotilla.shared.host.control_groups import count_memory_kills
+from flotilla.shared.host.cores import usable_cores
+from flotilla.shared.schemas.service import JobNode
 
-MODULE, JOB_MODULE = "services.trainer.worker", "services.trainer.job"
+MODULE, JOB_MODULE = "flotilla.services.trainer.worker", "flotilla.services.trainer.job"
 READ_BYTES = 1 << 16
 TAIL_LINES = 40
 SHOWN_LINES = 4

@@ -5,13 +5,13 @@ import logging
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from shared.errors import WeightTransferFailed
-from shared.weights.image import WeightImage
-from shared.weights.image_files import sweep
-from shared.weights.kept_images import KeptImages
-from shared.weights.off_loop import attach_image, close_images, map_again
-from shared.weights.pull import PublishedImages
-from shared.weights.sender import ProcessSender, RangeSender
+from flotilla.shared.errors import WeightTransferFailed
+from flotilla.shared.weights.image.files import sweep
+from flotilla.shared.weights.image.image import WeightImage
+from flotilla.shared.weights.image.off_loop import attach_image, close_images, map_again
+from flotilla.shared.weights.pull.kept_images import KeptImages
+from flotilla.shared.weights.pull.sender import ProcessSender, RangeSender
+from flotilla.shared.weights.pull.server import PublishedImages
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from services.trainer.supervisor.node import NodeOfJob, is_next_job
-from services.trainer.supervisor.process import ExitStatus, WorkerHandle
-from services.trainer.supervisor.served_images import ServedImages
-from services.trainer.wire import (
+from flotilla.services.trainer.supervisor.node import NodeOfJob, is_next_job
+from flotilla.services.trainer.supervisor.process import ExitStatus, WorkerHandle
+from flotilla.services.trainer.supervisor.served_images import ServedImages
+from flotilla.services.trainer.wire import (
     Failed,
     FromWorker,
     ImageReady,
@@ -29,15 +29,15 @@ from services.trainer.wire import (
     Status,
     StoreOpened,
 )
-from shared.config.load import validate_spec
-from shared.config.parallelism import ParallelismConfig
-from shared.errors import InvalidSpec
-from shared.reconciling import StateFollower
-from shared.restarts import Restarts
-from shared.schemas.service import Assignment, DeviceReport, Failure, ObservedState, WorkState
-from shared.streams.plans import WORKERS_PER_EPOCH
-from shared.telemetry import logging as telemetry
-from shared.weights.kept_images import DIRECTORY as KEPT_IMAGES
+from flotilla.shared.children.restarts import Restarts
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.sections.parallelism import ParallelismConfig
+from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.schemas.service import Assignment, DeviceReport, Failure, ObservedState, WorkState
+from flotilla.shared.service.reconciling import StateFollower
+from flotilla.shared.streams.plans import WORKERS_PER_EPOCH
+from flotilla.shared.telemetry import logging as telemetry
+from flotilla.shared.weights.pull.kept_images import DIRECTORY as KEPT_IMAGES
 
 log = logging.getLogger(__name__)
 

@@ -6,16 +6,16 @@ import signal
 import sys
 from typing import IO
 
-from shared.faults.armed import arm_process
-from shared.interpreter import collecting_later
-from shared.processes import die_with_parent
+from flotilla.shared.children.interpreter import collecting_later
+from flotilla.shared.children.processes import die_with_parent
+from flotilla.shared.faults.armed import arm_process
 
 with collecting_later():
     from transformers.utils import logging as transformers_logging
 
-    from services.trainer.parallel.job import Place
-    from services.trainer.worker.follower_process import follow
-    from services.trainer.worker.run import Orphaned, WorkerProcess
+    from flotilla.services.trainer.parallel.job import Place
+    from flotilla.services.trainer.worker.follower_process import follow
+    from flotilla.services.trainer.worker.run import Orphaned, WorkerProcess
 
 EXIT_ORPHANED = 3
 

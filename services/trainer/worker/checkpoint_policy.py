@@ -14,15 +14,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import fmean
 
-from services.trainer.checkpoint.manager import Progress
-from services.trainer.learning.learner import Learner
-from services.trainer.worker.checkpoint_writer import CheckpointWriter
-from services.trainer.worker.publisher import Publisher
-from shared.config.checkpoint import CheckpointConfig
-from shared.errors import FlotillaError, Unavailable
-from shared.lineage import VersionLine
-from shared.retry import DATA_PLANE, retry
-from shared.streams.plans import TrainerQueue
+from flotilla.services.trainer.checkpoint.manager import Progress
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.worker.checkpoint_writer import CheckpointWriter
+from flotilla.services.trainer.worker.publisher import Publisher
+from flotilla.shared.checkpoints.lineage import VersionLine
+from flotilla.shared.config.sections.checkpoint import CheckpointConfig
+from flotilla.shared.errors import FlotillaError, Unavailable
+from flotilla.shared.net.retry import DATA_PLANE, retry
+from flotilla.shared.streams.plans import TrainerQueue
 
 log = logging.getLogger(__name__)
 

@@ -16,18 +16,18 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from services.trainer.checkpoint.manager import CheckpointManager, CopiedCheckpoint, Progress
-from services.trainer.data.source import GroupSource
-from services.trainer.learning.learner import Learner
-from services.trainer.worker.reporter import Reporter
-from shared.clock import rfc3339
-from shared.errors import Unavailable
-from shared.lineage import VersionLine
-from shared.retry import DATA_PLANE, retry
-from shared.schemas.experiment import CheckpointView
-from shared.schemas.service import Failure
-from shared.streams.intervals import IntervalSet
-from shared.streams.plans import TrainerQueue
+from flotilla.services.trainer.checkpoint.manager import CheckpointManager, CopiedCheckpoint, Progress
+from flotilla.services.trainer.data.source import GroupSource
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.worker.reporter import Reporter
+from flotilla.shared.checkpoints.lineage import VersionLine
+from flotilla.shared.clock import rfc3339
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.net.retry import DATA_PLANE, retry
+from flotilla.shared.schemas.experiment import CheckpointView
+from flotilla.shared.schemas.service import Failure
+from flotilla.shared.streams.intervals import IntervalSet
+from flotilla.shared.streams.plans import TrainerQueue
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from shared.schemas.service import WorkState
+from flotilla.shared.schemas.service import WorkState
 
 Answer = TypeVar("Answer")
 

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import torch
 
-from shared.errors import Unavailable
-from shared.schemas.service import DeviceOrder, DeviceReport, Failure
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.schemas.service import DeviceOrder, DeviceReport, Failure
 
 log = logging.getLogger(__name__)
 

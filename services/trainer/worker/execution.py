@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from services.trainer.checkpoint.host_copy import HostCopy
-from services.trainer.checkpoint.manager import Contents, Restored, build_alone, copy_alone, fill_alone
-from services.trainer.learning.learner import Learner
-from services.trainer.learning.memory import LearnerMemory
-from services.trainer.parallel.commands import Opening
-from services.trainer.parallel.job import OPENING, Place, entered
-from services.trainer.worker.control import ToldToEnd
-from services.trainer.worker.images import Snapshots
-from services.trainer.worker.leader import Leader
-from services.trainer.worker.loop import StepLearner
-from shared.checkpoints import StoredCheckpoint
-from shared.config.spec import ExperimentSpec
-from shared.weights.flat_parameters import FlatParameters
-from shared.weights.streamed_parameters import StreamedParameters
+from flotilla.services.trainer.checkpoint.host_copy import HostCopy
+from flotilla.services.trainer.checkpoint.manager import Contents, Restored, build_alone, copy_alone, fill_alone
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.learning.memory import LearnerMemory
+from flotilla.services.trainer.parallel.commands import Opening
+from flotilla.services.trainer.parallel.job import OPENING, Place, entered
+from flotilla.services.trainer.weights.flat_parameters import FlatParameters
+from flotilla.services.trainer.weights.streamed_parameters import StreamedParameters
+from flotilla.services.trainer.worker.control import ToldToEnd
+from flotilla.services.trainer.worker.images import Snapshots
+from flotilla.services.trainer.worker.leader import Leader
+from flotilla.services.trainer.worker.loop import StepLearner
+from flotilla.shared.checkpoints.folders import StoredCheckpoint
+from flotilla.shared.config.spec import ExperimentSpec
 
 
 @dataclass(frozen=True)

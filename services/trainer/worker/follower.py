@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from services.trainer.checkpoint.files import shared_files, write_shared
-from services.trainer.checkpoint.manager import Restored, beginning, restored_from
-from services.trainer.learning.finished import FinishedLearner
-from services.trainer.learning.learner import Learner
-from services.trainer.learning.memory import LearnerMemory
-from services.trainer.learning.pass_sizes import Bound
-from services.trainer.parallel.channel import Channel
-from services.trainer.parallel.commands import (
+from flotilla.services.trainer.checkpoint.files import shared_files, write_shared
+from flotilla.services.trainer.checkpoint.manager import Restored, beginning, restored_from
+from flotilla.services.trainer.learning.finished import FinishedLearner
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.learning.memory import LearnerMemory
+from flotilla.services.trainer.learning.pass_sizes import Bound
+from flotilla.services.trainer.parallel.channel import Channel
+from flotilla.services.trainer.parallel.commands import (
     Command,
     End,
     Find,
@@ -29,16 +29,16 @@ from services.trainer.parallel.commands import (
     Snapshot,
     Train,
 )
-from services.trainer.parallel.cores import ComputeCores
-from services.trainer.parallel.ranks import Ranks
-from services.trainer.parallel.remote_parts import send_parts, with_remote_parts
-from shared.checkpoints import StoredCheckpoint, state_of
-from shared.config.spec import ExperimentSpec
-from shared.errors import ModelError
-from shared.faults.armed import armed
-from shared.faults.sites import Site
-from shared.weights.parts import map_file, write_parts
-from shared.weights.sharded_parameters import ShardedParameters
+from flotilla.services.trainer.parallel.cores import ComputeCores
+from flotilla.services.trainer.parallel.ranks import Ranks
+from flotilla.services.trainer.parallel.remote_parts import send_parts, with_remote_parts
+from flotilla.services.trainer.weights.parts import map_file, write_parts
+from flotilla.services.trainer.weights.sharded_parameters import ShardedParameters
+from flotilla.shared.checkpoints.folders import StoredCheckpoint, state_of
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import ModelError
+from flotilla.shared.faults.armed import armed
+from flotilla.shared.faults.sites import Site
 
 log = logging.getLogger(__name__)
 

@@ -5,17 +5,17 @@ import logging
 from functools import partial
 from typing import IO
 
-from services.trainer.parallel.commands import Opening
-from services.trainer.parallel.job import OPENING, Place, entered, is_lost_peer
-from services.trainer.wire import EXIT_PEER_LOST, Line, Status
-from services.trainer.worker.follower import Follower
-from services.trainer.worker.run import EXIT_DONE, EXIT_FAILED, describe_failure, end_for_silence
-from shared.config.load import validate_spec
-from shared.config.spec import ExperimentSpec
-from shared.errors import FlotillaError
-from shared.model_hub import fetched
-from shared.schemas.service import WorkState
-from shared.telemetry import logging as telemetry
+from flotilla.services.trainer.parallel.commands import Opening
+from flotilla.services.trainer.parallel.job import OPENING, Place, entered, is_lost_peer
+from flotilla.services.trainer.wire import EXIT_PEER_LOST, Line, Status
+from flotilla.services.trainer.worker.follower import Follower
+from flotilla.services.trainer.worker.run import EXIT_DONE, EXIT_FAILED, describe_failure, end_for_silence
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import FlotillaError
+from flotilla.shared.models.hub import fetched
+from flotilla.shared.schemas.service import WorkState
+from flotilla.shared.telemetry import logging as telemetry
 
 log = logging.getLogger(__name__)
 

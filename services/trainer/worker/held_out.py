@@ -6,13 +6,13 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from services.trainer.worker.publisher import Gateway
-from shared.config.job import HeldOutRowsConfig
-from shared.config.spec import ExperimentSpec
-from shared.retry import GATEWAY, retry
-from shared.schemas.held_out import HeldOutAnswer, HeldOutPage
-from shared.schemas.task import Task
-from shared.schemas.trajectory import NO_VERSION, FinishReason, GradeStatus, Group, Trajectory
+from flotilla.services.trainer.worker.publisher import Gateway
+from flotilla.shared.config.sections.job import HeldOutRowsConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.net.retry import GATEWAY, retry
+from flotilla.shared.schemas.held_out import HeldOutAnswer, HeldOutPage
+from flotilla.shared.schemas.task import Task
+from flotilla.shared.schemas.trajectory import NO_VERSION, FinishReason, GradeStatus, Group, Trajectory
 
 
 @runtime_checkable

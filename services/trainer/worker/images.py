@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from shared.config.publication import DeltaConfig
-from shared.errors import Conflict
-from shared.schemas.publication import DeltaManifest, Manifest
-from shared.weights.delta import changed_blocks, patch_bytes, write_patch
-from shared.weights.image import DEFAULT_SLICE_BYTES, WeightImage
-from shared.weights.layout import ImageLayout
+from flotilla.shared.config.sections.publication import DeltaConfig
+from flotilla.shared.errors import Conflict
+from flotilla.shared.schemas.publication import DeltaManifest, Manifest
+from flotilla.shared.weights.image.delta import changed_blocks, patch_bytes, write_patch
+from flotilla.shared.weights.image.image import DEFAULT_SLICE_BYTES, WeightImage
+from flotilla.shared.weights.image.layout import ImageLayout
 
 log = logging.getLogger(__name__)
 

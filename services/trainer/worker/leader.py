@@ -9,26 +9,36 @@ import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from services.trainer.checkpoint.files import SharedFile, paths_in, reserve, shared_files, write_shared
-from services.trainer.checkpoint.host_copy import HostCopy
-from services.trainer.checkpoint.manager import Contents, Restored
-from services.trainer.learning.finished import FinishedLearner
-from services.trainer.learning.learner import Learner, StepResult
-from services.trainer.learning.memory import LearnerMemory
-from services.trainer.parallel.channel import Channel
-from services.trainer.parallel.commands import End, Find, KeepVersion, Offload, Reload, Restore, Save, Snapshot, Train
-from services.trainer.parallel.ranks import ONE_RANK, Ranks
-from services.trainer.worker.follower import build_shard, hit, write_image
-from shared.checkpoints import StoredCheckpoint
-from shared.config.checkpoint import EVERYTHING
-from shared.config.spec import ExperimentSpec
-from shared.errors import ModelError, Unavailable
-from shared.faults.sites import Site
-from shared.model_hub import model_directory
-from shared.schemas.trajectory import Group
-from shared.weights.image import WeightImage
-from shared.weights.layout import ImageLayout
-from shared.weights.sharded_parameters import ShardedParameters
+from flotilla.services.trainer.checkpoint.files import SharedFile, paths_in, reserve, shared_files, write_shared
+from flotilla.services.trainer.checkpoint.host_copy import HostCopy
+from flotilla.services.trainer.checkpoint.manager import Contents, Restored
+from flotilla.services.trainer.learning.finished import FinishedLearner
+from flotilla.services.trainer.learning.learner import Learner, StepResult
+from flotilla.services.trainer.learning.memory import LearnerMemory
+from flotilla.services.trainer.parallel.channel import Channel
+from flotilla.services.trainer.parallel.commands import (
+    End,
+    Find,
+    KeepVersion,
+    Offload,
+    Reload,
+    Restore,
+    Save,
+    Snapshot,
+    Train,
+)
+from flotilla.services.trainer.parallel.ranks import ONE_RANK, Ranks
+from flotilla.services.trainer.weights.sharded_parameters import ShardedParameters
+from flotilla.services.trainer.worker.follower import build_shard, hit, write_image
+from flotilla.shared.checkpoints.folders import StoredCheckpoint
+from flotilla.shared.config.sections.checkpoint import EVERYTHING
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import ModelError, Unavailable
+from flotilla.shared.faults.sites import Site
+from flotilla.shared.models.hub import model_directory
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.weights.image.image import WeightImage
+from flotilla.shared.weights.image.layout import ImageLayout
 
 
 class LedLearner:

@@ -16,26 +16,26 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Protocol, TypeVar
 
-from services.trainer.data.group_metrics import describe_finished, describe_groups, with_sources
-from services.trainer.data.plan import StepGroups, StepPlanner
-from services.trainer.learning.learner import StepResult
-from services.trainer.worker.checkpoint_policy import CheckpointPolicy
-from services.trainer.worker.control import RunControl
-from services.trainer.worker.device_shift import DeviceShift, always_held
-from services.trainer.worker.held_out import HeldOutLoss
-from services.trainer.worker.images import ImagePool
-from services.trainer.worker.publisher import Publisher
-from services.trainer.worker.reporter import Reporter
-from services.trainer.worker.samples import StepSamples
-from services.trainer.worker.step_report import GradientWatch, StepTimes, describe_step
-from shared.config.spec import ExperimentSpec
-from shared.faults.armed import armed
-from shared.faults.sites import Site
-from shared.lineage import VersionLine
-from shared.reward_metrics import SeriesNames, describe_rewards
-from shared.schemas.experiment import MetricBatch
-from shared.schemas.service import WorkState
-from shared.schemas.trajectory import Group
+from flotilla.services.trainer.data.group_metrics import describe_finished, describe_groups, with_sources
+from flotilla.services.trainer.data.plan import StepGroups, StepPlanner
+from flotilla.services.trainer.learning.learner import StepResult
+from flotilla.services.trainer.worker.checkpoint_policy import CheckpointPolicy
+from flotilla.services.trainer.worker.control import RunControl
+from flotilla.services.trainer.worker.device_shift import DeviceShift, always_held
+from flotilla.services.trainer.worker.held_out import HeldOutLoss
+from flotilla.services.trainer.worker.images import ImagePool
+from flotilla.services.trainer.worker.publisher import Publisher
+from flotilla.services.trainer.worker.reporter import Reporter
+from flotilla.services.trainer.worker.samples import StepSamples
+from flotilla.services.trainer.worker.step_report import GradientWatch, StepTimes, describe_step
+from flotilla.shared.checkpoints.lineage import VersionLine
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.faults.armed import armed
+from flotilla.shared.faults.sites import Site
+from flotilla.shared.schemas.experiment import MetricBatch
+from flotilla.shared.schemas.service import WorkState
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.telemetry.reward_metrics import SeriesNames, describe_rewards
 
 log = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from services.trainer.worker.images import ImagePool
-from shared.cancelling import until_done
-from shared.errors import Conflict, FlotillaError, NotFound, StalePolicyVersion
-from shared.retry import GATEWAY, retry
-from shared.schemas.publication import Manifest, Publication, PublicationPhase, PublicationRequest
-from shared.weights.transport import WeightSender
+from flotilla.services.trainer.weights.transport import WeightSender
+from flotilla.services.trainer.worker.images import ImagePool
+from flotilla.shared.concurrency.cancelling import until_done
+from flotilla.shared.errors import Conflict, FlotillaError, NotFound, StalePolicyVersion
+from flotilla.shared.net.retry import GATEWAY, retry
+from flotilla.shared.schemas.publication import Manifest, Publication, PublicationPhase, PublicationRequest
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from services.trainer.worker.publisher import Gateway
-from shared.errors import FlotillaError, NotAssigned
-from shared.retry import GATEWAY, retry
-from shared.schemas.experiment import CheckpointView, MetricBatch
+from flotilla.services.trainer.worker.publisher import Gateway
+from flotilla.shared.errors import FlotillaError, NotAssigned
+from flotilla.shared.net.retry import GATEWAY, retry
+from flotilla.shared.schemas.experiment import CheckpointView, MetricBatch
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, NoReturn, cast
 
-from services.trainer.parallel.commands import Opening
-from services.trainer.parallel.job import Place, is_lost_peer
-from services.trainer.wire import (
+from flotilla.services.trainer.parallel.commands import Opening
+from flotilla.services.trainer.parallel.job import Place, is_lost_peer
+from flotilla.services.trainer.wire import (
     EXIT_PEER_LOST,
     TO_WORKER,
     Failed,
@@ -22,20 +22,20 @@ from services.trainer.wire import (
     Order,
     Status,
 )
-from services.trainer.worker.checkpoint_policy import CheckpointOverdue
-from services.trainer.worker.control import RunControl, ToldToEnd
-from services.trainer.worker.execution import Job
-from services.trainer.worker.session import Session, SessionDeps, open_session
-from shared.client import GatewayClient
-from shared.config.load import validate_spec
-from shared.errors import ClaimLost, DataError, FlotillaError, InvalidRequest, ModelError
-from shared.schemas.service import DeviceOrder, Failure, WorkState
-from shared.streams.plane import DataPlane
-from shared.streams.redis.connection import connect
-from shared.streams.redis.plane import RedisDataPlane
-from shared.telemetry import logging as telemetry
-from shared.weights.endpoint_client import EndpointClient
-from shared.weights.image_files import sweep
+from flotilla.services.trainer.worker.checkpoint_policy import CheckpointOverdue
+from flotilla.services.trainer.worker.control import RunControl, ToldToEnd
+from flotilla.services.trainer.worker.execution import Job
+from flotilla.services.trainer.worker.session import Session, SessionDeps, open_session
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.errors import ClaimLost, DataError, FlotillaError, InvalidRequest, ModelError
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.schemas.service import DeviceOrder, Failure, WorkState
+from flotilla.shared.streams.plane import DataPlane
+from flotilla.shared.streams.redis.connection import connect
+from flotilla.shared.streams.redis.plane import RedisDataPlane
+from flotilla.shared.telemetry import logging as telemetry
+from flotilla.shared.weights.group.endpoint_client import EndpointClient
+from flotilla.shared.weights.image.files import sweep
 
 log = logging.getLogger(__name__)
 

@@ -7,14 +7,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from services.trainer.data.plan import StepGroups
-from services.trainer.learning.learner import StepResult
-from shared.config.samples import SamplesConfig
-from shared.lineage import follow
-from shared.samples.folder import step_name
-from shared.samples.kinds import KeptGroup, SampleFile, SampleKind
-from shared.samples.recorder import KeepsEnded, NothingKept, SampleRecorder
-from shared.schemas.service import Failure
+from flotilla.services.trainer.data.plan import StepGroups
+from flotilla.services.trainer.learning.learner import StepResult
+from flotilla.shared.checkpoints.lineage import follow
+from flotilla.shared.config.sections.samples import SamplesConfig
+from flotilla.shared.samples.folder import step_name
+from flotilla.shared.samples.recorder import KeepsEnded, NothingKept, SampleRecorder
+from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind
+from flotilla.shared.schemas.service import Failure
 
 log = logging.getLogger(__name__)
 

@@ -10,34 +10,34 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from services.trainer.checkpoint.manager import CheckpointManager
-from services.trainer.checkpoint.storage import CheckpointStorage
-from services.trainer.data.plan import StepPlanner
-from services.trainer.data.source import GroupSource, Requirements
-from services.trainer.learning.learner import Learner
-from services.trainer.learning.pass_sizes import RECORD
-from services.trainer.parallel.cores import ComputeCores
-from services.trainer.worker.checkpoint_policy import CheckpointPolicy
-from services.trainer.worker.checkpoint_writer import CheckpointWriter
-from services.trainer.worker.control import RunControl
-from services.trainer.worker.device_shift import DeviceShift
-from services.trainer.worker.execution import Job, Memory, open_execution
-from services.trainer.worker.held_out import open_held_out
-from services.trainer.worker.images import ImagePool, Snapshots
-from services.trainer.worker.loop import TrainingLoop
-from services.trainer.worker.publisher import Gateway, Publisher
-from services.trainer.worker.reporter import Reporter
-from services.trainer.worker.samples import StepSamples, open_samples
-from services.trainer.worker.takeover import become_trainer, reconcile_with
-from shared.checkpoints import CHECKPOINTS
-from shared.config.advantage import GdpoConfig
-from shared.config.job import SftConfig
-from shared.config.spec import ExperimentSpec
-from shared.model_hub import fetched
-from shared.schemas.service import Failure
-from shared.streams.hop import REDUNDANT, STALE
-from shared.streams.plane import DataPlane
-from shared.weights.transport import WeightSender
+from flotilla.services.trainer.checkpoint.manager import CheckpointManager
+from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
+from flotilla.services.trainer.data.plan import StepPlanner
+from flotilla.services.trainer.data.source import GroupSource, Requirements
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.learning.pass_sizes import RECORD
+from flotilla.services.trainer.parallel.cores import ComputeCores
+from flotilla.services.trainer.weights.transport import WeightSender
+from flotilla.services.trainer.worker.checkpoint_policy import CheckpointPolicy
+from flotilla.services.trainer.worker.checkpoint_writer import CheckpointWriter
+from flotilla.services.trainer.worker.control import RunControl
+from flotilla.services.trainer.worker.device_shift import DeviceShift
+from flotilla.services.trainer.worker.execution import Job, Memory, open_execution
+from flotilla.services.trainer.worker.held_out import open_held_out
+from flotilla.services.trainer.worker.images import ImagePool, Snapshots
+from flotilla.services.trainer.worker.loop import TrainingLoop
+from flotilla.services.trainer.worker.publisher import Gateway, Publisher
+from flotilla.services.trainer.worker.reporter import Reporter
+from flotilla.services.trainer.worker.samples import StepSamples, open_samples
+from flotilla.services.trainer.worker.takeover import become_trainer, reconcile_with
+from flotilla.shared.checkpoints.folders import CHECKPOINTS
+from flotilla.shared.config.sections.advantage import GdpoConfig
+from flotilla.shared.config.sections.job import SftConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.models.hub import fetched
+from flotilla.shared.schemas.service import Failure
+from flotilla.shared.streams.hop import REDUNDANT, STALE
+from flotilla.shared.streams.plane import DataPlane
 
 log = logging.getLogger(__name__)
 

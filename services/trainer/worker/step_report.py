@@ -3,9 +3,9 @@
 import copy
 import math
 
-from services.trainer.data.plan import StepGroups
-from services.trainer.learning.learner import StepResult
-from shared.errors import ModelError
+from flotilla.services.trainer.data.plan import StepGroups
+from flotilla.services.trainer.learning.learner import StepResult
+from flotilla.shared.errors import ModelError
 
 MAX_BROKEN_STEPS = 3
 

@@ -13,16 +13,22 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from services.trainer.checkpoint.manager import Restored
-from services.trainer.worker.control import RunControl, ToldToEnd
-from services.trainer.worker.publisher import Gateway
-from shared.config.spec import ExperimentSpec
-from shared.errors import ClaimLost, Conflict
-from shared.lineage import PlannedStep, Standing, VersionLine, follow, split_plans
-from shared.retry import DATA_PLANE, GATEWAY, retry
-from shared.schemas.takeover import RefusedIncarnation, StandingPlan, StandingPoint, TakeoverAnswer, TakeoverRequest
-from shared.streams.admission import Admission
-from shared.streams.plans import Plan, TrainerQueue
+from flotilla.services.trainer.checkpoint.manager import Restored
+from flotilla.services.trainer.worker.control import RunControl, ToldToEnd
+from flotilla.services.trainer.worker.publisher import Gateway
+from flotilla.shared.checkpoints.lineage import PlannedStep, Standing, VersionLine, follow, split_plans
+from flotilla.shared.checkpoints.takeover import (
+    RefusedIncarnation,
+    StandingPlan,
+    StandingPoint,
+    TakeoverAnswer,
+    TakeoverRequest,
+)
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import ClaimLost, Conflict
+from flotilla.shared.net.retry import DATA_PLANE, GATEWAY, retry
+from flotilla.shared.streams.admission import Admission
+from flotilla.shared.streams.plans import Plan, TrainerQueue
 
 log = logging.getLogger(__name__)
 

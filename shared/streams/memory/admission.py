@@ -2,13 +2,20 @@
 
 from collections.abc import Sequence
 
-from shared.schemas.task import Task
-from shared.schemas.trajectory import Group
-from shared.streams.admission import IssueOutcome, IssueResult, check_consecutive, check_finished
-from shared.streams.codec import EntryHeader, encode_body, encode_grades, encode_task, group_header, task_header
-from shared.streams.keys import HopName
-from shared.streams.ledger import token_counters
-from shared.streams.memory.streams import MemoryStore
+from flotilla.shared.schemas.task import Task
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.streams.admission import IssueOutcome, IssueResult, check_consecutive, check_finished
+from flotilla.shared.streams.codec import (
+    EntryHeader,
+    encode_body,
+    encode_grades,
+    encode_task,
+    group_header,
+    task_header,
+)
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.ledger import token_counters
+from flotilla.shared.streams.memory.streams import MemoryStore
 
 
 class MemoryAdmission:

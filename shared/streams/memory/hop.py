@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 
-from shared.errors import ClaimLost
-from shared.schemas.trajectory import Group
-from shared.streams.hop import (
+from flotilla.shared.errors import ClaimLost
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.streams.hop import (
     FENCED,
     HANDED_OVER,
     MAX_LOST_BY_THE_LIVING,
@@ -20,10 +20,10 @@ from shared.streams.hop import (
     handed_over,
     renewing,
 )
-from shared.streams.keys import HANDED_BACK, PLANNED, HopName
-from shared.streams.memory.streams import MemoryStore
-from shared.streams.partials import Partials
-from shared.streams.settings import StreamsConfig
+from flotilla.shared.streams.keys import HANDED_BACK, PLANNED, HopName
+from flotilla.shared.streams.memory.streams import MemoryStore
+from flotilla.shared.streams.partials import Partials
+from flotilla.shared.streams.settings import StreamsConfig
 
 POLL_SECONDS = 0.05
 """How often a waiting claimer looks whether a lease ended; everything else wakes it at once."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared.streams.mailbox import KEPT_SECONDS, Delivery, Expected
+from flotilla.shared.streams.mailbox import KEPT_SECONDS, Delivery, Expected
 
 
 @dataclass(slots=True)

@@ -6,16 +6,16 @@ Time comes from a clock that tests may move.
 import time
 from collections.abc import Collection
 
-from shared.schemas.task import Lane
-from shared.streams.hop import consumer_name
-from shared.streams.keys import HANDED_BACK, LEASED, HopName
-from shared.streams.ledger import Ledger
-from shared.streams.memory.admission import MemoryAdmission
-from shared.streams.memory.hop import MemoryHop, MemoryTrainerHop
-from shared.streams.memory.mailbox import MemoryMailbox
-from shared.streams.memory.streams import Clock, MemoryStore
-from shared.streams.memory.trainer import MemoryTrainerQueue
-from shared.streams.settings import StreamsConfig
+from flotilla.shared.schemas.task import Lane
+from flotilla.shared.streams.hop import consumer_name
+from flotilla.shared.streams.keys import HANDED_BACK, LEASED, HopName
+from flotilla.shared.streams.ledger import Ledger
+from flotilla.shared.streams.memory.admission import MemoryAdmission
+from flotilla.shared.streams.memory.hop import MemoryHop, MemoryTrainerHop
+from flotilla.shared.streams.memory.mailbox import MemoryMailbox
+from flotilla.shared.streams.memory.streams import Clock, MemoryStore
+from flotilla.shared.streams.memory.trainer import MemoryTrainerQueue
+from flotilla.shared.streams.settings import StreamsConfig
 
 
 class MemoryDataPlane:

@@ -5,10 +5,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from shared.streams.codec import EntryHeader
-from shared.streams.keys import HANDED_BACK, PLANNED, HopName
-from shared.streams.ledger import Ledger, length_field
-from shared.streams.plans import Plan
+from flotilla.shared.streams.codec import EntryHeader
+from flotilla.shared.streams.keys import HANDED_BACK, PLANNED, HopName
+from flotilla.shared.streams.ledger import Ledger, length_field
+from flotilla.shared.streams.plans import Plan
 
 Clock = Callable[[], float]
 

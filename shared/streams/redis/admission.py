@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from shared.schemas.task import Task
-from shared.schemas.trajectory import Group
-from shared.streams.admission import IssueOutcome, IssueResult, check_consecutive, check_finished
-from shared.streams.codec import encode_body, encode_grades, encode_task, group_header, task_header
-from shared.streams.keys import HopName, StreamKeys
-from shared.streams.ledger import token_counters
-from shared.streams.redis.scripts import Argument, ScriptRunner
+from flotilla.shared.schemas.task import Task
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.streams.admission import IssueOutcome, IssueResult, check_consecutive, check_finished
+from flotilla.shared.streams.codec import encode_body, encode_grades, encode_task, group_header, task_header
+from flotilla.shared.streams.keys import HopName, StreamKeys
+from flotilla.shared.streams.ledger import token_counters
+from flotilla.shared.streams.redis.scripts import Argument, ScriptRunner
 
 
 class RedisAdmission:

@@ -27,10 +27,10 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from shared.errors import InvalidRequest, Unavailable
-from shared.retry import retry
-from shared.settings import VOLATILE_REDIS
-from shared.streams.redis.connection_io import PACKING
+from flotilla.shared.environment.settings import VOLATILE_REDIS
+from flotilla.shared.errors import InvalidRequest, Unavailable
+from flotilla.shared.net.retry import retry
+from flotilla.shared.streams.redis.connection_io import PACKING
 
 MINIMUM_VERSION = (6, 2)
 CONNECT_SECONDS = 5.0

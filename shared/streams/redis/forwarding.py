@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from shared.errors import FlotillaError
+from flotilla.shared.errors import FlotillaError
 
 MAX_TOGETHER = 64
 

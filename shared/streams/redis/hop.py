@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import msgpack
 from redis.exceptions import ResponseError
 
-from shared.errors import ClaimLost
-from shared.faults.armed import armed
-from shared.faults.sites import Site
-from shared.schemas.trajectory import Group
-from shared.streams.codec import EntryHeader
-from shared.streams.hop import (
+from flotilla.shared.errors import ClaimLost
+from flotilla.shared.faults.armed import armed
+from flotilla.shared.faults.sites import Site
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.streams.codec import EntryHeader
+from flotilla.shared.streams.hop import (
     FENCED,
     HANDED_OVER,
     MAX_LOST_BY_THE_LIVING,
@@ -28,11 +28,11 @@ from shared.streams.hop import (
     handed_over,
     renewing,
 )
-from shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
-from shared.streams.partials import Partials
-from shared.streams.redis.forwarding import ForwardsTogether
-from shared.streams.redis.scripts import Argument, Call, ScriptRunner
-from shared.streams.settings import StreamsConfig
+from flotilla.shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
+from flotilla.shared.streams.partials import Partials
+from flotilla.shared.streams.redis.forwarding import ForwardsTogether
+from flotilla.shared.streams.redis.scripts import Argument, Call, ScriptRunner
+from flotilla.shared.streams.settings import StreamsConfig
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """The mailbox on a Redis or Valkey server: one hash per expected answer, which expires."""
 
-from shared.streams.keys import StreamKeys
-from shared.streams.mailbox import KEPT_SECONDS, Delivery, Expected
-from shared.streams.redis.scripts import ScriptRunner
+from flotilla.shared.streams.keys import StreamKeys
+from flotilla.shared.streams.mailbox import KEPT_SECONDS, Delivery, Expected
+from flotilla.shared.streams.redis.scripts import ScriptRunner
 
 
 class RedisMailbox:

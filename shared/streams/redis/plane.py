@@ -4,16 +4,16 @@ from collections.abc import Collection
 
 from redis.asyncio import Redis
 
-from shared.schemas.task import Lane
-from shared.streams.hop import consumer_name
-from shared.streams.keys import LEASED, HopName, StreamKeys
-from shared.streams.ledger import Ledger
-from shared.streams.redis.admission import RedisAdmission
-from shared.streams.redis.hop import RedisHop, TrainerHop
-from shared.streams.redis.mailbox import RedisMailbox
-from shared.streams.redis.scripts import ScriptRunner
-from shared.streams.redis.trainer import RedisTrainerQueue
-from shared.streams.settings import StreamsConfig
+from flotilla.shared.schemas.task import Lane
+from flotilla.shared.streams.hop import consumer_name
+from flotilla.shared.streams.keys import LEASED, HopName, StreamKeys
+from flotilla.shared.streams.ledger import Ledger
+from flotilla.shared.streams.redis.admission import RedisAdmission
+from flotilla.shared.streams.redis.hop import RedisHop, TrainerHop
+from flotilla.shared.streams.redis.mailbox import RedisMailbox
+from flotilla.shared.streams.redis.scripts import ScriptRunner
+from flotilla.shared.streams.redis.trainer import RedisTrainerQueue
+from flotilla.shared.streams.settings import StreamsConfig
 
 
 class RedisDataPlane:

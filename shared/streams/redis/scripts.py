@@ -11,9 +11,9 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError
 
-from shared.faults.armed import armed
-from shared.faults.sites import Site
-from shared.streams.redis.connection import MOVED_AWAY, Answer, condition_of, retried
+from flotilla.shared.faults.armed import armed
+from flotilla.shared.faults.sites import Site
+from flotilla.shared.streams.redis.connection import MOVED_AWAY, Answer, condition_of, retried
 
 Argument = str | int | float | bytes
 
@@ -44,7 +44,7 @@ class Script:
 @lru_cache(maxsize=32)
 def script(name: str) -> Script:
     """Load the script ``name``, with what all scripts share before it."""
-    package = files("shared.streams.redis") / "lua"
+    package = files("flotilla.shared.streams.redis") / "lua"
     source = "\n".join((package / f"{part}.lua").read_text(encoding="utf-8") for part in ("prelude", name))
     return Script(source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from shared.errors import ClaimLost, NotFound
-from shared.streams.hop import FENCED, Claim, Resolution, counter_of
-from shared.streams.keys import PLANNED, HopName, StreamKeys
-from shared.streams.plans import LINEAGE_STEPS, LOST_WITH_CHECKPOINT, Plan, Retained, RolledBack, not_newer
-from shared.streams.redis.hop import TrainerHop, claim_of
-from shared.streams.redis.scripts import Argument, ScriptRunner
+from flotilla.shared.errors import ClaimLost, NotFound
+from flotilla.shared.streams.hop import FENCED, Claim, Resolution, counter_of
+from flotilla.shared.streams.keys import PLANNED, HopName, StreamKeys
+from flotilla.shared.streams.plans import LINEAGE_STEPS, LOST_WITH_CHECKPOINT, Plan, Retained, RolledBack, not_newer
+from flotilla.shared.streams.redis.hop import TrainerHop, claim_of
+from flotilla.shared.streams.redis.scripts import Argument, ScriptRunner
 
 REPLAY_ENTRIES = 16
 """Entries read per round trip; a large group is a megabyte."""

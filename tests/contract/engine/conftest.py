@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engines.base import Engine, EngineLoad
-from services.rollout.engines.process.engine import ProcessEngine
-from services.rollout.engines.process.in_process import InProcessEngine
-from services.rollout.engines.scripted import ScriptedEngine
-from services.rollout.engines.servers.settings import ServerSettings
-from services.rollout.engines.settings import EngineSettings
-from services.rollout.engines.sglang.engine import SglangEngine
-from services.rollout.engines.vllm.engine import VllmEngine
-from shared.config.asynchrony import OnWeightUpdate
-from shared.schemas.engine import EngineCapability
-from shared.settings import ENGINE_PYTHONS
+from flotilla.services.rollout.engines.base import Engine, EngineLoad
+from flotilla.services.rollout.engines.process.engine import ProcessEngine
+from flotilla.services.rollout.engines.process.in_process import InProcessEngine
+from flotilla.services.rollout.engines.scripted import ScriptedEngine
+from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.services.rollout.engines.settings import EngineSettings
+from flotilla.services.rollout.engines.sglang.engine import SglangEngine
+from flotilla.services.rollout.engines.vllm.engine import VllmEngine
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.environment.settings import ENGINE_PYTHONS
+from flotilla.shared.schemas.engine import EngineCapability
 from tests.contract.engine.fake_sglang import FakeSglang
 from tests.contract.engine.fake_vllm import FakeVllm
 from tests.contract.engine.models import EOS, make_model, save_image, save_long_model

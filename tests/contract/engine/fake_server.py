@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 
-from services.rollout.engines.decoders.checkpoint import read_headers
-from services.rollout.engines.scripted import rolling_token
-from shared.errors import WeightTransferFailed
+from flotilla.services.rollout.engines.decoders.checkpoint import read_headers
+from flotilla.services.rollout.engines.scripted import rolling_token
+from flotilla.shared.errors import WeightTransferFailed
 
 Body = Mapping[str, Any]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from services.rollout.engines.scripted import log_prob_of
+from flotilla.services.rollout.engines.scripted import log_prob_of
 from tests.contract.engine.fake_server import Body, FakeServer, Sample, spans_of
 
 REQUESTS = Path(__file__).parents[2] / "goldens" / "vllm" / "requests.json"

@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from services.rollout.engines.base import GenerationRequest, SamplingParameters
-from services.rollout.engines.resumption import UNMIXED, Prefix, ResumeRule
+from flotilla.services.rollout.engines.base import GenerationRequest, SamplingParameters
+from flotilla.services.rollout.engines.resumption import UNMIXED, Prefix, ResumeRule
 
 _numbers = itertools.count()
 

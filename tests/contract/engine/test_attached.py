@@ -10,16 +10,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.rollout.engines.base import Completion
-from services.rollout.engines.servers import connection
-from services.rollout.engines.servers import engine as server_engine
-from services.rollout.engines.servers.engine import ServerEngine
-from services.rollout.engines.servers.model import stage_directory
-from services.rollout.engines.servers.settings import ServerSettings
-from services.rollout.engines.sglang.engine import SglangEngine
-from services.rollout.engines.vllm.engine import VllmEngine
-from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import FlotillaError, ModelError, ServerUnreachable, Unavailable, WorkerDied
+from flotilla.services.rollout.engines.base import Completion
+from flotilla.services.rollout.engines.servers import connection
+from flotilla.services.rollout.engines.servers import engine as server_engine
+from flotilla.services.rollout.engines.servers.engine import ServerEngine
+from flotilla.services.rollout.engines.servers.model import stage_directory
+from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.services.rollout.engines.sglang.engine import SglangEngine
+from flotilla.services.rollout.engines.vllm.engine import VllmEngine
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import FlotillaError, ModelError, ServerUnreachable, Unavailable, WorkerDied
 from tests.contract.engine.fake_server import FakeServer, token_of, weights_in
 from tests.contract.engine.fake_sglang import FakeSglang
 from tests.contract.engine.fake_vllm import FakeVllm

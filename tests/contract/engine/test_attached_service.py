@@ -7,25 +7,25 @@ from typing import Any
 
 import pytest
 
-import services.rollout.service as rollout_service
-from services.rollout import consumer
-from services.rollout.consumer import LaneConfig, RolloutConsumer
-from services.rollout.engines.base import Completion
-from services.rollout.engines.servers import connection
-from services.rollout.engines.servers.engine import ServerEngine
-from services.rollout.service import RolloutService
-from services.rollout.weights.version import VersionGate
-from shared import start_backoff
-from shared.config.asynchrony import OnWeightUpdate
-from shared.config.spec import ExperimentSpec
-from shared.errors import WorkerDied
-from shared.schemas.service import Assignment, DesiredState, WorkState
-from shared.schemas.task import Task
-from shared.schemas.trajectory import Group
-from shared.streams.keys import HopName
-from shared.streams.ledger import Ledger
-from shared.streams.memory.plane import MemoryDataPlane
-from shared.testing.builders import a_group, a_task
+import flotilla.services.rollout.service as rollout_service
+from flotilla.services.rollout import consumer
+from flotilla.services.rollout.consumer import LaneConfig, RolloutConsumer
+from flotilla.services.rollout.engines.base import Completion
+from flotilla.services.rollout.engines.servers import connection
+from flotilla.services.rollout.engines.servers.engine import ServerEngine
+from flotilla.services.rollout.service import RolloutService
+from flotilla.services.rollout.weights.version import VersionGate
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import WorkerDied
+from flotilla.shared.schemas.service import Assignment, DesiredState, WorkState
+from flotilla.shared.schemas.task import Task
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.service import start_backoff
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.ledger import Ledger
+from flotilla.shared.streams.memory.plane import MemoryDataPlane
+from flotilla.shared.testing.builders import a_group, a_task
 from tests.contract.engine.fake_server import weights_in
 from tests.contract.engine.models import make_model, save_image, save_model
 from tests.contract.engine.served import Port, served

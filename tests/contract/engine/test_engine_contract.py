@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.rollout.engines.base import Completion, Engine
-from services.rollout.engines.resumption import Prefix, ResumeRule
-from services.rollout.engines.scripted import ScriptedEngine
-from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import (
+from flotilla.services.rollout.engines.base import Completion, Engine
+from flotilla.services.rollout.engines.resumption import Prefix, ResumeRule
+from flotilla.services.rollout.engines.scripted import ScriptedEngine
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import (
     InvalidRequest,
     PromptTooLong,
     RequestInFlight,
@@ -19,8 +19,8 @@ from shared.errors import (
     WeightTransferFailed,
     WorkerDied,
 )
-from shared.schemas.engine import EngineCapability
-from shared.schemas.trajectory import FinishReason
+from flotilla.shared.schemas.engine import EngineCapability
+from flotilla.shared.schemas.trajectory import FinishReason
 from tests.contract.engine.conftest import CONTEXT, LONG, SLOTS, needs, until_running, until_sampling
 from tests.contract.engine.requests import a_request
 

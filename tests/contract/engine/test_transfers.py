@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engines.base import Completion, DiscardsWeights, Engine, WeightTransfer
-from services.rollout.engines.scripted import ScriptedEngine
-from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import Unavailable, WeightTransferFailed, WorkerDied
-from shared.schemas.engine import EngineCapability
-from shared.schemas.trajectory import FinishReason
+from flotilla.services.rollout.engines.base import Completion, DiscardsWeights, Engine, WeightTransfer
+from flotilla.services.rollout.engines.scripted import ScriptedEngine
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import Unavailable, WeightTransferFailed, WorkerDied
+from flotilla.shared.schemas.engine import EngineCapability
+from flotilla.shared.schemas.trajectory import FinishReason
 from tests.contract.engine.conftest import HERE, LONG, maker_of, until_running
 from tests.contract.engine.requests import a_request
 

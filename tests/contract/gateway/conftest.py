@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.store.base import Store
-from services.gateway.store.memory import MemoryStore
-from services.gateway.store.sql import SqlStore
-from shared.ports import lasting_port
+from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.store.memory import MemoryStore
+from flotilla.services.gateway.store.sql import SqlStore
+from flotilla.shared.net.server.ports import lasting_port
 
 FOLDERS = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway.store.sql import SqlStore
-from services.gateway.store.writes import AppendEvent
-from shared.errors import Unavailable
+from flotilla.services.gateway.store.sql import SqlStore
+from flotilla.services.gateway.store.writes import AppendEvent
+from flotilla.shared.errors import Unavailable
 
 
 class Lossy:

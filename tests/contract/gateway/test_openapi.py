@@ -15,9 +15,9 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from services.gateway.app import create_app
-from services.gateway.settings import GatewaySettings
-from shared.description import PROBLEM
+from flotilla.services.gateway.app import create_app
+from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.shared.net.server.description import PROBLEM
 from tests.unit.gateway.builders import a_gateway
 
 OPERATOR = "the-operators-token"

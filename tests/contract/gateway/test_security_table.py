@@ -14,20 +14,20 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from services.gateway.access.policy import RULES
-from services.gateway.app import create_app as gateway_app
-from services.gateway.settings import GatewaySettings
-from services.reward.app import create_app as reward_app
-from services.rollout.app import create_app as rollout_app
-from services.sandbox.app import create_app as sandbox_app
-from services.sandbox.settings import SandboxSettings
-from services.trainer import app as trainer
-from shared.access import Principal, Scope
-from shared.credentials import Credentials
-from shared.schemas.service import Registered, ServiceKind
-from shared.schemas.token import TokenRequest
-from shared.settings import ServiceSettings
-from shared.streams.plans import WORKERS_PER_EPOCH
+from flotilla.services.gateway.access.policy import RULES
+from flotilla.services.gateway.app import create_app as gateway_app
+from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.services.reward.app import create_app as reward_app
+from flotilla.services.rollout.app import create_app as rollout_app
+from flotilla.services.sandbox.app import create_app as sandbox_app
+from flotilla.services.sandbox.settings import SandboxSettings
+from flotilla.services.trainer import app as trainer
+from flotilla.shared.environment.settings import ServiceSettings
+from flotilla.shared.net.authorisation.access import Principal, Scope
+from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.authorisation.token_records import TokenRequest
+from flotilla.shared.schemas.service import Registered, ServiceKind
+from flotilla.shared.streams.plans import WORKERS_PER_EPOCH
 from tests.unit.gateway.builders import a_gateway, a_request, add_experiment, add_service
 
 PAGE = Path(__file__).parents[3] / "docs" / "security.md"

@@ -11,13 +11,19 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from services.gateway.store import lock, tables
-from services.gateway.store.base import Store
-from services.gateway.store.memory import MemoryStore
-from services.gateway.store.migrate import upgrade
-from services.gateway.store.records import AuditRecord, PublicationRecord, ServiceRecord, StoredAnswer, TokenRecord
-from services.gateway.store.sql import SqlStore, open_engine
-from services.gateway.store.writes import (
+from flotilla.services.gateway.store import lock, tables
+from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.store.memory import MemoryStore
+from flotilla.services.gateway.store.migrate import upgrade
+from flotilla.services.gateway.store.records import (
+    AuditRecord,
+    PublicationRecord,
+    ServiceRecord,
+    StoredAnswer,
+    TokenRecord,
+)
+from flotilla.services.gateway.store.sql import SqlStore, open_engine
+from flotilla.services.gateway.store.writes import (
     AppendAudit,
     AppendEvent,
     DeleteCheckpoints,
@@ -34,8 +40,8 @@ from services.gateway.store.writes import (
     PutWindow,
     Write,
 )
-from shared.errors import InvalidRequest, Unavailable
-from shared.schemas.experiment import CheckpointView, ExperimentState, MetricPoint
+from flotilla.shared.errors import InvalidRequest, Unavailable
+from flotilla.shared.schemas.experiment import CheckpointView, ExperimentState, MetricPoint
 from tests.contract.gateway.conftest import new_database
 from tests.unit.gateway.builders import a_manifest, a_record
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from services.gateway.tracking.base import Record, TrackedRun, Tracker
-from services.gateway.tracking.events_file import crc32c
-from services.gateway.tracking.opening import open_tracker
-from services.gateway.tracking.thread import TrackerThread
-from shared.config.tracking import TrackerConfig
+from flotilla.services.gateway.tracking.base import Record, TrackedRun, Tracker
+from flotilla.services.gateway.tracking.events_file import crc32c
+from flotilla.services.gateway.tracking.opening import open_tracker
+from flotilla.services.gateway.tracking.thread import TrackerThread
+from flotilla.shared.config.sections.tracking import TrackerConfig
 
 CONFIGS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "jsonl": lambda folder: {},

@@ -4,9 +4,9 @@ import json
 import re
 from pathlib import Path
 
-from services.reward.verifiers.code import parse_cases
-from shared.schemas.grading import GradingRequest, GradingResponse
-from shared.schemas.sandbox import (
+from flotilla.services.reward.verifiers.code import parse_cases
+from flotilla.shared.schemas.grading import GradingRequest, GradingResponse
+from flotilla.shared.schemas.sandbox import (
     CellRequest,
     CellResponse,
     RunCodeRequest,

@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from services.reward.remote import RemoteVerifier
-from services.reward.verifiers.base import Verifier
-from services.reward.verifiers.code import CodeVerifier
-from services.reward.verifiers.registry import CombinedVerifier, Surroundings, build_component
-from shared.config.reward import (
+from flotilla.services.reward.remote import RemoteVerifier
+from flotilla.services.reward.verifiers.base import Verifier
+from flotilla.services.reward.verifiers.code import CodeVerifier
+from flotilla.services.reward.verifiers.registry import CombinedVerifier, Surroundings, build_component
+from flotilla.shared.config.sections.reward import (
     ChoiceConfig,
     CodeConfig,
     CustomConfig,
@@ -26,8 +26,8 @@ from shared.config.reward import (
     RemoteConfig,
     VerlDefaultConfig,
 )
-from shared.schemas.grading import Grade
-from shared.schemas.trajectory import GradeStatus
+from flotilla.shared.schemas.grading import Grade
+from flotilla.shared.schemas.trajectory import GradeStatus
 from tests.unit.reward.builders import a_sample
 
 SOURCE = "openai/gsm8k"

@@ -4,7 +4,7 @@ import base64
 
 import pytest
 
-from shared.schemas.sandbox import CommandStatus, RunStatus
+from flotilla.shared.schemas.sandbox import CommandStatus, RunStatus
 from tests.integration.sandbox.running import a_sandbox, run
 
 every_level = pytest.mark.parametrize("level", ["A", "B", "C", "D"])

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.sandbox.guard.job import Cell
-from services.sandbox.guard.session_main import ENDS
-from services.sandbox.routes.run_code import make_response
-from services.sandbox.sessions import Session, SessionBusy, SessionEnded
-from services.sandbox.state import SandboxState
-from shared.errors import DeadlineExceeded, NotFound
-from shared.schemas.sandbox import CommandStatus, RunCodeResponse, RunStatus, SessionRequest
+from flotilla.services.sandbox.guard.job import Cell
+from flotilla.services.sandbox.guard.session_main import ENDS
+from flotilla.services.sandbox.routes.run_code import make_response
+from flotilla.services.sandbox.sessions import Session, SessionBusy, SessionEnded
+from flotilla.services.sandbox.state import SandboxState
+from flotilla.shared.errors import DeadlineExceeded, NotFound
+from flotilla.shared.schemas.sandbox import CommandStatus, RunCodeResponse, RunStatus, SessionRequest
 from tests.integration.sandbox.campaign import PROGRAMS, SLOW
 from tests.integration.sandbox.running import a_sandbox
 

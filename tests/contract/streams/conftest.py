@@ -12,17 +12,17 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from shared.schemas.task import Lane
-from shared.streams.hop import Hop
-from shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
-from shared.streams.ledger import REASONED, Ledger
-from shared.streams.memory.plane import MemoryDataPlane
-from shared.streams.plane import DataPlane
-from shared.streams.plans import TrainerQueue
-from shared.streams.redis.connection import connect
-from shared.streams.redis.plane import RedisDataPlane
-from shared.streams.settings import StreamsConfig
-from shared.testing.builders import a_group, a_task, graded
+from flotilla.shared.schemas.task import Lane
+from flotilla.shared.streams.hop import Hop
+from flotilla.shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
+from flotilla.shared.streams.ledger import REASONED, Ledger
+from flotilla.shared.streams.memory.plane import MemoryDataPlane
+from flotilla.shared.streams.plane import DataPlane
+from flotilla.shared.streams.plans import TrainerQueue
+from flotilla.shared.streams.redis.connection import connect
+from flotilla.shared.streams.redis.plane import RedisDataPlane
+from flotilla.shared.streams.settings import StreamsConfig
+from flotilla.shared.testing.builders import a_group, a_task, graded
 from tests.integration.conftest import redis_url
 
 __all__ = ["redis_url"]

@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shared.errors import ClaimLost
-from shared.schemas.trajectory import NO_VERSION
-from shared.streams.hop import Claim, Hop, Resolution
-from shared.streams.keys import HopName
-from shared.streams.plane import DataPlane
-from shared.streams.plans import TrainerQueue
-from shared.testing.builders import a_group, a_task, a_trajectory, graded
+from flotilla.shared.errors import ClaimLost
+from flotilla.shared.schemas.trajectory import NO_VERSION
+from flotilla.shared.streams.hop import Claim, Hop, Resolution
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.plane import DataPlane
+from flotilla.shared.streams.plans import TrainerQueue
+from flotilla.shared.testing.builders import a_group, a_task, a_trajectory, graded
 from tests.contract.streams.conftest import lengths_add_up
 
 Answer = TypeVar("Answer")

@@ -4,11 +4,11 @@ import time
 
 import pytest
 
-from shared.streams.admission import IssueOutcome, IssueResult
-from shared.streams.hop import Resolution
-from shared.streams.keys import HopName
-from shared.streams.plane import DataPlane
-from shared.testing.builders import a_group, a_task, graded
+from flotilla.shared.streams.admission import IssueOutcome, IssueResult
+from flotilla.shared.streams.hop import Resolution
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.plane import DataPlane
+from flotilla.shared.testing.builders import a_group, a_task, graded
 from tests.contract.streams.conftest import World, a_trainer, issue, ledger_of, move_to_scored
 
 AGE_SECONDS = 0.3

@@ -7,12 +7,12 @@ import msgpack
 import numpy as np
 import pytest
 
-from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
-from shared.streams.hop import Claim, Hop, Resolution, forwarded
-from shared.streams.keys import HopName
-from shared.streams.plane import DataPlane
-from shared.streams.redis.hop import APPENDED_BYTES
-from shared.testing.builders import a_group, a_task, graded
+from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
+from flotilla.shared.streams.hop import Claim, Hop, Resolution, forwarded
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.plane import DataPlane
+from flotilla.shared.streams.redis.hop import APPENDED_BYTES
+from flotilla.shared.testing.builders import a_group, a_task, graded
 from tests.contract.streams.conftest import World, a_trainer, claim_ids, issue, ledger_of
 
 SMALL, LARGE = 5, 8000
@@ -223,8 +223,8 @@ async def test_a_group_of_another_schema_is_refused_and_can_be_resolved(
         return {"schema": 1, "task": group.task.to_wire(), "prompt": group.prompt, "trajectories": trajectories}
 
     with monkeypatch.context() as earlier:
-        earlier.setattr("shared.streams.hop.encode_body", lambda group: msgpack.packb(as_before(group)))
-        earlier.setattr("shared.streams.hop.encode_grades", lambda group: b"")
+        earlier.setattr("flotilla.shared.streams.hop.encode_body", lambda group: msgpack.packb(as_before(group)))
+        earlier.setattr("flotilla.shared.streams.hop.encode_grades", lambda group: b"")
         await generated(plane, SMALL)
     reward = plane.hop(HopName.GENERATED, "reward")
     claim = await one(reward)

@@ -2,14 +2,14 @@
 
 import pytest
 
-from shared.schemas.task import Lane
-from shared.schemas.trajectory import FinishReason, Trajectory
-from shared.streams.admission import IssueOutcome
-from shared.streams.hop import Resolution
-from shared.streams.keys import HopName
-from shared.streams.partials import Partials
-from shared.streams.plane import DataPlane
-from shared.testing.builders import a_group, a_task, a_trajectory
+from flotilla.shared.schemas.task import Lane
+from flotilla.shared.schemas.trajectory import FinishReason, Trajectory
+from flotilla.shared.streams.admission import IssueOutcome
+from flotilla.shared.streams.hop import Resolution
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.partials import Partials
+from flotilla.shared.streams.plane import DataPlane
+from flotilla.shared.testing.builders import a_group, a_task, a_trajectory
 from tests.contract.streams.conftest import World, claim_ids, issue, ledger_of
 
 

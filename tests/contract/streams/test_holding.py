@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from shared.errors import ClaimLost
-from shared.streams.holding import holding
-from shared.streams.keys import HopName
-from shared.testing.builders import a_group
+from flotilla.shared.errors import ClaimLost
+from flotilla.shared.streams.holding import holding
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.testing.builders import a_group
 from tests.contract.streams.conftest import World, issue, ledger_of
 
 LEASE_SECONDS = 0.3

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from shared.schemas.task import Lane
-from shared.streams.hop import Resolution
-from shared.streams.keys import HopName
-from shared.streams.plane import DataPlane
-from shared.testing.builders import a_group, a_task, graded
+from flotilla.shared.schemas.task import Lane
+from flotilla.shared.streams.hop import Resolution
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.plane import DataPlane
+from flotilla.shared.testing.builders import a_group, a_task, graded
 from tests.contract.streams.conftest import World, claim_ids, issue, ledger_of, move_to_scored
 
 WAIT_SECONDS = 30.0

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from shared.streams.mailbox import Delivery, Mailbox, wait_for_answer
+from flotilla.shared.streams.mailbox import Delivery, Mailbox, wait_for_answer
 from tests.contract.streams.conftest import World
 
 

@@ -5,11 +5,11 @@ from dataclasses import asdict
 import msgpack
 import pytest
 
-from shared.errors import ClaimLost, NotFound
-from shared.streams.hop import Resolution
-from shared.streams.keys import HopName
-from shared.streams.plane import DataPlane
-from shared.streams.plans import LINEAGE_STEPS, LOST_WITH_CHECKPOINT, Plan, RolledBack, TrainerQueue
+from flotilla.shared.errors import ClaimLost, NotFound
+from flotilla.shared.streams.hop import Resolution
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.plane import DataPlane
+from flotilla.shared.streams.plans import LINEAGE_STEPS, LOST_WITH_CHECKPOINT, Plan, RolledBack, TrainerQueue
 from tests.contract.streams.conftest import World, a_trainer, claim_ids, issue, ledger_of, move_to_scored
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from shared.streams.hop import MAX_LOST_BY_THE_LIVING, holder_name, holder_of
-from shared.streams.keys import HopName
-from shared.streams.plane import DataPlane
-from shared.testing.builders import a_group, graded
+from flotilla.shared.streams.hop import MAX_LOST_BY_THE_LIVING, holder_name, holder_of
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.plane import DataPlane
+from flotilla.shared.testing.builders import a_group, graded
 from tests.contract.streams.conftest import World, a_trainer, claim_ids, issue, ledger_of, move_to_scored
 
 

@@ -13,26 +13,26 @@ import torch
 from fastapi import FastAPI
 from torch import nn
 
-from services.gateway.publications.negotiation import Opened, SendFailed, Sent
-from services.gateway.state import GatewayState
-from services.rollout.engines.scripted import ScriptedTransfer
-from services.rollout.weights.receiver import WeightReceiver
-from services.rollout.weights.version import VersionGate
-from services.trainer.worker.images import ImagePool
-from services.trainer.worker.publisher import Publisher
-from shared.clock import SystemClock
-from shared.config.asynchrony import OnWeightUpdate
-from shared.config.publication import PublicationConfig
-from shared.credentials import Credentials
-from shared.errors import FlotillaError
-from shared.schemas.publication import PublicationPhase, PublicationReport
-from shared.schemas.service import Capabilities, ObservedState, ServiceKind, WorkState
-from shared.weights.endpoint_client import EndpointClient
-from shared.weights.flat_parameters import FlatParameters
-from shared.weights.image import WeightImage
-from shared.weights.locate import ImageLocator
-from shared.weights.pull import PublishedImages, weights_router
-from shared.weights.pull_client import WeightPuller
+from flotilla.services.gateway.publications.negotiation import Opened, SendFailed, Sent
+from flotilla.services.gateway.state import GatewayState
+from flotilla.services.rollout.engines.scripted import ScriptedTransfer
+from flotilla.services.rollout.weights.receiver import WeightReceiver
+from flotilla.services.rollout.weights.version import VersionGate
+from flotilla.services.trainer.weights.flat_parameters import FlatParameters
+from flotilla.services.trainer.worker.images import ImagePool
+from flotilla.services.trainer.worker.publisher import Publisher
+from flotilla.shared.clock import SystemClock
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.config.sections.publication import PublicationConfig
+from flotilla.shared.errors import FlotillaError
+from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.schemas.publication import PublicationPhase, PublicationReport
+from flotilla.shared.schemas.service import Capabilities, ObservedState, ServiceKind, WorkState
+from flotilla.shared.weights.group.endpoint_client import EndpointClient
+from flotilla.shared.weights.image.image import WeightImage
+from flotilla.shared.weights.mapped.locate import ImageLocator
+from flotilla.shared.weights.pull.client import WeightPuller
+from flotilla.shared.weights.pull.server import PublishedImages, weights_router
 from tests.unit.gateway.builders import a_gateway, a_registration, a_spec, add_experiment
 
 PHASE_SECONDS = 30.0

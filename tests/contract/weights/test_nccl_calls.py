@@ -11,13 +11,13 @@ import xxhash
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import BroadcastOptions
 
-from shared.errors import DeadlineExceeded, WeightTransferFailed
-from shared.weights import group as group_module
-from shared.weights.endpoint_client import EndpointClient
-from shared.weights.endpoint_protocol import Command, Direction, Opening
-from shared.weights.image import WeightImage
-from shared.weights.mappings import KeptMappings
-from shared.weights.nccl import NcclBroadcast
+from flotilla.shared.errors import DeadlineExceeded, WeightTransferFailed
+from flotilla.shared.weights.group import group as group_module
+from flotilla.shared.weights.group.endpoint_client import EndpointClient
+from flotilla.shared.weights.group.endpoint_protocol import Command, Direction, Opening
+from flotilla.shared.weights.group.nccl import NcclBroadcast
+from flotilla.shared.weights.image.image import WeightImage
+from flotilla.shared.weights.mapped.mappings import KeptMappings
 
 
 @dataclass

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from shared.config.publication import PublicationConfig
-from shared.schemas.publication import ReceiveState
-from shared.weights.endpoint_client import EndpointClient
+from flotilla.shared.config.sections.publication import PublicationConfig
+from flotilla.shared.schemas.publication import ReceiveState
+from flotilla.shared.weights.group.endpoint_client import EndpointClient
 from tests.contract.weights.fleet import PHASE_SECONDS, Fleet, a_fleet, a_rollout
 from tests.integration.weights.processes import images_of_this_process
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import Conflict, DeadlineExceeded, NotFound, WeightTransferFailed
-from shared.weights.endpoint_client import EndpointClient
-from shared.weights.image import WeightImage
+from flotilla.shared.errors import Conflict, DeadlineExceeded, NotFound, WeightTransferFailed
+from flotilla.shared.weights.group.endpoint_client import EndpointClient
+from flotilla.shared.weights.image.image import WeightImage
 from tests.integration.weights.processes import an_image, images_of_this_process
 
 DEADLINE = 20.0

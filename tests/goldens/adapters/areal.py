@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.aggregation import aggregate
-from services.trainer.algorithms.importance import Correction, correct
-from services.trainer.algorithms.losses import policy_loss
-from services.trainer.algorithms.metrics import summarise
-from shared.config import policy_loss as pol
-from shared.config.algorithm import CorrectionConfig, RejectionConfig, WeightConfig
+from flotilla.services.trainer.algorithms.aggregation import aggregate
+from flotilla.services.trainer.algorithms.importance import Correction, correct
+from flotilla.services.trainer.algorithms.losses import policy_loss
+from flotilla.services.trainer.algorithms.metrics import summarise
+from flotilla.shared.config.sections import policy_loss as pol
+from flotilla.shared.config.sections.algorithm import CorrectionConfig, RejectionConfig, WeightConfig
 from tests.goldens.adapters.rows import Rows, aggregation, counted, gradient, positive, weighted_loss
 from tests.goldens.case import Case, NotOffered
 

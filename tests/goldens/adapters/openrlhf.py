@@ -6,20 +6,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.reward.shaping import Graded, penalised
-from services.trainer.algorithms.advantages import AdvantageInputs, compute_advantages
-from services.trainer.algorithms.advantages.groups import Groups
-from services.trainer.algorithms.advantages.returns import discounted_returns, gae, rewards_at_last_token
-from services.trainer.algorithms.aggregation import aggregate
-from services.trainer.algorithms.importance import correct
-from services.trainer.algorithms.kl import kl_loss, subtract_kl_from_rewards
-from services.trainer.algorithms.metrics import summarise
-from services.trainer.algorithms.preference import dpo_loss, pairwise_loss
-from services.trainer.algorithms.value import value_loss
-from shared.config import advantage as adv
-from shared.config import policy_loss as pol
-from shared.config.algorithm import CorrectionConfig, KlLossConfig, KlRewardConfig, RejectionConfig, WeightConfig
-from shared.config.shaping import MeanInRangeConfig, OverlongConfig, ShapingConfig, TruncatedConfig
+from flotilla.services.reward.shaping import Graded, penalised
+from flotilla.services.trainer.algorithms.advantages import AdvantageInputs, compute_advantages
+from flotilla.services.trainer.algorithms.advantages.groups import Groups
+from flotilla.services.trainer.algorithms.advantages.returns import discounted_returns, gae, rewards_at_last_token
+from flotilla.services.trainer.algorithms.aggregation import aggregate
+from flotilla.services.trainer.algorithms.importance import correct
+from flotilla.services.trainer.algorithms.kl import kl_loss, subtract_kl_from_rewards
+from flotilla.services.trainer.algorithms.metrics import summarise
+from flotilla.services.trainer.algorithms.preference import dpo_loss, pairwise_loss
+from flotilla.services.trainer.algorithms.value import value_loss
+from flotilla.shared.config.sections import advantage as adv
+from flotilla.shared.config.sections import policy_loss as pol
+from flotilla.shared.config.sections.algorithm import (
+    CorrectionConfig,
+    KlLossConfig,
+    KlRewardConfig,
+    RejectionConfig,
+    WeightConfig,
+)
+from flotilla.shared.config.sections.shaping import MeanInRangeConfig, OverlongConfig, ShapingConfig, TruncatedConfig
 from tests.goldens.adapters import verl
 from tests.goldens.adapters.rows import Rows, aggregation, counted, fraction, gradient, mean, positive, weighted_loss
 from tests.goldens.case import Case, NotOffered

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shared.config import policy_loss as pol
+from flotilla.shared.config.sections import policy_loss as pol
 from tests.goldens.adapters.rows import Rows, aggregation, counted, gradient, weighted_loss
 from tests.goldens.case import Case, NotOffered
 

@@ -4,24 +4,35 @@ from typing import Any
 
 import torch
 
-from services.trainer.algorithms.advantages.agentic import EnvironmentSteps, gigpo, step_reinforce, step_returns
-from services.trainer.algorithms.advantages.distillation import distil
-from services.trainer.algorithms.advantages.returns import (
+from flotilla.services.trainer.algorithms.advantages.agentic import (
+    EnvironmentSteps,
+    gigpo,
+    step_reinforce,
+    step_returns,
+)
+from flotilla.services.trainer.algorithms.advantages.distillation import distil
+from flotilla.services.trainer.algorithms.advantages.returns import (
     discounted_returns,
     gae,
     rewards_at_last_token,
     turn_returns,
 )
-from services.trainer.algorithms.advantages.whitening import whiten
-from services.trainer.algorithms.aggregation import aggregate
-from services.trainer.algorithms.balancing import balanced_partition, loads, rank_micro_batches
-from services.trainer.algorithms.importance import correct
-from services.trainer.algorithms.kl import exact_kl, kl_loss, subtract_kl_from_rewards, updated_coefficient
-from services.trainer.algorithms.sample_weights import sequence_weights
-from services.trainer.algorithms.value import value_loss
-from shared.config import advantage as adv
-from shared.config import policy_loss as pol
-from shared.config.algorithm import CorrectionConfig, KlLossConfig, KlRewardConfig, RejectionConfig, WeightConfig
+from flotilla.services.trainer.algorithms.advantages.whitening import whiten
+from flotilla.services.trainer.algorithms.aggregation import aggregate
+from flotilla.services.trainer.algorithms.balancing import balanced_partition, loads, rank_micro_batches
+from flotilla.services.trainer.algorithms.importance import correct
+from flotilla.services.trainer.algorithms.kl import exact_kl, kl_loss, subtract_kl_from_rewards, updated_coefficient
+from flotilla.services.trainer.algorithms.sample_weights import sequence_weights
+from flotilla.services.trainer.algorithms.value import value_loss
+from flotilla.shared.config.sections import advantage as adv
+from flotilla.shared.config.sections import policy_loss as pol
+from flotilla.shared.config.sections.algorithm import (
+    CorrectionConfig,
+    KlLossConfig,
+    KlRewardConfig,
+    RejectionConfig,
+    WeightConfig,
+)
 from tests.goldens.adapters import roll_rewards, verl
 from tests.goldens.adapters.rows import Rows, aggregation, counted, gradient, mean, numbered, weighted_loss
 from tests.goldens.case import Case, NotOffered

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.reward.filtering import sample_mask
-from services.reward.normalisation import RunningMoments, StatisticsConfig, normalise
-from services.reward.shaping import Graded, length_reward, repetition_penalty, shape
-from shared.config.shaping import (
+from flotilla.services.reward.filtering import sample_mask
+from flotilla.services.reward.normalisation import RunningMoments, StatisticsConfig, normalise
+from flotilla.services.reward.shaping import Graded, length_reward, repetition_penalty, shape
+from flotilla.shared.config.sections.shaping import (
     LengthRewardConfig,
     MeanInRangeConfig,
     RepetitionConfig,

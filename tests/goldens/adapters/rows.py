@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.aggregation import Denominators, aggregate, count_sampled
-from services.trainer.algorithms.importance import shared_weights
-from services.trainer.algorithms.losses import TokenLoss, policy_loss
-from services.trainer.algorithms.sequences import PackedSequences
-from shared.config.algorithm import AggregationConfig, PolicyLossConfig
+from flotilla.services.trainer.algorithms.aggregation import Denominators, aggregate, count_sampled
+from flotilla.services.trainer.algorithms.importance import shared_weights
+from flotilla.services.trainer.algorithms.losses import TokenLoss, policy_loss
+from flotilla.services.trainer.algorithms.sequences import PackedSequences
+from flotilla.shared.config.sections.algorithm import AggregationConfig, PolicyLossConfig
 from tests.goldens.case import Case
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from services.trainer.algorithms.importance import correct, importance_weights
-from services.trainer.algorithms.metrics import summarise
-from shared.config.algorithm import CorrectionConfig, RejectionConfig, VetoConfig, WeightConfig
+from flotilla.services.trainer.algorithms.importance import correct, importance_weights
+from flotilla.services.trainer.algorithms.metrics import summarise
+from flotilla.shared.config.sections.algorithm import CorrectionConfig, RejectionConfig, VetoConfig, WeightConfig
 from tests.goldens.adapters.rows import Rows, positive
 from tests.goldens.case import Case
 

@@ -5,23 +5,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.reward.filtering import keeps
-from services.reward.shaping import overlong_penalty
-from services.trainer.algorithms.advantages import AdvantageInputs, compute_advantages
-from services.trainer.algorithms.aggregation import aggregate
-from services.trainer.algorithms.balancing import (
+from flotilla.services.reward.filtering import keeps
+from flotilla.services.reward.shaping import overlong_penalty
+from flotilla.services.trainer.algorithms.advantages import AdvantageInputs, compute_advantages
+from flotilla.services.trainer.algorithms.aggregation import aggregate
+from flotilla.services.trainer.algorithms.balancing import (
     balanced_partition,
     grouped_partition,
     loads,
     token_budget_micro_batches,
 )
-from services.trainer.algorithms.kl import kl_loss, subtract_kl_from_rewards, updated_coefficient
-from services.trainer.algorithms.log_probs import log_probs_and_entropy, statistics_from_logits
-from services.trainer.algorithms.resampling import filtration_weights
-from services.trainer.algorithms.value import value_loss
-from shared.config import advantage as adv
-from shared.config.algorithm import KlLossConfig, KlRewardConfig
-from shared.config.shaping import OverlongConfig, SpreadAboveConfig
+from flotilla.services.trainer.algorithms.kl import kl_loss, subtract_kl_from_rewards, updated_coefficient
+from flotilla.services.trainer.algorithms.log_probs import log_probs_and_entropy, statistics_from_logits
+from flotilla.services.trainer.algorithms.resampling import filtration_weights
+from flotilla.services.trainer.algorithms.value import value_loss
+from flotilla.shared.config.sections import advantage as adv
+from flotilla.shared.config.sections.algorithm import KlLossConfig, KlRewardConfig
+from flotilla.shared.config.sections.shaping import OverlongConfig, SpreadAboveConfig
 from tests.goldens.adapters import verl_losses
 from tests.goldens.adapters.rows import Rows, aggregation, counted, fraction, gradient, numbered
 from tests.goldens.case import Case, NotOffered

@@ -4,11 +4,17 @@ from typing import Any
 
 from torch import Tensor
 
-from services.trainer.algorithms.aggregation import Denominators
-from services.trainer.algorithms.importance import Correction, correct, mismatch_metrics, normalised, normaliser_parts
-from services.trainer.algorithms.metrics import summarise
-from shared.config import policy_loss as pol
-from shared.config.algorithm import CorrectionConfig, RejectionConfig, WeightConfig
+from flotilla.services.trainer.algorithms.aggregation import Denominators
+from flotilla.services.trainer.algorithms.importance import (
+    Correction,
+    correct,
+    mismatch_metrics,
+    normalised,
+    normaliser_parts,
+)
+from flotilla.services.trainer.algorithms.metrics import summarise
+from flotilla.shared.config.sections import policy_loss as pol
+from flotilla.shared.config.sections.algorithm import CorrectionConfig, RejectionConfig, WeightConfig
 from tests.goldens.adapters.rows import Rows, aggregation, counted, fraction, gradient, mean, weighted_loss
 from tests.goldens.case import Case, NotOffered
 

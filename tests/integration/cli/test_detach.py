@@ -11,7 +11,7 @@ import pytest
 from flotilla.cli.command_line import build_parser
 from flotilla.cli.commands import fleet
 from flotilla.connection import FLEET_FILE
-from shared.processes import kill, reap
+from flotilla.shared.children.processes import kill, reap
 
 STARTING = """
 import signal, sys, time

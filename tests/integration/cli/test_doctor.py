@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flotilla.cli.__main__ import main
-from shared.ports import lasting_port
+from flotilla.shared.net.server.ports import lasting_port
 
 pytestmark = pytest.mark.slow
 

@@ -27,7 +27,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         copy(ROOT / file, source)
     for package in PACKAGES:
-        copytree(ROOT / package, source / package, ignore=ignore_patterns("__pycache__"))
+        copytree(ROOT / package, source / package, symlinks=True, ignore=ignore_patterns("__pycache__"))
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", str(source / "dist")]
     _run([sys.executable, "-m", "pip", "wheel", *options, str(source)])
     (found,) = (source / "dist").glob("flotilla-*.whl")
@@ -68,7 +68,9 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
 
     files = (path for package in PACKAGES for path in (ROOT / package).rglob("*"))
-    ours = {path.relative_to(ROOT).as_posix() for path in files if path.is_file() and "__pycache__" not in path.parts}
+    tracked = [path for path in files if path.is_file() and "__pycache__" not in path.parts]
+    names = (path.relative_to(ROOT).as_posix().removeprefix("flotilla/") for path in tracked)
+    ours = {f"flotilla/{name}" for name in names}
 
     assert packed == ours
     assert {Path(name).suffix for name in packed} >= {".py", ".lua", ".mako"}
@@ -83,6 +85,32 @@ def test_the_command_line_is_ours_whatever_the_directory_holds(
     answer = _run([str(programs / program), *arguments, "--help"], cwd=shadowed)
 
     assert "post-training fleet" in answer
+
+
+SCRIPT = """
+import flotilla.services.gateway.app
+from flotilla import Client
+from flotilla.shared.config.spec import ExperimentSpec
+
+print(Client.__name__, ExperimentSpec.__name__, flotilla.__file__)
+"""
+
+
+def test_a_script_beside_folders_of_our_names_works_with_the_wheel(programs: Path, shadowed: Path) -> None:
+    (shadowed / "script.py").write_text(SCRIPT)
+
+    answer = _run([str(programs / "python"), "script.py"], cwd=shadowed).split()
+
+    assert answer[:2] == ["Client", "ExperimentSpec"]
+    assert Path(answer[2]).is_relative_to(programs.parent)
+
+
+def test_a_script_beside_folders_of_our_names_works_with_this_checkout(shadowed: Path) -> None:
+    (shadowed / "script.py").write_text(SCRIPT)
+
+    answer = _run([sys.executable, "script.py"], cwd=shadowed).split()
+
+    assert answer[:2] == ["Client", "ExperimentSpec"]
 
 
 def test_a_fleet_comes_up_and_goes_down_whatever_the_directory_holds(programs: Path, shadowed: Path) -> None:

@@ -33,7 +33,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         copy(ROOT / file, source)
     for package in ("flotilla", "services", "shared", "examples"):
-        copytree(ROOT / package, source / package, ignore=ignore_patterns("__pycache__", "prepared"))
+        copytree(ROOT / package, source / package, symlinks=True, ignore=ignore_patterns("__pycache__", "prepared"))
     run(sys.executable, "-m", "venv", str(source / "venv"))
     yield source
 

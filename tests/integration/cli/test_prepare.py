@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.config.load import validate_spec
-from shared.errors import InvalidSpec
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.errors import InvalidSpec
 
 LAUNCH = """
 name: trial

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from flotilla.cli.processes import OwnedProcess, ProcessSpec, check_alive
-from shared.errors import WorkerDied
+from flotilla.shared.errors import WorkerDied
 
 SLEEP = "import time; time.sleep(600)"
 

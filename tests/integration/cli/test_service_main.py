@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[3]
-SERVICE = (sys.executable, "-m", "services.reward")
+SERVICE = (sys.executable, "-m", "flotilla.services.reward")
 ADDRESSES = {"FLOTILLA_GATEWAY_URL": "http://127.0.0.1:1", "FLOTILLA_REDIS_URL": "redis://127.0.0.1:1/0"}
 
 
@@ -21,7 +21,7 @@ def environment(**own: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("service", ["rollout", "reward", "trainer", "sandbox"])
 def test_a_service_without_a_token_refuses_in_one_sentence(service: str) -> None:
-    command = [sys.executable, "-m", f"services.{service}"]
+    command = [sys.executable, "-m", f"flotilla.services.{service}"]
 
     result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
 
@@ -31,7 +31,7 @@ def test_a_service_without_a_token_refuses_in_one_sentence(service: str) -> None
 
 
 def test_a_service_that_cannot_open_what_it_needs_refuses_in_one_sentence() -> None:
-    command = [sys.executable, "-m", "services.sandbox"]
+    command = [sys.executable, "-m", "flotilla.services.sandbox"]
     own = environment(FLOTILLA_TOKEN="a-token-of-this-test", FLOTILLA_SANDBOX_LEVEL="D")
 
     result = subprocess.run(command, env=own, capture_output=True, text=True, timeout=60)

@@ -8,9 +8,9 @@ import sys
 import httpx
 import pytest
 
-from shared.errors import Unavailable
-from shared.ports import GIVEN_TO_ANYBODY, lasting_port
-from shared.serving import address_of, bind
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.net.server.ports import GIVEN_TO_ANYBODY, lasting_port
+from flotilla.shared.net.server.serving import address_of, bind
 
 
 async def test_accepted_connections_send_small_answers_at_once() -> None:

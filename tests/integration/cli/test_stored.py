@@ -10,13 +10,13 @@ import pytest
 
 from flotilla.cli.__main__ import main
 from flotilla.cli.exit_codes import ExitCode
-from services.gateway.store.sql import SqlStore
-from services.gateway.store.writes import PutCheckpoint, PutExperiment, PutMetrics, PutWindow, Write
-from services.gateway.uploads.uploader import WINDOW
-from shared.config.samples import SamplesConfig
-from shared.samples.folder import SampleFolder
-from shared.schemas.experiment import CheckpointView, ExperimentState, MetricPoint
-from shared.schemas.uploads import UploadedCheckpoint, UploadRecord
+from flotilla.services.gateway.store.sql import SqlStore
+from flotilla.services.gateway.store.writes import PutCheckpoint, PutExperiment, PutMetrics, PutWindow, Write
+from flotilla.services.gateway.uploads.uploader import WINDOW
+from flotilla.shared.config.sections.samples import SamplesConfig
+from flotilla.shared.samples.folder import SampleFolder
+from flotilla.shared.schemas.experiment import CheckpointView, ExperimentState, MetricPoint
+from flotilla.shared.schemas.uploads import UploadedCheckpoint, UploadRecord
 from tests.unit.gateway.builders import a_record
 from tests.unit.samples.builders import a_step
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from services.rollout.engines.embedded.engine import TorchEngine
-from services.rollout.engines.settings import EngineSettings
+from flotilla.services.rollout.engines.embedded.engine import TorchEngine
+from flotilla.services.rollout.engines.settings import EngineSettings
 from tests.contract.engine.models import save_model
 
 

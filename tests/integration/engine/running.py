@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from services.rollout.engines.base import Completion, GenerationRequest
-from services.rollout.engines.embedded.engine import TorchEngine
-from services.rollout.engines.embedded.outcomes import Generated, Outcome, Updated
-from shared.errors import FlotillaError
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest
+from flotilla.services.rollout.engines.embedded.engine import TorchEngine
+from flotilla.services.rollout.engines.embedded.outcomes import Generated, Outcome, Updated
+from flotilla.shared.errors import FlotillaError
 
 Answers = dict[str, Sequence[Completion]]
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.rollout.engines.base import GenerationRequest
-from services.rollout.engines.decoders.native import kernels
-from services.rollout.engines.embedded.engine import TorchEngine
-from services.rollout.engines.settings import EngineSettings
-from shared.errors import ModelError
+from flotilla.services.rollout.engines.base import GenerationRequest
+from flotilla.services.rollout.engines.decoders.native import kernels
+from flotilla.services.rollout.engines.embedded.engine import TorchEngine
+from flotilla.services.rollout.engines.settings import EngineSettings
+from flotilla.shared.errors import ModelError
 from tests.contract.engine.models import FAMILIES, VOCAB, all_scores, make_model, save_model, scores
 from tests.contract.engine.requests import a_request
 from tests.integration.engine.conftest import SavedModel

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.rollout.engines.base import GenerationRequest, SamplingParameters
-from services.rollout.engines.embedded.engine import TorchEngine
-from services.rollout.engines.embedded.outcomes import Generated
-from shared.config.asynchrony import OnWeightUpdate
-from shared.schemas.trajectory import FinishReason
+from flotilla.services.rollout.engines.base import GenerationRequest, SamplingParameters
+from flotilla.services.rollout.engines.embedded.engine import TorchEngine
+from flotilla.services.rollout.engines.embedded.outcomes import Generated
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.schemas.trajectory import FinishReason
 from tests.contract.engine.models import EOS, VOCAB, make_model, save_image
 from tests.integration.engine.conftest import SavedModel
 

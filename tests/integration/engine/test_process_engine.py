@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.rollout.engines.process.engine import ProcessEngine
-from services.rollout.engines.settings import EngineSettings
-from shared.errors import DeadlineExceeded, ModelError, WorkerDied
+from flotilla.services.rollout.engines.process.engine import ProcessEngine
+from flotilla.services.rollout.engines.settings import EngineSettings
+from flotilla.shared.errors import DeadlineExceeded, ModelError, WorkerDied
 from tests.contract.engine.requests import a_request
 from tests.integration.engine.conftest import SavedModel
 
@@ -132,8 +132,8 @@ async def test_a_worker_that_writes_a_lot_is_not_blocked(
 
 PARENT = """
 import asyncio, sys
-from services.rollout.engines.process.engine import ProcessEngine
-from services.rollout.engines.settings import EngineSettings
+from flotilla.services.rollout.engines.process.engine import ProcessEngine
+from flotilla.services.rollout.engines.settings import EngineSettings
 
 async def main():
     engine = ProcessEngine(EngineSettings(sys.argv[1], slots=4, context_tokens=128))

@@ -12,8 +12,8 @@ from tests.marked_processes import MARK, marked
 OWNER = """
 import asyncio, os, sys
 from pathlib import Path
-from services.rollout.engines.servers.dialect import Launch
-from services.rollout.engines.servers.process import ServerProcess
+from flotilla.services.rollout.engines.servers.dialect import Launch
+from flotilla.services.rollout.engines.servers.process import ServerProcess
 
 async def main(place, phases):
     servers = []

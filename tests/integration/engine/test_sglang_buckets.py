@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.rollout.engines.sglang.buckets import BucketProcess
-from services.rollout.engines.sglang.handles import pieces_of, read_layout
-from shared.errors import WeightTransferFailed
-from shared.weights.tensors import open_image
+from flotilla.services.rollout.engines.sglang.buckets import BucketProcess
+from flotilla.services.rollout.engines.sglang.handles import pieces_of, read_layout
+from flotilla.shared.errors import WeightTransferFailed
+from flotilla.shared.weights.image.tensors import open_image
 from tests.contract.engine.models import save_model
 
 ALLOWED = {

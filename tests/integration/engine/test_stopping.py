@@ -10,12 +10,12 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from services.rollout.engines.embedded.engine import TorchEngine
-from services.rollout.engines.embedded.outcomes import GenerationFailed
-from services.rollout.engines.settings import EngineSettings
-from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import InvalidRequest, ModelError
-from shared.schemas.trajectory import FinishReason
+from flotilla.services.rollout.engines.embedded.engine import TorchEngine
+from flotilla.services.rollout.engines.embedded.outcomes import GenerationFailed
+from flotilla.services.rollout.engines.settings import EngineSettings
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import InvalidRequest, ModelError
+from flotilla.shared.schemas.trajectory import FinishReason
 from tests.contract.engine.models import VOCAB, make_model, save_image
 from tests.contract.engine.requests import a_request
 from tests.integration.engine.conftest import SavedModel

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.rollout.engines.base import Completion
-from services.rollout.engines.decoders.native import kernels
-from services.rollout.engines.embedded.engine import TorchEngine
-from shared.config.asynchrony import OnWeightUpdate
+from flotilla.services.rollout.engines.base import Completion
+from flotilla.services.rollout.engines.decoders.native import kernels
+from flotilla.services.rollout.engines.embedded.engine import TorchEngine
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from tests.contract.engine.models import VOCAB, make_model, save_image, scores
 from tests.contract.engine.requests import a_request
 from tests.integration.engine.conftest import SavedModel

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
-from services.rollout.engines.base import Completion
-from services.rollout.engines.decoders.arrival import Arrival
-from services.rollout.engines.embedded.engine import TorchEngine
-from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import Unavailable, WeightTransferFailed
+from flotilla.services.rollout.engines.base import Completion
+from flotilla.services.rollout.engines.decoders.arrival import Arrival
+from flotilla.services.rollout.engines.embedded.engine import TorchEngine
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import Unavailable, WeightTransferFailed
 from tests.contract.engine.models import make_model, save_image, scores
 from tests.contract.engine.requests import a_request
 from tests.integration.engine.conftest import SavedModel
@@ -229,7 +229,9 @@ def test_weights_are_read_as_they_arrive(
         arrival.abort(fault)
         engine.request_update(1, arriving, 5, OnWeightUpdate.DRAIN)
     else:
-        monkeypatch.setattr("services.rollout.engines.decoders.arrival.open_tensors", None)  # It is not read again.
+        monkeypatch.setattr(
+            "flotilla.services.rollout.engines.decoders.arrival.open_tensors", None
+        )  # It is not read again.
         arrival.complete()
         engine.complete_transfer(arrival)
         engine.request_update(1, arriving, 5, OnWeightUpdate.DRAIN)

@@ -8,16 +8,16 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from redis.asyncio import Redis
 
-from shared.errors import Unavailable
-from shared.faults.armed import arm, disarm
-from shared.faults.plan import parse_plan
-from shared.streams.hop import Claim, Hop, Resolution
-from shared.streams.keys import HopName
-from shared.streams.plane import DataPlane
-from shared.streams.redis.connection import connect
-from shared.streams.redis.plane import RedisDataPlane
-from shared.streams.settings import StreamsConfig
-from shared.testing.builders import a_group, a_task, graded
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.faults.armed import arm, disarm
+from flotilla.shared.faults.plan import parse_plan
+from flotilla.shared.streams.hop import Claim, Hop, Resolution
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.plane import DataPlane
+from flotilla.shared.streams.redis.connection import connect
+from flotilla.shared.streams.redis.plane import RedisDataPlane
+from flotilla.shared.streams.settings import StreamsConfig
+from flotilla.shared.testing.builders import a_group, a_task, graded
 
 GROUPS = 40
 PER_STEP = 4

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.settings import GatewaySettings
-from services.gateway.state import GatewayState
-from shared.client import GatewayClient
+from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.services.gateway.state import GatewayState
+from flotilla.shared.net.client.client import GatewayClient
 from tests.integration.gateway.fleet import TOKEN, a_gateway
 
 

@@ -17,14 +17,14 @@ from typing import Any
 
 import uvicorn
 
-from services.gateway.app import create_app
-from services.gateway.settings import GatewaySettings
-from services.gateway.signals import end
-from services.gateway.state import GatewayState
-from shared.client import GatewayClient
-from shared.errors import ClaimLost, StalePolicyVersion
-from shared.membership import Membership
-from shared.schemas.publication import (
+from flotilla.services.gateway.app import create_app
+from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.services.gateway.signals import end
+from flotilla.services.gateway.state import GatewayState
+from flotilla.shared.errors import ClaimLost, StalePolicyVersion
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.net.server.serving import address_of, bind
+from flotilla.shared.schemas.publication import (
     Manifest,
     PublicationOrder,
     PublicationPhase,
@@ -34,7 +34,7 @@ from shared.schemas.publication import (
     Rendezvous,
     TensorSpec,
 )
-from shared.schemas.service import (
+from flotilla.shared.schemas.service import (
     Capabilities,
     DesiredState,
     Failure,
@@ -43,13 +43,13 @@ from shared.schemas.service import (
     ServiceKind,
     WorkState,
 )
-from shared.schemas.task import Lane
-from shared.serving import address_of, bind
-from shared.streams.hop import holder_name
-from shared.streams.keys import HopName
-from shared.streams.redis.connection import connect
-from shared.streams.redis.plane import RedisDataPlane
-from shared.testing.builders import a_group, graded
+from flotilla.shared.schemas.task import Lane
+from flotilla.shared.service.membership import Membership
+from flotilla.shared.streams.hop import holder_name
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.redis.connection import connect
+from flotilla.shared.streams.redis.plane import RedisDataPlane
+from flotilla.shared.testing.builders import a_group, graded
 
 TOKEN = "token-of-the-tests"
 PATIENCE_SECONDS = 90.0

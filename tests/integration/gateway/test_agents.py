@@ -14,16 +14,16 @@ import pytest
 from openai import AsyncOpenAI, Omit, OpenAI, omit
 from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessage, ResponseOutputText
 
-from services.gateway.datasets.dataset import Dataset
-from services.gateway.evaluation.evaluator import Evaluator
-from services.reward.consumer import grading_samples
-from services.reward.verifiers.agent import AgentVerifier
-from services.rollout.engines.scripted import log_prob_of
-from shared.schemas.task import Lane
-from shared.schemas.trajectory import GradeStatus, Trajectory
-from shared.streams.keys import HopName
-from shared.streams.plane import DataPlane
-from shared.testing.characters import END
+from flotilla.services.gateway.datasets.dataset import Dataset
+from flotilla.services.gateway.evaluation.evaluator import Evaluator
+from flotilla.services.reward.consumer import grading_samples
+from flotilla.services.reward.verifiers.agent import AgentVerifier
+from flotilla.services.rollout.engines.scripted import log_prob_of
+from flotilla.shared.schemas.task import Lane
+from flotilla.shared.schemas.trajectory import GradeStatus, Trajectory
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.plane import DataPlane
+from flotilla.shared.testing.characters import END
 from tests.agent_fleet import EXPERIMENT, TOKEN, AgentFleet, agent_fleet, begin
 from tests.unit.rollout.agents.world import a_spec
 

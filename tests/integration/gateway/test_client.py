@@ -9,11 +9,11 @@ import yaml
 
 import flotilla
 from flotilla.client import AsyncClient
-from services.gateway.settings import GatewaySettings
-from services.trainer.checkpoint.storage import CheckpointStorage
-from shared.client import GatewayClient
-from shared.errors import Conflict, DeadlineExceeded, InvalidSpec, NotFound, Unauthorized, Unavailable
-from shared.schemas.experiment import ExperimentState
+from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
+from flotilla.shared.errors import Conflict, DeadlineExceeded, InvalidSpec, NotFound, Unauthorized, Unavailable
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.schemas.experiment import ExperimentState
 from tests.integration.gateway.fleet import (
     TOKEN,
     ScriptedReward,

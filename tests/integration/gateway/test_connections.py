@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import uvicorn
 
-from shared.connections import ConnectionLimits
-from shared.credentials import Credentials
-from shared.gatekeeper import Gatekeeper
-from shared.serving import bind, config_of
+from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.server.connections import ConnectionLimits
+from flotilla.shared.net.server.gatekeeper import Gatekeeper
+from flotilla.shared.net.server.serving import bind, config_of
 from tests.unit.gateway.builders import until
 
 SHORT = ConnectionLimits(head_seconds=0.3, body_seconds=0.3, idle_seconds=1, unread_seconds=0.5)

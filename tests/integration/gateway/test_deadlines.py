@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.datasets import lengths
-from services.gateway.datasets.lengths import LengthProcess
-from services.gateway.store import transaction
-from services.gateway.store.sql import SqlStore
-from services.gateway.store.writes import PutExperiment
-from shared.errors import Unavailable
-from shared.processes import reap
+from flotilla.services.gateway.datasets import lengths
+from flotilla.services.gateway.datasets.lengths import LengthProcess
+from flotilla.services.gateway.store import transaction
+from flotilla.services.gateway.store.sql import SqlStore
+from flotilla.services.gateway.store.writes import PutExperiment
+from flotilla.shared.children.processes import reap
+from flotilla.shared.errors import Unavailable
 from tests.unit.gateway.builders import a_record
 
 

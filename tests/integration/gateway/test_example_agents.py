@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.consumer import grading_samples
-from services.reward.verifiers.agent import AgentVerifier
-from shared.schemas.trajectory import Group
+from flotilla.services.reward.consumer import grading_samples
+from flotilla.services.reward.verifiers.agent import AgentVerifier
+from flotilla.shared.schemas.trajectory import Group
 from tests.agent_fleet import EXPERIMENT, TOKEN, AgentFleet, agent_fleet
 from tests.fleet import ROOT
 from tests.integration.gateway.test_agents import text_of

@@ -16,13 +16,13 @@ import httpx
 import pytest
 
 from flotilla.cli.redis_server import LocalRedis
-from services.gateway.settings import GatewaySettings
-from services.gateway.state import GatewayState
-from shared.client import GatewayClient
-from shared.errors import FlotillaError
-from shared.ports import lasting_port
-from shared.schemas.service import Failure, WorkState
-from shared.streams.settings import StreamsConfig
+from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.services.gateway.state import GatewayState
+from flotilla.shared.errors import FlotillaError
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.net.server.ports import lasting_port
+from flotilla.shared.schemas.service import Failure, WorkState
+from flotilla.shared.streams.settings import StreamsConfig
 from tests.integration.gateway.fleet import (
     PATIENCE_SECONDS,
     TOKEN,
@@ -205,7 +205,7 @@ class GatewayProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "services.gateway"]
+        command = [sys.executable, "-m", "flotilla.services.gateway"]
         self.process = subprocess.Popen(
             command, env=self.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
@@ -298,7 +298,11 @@ def test_a_gateway_that_cannot_start_says_why_in_one_sentence(
         environment = GatewayProcess(settings).environment | {"FLOTILLA_PORT": "0"} | changes
 
         ended = subprocess.run(
-            [sys.executable, "-m", "services.gateway"], env=environment, capture_output=True, text=True, timeout=60
+            [sys.executable, "-m", "flotilla.services.gateway"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
 
     assert ended.returncode == 2
@@ -313,7 +317,7 @@ async def test_a_second_gateway_on_the_same_data_is_refused_until_the_first_is_d
         async with GatewayClient(first.url, TOKEN) as client:
             await first.ready(client)
             environment = first.environment | {"FLOTILLA_PORT": "0"}
-            command = [sys.executable, "-P", "-m", "services.gateway"]
+            command = [sys.executable, "-P", "-m", "flotilla.services.gateway"]
 
             second = await asyncio.to_thread(
                 subprocess.run, command, env=environment, capture_output=True, text=True, timeout=60

@@ -10,10 +10,10 @@ import pytest
 from flotilla.agents.episodes import Episode, EpisodeLost, Verdict, play_all
 from flotilla.agents.openrlhf import OpenRlhfAgent, load_agent
 from flotilla.agents.verifiers import VerifiersAgent, write_rows
-from shared.errors import InvalidSpec
-from shared.schemas.task import Lane
-from shared.schemas.trajectory import FinishReason
-from shared.testing.characters import END
+from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.schemas.task import Lane
+from flotilla.shared.schemas.trajectory import FinishReason
+from flotilla.shared.testing.characters import END
 from tests.agent_fleet import EXPERIMENT, TOKEN, agent_fleet
 from tests.unit.rollout.agents.world import a_spec
 

@@ -12,14 +12,13 @@ import httpx
 import pytest
 import yaml
 
-from services.gateway.app import create_app
-from services.gateway.body_limits import limit_of
-from services.gateway.middleware import OPEN_PATHS
-from services.gateway.settings import GatewaySettings
-from services.gateway.state import GatewayState
-from shared.client import GatewayClient
-from shared.config.samples import SamplesConfig
-from shared.errors import (
+from flotilla.services.gateway.app import create_app
+from flotilla.services.gateway.body_limits import limit_of
+from flotilla.services.gateway.middleware import OPEN_PATHS
+from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.services.gateway.state import GatewayState
+from flotilla.shared.config.sections.samples import SamplesConfig
+from flotilla.shared.errors import (
     ActionNotAllowed,
     DataError,
     Forbidden,
@@ -29,7 +28,8 @@ from shared.errors import (
     NotFound,
     Unauthorized,
 )
-from shared.samples.folder import SampleFolder
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.samples.folder import SampleFolder
 from tests.integration.gateway.fleet import PATIENCE_SECONDS, TOKEN, a_spec, until
 from tests.unit.samples.builders import a_step
 

@@ -21,10 +21,10 @@ FILES = {
 }
 LOAD = """
 import json, sys
-from services.gateway.datasets import locations as places
-from services.gateway.datasets.loading import load_training
-from shared.config.data import DataConfig
-from shared.errors import DataError
+from flotilla.services.gateway.datasets import locations as places
+from flotilla.services.gateway.datasets.loading import load_training
+from flotilla.shared.config.sections.data import DataConfig
+from flotilla.shared.errors import DataError
 if sys.argv[2] == "without":
     sys.modules["huggingface_hub"] = None
 places.PAUSES_SECONDS = ()

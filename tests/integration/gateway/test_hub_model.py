@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.preflight import checks
-from shared import model_download, model_hub
-from shared.config.model import ModelConfig
-from shared.errors import ModelError, Unavailable
-from shared.model_hub import fetch_small, fetched, is_whole, model_directory
+from flotilla.services.gateway.preflight import checks
+from flotilla.shared.config.sections.model import ModelConfig
+from flotilla.shared.errors import ModelError, Unavailable
+from flotilla.shared.models import download as model_download
+from flotilla.shared.models import hub as model_hub
+from flotilla.shared.models.hub import fetch_small, fetched, is_whole, model_directory
 from tests.unit.gateway.builders import a_spec
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -10,14 +10,14 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.gateway.records.repository import Experiment
-from services.gateway.routes.exchange import StatusCalls
-from services.gateway.signals import FIRE_AT_ONCE
-from services.gateway.state import GatewayState
-from shared.connections import READ_AT_ONCE
-from shared.schemas.experiment import ExperimentState
-from shared.schemas.service import ServiceKind
-from shared.serving import bind, config_of
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.routes.exchange import StatusCalls
+from flotilla.services.gateway.signals import FIRE_AT_ONCE
+from flotilla.services.gateway.state import GatewayState
+from flotilla.shared.net.server.connections import READ_AT_ONCE
+from flotilla.shared.net.server.serving import bind, config_of
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.service import ServiceKind
 from tests.unit.gateway.builders import a_gateway, add_experiment, add_service, until
 
 SERVICES = 600

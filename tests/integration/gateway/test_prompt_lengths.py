@@ -12,17 +12,17 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from services.gateway.datasets import lengths
-from services.gateway.datasets.dataset import Dataset
-from services.gateway.datasets.lengths import prompt_lengths
-from services.gateway.datasets.loading import load_training
-from services.gateway.datasets.overlong import kept_rows, without_overlong
-from services.gateway.preflight.prompts import look_at_prompts
-from services.rollout.episodes.rendering import ChatRenderer
-from shared.config.spec import ExperimentSpec
-from shared.errors import DataError, ModelError
-from shared.prompts import PromptTemplate
-from shared.schemas.task import Message
+from flotilla.services.gateway.datasets import lengths
+from flotilla.services.gateway.datasets.dataset import Dataset
+from flotilla.services.gateway.datasets.lengths import prompt_lengths
+from flotilla.services.gateway.datasets.loading import load_training
+from flotilla.services.gateway.datasets.overlong import kept_rows, without_overlong
+from flotilla.services.gateway.preflight.prompts import look_at_prompts
+from flotilla.services.rollout.episodes.rendering import ChatRenderer
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import DataError, ModelError
+from flotilla.shared.models.prompts import PromptTemplate
+from flotilla.shared.schemas.task import Message
 from tests.unit.gateway.builders import a_spec
 
 TEMPLATE = (

@@ -5,21 +5,21 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from services.gateway.feeder.feeder import Feeder
-from services.rollout.consumer import LaneConfig, RolloutConsumer
-from services.rollout.weights.version import VersionGate
-from services.trainer.data.group_metrics import Totals
-from services.trainer.data.plan import StepPlanner
-from services.trainer.data.source import GroupSource, Requirements
-from shared.lineage import INITIAL, ROOT, VersionLine
-from shared.schemas.task import Task
-from shared.schemas.trajectory import Group
-from shared.streams.hop import REDUNDANT
-from shared.streams.intervals import IntervalSet
-from shared.streams.keys import HopName
-from shared.streams.partials import Partials
-from shared.streams.plane import DataPlane
-from shared.testing.builders import a_group
+from flotilla.services.gateway.feeder.feeder import Feeder
+from flotilla.services.rollout.consumer import LaneConfig, RolloutConsumer
+from flotilla.services.rollout.weights.version import VersionGate
+from flotilla.services.trainer.data.group_metrics import Totals
+from flotilla.services.trainer.data.plan import StepPlanner
+from flotilla.services.trainer.data.source import GroupSource, Requirements
+from flotilla.shared.checkpoints.lineage import INITIAL, ROOT, VersionLine
+from flotilla.shared.schemas.task import Task
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.streams.hop import REDUNDANT
+from flotilla.shared.streams.intervals import IntervalSet
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.partials import Partials
+from flotilla.shared.streams.plane import DataPlane
+from flotilla.shared.testing.builders import a_group
 from tests.unit.gateway.test_feeder import a_feeder, gateway_commits
 from tests.unit.trainer.test_source import never
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from flotilla.cli.redis_server import LocalRedis
-from services.gateway import state
-from services.gateway.settings import GatewaySettings
-from shared.client import GatewayClient
+from flotilla.services.gateway import state
+from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.shared.net.client.client import GatewayClient
 from tests.integration.gateway.fleet import (
     TOKEN,
     ScriptedReward,

@@ -7,8 +7,8 @@ from typing import Final
 
 import pytest
 
-from services.gateway.episodes.connection import MOST_BUFFERED_BYTES, Connection, Connections
-from shared.errors import Unavailable
+from flotilla.services.gateway.episodes.connection import MOST_BUFFERED_BYTES, Connection, Connections
+from flotilla.shared.errors import Unavailable
 from tests.unit.gateway.builders import until
 
 Writes = Sequence[bytes | asyncio.Event]
@@ -261,7 +261,7 @@ async def test_connections_that_were_idle_for_long_are_closed_and_forgotten(monk
 
     async with served(rollout) as (connections, address):
         await asked(connections, address, "first")
-        monkeypatch.setattr("services.gateway.episodes.connection.KEPT_OPEN_SECONDS", 0.0)
+        monkeypatch.setattr("flotilla.services.gateway.episodes.connection.KEPT_OPEN_SECONDS", 0.0)
         await asked(connections, address, "second")
         assert rollout.num_connections == 2
 

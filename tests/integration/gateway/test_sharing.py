@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from services.gateway.state import GatewayState
-from shared.client import GatewayClient
-from shared.schemas.fleet import FleetView
+from flotilla.services.gateway.state import GatewayState
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.schemas.fleet import FleetView
 from tests.integration.gateway.fleet import (
     Scripted,
     ScriptedReward,

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway.settings import GatewaySettings
-from shared.client import GatewayClient
-from shared.errors import InvalidSpec
+from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.net.client.client import GatewayClient
 from tests.integration.gateway.fleet import (
     TOKEN,
     ScriptedReward,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.consumer import grading_samples
-from services.reward.verifiers.agent import AgentVerifier
-from shared.schemas.task import Message
-from shared.testing.builders import a_task
+from flotilla.services.reward.consumer import grading_samples
+from flotilla.services.reward.verifiers.agent import AgentVerifier
+from flotilla.shared.schemas.task import Message
+from flotilla.shared.testing.builders import a_task
 from tests.agent_fleet import EXPERIMENT, TOKEN, agent_fleet
 from tests.e2e.test_verifiers import interpreter_with_verifiers
 from tests.fleet import ROOT

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from flotilla.cli.__main__ import main
-from shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.experiment import ExperimentState
 from tests.fleet import RunningFleet, make_experiment, running_fleet
 from tests.integration.importers.test_recipes_train import trained, write_verl_rows
 from tests.unit.importers.sources import nested

@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from flotilla.cli.__main__ import main
 from flotilla.launch_file import read_launch_file
-from shared.schemas.experiment import ExperimentState, ExperimentView
+from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView
 from tests.fleet import RunningFleet, make_experiment, running_fleet
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

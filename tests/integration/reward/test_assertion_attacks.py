@@ -3,10 +3,10 @@
 
 import json
 
-from services.reward.verifiers.registry import Surroundings, build_verifier
-from services.sandbox.app import create_app
-from services.sandbox.settings import SandboxSettings
-from shared.config.reward import CodeConfig, RewardConfig
+from flotilla.services.reward.verifiers.registry import Surroundings, build_verifier
+from flotilla.services.sandbox.app import create_app
+from flotilla.services.sandbox.settings import SandboxSettings
+from flotilla.shared.config.sections.reward import CodeConfig, RewardConfig
 from tests.integration.reward.test_over_sockets import TOKEN, serving
 from tests.unit.reward.builders import a_sample
 

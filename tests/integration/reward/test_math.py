@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from services.reward.verifiers.math import WORKER, MathVerifier
-from shared.config.reward import MathConfig
-from shared.schemas.trajectory import GradeStatus
+from flotilla.services.reward.verifiers.math import WORKER, MathVerifier
+from flotilla.shared.config.sections.reward import MathConfig
+from flotilla.shared.schemas.trajectory import GradeStatus
 from tests.unit.reward.builders import a_sample
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import uvicorn
 
-from services.reward.verifiers.code import CodeVerifier
-from services.reward.verifiers.registry import Surroundings, build_component, build_verifier, new_client
-from services.sandbox.app import create_app
-from services.sandbox.settings import SandboxSettings
-from shared.config.reward import CodeConfig, RemoteConfig, RewardConfig
-from shared.schemas.trajectory import GradeStatus
-from shared.serving import address_of, bind
+from flotilla.services.reward.verifiers.code import CodeVerifier
+from flotilla.services.reward.verifiers.registry import Surroundings, build_component, build_verifier, new_client
+from flotilla.services.sandbox.app import create_app
+from flotilla.services.sandbox.settings import SandboxSettings
+from flotilla.shared.config.sections.reward import CodeConfig, RemoteConfig, RewardConfig
+from flotilla.shared.net.server.serving import address_of, bind
+from flotilla.shared.schemas.trajectory import GradeStatus
 from tests.unit.reward.builders import a_sample
 
 TOKEN = "a token that is long enough"

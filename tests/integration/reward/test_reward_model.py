@@ -15,11 +15,11 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
 from examples.arithmetic.tokenizer import build_tokenizer
-from services.reward.scoring.scorer import Scorer
-from services.reward.verifiers.reward_model import RewardModelVerifier
-from shared.config.reward_model import RewardModelConfig
-from shared.errors import ModelError
-from shared.schemas.grading import GradingMessage, GradingSample
+from flotilla.services.reward.scoring.scorer import Scorer
+from flotilla.services.reward.verifiers.reward_model import RewardModelVerifier
+from flotilla.shared.config.sections.reward_model import RewardModelConfig
+from flotilla.shared.errors import ModelError
+from flotilla.shared.schemas.grading import GradingMessage, GradingSample
 from tests.unit.reward.builders import a_sample
 
 QUESTIONS = ("1+2", "47+8-5", "9", "3+3+3+3")

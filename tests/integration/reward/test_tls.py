@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.reward.remote import RemoteVerifier
-from shared.config.reward import RemoteConfig
-from shared.schemas.trajectory import GradeStatus
+from flotilla.services.reward.remote import RemoteVerifier
+from flotilla.shared.config.sections.reward import RemoteConfig
+from flotilla.shared.schemas.trajectory import GradeStatus
 from tests.unit.reward.builders import a_sample
 
 ANSWER = b'{"grades": [{"reward": 0.5}]}'

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 import httpx
 import pytest
 
-from services.rollout.engines.resumption import UNMIXED
-from services.rollout.episodes.multi_turn import Limits, MultiTurnEpisodes
-from services.rollout.episodes.rendering import ChatRenderer
-from services.rollout.episodes.turns import Turns
-from services.rollout.tools.code_interpreter import CodeInterpreter, Sandboxes
-from services.rollout.tools.conversation import ToolConversations
-from services.rollout.tools.opening import ToolBox
-from shared.config.episodes import CodeInterpreterConfig, ToolEpisodesConfig
-from shared.config.rollout import SamplingConfig
-from shared.schemas.task import Message
-from shared.schemas.trajectory import GradeStatus, Group
-from shared.testing.builders import a_task
-from shared.testing.characters import END, CharacterTokenizer
+from flotilla.services.rollout.engines.resumption import UNMIXED
+from flotilla.services.rollout.episodes.multi_turn import Limits, MultiTurnEpisodes
+from flotilla.services.rollout.episodes.rendering import ChatRenderer
+from flotilla.services.rollout.episodes.turns import Turns
+from flotilla.services.rollout.tools.code_interpreter import CodeInterpreter, Sandboxes
+from flotilla.services.rollout.tools.conversation import ToolConversations
+from flotilla.services.rollout.tools.opening import ToolBox
+from flotilla.shared.config.sections.episodes import CodeInterpreterConfig, ToolEpisodesConfig
+from flotilla.shared.config.sections.rollout import SamplingConfig
+from flotilla.shared.schemas.task import Message
+from flotilla.shared.schemas.trajectory import GradeStatus, Group
+from flotilla.shared.testing.builders import a_task
+from flotilla.shared.testing.characters import END, CharacterTokenizer
 from tests.integration.sandbox.running import TOKEN
 from tests.integration.sandbox.test_run_code import a_client
 from tests.unit.rollout.agents.world import engine_that

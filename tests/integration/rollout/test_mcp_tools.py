@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.tools import mcp_tools
-from services.rollout.tools.base import ToolFailed
-from services.rollout.tools.mcp_tools import McpServer
-from shared import address_policy, checked_transport
-from shared.config.episodes import McpToolsConfig
-from shared.errors import EpisodeFailed, InvalidSpec, Unavailable
+from flotilla.services.rollout import checked_transport
+from flotilla.services.rollout.tools import mcp_tools
+from flotilla.services.rollout.tools.base import ToolFailed
+from flotilla.services.rollout.tools.mcp_tools import McpServer
+from flotilla.shared.config.sections.episodes import McpToolsConfig
+from flotilla.shared.errors import EpisodeFailed, InvalidSpec, Unavailable
+from flotilla.shared.net.client import address_policy
 
 pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
 

@@ -16,25 +16,25 @@ import torch
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from services.rollout.engines.base import Engine
-from services.rollout.engines.process.engine import ProcessEngine
-from services.rollout.engines.resumption import ResumeRule
-from services.rollout.engines.settings import EngineSettings
-from services.rollout.environments.conversation import EnvironmentConversation
-from services.rollout.episodes.conversation import Conversation, Reply
-from services.rollout.episodes.multi_turn import Limits, MultiTurnEpisodes
-from services.rollout.episodes.turns import Turns
-from services.rollout.tools.base import Tool
-from services.rollout.tools.conversation import ToolConversations
-from services.trainer.data.batch import make_batch
-from services.trainer.data.micro_batch import make_micro_batches
-from services.trainer.models.log_probs import Policy
-from shared.config.asynchrony import OnWeightUpdate
-from shared.config.episodes import ToolEpisodesConfig
-from shared.config.rollout import SamplingConfig
-from shared.schemas.task import Message, Task
-from shared.schemas.trajectory import FinishReason, GradeStatus, Group
-from shared.testing.builders import a_task
+from flotilla.services.rollout.engines.base import Engine
+from flotilla.services.rollout.engines.process.engine import ProcessEngine
+from flotilla.services.rollout.engines.resumption import ResumeRule
+from flotilla.services.rollout.engines.settings import EngineSettings
+from flotilla.services.rollout.environments.conversation import EnvironmentConversation
+from flotilla.services.rollout.episodes.conversation import Conversation, Reply
+from flotilla.services.rollout.episodes.multi_turn import Limits, MultiTurnEpisodes
+from flotilla.services.rollout.episodes.turns import Turns
+from flotilla.services.rollout.tools.base import Tool
+from flotilla.services.rollout.tools.conversation import ToolConversations
+from flotilla.services.trainer.data.batch import make_batch
+from flotilla.services.trainer.data.micro_batch import make_micro_batches
+from flotilla.services.trainer.models.log_probs import Policy
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.config.sections.episodes import ToolEpisodesConfig
+from flotilla.shared.config.sections.rollout import SamplingConfig
+from flotilla.shared.schemas.task import Message, Task
+from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group
+from flotilla.shared.testing.builders import a_task
 from tests.contract.engine.models import save_image
 from tests.unit.rollout.chat_templates import tokenizer_of
 from tests.unit.rollout.test_turns_in_templates import renderer_of

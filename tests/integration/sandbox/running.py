@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from services.sandbox.languages import choose
-from services.sandbox.routes.run_code import make_program, make_response
-from services.sandbox.settings import SandboxSettings
-from services.sandbox.state import SandboxState, open_state
-from shared.errors import Unavailable
-from shared.schemas.sandbox import IsolationLevel, RunCodeRequest, RunCodeResponse
+from flotilla.services.sandbox.languages import choose
+from flotilla.services.sandbox.routes.run_code import make_program, make_response
+from flotilla.services.sandbox.settings import SandboxSettings
+from flotilla.services.sandbox.state import SandboxState, open_state
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.schemas.sandbox import IsolationLevel, RunCodeRequest, RunCodeResponse
 
 TOKEN = "a token that is long enough"
 

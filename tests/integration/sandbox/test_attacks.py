@@ -16,17 +16,17 @@ from typing import cast
 
 import pytest
 
-from services.sandbox import executor, processors, spare_time
-from services.sandbox import state as state_module
-from services.sandbox.fork_servers import ForkServer
-from services.sandbox.guard import landlock
-from services.sandbox.guard.watch import descendants
-from services.sandbox.processors import ProcessorGroups
-from services.sandbox.slots import living_processes_of, sweep
-from services.sandbox.spare_time import SpareTime
-from services.sandbox.state import SandboxState
-from shared.control_groups import find_mounts
-from shared.schemas.sandbox import CommandStatus, RunStatus
+from flotilla.services.sandbox import executor, processors, spare_time
+from flotilla.services.sandbox import state as state_module
+from flotilla.services.sandbox.fork_servers import ForkServer
+from flotilla.services.sandbox.guard import landlock
+from flotilla.services.sandbox.guard.watch import descendants
+from flotilla.services.sandbox.processors import ProcessorGroups
+from flotilla.services.sandbox.slots import living_processes_of, sweep
+from flotilla.services.sandbox.spare_time import SpareTime
+from flotilla.services.sandbox.state import SandboxState
+from flotilla.shared.host.control_groups import find_mounts
+from flotilla.shared.schemas.sandbox import CommandStatus, RunStatus
 from tests.integration.sandbox import attacks
 from tests.integration.sandbox.attacks import SIMPLE, Simple
 from tests.integration.sandbox.running import a_sandbox, run

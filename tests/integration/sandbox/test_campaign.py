@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from shared.schemas.sandbox import RunStatus
+from flotilla.shared.schemas.sandbox import RunStatus
 from tests.integration.sandbox.attacks import SIMPLE
 from tests.integration.sandbox.campaign import PROGRAMS, SLOW
 from tests.integration.sandbox.poison import POISONS

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from services.sandbox import fork_servers
-from services.sandbox.guard.job import NOT_STARTED
-from services.sandbox.guard.watch import descendants
-from services.sandbox.languages import find_python, python_command
-from services.sandbox.routes.run_code import make_program
-from services.sandbox.state import SandboxState
-from shared.schemas.sandbox import IsolationLevel, RunCodeRequest, RunStatus
+from flotilla.services.sandbox import fork_servers
+from flotilla.services.sandbox.guard.job import NOT_STARTED
+from flotilla.services.sandbox.guard.watch import descendants
+from flotilla.services.sandbox.languages import find_python, python_command
+from flotilla.services.sandbox.routes.run_code import make_program
+from flotilla.services.sandbox.state import SandboxState
+from flotilla.shared.schemas.sandbox import IsolationLevel, RunCodeRequest, RunStatus
 from tests.integration.sandbox.poison import CHECK, POISONS
 from tests.integration.sandbox.running import a_sandbox, run
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from services.sandbox.guard.job import Confinement
-from services.sandbox.isolation import Isolation, Slot
-from shared.schemas.sandbox import RunStatus
+from flotilla.services.sandbox.guard.job import Confinement
+from flotilla.services.sandbox.isolation import Isolation, Slot
+from flotilla.shared.schemas.sandbox import RunStatus
 from tests.integration.sandbox import attacks
 from tests.integration.sandbox.running import a_sandbox, run
 
@@ -106,7 +106,7 @@ async def test_the_filter_alone_closes_the_network(level: str, monkeypatch: pyte
         Isolation, "confinement", lambda self, slot: dataclasses.replace(whole(self, slot), readable=None)
     )
     # The self-test would refuse a level that reads the host's files, which C does without Landlock.
-    monkeypatch.setattr("services.sandbox.install.SELF_TEST", "print('contained')")
+    monkeypatch.setattr("flotilla.services.sandbox.install.SELF_TEST", "print('contained')")
 
     async with a_sandbox(level) as state:
         answer = await run(state, attacks.NETWORK, stdin="127.0.0.1 1 none")

@@ -5,9 +5,9 @@ import shutil
 import pytest
 from pydantic import SecretStr
 
-from services.sandbox.settings import SandboxSettings
-from services.sandbox.state import open_state
-from shared.errors import Unavailable
+from flotilla.services.sandbox.settings import SandboxSettings
+from flotilla.services.sandbox.state import open_state
+from flotilla.shared.errors import Unavailable
 
 
 async def test_a_service_that_shares_its_uid_on_an_older_kernel_is_told_to_run_as_root(
@@ -15,7 +15,7 @@ async def test_a_service_that_shares_its_uid_on_an_older_kernel_is_told_to_run_a
 ) -> None:
     which = shutil.which
     monkeypatch.setattr("os.getuid", lambda: 1000)
-    monkeypatch.setattr("services.sandbox.guard.landlock.version", lambda: 5)
+    monkeypatch.setattr("flotilla.services.sandbox.guard.landlock.version", lambda: 5)
     monkeypatch.setattr("shutil.which", lambda name, path=None: None if name == "bwrap" else which(name, path=path))
 
     with pytest.raises(Unavailable) as caught:

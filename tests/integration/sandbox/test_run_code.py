@@ -13,13 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
-from services.sandbox import leftovers
-from services.sandbox.app import create_app
-from services.sandbox.languages import find_languages, find_python
-from services.sandbox.settings import SandboxSettings
-from services.sandbox.state import open_state
-from shared.errors import Unavailable
-from shared.schemas.sandbox import EXPERIMENT_HEADER
+from flotilla.services.sandbox import leftovers
+from flotilla.services.sandbox.app import create_app
+from flotilla.services.sandbox.languages import find_languages, find_python
+from flotilla.services.sandbox.settings import SandboxSettings
+from flotilla.services.sandbox.state import open_state
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.schemas.sandbox import EXPERIMENT_HEADER
 from tests.integration.sandbox.running import TOKEN
 
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
@@ -249,7 +249,7 @@ async def test_health_and_log_tell_why_no_better_level_is_used(
 
 
 async def test_the_service_refuses_to_start_without_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.sandbox.install.why_not", lambda level: None if level == "D" else "not here")
+    monkeypatch.setattr("flotilla.services.sandbox.install.why_not", lambda level: None if level == "D" else "not here")
     settings = SandboxSettings.model_validate({"token": TOKEN, "concurrency": 1})
 
     with pytest.raises(
@@ -263,7 +263,7 @@ async def test_the_service_refuses_to_start_without_isolation(monkeypatch: pytes
 
 
 async def test_a_level_that_does_not_contain_the_self_test_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.sandbox.install.SELF_TEST", "print('reaches the network')")
+    monkeypatch.setattr("flotilla.services.sandbox.install.SELF_TEST", "print('reaches the network')")
     settings = SandboxSettings.model_validate({"token": TOKEN, "concurrency": 1, "level": "C"})
 
     with pytest.raises(Unavailable, match="was not contained: it reaches the network"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.sandbox.languages import find_python
+from flotilla.services.sandbox.languages import find_python
 from tests.integration.sandbox import attacks
 from tests.integration.sandbox.attacks import SIMPLE
 

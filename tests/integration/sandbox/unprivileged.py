@@ -5,12 +5,12 @@ import json
 import subprocess
 import sys
 
-from services.sandbox.languages import choose
-from services.sandbox.routes.run_code import make_program, make_response
-from services.sandbox.settings import SandboxSettings
-from services.sandbox.state import open_state
-from shared.errors import Unavailable
-from shared.schemas.sandbox import RunCodeRequest
+from flotilla.services.sandbox.languages import choose
+from flotilla.services.sandbox.routes.run_code import make_program, make_response
+from flotilla.services.sandbox.settings import SandboxSettings
+from flotilla.services.sandbox.state import open_state
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.schemas.sandbox import RunCodeRequest
 
 
 async def main(level: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from shared.streams.redis.connection import connect
+from flotilla.shared.streams.redis.connection import connect
 
 SMALL_DISK_BYTES = 32 * 1024 * 1024
 UNTIL_SECONDS = 20.0

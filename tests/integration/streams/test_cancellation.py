@@ -3,9 +3,9 @@
 import asyncio
 import random
 
-from shared.streams.hop import Hop
-from shared.streams.keys import HopName
-from shared.streams.redis.plane import RedisDataPlane
+from flotilla.shared.streams.hop import Hop
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.redis.plane import RedisDataPlane
 
 
 async def test_a_cancelled_claimer_ends(plane: RedisDataPlane) -> None:

@@ -9,22 +9,22 @@ from pathlib import Path
 import pytest
 
 from flotilla.cli.redis_server import LocalRedis
-from services.reward.consumer import RewardConsumer, RewardLane
-from services.rollout.consumer import LaneConfig, RolloutConsumer
-from services.rollout.weights.version import VersionGate
-from services.trainer.data.group_metrics import Totals
-from services.trainer.data.source import GroupSource, Requirements
-from shared.config.reward import RewardConfig
-from shared.lineage import INITIAL, VersionLine
-from shared.schemas.grading import Grade, GradingSample
-from shared.schemas.task import Task
-from shared.schemas.trajectory import Group
-from shared.streams.intervals import IntervalSet
-from shared.streams.keys import HopName
-from shared.streams.redis.connection import connect
-from shared.streams.redis.plane import RedisDataPlane
-from shared.streams.settings import StreamsConfig
-from shared.testing.builders import a_group
+from flotilla.services.reward.consumer import RewardConsumer, RewardLane
+from flotilla.services.rollout.consumer import LaneConfig, RolloutConsumer
+from flotilla.services.rollout.weights.version import VersionGate
+from flotilla.services.trainer.data.group_metrics import Totals
+from flotilla.services.trainer.data.source import GroupSource, Requirements
+from flotilla.shared.checkpoints.lineage import INITIAL, VersionLine
+from flotilla.shared.config.sections.reward import RewardConfig
+from flotilla.shared.schemas.grading import Grade, GradingSample
+from flotilla.shared.schemas.task import Task
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.streams.intervals import IntervalSet
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.redis.connection import connect
+from flotilla.shared.streams.redis.plane import RedisDataPlane
+from flotilla.shared.streams.settings import StreamsConfig
+from flotilla.shared.testing.builders import a_group
 from tests.contract.streams.conftest import issue, ledger_of
 from tests.integration.streams.refusals import REFUSALS, small_disk
 

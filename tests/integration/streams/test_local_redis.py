@@ -21,11 +21,11 @@ from redis.retry import Retry
 
 from flotilla.cli import redis_server
 from flotilla.cli.redis_server import LocalRedis, check_server, find_server, server_version
-from services.gateway.__main__ import check
-from services.gateway.settings import GatewaySettings
-from shared.errors import InvalidRequest, Unavailable
-from shared.settings import VOLATILE_REDIS, allows_volatile_redis
-from shared.streams.redis import connection
+from flotilla.services.gateway.__main__ import check
+from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.shared.environment.settings import VOLATILE_REDIS, allows_volatile_redis
+from flotilla.shared.errors import InvalidRequest, Unavailable
+from flotilla.shared.streams.redis import connection
 
 
 @pytest.fixture

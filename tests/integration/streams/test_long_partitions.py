@@ -3,11 +3,11 @@
 import pytest
 from redis.asyncio import Redis
 
-from shared.streams.keys import HopName, StreamKeys
-from shared.streams.redis import hop
-from shared.streams.redis.connection import connect
-from shared.streams.redis.plane import RedisDataPlane
-from shared.testing.builders import a_group
+from flotilla.shared.streams.keys import HopName, StreamKeys
+from flotilla.shared.streams.redis import hop
+from flotilla.shared.streams.redis.connection import connect
+from flotilla.shared.streams.redis.plane import RedisDataPlane
+from flotilla.shared.testing.builders import a_group
 from tests.contract.streams.conftest import issue
 
 PARTITION_SECONDS = 3600

@@ -8,13 +8,13 @@ from urllib.parse import urlsplit
 import pytest
 
 from flotilla.cli.redis_server import LocalRedis, find_server
-from shared.errors import Unavailable
-from shared.streams.hop import Resolution
-from shared.streams.keys import HopName
-from shared.streams.redis.connection import connect
-from shared.streams.redis.plane import RedisDataPlane
-from shared.streams.settings import StreamsConfig
-from shared.testing.builders import a_group, a_task
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.streams.hop import Resolution
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.redis.connection import connect
+from flotilla.shared.streams.redis.plane import RedisDataPlane
+from flotilla.shared.streams.settings import StreamsConfig
+from flotilla.shared.testing.builders import a_group, a_task
 from tests.contract.streams.conftest import a_trainer, issue, ledger_of
 from tests.integration.streams.proxy import relaying
 from tests.integration.streams.refusals import REFUSALS, read_only, small_disk

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from flotilla.cli.redis_server import LocalRedis
-from shared.streams.hop import Claim, Hop
-from shared.streams.intervals import IntervalSet
-from shared.streams.keys import HopName
-from shared.streams.redis.connection import connect
-from shared.streams.redis.plane import RedisDataPlane
-from shared.streams.settings import StreamsConfig
-from shared.testing.builders import a_group, a_task, graded
+from flotilla.shared.streams.hop import Claim, Hop
+from flotilla.shared.streams.intervals import IntervalSet
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.redis.connection import connect
+from flotilla.shared.streams.redis.plane import RedisDataPlane
+from flotilla.shared.streams.settings import StreamsConfig
+from flotilla.shared.testing.builders import a_group, a_task, graded
 from tests.contract.streams.conftest import ledger_of
 
 CRASHES = 3

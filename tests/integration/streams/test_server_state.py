@@ -5,13 +5,13 @@ import asyncio
 import pytest
 from redis.asyncio import Redis
 
-from shared.errors import Unavailable
-from shared.streams.hop import Resolution
-from shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
-from shared.streams.redis.hop import MARKER_SECONDS
-from shared.streams.redis.plane import RedisDataPlane
-from shared.streams.settings import StreamsConfig
-from shared.testing.builders import a_group, graded
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.streams.hop import Resolution
+from flotilla.shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
+from flotilla.shared.streams.redis.hop import MARKER_SECONDS
+from flotilla.shared.streams.redis.plane import RedisDataPlane
+from flotilla.shared.streams.settings import StreamsConfig
+from flotilla.shared.testing.builders import a_group, graded
 from tests.contract.streams.conftest import a_trainer, claim_ids, issue, ledger_of, move_to_scored
 
 SIZES = (5, 20_000)

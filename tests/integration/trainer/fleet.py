@@ -12,20 +12,20 @@ from safetensors.torch import load
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from services.trainer.worker.control import RunControl
-from services.trainer.worker.session import Session, SessionDeps, open_session
-from shared.config.load import validate_spec
-from shared.config.spec import ExperimentSpec
-from shared.errors import StalePolicyVersion
-from shared.lineage import INITIAL, Published, reconcile
-from shared.schemas.publication import Publication, PublicationPhase, PublicationRequest
-from shared.schemas.service import Failure, WorkState
-from shared.schemas.takeover import TakeoverAnswer, TakeoverRequest
-from shared.schemas.task import Message, Task, sample_seed
-from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
-from shared.streams.admission import IssueOutcome
-from shared.streams.keys import HopName
-from shared.streams.memory.plane import MemoryDataPlane
+from flotilla.services.trainer.worker.control import RunControl
+from flotilla.services.trainer.worker.session import Session, SessionDeps, open_session
+from flotilla.shared.checkpoints.lineage import INITIAL, Published, reconcile
+from flotilla.shared.checkpoints.takeover import TakeoverAnswer, TakeoverRequest
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import StalePolicyVersion
+from flotilla.shared.schemas.publication import Publication, PublicationPhase, PublicationRequest
+from flotilla.shared.schemas.service import Failure, WorkState
+from flotilla.shared.schemas.task import Message, Task, sample_seed
+from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
+from flotilla.shared.streams.admission import IssueOutcome
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.memory.plane import MemoryDataPlane
 
 VOCABULARY = 48
 END = 1

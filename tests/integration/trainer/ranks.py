@@ -17,13 +17,13 @@ from torch import nn
 from torch.distributed import TCPStore
 from transformers import AutoConfig
 
-from services.trainer.models.loading import LoadedModel, without_weights
-from services.trainer.parallel.ranks import MeshShape, Ranks, joined
-from shared.weights.flat_parameters import FlatParameters
-from shared.weights.image import WeightImage
-from shared.weights.parts import write_parts
-from shared.weights.sharded_parameters import ShardedParameters
-from shared.weights.streamed_parameters import StreamedParameters
+from flotilla.services.trainer.models.loading import LoadedModel, without_weights
+from flotilla.services.trainer.parallel.ranks import MeshShape, Ranks, joined
+from flotilla.services.trainer.weights.flat_parameters import FlatParameters
+from flotilla.services.trainer.weights.parts import write_parts
+from flotilla.services.trainer.weights.sharded_parameters import ShardedParameters
+from flotilla.services.trainer.weights.streamed_parameters import StreamedParameters
+from flotilla.shared.weights.image.image import WeightImage
 
 Work = Callable[[Ranks, Any], Any]
 DEADLINE_SECONDS = 800.0

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from services.trainer.checkpoint.host_copy import HostCopy
-from services.trainer.checkpoint.manager import CheckpointManager
-from services.trainer.checkpoint.storage import CheckpointStorage
-from services.trainer.learning.learner import Learner
-from services.trainer.worker.checkpoint_writer import CheckpointWriter
-from services.trainer.worker.images import ImagePool
-from shared.config.lora import LoraConfig
-from shared.errors import ClaimLost
-from shared.schemas.publication import PublicationRequest
-from shared.streams.memory.plane import MemoryDataPlane
+from flotilla.services.trainer.checkpoint.host_copy import HostCopy
+from flotilla.services.trainer.checkpoint.manager import CheckpointManager
+from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.worker.checkpoint_writer import CheckpointWriter
+from flotilla.services.trainer.worker.images import ImagePool
+from flotilla.shared.config.sections.lora import LoraConfig
+from flotilla.shared.errors import ClaimLost
+from flotilla.shared.schemas.publication import PublicationRequest
+from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from tests.integration.trainer.fleet import ScriptedFleet, YesGateway, a_session, a_spec, save_tiny_model, train
 
 

@@ -7,17 +7,17 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from services.trainer.checkpoint.manager import CheckpointManager, Progress
-from services.trainer.checkpoint.storage import CheckpointStorage
-from services.trainer.learning.learner import Learner
-from services.trainer.models.loading import LoadedModel
-from shared.config.load import validate_spec
-from shared.config.spec import ExperimentSpec
-from shared.errors import ModelError
-from shared.lineage import INITIAL, VersionLine
-from shared.schemas.trajectory import Group
-from shared.streams.intervals import IntervalSet
-from shared.testing.builders import a_group
+from flotilla.services.trainer.checkpoint.manager import CheckpointManager, Progress
+from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.shared.checkpoints.lineage import INITIAL, VersionLine
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import ModelError
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.streams.intervals import IntervalSet
+from flotilla.shared.testing.builders import a_group
 from tests.integration.trainer.fleet import save_tiny_model
 
 VOCABULARY = 1000

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.learning.learner import Learner
-from services.trainer.models.loading import LoadedModel
-from shared.config.load import validate_spec
-from shared.errors import DataError
-from shared.schemas.trajectory import Group
-from shared.testing.builders import a_group
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.errors import DataError
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.testing.builders import a_group
 from tests.integration.trainer.test_critic import a_model
 
 DECOUPLED = {

@@ -9,16 +9,16 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from services.trainer.checkpoint.manager import CheckpointManager
-from services.trainer.learning.finished import FinishedLearner
-from shared.config.load import validate_spec
-from shared.config.spec import ExperimentSpec
-from shared.schemas.held_out import HeldOutAnswer, HeldOutPage
-from shared.schemas.task import Task
-from shared.schemas.trajectory import NO_VERSION, FinishReason, GradeStatus, Group, Trajectory
-from shared.streams.admission import IssueOutcome
-from shared.streams.keys import HopName
-from shared.streams.memory.plane import MemoryDataPlane
+from flotilla.services.trainer.checkpoint.manager import CheckpointManager
+from flotilla.services.trainer.learning.finished import FinishedLearner
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.schemas.held_out import HeldOutAnswer, HeldOutPage
+from flotilla.shared.schemas.task import Task
+from flotilla.shared.schemas.trajectory import NO_VERSION, FinishReason, GradeStatus, Group, Trajectory
+from flotilla.shared.streams.admission import IssueOutcome
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from tests.integration.trainer.fleet import END, VOCABULARY, YesGateway, a_session, save_tiny_model
 from tests.integration.trainer.test_crash_replay import Crash, crash_once, files_of
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.lifecycle.origins import find, take
-from services.trainer.checkpoint.manager import CheckpointManager
-from services.trainer.learning.learner import Learner
-from services.trainer.worker.images import ImagePool
-from shared.config.spec import ExperimentSpec
-from shared.errors import ModelError
-from shared.lineage import Published
-from shared.streams.memory.plane import MemoryDataPlane
+from flotilla.services.gateway.lifecycle.origins import find, take
+from flotilla.services.trainer.checkpoint.manager import CheckpointManager
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.worker.images import ImagePool
+from flotilla.shared.checkpoints.lineage import Published
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import ModelError
+from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from tests.integration.trainer.fleet import ScriptedFleet, YesGateway, a_spec, save_tiny_model, train
 from tests.integration.trainer.test_crash_replay import Crash, crash_once, files_of
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from services.trainer.checkpoint.files import paths_in, reserve, shared_files, write_shared
-from services.trainer.learning.learner import Learner
-from services.trainer.models.loading import LoadedModel
-from services.trainer.parallel.ranks import MeshShape, Ranks
-from services.trainer.worker.follower import send_image, write_image
-from shared.checkpoints import AVERAGE, CRITIC, MODEL, OPTIMIZER, VERSIONS
-from shared.model_files import ADAPTER
-from shared.weights.image import WeightImage
-from shared.weights.sharded_parameters import ShardedParameters
+from flotilla.services.trainer.checkpoint.files import paths_in, reserve, shared_files, write_shared
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.services.trainer.parallel.ranks import MeshShape, Ranks
+from flotilla.services.trainer.weights.sharded_parameters import ShardedParameters
+from flotilla.services.trainer.worker.follower import send_image, write_image
+from flotilla.shared.checkpoints.folders import AVERAGE, CRITIC, MODEL, OPTIMIZER, VERSIONS
+from flotilla.shared.models.files import ADAPTER
+from flotilla.shared.weights.image.image import WeightImage
 from tests.integration.trainer.architectures import ARCHITECTURES
 from tests.integration.trainer.ranks import run_ranks
 from tests.unit.trainer.builders import a_model, a_spec, uneven_groups

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.checkpoint.storage import CheckpointStorage
-from shared.checkpoints import check_files
+from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
+from flotilla.shared.checkpoints.folders import check_files
 from tests.fleet import ROOT, tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -18,10 +18,10 @@ PROGRAM = """
 import sys, threading
 from pathlib import Path
 import torch
-from services.trainer.checkpoint.manager import CheckpointManager, Progress, beginning
-from services.trainer.checkpoint.storage import CheckpointStorage
-from shared.faults.armed import arm_process
-from shared.lineage import INITIAL, VersionLine
+from flotilla.services.trainer.checkpoint.manager import CheckpointManager, Progress, beginning
+from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
+from flotilla.shared.faults.armed import arm_process
+from flotilla.shared.checkpoints.lineage import INITIAL, VersionLine
 from tests.unit.trainer.builders import a_spec, uneven_groups
 
 directory, model = map(Path, sys.argv[1:])

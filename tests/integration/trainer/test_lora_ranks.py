@@ -5,13 +5,13 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from services.trainer.checkpoint.files import paths_in, reserve, shared_files, write_shared
-from services.trainer.learning.learner import Learner
-from services.trainer.models.loading import LoadedModel
-from services.trainer.parallel.ranks import Ranks
-from shared.checkpoints import AVERAGE, MODEL, OPTIMIZER
-from shared.model_files import ADAPTER
-from shared.weights.flat_parameters import FlatParameters
+from flotilla.services.trainer.checkpoint.files import paths_in, reserve, shared_files, write_shared
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.services.trainer.parallel.ranks import Ranks
+from flotilla.services.trainer.weights.flat_parameters import FlatParameters
+from flotilla.shared.checkpoints.folders import AVERAGE, MODEL, OPTIMIZER
+from flotilla.shared.models.files import ADAPTER
 from tests.integration.trainer.architectures import ARCHITECTURES
 from tests.integration.trainer.ranks import image_of_one, image_of_ranks, run_ranks, stored
 from tests.unit.trainer.builders import a_spec, uneven_groups

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.models.traits import probe_input
-from services.trainer.parallel.fsdp import precision_of
-from services.trainer.parallel.ranks import Ranks
-from shared.config.parallelism import MixedPrecisionConfig
+from flotilla.services.trainer.models.traits import probe_input
+from flotilla.services.trainer.parallel.fsdp import precision_of
+from flotilla.services.trainer.parallel.ranks import Ranks
+from flotilla.shared.config.sections.parallelism import MixedPrecisionConfig
 from tests.integration.trainer.ranks import run_ranks
 from tests.integration.trainer.test_ranks import RATE, _furthest, _trained
 

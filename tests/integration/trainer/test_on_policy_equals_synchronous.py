@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from shared.config.spec import ExperimentSpec
-from shared.streams.memory.plane import MemoryDataPlane
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from tests.integration.trainer.fleet import YesGateway, a_spec, answer, save_tiny_model, task_of, train
 
 TOLERANCE = 1e-5

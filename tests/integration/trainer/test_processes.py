@@ -17,19 +17,19 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 
-from services.trainer.supervisor.served_images import ServedImages
-from services.trainer.supervisor.supervisor import Addresses, Supervisor
-from shared.config.spec import ExperimentSpec
-from shared.errors import NotFound
-from shared.schemas.experiment import CheckpointView, MetricBatch
-from shared.schemas.publication import PublicationRequest
-from shared.schemas.service import Assignment, DesiredState, WorkState
-from shared.schemas.takeover import TakeoverRequest
-from shared.serving import add_problem_handlers, bind
-from shared.streams.redis.connection import connect
-from shared.streams.redis.plane import RedisDataPlane
-from shared.weights.image import WeightImage
-from shared.weights.pull import PublishedImages
+from flotilla.services.trainer.supervisor.served_images import ServedImages
+from flotilla.services.trainer.supervisor.supervisor import Addresses, Supervisor
+from flotilla.shared.checkpoints.takeover import TakeoverRequest
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import NotFound
+from flotilla.shared.net.server.serving import add_problem_handlers, bind
+from flotilla.shared.schemas.experiment import CheckpointView, MetricBatch
+from flotilla.shared.schemas.publication import PublicationRequest
+from flotilla.shared.schemas.service import Assignment, DesiredState, WorkState
+from flotilla.shared.streams.redis.connection import connect
+from flotilla.shared.streams.redis.plane import RedisDataPlane
+from flotilla.shared.weights.image.image import WeightImage
+from flotilla.shared.weights.pull.server import PublishedImages
 from tests.integration.trainer.fleet import ScriptedFleet, YesGateway, a_spec, save_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -82,7 +82,7 @@ class Rig:
         return self.supervisor.observe().step or 0
 
     def worker(self) -> psutil.Process:
-        [found] = [p for p in psutil.Process().children() if "services.trainer.worker" in p.cmdline()]
+        [found] = [p for p in psutil.Process().children() if "flotilla.services.trainer.worker" in p.cmdline()]
         return found
 
 
@@ -227,7 +227,7 @@ async def test_a_model_that_is_not_there_fails_at_once_in_one_sentence(redis_url
 def test_a_worker_does_not_outlive_its_supervisor(tmp_path: Path) -> None:
     script = (
         "import subprocess, sys, time\n"
-        "worker = subprocess.Popen([sys.executable, '-m', 'services.trainer.worker'], stdin=subprocess.PIPE)\n"
+        "worker = subprocess.Popen([sys.executable, '-m', 'flotilla.services.trainer.worker'], stdin=subprocess.PIPE)\n"
         "print(worker.pid, flush=True)\n"
         "time.sleep(300)\n"
     )

@@ -7,17 +7,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.checkpoint.files import paths_in, reserve, shared_files, write_shared
-from services.trainer.learning.learner import Learner
-from services.trainer.models.loading import load_model
-from services.trainer.parallel.ranks import ONE_RANK, Ranks
-from services.trainer.worker.images import ImagePool
-from shared.checkpoints import AVERAGE, MODEL, OPTIMIZER
-from shared.config.load import with_changes
-from shared.config.spec import ExperimentSpec
-from shared.model_files import ADAPTER
-from shared.streams.memory.plane import MemoryDataPlane
-from shared.weights.streamed_parameters import StreamedParameters
+from flotilla.services.trainer.checkpoint.files import paths_in, reserve, shared_files, write_shared
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.models.loading import load_model
+from flotilla.services.trainer.parallel.ranks import ONE_RANK, Ranks
+from flotilla.services.trainer.weights.streamed_parameters import StreamedParameters
+from flotilla.services.trainer.worker.images import ImagePool
+from flotilla.shared.checkpoints.folders import AVERAGE, MODEL, OPTIMIZER
+from flotilla.shared.config.load.spec_text import with_changes
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.models.files import ADAPTER
+from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from tests.fleet import tiny_model
 from tests.integration.trainer.fleet import YesGateway, a_spec, save_tiny_model, train
 from tests.integration.trainer.ranks import image_of_one, image_of_ranks, run_ranks

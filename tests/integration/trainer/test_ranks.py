@@ -15,18 +15,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from services.trainer.checkpoint.files import paths_in, reserve, shared_files, write_shared
-from services.trainer.data import packing
-from services.trainer.learning.learner import Learner
-from services.trainer.learning.opening import make_learner
-from services.trainer.models.loading import LoadedModel
-from services.trainer.parallel.ranks import ONE_RANK, MeshShape, Ranks
-from shared.checkpoints import CRITIC, MODEL, OPTIMIZER
-from shared.config.spec import ExperimentSpec
-from shared.weights.flat_parameters import FlatParameters
-from shared.weights.image import WeightImage
-from shared.weights.parts import write_parts
-from shared.weights.sharded_parameters import ShardedParameters
+from flotilla.services.trainer.checkpoint.files import paths_in, reserve, shared_files, write_shared
+from flotilla.services.trainer.data import packing
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.learning.opening import make_learner
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.services.trainer.parallel.ranks import ONE_RANK, MeshShape, Ranks
+from flotilla.services.trainer.weights.flat_parameters import FlatParameters
+from flotilla.services.trainer.weights.parts import write_parts
+from flotilla.services.trainer.weights.sharded_parameters import ShardedParameters
+from flotilla.shared.checkpoints.folders import CRITIC, MODEL, OPTIMIZER
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.weights.image.image import WeightImage
 from tests.integration.trainer.architectures import ARCHITECTURES
 from tests.integration.trainer.ranks import TWO_RANKS, in_parts, run_ranks, stored
 from tests.unit.trainer.builders import a_model, a_spec, uneven_groups

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from services.trainer.models.log_probs import Policy
-from services.trainer.parallel.fsdp import shard
-from services.trainer.parallel.ranks import MeshShape, Ranks
+from flotilla.services.trainer.models.log_probs import Policy
+from flotilla.services.trainer.parallel.fsdp import shard
+from flotilla.services.trainer.parallel.ranks import MeshShape, Ranks
 from tests.integration.trainer.architectures import ARCHITECTURES
 from tests.integration.trainer.ranks import in_parts, run_ranks
 

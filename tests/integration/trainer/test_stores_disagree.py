@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from shared.checkpoints import complete
-from shared.config.spec import ExperimentSpec
-from shared.errors import ModelError
-from shared.lineage import Published
-from shared.streams.memory.plane import MemoryDataPlane
-from shared.streams.plans import LOST_WITH_CHECKPOINT
+from flotilla.shared.checkpoints.folders import complete
+from flotilla.shared.checkpoints.lineage import Published
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import ModelError
+from flotilla.shared.streams.memory.plane import MemoryDataPlane
+from flotilla.shared.streams.plans import LOST_WITH_CHECKPOINT
 from tests.integration.trainer.fleet import ScriptedFleet, YesGateway, a_session, a_spec, save_tiny_model, train
 
 STEPS = 9

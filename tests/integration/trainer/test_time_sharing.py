@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from services.gateway.feeder.admission import admitted
-from services.gateway.registry.shifts import FIRST_SHIFT, Need, holder_of, is_clear, next_shift
-from services.trainer.worker.session import Session
-from shared.schemas.service import DeviceOrder, DeviceReport, ServiceKind
-from shared.streams.memory.plane import MemoryDataPlane
+from flotilla.services.gateway.feeder.admission import admitted
+from flotilla.services.gateway.registry.shifts import FIRST_SHIFT, Need, holder_of, is_clear, next_shift
+from flotilla.services.trainer.worker.session import Session
+from flotilla.shared.schemas.service import DeviceOrder, DeviceReport, ServiceKind
+from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from tests.integration.trainer.fleet import ScriptedFleet, YesGateway, a_session, a_spec, save_tiny_model, train
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from shared.schemas.publication import Manifest
-from shared.weights.endpoint_client import EndpointClient
-from shared.weights.image import WeightImage
-from shared.weights.image_files import SHARED_MEMORY
-from shared.weights.layout import ImageLayout
+from flotilla.shared.schemas.publication import Manifest
+from flotilla.shared.weights.group.endpoint_client import EndpointClient
+from flotilla.shared.weights.image.files import SHARED_MEMORY
+from flotilla.shared.weights.image.image import WeightImage
+from flotilla.shared.weights.image.layout import ImageLayout
 
 SLICE_BYTES = 1 << 20
 
@@ -101,7 +101,7 @@ def endpoint_processes() -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
-        if "shared.weights.endpoint" in command and command[-1] == str(psutil.Process().pid):
+        if "flotilla.shared.weights.group.endpoint" in command and command[-1] == str(psutil.Process().pid):
             found.append(process)
     return found
 

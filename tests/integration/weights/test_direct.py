@@ -13,15 +13,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.credentials import Credentials
-from shared.errors import Conflict, WeightTransferFailed
-from shared.weights import direct as direct_module
-from shared.weights.direct import DirectReceiver
-from shared.weights.image import WeightImage
-from shared.weights.prefix_checksum import PrefixChecksum
-from shared.weights.pull import WANTS_TICKET
-from shared.weights.pull_client import WeightPuller
-from shared.weights.sender import InlineSender
+from flotilla.shared.errors import Conflict, WeightTransferFailed
+from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.weights.image.image import WeightImage
+from flotilla.shared.weights.image.prefix_checksum import PrefixChecksum
+from flotilla.shared.weights.pull import direct as direct_module
+from flotilla.shared.weights.pull.client import WeightPuller
+from flotilla.shared.weights.pull.direct import DirectReceiver
+from flotilla.shared.weights.pull.sender import InlineSender
+from flotilla.shared.weights.pull.server import WANTS_TICKET
 from tests.integration.weights.processes import an_image
 from tests.integration.weights.test_pull import DEADLINE, TOKEN, Server, a_server
 

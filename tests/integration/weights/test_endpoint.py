@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shared.errors import Conflict, DeadlineExceeded, NotFound, WeightTransferFailed
-from shared.schemas.publication import Rendezvous
-from shared.weights.endpoint_client import EndpointClient
-from shared.weights.image import WeightImage
+from flotilla.shared.errors import Conflict, DeadlineExceeded, NotFound, WeightTransferFailed
+from flotilla.shared.schemas.publication import Rendezvous
+from flotilla.shared.weights.group.endpoint_client import EndpointClient
+from flotilla.shared.weights.image.image import WeightImage
 from tests.integration.weights.processes import (
     Fleet,
     Receiver,
@@ -296,7 +296,7 @@ async def test_an_endpoint_that_died_is_started_again(clients: list[EndpointClie
 
 
 async def test_a_stopped_endpoint_can_be_closed(clients: list[EndpointClient], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.weights.endpoint_client.KILL_SECONDS", 0.3)
+    monkeypatch.setattr("flotilla.shared.weights.group.endpoint_client.KILL_SECONDS", 0.3)
     async with a_fleet(clients, 1, num_megabytes=1) as fleet:
         await fleet.form(1, fleet.receivers, DEADLINE)
         member_process(fleet.sender, 1).parent().suspend()
@@ -307,7 +307,7 @@ async def test_a_stopped_endpoint_can_be_closed(clients: list[EndpointClient], m
 async def test_everything_ends_with_its_service() -> None:
     program = (
         "import asyncio\n"
-        "from shared.weights.endpoint_client import EndpointClient\n"
+        "from flotilla.shared.weights.group.endpoint_client import EndpointClient\n"
         "async def main():\n"
         "    client = EndpointClient()\n"
         "    await client.open_sender(1, 2, 60)\n"
@@ -329,7 +329,7 @@ async def test_everything_ends_with_its_service() -> None:
 
 
 async def test_the_client_imports_no_torch() -> None:
-    program = "import sys; from shared.weights import endpoint_client; sys.exit('torch' in sys.modules)"
+    program = "import sys; from flotilla.shared.weights.group import endpoint_client; sys.exit('torch' in sys.modules)"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
 
     assert await process.wait() == 0

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from shared.errors import WeightTransferFailed
-from shared.schemas.publication import Rendezvous
-from shared.weights.endpoint_client import EndpointClient
-from shared.weights.engine_group import buckets_of, group_name
-from shared.weights.image import WeightImage
+from flotilla.shared.errors import WeightTransferFailed
+from flotilla.shared.schemas.publication import Rendezvous
+from flotilla.shared.weights.group.endpoint_client import EndpointClient
+from flotilla.shared.weights.group.engine_group import buckets_of, group_name
+from flotilla.shared.weights.image.image import WeightImage
 from tests.integration.weights.processes import an_image
 
 DEADLINE = 60.0

@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.supervisor.served_images import ServedImages
-from shared.credentials import Credentials
-from shared.errors import NotFound, WeightTransferFailed
-from shared.weights import kept_images, pull_client
-from shared.weights import missing as missing_module
-from shared.weights.image import WeightImage
-from shared.weights.kept_images import FileReader, KeptImages, kept_path
-from shared.weights.layout import ImageLayout
-from shared.weights.pull import PublishedImages
-from shared.weights.pull_client import WeightPuller
-from shared.weights.sender import InlineSender
+from flotilla.services.trainer.supervisor.served_images import ServedImages
+from flotilla.shared.errors import NotFound, WeightTransferFailed
+from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.weights.image.image import WeightImage
+from flotilla.shared.weights.image.layout import ImageLayout
+from flotilla.shared.weights.pull import client as pull_client
+from flotilla.shared.weights.pull import kept_images
+from flotilla.shared.weights.pull import missing as missing_module
+from flotilla.shared.weights.pull.client import WeightPuller
+from flotilla.shared.weights.pull.kept_images import FileReader, KeptImages, kept_path
+from flotilla.shared.weights.pull.sender import InlineSender
+from flotilla.shared.weights.pull.server import PublishedImages
 from tests.integration.weights.processes import an_image
 from tests.integration.weights.test_pull import DEADLINE, TOKEN, a_server
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.credentials import Credentials
-from shared.weights import locate as locate_module
-from shared.weights.image import WeightImage
-from shared.weights.image_files import HOST_ID, SHARED_MEMORY
-from shared.weights.locate import IMAGE, ImageLocator, LocatedImage
+from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.weights.image.files import HOST_ID, SHARED_MEMORY
+from flotilla.shared.weights.image.image import WeightImage
+from flotilla.shared.weights.mapped import locate as locate_module
+from flotilla.shared.weights.mapped.locate import IMAGE, ImageLocator, LocatedImage
 from tests.integration.weights.processes import an_image
 from tests.integration.weights.test_pull import TOKEN, a_server
 

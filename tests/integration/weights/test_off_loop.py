@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.supervisor.served_images import ServedImages
-from shared.weights.image import WeightImage
-from shared.weights.image_files import SHARED_MEMORY
-from shared.weights.off_loop import attach_image, close_images, create_image
-from shared.weights.pull import PublishedImages
+from flotilla.services.trainer.supervisor.served_images import ServedImages
+from flotilla.shared.weights.image.files import SHARED_MEMORY
+from flotilla.shared.weights.image.image import WeightImage
+from flotilla.shared.weights.image.off_loop import attach_image, close_images, create_image
+from flotilla.shared.weights.pull.server import PublishedImages
 
 IMAGE_BYTES = 512 << 20
 TRIES = 5

@@ -14,13 +14,13 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shared.credentials import Credentials
-from shared.errors import Conflict, DeadlineExceeded, NotFound, Unauthorized, Unavailable, WeightTransferFailed
-from shared.weights.image import WeightImage
-from shared.weights.missing import RANGE_BYTES
-from shared.weights.pull import PublishedImages, weights_router
-from shared.weights.pull_client import WeightPuller
-from shared.weights.tensors import open_image
+from flotilla.shared.errors import Conflict, DeadlineExceeded, NotFound, Unauthorized, Unavailable, WeightTransferFailed
+from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.weights.image.image import WeightImage
+from flotilla.shared.weights.image.tensors import open_image
+from flotilla.shared.weights.pull.client import WeightPuller
+from flotilla.shared.weights.pull.missing import RANGE_BYTES
+from flotilla.shared.weights.pull.server import PublishedImages, weights_router
 from tests.integration.weights.processes import an_image
 
 TOKEN = "correct horse"

@@ -16,14 +16,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shared.credentials import Credentials
-from shared.weights import sender as sender_module
-from shared.weights import sending
-from shared.weights.image import WeightImage
-from shared.weights.loopback import on_half_of_the_cores
-from shared.weights.pull_client import WeightPuller
-from shared.weights.sender import ProcessSender
-from shared.weights.sending import NICENESS, Priority
+from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.weights.image.image import WeightImage
+from flotilla.shared.weights.image.loopback import on_half_of_the_cores
+from flotilla.shared.weights.pull import sender as sender_module
+from flotilla.shared.weights.pull import sending
+from flotilla.shared.weights.pull.client import WeightPuller
+from flotilla.shared.weights.pull.sender import ProcessSender
+from flotilla.shared.weights.pull.sending import NICENESS, Priority
 from tests.integration.weights.processes import an_image
 from tests.integration.weights.test_direct import answer_with_ticket, until_writable
 from tests.integration.weights.test_pull import DEADLINE, TOKEN, Server, a_server
@@ -188,7 +188,7 @@ async def test_a_pull_goes_on_when_the_process_is_killed_within_a_range(
 async def test_a_caller_that_takes_nothing_is_cut_off_and_the_lock_ends(
     image: WeightImage, sender: ProcessSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.weights.direct.SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr("flotilla.shared.weights.pull.direct.SILENCE_SECONDS", 0.2)
     async with a_sending_server(image, sender) as server:
         with await a_caller(server):
             await until_writable(image)
@@ -235,8 +235,8 @@ def test_the_process_ends_with_its_service() -> None:
     program = (
         "import tempfile\n"
         "from pathlib import Path\n"
-        "from shared.weights.image import WeightImage\n"
-        "from shared.weights.sender import ProcessSender\n"
+        "from flotilla.shared.weights.image.image import WeightImage\n"
+        "from flotilla.shared.weights.pull.sender import ProcessSender\n"
         "import time\n"
         "sender = ProcessSender()\n"
         "with tempfile.TemporaryDirectory() as folder, WeightImage.create(4096, directory=Path(folder)) as image:\n"
@@ -269,7 +269,7 @@ def test_an_image_is_copied_to_a_file_and_a_full_disk_is_an_error(
 
 def test_the_process_needs_nothing_but_the_standard_library() -> None:
     program = (
-        "import sys; before = set(sys.modules); from shared.weights import sending; "
+        "import sys; before = set(sys.modules); from flotilla.shared.weights.pull import sending; "
         "loaded = [sys.modules[name] for name in sys.modules.keys() - before]; "
         "sys.exit(any('site-packages' in (getattr(each, '__file__', '') or '') for each in loaded))"
     )

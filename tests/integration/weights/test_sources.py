@@ -13,16 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from shared.credentials import Credentials
-from shared.errors import FlotillaError, WeightTransferFailed
-from shared.weights import direct as direct_module
-from shared.weights import http_source, pull_client
-from shared.weights import missing as missing_module
-from shared.weights.direct import DirectServer
-from shared.weights.image import WeightImage
-from shared.weights.pull_client import WeightPuller
-from shared.weights.sender import InlineSender
-from shared.weights.source import Arrival, ArrivingImage
+from flotilla.shared.errors import FlotillaError, WeightTransferFailed
+from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.weights.image.image import WeightImage
+from flotilla.shared.weights.pull import client as pull_client
+from flotilla.shared.weights.pull import direct as direct_module
+from flotilla.shared.weights.pull import http_source
+from flotilla.shared.weights.pull import missing as missing_module
+from flotilla.shared.weights.pull.client import WeightPuller
+from flotilla.shared.weights.pull.direct import DirectServer
+from flotilla.shared.weights.pull.sender import InlineSender
+from flotilla.shared.weights.pull.source import Arrival, ArrivingImage
 from tests.integration.weights.processes import an_image
 from tests.integration.weights.test_direct import Send, send_all
 from tests.integration.weights.test_pull import DEADLINE, TOKEN, Server, a_server

@@ -2,7 +2,7 @@
 
 import sys
 
-if "services.rollout" in sys.orig_argv:
+if "flotilla.services.rollout" in sys.orig_argv:
     from tests.servers.recording import files_asked_for, recording
 
     recording(files_asked_for()).__enter__()

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.advantages.groups import Groups
-from services.trainer.algorithms.sequences import PackedSequences
+from flotilla.services.trainer.algorithms.advantages.groups import Groups
+from flotilla.services.trainer.algorithms.sequences import PackedSequences
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,14 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.advantages import AdvantageInputs, compute_advantages
-from services.trainer.algorithms.advantages.agentic import EnvironmentSteps, gigpo, same_state, step_returns
-from services.trainer.algorithms.advantages.groups import Groups, gpg, grpo, grpo_passk, opo, rloo
-from services.trainer.algorithms.advantages.returns import discounted_returns, gae, rewards_at_last_token, turn_returns
-from services.trainer.algorithms.advantages.whitening import whiten
-from services.trainer.algorithms.metrics import summarise
-from services.trainer.algorithms.sequences import PackedSequences, suffix_recurrence
-from shared.config.advantage import (
+from flotilla.services.trainer.algorithms.advantages import AdvantageInputs, compute_advantages
+from flotilla.services.trainer.algorithms.advantages.agentic import EnvironmentSteps, gigpo, same_state, step_returns
+from flotilla.services.trainer.algorithms.advantages.groups import Groups, gpg, grpo, grpo_passk, opo, rloo
+from flotilla.services.trainer.algorithms.advantages.returns import (
+    discounted_returns,
+    gae,
+    rewards_at_last_token,
+    turn_returns,
+)
+from flotilla.services.trainer.algorithms.advantages.whitening import whiten
+from flotilla.services.trainer.algorithms.metrics import summarise
+from flotilla.services.trainer.algorithms.sequences import PackedSequences, suffix_recurrence
+from flotilla.shared.config.sections.advantage import (
     AdvantageConfig,
     DrGrpoConfig,
     GdpoConfig,
@@ -32,7 +37,7 @@ from shared.config.advantage import (
     TurnReinforceConfig,
     WhitenConfig,
 )
-from shared.config.algorithm import KlRewardConfig
+from flotilla.shared.config.sections.algorithm import KlRewardConfig
 from tests.unit.algorithms.building import a_batch
 
 

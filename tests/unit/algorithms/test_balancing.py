@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.algorithms.balancing import (
+from flotilla.services.trainer.algorithms.balancing import (
     balanced_partition,
     grouped_partition,
     largest_load,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from shared.config.algorithm import AlgorithmConfig
+from flotilla.shared.config.sections.algorithm import AlgorithmConfig
 
 CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"aggregation": {"mode": "token-mean", "fixed_length": 5}}, "fixed_length", "mode"),

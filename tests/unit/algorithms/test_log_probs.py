@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from services.trainer.algorithms import log_probs
-from services.trainer.algorithms.log_probs import HeadKernels, log_probs_and_entropy, statistics_from_logits
-from services.trainer.models.native.kernels import kernels_for
+from flotilla.services.trainer.algorithms import log_probs
+from flotilla.services.trainer.algorithms.log_probs import HeadKernels, log_probs_and_entropy, statistics_from_logits
+from flotilla.services.trainer.models.native.kernels import kernels_for
 
 
 def inputs(num_tokens: int = 11) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -7,15 +7,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.aggregation import Denominators, aggregate
-from services.trainer.algorithms.importance import correct, importance_weights, kept_by, kept_by_veto, mismatch_metrics
-from services.trainer.algorithms.kl import exact_kl, kl_estimate, kl_loss, updated_coefficient
-from services.trainer.algorithms.losses import policy_loss
-from services.trainer.algorithms.metrics import Tally, combine, summarise
-from services.trainer.algorithms.objective import value_objective
-from services.trainer.algorithms.sequences import PackedSequences
-from services.trainer.algorithms.value import ReturnMoments, explained_variance
-from shared.config.algorithm import (
+from flotilla.services.trainer.algorithms.aggregation import Denominators, aggregate
+from flotilla.services.trainer.algorithms.importance import (
+    correct,
+    importance_weights,
+    kept_by,
+    kept_by_veto,
+    mismatch_metrics,
+)
+from flotilla.services.trainer.algorithms.kl import exact_kl, kl_estimate, kl_loss, updated_coefficient
+from flotilla.services.trainer.algorithms.losses import policy_loss
+from flotilla.services.trainer.algorithms.metrics import Tally, combine, summarise
+from flotilla.services.trainer.algorithms.objective import value_objective
+from flotilla.services.trainer.algorithms.sequences import PackedSequences
+from flotilla.services.trainer.algorithms.value import ReturnMoments, explained_variance
+from flotilla.shared.config.sections.algorithm import (
     AggregationConfig,
     AlgorithmConfig,
     CorrectionConfig,

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from services.trainer.algorithms.aggregation import Denominators
-from services.trainer.algorithms.metrics import combine, summarise
-from services.trainer.algorithms.objective import denominators_of, policy_objective
-from shared.config.algorithm import AlgorithmConfig
+from flotilla.services.trainer.algorithms.aggregation import Denominators
+from flotilla.services.trainer.algorithms.metrics import combine, summarise
+from flotilla.services.trainer.algorithms.objective import denominators_of, policy_objective
+from flotilla.shared.config.sections.algorithm import AlgorithmConfig
 from tests.unit.algorithms.building import Batch, a_batch
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from services.trainer.algorithms.preference import dpo_loss, pairwise_loss
+from flotilla.services.trainer.algorithms.preference import dpo_loss, pairwise_loss
 
 CHOSEN, REF_CHOSEN = torch.tensor([-10.0]), torch.tensor([-12.0])
 REJECTED, REF_REJECTED = torch.tensor([-8.0]), torch.tensor([-7.0])

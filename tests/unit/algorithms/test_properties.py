@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.trainer.algorithms.advantages import AdvantageInputs, compute_advantages
-from services.trainer.algorithms.aggregation import Denominators
-from services.trainer.algorithms.objective import denominators_of, policy_objective, selected_tokens
-from services.trainer.algorithms.sequences import PackedSequences
-from shared.config.algorithm import AlgorithmConfig
+from flotilla.services.trainer.algorithms.advantages import AdvantageInputs, compute_advantages
+from flotilla.services.trainer.algorithms.aggregation import Denominators
+from flotilla.services.trainer.algorithms.objective import denominators_of, policy_objective, selected_tokens
+from flotilla.services.trainer.algorithms.sequences import PackedSequences
+from flotilla.shared.config.sections.algorithm import AlgorithmConfig
 from tests.unit.algorithms.building import Batch, a_batch
 
 LOSSES: dict[str, dict[str, Any]] = {

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from services.reward.filtering import keeps, sample_mask
-from services.reward.normalisation import RunningMoments, StatisticsConfig, normalise
-from services.reward.shaping import (
+from flotilla.services.reward.filtering import keeps, sample_mask
+from flotilla.services.reward.normalisation import RunningMoments, StatisticsConfig, normalise
+from flotilla.services.reward.shaping import (
     Graded,
     length_reward,
     overlong_penalty,
@@ -19,11 +19,11 @@ from services.reward.shaping import (
     shape,
     truncated_reward,
 )
-from services.trainer.algorithms.preference import dpo_loss, implicit_accuracy, pairwise_loss
-from services.trainer.algorithms.resampling import filtration_weights, redraw, resample
-from services.trainer.algorithms.sample_weights import sequence_weights
-from shared.config.algorithm import BestResamplingConfig, PowerResamplingConfig
-from shared.config.shaping import (
+from flotilla.services.trainer.algorithms.preference import dpo_loss, implicit_accuracy, pairwise_loss
+from flotilla.services.trainer.algorithms.resampling import filtration_weights, redraw, resample
+from flotilla.services.trainer.algorithms.sample_weights import sequence_weights
+from flotilla.shared.config.sections.algorithm import BestResamplingConfig, PowerResamplingConfig
+from flotilla.shared.config.sections.shaping import (
     GroupFilterConfig,
     LengthRewardConfig,
     MeanInRangeConfig,

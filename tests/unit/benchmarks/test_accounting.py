@@ -10,8 +10,8 @@ from benchmarks.accounting import Account, account, deciles_of, lag_of, newest_c
 from benchmarks.scale import quantile
 from benchmarks.streams import median_ratio
 from benchmarks.survival_report import markdown
-from shared.errors import NotFound
-from shared.streams.intervals import IntervalSet
+from flotilla.shared.errors import NotFound
+from flotilla.shared.streams.intervals import IntervalSet
 from tests.unit.gateway.builders import a_spec
 
 ROWS = 10

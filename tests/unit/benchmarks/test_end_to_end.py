@@ -8,9 +8,9 @@ import pytest
 from benchmarks.end_to_end import ACCURACY, lines_of, per_step, row, seconds_to
 from benchmarks.end_to_end_runs import Run
 from benchmarks.plain_rewards import checksum, numeric
-from services.reward.verifiers.numeric import NumericVerifier
-from shared.config.reward import NumericConfig
-from shared.schemas.grading import GradingSample
+from flotilla.services.reward.verifiers.numeric import NumericVerifier
+from flotilla.shared.config.sections.reward import NumericConfig
+from flotilla.shared.schemas.grading import GradingSample
 
 ANSWERS = [
     "1+2=3 #### 3",

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import gpu
 from benchmarks.gpu_place import REHEARSAL
 from benchmarks.gpu_resume import resumed_optimiser
-from services.trainer.models.optimizer import PolicyOptimizer
+from flotilla.services.trainer.models.optimizer import PolicyOptimizer
 
 
 def test_what_a_part_started_ends_with_it_even_if_it_does_not_want_to(

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.soak_load import LABEL, NUMBERS, grader_answer
 from benchmarks.soak_report import BEGIN, END, Report, Window, markdown, order_of, page_with, verdicts
-from services.reward.verifiers.code import parse_cases
-from shared.schemas.grading import GradingResponse
+from flotilla.services.reward.verifiers.code import parse_cases
+from flotilla.shared.schemas.grading import GradingResponse
 
 
 def a_report(*windows: tuple[bool, float, float, int, int], **fields: object) -> Report:

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from shared.schemas.experiment import ExperimentView
+from flotilla.shared.schemas.experiment import ExperimentView
 
 
 class ScriptedGateway:

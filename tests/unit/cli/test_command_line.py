@@ -8,7 +8,7 @@ import pytest
 from flotilla.cli.__main__ import find_command, main
 from flotilla.cli.command_line import build_parser, leaves
 from flotilla.cli.exit_codes import ExitCode, exit_code_of
-from shared.errors import (
+from flotilla.shared.errors import (
     ActionNotAllowed,
     Conflict,
     DeadlineExceeded,

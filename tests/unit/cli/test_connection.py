@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flotilla.connection import FLEET_FILE, FleetInfo, open_client, typed
-from shared.errors import InvalidRequest, Unauthorized, Unavailable
-from shared.processes import birth_of
+from flotilla.shared.children.processes import birth_of
+from flotilla.shared.errors import InvalidRequest, Unauthorized, Unavailable
 
 
 def test_a_missing_token_names_the_variable(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from flotilla.cli.command_line import build_parser
 from flotilla.cli.continuing import check_same, continue_command, differences
-from shared.errors import Conflict
+from flotilla.shared.errors import Conflict
 from tests.unit.gateway.builders import a_spec
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from flotilla.cli.device_division import Division, Wish, Wishes, check_devices, divide, wishes_of
-from shared.errors import InvalidSpec
+from flotilla.shared.errors import InvalidSpec
 from tests.unit.gateway.builders import a_spec
 
 FOUR = ("0", "1", "2", "3")

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from flotilla.evaluation_spec import evaluation_of, model_at
-from shared.checkpoints import CHECKPOINTS
-from shared.config.load import validate_spec
-from shared.config.spec import ExperimentSpec
-from shared.errors import InvalidSpec, ModelError
+from flotilla.shared.checkpoints.folders import CHECKPOINTS
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidSpec, ModelError
 
 
 def an_experiment(**sections: Any) -> ExperimentSpec:

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from flotilla.cli.fleet import check_port, url_of
-from shared.errors import InvalidRequest, Unavailable
+from flotilla.shared.errors import InvalidRequest, Unavailable
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "2001:db8::1"])

@@ -13,8 +13,8 @@ from flotilla.cli.commands import fleet as commands
 from flotilla.cli.fleet import FleetOptions, LocalFleet
 from flotilla.cli.processes import OwnedProcess, ProcessSpec
 from flotilla.connection import FLEET_FILE
-from shared.client import GatewayClient
-from shared.errors import Conflict, InvalidRequest, Unavailable
+from flotilla.shared.errors import Conflict, InvalidRequest, Unavailable
+from flotilla.shared.net.client.client import GatewayClient
 
 
 async def begin(data: Path) -> None:

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from flotilla.grader_check import Finding, GraderCheck, Outcome
-from shared.clock import ManualClock
-from shared.security import signature
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.net.authorisation.tokens import signature
 
 URL = "http://127.0.0.1:8900/"
 Grades = Callable[[list[dict[str, Any]]], Any]

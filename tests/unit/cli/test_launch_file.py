@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from flotilla.launch_file import read_launch_file
-from shared.errors import InvalidSpec
+from flotilla.shared.errors import InvalidSpec
 
 SPEC = """
 name: trial

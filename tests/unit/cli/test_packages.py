@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flotilla.packages import check_packages, check_quantisation
-from shared.config.spec import ExperimentSpec
-from shared.errors import InvalidSpec, Unavailable
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidSpec, Unavailable
 from tests.unit.gateway.builders import a_spec
 
 WITHOUT_TORCH = """

@@ -10,7 +10,7 @@ import pytest
 
 from flotilla.cli.command_line import build_parser
 from flotilla.pinned_engines import ENGINES, PINS, TORCH, engine_named, install_engine, installed_version
-from shared.errors import Conflict, InvalidRequest
+from flotilla.shared.errors import Conflict, InvalidRequest
 
 ROOT = Path(__file__).parents[3]
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from flotilla.cli import following
 from flotilla.cli.progress import Pace, Progress, duration, live_line, live_view
 from flotilla.cli.summary import summarise, summary_table
-from shared.client import GatewayClient
-from shared.schemas.experiment import ExperimentState, ExperimentView
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView
 
 
 def a_view(**fields: Any) -> ExperimentView:

@@ -8,7 +8,7 @@ import pytest
 from flotilla.cli import processes, redis_keeper
 from flotilla.cli.processes import MAX_RESTARTS
 from flotilla.cli.redis_keeper import RedisKeeper
-from shared.errors import Unavailable
+from flotilla.shared.errors import Unavailable
 
 
 class Server:

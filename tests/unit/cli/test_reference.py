@@ -3,8 +3,8 @@
 import pytest
 
 from flotilla.connection import choose_experiment
-from shared.errors import Conflict, NotFound
-from shared.schemas.experiment import ExperimentState, ExperimentView
+from flotilla.shared.errors import Conflict, NotFound
+from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView
 from tests.unit.cli.test_progress import a_view
 
 ENDED, RUNNING, DRAFT = ExperimentState.COMPLETED, ExperimentState.RUNNING, ExperimentState.DRAFT

@@ -10,7 +10,7 @@ from flotilla.cli.__main__ import main
 from flotilla.cli.comparison import common_step, compare_metrics, compare_specs, remarks
 from flotilla.cli.exit_codes import ExitCode
 from flotilla.cli.progress import Progress
-from shared.schemas.experiment import ExperimentState, ExperimentView
+from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView
 from tests.unit.cli.gateway import ScriptedGateway, serve
 from tests.unit.cli.test_progress import a_view, point
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flotilla.cli.run_directory import RunDirectory
-from shared.errors import Conflict, NotFound
+from flotilla.shared.errors import Conflict, NotFound
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from flotilla.packages import check_engine
-from shared.errors import InvalidRequest, InvalidSpec
-from shared.settings import ENGINE_PYTHONS
+from flotilla.shared.environment.settings import ENGINE_PYTHONS
+from flotilla.shared.errors import InvalidRequest, InvalidSpec
 from tests.unit.gateway.builders import a_spec
 
 

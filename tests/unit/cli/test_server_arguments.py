@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from flotilla.server_arguments import check_options
-from shared.config.spec import ExperimentSpec
-from shared.errors import InvalidSpec
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidSpec
 from tests.unit.gateway.builders import a_spec
 
 pytestmark = pytest.mark.anyio

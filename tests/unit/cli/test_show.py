@@ -12,10 +12,10 @@ from flotilla.cli.__main__ import main
 from flotilla.cli.exit_codes import ExitCode
 from flotilla.cli.right_and_wrong import lines_of
 from flotilla.cli.sample_text import describe
-from shared.config.samples import SamplesConfig
-from shared.samples.folder import SampleFolder, ended_name
-from shared.samples.kinds import KeptGroup, SampleFile, SampleKind
-from shared.schemas.experiment import ExperimentState
+from flotilla.shared.config.sections.samples import SamplesConfig
+from flotilla.shared.samples.folder import SampleFolder, ended_name
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind
 from tests.unit.cli.gateway import serve
 from tests.unit.cli.test_reference import views
 from tests.unit.samples.builders import a_step

@@ -11,10 +11,10 @@ import yaml
 from flotilla import spec_trial
 from flotilla.cli.__main__ import find_command
 from flotilla.cli.command_line import build_parser
-from services.gateway.preflight import checks
-from services.gateway.preflight.prompts import Prompts
-from shared.config.load import load_spec
-from shared.errors import FlotillaError
+from flotilla.services.gateway.preflight import checks
+from flotilla.services.gateway.preflight.prompts import Prompts
+from flotilla.shared.config.load.spec_text import load_spec
+from flotilla.shared.errors import FlotillaError
 
 
 @pytest.fixture(autouse=True)

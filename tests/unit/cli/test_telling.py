@@ -10,7 +10,7 @@ import pytest
 from flotilla.cli import output
 from flotilla.cli.gateway import open_gateway
 from flotilla.cli.output import telling
-from shared.errors import Unavailable
+from flotilla.shared.errors import Unavailable
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ import xxhash
 
 from flotilla.client import fetching
 from flotilla.client.fetching import download
-from shared.errors import NotFound, Unavailable
-from shared.schemas.experiment import CheckpointFile
+from flotilla.shared.errors import NotFound, Unavailable
+from flotilla.shared.schemas.experiment import CheckpointFile
 
 CONTENT = {"model/config.json": b"{}", "model/model.safetensors": bytes(range(200)), "model/empty": b""}
 

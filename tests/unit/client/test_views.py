@@ -8,7 +8,7 @@ import pytest
 
 from flotilla.client.plots import plot_series
 from flotilla.client.views import Experiment, Experiments, Metrics
-from shared.schemas.experiment import ExperimentState, MetricPoint, Problem
+from flotilla.shared.schemas.experiment import ExperimentState, MetricPoint, Problem
 
 
 def an_experiment(**fields: Any) -> Experiment:

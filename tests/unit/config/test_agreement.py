@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from shared.config.load import validate_spec
-from shared.errors import InvalidSpec
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.errors import InvalidSpec
 from tests.unit.config.test_load import a_document
 
 SHORT = {"sampling": {"max_new_tokens": 16}, "engine": {"context_tokens": 64}}

@@ -3,10 +3,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from shared.config.data import RowsConfig
-from shared.config.episodes import EnvironmentConfig, PythonToolConfig
-from shared.config.paths import resolve_paths
-from shared.config.reward import CustomConfig
+from flotilla.shared.config.load.paths import resolve_paths
+from flotilla.shared.config.sections.data import RowsConfig
+from flotilla.shared.config.sections.episodes import EnvironmentConfig, PythonToolConfig
+from flotilla.shared.config.sections.reward import CustomConfig
 
 
 def resolved(folder: Path, reference: str) -> tuple[str, str, str, str]:

@@ -2,9 +2,9 @@ from typing import Any
 
 import pytest
 
-from shared.config.load import validate_spec
-from shared.config.paths import resolve_paths
-from shared.errors import InvalidSpec
+from flotilla.shared.config.load.paths import resolve_paths
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.errors import InvalidSpec
 from tests.unit.gateway.builders import spec_document
 
 

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from flotilla.cli.continuing import check_same
-from shared.config.device_rules import DeviceFacts, DeviceNeed, decide, rollout_need, trainer_need
-from shared.config.load import changed_live, validate_spec, with_changes
-from shared.config.spec import ExperimentSpec
-from shared.errors import Conflict, InvalidSpec
+from flotilla.shared.config.load.spec_text import changed_live, validate_spec, with_changes
+from flotilla.shared.config.rules.devices import DeviceFacts, DeviceNeed, decide, rollout_need, trainer_need
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import Conflict, InvalidSpec
 from tests.unit.config.test_load import a_document
 
 SGLANG = {"kind": "sglang", "device": "cuda"}

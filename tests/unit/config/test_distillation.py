@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from services.gateway.preflight.checks import models_of, paths_of, pinned, train_dataset
-from shared.config.load import validate_spec
-from shared.config.paths import resolve_paths
-from shared.config.spec import ExperimentSpec
-from shared.errors import DataError, InvalidSpec
+from flotilla.services.gateway.preflight.checks import models_of, paths_of, pinned, train_dataset
+from flotilla.shared.config.load.paths import resolve_paths
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import DataError, InvalidSpec
 
 TEACHER: dict[str, Any] = {"path": "/teacher", "pure": True}
 ALONE: dict[str, Any] = {

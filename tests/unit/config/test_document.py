@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from shared.config.reference_page import render
+from flotilla.shared.config.load.reference_page import render
 
 PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
 
 
 def test_the_committed_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == render(), (
-        "run: python -m shared.config.reference_page > docs/configuration.md"
+        "run: python -m flotilla.shared.config.load.reference_page > docs/configuration.md"
     )
 
 

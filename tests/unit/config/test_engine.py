@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from shared.config.engine import SglangEngineConfig, TorchEngineConfig, VllmEngineConfig
-from shared.config.load import validate_spec
-from shared.errors import InvalidSpec
-from shared.schemas.engine import EngineCapability
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.sections.engine import SglangEngineConfig, TorchEngineConfig, VllmEngineConfig
+from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.schemas.engine import EngineCapability
 from tests.unit.config.test_load import a_document
 
 

@@ -8,11 +8,11 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from flotilla.launch_file import read_launch_file
-from shared.config.load import parse_document, validate_spec
-from shared.config.spec import ExperimentSpec
-from shared.config.strict_types import NUMBERS, _options, check_exact, is_guessed
-from shared.config.yaml_text import read_value, write_value
-from shared.errors import InvalidSpec
+from flotilla.shared.config.base.strict_types import NUMBERS, _options, check_exact, is_guessed
+from flotilla.shared.config.load.spec_text import parse_document, validate_spec
+from flotilla.shared.config.load.yaml_text import read_value, write_value
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidSpec
 from tests.unit.config.test_round_trip import sections_below
 
 DOCUMENT: dict[str, Any] = {

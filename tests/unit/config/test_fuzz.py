@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from shared.config.load import parse_document, validate_spec
-from shared.errors import InvalidSpec
+from flotilla.shared.config.load.spec_text import parse_document, validate_spec
+from flotilla.shared.errors import InvalidSpec
 
 RECIPES = sorted((Path(__file__).parents[1] / "importers" / "recipes").glob("*.expected.yaml"))
 PIECES = ["${", "'", '"', "\\", "\n", ": ", "- ", "[", "{", "]", "#", "~", "1e999", ".nan", "\0", "2020-13-45", "&a ",

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from shared.config.load import validate_spec
-from shared.errors import InvalidSpec
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.errors import InvalidSpec
 
 MINIMAL: dict[str, Any] = {
     "name": "job",

@@ -7,12 +7,12 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from shared.config.load import load_spec, parse_document, validate_spec
-from shared.config.other_names import OTHER_NAMES
-from shared.config.overrides import apply_overrides
-from shared.config.paths import resolve_paths
-from shared.config.spec import ExperimentSpec
-from shared.errors import InvalidSpec
+from flotilla.shared.config.load.overrides import apply_overrides
+from flotilla.shared.config.load.paths import resolve_paths
+from flotilla.shared.config.load.spec_text import load_spec, parse_document, validate_spec
+from flotilla.shared.config.other_names import OTHER_NAMES
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidSpec
 
 
 def a_document(**sections: Any) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from flotilla.launch_file import LaunchFile, read_launch_file
-from shared.config.overrides import apply, in_environment, on_command_line, origin_of
-from shared.errors import InvalidSpec
+from flotilla.shared.config.load.overrides import apply, in_environment, on_command_line, origin_of
+from flotilla.shared.errors import InvalidSpec
 
 FILE: dict[str, Any] = {
     "name": "trial",

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from shared.config.publication import PublicationConfig
-from shared.errors import InvalidSpec
+from flotilla.shared.config.sections.publication import PublicationConfig
+from flotilla.shared.errors import InvalidSpec
 from tests.unit.gateway.builders import a_spec, spec_document
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from shared.config.load import changed_live, validate_spec
-from shared.errors import InvalidSpec
+from flotilla.shared.config.load.spec_text import changed_live, validate_spec
+from flotilla.shared.errors import InvalidSpec
 from tests.unit.config.test_load import a_document
 
 

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 
-from shared.config.load import validate_spec
-from shared.config.revisions import MIGRATIONS, REVISION, migrated
-from shared.errors import InvalidSpec
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.revisions import MIGRATIONS, REVISION, migrated
+from flotilla.shared.errors import InvalidSpec
 from tests.unit.gateway.builders import a_spec
 
 ONE_SERVER = {"engine": {"kind": "sglang", "url": "http://10.0.0.7:30000"}}

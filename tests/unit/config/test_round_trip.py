@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from shared.config.spec import ExperimentSpec
-from shared.config.yaml_text import read_value, write_value
+from flotilla.shared.config.load.yaml_text import read_value, write_value
+from flotilla.shared.config.spec import ExperimentSpec
 
 # A rule imports it when a URL is first drawn, and importing it draws a random number: the strategies may draw none.
 importlib.import_module("httpx")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.engines.admission import group_sizes, prefill_batches
+from flotilla.services.rollout.engines.admission import group_sizes, prefill_batches
 
 
 @pytest.mark.parametrize(

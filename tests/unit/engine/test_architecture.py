@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engines.decoders.architecture import architecture_of, is_written_out, reason_not_fused
-from services.rollout.engines.decoders.checkpoint import TensorHeader, check_headers
-from shared.errors import WeightTransferFailed
+from flotilla.services.rollout.engines.decoders.architecture import architecture_of, is_written_out, reason_not_fused
+from flotilla.services.rollout.engines.decoders.checkpoint import TensorHeader, check_headers
+from flotilla.shared.errors import WeightTransferFailed
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engines.embedded.batch import ActiveRequest, Batch
-from services.rollout.engines.stop_text import StopText
-from shared.schemas.trajectory import FinishReason
+from flotilla.services.rollout.engines.embedded.batch import ActiveRequest, Batch
+from flotilla.services.rollout.engines.stop_text import StopText
+from flotilla.shared.schemas.trajectory import FinishReason
 from tests.contract.engine.requests import a_request
 
 

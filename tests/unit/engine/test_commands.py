@@ -9,8 +9,8 @@ import msgpack
 import numpy as np
 import pytest
 
-from services.rollout.engines.base import Completion, EngineLoad
-from services.rollout.engines.process.commands import (
+from flotilla.services.rollout.engines.base import Completion, EngineLoad
+from flotilla.services.rollout.engines.process.commands import (
     Abort,
     Cancel,
     Close,
@@ -24,12 +24,12 @@ from services.rollout.engines.process.commands import (
     result_from_wire,
     result_to_wire,
 )
-from services.rollout.engines.process.framing import encode, read_message, receive_message
-from services.rollout.engines.resumption import Prefix, ResumeRule
-from services.rollout.engines.settings import EngineSettings
-from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import InvalidRequest
-from shared.schemas.trajectory import FinishReason
+from flotilla.services.rollout.engines.process.framing import encode, read_message, receive_message
+from flotilla.services.rollout.engines.resumption import Prefix, ResumeRule
+from flotilla.services.rollout.engines.settings import EngineSettings
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.schemas.trajectory import FinishReason
 from tests.contract.engine.requests import a_request
 
 

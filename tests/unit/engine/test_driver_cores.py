@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engines.embedded.outcomes import Outcome
-from services.rollout.engines.process import driver as driver_module
-from services.rollout.engines.process.commands import Close, TakeLoad
-from services.rollout.engines.process.driver import EngineDriver
-from shared.cores import CoreSeat
+from flotilla.services.rollout.engines.embedded.outcomes import Outcome
+from flotilla.services.rollout.engines.process import driver as driver_module
+from flotilla.services.rollout.engines.process.commands import Close, TakeLoad
+from flotilla.services.rollout.engines.process.driver import EngineDriver
+from flotilla.shared.host.cores import CoreSeat
 
 
 class Sampling:

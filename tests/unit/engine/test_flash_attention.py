@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from services.rollout.engines.decoders.architecture import architecture_of
-from services.rollout.engines.decoders.checkpoint import read_config, safetensors_files
-from services.rollout.engines.decoders.flash_attention import (
+from flotilla.services.rollout.engines.decoders.architecture import architecture_of
+from flotilla.services.rollout.engines.decoders.checkpoint import read_config, safetensors_files
+from flotilla.services.rollout.engines.decoders.flash_attention import (
     PAGE_TOKENS,
     FlashAttention,
     FlashAttentionByRow,
     attention_here,
 )
-from services.rollout.engines.decoders.fused import FusedDecoder
-from services.rollout.engines.decoders.paged import PagedDecoder, works
+from flotilla.services.rollout.engines.decoders.fused import FusedDecoder
+from flotilla.services.rollout.engines.decoders.paged import PagedDecoder, works
 from tests.contract.engine.models import VOCAB, save_model
 
 SIZES: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "num_rows": 6, "context_tokens": 32}

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.rollout.engines.decoders.architecture import Architecture
-from services.rollout.engines.decoders.checkpoint import TensorHeader
-from services.rollout.engines.decoders.fused_weights import FusedWeights
+from flotilla.services.rollout.engines.decoders.architecture import Architecture
+from flotilla.services.rollout.engines.decoders.checkpoint import TensorHeader
+from flotilla.services.rollout.engines.decoders.fused_weights import FusedWeights
 
 SIZES = Architecture(
     vocab_size=10,

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from services.rollout.engines.decoders.architecture import Architecture
-from services.rollout.engines.decoders.fused import FusedDecoder
-from services.rollout.engines.decoders.fused_weights import FusedWeights
-from services.rollout.engines.decoders.matrices import PACKED_ELEMENTS, Matrix
-from services.rollout.engines.decoders.native import kernels
-from services.rollout.engines.decoders.native.kernels import Kernels, kernels_for
-from services.rollout.engines.embedded.sampling import RowSampling, sample
-from shared import native_code
+from flotilla.services.rollout.engines.decoders.architecture import Architecture
+from flotilla.services.rollout.engines.decoders.fused import FusedDecoder
+from flotilla.services.rollout.engines.decoders.fused_weights import FusedWeights
+from flotilla.services.rollout.engines.decoders.matrices import PACKED_ELEMENTS, Matrix
+from flotilla.services.rollout.engines.decoders.native import kernels
+from flotilla.services.rollout.engines.decoders.native.kernels import Kernels, kernels_for
+from flotilla.services.rollout.engines.embedded.sampling import RowSampling, sample
+from flotilla.shared.host import native_code
 
 needs_compiler = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("cc", "gcc", "clang")), reason="no C compiler"

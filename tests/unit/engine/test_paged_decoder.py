@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from services.rollout.engines.decoders import paged
-from services.rollout.engines.decoders.architecture import architecture_of
-from services.rollout.engines.decoders.checkpoint import read_config, safetensors_files
-from services.rollout.engines.decoders.flash_attention import FlashAttention
-from services.rollout.engines.decoders.fused import FusedDecoder
-from services.rollout.engines.decoders.graphs import WARM_UPS, Graphs
-from services.rollout.engines.decoders.host_arrays import on_device
-from services.rollout.engines.decoders.paged import PagedDecoder, works
-from services.rollout.engines.embedded import loading
-from services.rollout.engines.settings import EngineSettings
-from shared.errors import ModelError
+from flotilla.services.rollout.engines.decoders import paged
+from flotilla.services.rollout.engines.decoders.architecture import architecture_of
+from flotilla.services.rollout.engines.decoders.checkpoint import read_config, safetensors_files
+from flotilla.services.rollout.engines.decoders.flash_attention import FlashAttention
+from flotilla.services.rollout.engines.decoders.fused import FusedDecoder
+from flotilla.services.rollout.engines.decoders.graphs import WARM_UPS, Graphs
+from flotilla.services.rollout.engines.decoders.host_arrays import on_device
+from flotilla.services.rollout.engines.decoders.paged import PagedDecoder, works
+from flotilla.services.rollout.engines.embedded import loading
+from flotilla.services.rollout.engines.settings import EngineSettings
+from flotilla.shared.errors import ModelError
 from tests.contract.engine.models import VOCAB, make_model, save_image, save_model
 
 CPU = torch.device("cpu")

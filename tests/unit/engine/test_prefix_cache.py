@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from services.rollout.engines.embedded.prefix_cache import Entry, PrefixCache
+from flotilla.services.rollout.engines.embedded.prefix_cache import Entry, PrefixCache
 
 
 def ids(*tokens: int) -> npt.NDArray[np.int64]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.engines.embedded.sampling import RowSampling, sample, seed_keys, uniforms
+from flotilla.services.rollout.engines.embedded.sampling import RowSampling, sample, seed_keys, uniforms
 
 LOGITS = torch.tensor([2.0, 0.5, -1.0, 1.0, 0.0, -torch.inf, -2.0, 1.5])
 LARGEST_DRAW = 1 - 2.0**-52

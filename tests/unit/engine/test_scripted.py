@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from services.rollout.engines.scripted import ScriptedEngine, log_prob_of
-from shared.errors import WorkerDied
+from flotilla.services.rollout.engines.scripted import ScriptedEngine, log_prob_of
+from flotilla.shared.errors import WorkerDied
 from tests.contract.engine.requests import a_request
 
 

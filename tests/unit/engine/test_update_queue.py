@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engines.decoders.arrival import Arrival
-from services.rollout.engines.embedded.updates import Update, UpdateQueue
-from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import WeightTransferFailed
+from flotilla.services.rollout.engines.decoders.arrival import Arrival
+from flotilla.services.rollout.engines.embedded.updates import Update, UpdateQueue
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import WeightTransferFailed
 
 A, B = Path("a"), Path("b")
 

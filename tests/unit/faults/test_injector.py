@@ -11,17 +11,17 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from shared.client import GatewayClient
-from shared.clock import SystemClock
-from shared.errors import Unavailable
-from shared.faults import armed as armed_module
-from shared.faults import injector as injector_module
-from shared.faults.armed import arm, arm_from, armed, disarm
-from shared.faults.http import FaultyApp
-from shared.faults.injector import Injector
-from shared.faults.plan import parse_plan
-from shared.faults.sites import Site
-from shared.serving import problem_response
+from flotilla.shared.clock import SystemClock
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.faults import armed as armed_module
+from flotilla.shared.faults import injector as injector_module
+from flotilla.shared.faults.armed import arm, arm_from, armed, disarm
+from flotilla.shared.faults.http import FaultyApp
+from flotilla.shared.faults.injector import Injector
+from flotilla.shared.faults.plan import parse_plan
+from flotilla.shared.faults.sites import Site
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.net.server.serving import problem_response
 
 
 @pytest.fixture

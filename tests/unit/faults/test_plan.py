@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import InvalidRequest
-from shared.faults.plan import parse_plan
-from shared.faults.sites import PLACES, Kind, Site
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.faults.plan import parse_plan
+from flotilla.shared.faults.sites import PLACES, Kind, Site
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "faults.md"
 

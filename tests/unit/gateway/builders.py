@@ -6,20 +6,20 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from services.gateway.records.repository import Experiment
-from services.gateway.settings import GatewaySettings
-from services.gateway.state import GatewayState, assemble
-from services.gateway.store.memory import MemoryStore
-from services.gateway.store.records import ExperimentRecord
-from shared.clock import ManualClock
-from shared.config.load import validate_spec
-from shared.config.spec import ExperimentSpec
-from shared.schemas.experiment import ExperimentState
-from shared.schemas.publication import Manifest, PublicationRequest, TensorSpec
-from shared.schemas.service import Capabilities, ObservedState, Registration, ServiceKind, WorkState
-from shared.schemas.task import Lane
-from shared.streams.memory.plane import MemoryDataPlane
-from shared.streams.settings import StreamsConfig
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.services.gateway.state import GatewayState, assemble
+from flotilla.services.gateway.store.memory import MemoryStore
+from flotilla.services.gateway.store.records import ExperimentRecord
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.publication import Manifest, PublicationRequest, TensorSpec
+from flotilla.shared.schemas.service import Capabilities, ObservedState, Registration, ServiceKind, WorkState
+from flotilla.shared.schemas.task import Lane
+from flotilla.shared.streams.memory.plane import MemoryDataPlane
+from flotilla.shared.streams.settings import StreamsConfig
 
 
 def spec_document(**changes: Any) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from services.gateway.monitoring.health.checks import find
-from services.gateway.monitoring.health.evidence import Evidence, Facts, Graded, Sampled, StepFigures
-from shared.config.health import CheckName, HealthConfig
-from shared.schemas.health import SampleExcerpt
+from flotilla.services.gateway.monitoring.health.checks import find
+from flotilla.services.gateway.monitoring.health.evidence import Evidence, Facts, Graded, Sampled, StepFigures
+from flotilla.shared.config.sections.health import CheckName, HealthConfig
+from flotilla.shared.schemas.health import SampleExcerpt
 
 FIGURES = {
     "updates/in_step": 1.0,

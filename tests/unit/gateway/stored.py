@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from shared.checkpoints import CHECKPOINTS, STATE_FILE, CheckpointState, checksum, sizes
+from flotilla.shared.checkpoints.folders import CHECKPOINTS, STATE_FILE, CheckpointState, checksum, sizes
 
 PER_STEP = 2
 """Groups of a step, as ``spec_document`` has them."""

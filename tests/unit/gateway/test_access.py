@@ -5,14 +5,14 @@ import json
 
 import pytest
 
-from services.gateway.access.policy import RULES, refusal
-from services.gateway.access.tokens import PASS_SECONDS, Tokens
-from services.gateway.store.memory import MemoryStore
-from shared.access import PASS_PREFIX, PassKey, Principal, Scope
-from shared.clock import ManualClock
-from shared.errors import Conflict, NotFound
-from shared.schemas.service import ServiceKind
-from shared.schemas.token import TokenRequest
+from flotilla.services.gateway.access.policy import RULES, refusal
+from flotilla.services.gateway.access.tokens import PASS_SECONDS, Tokens
+from flotilla.services.gateway.store.memory import MemoryStore
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.errors import Conflict, NotFound
+from flotilla.shared.net.authorisation.access import PASS_PREFIX, PassKey, Principal, Scope
+from flotilla.shared.net.authorisation.token_records import TokenRequest
+from flotilla.shared.schemas.service import ServiceKind
 
 ROLLOUT = Principal(Scope.SERVICE, "rollout-1", ServiceKind.ROLLOUT, "rollout-1")
 TRAINER = Principal(Scope.SERVICE, "trainer-1", ServiceKind.TRAINER, "trainer-1")

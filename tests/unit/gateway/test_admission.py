@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.feeder.admission import admitted, budget_left, groups_left
-from shared.streams.ledger import HopCounts, Ledger
+from flotilla.services.gateway.feeder.admission import admitted, budget_left, groups_left
+from flotilla.shared.streams.ledger import HopCounts, Ledger
 
 
 def test_the_budget_counts_what_is_outstanding_and_what_was_consumed_since_the_publication() -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from services.gateway.monitoring.bottleneck import Bottleneck, Look, StepTimes, find_bottleneck
-from services.gateway.monitoring.window import ENOUGH_STEPS, MIN_SECONDS, WINDOW_SECONDS, Window
-from shared.streams.keys import HopName
-from shared.streams.ledger import HopCounts, Ledger
+from flotilla.services.gateway.monitoring.bottleneck import Bottleneck, Look, StepTimes, find_bottleneck
+from flotilla.services.gateway.monitoring.window import ENOUGH_STEPS, MIN_SECONDS, WINDOW_SECONDS, Window
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.ledger import HopCounts, Ledger
 
 GIVEN = {"budget": 24, "groups_per_step": 8}
 

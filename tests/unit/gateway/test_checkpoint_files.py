@@ -9,17 +9,17 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway.app import create_app
-from services.gateway.lifecycle import origins
-from services.gateway.lifecycle.commands import ExperimentCommands
-from services.gateway.settings import GatewaySettings
-from services.gateway.state import GatewayState
-from services.gateway.store.writes import PutCheckpoint
-from services.gateway.uploads.remote import RemoteCheckpoints
-from shared.checkpoints import CHECKPOINTS, STATE_FILE, complete
-from shared.errors import FlotillaError
-from shared.samples.index import SampleIndex
-from shared.schemas.experiment import CheckpointView
+from flotilla.services.gateway.app import create_app
+from flotilla.services.gateway.lifecycle import origins
+from flotilla.services.gateway.lifecycle.commands import ExperimentCommands
+from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.services.gateway.state import GatewayState
+from flotilla.services.gateway.store.writes import PutCheckpoint
+from flotilla.services.gateway.uploads.remote import RemoteCheckpoints
+from flotilla.shared.checkpoints.folders import CHECKPOINTS, STATE_FILE, complete
+from flotilla.shared.errors import FlotillaError
+from flotilla.shared.samples.index import SampleIndex
+from flotilla.shared.schemas.experiment import CheckpointView
 from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment
 from tests.unit.gateway.stored import store_checkpoint
 

@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 from fsspec.core import url_to_fs
 
-from services.gateway.datasets.dataset import Dataset
-from services.gateway.feeder.feeder import Feeder
-from services.gateway.lifecycle.commands import DOWNLOADS
-from services.gateway.lifecycle.states import Action, LifecycleEvent
-from services.gateway.records.repository import Experiment
-from services.gateway.routes.checkpoints import check_upload, checkpoints
-from services.gateway.state import GatewayState
-from services.gateway.store.writes import PutCheckpoint
-from services.gateway.uploads.uploads import Uploads
-from shared.checkpoints import complete
-from shared.config.load import with_changes
-from shared.errors import ActionNotAllowed, InvalidSpec, ModelError, NotFound
-from shared.schemas.experiment import CheckpointView, ExperimentState, ForkRequest
-from shared.schemas.service import ObservedState, ServiceKind, WorkState
-from shared.streams.hop import Resolution
-from shared.streams.keys import HopName
+from flotilla.services.gateway.datasets.dataset import Dataset
+from flotilla.services.gateway.feeder.feeder import Feeder
+from flotilla.services.gateway.lifecycle.commands import DOWNLOADS
+from flotilla.services.gateway.lifecycle.states import Action, LifecycleEvent
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.routes.checkpoints import check_upload, checkpoints
+from flotilla.services.gateway.state import GatewayState
+from flotilla.services.gateway.store.writes import PutCheckpoint
+from flotilla.services.gateway.uploads.uploads import Uploads
+from flotilla.shared.checkpoints.folders import complete
+from flotilla.shared.config.load.spec_text import with_changes
+from flotilla.shared.errors import ActionNotAllowed, InvalidSpec, ModelError, NotFound
+from flotilla.shared.schemas.experiment import CheckpointView, ExperimentState, ForkRequest
+from flotilla.shared.schemas.service import ObservedState, ServiceKind, WorkState
+from flotilla.shared.streams.hop import Resolution
+from flotilla.shared.streams.keys import HopName
 from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment, add_service, say
 from tests.unit.gateway.stored import store_checkpoint
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.gateway.datasets.dataset import Dataset, order_of_epoch
-from services.gateway.datasets.loading import load_training
-from services.gateway.datasets.row_readers import read_rows
-from shared.config.data import DataConfig
-from shared.errors import DataError
-from shared.schemas.task import Message
+from flotilla.services.gateway.datasets.dataset import Dataset, order_of_epoch
+from flotilla.services.gateway.datasets.loading import load_training
+from flotilla.services.gateway.datasets.row_readers import read_rows
+from flotilla.shared.config.sections.data import DataConfig
+from flotilla.shared.errors import DataError
+from flotilla.shared.schemas.task import Message
 
 ROWS = [{"prompt": f"p{n}", "label": str(n), "level": n} for n in range(5)]
 

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.gateway.digest import digest
-from services.gateway.registry.desired import (
+from flotilla.services.gateway.digest import digest
+from flotilla.services.gateway.registry.desired import (
     MOST_BODIES,
     DesiredBodies,
     DesiredStates,
@@ -11,9 +11,9 @@ from services.gateway.registry.desired import (
     ServiceFacts,
     desired,
 )
-from shared.schemas.experiment import ExperimentState as State
-from shared.schemas.publication import PublicationOrder, PublicationPhase
-from shared.schemas.service import DesiredState, ServiceKind, WorkState
+from flotilla.shared.schemas.experiment import ExperimentState as State
+from flotilla.shared.schemas.publication import PublicationOrder, PublicationPhase
+from flotilla.shared.schemas.service import DesiredState, ServiceKind, WorkState
 from tests.unit.gateway.builders import a_manifest
 
 ROLLOUT = ServiceFacts("rollout-1", ServiceKind.ROLLOUT, is_draining=False)

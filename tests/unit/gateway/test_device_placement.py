@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from services.gateway.scheduler.demands import Candidate, Demand
-from services.gateway.scheduler.explanation import why_waiting
-from services.gateway.scheduler.placement import Placement, WhyLeave, place
-from services.gateway.state import GatewayState
-from shared.config.device_rules import DeviceNeed
-from shared.config.resources import QuotaConfig
-from shared.schemas.experiment import ExperimentState
-from shared.schemas.service import Capabilities, GpuDevice, ServiceKind, WorkState
-from shared.schemas.service import ServiceKind as Kind
+from flotilla.services.gateway.scheduler.demands import Candidate, Demand
+from flotilla.services.gateway.scheduler.explanation import why_waiting
+from flotilla.services.gateway.scheduler.placement import Placement, WhyLeave, place
+from flotilla.services.gateway.state import GatewayState
+from flotilla.shared.config.rules.devices import DeviceNeed
+from flotilla.shared.config.sections.resources import QuotaConfig
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.service import Capabilities, GpuDevice, ServiceKind, WorkState
+from flotilla.shared.schemas.service import ServiceKind as Kind
 from tests.unit.gateway.builders import a_gateway, a_registration, a_spec, add_experiment, say
 
 ONE = QuotaConfig(min=1, max=1)

@@ -2,12 +2,12 @@ from dataclasses import replace
 
 import pytest
 
-from services.gateway.monitoring.diagnosis import Observation, Situation, diagnose, progress_of
-from shared.schemas.experiment import ExperimentState
-from shared.schemas.publication import PublicationPhase
-from shared.schemas.service import ServiceKind as Kind
-from shared.schemas.service import WorkState
-from shared.streams.ledger import HopCounts, Ledger, TokenCounts
+from flotilla.services.gateway.monitoring.diagnosis import Observation, Situation, diagnose, progress_of
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.publication import PublicationPhase
+from flotilla.shared.schemas.service import ServiceKind as Kind
+from flotilla.shared.schemas.service import WorkState
+from flotilla.shared.streams.ledger import HopCounts, Ledger, TokenCounts
 
 SERVICES = [Observation(f"{kind}-1", kind, WorkState.RUNNING, 3) for kind in (Kind.TRAINER, Kind.ROLLOUT, Kind.REWARD)]
 WELL = Situation(

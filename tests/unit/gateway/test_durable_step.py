@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.store.writes import PutCheckpoint
-from shared.checkpoints import CHECKPOINTS, STATE_FILE, CheckpointState
-from shared.schemas.experiment import CheckpointView
+from flotilla.services.gateway.store.writes import PutCheckpoint
+from flotilla.shared.checkpoints.folders import CHECKPOINTS, STATE_FILE, CheckpointState
+from flotilla.shared.schemas.experiment import CheckpointView
 from tests.unit.gateway.builders import a_gateway, add_experiment
 
 

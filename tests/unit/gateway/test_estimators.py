@@ -3,11 +3,11 @@ from statistics import fmean
 
 import pytest
 
-from services.gateway.datasets.dataset import Part
-from services.gateway.evaluation.estimators import best_at, majority, pass_at, sizes_up_to
-from services.gateway.evaluation.summary import compare_answers, summarise_sets
-from shared.schemas.trajectory import GradeStatus, Group
-from shared.testing.builders import a_group, a_task, a_trajectory
+from flotilla.services.gateway.datasets.dataset import Part
+from flotilla.services.gateway.evaluation.estimators import best_at, majority, pass_at, sizes_up_to
+from flotilla.services.gateway.evaluation.summary import compare_answers, summarise_sets
+from flotilla.shared.schemas.trajectory import GradeStatus, Group
+from flotilla.shared.testing.builders import a_group, a_task, a_trajectory
 
 REWARDS = [0.0, 1.0, 0.25, 0.0, -1.0, 1.0, 0.5]
 

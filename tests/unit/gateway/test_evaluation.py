@@ -1,9 +1,9 @@
 import pytest
 
-from services.gateway.evaluation.schedule import due_version
-from services.gateway.evaluation.summary import summarise
-from shared.schemas.trajectory import GradeStatus, Group
-from shared.testing.builders import a_group, a_task, a_trajectory
+from flotilla.services.gateway.evaluation.schedule import due_version
+from flotilla.services.gateway.evaluation.summary import summarise
+from flotilla.shared.schemas.trajectory import GradeStatus, Group
+from flotilla.shared.testing.builders import a_group, a_task, a_trajectory
 
 
 def due(policy: int, evaluated: int | None, every: int | None = 5, *, trained: bool = False) -> int | None:

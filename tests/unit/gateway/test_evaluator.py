@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 from pyarrow import parquet
 
-from services.gateway.datasets.dataset import Dataset, Part
-from services.gateway.evaluation.evaluator import Evaluator
-from services.gateway.records.repository import Experiment
-from services.gateway.state import GatewayState
-from shared.errors import Unavailable
-from shared.samples.folder import SAMPLES, stored_files
-from shared.samples.table import to_groups
-from shared.schemas.service import ServiceKind
-from shared.schemas.task import Task
-from shared.streams.hop import Resolution
-from shared.streams.keys import HopName
-from shared.testing.builders import a_group
+from flotilla.services.gateway.datasets.dataset import Dataset, Part
+from flotilla.services.gateway.evaluation.evaluator import Evaluator
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.state import GatewayState
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.samples.folder import SAMPLES, stored_files
+from flotilla.shared.samples.table import to_groups
+from flotilla.shared.schemas.service import ServiceKind
+from flotilla.shared.schemas.task import Task
+from flotilla.shared.streams.hop import Resolution
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.testing.builders import a_group
 from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment, add_service, running, until
 
 ROWS = [{"prompt": f"p{n}", "label": str(n)} for n in range(3)]
@@ -127,7 +127,7 @@ async def test_a_group_of_another_schema_is_an_error_and_the_others_count(monkey
             graded = a_group(claim.task(), rewards=[1.0])
             with monkeypatch.context() as earlier:
                 if number == 0:
-                    earlier.setattr("shared.schemas.trajectory.GROUP_SCHEMA", 1)
+                    earlier.setattr("flotilla.shared.schemas.trajectory.GROUP_SCHEMA", 1)
                 await reward.forward(claim, graded)
 
         await until(lambda: experiment.record.evaluated_version == 0)

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from services.gateway.evaluation import evaluator as module
-from services.gateway.lifecycle import drain_outstanding
-from services.gateway.records.repository import Experiment
-from services.gateway.state import GatewayState
-from shared.schemas.task import Task
-from shared.streams.hop import Claim, Hop
-from shared.streams.keys import HopName
-from shared.streams.memory.streams import MemoryStore
-from shared.testing.builders import a_group
+from flotilla.services.gateway.evaluation import evaluator as module
+from flotilla.services.gateway.lifecycle import drain_outstanding
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.state import GatewayState
+from flotilla.shared.schemas.task import Task
+from flotilla.shared.streams.hop import Claim, Hop
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.memory.streams import MemoryStore
+from flotilla.shared.testing.builders import a_group
 from tests.unit.gateway.builders import running, until
 from tests.unit.gateway.test_evaluator import ROWS, an_evaluator, answer, series
 

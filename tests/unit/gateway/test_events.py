@@ -1,9 +1,9 @@
 import asyncio
 
-from services.gateway.events.log import EventLog
-from services.gateway.routes.events import frame_of
-from services.gateway.store.memory import MemoryStore
-from shared.clock import ManualClock
+from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.routes.events import frame_of
+from flotilla.services.gateway.store.memory import MemoryStore
+from flotilla.shared.clock import ManualClock
 from tests.unit.gateway.builders import turns
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.routes.exchange import StatusCalls
-from services.gateway.state import GatewayState
-from shared.schemas.service import ServiceKind
+from flotilla.services.gateway.routes.exchange import StatusCalls
+from flotilla.services.gateway.state import GatewayState
+from flotilla.shared.schemas.service import ServiceKind
 from tests.unit.gateway.builders import a_gateway, add_service
 
 BODY = b'{"state": "idle"}'

@@ -6,19 +6,19 @@ from types import MappingProxyType
 
 import pytest
 
-from services.gateway.datasets.dataset import Dataset
-from services.gateway.datasets.loading import load_training
-from services.gateway.feeder import feeder as feeding
-from services.gateway.feeder.feeder import Feeder
-from services.gateway.feeder.status import FeederStatus
-from services.gateway.lifecycle.drain_outstanding import drain_outstanding
-from services.gateway.store.memory import MemoryStore
-from shared.clock import ManualClock
-from shared.schemas.experiment import ExperimentState
-from shared.schemas.task import Lane
-from shared.streams.hop import Resolution
-from shared.streams.keys import HopName
-from shared.testing.builders import a_group
+from flotilla.services.gateway.datasets.dataset import Dataset
+from flotilla.services.gateway.datasets.loading import load_training
+from flotilla.services.gateway.feeder import feeder as feeding
+from flotilla.services.gateway.feeder.feeder import Feeder
+from flotilla.services.gateway.feeder.status import FeederStatus
+from flotilla.services.gateway.lifecycle.drain_outstanding import drain_outstanding
+from flotilla.services.gateway.store.memory import MemoryStore
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.task import Lane
+from flotilla.shared.streams.hop import Resolution
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.testing.builders import a_group
 from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment, running, spec_document, until
 
 ROWS = [{"prompt": f"p{n}", "label": str(n)} for n in range(3)]

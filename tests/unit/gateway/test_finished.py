@@ -7,18 +7,18 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from services.gateway.datasets.dataset import Dataset
-from services.gateway.datasets.finished import FinishedGroups, check_rows
-from services.gateway.datasets.held_out import HeldOutRows
-from services.gateway.datasets.length_worker import render
-from services.gateway.feeder.feeder import Feeder
-from shared.clock import ManualClock
-from shared.config.load import validate_spec
-from shared.config.spec import ExperimentSpec
-from shared.errors import DataError, NotFound, Unavailable
-from shared.prompts import PromptTemplate
-from shared.schemas.trajectory import NO_VERSION, GradeStatus, Group
-from shared.streams.keys import HopName
+from flotilla.services.gateway.datasets.dataset import Dataset
+from flotilla.services.gateway.datasets.finished import FinishedGroups, check_rows
+from flotilla.services.gateway.datasets.held_out import HeldOutRows
+from flotilla.services.gateway.datasets.length_worker import render
+from flotilla.services.gateway.feeder.feeder import Feeder
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import DataError, NotFound, Unavailable
+from flotilla.shared.models.prompts import PromptTemplate
+from flotilla.shared.schemas.trajectory import NO_VERSION, GradeStatus, Group
+from flotilla.shared.streams.keys import HopName
 from tests.unit.gateway.builders import a_gateway, add_experiment
 
 CHATML = (
@@ -194,7 +194,7 @@ async def test_the_feeder_issues_them_to_the_trainer_whatever_was_consumed() -> 
 
 
 def test_held_out_rows_are_given_out_in_pages_while_the_experiment_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gateway.datasets.held_out.PAGE_ROWS", 2)
+    monkeypatch.setattr("flotilla.services.gateway.datasets.held_out.PAGE_ROWS", 2)
     spec = spec_of(kind="sft", response_column="answer", max_tokens=6)
     rows = [{"prompt": "hi", "answer": "a b c" if number == 1 else "a"} for number in range(3)]
     held_out = HeldOutRows()

@@ -8,16 +8,23 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.gateway.publications.transports import can_receive
-from services.gateway.routes.diagnosis import diagnosis
-from services.gateway.runtime import reconciler
-from services.gateway.state import GatewayState
-from services.gateway.store.memory import MemoryStore
-from services.gateway.store.writes import PutCheckpoint, PutService
-from shared.clock import ManualClock
-from shared.errors import Conflict, NotFound
-from shared.schemas.experiment import CheckpointView, ExperimentState
-from shared.schemas.service import DRAIN_NOTICE_SECONDS, DesiredState, Failure, ObservedState, ServiceKind, WorkState
+from flotilla.services.gateway.publications.transports import can_receive
+from flotilla.services.gateway.routes.diagnosis import diagnosis
+from flotilla.services.gateway.runtime import reconciler
+from flotilla.services.gateway.state import GatewayState
+from flotilla.services.gateway.store.memory import MemoryStore
+from flotilla.services.gateway.store.writes import PutCheckpoint, PutService
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.errors import Conflict, NotFound
+from flotilla.shared.schemas.experiment import CheckpointView, ExperimentState
+from flotilla.shared.schemas.service import (
+    DRAIN_NOTICE_SECONDS,
+    DesiredState,
+    Failure,
+    ObservedState,
+    ServiceKind,
+    WorkState,
+)
 from tests.unit.gateway.builders import (
     a_gateway,
     a_registration,

@@ -7,10 +7,10 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway.app import create_app
-from services.gateway.settings import GatewaySettings
-from shared.clock import ManualClock
-from shared.security import callback_key, new_callback_key, signature
+from flotilla.services.gateway.app import create_app
+from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.net.authorisation.tokens import callback_key, new_callback_key, signature
 from tests.unit.gateway.builders import a_gateway, add_experiment
 
 NAME = "0123456789abcdef" * 2

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.access.tokens import Tokens
-from services.gateway.middleware import Guard, Opened
-from services.gateway.routes.dependencies import number_of
-from services.gateway.store.memory import MemoryStore
-from services.gateway.store.records import StoredAnswer
-from shared.access import Principal
-from shared.access import Scope as Role
-from shared.clock import ManualClock
-from shared.connections import EXTENSION
-from shared.errors import InvalidRequest
-from shared.request_body import Bodies
-from shared.schemas.service import ServiceKind
+from flotilla.services.gateway.access.tokens import Tokens
+from flotilla.services.gateway.middleware import Guard, Opened
+from flotilla.services.gateway.routes.dependencies import number_of
+from flotilla.services.gateway.store.memory import MemoryStore
+from flotilla.services.gateway.store.records import StoredAnswer
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.net.authorisation.access import Principal
+from flotilla.shared.net.authorisation.access import Scope as Role
+from flotilla.shared.net.server.connections import EXTENSION
+from flotilla.shared.net.server.request_body import Bodies
+from flotilla.shared.schemas.service import ServiceKind
 
 
 class Seen:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway.preflight.checks import check_model
-from shared.config.spec import ExperimentSpec
-from shared.errors import InvalidSpec
+from flotilla.services.gateway.preflight.checks import check_model
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidSpec
 from tests.unit.gateway.builders import a_spec
 
 

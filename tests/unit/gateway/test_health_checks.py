@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from services.gateway.monitoring.health.checks import CHECKS, find
-from services.gateway.monitoring.health.evidence import Sampled
-from shared.config.health import CheckName, HealthConfig
-from shared.schemas.health import SampleExcerpt
+from flotilla.services.gateway.monitoring.health.checks import CHECKS, find
+from flotilla.services.gateway.monitoring.health.evidence import Sampled
+from flotilla.shared.config.sections.health import CheckName, HealthConfig
+from flotilla.shared.schemas.health import SampleExcerpt
 from tests.unit.gateway.health import evidence, facts, found, graded, steps
 
 PAGE = (Path(__file__).parents[3] / "docs" / "health.md").read_text()

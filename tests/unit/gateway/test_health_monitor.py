@@ -5,19 +5,19 @@ from typing import Any
 
 import pytest
 
-from services.gateway.lifecycle.states import Action
-from services.gateway.monitoring.health.checks import find
-from services.gateway.monitoring.health.evidence import StepFigures
-from services.gateway.monitoring.health.keeping import restore_windows
-from services.gateway.monitoring.health.monitor import REFRESH_SECONDS, STORE_SECONDS, HealthMonitor
-from services.gateway.monitoring.health.window import LOOKED_AT, HealthWindow
-from services.gateway.preflight import checks
-from services.gateway.records.repository import Experiment
-from services.gateway.state import GatewayState
-from services.gateway.store.memory import MemoryStore
-from shared.clock import ManualClock
-from shared.schemas.experiment import ExperimentState
-from shared.schemas.health import GradingReport, SamplingReport
+from flotilla.services.gateway.lifecycle.states import Action
+from flotilla.services.gateway.monitoring.health.checks import find
+from flotilla.services.gateway.monitoring.health.evidence import StepFigures
+from flotilla.services.gateway.monitoring.health.keeping import restore_windows
+from flotilla.services.gateway.monitoring.health.monitor import REFRESH_SECONDS, STORE_SECONDS, HealthMonitor
+from flotilla.services.gateway.monitoring.health.window import LOOKED_AT, HealthWindow
+from flotilla.services.gateway.preflight import checks
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.state import GatewayState
+from flotilla.services.gateway.store.memory import MemoryStore
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.health import GradingReport, SamplingReport
 from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment
 from tests.unit.gateway.health import FIGURES, SAMPLES, evidence, facts, graded
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway.monitoring.health.checks import find
-from services.gateway.monitoring.health.evidence import Evidence, Graded, Sampled, StepFigures
-from shared.config.health import CheckName
+from flotilla.services.gateway.monitoring.health.checks import find
+from flotilla.services.gateway.monitoring.health.evidence import Evidence, Graded, Sampled, StepFigures
+from flotilla.shared.config.sections.health import CheckName
 from tests.unit.gateway.health import SAMPLES, facts
 
 WINDOWS: dict[str, Any] = json.loads(Path(__file__).with_name("health_windows.json").read_text())

@@ -1,7 +1,7 @@
 import pytest
 
-from services.gateway.datasets.hub_layout import files_of_split
-from shared.errors import DataError
+from flotilla.services.gateway.datasets.hub_layout import files_of_split
+from flotilla.shared.errors import DataError
 
 PLAIN = ["README.md", "data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/test.parquet"]
 README = """---

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway.monitoring.idle_cores import Placed, advice_on_cores
-from shared.schemas.service import ServiceKind
+from flotilla.services.gateway.monitoring.idle_cores import Placed, advice_on_cores
+from flotilla.shared.schemas.service import ServiceKind
 from tests.unit.gateway.builders import a_spec, spec_document
 
 TRAINER, ROLLOUT = Placed(ServiceKind.TRAINER, "one", 4), Placed(ServiceKind.ROLLOUT, "one", 4)

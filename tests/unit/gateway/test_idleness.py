@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from services.gateway.monitoring.idle_ratios import IdleRatios
-from services.gateway.monitoring.idleness import Idleness
-from services.gateway.store.memory import MemoryStore
-from shared.clock import ManualClock
-from shared.schemas.service import ObservedState, WorkState
+from flotilla.services.gateway.monitoring.idle_ratios import IdleRatios
+from flotilla.services.gateway.monitoring.idleness import Idleness
+from flotilla.services.gateway.store.memory import MemoryStore
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.schemas.service import ObservedState, WorkState
 from tests.unit.gateway.builders import a_gateway, add_experiment
 
 

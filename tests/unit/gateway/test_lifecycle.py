@@ -1,8 +1,14 @@
 import pytest
 
-from services.gateway.lifecycle.states import Action, LifecycleEvent, after_action, after_event, allowed_actions
-from shared.errors import ActionNotAllowed
-from shared.schemas.experiment import ExperimentState as State
+from flotilla.services.gateway.lifecycle.states import (
+    Action,
+    LifecycleEvent,
+    after_action,
+    after_event,
+    allowed_actions,
+)
+from flotilla.shared.errors import ActionNotAllowed
+from flotilla.shared.schemas.experiment import ExperimentState as State
 
 
 def test_a_life_from_draft_to_completed() -> None:

@@ -10,12 +10,12 @@ import pytest
 from pyarrow import ipc, parquet
 from pydantic import ValidationError
 
-from services.gateway.datasets.dataset import Dataset
-from services.gateway.datasets.loading import load_evaluation, load_training
-from shared.config.data import DataConfig
-from shared.config.evaluation import EvaluationConfig
-from shared.errors import DataError, FlotillaError, InvalidSpec, Unavailable
-from shared.schemas.task import Message
+from flotilla.services.gateway.datasets.dataset import Dataset
+from flotilla.services.gateway.datasets.loading import load_evaluation, load_training
+from flotilla.shared.config.sections.data import DataConfig
+from flotilla.shared.config.sections.evaluation import EvaluationConfig
+from flotilla.shared.errors import DataError, FlotillaError, InvalidSpec, Unavailable
+from flotilla.shared.schemas.task import Message
 
 VERL = [
     {
@@ -157,7 +157,7 @@ def test_urls_are_read_through_fsspec() -> None:
 
 
 def test_a_network_that_comes_back_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from services.gateway.datasets import locations as places
+    from flotilla.services.gateway.datasets import locations as places
 
     monkeypatch.setattr(places, "PAUSES_SECONDS", (0.0, 0.0))
     tries: list[int] = []

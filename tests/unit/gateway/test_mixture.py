@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.datasets.mixture import Mixture, Turn
+from flotilla.services.gateway.datasets.mixture import Mixture, Turn
 
 WEIGHTS = st.lists(st.floats(0.01, 10.0), min_size=2, max_size=5)
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.publications.epochs import Epoch, epoch_for, members_of, without
-from services.gateway.publications.negotiation import (
+from flotilla.services.gateway.publications.epochs import Epoch, epoch_for, members_of, without
+from flotilla.services.gateway.publications.negotiation import (
     DeadlinePassed,
     MemberGone,
     Negotiation,
@@ -18,8 +18,8 @@ from services.gateway.publications.negotiation import (
     announce,
     transition,
 )
-from shared.schemas.publication import PublicationPhase as Phase
-from shared.schemas.publication import PublicationReport, ReceiveState, Rendezvous, Transport
+from flotilla.shared.schemas.publication import PublicationPhase as Phase
+from flotilla.shared.schemas.publication import PublicationReport, ReceiveState, Rendezvous, Transport
 from tests.unit.gateway.builders import a_manifest
 
 MANIFEST = a_manifest(5)

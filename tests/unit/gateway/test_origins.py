@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway.lifecycle import origins
-from services.gateway.lifecycle.origins import (
+from flotilla.services.gateway.lifecycle import origins
+from flotilla.services.gateway.lifecycle.origins import (
     UNFINISHED,
     as_decided,
     check_spec,
@@ -16,9 +16,9 @@ from services.gateway.lifecycle.origins import (
     remove_unfinished,
     take,
 )
-from services.trainer.checkpoint.state import check_same_lineage
-from shared.checkpoints import complete
-from shared.errors import InvalidSpec, ModelError, Unavailable
+from flotilla.services.trainer.checkpoint.state import check_same_lineage
+from flotilla.shared.checkpoints.folders import complete
+from flotilla.shared.errors import InvalidSpec, ModelError, Unavailable
 from tests.unit.gateway.builders import a_spec
 from tests.unit.gateway.stored import store_checkpoint
 

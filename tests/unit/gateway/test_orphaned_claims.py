@@ -2,15 +2,15 @@
 
 import pytest
 
-from services.gateway.records.repository import Experiment
-from services.gateway.runtime.orphaned_claims import OrphanedClaims
-from services.gateway.state import GatewayState
-from shared.clock import ManualClock
-from shared.errors import Unavailable
-from shared.schemas.service import ObservedState, ServiceKind, WorkState
-from shared.streams.hop import Hop, holder_name
-from shared.streams.keys import HopName
-from shared.testing.builders import a_task
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.runtime.orphaned_claims import OrphanedClaims
+from flotilla.services.gateway.state import GatewayState
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.schemas.service import ObservedState, ServiceKind, WorkState
+from flotilla.shared.streams.hop import Hop, holder_name
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.testing.builders import a_task
 from tests.unit.gateway.builders import (
     a_gateway,
     a_registration,

@@ -2,8 +2,8 @@
 
 import gc
 
-from services.gateway.records.per_experiment import PerExperiment
-from shared.schemas.experiment import ExperimentState
+from flotilla.services.gateway.records.per_experiment import PerExperiment
+from flotilla.shared.schemas.experiment import ExperimentState
 from tests.unit.gateway.builders import a_gateway, add_experiment
 
 

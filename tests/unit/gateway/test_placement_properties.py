@@ -7,10 +7,10 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.scheduler.demands import Candidate, Demand
-from services.gateway.scheduler.placement import Placement, place
-from shared.config.resources import QuotaConfig
-from shared.schemas.service import ServiceKind as Kind
+from flotilla.services.gateway.scheduler.demands import Candidate, Demand
+from flotilla.services.gateway.scheduler.placement import Placement, place
+from flotilla.shared.config.sections.resources import QuotaConfig
+from flotilla.shared.schemas.service import ServiceKind as Kind
 
 KINDS = (Kind.TRAINER, Kind.ROLLOUT, Kind.REWARD)
 ROUNDS = 12

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from services.gateway.datasets.finding import bounded_glob
-from services.gateway.datasets.loading import load_training
-from services.gateway.preflight.checks import check_code
-from shared.config.data import DataConfig
-from shared.errors import DataError, InvalidRequest, InvalidSpec
-from shared.places import GRANTS, Places, code_of, grant_code, read_places, written_of
+from flotilla.services.gateway.datasets.finding import bounded_glob
+from flotilla.services.gateway.datasets.loading import load_training
+from flotilla.services.gateway.preflight.checks import check_code
+from flotilla.shared.config.sections.data import DataConfig
+from flotilla.shared.errors import DataError, InvalidRequest, InvalidSpec
+from flotilla.shared.locations.allowed import GRANTS, Places, code_of, grant_code, read_places, written_of
 from tests.unit.gateway.builders import a_spec
 
 ROWS = (
@@ -36,7 +36,7 @@ def load(places: Places, **source: Any) -> list[dict[str, Any]]:
         f"{subprocess.__file__}:Popen",
         f"{Path(json.__file__).parent}/../subprocess.py:Popen",
         f"{pytest.__file__}:main",
-        f"{Path(__file__).parents[3]}/shared/places.py:Places",
+        f"{Path(__file__).parents[3]}/shared/locations/allowed.py:Places",
         "/etc/x.py:f",
         "~/x.py:f",
     ],

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from services.gateway import prometheus
-from services.gateway.monitoring.bottleneck import COMPONENTS, Look
-from services.gateway.monitoring.lags import BOUNDS, LagHistogram
-from services.gateway.prometheus import metrics_of
-from services.gateway.state import GatewayState
-from shared.clock import ManualClock
-from shared.schemas.experiment import ExperimentState
-from shared.schemas.service import ServiceKind
-from shared.streams.keys import HopName
-from shared.streams.ledger import HopCounts, Ledger
-from shared.telemetry.prometheus import page_of
+from flotilla.services.gateway import prometheus
+from flotilla.services.gateway.monitoring.bottleneck import COMPONENTS, Look
+from flotilla.services.gateway.monitoring.lags import BOUNDS, LagHistogram
+from flotilla.services.gateway.prometheus import metrics_of
+from flotilla.services.gateway.state import GatewayState
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.service import ServiceKind
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.ledger import HopCounts, Ledger
+from flotilla.shared.telemetry.prometheus import page_of
 from tests.prometheus import parse_page, value_of
 from tests.unit.gateway.builders import a_gateway, add_experiment, add_service
 

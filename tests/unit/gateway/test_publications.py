@@ -5,18 +5,18 @@ from typing import cast
 
 import pytest
 
-from services.gateway.lifecycle.states import Action
-from services.gateway.publications.negotiation import Opened, SendFailed, Sent
-from services.gateway.records.repository import Experiment
-from services.gateway.registry.services import LiveService
-from services.gateway.runtime import reconciler
-from services.gateway.state import GatewayState
-from services.gateway.store.memory import MemoryStore
-from shared.clock import ManualClock
-from shared.errors import Conflict, NotFound, StalePolicyVersion, Unavailable
-from shared.schemas.experiment import Event, ExperimentState
-from shared.schemas.publication import PublicationPhase, PublicationReport, ReceiveState, Rendezvous
-from shared.schemas.service import Capabilities, DesiredState, ObservedState, ServiceKind, WorkState
+from flotilla.services.gateway.lifecycle.states import Action
+from flotilla.services.gateway.publications.negotiation import Opened, SendFailed, Sent
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.registry.services import LiveService
+from flotilla.services.gateway.runtime import reconciler
+from flotilla.services.gateway.state import GatewayState
+from flotilla.services.gateway.store.memory import MemoryStore
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.errors import Conflict, NotFound, StalePolicyVersion, Unavailable
+from flotilla.shared.schemas.experiment import Event, ExperimentState
+from flotilla.shared.schemas.publication import PublicationPhase, PublicationReport, ReceiveState, Rendezvous
+from flotilla.shared.schemas.service import Capabilities, DesiredState, ObservedState, ServiceKind, WorkState
 from tests.unit.gateway.builders import (
     a_gateway,
     a_manifest,

@@ -4,19 +4,19 @@ from typing import Any
 
 import pytest
 
-from services.gateway.access.caller import caller
-from services.gateway.access.quotas import UNLIMITED, check_episodes
-from services.gateway.access.tokens import Tokens
-from services.gateway.episodes.handed_out import HandedOutEpisodes
-from services.gateway.lifecycle.states import Action
-from services.gateway.settings import read_quota
-from services.gateway.state import GatewayState
-from services.gateway.store.memory import MemoryStore
-from shared.access import Principal, Scope
-from shared.clock import ManualClock
-from shared.errors import InvalidRequest, QuotaExceeded
-from shared.schemas.experiment import ExperimentState
-from shared.schemas.token import Quota, TokenRequest
+from flotilla.services.gateway.access.caller import caller
+from flotilla.services.gateway.access.quotas import UNLIMITED, check_episodes
+from flotilla.services.gateway.access.tokens import Tokens
+from flotilla.services.gateway.episodes.handed_out import HandedOutEpisodes
+from flotilla.services.gateway.lifecycle.states import Action
+from flotilla.services.gateway.settings import read_quota
+from flotilla.services.gateway.state import GatewayState
+from flotilla.services.gateway.store.memory import MemoryStore
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.errors import InvalidRequest, QuotaExceeded
+from flotilla.shared.net.authorisation.access import Principal, Scope
+from flotilla.shared.net.authorisation.token_records import Quota, TokenRequest
+from flotilla.shared.schemas.experiment import ExperimentState
 from tests.unit.gateway.builders import a_gateway, a_record, a_spec
 
 CI = Principal(Scope.OPERATOR, "ci")

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway.app import create_app
-from services.gateway.body_limits import SMALL, limit_of
-from services.gateway.settings import GatewaySettings
-from shared.errors import MAX_ERRORS
+from flotilla.services.gateway.app import create_app
+from flotilla.services.gateway.body_limits import SMALL, limit_of
+from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.shared.errors import MAX_ERRORS
 from tests.unit.gateway.builders import a_gateway
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway.preflight.prompts import Prompts, why_no_room
-from shared.config.load import validate_spec
-from shared.config.spec import ExperimentSpec
+from flotilla.services.gateway.preflight.prompts import Prompts, why_no_room
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.spec import ExperimentSpec
 
 
 def a_spec(context: int, sampled: int, **data: Any) -> ExperimentSpec:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.gateway.samples.reads import SampleReads
-from shared.errors import TooManyRequests
+from flotilla.services.gateway.samples.reads import SampleReads
+from flotilla.shared.errors import TooManyRequests
 
 
 @pytest.fixture

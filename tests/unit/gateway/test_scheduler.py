@@ -6,16 +6,16 @@ import time
 
 import pytest
 
-from services.gateway import signals
-from services.gateway.lifecycle.states import Action
-from services.gateway.records.repository import Experiment
-from services.gateway.runtime.reconciler import REST_SHARE
-from services.gateway.scheduler.candidates import Candidates
-from services.gateway.state import GatewayState
-from shared.clock import ManualClock
-from shared.errors import ActionNotAllowed, InvalidSpec
-from shared.schemas.experiment import ExperimentState
-from shared.schemas.service import Capabilities, EngineOffer, ObservedState, ServiceKind, WorkState
+from flotilla.services.gateway import signals
+from flotilla.services.gateway.lifecycle.states import Action
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.runtime.reconciler import REST_SHARE
+from flotilla.services.gateway.scheduler.candidates import Candidates
+from flotilla.services.gateway.state import GatewayState
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.errors import ActionNotAllowed, InvalidSpec
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.service import Capabilities, EngineOffer, ObservedState, ServiceKind, WorkState
 from tests.unit.gateway.builders import a_gateway, a_record, a_spec, add_experiment, add_service, say, stop
 
 ROLLOUT = ServiceKind.ROLLOUT

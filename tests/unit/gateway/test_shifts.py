@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.gateway.registry.shifts import (
+from flotilla.services.gateway.registry.shifts import (
     PATIENCE_SECONDS,
     SHARERS,
     Need,
@@ -11,10 +11,10 @@ from services.gateway.registry.shifts import (
     next_shift,
     who_holds,
 )
-from services.gateway.runtime.shifts import Shifts
-from shared.clock import ManualClock
-from shared.schemas.service import DeviceOrder, DeviceReport, ObservedState, ServiceKind, WorkState
-from shared.streams.ledger import Ledger
+from flotilla.services.gateway.runtime.shifts import Shifts
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.schemas.service import DeviceOrder, DeviceReport, ObservedState, ServiceKind, WorkState
+from flotilla.shared.streams.ledger import Ledger
 from tests.unit.gateway.builders import a_gateway, add_experiment, add_service, say, spec_document
 from tests.unit.gateway.test_watchdog import a_watchdog
 

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from services.gateway.lifecycle import spec_text
-from services.gateway.lifecycle.spec_text import INLINE_CHARACTERS, MAX_CHARACTERS, read_document
-from shared.config.yaml_text import FLOAT, read_value
-from shared.errors import InvalidSpec
+from flotilla.services.gateway.lifecycle import spec_text
+from flotilla.services.gateway.lifecycle.spec_text import INLINE_CHARACTERS, MAX_CHARACTERS, read_document
+from flotilla.shared.config.load.yaml_text import FLOAT, read_value
+from flotilla.shared.errors import InvalidSpec
 
 FIRST = "a0: &a0 {x0: 1, y0: 2}"
 DOUBLING = "\n".join([FIRST, *(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, 24))])

@@ -2,17 +2,17 @@
 
 import pytest
 
-from services.gateway.lifecycle.states import Action
-from services.gateway.preflight import checks
-from services.gateway.publications.takeovers import Takeovers
-from services.gateway.records.repository import Experiment
-from services.gateway.state import GatewayState
-from services.gateway.store.writes import PutCheckpoint
-from shared.errors import ActionNotAllowed, Conflict, Unavailable
-from shared.schemas.experiment import CheckpointView, ExperimentState
-from shared.schemas.service import ObservedState, ServiceKind, WorkState
-from shared.schemas.takeover import RefusedIncarnation, StandingPoint, TakeoverAnswer, TakeoverRequest
-from shared.streams.plans import WORKERS_PER_EPOCH
+from flotilla.services.gateway.lifecycle.states import Action
+from flotilla.services.gateway.preflight import checks
+from flotilla.services.gateway.publications.takeovers import Takeovers
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.state import GatewayState
+from flotilla.services.gateway.store.writes import PutCheckpoint
+from flotilla.shared.checkpoints.takeover import RefusedIncarnation, StandingPoint, TakeoverAnswer, TakeoverRequest
+from flotilla.shared.errors import ActionNotAllowed, Conflict, Unavailable
+from flotilla.shared.schemas.experiment import CheckpointView, ExperimentState
+from flotilla.shared.schemas.service import ObservedState, ServiceKind, WorkState
+from flotilla.shared.streams.plans import WORKERS_PER_EPOCH
 from tests.unit.gateway.builders import a_gateway, a_request, add_experiment, add_service, say, spec_document
 
 STEPS = {"steps": 100, "groups_per_mini_batch": 2}

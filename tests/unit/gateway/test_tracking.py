@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from services.gateway.events.log import EventLog
-from services.gateway.preflight import checks
-from services.gateway.store.memory import MemoryStore
-from services.gateway.tracking import exporter as exporting
-from services.gateway.tracking.base import Record, TrackedRun, Tracker
-from services.gateway.tracking.exporter import Exporter, records_of
-from services.gateway.tracking.memory import MemoryTracker
-from shared.clock import ManualClock
-from shared.errors import InvalidSpec
-from shared.schemas.experiment import MetricPoint
+from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.preflight import checks
+from flotilla.services.gateway.store.memory import MemoryStore
+from flotilla.services.gateway.tracking import exporter as exporting
+from flotilla.services.gateway.tracking.base import Record, TrackedRun, Tracker
+from flotilla.services.gateway.tracking.exporter import Exporter, records_of
+from flotilla.services.gateway.tracking.memory import MemoryTracker
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.schemas.experiment import MetricPoint
 from tests.unit.gateway.builders import a_spec, running, until
 
 RUN = TrackedRun("tiny-1", "tiny", Path("/nowhere"), {})

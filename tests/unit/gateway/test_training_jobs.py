@@ -1,11 +1,11 @@
 """Training jobs on several hosts: who is which node, and what ends a job everywhere."""
 
-from services.gateway.records.repository import Experiment
-from services.gateway.registry.jobs import STORE_SECONDS, node_of, why_ended
-from services.gateway.state import GatewayState
-from shared.clock import ManualClock
-from shared.schemas.experiment import ExperimentState
-from shared.schemas.service import JobNode, JobReport, ObservedState, ServiceKind, WorkState
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.registry.jobs import STORE_SECONDS, node_of, why_ended
+from flotilla.services.gateway.state import GatewayState
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.service import JobNode, JobReport, ObservedState, ServiceKind, WorkState
 from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment, add_service, say, stop
 
 TRAINER = ServiceKind.TRAINER

@@ -16,25 +16,25 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from services.gateway.app import create_app
-from services.gateway.datasets.dataset import Dataset
-from services.gateway.evaluation.evaluator import Evaluator
-from services.gateway.lifecycle.origins import remove_unfinished
-from services.gateway.monitoring.watchdog import Watchdog
-from services.gateway.publications.negotiation import Opened
-from services.gateway.records.repository import Experiment
-from services.gateway.runtime.parts import GatewayParts
-from services.gateway.runtime.work import ExperimentWork
-from services.gateway.settings import GatewaySettings
-from services.gateway.store.memory import MemoryStore
-from services.gateway.store.writes import Write
-from shared.checkpoints import folders
-from shared.clock import ManualClock
-from shared.errors import FlotillaError, Unavailable
-from shared.schemas.experiment import Event, ExperimentState
-from shared.schemas.publication import PublicationReport, ReceiveState, Rendezvous
-from shared.schemas.service import Failure, ObservedState, ServiceKind, WorkState
-from shared.schemas.task import Lane
+from flotilla.services.gateway.app import create_app
+from flotilla.services.gateway.datasets.dataset import Dataset
+from flotilla.services.gateway.evaluation.evaluator import Evaluator
+from flotilla.services.gateway.lifecycle.origins import remove_unfinished
+from flotilla.services.gateway.monitoring.watchdog import Watchdog
+from flotilla.services.gateway.publications.negotiation import Opened
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.runtime.parts import GatewayParts
+from flotilla.services.gateway.runtime.work import ExperimentWork
+from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.services.gateway.store.memory import MemoryStore
+from flotilla.services.gateway.store.writes import Write
+from flotilla.shared.checkpoints.folders import folders
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.errors import FlotillaError, Unavailable
+from flotilla.shared.schemas.experiment import Event, ExperimentState
+from flotilla.shared.schemas.publication import PublicationReport, ReceiveState, Rendezvous
+from flotilla.shared.schemas.service import Failure, ObservedState, ServiceKind, WorkState
+from flotilla.shared.schemas.task import Lane
 from tests.unit.gateway.builders import (
     MemoryPlanes,
     a_gateway,

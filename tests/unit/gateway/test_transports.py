@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from services.gateway.publications.transports import MAX_PEERS, lacks_version, peers_of, transport_for
-from services.gateway.registry.services import LiveService
-from services.gateway.store.records import ServiceRecord
-from shared.schemas.publication import Transport
-from shared.schemas.service import Capabilities, ObservedState
+from flotilla.services.gateway.publications.transports import MAX_PEERS, lacks_version, peers_of, transport_for
+from flotilla.services.gateway.registry.services import LiveService
+from flotilla.services.gateway.store.records import ServiceRecord
+from flotilla.shared.schemas.publication import Transport
+from flotilla.shared.schemas.service import Capabilities, ObservedState
 from tests.unit.gateway.builders import a_registration, a_spec, spec_document
 
 CHECKSUM = "0" * 16

@@ -6,26 +6,26 @@ from typing import Any
 
 import pytest
 
-from services.gateway.lifecycle.states import Action
-from services.gateway.monitoring.watchdog import Watchdog
-from services.gateway.preflight import checks
-from services.gateway.publications.negotiation import Opened
-from services.gateway.publications.takeovers import Takeovers
-from services.gateway.records.repository import Experiment
-from services.gateway.routes.metrics import put_metrics
-from services.gateway.runtime import teardown
-from services.gateway.runtime.teardown import Teardown
-from services.gateway.state import GatewayState
-from services.gateway.store.memory import MemoryStore
-from shared.clock import ManualClock
-from shared.errors import Conflict, NotFound, Unavailable
-from shared.schemas.experiment import Event, ExperimentState, MetricBatch
-from shared.schemas.publication import PublicationPhase, PublicationReport, ReceiveState, Rendezvous
-from shared.schemas.service import ObservedState, ServiceKind, WorkState
-from shared.schemas.takeover import RefusedIncarnation, StandingPoint, TakeoverRequest
-from shared.streams.ledger import Ledger
-from shared.streams.plans import WORKERS_PER_EPOCH
-from shared.streams.redis.connection import COMPONENT
+from flotilla.services.gateway.lifecycle.states import Action
+from flotilla.services.gateway.monitoring.watchdog import Watchdog
+from flotilla.services.gateway.preflight import checks
+from flotilla.services.gateway.publications.negotiation import Opened
+from flotilla.services.gateway.publications.takeovers import Takeovers
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.routes.metrics import put_metrics
+from flotilla.services.gateway.runtime import teardown
+from flotilla.services.gateway.runtime.teardown import Teardown
+from flotilla.services.gateway.state import GatewayState
+from flotilla.services.gateway.store.memory import MemoryStore
+from flotilla.shared.checkpoints.takeover import RefusedIncarnation, StandingPoint, TakeoverRequest
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.errors import Conflict, NotFound, Unavailable
+from flotilla.shared.schemas.experiment import Event, ExperimentState, MetricBatch
+from flotilla.shared.schemas.publication import PublicationPhase, PublicationReport, ReceiveState, Rendezvous
+from flotilla.shared.schemas.service import ObservedState, ServiceKind, WorkState
+from flotilla.shared.streams.ledger import Ledger
+from flotilla.shared.streams.plans import WORKERS_PER_EPOCH
+from flotilla.shared.streams.redis.connection import COMPONENT
 from tests.unit.gateway.builders import a_gateway, a_manifest, a_request, add_experiment, add_service, say, turns
 
 KNOWN = {"component": "rollout", "cause": "1 tasks wait and none is claimed", "at": "then"}

@@ -6,13 +6,13 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway.app import create_app
-from services.gateway.state import GatewayState
-from services.gateway.store.memory import MemoryStore
-from services.gateway.store.writes import PutExperiment
-from shared.config.revisions import REVISION
-from shared.schemas.experiment import ExperimentState
-from shared.schemas.service import ServiceKind
+from flotilla.services.gateway.app import create_app
+from flotilla.services.gateway.state import GatewayState
+from flotilla.services.gateway.store.memory import MemoryStore
+from flotilla.services.gateway.store.writes import PutExperiment
+from flotilla.shared.config.revisions import REVISION
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.service import ServiceKind
 from tests.unit.config.test_revisions import an_old_spec
 from tests.unit.gateway.builders import a_gateway, a_record, a_registration, a_spec
 

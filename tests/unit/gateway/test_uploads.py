@@ -12,16 +12,16 @@ from typing import Any
 import fsspec
 import pytest
 
-from services.gateway.events.log import EventLog
-from services.gateway.store.memory import MemoryStore
-from services.gateway.uploads import uploader, watched
-from services.gateway.uploads.fetching import fetch
-from services.gateway.uploads.remote import UPLOADING, RemoteCheckpoints, check_protocol
-from services.gateway.uploads.uploader import WINDOW, Uploader
-from shared.checkpoints import STATE_FILE, StoredCheckpoint, complete
-from shared.clock import ManualClock
-from shared.errors import InvalidSpec, ModelError, Unavailable
-from shared.schemas.uploads import UploadRecord, UploadView
+from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.store.memory import MemoryStore
+from flotilla.services.gateway.uploads import uploader, watched
+from flotilla.services.gateway.uploads.fetching import fetch
+from flotilla.services.gateway.uploads.remote import UPLOADING, RemoteCheckpoints, check_protocol
+from flotilla.services.gateway.uploads.uploader import WINDOW, Uploader
+from flotilla.shared.checkpoints.folders import STATE_FILE, StoredCheckpoint, complete
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.errors import InvalidSpec, ModelError, Unavailable
+from flotilla.shared.schemas.uploads import UploadRecord, UploadView
 from tests.unit.gateway.builders import a_spec
 from tests.unit.gateway.stored import store_checkpoint
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.datasets.dataset import Dataset
-from services.gateway.feeder.feeder import Feeder
-from services.gateway.records.versions import step_of
-from shared.schemas.experiment import ExperimentState
-from shared.streams.keys import HopName
+from flotilla.services.gateway.datasets.dataset import Dataset
+from flotilla.services.gateway.feeder.feeder import Feeder
+from flotilla.services.gateway.records.versions import step_of
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.streams.keys import HopName
 from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment
 
 

@@ -6,21 +6,21 @@ from typing import Any, cast
 
 import pytest
 
-from services.gateway.datasets.dataset import Dataset
-from services.gateway.episodes.rollouts import EpisodeGone, Rollouts
-from services.gateway.monitoring.agents import AgentsSeen, see_agents
-from services.gateway.monitoring.bottleneck import Look, StepTimes, find_bottleneck
-from services.gateway.monitoring.diagnosis import diagnose
-from services.gateway.monitoring.watchdog import Watchdog
-from services.gateway.state import GatewayState
-from shared.access import Principal, Scope
-from shared.clock import ManualClock
-from shared.errors import Unavailable
-from shared.schemas.episode import OpenEpisode
-from shared.schemas.experiment import Problem
-from shared.schemas.service import ObservedState, ServiceKind, WorkState
-from shared.streams.keys import HopName
-from shared.streams.ledger import HopCounts, Ledger
+from flotilla.services.gateway.datasets.dataset import Dataset
+from flotilla.services.gateway.episodes.rollouts import EpisodeGone, Rollouts
+from flotilla.services.gateway.monitoring.agents import AgentsSeen, see_agents
+from flotilla.services.gateway.monitoring.bottleneck import Look, StepTimes, find_bottleneck
+from flotilla.services.gateway.monitoring.diagnosis import diagnose
+from flotilla.services.gateway.monitoring.watchdog import Watchdog
+from flotilla.services.gateway.state import GatewayState
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.net.authorisation.access import Principal, Scope
+from flotilla.shared.schemas.episode import OpenEpisode
+from flotilla.shared.schemas.experiment import Problem
+from flotilla.shared.schemas.service import ObservedState, ServiceKind, WorkState
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.ledger import HopCounts, Ledger
 from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment, add_service, say
 from tests.unit.gateway.test_diagnosis import WELL
 from tests.unit.gateway.test_watchdog import a_watchdog

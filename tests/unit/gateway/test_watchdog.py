@@ -4,13 +4,13 @@ from statistics import fmean
 
 import pytest
 
-from services.gateway.datasets.dataset import Dataset
-from services.gateway.feeder.status import FullStream
-from services.gateway.monitoring.watchdog import POLL_SECONDS, Watchdog, pauses
-from services.gateway.state import GatewayState
-from shared.clock import ManualClock
-from shared.schemas.service import GRADER, JUDGE, SANDBOX, TEACHER, Failure, ServiceKind
-from shared.streams.keys import HopName
+from flotilla.services.gateway.datasets.dataset import Dataset
+from flotilla.services.gateway.feeder.status import FullStream
+from flotilla.services.gateway.monitoring.watchdog import POLL_SECONDS, Watchdog, pauses
+from flotilla.services.gateway.state import GatewayState
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.schemas.service import GRADER, JUDGE, SANDBOX, TEACHER, Failure, ServiceKind
+from flotilla.shared.streams.keys import HopName
 from tests.unit.gateway.builders import a_gateway, add_experiment, add_service
 
 

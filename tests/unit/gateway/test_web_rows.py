@@ -9,10 +9,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from services.gateway.datasets import web
-from services.gateway.datasets.web import fetch_from_web
-from shared.errors import DataError
-from shared.settings import LOOPBACK
+from flotilla.services.gateway.datasets import web
+from flotilla.services.gateway.datasets.web import fetch_from_web
+from flotilla.shared.environment.settings import LOOPBACK
+from flotilla.shared.errors import DataError
 
 
 @contextmanager

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from services.gateway.datasets.dataset import Dataset
-from services.gateway.datasets.written import WrittenAnswers, check_written
-from services.gateway.evaluation.evaluator import Evaluator
-from services.gateway.monitoring.diagnosis import diagnose
-from services.gateway.scheduler.demands import quotas_of
-from shared.config.load import validate_spec
-from shared.config.spec import ExperimentSpec
-from shared.errors import DataError, InvalidSpec
-from shared.prompts import PromptTemplate
-from shared.schemas.service import ServiceKind
-from shared.schemas.trajectory import NO_VERSION, FinishReason, GradeStatus
-from shared.streams.keys import HopName
-from shared.testing.builders import graded
+from flotilla.services.gateway.datasets.dataset import Dataset
+from flotilla.services.gateway.datasets.written import WrittenAnswers, check_written
+from flotilla.services.gateway.evaluation.evaluator import Evaluator
+from flotilla.services.gateway.monitoring.diagnosis import diagnose
+from flotilla.services.gateway.scheduler.demands import quotas_of
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import DataError, InvalidSpec
+from flotilla.shared.models.prompts import PromptTemplate
+from flotilla.shared.schemas.service import ServiceKind
+from flotilla.shared.schemas.trajectory import NO_VERSION, FinishReason, GradeStatus
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.testing.builders import graded
 from tests.unit.gateway.builders import a_gateway, add_experiment, running, until
 from tests.unit.gateway.test_diagnosis import WELL
 from tests.unit.gateway.test_finished import InThisProcess, a_tokenizer

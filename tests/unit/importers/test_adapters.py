@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from flotilla.importers.adapter import adapter_name, openrlhf_adapter, verl_adapter, verl_rows_adapter
-from services.gateway.datasets.custom import custom_rows
-from services.reward.verifiers.custom import grade_of, load_function
-from shared.schemas.grading import GradingSample
-from shared.schemas.trajectory import GradeStatus
+from flotilla.services.gateway.datasets.custom import custom_rows
+from flotilla.services.reward.verifiers.custom import grade_of, load_function
+from flotilla.shared.schemas.grading import GradingSample
+from flotilla.shared.schemas.trajectory import GradeStatus
 
 VERL = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):

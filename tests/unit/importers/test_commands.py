@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from flotilla.cli.__main__ import main
-from shared.config.load import load_spec, validate_spec
+from flotilla.shared.config.load.spec_text import load_spec, validate_spec
 from tests.unit.importers.sources import BASES, nested, words_of
 
 LISTS = Path(__file__).parent / "parameters"

@@ -8,7 +8,7 @@ from flotilla.importers.build import build
 from flotilla.importers.composition import Composition
 from flotilla.importers.parameter import Verdict
 from flotilla.importers.systems import SYSTEMS, read
-from shared.errors import InvalidSpec
+from flotilla.shared.errors import InvalidSpec
 
 
 def composed(text: str, files: Mapping[str, str] | None = None) -> dict[str, object]:

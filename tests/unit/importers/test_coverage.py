@@ -10,7 +10,7 @@ from flotilla.importers.coverage import UNACCOUNTED, counts, coverage, find, ref
 from flotilla.importers.metrics import RECORDED
 from flotilla.importers.parameter import Verdict
 from flotilla.importers.systems import SYSTEMS
-from shared.errors import InvalidSpec
+from flotilla.shared.errors import InvalidSpec
 
 LISTS = Path(__file__).parent / "parameters"
 ROOT = Path(__file__).parents[3]

@@ -11,7 +11,7 @@ from flotilla.importers.system import System
 from flotilla.importers.systems import read, read_openrlhf, system_of
 from flotilla.importers.verl.finished import VERL_SFT
 from flotilla.importers.verl.written import VERL_EVAL
-from shared.errors import InvalidSpec
+from flotilla.shared.errors import InvalidSpec
 from tests.unit.importers.sources import label, nested, words_of
 
 ROWS = 4096

@@ -8,7 +8,7 @@ import pytest
 
 from flotilla.importers.build import build
 from flotilla.importers.systems import SYSTEMS, read
-from shared.errors import InvalidSpec
+from flotilla.shared.errors import InvalidSpec
 from tests.unit.importers.sources import BASES, import_flat
 
 RECIPES = sorted(path for path in (Path(__file__).parent / "recipes").iterdir() if ".expected" not in path.name)

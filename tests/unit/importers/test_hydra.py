@@ -6,7 +6,7 @@ import pytest
 
 from flotilla.importers.hydra import apply_hydra_overrides, as_given, read_yaml
 from flotilla.importers.parameter import UNSET
-from shared.errors import InvalidSpec
+from flotilla.shared.errors import InvalidSpec
 
 
 def values(text: str, *overrides: str, **environment: str) -> dict[str, Any]:

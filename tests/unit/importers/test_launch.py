@@ -10,7 +10,7 @@ from flotilla.cli.__main__ import main
 from flotilla.importers.build import Imported, build, look_up
 from flotilla.importers.parameter import Verdict
 from flotilla.importers.systems import SYSTEMS, read
-from shared.errors import InvalidSpec
+from flotilla.shared.errors import InvalidSpec
 
 COMMON = (
     "data.train_files=train.parquet actor_rollout_ref.model.path=model algorithm.adv_estimator=grpo "

@@ -11,7 +11,7 @@ from flotilla.importers.build import Imported, build, look_up
 from flotilla.importers.openrlhf.launch import read_openrlhf
 from flotilla.importers.parameter import Verdict
 from flotilla.importers.systems import SYSTEMS, read
-from shared.errors import InvalidSpec
+from flotilla.shared.errors import InvalidSpec
 from tests.unit.importers.sources import BASES, import_flat
 
 FLAGS = "--pretrain m --prompt_data a.jsonl --apply_chat_template --remote_rm_url http://g:5000/x --max_steps 9"

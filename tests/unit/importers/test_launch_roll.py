@@ -9,7 +9,7 @@ import yaml
 from flotilla.cli.__main__ import main
 from flotilla.importers.build import Imported, build
 from flotilla.importers.systems import SYSTEMS, read
-from shared.errors import InvalidSpec
+from flotilla.shared.errors import InvalidSpec
 from tests.unit.importers.sources import BASES, import_flat, nested
 
 CONFIG = yaml.safe_dump(nested(BASES["roll"]))

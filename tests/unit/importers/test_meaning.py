@@ -9,7 +9,7 @@ from flotilla.importers.build import Imported, look_up
 from flotilla.importers.openrlhf.launch import read_openrlhf
 from flotilla.importers.parameter import Verdict
 from flotilla.importers.systems import read
-from shared.errors import InvalidSpec
+from flotilla.shared.errors import InvalidSpec
 from tests.unit.importers.sources import BASES, import_flat
 
 ASYNC = {"data.train_batch_size": 0, "rollout.total_rollout_steps": 10_000}

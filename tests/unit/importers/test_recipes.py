@@ -7,7 +7,7 @@ import yaml
 
 from flotilla.importers.build import Imported, build
 from flotilla.importers.systems import SYSTEMS, read, read_launch_text
-from shared.config.load import validate_spec
+from flotilla.shared.config.load.spec_text import validate_spec
 from tests.unit.importers.sources import BASES, import_flat
 
 RECIPES = Path(__file__).parent / "recipes"

@@ -8,11 +8,11 @@ import pytest
 from flotilla.importers.build import Imported
 from flotilla.importers.parameter import Verdict
 from flotilla.importers.roll.environments import FIRST_HELD_OUT, HELD_OUT_TASKS, MOST_ROWS, TASKS
-from services.rollout.environments.conversation import EnvironmentConversations
-from services.rollout.environments.loading import load_environment
-from shared.config.episodes import EnvironmentEpisodesConfig
-from shared.schemas.task import Message
-from shared.testing.builders import a_task
+from flotilla.services.rollout.environments.conversation import EnvironmentConversations
+from flotilla.services.rollout.environments.loading import load_environment
+from flotilla.shared.config.sections.episodes import EnvironmentEpisodesConfig
+from flotilla.shared.schemas.task import Message
+from flotilla.shared.testing.builders import a_task
 from tests.unit.importers.sources import import_flat
 
 LAKE = {

@@ -3,8 +3,8 @@
 import pytest
 
 from flotilla.importers.systems import read
-from shared.errors import InvalidSpec
-from shared.redaction import may_be_secret
+from flotilla.shared.config.redaction import may_be_secret
+from flotilla.shared.errors import InvalidSpec
 
 ENVIRONMENT = {"AWS_SECRET_ACCESS_KEY": "hunter2", "STORE": "https://me:hunter2@store", "DATA": "/data"}
 

@@ -3,7 +3,7 @@
 import pytest
 
 from flotilla.importers.shell import read_script
-from shared.errors import InvalidSpec
+from flotilla.shared.errors import InvalidSpec
 
 
 def words(text: str, **fixed: str) -> list[str]:

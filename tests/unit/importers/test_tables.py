@@ -10,7 +10,7 @@ from flotilla.importers.parameter import UNSET, Inherit, Parameter, Verdict
 from flotilla.importers.systems import SYSTEMS
 from flotilla.importers.values import same
 from flotilla.importers.verl.trainer import FULLY_ASYNC
-from shared.config.spec import ExperimentSpec
+from flotilla.shared.config.spec import ExperimentSpec
 from tests.unit.importers.sources import BASES, import_flat, rows_with
 
 

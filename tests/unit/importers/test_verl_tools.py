@@ -10,7 +10,7 @@ import yaml
 from flotilla.importers.build import Imported, build
 from flotilla.importers.parameter import Verdict
 from flotilla.importers.systems import SYSTEMS, read
-from shared.config.episodes import ToolEpisodesConfig
+from flotilla.shared.config.sections.episodes import ToolEpisodesConfig
 from tests.unit.importers.sources import BASES, nested
 
 MULTI = "actor_rollout_ref.rollout.multi_turn"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shared.schemas.grading import GradingSample
+from flotilla.shared.schemas.grading import GradingSample
 
 
 def a_sample(response: str = "", label: str | None = None, **fields: Any) -> GradingSample:

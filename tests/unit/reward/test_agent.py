@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from services.reward.verifiers.agent import AgentVerifier
-from shared.config.load import validate_spec
-from shared.errors import InvalidSpec
-from shared.schemas.trajectory import GradeStatus
-from shared.streams.memory.mailbox import MemoryMailbox
+from flotilla.services.reward.verifiers.agent import AgentVerifier
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.schemas.trajectory import GradeStatus
+from flotilla.shared.streams.memory.mailbox import MemoryMailbox
 from tests.unit.gateway.builders import spec_document
 from tests.unit.reward.builders import a_sample
 

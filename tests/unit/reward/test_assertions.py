@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from services.reward.verifiers.assertions.answer import Answer
-from services.reward.verifiers.assertions.judge import judge
-from services.reward.verifiers.assertions.rounds import Assertions, program_text
-from shared.errors import GradingFailed
+from flotilla.services.reward.verifiers.assertions.answer import Answer
+from flotilla.services.reward.verifiers.assertions.judge import judge
+from flotilla.services.reward.verifiers.assertions.rounds import Assertions, program_text
+from flotilla.shared.errors import GradingFailed
 
 
 class MemorySandbox:

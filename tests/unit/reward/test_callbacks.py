@@ -9,13 +9,13 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from services.reward.remote import Callbacks, RemoteVerifier, request_id
-from shared.clock import ManualClock
-from shared.config.reward import RemoteConfig
-from shared.schemas.trajectory import GradeStatus
-from shared.security import callback_key
-from shared.streams.mailbox import Delivery
-from shared.streams.memory.mailbox import MemoryMailbox
+from flotilla.services.reward.remote import Callbacks, RemoteVerifier, request_id
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.config.sections.reward import RemoteConfig
+from flotilla.shared.net.authorisation.tokens import callback_key
+from flotilla.shared.schemas.trajectory import GradeStatus
+from flotilla.shared.streams.mailbox import Delivery
+from flotilla.shared.streams.memory.mailbox import MemoryMailbox
 from tests.unit.reward.builders import a_sample
 
 SAMPLES = [a_sample("good", id="7/0")]

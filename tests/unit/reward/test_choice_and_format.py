@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.reward.verifiers.choice import ChoiceVerifier
-from services.reward.verifiers.format import FormatVerifier
-from shared.config.reward import ChoiceConfig, FormatConfig
-from shared.schemas.grading import Grade
-from shared.schemas.trajectory import GradeStatus
+from flotilla.services.reward.verifiers.choice import ChoiceVerifier
+from flotilla.services.reward.verifiers.format import FormatVerifier
+from flotilla.shared.config.sections.reward import ChoiceConfig, FormatConfig
+from flotilla.shared.schemas.grading import Grade
+from flotilla.shared.schemas.trajectory import GradeStatus
 from tests.unit.reward.builders import a_sample
 
 

@@ -6,11 +6,11 @@ from typing import Any
 import httpx
 import pytest
 
-from services.reward.verifiers.assertions.judge import judge
-from services.reward.verifiers.code import CodeVerifier, extract_program, is_same_output, parse_cases
-from shared.config.reward import CodeConfig
-from shared.schemas.grading import Grade
-from shared.schemas.trajectory import GradeStatus
+from flotilla.services.reward.verifiers.assertions.judge import judge
+from flotilla.services.reward.verifiers.code import CodeVerifier, extract_program, is_same_output, parse_cases
+from flotilla.shared.config.sections.reward import CodeConfig
+from flotilla.shared.schemas.grading import Grade
+from flotilla.shared.schemas.trajectory import GradeStatus
 from tests.unit.reward.builders import a_sample
 
 LABEL = json.dumps({"inputs": ["1", "2", "3"], "outputs": ["1\n", "4\n", "9\n"]})

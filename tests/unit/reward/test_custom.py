@@ -3,16 +3,16 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.verifiers.custom import CustomVerifier, load_function
-from shared.config.reward import CustomConfig
-from shared.errors import InvalidSpec
-from shared.schemas.grading import Grade
-from shared.schemas.trajectory import GradeStatus
+from flotilla.services.reward.verifiers.custom import CustomVerifier, load_function
+from flotilla.shared.config.sections.reward import CustomConfig
+from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.schemas.grading import Grade
+from flotilla.shared.schemas.trajectory import GradeStatus
 from tests.unit.reward.builders import a_sample
 
 FUNCTIONS = """
 import asyncio, threading, time
-from shared.schemas.grading import Grade
+from flotilla.shared.schemas.grading import Grade
 
 def length(sample):
     return len(sample.response)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.verifiers.custom_process import CustomProcessVerifier
-from shared.config.reward import CustomConfig
-from shared.errors import InvalidSpec, WorkerDied
-from shared.places import Places
-from shared.schemas.grading import GradingSample
+from flotilla.services.reward.verifiers.custom_process import CustomProcessVerifier
+from flotilla.shared.config.sections.reward import CustomConfig
+from flotilla.shared.errors import InvalidSpec, WorkerDied
+from flotilla.shared.locations.allowed import Places
+from flotilla.shared.schemas.grading import GradingSample
 
 FUNCTIONS = """
 import os, sys, time

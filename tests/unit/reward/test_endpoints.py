@@ -10,11 +10,11 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from services.reward.endpoints import Endpoints
-from services.reward.remote import RemoteVerifier
-from shared.clock import ManualClock
-from shared.config.reward import RemoteConfig
-from shared.schemas.trajectory import GradeStatus
+from flotilla.services.reward.endpoints import Endpoints
+from flotilla.services.reward.remote import RemoteVerifier
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.config.sections.reward import RemoteConfig
+from flotilla.shared.schemas.trajectory import GradeStatus
 from tests.unit.reward.builders import a_sample
 
 A, B = "http://93.184.215.14/a", "http://93.184.215.14/b"

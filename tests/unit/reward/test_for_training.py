@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.reward.consumer import for_training, why_filtered, with_grades
-from services.reward.verifiers.base import Grade
-from shared.config.reward import RewardConfig
-from shared.schemas.trajectory import FinishReason, GradeStatus, Group
-from shared.testing.builders import a_task, a_trajectory
+from flotilla.services.reward.consumer import for_training, why_filtered, with_grades
+from flotilla.services.reward.verifiers.base import Grade
+from flotilla.shared.config.sections.reward import RewardConfig
+from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group
+from flotilla.shared.testing.builders import a_task, a_trajectory
 
 
 def config(**sections: Any) -> RewardConfig:

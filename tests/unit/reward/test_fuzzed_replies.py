@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.reply import parse_grades, parse_openrlhf, read_json
-from shared.errors import GradingFailed
-from shared.schemas.grading import Grade
+from flotilla.services.reward.reply import parse_grades, parse_openrlhf, read_json
+from flotilla.shared.errors import GradingFailed
+from flotilla.shared.schemas.grading import Grade
 from tests.unit.reward.test_remote import HOSTILE_BODIES, SAMPLES, Stream, a_verifier, httpx
 
 NUM_REPLIES = 10_000

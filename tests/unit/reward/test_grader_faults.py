@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from services.reward.remote import RemoteVerifier
-from services.reward.state import groups_at_a_time
-from shared.config.reward import RemoteConfig, RewardConfig
-from shared.schemas.grading import Grade
-from shared.schemas.trajectory import GradeStatus
+from flotilla.services.reward.remote import RemoteVerifier
+from flotilla.services.reward.state import groups_at_a_time
+from flotilla.shared.config.sections.reward import RemoteConfig, RewardConfig
+from flotilla.shared.schemas.grading import Grade
+from flotilla.shared.schemas.trajectory import GradeStatus
 from tests.unit.reward.builders import a_sample
 
 RIGHT = 0.75

@@ -3,8 +3,8 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from shared.schemas.grading import Grade, GradingRequest, GradingResponse
-from shared.schemas.trajectory import GradeStatus
+from flotilla.shared.schemas.grading import Grade, GradingRequest, GradingResponse
+from flotilla.shared.schemas.trajectory import GradeStatus
 from tests.unit.reward.builders import a_sample
 
 

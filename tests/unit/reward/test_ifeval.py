@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from services.reward.verifiers.ifeval import IfevalVerifier
-from services.reward.verifiers.ifeval_rules import CHECKS, repetition_penalty
-from shared.config.reward import IfevalConfig
-from shared.schemas.grading import Grade
+from flotilla.services.reward.verifiers.ifeval import IfevalVerifier
+from flotilla.services.reward.verifiers.ifeval_rules import CHECKS, repetition_penalty
+from flotilla.shared.config.sections.reward import IfevalConfig
+from flotilla.shared.schemas.grading import Grade
 from tests.unit.reward.builders import a_sample
 
 CASES: list[tuple[str, dict[str, Any], str, str]] = [

@@ -8,11 +8,11 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from services.reward.verifiers.judge import JudgeVerifier
-from shared.clock import ManualClock
-from shared.config.judge import JudgeConfig
-from shared.schemas.grading import Grade
-from shared.schemas.trajectory import GradeStatus
+from flotilla.services.reward.verifiers.judge import JudgeVerifier
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.config.sections.judge import JudgeConfig
+from flotilla.shared.schemas.grading import Grade
+from flotilla.shared.schemas.trajectory import GradeStatus
 from tests.unit.reward.builders import a_sample
 
 Replies = Callable[[int], httpx.Response]

@@ -3,10 +3,10 @@ from decimal import Decimal
 import pytest
 from pydantic import ValidationError
 
-from services.reward.verifiers.exact import ExactVerifier
-from services.reward.verifiers.numeric import NumericVerifier, parse_number
-from shared.config.reward import ExactConfig, NumericConfig
-from shared.schemas.trajectory import GradeStatus
+from flotilla.services.reward.verifiers.exact import ExactVerifier
+from flotilla.services.reward.verifiers.numeric import NumericVerifier, parse_number
+from flotilla.shared.config.sections.reward import ExactConfig, NumericConfig
+from flotilla.shared.schemas.trajectory import GradeStatus
 from tests.unit.reward.builders import a_sample
 
 

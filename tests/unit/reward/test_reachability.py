@@ -3,14 +3,14 @@
 import httpx
 import pytest
 
-from services.reward.remote import RemoteVerifier
-from services.reward.verifiers.base import AsksServer, Verifier
-from services.reward.verifiers.code import CodeVerifier
-from services.reward.verifiers.judge import JudgeVerifier
-from services.reward.verifiers.registry import CombinedVerifier
-from shared.config.judge import JudgeConfig
-from shared.config.reward import CodeConfig, RemoteConfig
-from shared.schemas.service import GRADER, JUDGE, SANDBOX
+from flotilla.services.reward.remote import RemoteVerifier
+from flotilla.services.reward.verifiers.base import AsksServer, Verifier
+from flotilla.services.reward.verifiers.code import CodeVerifier
+from flotilla.services.reward.verifiers.judge import JudgeVerifier
+from flotilla.services.reward.verifiers.registry import CombinedVerifier
+from flotilla.shared.config.sections.judge import JudgeConfig
+from flotilla.shared.config.sections.reward import CodeConfig, RemoteConfig
+from flotilla.shared.schemas.service import GRADER, JUDGE, SANDBOX
 from tests.unit.reward.builders import a_sample
 
 ADDRESS = "http://93.184.216.34"

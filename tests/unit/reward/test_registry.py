@@ -3,11 +3,11 @@ from collections.abc import Sequence
 import pytest
 from pydantic import ValidationError
 
-from services.reward.verifiers.registry import CombinedVerifier, Surroundings, build_verifier
-from shared.config.reward import CodeConfig, ExactConfig, RemoteConfig, RewardConfig
-from shared.errors import InvalidSpec
-from shared.schemas.grading import Grade, GradingSample
-from shared.schemas.trajectory import GradeStatus
+from flotilla.services.reward.verifiers.registry import CombinedVerifier, Surroundings, build_verifier
+from flotilla.shared.config.sections.reward import CodeConfig, ExactConfig, RemoteConfig, RewardConfig
+from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.schemas.grading import Grade, GradingSample
+from flotilla.shared.schemas.trajectory import GradeStatus
 from tests.unit.reward.builders import a_sample
 
 

@@ -9,16 +9,16 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from services.reward.remote import RemoteVerifier, request_id
-from services.reward.reply import parse_grades, parse_openrlhf
-from shared.address_policy import AddressRefused, is_public, permitted_address
-from shared.clock import ManualClock
-from shared.config.reward import RemoteConfig
-from shared.errors import GradingFailed, InvalidRequest
-from shared.schemas.grading import MAX_REASON_CHARACTERS, Grade, GradingRequest
-from shared.schemas.trajectory import GradeStatus
-from shared.security import signature
-from shared.settings import LOOPBACK, IPNetwork, networks_from
+from flotilla.services.reward.remote import RemoteVerifier, request_id
+from flotilla.services.reward.reply import parse_grades, parse_openrlhf
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.config.sections.reward import RemoteConfig
+from flotilla.shared.environment.settings import LOOPBACK, IPNetwork, networks_from
+from flotilla.shared.errors import GradingFailed, InvalidRequest
+from flotilla.shared.net.authorisation.tokens import signature
+from flotilla.shared.net.client.address_policy import AddressRefused, is_public, permitted_address
+from flotilla.shared.schemas.grading import MAX_REASON_CHARACTERS, Grade, GradingRequest
+from flotilla.shared.schemas.trajectory import GradeStatus
 from tests.unit.reward.builders import a_sample
 
 PUBLIC = "93.184.215.14"
@@ -247,7 +247,7 @@ async def test_a_slow_attempt_is_given_up() -> None:
 
 
 async def test_an_answer_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.reward.grader_call.MAX_ANSWER_BYTES", 100)
+    monkeypatch.setattr("flotilla.services.reward.grader_call.MAX_ANSWER_BYTES", 100)
     verifier, _ = a_verifier(httpx.Response(200, text="x" * 101))
 
     found = await verifier.score(SAMPLES)

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.reward.verifiers.reward_model import RewardModelVerifier, text_of
-from shared.config.reward_model import RewardModelConfig
-from shared.errors import InvalidSpec
-from shared.schemas.grading import GradingMessage, GradingTurn
-from shared.schemas.trajectory import GradeStatus
+from flotilla.services.reward.verifiers.reward_model import RewardModelVerifier, text_of
+from flotilla.shared.config.sections.reward_model import RewardModelConfig
+from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.schemas.grading import GradingMessage, GradingTurn
+from flotilla.shared.schemas.trajectory import GradeStatus
 from tests.unit.reward.builders import a_sample
 
 CHILD = """

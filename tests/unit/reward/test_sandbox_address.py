@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from services.reward.state import SessionOpener
-from shared.config.spec import ExperimentSpec
-from shared.credentials import Credentials
-from shared.errors import DeadlineExceeded, FlotillaError, Unavailable
-from shared.schemas.service import Assignment
-from shared.settings import ServiceSettings
+from flotilla.services.reward.state import SessionOpener
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.environment.settings import ServiceSettings
+from flotilla.shared.errors import DeadlineExceeded, FlotillaError, Unavailable
+from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.schemas.service import Assignment
 
 SPEC = {
     "name": "trial",

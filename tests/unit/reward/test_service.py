@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import pytest
 
-from services.reward import service as service_module
-from services.reward.service import RewardService
-from services.reward.tally import GradingTally
-from shared import start_backoff
-from shared.config.spec import ExperimentSpec
-from shared.errors import FlotillaError, Unavailable, WorkerDied
-from shared.schemas.service import TEACHER, Assignment, DesiredState, Failure, WorkState
+from flotilla.services.reward import service as service_module
+from flotilla.services.reward.service import RewardService
+from flotilla.services.reward.tally import GradingTally
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import FlotillaError, Unavailable, WorkerDied
+from flotilla.shared.schemas.service import TEACHER, Assignment, DesiredState, Failure, WorkState
+from flotilla.shared.service import start_backoff
 
 SPEC = {
     "name": "trial",

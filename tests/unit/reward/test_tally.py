@@ -1,10 +1,10 @@
-from services.reward.consumer import with_grades
-from services.reward.tally import GradingTally
-from shared.schemas.grading import Grade
-from shared.schemas.health import LONGEST_TEXT
-from shared.schemas.trajectory import FinishReason, Group, Trajectory
-from shared.schemas.turns import Turn
-from shared.testing.builders import a_group, a_task, a_trajectory
+from flotilla.services.reward.consumer import with_grades
+from flotilla.services.reward.tally import GradingTally
+from flotilla.shared.schemas.grading import Grade
+from flotilla.shared.schemas.health import LONGEST_TEXT
+from flotilla.shared.schemas.trajectory import FinishReason, Group, Trajectory
+from flotilla.shared.schemas.turns import Turn
+from flotilla.shared.testing.builders import a_group, a_task, a_trajectory
 
 
 def a_graded_group(*grades: Grade, **trajectory: object) -> Group:

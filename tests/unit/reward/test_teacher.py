@@ -11,15 +11,15 @@ import httpx
 import numpy as np
 import pytest
 
-from services.reward.consumer import RewardConsumer, RewardLane
-from services.reward.teacher.teachers import MOST_BROKEN, Teachers, last_run, open_teachers
-from services.reward.teacher.wire import log_probs_of, read_answer, reads_alike, score_request
-from services.reward.verifiers.registry import Surroundings
-from shared.config.distillation import DistillationConfig, TeacherServerConfig
-from shared.config.reward import RewardConfig
-from shared.errors import GradingFailed, InvalidSpec
-from shared.schemas.trajectory import GradeStatus, Group, Trajectory
-from shared.testing.builders import a_group, a_task, a_trajectory
+from flotilla.services.reward.consumer import RewardConsumer, RewardLane
+from flotilla.services.reward.teacher.teachers import MOST_BROKEN, Teachers, last_run, open_teachers
+from flotilla.services.reward.teacher.wire import log_probs_of, read_answer, reads_alike, score_request
+from flotilla.services.reward.verifiers.registry import Surroundings
+from flotilla.shared.config.sections.distillation import DistillationConfig, TeacherServerConfig
+from flotilla.shared.config.sections.reward import RewardConfig
+from flotilla.shared.errors import GradingFailed, InvalidSpec
+from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
+from flotilla.shared.testing.builders import a_group, a_task, a_trajectory
 from tests.unit.reward.test_worker import World, by_index, grading
 
 URL = "http://93.184.215.14:30000"

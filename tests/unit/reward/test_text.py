@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.reward.verifiers.comparing import ComparingVerifier
-from services.reward.verifiers.text import JsonSchemaVerifier, RegexVerifier
-from shared.config.reward import ExactConfig, JsonSchemaConfig, RegexConfig
-from shared.schemas.grading import Grade
-from shared.schemas.trajectory import GradeStatus
+from flotilla.services.reward.verifiers.comparing import ComparingVerifier
+from flotilla.services.reward.verifiers.text import JsonSchemaVerifier, RegexVerifier
+from flotilla.shared.config.sections.reward import ExactConfig, JsonSchemaConfig, RegexConfig
+from flotilla.shared.schemas.grading import Grade
+from flotilla.shared.schemas.trajectory import GradeStatus
 from tests.unit.reward.builders import a_sample
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}

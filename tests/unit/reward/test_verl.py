@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.preflight.checks import evaluation_dataset, train_dataset
-from services.reward.verifiers.exact import ExactVerifier
-from services.reward.verifiers.registry import Surroundings, build_verifier
-from services.reward.verifiers.verl import VerlDefaultVerifier
-from shared.config.reward import ExactConfig, RewardConfig, VerlDefaultConfig
-from shared.config.spec import ExperimentSpec
-from shared.errors import DataError, InvalidSpec
-from shared.schemas.grading import Grade, GradingSample
-from shared.schemas.trajectory import GradeStatus
+from flotilla.services.gateway.preflight.checks import evaluation_dataset, train_dataset
+from flotilla.services.reward.verifiers.exact import ExactVerifier
+from flotilla.services.reward.verifiers.registry import Surroundings, build_verifier
+from flotilla.services.reward.verifiers.verl import VerlDefaultVerifier
+from flotilla.shared.config.sections.reward import ExactConfig, RewardConfig, VerlDefaultConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import DataError, InvalidSpec
+from flotilla.shared.schemas.grading import Grade, GradingSample
+from flotilla.shared.schemas.trajectory import GradeStatus
 from tests.unit.gateway.builders import a_spec
 from tests.unit.reward.builders import a_sample
 

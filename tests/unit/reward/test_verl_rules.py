@@ -2,9 +2,9 @@
 
 import pytest
 
-from services.reward.verifiers.registry import Surroundings, build_verifier
-from services.reward.verifiers.verl_rules import fenced_program, is_formatted_geometry, prime_answer
-from shared.config.reward import RewardConfig
+from flotilla.services.reward.verifiers.registry import Surroundings, build_verifier
+from flotilla.services.reward.verifiers.verl_rules import fenced_program, is_formatted_geometry, prime_answer
+from flotilla.shared.config.sections.reward import RewardConfig
 from tests.unit.reward.builders import a_sample
 
 GSM8K, MATH, DAPO, SEARCH = "openai/gsm8k", "lighteval/MATH", "math_dapo", "searchR1_nq"

@@ -7,19 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from services.reward.consumer import MOST_NAMES, RewardConsumer, RewardLane
-from services.reward.verifiers.base import LONGEST_ANSWER
-from shared.config.reward import RewardConfig
-from shared.samples.kinds import SampleKind
-from shared.schemas.grading import Grade, GradingSample
-from shared.schemas.trajectory import FinishReason, GradeStatus, Group
-from shared.streams.keys import HopName
-from shared.streams.ledger import Ledger
-from shared.streams.memory.plane import MemoryDataPlane
-from shared.streams.settings import StreamsConfig
-from shared.testing.absence import cancel_on_claim, make_absent
-from shared.testing.builders import a_group, a_task, a_trajectory
-from shared.testing.kept import KeptInMemory
+from flotilla.services.reward.consumer import MOST_NAMES, RewardConsumer, RewardLane
+from flotilla.services.reward.verifiers.base import LONGEST_ANSWER
+from flotilla.shared.config.sections.reward import RewardConfig
+from flotilla.shared.schemas.grading import Grade, GradingSample
+from flotilla.shared.schemas.sample_kinds import SampleKind
+from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.ledger import Ledger
+from flotilla.shared.streams.memory.plane import MemoryDataPlane
+from flotilla.shared.streams.settings import StreamsConfig
+from flotilla.shared.testing.absence import cancel_on_claim, make_absent
+from flotilla.shared.testing.builders import a_group, a_task, a_trajectory
+from flotilla.shared.testing.kept import KeptInMemory
 
 Grader = Callable[[GradingSample], Grade]
 
@@ -93,7 +93,7 @@ def by_index(sample: GradingSample) -> Grade:
 async def test_a_group_of_another_schema_fails_and_the_next_is_graded(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(by_index, RewardConfig())
     with monkeypatch.context() as earlier:
-        earlier.setattr("shared.schemas.trajectory.GROUP_SCHEMA", 1)
+        earlier.setattr("flotilla.shared.schemas.trajectory.GROUP_SCHEMA", 1)
         await world.generate(a_group(0))
     await world.generate(a_group(1))
 

@@ -7,7 +7,7 @@ from functools import cache
 from itertools import permutations
 from typing import Any
 
-from services.rollout.environments.word_game import WORDS, marks
+from flotilla.services.rollout.environments.word_game import WORDS, marks
 
 Outcomes = Sequence[tuple[float, Any, float]]
 """Of one action: probabilities, the states that follow (None: the game is over) and rewards."""

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from services.gateway.preflight.checks import check_code, check_paths
-from services.rollout.session import SessionOpener
-from services.rollout.tools.opening import open_tools
-from shared.config.episodes import EpisodesConfig, ToolEpisodesConfig
-from shared.config.paths import resolve_paths
-from shared.config.spec import ExperimentSpec
-from shared.episode_places import check_episodes
-from shared.errors import DataError, EpisodeFailed, FlotillaError, InvalidSpec
-from shared.places import Places, grant_code, read_places
-from shared.schemas.service import Assignment
-from shared.testing.builders import a_task
+from flotilla.services.gateway.preflight.checks import check_code, check_paths
+from flotilla.services.rollout.session import SessionOpener
+from flotilla.services.rollout.tools.opening import open_tools
+from flotilla.shared.config.load.paths import resolve_paths
+from flotilla.shared.config.sections.episodes import EpisodesConfig, ToolEpisodesConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import DataError, EpisodeFailed, FlotillaError, InvalidSpec
+from flotilla.shared.locations.allowed import Places, grant_code, read_places
+from flotilla.shared.locations.episodes import check_episodes
+from flotilla.shared.schemas.service import Assignment
+from flotilla.shared.testing.builders import a_task
 from tests.unit.gateway.builders import a_spec
 
 CODE_REFUSED = "FLOTILLA_CODE_FOLDERS"

@@ -7,12 +7,12 @@ from typing import Any
 import httpx
 import pytest
 
-from services.rollout.tools.base import ToolFailed
-from services.rollout.tools.code_interpreter import CodeInterpreter, InterpreterSession, Sandboxes
-from shared.config.episodes import CodeInterpreterConfig, ToolEpisodesConfig
-from shared.config.load import validate_spec
-from shared.errors import EpisodeFailed, Unavailable
-from shared.testing.builders import a_task
+from flotilla.services.rollout.tools.base import ToolFailed
+from flotilla.services.rollout.tools.code_interpreter import CodeInterpreter, InterpreterSession, Sandboxes
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.sections.episodes import CodeInterpreterConfig, ToolEpisodesConfig
+from flotilla.shared.errors import EpisodeFailed, Unavailable
+from flotilla.shared.testing.builders import a_task
 
 SESSION = {
     "id": "ses-1", "token": "secret", "isolation": "A", "cpu_seconds": 300, "idle_seconds": 300,

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from services.rollout.custom.process import CustomProcess
-from services.rollout.environments.conversation import EnvironmentConversation, EnvironmentConversations
-from services.rollout.tools.base import ToolFailed
-from services.rollout.tools.opening import open_tools
-from shared.config.episodes import EnvironmentConfig, EnvironmentEpisodesConfig, ToolEpisodesConfig
-from shared.errors import EpisodeFailed, InvalidSpec
-from shared.schemas.turns import FinishReason
-from shared.testing.builders import a_task
+from flotilla.services.rollout.custom.process import CustomProcess
+from flotilla.services.rollout.environments.conversation import EnvironmentConversation, EnvironmentConversations
+from flotilla.services.rollout.tools.base import ToolFailed
+from flotilla.services.rollout.tools.opening import open_tools
+from flotilla.shared.config.sections.episodes import EnvironmentConfig, EnvironmentEpisodesConfig, ToolEpisodesConfig
+from flotilla.shared.errors import EpisodeFailed, InvalidSpec
+from flotilla.shared.schemas.turns import FinishReason
+from flotilla.shared.testing.builders import a_task
 
 OWN = '''
 import asyncio, os, sys

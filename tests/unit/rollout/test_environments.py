@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from services.rollout.environments.base import ActionTable, Environment
-from services.rollout.environments.conversation import EnvironmentConversation, EnvironmentConversations
-from services.rollout.environments.countdown import Countdown, value_of
-from services.rollout.environments.frozen_lake import ACTIONS, FrozenLake, moved
-from services.rollout.environments.loading import BUILT_IN, load_environment
-from services.rollout.environments.sokoban import ACTIONS as PUSHES
-from services.rollout.environments.sokoban import Room, Sokoban
-from services.rollout.environments.word_game import marks
-from shared.config.episodes import ENVIRONMENTS, EnvironmentConfig, EnvironmentEpisodesConfig
-from shared.errors import InvalidSpec
-from shared.schemas.task import Message
-from shared.schemas.turns import FinishReason
-from shared.testing.builders import a_task
+from flotilla.services.rollout.environments.base import ActionTable, Environment
+from flotilla.services.rollout.environments.conversation import EnvironmentConversation, EnvironmentConversations
+from flotilla.services.rollout.environments.countdown import Countdown, value_of
+from flotilla.services.rollout.environments.frozen_lake import ACTIONS, FrozenLake, moved
+from flotilla.services.rollout.environments.loading import BUILT_IN, load_environment
+from flotilla.services.rollout.environments.sokoban import ACTIONS as PUSHES
+from flotilla.services.rollout.environments.sokoban import Room, Sokoban
+from flotilla.services.rollout.environments.word_game import marks
+from flotilla.shared.config.sections.episodes import ENVIRONMENTS, EnvironmentConfig, EnvironmentEpisodesConfig
+from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.schemas.task import Message
+from flotilla.shared.schemas.turns import FinishReason
+from flotilla.shared.testing.builders import a_task
 
 
 def test_ice_that_is_slippery_leads_aside_in_two_of_three_cases() -> None:

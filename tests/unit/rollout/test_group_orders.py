@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engines.base import GroupBroken
-from services.rollout.engines.scripted import ScriptedTransfer
-from services.rollout.weights import group_orders
-from services.rollout.weights.receiver import WeightReceiver
-from services.rollout.weights.version import VersionGate
-from shared.cancelling import until_done
-from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import NotFound, WeightTransferFailed, WorkerDied
-from shared.schemas.publication import (
+from flotilla.services.rollout.engines.base import GroupBroken
+from flotilla.services.rollout.engines.scripted import ScriptedTransfer
+from flotilla.services.rollout.weights import group_orders
+from flotilla.services.rollout.weights.receiver import WeightReceiver
+from flotilla.services.rollout.weights.version import VersionGate
+from flotilla.shared.concurrency.cancelling import until_done
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import NotFound, WeightTransferFailed, WorkerDied
+from flotilla.shared.schemas.publication import (
     Manifest,
     PublicationOrder,
     PublicationPhase,
@@ -24,7 +24,7 @@ from shared.schemas.publication import (
     Rendezvous,
     Transport,
 )
-from shared.schemas.service import DesiredState, WorkState
+from flotilla.shared.schemas.service import DesiredState, WorkState
 
 CHECKSUM = "00000000deadbeef"
 PREPARING, TRANSFERRING, *_ = PublicationPhase

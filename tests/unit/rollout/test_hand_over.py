@@ -6,18 +6,18 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
-from services.rollout.consumer import LaneConfig, RolloutConsumer
-from services.rollout.engines.resumption import ResumeRule
-from services.rollout.engines.scripted import ScriptedEngine
-from services.rollout.episodes.single_turn import SingleTurnEpisodes
-from services.rollout.episodes.turns import Turns
-from services.rollout.weights.version import VersionGate
-from shared.config.rollout import SamplingConfig
-from shared.schemas.task import Message, Task
-from shared.schemas.trajectory import FinishReason, Group
-from shared.streams.keys import HopName
-from shared.streams.memory.plane import MemoryDataPlane
-from shared.testing.builders import a_task
+from flotilla.services.rollout.consumer import LaneConfig, RolloutConsumer
+from flotilla.services.rollout.engines.resumption import ResumeRule
+from flotilla.services.rollout.engines.scripted import ScriptedEngine
+from flotilla.services.rollout.episodes.single_turn import SingleTurnEpisodes
+from flotilla.services.rollout.episodes.turns import Turns
+from flotilla.services.rollout.weights.version import VersionGate
+from flotilla.shared.config.sections.rollout import SamplingConfig
+from flotilla.shared.schemas.task import Message, Task
+from flotilla.shared.schemas.trajectory import FinishReason, Group
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.memory.plane import MemoryDataPlane
+from flotilla.shared.testing.builders import a_task
 
 LENGTH = 400
 MIXING = ResumeRule(mixes_versions=True, max_lag=2)

@@ -6,22 +6,22 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from services.rollout.consumer import LaneConfig, RolloutConsumer
-from services.rollout.engines.base import GenerationRequest
-from services.rollout.engines.resumption import UNMIXED
-from services.rollout.engines.scripted import ScriptedEngine
-from services.rollout.episodes.single_turn import SingleTurnEpisodes
-from services.rollout.episodes.turns import Requests, Turns
-from services.rollout.weights.version import VersionGate
-from shared.config.rollout import SamplingConfig
-from shared.errors import InvalidRequest
-from shared.prompts import PromptLimit
-from shared.schemas.task import Lane, Message
-from shared.streams.keys import HopName
-from shared.streams.ledger import Ledger
-from shared.streams.memory.plane import MemoryDataPlane
-from shared.streams.settings import StreamsConfig
-from shared.testing.builders import a_task
+from flotilla.services.rollout.consumer import LaneConfig, RolloutConsumer
+from flotilla.services.rollout.engines.base import GenerationRequest
+from flotilla.services.rollout.engines.resumption import UNMIXED
+from flotilla.services.rollout.engines.scripted import ScriptedEngine
+from flotilla.services.rollout.episodes.single_turn import SingleTurnEpisodes
+from flotilla.services.rollout.episodes.turns import Requests, Turns
+from flotilla.services.rollout.weights.version import VersionGate
+from flotilla.shared.config.sections.rollout import SamplingConfig
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.models.prompts import PromptLimit
+from flotilla.shared.schemas.task import Lane, Message
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.ledger import Ledger
+from flotilla.shared.streams.memory.plane import MemoryDataPlane
+from flotilla.shared.streams.settings import StreamsConfig
+from flotilla.shared.testing.builders import a_task
 
 LEASE_SECONDS = 0.2
 
@@ -178,7 +178,7 @@ async def test_a_task_of_another_schema_fails_and_the_next_is_answered(monkeypat
     world = World()
     world.engine.resume()
     with monkeypatch.context() as earlier:
-        earlier.setattr("shared.schemas.task.TASK_SCHEMA", 0)
+        earlier.setattr("flotilla.shared.schemas.task.TASK_SCHEMA", 0)
         await world.plane.admission.issue(a_task(0), limit=2)
     await world.plane.admission.issue(a_task(1), limit=2)
 

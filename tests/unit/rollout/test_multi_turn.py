@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engines.base import Engine
-from services.rollout.engines.resumption import UNMIXED, ResumeRule
-from services.rollout.engines.scripted import ScriptedEngine, rolling_token
-from services.rollout.environments.conversation import EnvironmentConversation
-from services.rollout.episodes.conversation import Conversation
-from services.rollout.episodes.multi_turn import Limits, MultiTurnEpisodes
-from services.rollout.episodes.rendering import ANY_MESSAGE
-from services.rollout.episodes.single_turn import SingleTurnEpisodes
-from services.rollout.episodes.turns import Turns
-from shared.config.rollout import SamplingConfig
-from shared.errors import EnvironmentDiverged, PromptTooLong
-from shared.schemas.task import Message, Task
-from shared.schemas.trajectory import GradeStatus, Group
-from shared.schemas.turns import FinishReason
-from shared.testing.builders import a_task
+from flotilla.services.rollout.engines.base import Engine
+from flotilla.services.rollout.engines.resumption import UNMIXED, ResumeRule
+from flotilla.services.rollout.engines.scripted import ScriptedEngine, rolling_token
+from flotilla.services.rollout.environments.conversation import EnvironmentConversation
+from flotilla.services.rollout.episodes.conversation import Conversation
+from flotilla.services.rollout.episodes.multi_turn import Limits, MultiTurnEpisodes
+from flotilla.services.rollout.episodes.rendering import ANY_MESSAGE
+from flotilla.services.rollout.episodes.single_turn import SingleTurnEpisodes
+from flotilla.services.rollout.episodes.turns import Turns
+from flotilla.shared.config.sections.rollout import SamplingConfig
+from flotilla.shared.errors import EnvironmentDiverged, PromptTooLong
+from flotilla.shared.schemas.task import Message, Task
+from flotilla.shared.schemas.trajectory import GradeStatus, Group
+from flotilla.shared.schemas.turns import FinishReason
+from flotilla.shared.testing.builders import a_task
 
 END = 1
 SAMPLING = SamplingConfig(max_new_tokens=8)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from services.rollout.environments.base import Environment
-from services.rollout.environments.gymnasium_text import GymnasiumText
-from services.rollout.environments.loading import load_environment
-from services.rollout.environments.word_game import WORDS
-from shared.config.episodes import ENVIRONMENTS, EnvironmentConfig
+from flotilla.services.rollout.environments.base import Environment
+from flotilla.services.rollout.environments.gymnasium_text import GymnasiumText
+from flotilla.services.rollout.environments.loading import load_environment
+from flotilla.services.rollout.environments.word_game import WORDS
+from flotilla.shared.config.sections.episodes import ENVIRONMENTS, EnvironmentConfig
 from tests.unit.rollout import players
 from tests.unit.rollout.players import PENALTY, Act, Rules
 

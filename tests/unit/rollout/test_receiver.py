@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engines.scripted import ScriptedTransfer
-from services.rollout.weights.receiver import WeightReceiver
-from services.rollout.weights.version import VersionGate
-from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import Conflict, NotFound, WeightTransferFailed, WorkerDied
-from shared.schemas.publication import (
+from flotilla.services.rollout.engines.scripted import ScriptedTransfer
+from flotilla.services.rollout.weights.receiver import WeightReceiver
+from flotilla.services.rollout.weights.version import VersionGate
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import Conflict, NotFound, WeightTransferFailed, WorkerDied
+from flotilla.shared.schemas.publication import (
     Manifest,
     PublicationOrder,
     PublicationPhase,
@@ -21,10 +21,10 @@ from shared.schemas.publication import (
     Rendezvous,
     Transport,
 )
-from shared.schemas.service import DesiredState, WorkState
-from shared.weights.image import WeightImage
-from shared.weights.locate import LocatedImage
-from shared.weights.source import OnArrived, Reuse
+from flotilla.shared.schemas.service import DesiredState, WorkState
+from flotilla.shared.weights.image.image import WeightImage
+from flotilla.shared.weights.mapped.locate import LocatedImage
+from flotilla.shared.weights.pull.source import OnArrived, Reuse
 
 CHECKSUM = "00000000deadbeef"
 

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.engines.resumption import ResumeRule
-from services.rollout.episodes.resumption import Begun, begun, resume_rule, rule_of
-from shared.config.asynchrony import AsynchronyConfig
-from shared.schemas.trajectory import FinishReason, Trajectory
-from shared.testing.builders import a_task, a_trajectory
+from flotilla.services.rollout.engines.resumption import ResumeRule
+from flotilla.services.rollout.episodes.resumption import Begun, begun, resume_rule, rule_of
+from flotilla.shared.config.sections.asynchrony import AsynchronyConfig
+from flotilla.shared.schemas.trajectory import FinishReason, Trajectory
+from flotilla.shared.testing.builders import a_task, a_trajectory
 
 MIXING = ResumeRule(mixes_versions=True, max_lag=2)
 

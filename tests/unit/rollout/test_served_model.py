@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.rollout.engines.servers.model import make_place, read_served_model, stage_directory, sweep_places
-from shared.errors import ModelError, Unavailable, WeightTransferFailed
+from flotilla.services.rollout.engines.servers.model import make_place, read_served_model, stage_directory, sweep_places
+from flotilla.shared.errors import ModelError, Unavailable, WeightTransferFailed
 from tests.contract.engine.models import make_model, save_image, save_model
 
 

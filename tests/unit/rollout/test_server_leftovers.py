@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engines.servers import leftovers
-from services.rollout.engines.servers.dialect import Launch
-from services.rollout.engines.servers.model import PREFIX, sweep_places
-from services.rollout.engines.servers.process import ServerProcess
+from flotilla.services.rollout.engines.servers import leftovers
+from flotilla.services.rollout.engines.servers.dialect import Launch
+from flotilla.services.rollout.engines.servers.model import PREFIX, sweep_places
+from flotilla.services.rollout.engines.servers.process import ServerProcess
 
 PREFIXES = ("made_up_loads_",)
 MAPPING = """

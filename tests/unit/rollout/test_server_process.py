@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.rollout.engines.servers.dialect import Launch
-from services.rollout.engines.servers.process import ServerProcess
-from shared.errors import InvalidSpec, WorkerDied
+from flotilla.services.rollout.engines.servers.dialect import Launch
+from flotilla.services.rollout.engines.servers.process import ServerProcess
+from flotilla.shared.errors import InvalidSpec, WorkerDied
 
 
 def a_server(directory: Path, script: str) -> ServerProcess:

@@ -10,11 +10,11 @@ import httpx
 import numpy as np
 import pytest
 
-from services.rollout.engines.servers.completions import completion_of
-from services.rollout.engines.servers.dialect import Dialect
-from services.rollout.engines.sglang.engine import SglangDialect
-from services.rollout.engines.vllm.engine import VllmDialect
-from shared.schemas.trajectory import FinishReason
+from flotilla.services.rollout.engines.servers.completions import completion_of
+from flotilla.services.rollout.engines.servers.dialect import Dialect
+from flotilla.services.rollout.engines.sglang.engine import SglangDialect
+from flotilla.services.rollout.engines.vllm.engine import VllmDialect
+from flotilla.shared.schemas.trajectory import FinishReason
 from tests.contract.engine.fake_server import FakeServer, unknown_fields
 from tests.contract.engine.fake_sglang import FakeSglang
 from tests.contract.engine.fake_vllm import FakeVllm

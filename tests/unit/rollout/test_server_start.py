@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.rollout.engines.servers.engine import ServerEngine
-from services.rollout.engines.servers.settings import ServerSettings
-from services.rollout.engines.sglang.engine import SglangEngine
-from services.rollout.engines.vllm.engine import VllmEngine
-from shared.errors import FlotillaError, InvalidSpec, WorkerDied
+from flotilla.services.rollout.engines.servers.engine import ServerEngine
+from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.services.rollout.engines.sglang.engine import SglangEngine
+from flotilla.services.rollout.engines.vllm.engine import VllmEngine
+from flotilla.shared.errors import FlotillaError, InvalidSpec, WorkerDied
 from tests.contract.engine.models import save_model
 from tests.contract.engine.requests import a_request
 

@@ -9,18 +9,17 @@ from typing import Any
 
 import pytest
 
-import services.rollout.service as rollout_service
-from services.rollout import shutdown
-from services.rollout.busy import BusyTime
-from services.rollout.engines.base import EngineLoad
-from services.rollout.episodes.special_tokens import SamplingTally
-from services.rollout.handed_over import HandOverCounts
-from services.rollout.service import MAX_DEATHS, RolloutService
-from services.rollout.shutdown import HAND_OVER_SECONDS
-from services.rollout.weights.version import VersionGate
-from shared import start_backoff
-from shared.config.spec import ExperimentSpec
-from shared.errors import (
+import flotilla.services.rollout.service as rollout_service
+from flotilla.services.rollout import shutdown
+from flotilla.services.rollout.busy import BusyTime
+from flotilla.services.rollout.engines.base import EngineLoad
+from flotilla.services.rollout.episodes.special_tokens import SamplingTally
+from flotilla.services.rollout.handed_over import HandOverCounts
+from flotilla.services.rollout.service import MAX_DEATHS, RolloutService
+from flotilla.services.rollout.shutdown import HAND_OVER_SECONDS
+from flotilla.services.rollout.weights.version import VersionGate
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import (
     DeadlineExceeded,
     ModelError,
     ServerUnreachable,
@@ -28,7 +27,8 @@ from shared.errors import (
     WeightTransferFailed,
     WorkerDied,
 )
-from shared.schemas.service import Assignment, DesiredState, DeviceOrder, DeviceReport, WorkState
+from flotilla.shared.schemas.service import Assignment, DesiredState, DeviceOrder, DeviceReport, WorkState
+from flotilla.shared.service import start_backoff
 
 SPEC = {
     "name": "trial",

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from services.rollout.engines.servers.settings import ServerSettings
-from services.rollout.engines.sglang.arguments import command_line, environment
-from services.rollout.engines.sglang.engine import SglangDialect
+from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.services.rollout.engines.sglang.arguments import command_line, environment
+from flotilla.services.rollout.engines.sglang.engine import SglangDialect
 
 PLACE = Path("/tmp/flotilla-engine-1-abc")
 

@@ -10,10 +10,10 @@ import httpx
 import pytest
 import torch
 
-from services.rollout.engines.servers.settings import ServerSettings
-from services.rollout.engines.sglang.engine import SglangEngine
-from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import (
+from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.services.rollout.engines.sglang.engine import SglangEngine
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import (
     InvalidSpec,
     ModelError,
     ServerUnreachable,

@@ -8,16 +8,23 @@ from typing import Any
 import httpx
 import pytest
 
-from services.rollout.engines.base import GroupBroken
-from services.rollout.engines.servers.settings import ServerSettings
-from services.rollout.engines.sglang.arguments import environment, interface_of
-from services.rollout.engines.sglang.group_engine import GroupSglangEngine, is_reached
-from services.rollout.engines.sglang.handles import read_layout
-from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import WeightTransferFailed, WorkerDied
-from shared.schemas.publication import Manifest, PublicationOrder, PublicationPhase, Rendezvous, TensorSpec, Transport
-from shared.schemas.trajectory import FinishReason
-from shared.weights.engine_group import buckets_of
+from flotilla.services.rollout.engines.base import GroupBroken
+from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.services.rollout.engines.sglang.arguments import environment, interface_of
+from flotilla.services.rollout.engines.sglang.group_engine import GroupSglangEngine, is_reached
+from flotilla.services.rollout.engines.sglang.handles import read_layout
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import WeightTransferFailed, WorkerDied
+from flotilla.shared.schemas.publication import (
+    Manifest,
+    PublicationOrder,
+    PublicationPhase,
+    Rendezvous,
+    TensorSpec,
+    Transport,
+)
+from flotilla.shared.schemas.trajectory import FinishReason
+from flotilla.shared.weights.group.engine_group import buckets_of
 from tests.contract.engine.fake_server import Body
 from tests.contract.engine.fake_sglang import FakeSglang
 from tests.contract.engine.models import save_model

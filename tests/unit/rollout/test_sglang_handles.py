@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engines.servers.settings import ServerSettings
-from services.rollout.engines.sglang.engine import SglangEngine
-from services.rollout.engines.sglang.handles import spans_of
-from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import WeightTransferFailed, WorkerDied
-from shared.schemas.publication import TensorSpec
+from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.services.rollout.engines.sglang.engine import SglangEngine
+from flotilla.services.rollout.engines.sglang.handles import spans_of
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import WeightTransferFailed, WorkerDied
+from flotilla.shared.schemas.publication import TensorSpec
 from tests.contract.engine.fake_sglang import FakeSglang
 from tests.contract.engine.models import save_model
 from tests.contract.engine.requests import a_request

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.engines.resumption import Prefix
-from services.rollout.engines.servers.completions import completion_of, new_request_id
-from services.rollout.engines.sglang.wire import generate_body, sampled_of
-from shared.schemas.trajectory import FinishReason
+from flotilla.services.rollout.engines.resumption import Prefix
+from flotilla.services.rollout.engines.servers.completions import completion_of, new_request_id
+from flotilla.services.rollout.engines.sglang.wire import generate_body, sampled_of
+from flotilla.shared.schemas.trajectory import FinishReason
 from tests.contract.engine.requests import a_request
 
 BEGUN = Prefix((8, 9), (-0.5, -0.25), ((0, 3),))

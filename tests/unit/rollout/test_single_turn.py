@@ -5,16 +5,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.rollout.engines.base import Completion, GenerationRequest
-from services.rollout.engines.resumption import UNMIXED
-from services.rollout.engines.scripted import ScriptedEngine
-from services.rollout.episodes.single_turn import SingleTurnEpisodes
-from services.rollout.episodes.turns import Requests, Turns
-from shared.config.evaluation import EvaluationConfig
-from shared.config.rollout import SamplingConfig
-from shared.errors import Unavailable
-from shared.schemas.task import Message, Task
-from shared.testing.builders import a_task
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest
+from flotilla.services.rollout.engines.resumption import UNMIXED
+from flotilla.services.rollout.engines.scripted import ScriptedEngine
+from flotilla.services.rollout.episodes.single_turn import SingleTurnEpisodes
+from flotilla.services.rollout.episodes.turns import Requests, Turns
+from flotilla.shared.config.sections.evaluation import EvaluationConfig
+from flotilla.shared.config.sections.rollout import SamplingConfig
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.schemas.task import Message, Task
+from flotilla.shared.testing.builders import a_task
 from tests.contract.engine.requests import a_request
 
 

@@ -2,7 +2,7 @@ from typing import Any
 
 import numpy as np
 
-from services.rollout.episodes.special_tokens import SamplingTally, SpecialTokens
+from flotilla.services.rollout.episodes.special_tokens import SamplingTally, SpecialTokens
 
 BOS, TURN, END = 1, 2, 3
 SPECIAL = SpecialTokens(frozenset({BOS, TURN, END}), (BOS,), frozenset({END}), {BOS: "<s>", TURN: "<turn>"}.__getitem__)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.weights.staged_images import StagedImage, StagedImages
-from shared.errors import Conflict, WeightTransferFailed
-from shared.weights.image import WeightImage
-from shared.weights.image_files import lock_shared
+from flotilla.services.rollout.weights.staged_images import StagedImage, StagedImages
+from flotilla.shared.errors import Conflict, WeightTransferFailed
+from flotilla.shared.weights.image.files import lock_shared
+from flotilla.shared.weights.image.image import WeightImage
 
 
 @pytest.fixture

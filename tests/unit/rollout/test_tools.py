@@ -12,23 +12,23 @@ import httpx
 import psutil
 import pytest
 
-from services.rollout.engines.scripted import ScriptedEngine
-from services.rollout.episodes.conversation import Reply
-from services.rollout.episodes.special_tokens import SamplingTally
-from services.rollout.episodes.turns import Turns
-from services.rollout.episodes_of import open_episodes
-from services.rollout.tools.base import Tool, ToolFailed, schema_of
-from services.rollout.tools.conversation import ToolConversation
-from services.rollout.tools.formats import read_calls
-from services.rollout.tools.http_tool import HttpTool
-from services.rollout.tools.opening import open_tools
-from services.rollout.tools.python_tool import PythonTool
-from shared.config.episodes import ToolEpisodesConfig, ToolFormat
-from shared.errors import EpisodeFailed, InvalidSpec, ModelError, Unavailable
-from shared.prompts import PromptTemplate
-from shared.schemas.task import Message
-from shared.schemas.turns import FinishReason
-from shared.testing.builders import a_task
+from flotilla.services.rollout.engines.scripted import ScriptedEngine
+from flotilla.services.rollout.episodes.conversation import Reply
+from flotilla.services.rollout.episodes.special_tokens import SamplingTally
+from flotilla.services.rollout.episodes.turns import Turns
+from flotilla.services.rollout.episodes_of import open_episodes
+from flotilla.services.rollout.tools.base import Tool, ToolFailed, schema_of
+from flotilla.services.rollout.tools.conversation import ToolConversation
+from flotilla.services.rollout.tools.formats import read_calls
+from flotilla.services.rollout.tools.http_tool import HttpTool
+from flotilla.services.rollout.tools.opening import open_tools
+from flotilla.services.rollout.tools.python_tool import PythonTool
+from flotilla.shared.config.sections.episodes import ToolEpisodesConfig, ToolFormat
+from flotilla.shared.errors import EpisodeFailed, InvalidSpec, ModelError, Unavailable
+from flotilla.shared.models.prompts import PromptTemplate
+from flotilla.shared.schemas.task import Message
+from flotilla.shared.schemas.turns import FinishReason
+from flotilla.shared.testing.builders import a_task
 from tests.unit.gateway.builders import a_spec
 from tests.unit.rollout.test_turns_in_templates import renderer_of
 

@@ -5,12 +5,12 @@ import random
 import numpy as np
 import pytest
 
-from services.rollout.episodes.rendering import ChatRenderer
-from shared.errors import ModelError
-from shared.prompts import PromptTemplate
-from shared.schemas.task import Message
-from shared.schemas.turns import FinishReason
-from shared.trajectory_builder import RenderTally, TrajectoryBuilder
+from flotilla.services.rollout.episodes.rendering import ChatRenderer
+from flotilla.services.rollout.trajectory_builder import RenderTally, TrajectoryBuilder
+from flotilla.shared.errors import ModelError
+from flotilla.shared.models.prompts import PromptTemplate
+from flotilla.shared.schemas.task import Message
+from flotilla.shared.schemas.turns import FinishReason
 from tests.unit.rollout.chat_templates import CORPUS, FAMILIES, tokenizer_of
 
 WORDS = sorted({word for line in CORPUS for word in line.split()} | {"Größe", "日本", "🙂", "  two", "a\tb"})

@@ -8,12 +8,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.rollout.engines.opening import make_engine, offers
-from services.rollout.engines.servers.settings import ServerSettings
-from services.rollout.engines.vllm.engine import VllmEngine
-from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import InvalidSpec, ModelError, WorkerDied
-from shared.schemas.engine import EngineCapability
+from flotilla.services.rollout.engines.opening import make_engine, offers
+from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.services.rollout.engines.vllm.engine import VllmEngine
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import InvalidSpec, ModelError, WorkerDied
+from flotilla.shared.schemas.engine import EngineCapability
 from tests.contract.engine.fake_vllm import FakeVllm
 from tests.contract.engine.models import save_model
 from tests.contract.engine.requests import a_request

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.engines.resumption import Prefix
-from services.rollout.engines.servers.completions import completion_of
-from services.rollout.engines.servers.settings import ServerSettings
-from services.rollout.engines.vllm.arguments import command_line, environment
-from services.rollout.engines.vllm.engine import VllmDialect
-from services.rollout.engines.vllm.wire import generate_body, metric_of, sampled_of
-from shared.errors import InvalidSpec
-from shared.schemas.trajectory import FinishReason
+from flotilla.services.rollout.engines.resumption import Prefix
+from flotilla.services.rollout.engines.servers.completions import completion_of
+from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.services.rollout.engines.vllm.arguments import command_line, environment
+from flotilla.services.rollout.engines.vllm.engine import VllmDialect
+from flotilla.services.rollout.engines.vllm.wire import generate_body, metric_of, sampled_of
+from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.schemas.trajectory import FinishReason
 from tests.contract.engine.requests import a_request
 
 BEGUN = Prefix((8, 9), (-0.5, -0.25), ((0, 3),))

@@ -7,20 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from services.rollout.consumer import LaneConfig, RolloutConsumer
-from services.rollout.failed_samples import FailedSamples
-from services.rollout.weights.version import VersionGate
-from shared.errors import InvalidRequest, PromptTooLong, Unavailable, WorkerDied
-from shared.samples.kinds import SampleKind
-from shared.schemas.task import Message, Task
-from shared.schemas.trajectory import FinishReason, GradeStatus, Group
-from shared.streams.keys import HopName
-from shared.streams.ledger import Ledger
-from shared.streams.memory.plane import MemoryDataPlane
-from shared.streams.partials import Partials
-from shared.streams.settings import StreamsConfig
-from shared.testing.absence import cancel_on_claim, make_absent
-from shared.testing.builders import a_group, a_task
+from flotilla.services.rollout.consumer import LaneConfig, RolloutConsumer
+from flotilla.services.rollout.failed_samples import FailedSamples
+from flotilla.services.rollout.weights.version import VersionGate
+from flotilla.shared.errors import InvalidRequest, PromptTooLong, Unavailable, WorkerDied
+from flotilla.shared.schemas.sample_kinds import SampleKind
+from flotilla.shared.schemas.task import Message, Task
+from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.ledger import Ledger
+from flotilla.shared.streams.memory.plane import MemoryDataPlane
+from flotilla.shared.streams.partials import Partials
+from flotilla.shared.streams.settings import StreamsConfig
+from flotilla.shared.testing.absence import cancel_on_claim, make_absent
+from flotilla.shared.testing.builders import a_group, a_task
 
 
 class ScriptedEpisodes:

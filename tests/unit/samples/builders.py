@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shared.samples.folder import step_name
-from shared.samples.kinds import KeptGroup, SampleFile, SampleKind, TrainedTokens
-from shared.schemas.trajectory import Group, Trajectory
-from shared.testing.builders import a_task, a_trajectory
+from flotilla.shared.samples.folder import step_name
+from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind, TrainedTokens
+from flotilla.shared.schemas.trajectory import Group, Trajectory
+from flotilla.shared.testing.builders import a_task, a_trajectory
 
 
 def trained_tokens(trajectory: Trajectory, advantage: float = 1.0) -> TrainedTokens:

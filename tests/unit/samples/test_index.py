@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from shared.config.samples import SamplesConfig
-from shared.errors import InvalidRequest
-from shared.samples import index as index_module
-from shared.samples.folder import SampleFolder, ended_name, evaluation_name
-from shared.samples.index import DATABASE, SampleIndex
-from shared.samples.kinds import KeptGroup, SampleFile, SampleKind
-from shared.samples.query import SampleOrder, SampleQuery
-from shared.samples.reading import read_page
-from shared.schemas.samples import SamplePage
-from shared.schemas.trajectory import GradeStatus
-from shared.testing.builders import a_group, a_trajectory
+from flotilla.shared.config.sections.samples import SamplesConfig
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.samples import index as index_module
+from flotilla.shared.samples.folder import SampleFolder, ended_name, evaluation_name
+from flotilla.shared.samples.index import DATABASE, SampleIndex
+from flotilla.shared.samples.query import SampleOrder, SampleQuery
+from flotilla.shared.samples.reading import read_page
+from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind
+from flotilla.shared.schemas.samples import SamplePage
+from flotilla.shared.schemas.trajectory import GradeStatus
+from flotilla.shared.testing.builders import a_group, a_trajectory
 from tests.unit.samples.builders import a_step
 
 

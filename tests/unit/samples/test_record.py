@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
-from shared.config.samples import SamplesConfig
-from shared.samples import recorder as recorder_module
-from shared.samples.folder import SAMPLES, SampleFolder, StoredFile, beyond, step_name, stored_files
-from shared.samples.kinds import KeptGroup, SampleFile, SampleKind
-from shared.samples.recorder import MOST_WAITING, SampleRecorder
-from shared.samples.table import facts_of, to_groups, to_table
-from shared.schemas.trajectory import FinishReason, GradeStatus, Group
-from shared.schemas.turns import Turn
-from shared.streams.intervals import IntervalSet
-from shared.testing.builders import a_group, a_task, a_trajectory
+from flotilla.shared.config.sections.samples import SamplesConfig
+from flotilla.shared.samples import recorder as recorder_module
+from flotilla.shared.samples.folder import SAMPLES, SampleFolder, StoredFile, beyond, step_name, stored_files
+from flotilla.shared.samples.recorder import MOST_WAITING, SampleRecorder
+from flotilla.shared.samples.table import facts_of, to_groups, to_table
+from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind
+from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group
+from flotilla.shared.schemas.turns import Turn
+from flotilla.shared.streams.intervals import IntervalSet
+from flotilla.shared.testing.builders import a_group, a_task, a_trajectory
 from tests.unit.samples.builders import a_step, trained_tokens
 
 TWO_TURNS = (

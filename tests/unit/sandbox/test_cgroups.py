@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from services.sandbox.cgroups import ControlGroups
-from services.sandbox.limits import MEBIBYTE, Limits
-from shared.control_groups import Mounts
-from shared.errors import Unavailable
+from flotilla.services.sandbox.cgroups import ControlGroups
+from flotilla.services.sandbox.limits import MEBIBYTE, Limits
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.host.control_groups import Mounts
 
 
 def a_unified_tree(root: Path, controllers: str = "cpu memory pids") -> Path:

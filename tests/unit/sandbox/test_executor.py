@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from services.sandbox import executor as executor_module
-from services.sandbox.executor import Executor, Program
-from services.sandbox.fork_servers import ForkServer, Groups
-from services.sandbox.isolation import Isolation, Slot
-from services.sandbox.limits import Limits
+from flotilla.services.sandbox import executor as executor_module
+from flotilla.services.sandbox.executor import Executor, Program
+from flotilla.services.sandbox.fork_servers import ForkServer, Groups
+from flotilla.services.sandbox.isolation import Isolation, Slot
+from flotilla.services.sandbox.limits import Limits
 
 LIMITS = Limits()
 PROGRAM = Program({}, (), (), LIMITS, "caller")

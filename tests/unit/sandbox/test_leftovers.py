@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.sandbox.leftovers import LOCK, PREFIX, own_directory, sweep_groups, sweep_leftovers
-from shared.control_groups import Mounts
+from flotilla.services.sandbox.leftovers import LOCK, PREFIX, own_directory, sweep_groups, sweep_leftovers
+from flotilla.shared.host.control_groups import Mounts
 
 
 def a_directory(parent: Path, name: str, *, has_lock: bool = True) -> Path:

@@ -1,8 +1,8 @@
 """A sandbox says for which experiment it is there: without that an experiment that runs code never starts."""
 
-from services.sandbox.__main__ import Waiting
-from services.sandbox.spare_time import SpareTime
-from shared.schemas.service import Assignment, DesiredState, ObservedState, WorkState
+from flotilla.services.sandbox.__main__ import Waiting
+from flotilla.services.sandbox.spare_time import SpareTime
+from flotilla.shared.schemas.service import Assignment, DesiredState, ObservedState, WorkState
 
 
 async def test_a_sandbox_follows_the_experiment_that_it_is_assigned_to() -> None:

@@ -8,21 +8,36 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.reward.verifiers import code
-from services.sandbox import limits
-from services.sandbox.guard import watch
-from services.sandbox.guard.agent import check_kill_scope
-from services.sandbox.guard.files import read_plainly
-from services.sandbox.guard.job import STARVED, TIMED_OUT, Confinement, Job, JobResult, Orders, Phase, PhaseResult
-from services.sandbox.guard.process import Drain
-from services.sandbox.guard.watch import ProcessStatus, directory_usage
-from services.sandbox.isolation import Isolation, Place, Slot, bwrap_command, candidates, ways_out
-from services.sandbox.languages import Language, choose
-from services.sandbox.limits import MEBIBYTE, Limits
-from services.sandbox.routes.run_code import make_response
-from services.sandbox.slots import lock_uid
-from shared.errors import InvalidRequest, Unavailable
-from shared.schemas.sandbox import IsolationLevel, RunCodeRequest, RunCodeResponse, RunStatus, check_relative_path
+from flotilla.services.reward.verifiers import code
+from flotilla.services.sandbox import limits
+from flotilla.services.sandbox.guard import watch
+from flotilla.services.sandbox.guard.agent import check_kill_scope
+from flotilla.services.sandbox.guard.files import read_plainly
+from flotilla.services.sandbox.guard.job import (
+    STARVED,
+    TIMED_OUT,
+    Confinement,
+    Job,
+    JobResult,
+    Orders,
+    Phase,
+    PhaseResult,
+)
+from flotilla.services.sandbox.guard.process import Drain
+from flotilla.services.sandbox.guard.watch import ProcessStatus, directory_usage
+from flotilla.services.sandbox.isolation import Isolation, Place, Slot, bwrap_command, candidates, ways_out
+from flotilla.services.sandbox.languages import Language, choose
+from flotilla.services.sandbox.limits import MEBIBYTE, Limits
+from flotilla.services.sandbox.routes.run_code import make_response
+from flotilla.services.sandbox.slots import lock_uid
+from flotilla.shared.errors import InvalidRequest, Unavailable
+from flotilla.shared.schemas.sandbox import (
+    IsolationLevel,
+    RunCodeRequest,
+    RunCodeResponse,
+    RunStatus,
+    check_relative_path,
+)
 
 PLACE = Place("/usr/bin/python3", "/tmp/code", ("/opt/packages",))
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from services.sandbox import pool as pool_module
-from services.sandbox.isolation import Slot
-from services.sandbox.pool import SlotPool
-from shared.errors import DeadlineExceeded, Unavailable
+from flotilla.services.sandbox import pool as pool_module
+from flotilla.services.sandbox.isolation import Slot
+from flotilla.services.sandbox.pool import SlotPool
+from flotilla.shared.errors import DeadlineExceeded, Unavailable
 
 
 def a_pool(

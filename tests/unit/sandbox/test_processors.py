@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from services.sandbox import processors
-from services.sandbox.allowances import PART, SAVED_SECONDS, Allowances
-from services.sandbox.limits import longest_seconds
-from services.sandbox.processors import ProcessorGroups
-from services.sandbox.spare_time import SpareTime
-from shared.control_groups import Mounts
+from flotilla.services.sandbox import processors
+from flotilla.services.sandbox.allowances import PART, SAVED_SECONDS, Allowances
+from flotilla.services.sandbox.limits import longest_seconds
+from flotilla.services.sandbox.processors import ProcessorGroups
+from flotilla.services.sandbox.spare_time import SpareTime
+from flotilla.shared.host.control_groups import Mounts
 
 
 def mounts_in(root: Path, *controllers: str) -> Mounts:

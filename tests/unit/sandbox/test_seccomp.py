@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.sandbox.guard import seccomp
-from services.sandbox.guard.seccomp import ALLOW, DENY, KILL_PROCESS, NO_SUCH_CALL, Instruction, build_filter
+from flotilla.services.sandbox.guard import seccomp
+from flotilla.services.sandbox.guard.seccomp import ALLOW, DENY, KILL_PROCESS, NO_SUCH_CALL, Instruction, build_filter
 
 MACHINES = ["x86_64", "aarch64"]
 MOST_STEPS = 40

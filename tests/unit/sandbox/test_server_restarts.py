@@ -2,8 +2,13 @@
 
 import asyncio
 
-from services.sandbox.server_restarts import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, WINDOW_SECONDS, ServerRestarts
-from shared.clock import ManualClock
+from flotilla.services.sandbox.server_restarts import (
+    FIRST_PAUSE_SECONDS,
+    LONGEST_PAUSE_SECONDS,
+    WINDOW_SECONDS,
+    ServerRestarts,
+)
+from flotilla.shared.clock import ManualClock
 
 
 def test_pauses_grow_up_to_a_bound_and_what_is_long_ago_does_not_count() -> None:

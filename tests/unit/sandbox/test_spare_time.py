@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.sandbox.spare_time import LEAST_PROCESSORS, SpareTime, busy_seconds, name_caller
-from shared.clock import ManualClock
+from flotilla.services.sandbox.spare_time import LEAST_PROCESSORS, SpareTime, busy_seconds, name_caller
+from flotilla.shared.clock import ManualClock
 
 PROCESSORS = 4.0
 LEAST = 0.1

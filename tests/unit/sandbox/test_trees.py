@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.sandbox.trees import FEW, SMALL_BYTES, remove_if_small, remove_tree
+from flotilla.services.sandbox.trees import FEW, SMALL_BYTES, remove_if_small, remove_tree
 
 
 def test_any_depth_is_removed(tmp_path: Path) -> None:

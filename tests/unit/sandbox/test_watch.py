@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.sandbox.guard import watch
-from services.sandbox.guard.watch import BUFFER_BYTES, Held, held, read_status
+from flotilla.services.sandbox.guard import watch
+from flotilla.services.sandbox.guard.watch import BUFFER_BYTES, Held, held, read_status
 
 
 def own() -> Held:

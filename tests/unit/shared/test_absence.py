@@ -9,18 +9,18 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.gateway.datasets.locations import open_bytes
-from services.reward.verifiers.custom_process import CustomProcessVerifier
-from services.reward.verifiers.reward_model import RewardModelVerifier
-from services.rollout.custom.process import CustomProcess
-from services.rollout.engines.decoders.checkpoint import read_config
-from services.rollout.tools.http_tool import HttpTool
-from shared import code_process
-from shared.absence import absent_or, may_pass
-from shared.config.episodes import EnvironmentConfig
-from shared.config.reward import CustomConfig
-from shared.config.reward_model import RewardModelConfig
-from shared.errors import DeadlineExceeded, EpisodeFailed, FlotillaError, InvalidSpec, ModelError, Unavailable
+from flotilla.services.gateway.datasets.locations import open_bytes
+from flotilla.services.reward.verifiers.custom_process import CustomProcessVerifier
+from flotilla.services.reward.verifiers.reward_model import RewardModelVerifier
+from flotilla.services.rollout.custom.process import CustomProcess
+from flotilla.services.rollout.engines.decoders.checkpoint import read_config
+from flotilla.services.rollout.tools.http_tool import HttpTool
+from flotilla.shared.children import code_process
+from flotilla.shared.config.sections.episodes import EnvironmentConfig
+from flotilla.shared.config.sections.reward import CustomConfig
+from flotilla.shared.config.sections.reward_model import RewardModelConfig
+from flotilla.shared.errors import DeadlineExceeded, EpisodeFailed, FlotillaError, InvalidSpec, ModelError, Unavailable
+from flotilla.shared.net.absence import absent_or, may_pass
 
 
 class OutOfMemoryError(RuntimeError):
@@ -133,7 +133,7 @@ async def test_a_reward_model_whose_start_may_succeed_later_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, kind: type[FlotillaError]
 ) -> None:
     seconds = 0.05 if "sleep" in program else 20.0
-    monkeypatch.setattr("services.reward.verifiers.reward_model.START_SECONDS", seconds)
+    monkeypatch.setattr("flotilla.services.reward.verifiers.reward_model.START_SECONDS", seconds)
     config = RewardModelConfig(kind="reward_model", path=str(tmp_path))
     model = RewardModelVerifier(config, tmp_path, command=(sys.executable, "-c", program))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.beneath import Outside, link_to, open_beneath, read_beneath, sizes_beneath
+from flotilla.shared.files.beneath import Outside, link_to, open_beneath, read_beneath, sizes_beneath
 
 SECRET = "the gateway's token"
 

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from shared.cancelling import cancelled_by, to_the_end, until_done
+from flotilla.shared.concurrency.cancelling import cancelled_by, to_the_end, until_done
 
 
 class TooLate(Exception):

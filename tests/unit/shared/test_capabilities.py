@@ -1,7 +1,7 @@
 """What a service offers, as rows of a gateway's database have it."""
 
-from shared.schemas.engine import EngineOffer
-from shared.schemas.service import Capabilities
+from flotilla.shared.schemas.engine import EngineOffer
+from flotilla.shared.schemas.service import Capabilities
 
 
 def test_a_row_of_before_there_were_several_engines_is_read() -> None:

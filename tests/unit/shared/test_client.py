@@ -6,9 +6,9 @@ import json
 import httpx
 import pytest
 
-from shared.client import GatewayClient, problem_to_error
-from shared.errors import ActionNotAllowed, DeadlineExceeded, FlotillaError, InvalidSpec, Unavailable
-from shared.serving import problem_response
+from flotilla.shared.errors import ActionNotAllowed, DeadlineExceeded, FlotillaError, InvalidSpec, Unavailable
+from flotilla.shared.net.client.client import GatewayClient, problem_to_error
+from flotilla.shared.net.server.serving import problem_response
 
 
 def a_client(handler: httpx.MockTransport) -> GatewayClient:

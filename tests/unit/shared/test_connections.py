@@ -3,7 +3,7 @@
 import asyncio
 from typing import cast
 
-from shared.connections import HeadWithBody
+from flotilla.shared.net.server.connections import HeadWithBody
 from tests.unit.gateway.builders import turns
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shared.control_groups import (
+from flotilla.shared.host.control_groups import (
     Mounts,
     allowed_cores,
     available_bytes,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.clock import ManualClock
-from shared.cores import LATELY_SECONDS, LOOK_SECONDS, CoreSeat, divided
-from shared.errors import Unavailable
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.host.cores import LATELY_SECONDS, LOOK_SECONDS, CoreSeat, divided
 
 
 class Seats:
@@ -121,7 +121,8 @@ def test_processes_that_may_not_run_on_the_same_cores_share_none(seats: Seats) -
 
 
 def test_a_killed_process_leaves_its_cores_to_others(seats: Seats) -> None:
-    code = "import sys; from shared.cores import CoreSeat; from pathlib import Path; seat = CoreSeat(Path(sys.argv[1]),"
+    code = "import sys; from flotilla.shared.host.cores import CoreSeat; from pathlib import Path;"
+    code += " seat = CoreSeat(Path(sys.argv[1]),"
     code += " cores=lambda: frozenset(range(8))); seat.begin(); print('computing', flush=True); sys.stdin.read()"
     seat = seats.take()
     with subprocess.Popen(

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.datasets.custom import rows_of_child
-from services.reward.verifiers.custom_process import CustomProcessVerifier
-from services.rollout.custom.process import CustomProcess
-from shared.config.episodes import EnvironmentConfig
-from shared.config.reward import CustomConfig
-from shared.schemas.grading import Grade, GradingSample
+from flotilla.services.gateway.datasets.custom import rows_of_child
+from flotilla.services.reward.verifiers.custom_process import CustomProcessVerifier
+from flotilla.services.rollout.custom.process import CustomProcess
+from flotilla.shared.config.sections.episodes import EnvironmentConfig
+from flotilla.shared.config.sections.reward import CustomConfig
+from flotilla.shared.schemas.grading import Grade, GradingSample
 
 HELPERS = "def ok():\n    return 0.5\n"
 GRADER = "def score(sample):\n    return ok()\n"
@@ -54,7 +54,8 @@ async def graded(reference: str) -> Grade:
         (
             {
                 "shared/rows.jsonl": "",
-                "grade.py": "from shared.schemas.grading import Grade\ndef score(_):\n    return Grade.scored(0.5)\n",
+                "grade.py": "from flotilla.shared.schemas.grading import Grade\n"
+                "def score(_):\n    return Grade.scored(0.5)\n",
             },
             "grade.py",
         ),
@@ -85,6 +86,9 @@ async def test_environments_and_tools_import_what_is_beside_them(tmp_path: Path)
 
 def test_a_dataset_imports_what_is_beside_it(tmp_path: Path) -> None:
     rows = "from shared.places import ROWS\nclass Rows(list):\n    def __init__(self): super().__init__(ROWS)\n"
-    written(tmp_path, {"shared/__init__.py": "", "shared/places.py": "ROWS = [{'prompt': 'p'}]\n", "rows.py": rows})
+    written(
+        tmp_path,
+        {"shared/__init__.py": "", "shared/places.py": "ROWS = [{'prompt': 'p'}]\n", "rows.py": rows},
+    )
 
     assert rows_of_child(f"{tmp_path}/rows.py:Rows", {}, None, "data") == [{"prompt": "p"}]

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from shared.described import Described, descriptions_of
+from flotilla.shared.schemas.described import Described, descriptions_of
 
 
 class Parent(Described):

@@ -5,10 +5,17 @@ from pathlib import Path
 import pytest
 
 from flotilla.cli.commands.status import devices_of
-from shared import devices
-from shared.devices import given_to, host_capabilities, limit_devices, machine_devices, own_devices, parse_devices
-from shared.errors import InvalidRequest
-from shared.schemas.service import Capabilities, GpuDevice
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.host import devices
+from flotilla.shared.host.devices import (
+    given_to,
+    host_capabilities,
+    limit_devices,
+    machine_devices,
+    own_devices,
+    parse_devices,
+)
+from flotilla.shared.schemas.service import Capabilities, GpuDevice
 
 LISTED = """\
 0, GPU-aaaa-1, 81559, NVIDIA H100 80GB HBM3

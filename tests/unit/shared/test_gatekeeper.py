@@ -1,8 +1,8 @@
 import httpx
 import pytest
 
-from shared.credentials import Credentials
-from shared.gatekeeper import Gatekeeper
+from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.server.gatekeeper import Gatekeeper
 
 TOKEN = "the right token"
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.lineage import (
+from flotilla.shared.checkpoints.lineage import (
     INITIAL,
     PlannedStep,
     Published,
@@ -18,7 +18,7 @@ from shared.lineage import (
     reconcile,
     split_plans,
 )
-from shared.streams.intervals import IntervalSet
+from flotilla.shared.streams.intervals import IntervalSet
 
 
 def a_line(*points: tuple[int, int], every: int = 1, total: int = 100) -> VersionLine:

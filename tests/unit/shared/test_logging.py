@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from shared.errors import InvalidRequest
-from shared.settings import read_settings
-from shared.telemetry.logging import JsonLines, PlainLines, experiment_id, format_for
+from flotilla.shared.environment.settings import read_settings
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.telemetry.logging import JsonLines, PlainLines, experiment_id, format_for
 
 NEEDED = {"FLOTILLA_TOKEN": "t" * 16, "FLOTILLA_REDIS_URL": "redis://r"}
 
@@ -22,7 +22,7 @@ def a_record(message: str, extra: Mapping[str, Any], *, with_error: bool = False
             raise RuntimeError("no room")
         except RuntimeError:
             trace = sys.exc_info()
-    record = logging.LogRecord("services.rollout", logging.WARNING, __file__, 1, message, (), trace)
+    record = logging.LogRecord("flotilla.services.rollout", logging.WARNING, __file__, 1, message, (), trace)
     record.created = 86_400.0 + 3_661.5
     record.__dict__.update(extra)
     return record

@@ -7,11 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
-from shared import membership
-from shared.client import GatewayClient
-from shared.credentials import Credentials
-from shared.membership import Membership
-from shared.schemas.service import DesiredState, ObservedState, Registration, ServiceKind, WorkState
+from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.schemas.service import DesiredState, ObservedState, Registration, ServiceKind, WorkState
+from flotilla.shared.service import membership
+from flotilla.shared.service.membership import Membership
 
 
 class ScriptedGateway:
@@ -158,7 +158,7 @@ async def test_a_call_that_is_repeated_after_an_absence_tells_what_is_observed_t
 async def test_a_gateway_that_does_not_answer_is_named_once_and_so_is_its_return(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level("INFO", logger="shared.membership")
+    caplog.set_level("INFO", logger="flotilla.shared.service.membership")
     gateway, applied, is_away = ScriptedGateway(), list[str](), True
 
     async def sometimes(request: httpx.Request) -> httpx.Response:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from shared.processes import kill, reap
+from flotilla.shared.children.processes import kill, reap
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="the event loop waits in this way without being told")

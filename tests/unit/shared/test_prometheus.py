@@ -3,10 +3,10 @@
 import httpx
 from fastapi import FastAPI
 
-from services.sandbox.metrics import SandboxMetrics
-from shared.schemas.sandbox import IsolationLevel, RunStatus
-from shared.serving import add_health_routes
-from shared.telemetry.prometheus import gauge, page_of
+from flotilla.services.sandbox.metrics import SandboxMetrics
+from flotilla.shared.net.server.serving import add_health_routes
+from flotilla.shared.schemas.sandbox import IsolationLevel, RunStatus
+from flotilla.shared.telemetry.prometheus import gauge, page_of
 from tests.prometheus import parse_page, value_of
 
 

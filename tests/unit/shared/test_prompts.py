@@ -2,9 +2,9 @@ from typing import Any
 
 import pytest
 
-from shared.errors import InvalidRequest
-from shared.prompts import PromptLimit, PromptTemplate
-from shared.schemas.task import Message
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.models.prompts import PromptLimit, PromptTemplate
+from flotilla.shared.schemas.task import Message
 from tests.unit.gateway.builders import a_spec
 
 CHAT = [Message("system", "s"), Message("user", "u")]

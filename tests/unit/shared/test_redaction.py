@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from shared.config.spec import ExperimentSpec
-from shared.redaction import redacted
+from flotilla.shared.config.redaction import redacted
+from flotilla.shared.config.spec import ExperimentSpec
 from tests.unit.gateway.builders import a_spec
 
 

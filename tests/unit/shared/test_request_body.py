@@ -5,8 +5,16 @@ from collections.abc import Sequence
 import pytest
 from starlette.types import Message, Receive
 
-from shared.errors import Unavailable
-from shared.request_body import SMALL_BYTES, Bodies, BodyBrokenOff, BodyLimit, BodyTooLarge, HeldBody, replay
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.net.server.request_body import (
+    SMALL_BYTES,
+    Bodies,
+    BodyBrokenOff,
+    BodyLimit,
+    BodyTooLarge,
+    HeldBody,
+    replay,
+)
 
 ROOMY = BodyLimit(10 * SMALL_BYTES)
 

@@ -1,7 +1,7 @@
 """Deaths are counted within a window; pauses grow; progress makes earlier deaths not count."""
 
-from shared.clock import ManualClock
-from shared.restarts import Restarts
+from flotilla.shared.children.restarts import Restarts
+from flotilla.shared.clock import ManualClock
 
 
 def test_pauses_grow_up_to_a_bound_until_there_were_too_many_deaths() -> None:

@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from shared import retry as module
-from shared.errors import InvalidRequest, Unavailable
-from shared.retry import Backoff, is_passing, retry
+from flotilla.shared.errors import InvalidRequest, Unavailable
+from flotilla.shared.net import retry as module
+from flotilla.shared.net.retry import Backoff, is_passing, retry
 
 
 class Time:

@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared.reward_metrics import (
+from flotilla.shared.telemetry.reward_metrics import (
     LONGEST_NAME,
     MOST_COMPONENTS,
     MOST_METRICS,
@@ -13,7 +13,7 @@ from shared.reward_metrics import (
     describe_rewards,
     series_name,
 )
-from shared.testing.builders import a_trajectory
+from flotilla.shared.testing.builders import a_trajectory
 
 
 def sample(reward: float, source: str | None = None, **grade: dict[str, float]) -> Scored:

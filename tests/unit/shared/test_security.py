@@ -3,7 +3,7 @@
 import stat
 from pathlib import Path
 
-from shared.security import write_secret
+from flotilla.shared.net.authorisation.tokens import write_secret
 
 
 def test_who_reads_a_secret_sees_the_old_one_or_the_new_one_whole(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from shared.schemas.service import Failure, ObservedState
-from shared.service_app import at_work, create_service_app
+from flotilla.shared.schemas.service import Failure, ObservedState
+from flotilla.shared.service.app import at_work, create_service_app
 
 
 class ScriptedService:

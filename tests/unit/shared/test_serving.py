@@ -2,8 +2,8 @@
 
 import json
 
-from shared.errors import InvalidRequest
-from shared.serving import MAX_DETAIL, MAX_ERRORS, MAX_TEXT, problem_response
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.net.server.serving import MAX_DETAIL, MAX_ERRORS, MAX_TEXT, problem_response
 
 
 def test_a_problem_lists_so_many_errors_and_says_how_many_more_there_are() -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from shared.errors import InvalidRequest
-from shared.settings import read_settings
-from shared.streams.redis.connection import connect
+from flotilla.shared.environment.settings import read_settings
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.streams.redis.connection import connect
 
 NEEDED = {"FLOTILLA_TOKEN": "t", "FLOTILLA_REDIS_URL": "redis://127.0.0.1:6379/0"}
 

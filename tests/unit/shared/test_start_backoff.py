@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from shared import start_backoff
-from shared.start_backoff import LONGEST_PAUSE_SECONDS, StartBackoff
+from flotilla.shared.service import start_backoff
+from flotilla.shared.service.start_backoff import LONGEST_PAUSE_SECONDS, StartBackoff
 
 
 async def test_pauses_double_up_to_a_bound_and_begin_again_after_a_success() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shared.errors import InvalidRequest
-from shared.start_patience import LONGEST, StartDeadline, patience_from
+from flotilla.shared.children.start_patience import LONGEST, StartDeadline, patience_from
+from flotilla.shared.errors import InvalidRequest
 
 
 class Start:

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from shared.clock import ManualClock
-from shared.strangers import MOST_ADDRESSES, Strangers
+from flotilla.shared.clock import ManualClock
+from flotilla.shared.net.server.rate_limits import MOST_ADDRESSES, Strangers
 
 
 def test_an_address_has_a_burst_and_then_a_rate() -> None:

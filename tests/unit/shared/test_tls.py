@@ -5,10 +5,10 @@ from typing import NoReturn
 
 import pytest
 
-from services.reward.verifiers.registry import new_client
-from shared.checked_transport import CheckedAddresses
-from shared.client import GatewayClient
-from shared.tls import tls_context
+from flotilla.services.reward.verifiers.registry import new_client
+from flotilla.services.rollout.checked_transport import CheckedAddresses
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.net.client.tls import tls_context
 
 
 async def test_clients_share_what_was_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

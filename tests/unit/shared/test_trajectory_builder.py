@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared.errors import RenderMismatch
-from shared.schemas.trajectory import GradeStatus, Group, Trajectory
-from shared.schemas.turns import FinishReason, Turn
-from shared.streams.codec import decode_group, encode_body, encode_grades
-from shared.testing.builders import a_task, a_trajectory
-from shared.trajectory_builder import RenderTally, TrajectoryBuilder
+from flotilla.services.rollout.trajectory_builder import RenderTally, TrajectoryBuilder
+from flotilla.shared.errors import RenderMismatch
+from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
+from flotilla.shared.schemas.turns import FinishReason, Turn
+from flotilla.shared.streams.codec import decode_group, encode_body, encode_grades
+from flotilla.shared.testing.builders import a_task, a_trajectory
 
 
 def sampled(

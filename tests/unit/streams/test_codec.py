@@ -5,9 +5,9 @@ import msgpack
 import numpy as np
 import pytest
 
-from shared.schemas.task import TASK_SCHEMA
-from shared.schemas.trajectory import GROUP_SCHEMA, GradeStatus, Group
-from shared.streams.codec import (
+from flotilla.shared.schemas.task import TASK_SCHEMA
+from flotilla.shared.schemas.trajectory import GROUP_SCHEMA, GradeStatus, Group
+from flotilla.shared.streams.codec import (
     EntryHeader,
     decode_group,
     decode_task,
@@ -18,7 +18,7 @@ from shared.streams.codec import (
     group_header,
     task_header,
 )
-from shared.testing.builders import a_group, a_task, a_trajectory, graded
+from flotilla.shared.testing.builders import a_group, a_task, a_trajectory, graded
 
 
 def test_a_task_comes_back_equal() -> None:

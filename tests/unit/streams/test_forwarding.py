@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from shared.errors import Unavailable
-from shared.streams.redis.forwarding import ForwardsTogether
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.streams.redis.forwarding import ForwardsTogether
 
 
 class Calls:

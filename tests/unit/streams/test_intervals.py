@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.streams.intervals import IntervalSet
+from flotilla.shared.streams.intervals import IntervalSet
 
 small = st.integers(0, 60)
 

@@ -2,10 +2,10 @@ import re
 
 import pytest
 
-from shared.schemas.task import Lane
-from shared.streams import keys
-from shared.streams.keys import HopName, StreamKeys
-from shared.streams.redis.scripts import script
+from flotilla.shared.schemas.task import Lane
+from flotilla.shared.streams import keys
+from flotilla.shared.streams.keys import HopName, StreamKeys
+from flotilla.shared.streams.redis.scripts import script
 
 
 def test_keys_bear_one_hash_tag_and_lanes_differ() -> None:

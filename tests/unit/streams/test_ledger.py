@@ -1,7 +1,7 @@
 import pytest
 
-from shared.streams.keys import HopName
-from shared.streams.ledger import Ledger, length_field
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.ledger import Ledger, length_field
 
 COUNTERS = {
     "issued": 20,

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from shared.errors import ClaimLost, Unavailable
-from shared.streams.holding import holding
-from shared.streams.hop import Claim, renewing
-from shared.streams.keys import HopName
-from shared.streams.memory.hop import MemoryHop
-from shared.streams.memory.plane import MemoryDataPlane
-from shared.streams.settings import StreamsConfig
-from shared.testing.builders import a_task
+from flotilla.shared.errors import ClaimLost, Unavailable
+from flotilla.shared.streams.holding import holding
+from flotilla.shared.streams.hop import Claim, renewing
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.memory.hop import MemoryHop
+from flotilla.shared.streams.memory.plane import MemoryDataPlane
+from flotilla.shared.streams.settings import StreamsConfig
+from flotilla.shared.testing.builders import a_task
 
 
 class Renewer:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.streams.plans import Retained
+from flotilla.shared.streams.plans import Retained
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from shared.errors import Unavailable
-from shared.streams.redis.connection import address_of, is_absence, is_refusal, retried
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.streams.redis.connection import address_of, is_absence, is_refusal, retried
 
 
 async def test_an_absent_server_is_asked_again() -> None:

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from shared.config.load import validate_spec
-from shared.config.spec import ExperimentSpec
-from shared.schemas.task import Task
-from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
-from shared.testing.builders import a_task
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.schemas.task import Task
+from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
+from flotilla.shared.testing.builders import a_task
 
 VOCABULARY = 32
 

@@ -19,15 +19,15 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from services.trainer.data.packing import MicroLayout, ModelInput, Prompt, build_input, lay_out
-from services.trainer.data.places import places_of
-from services.trainer.learning.learner import Learner
-from services.trainer.models import attention
-from services.trainer.models.loading import LoadedModel
-from services.trainer.models.log_probs import Policy
-from services.trainer.models.native.kernels import kernels_for
-from services.trainer.models.traits import arguments_of
-from services.trainer.parallel.layers import recompute_activations
+from flotilla.services.trainer.data.packing import MicroLayout, ModelInput, Prompt, build_input, lay_out
+from flotilla.services.trainer.data.places import places_of
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.models import attention
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.services.trainer.models.log_probs import Policy
+from flotilla.services.trainer.models.native.kernels import kernels_for
+from flotilla.services.trainer.models.traits import arguments_of
+from flotilla.services.trainer.parallel.layers import recompute_activations
 from tests.unit.trainer.builders import a_spec, uneven_groups
 
 pytestmark = pytest.mark.skipif(kernels_for() is None, reason="no C compiler")

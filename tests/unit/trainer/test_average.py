@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.checkpoint.export import export
-from services.trainer.checkpoint.manager import beginning, fill_alone, restored_from
-from shared.checkpoints import AVERAGE, MODEL, StoredCheckpoint
-from shared.config.spec import ExperimentSpec
-from shared.errors import InvalidRequest
+from flotilla.services.trainer.checkpoint.export import export
+from flotilla.services.trainer.checkpoint.manager import beginning, fill_alone, restored_from
+from flotilla.shared.checkpoints.folders import AVERAGE, MODEL, StoredCheckpoint
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidRequest
 from tests.fleet import tiny_model
 from tests.unit.trainer.builders import a_spec, uneven_groups
 from tests.unit.trainer.test_lora import a_state

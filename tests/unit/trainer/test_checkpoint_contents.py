@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from services.gateway.lifecycle.origins import find, take
-from services.trainer.checkpoint.manager import (
+from flotilla.services.gateway.lifecycle.origins import find, take
+from flotilla.services.trainer.checkpoint.manager import (
     WITHOUT_OPTIMIZER,
     CheckpointManager,
     Progress,
@@ -16,11 +16,11 @@ from services.trainer.checkpoint.manager import (
     copy_alone,
     fill_alone,
 )
-from services.trainer.checkpoint.storage import CheckpointStorage
-from shared.config.load import validate_spec
-from shared.config.spec import ExperimentSpec
-from shared.errors import InvalidSpec
-from shared.lineage import INITIAL, VersionLine
+from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
+from flotilla.shared.checkpoints.lineage import INITIAL, VersionLine
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidSpec
 from tests.fleet import tiny_model
 from tests.unit.trainer.builders import a_spec, uneven_groups
 

@@ -11,14 +11,14 @@ from typing import Any, cast
 
 import pytest
 
-from services.trainer.checkpoint.manager import Progress
-from services.trainer.worker import checkpoint_policy
-from services.trainer.worker.checkpoint_policy import CheckpointPolicy
-from services.trainer.worker.checkpoint_writer import CheckpointWriter
-from shared.config.checkpoint import BestCheckpointsConfig, CheckpointConfig
-from shared.errors import ClaimLost, Unavailable
-from shared.lineage import INITIAL, VersionLine
-from shared.schemas.service import Failure
+from flotilla.services.trainer.checkpoint.manager import Progress
+from flotilla.services.trainer.worker import checkpoint_policy
+from flotilla.services.trainer.worker.checkpoint_policy import CheckpointPolicy
+from flotilla.services.trainer.worker.checkpoint_writer import CheckpointWriter
+from flotilla.shared.checkpoints.lineage import INITIAL, VersionLine
+from flotilla.shared.config.sections.checkpoint import BestCheckpointsConfig, CheckpointConfig
+from flotilla.shared.errors import ClaimLost, Unavailable
+from flotilla.shared.schemas.service import Failure
 
 DEADLINE_SECONDS = 20.0
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from services.trainer.parallel import cores as cores_module
-from services.trainer.parallel.cores import ComputeCores
-from shared.cores import CoreSeat
+from flotilla.services.trainer.parallel import cores as cores_module
+from flotilla.services.trainer.parallel.cores import ComputeCores
+from flotilla.shared.host.cores import CoreSeat
 
 
 @pytest.fixture(autouse=True)

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
-from services.gateway.preflight.checks import models_of, paths_of
-from services.trainer.checkpoint.manager import beginning, fill_alone, restored_from
-from services.trainer.models.critic import Critic
-from shared.checkpoints import StoredCheckpoint
-from shared.config.load import validate_spec
-from shared.config.paths import resolve_paths
-from shared.config.spec import ExperimentSpec
-from shared.errors import InvalidSpec, ModelError
+from flotilla.services.gateway.preflight.checks import models_of, paths_of
+from flotilla.services.trainer.checkpoint.manager import beginning, fill_alone, restored_from
+from flotilla.services.trainer.models.critic import Critic
+from flotilla.shared.checkpoints.folders import StoredCheckpoint
+from flotilla.shared.config.load.paths import resolve_paths
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidSpec, ModelError
 from tests.fleet import tiny_model
 from tests.integration.trainer.architectures import ARCHITECTURES
 from tests.unit.trainer.builders import a_spec, uneven_groups

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from services.trainer.supervisor.served_images import ServedImages
-from services.trainer.worker.images import ImagePool
-from shared.errors import NotFound
-from shared.weights.flat_parameters import FlatParameters
-from shared.weights.pull import PublishedImages
+from flotilla.services.trainer.supervisor.served_images import ServedImages
+from flotilla.services.trainer.weights.flat_parameters import FlatParameters
+from flotilla.services.trainer.worker.images import ImagePool
+from flotilla.shared.errors import NotFound
+from flotilla.shared.weights.pull.server import PublishedImages
 
 
 def a_pool(directory: Path) -> ImagePool:

@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from services.trainer.worker.device_shift import DeviceShift, always_held
-from shared.errors import Unavailable
-from shared.schemas.service import DeviceOrder, DeviceReport, Failure
+from flotilla.services.trainer.worker.device_shift import DeviceShift, always_held
+from flotilla.shared.errors import Unavailable
+from flotilla.shared.schemas.service import DeviceOrder, DeviceReport, Failure
 
 
 class Rig:
@@ -104,7 +104,7 @@ async def test_who_no_longer_waits_wants_nothing() -> None:
 
 
 async def test_a_full_disk_is_named_and_the_release_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.trainer.worker.device_shift.RETRY_SECONDS", 0.001)
+    monkeypatch.setattr("flotilla.services.trainer.worker.device_shift.RETRY_SECONDS", 0.001)
     async with a_rig() as rig:
         rig.refusals = [Unavailable("no room")]
 
@@ -115,7 +115,7 @@ async def test_a_full_disk_is_named_and_the_release_tried_again(monkeypatch: pyt
 
 
 async def test_memory_that_others_are_giving_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.trainer.worker.device_shift.RETRY_SECONDS", 0.001)
+    monkeypatch.setattr("flotilla.services.trainer.worker.device_shift.RETRY_SECONDS", 0.001)
     async with a_rig() as rig:
         rig.order(2, may_hold=False)
         await rig.until(report(2, held=False))

@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from services.trainer.algorithms.kl import exact_kl
-from services.trainer.checkpoint.manager import beginning, fill_alone, restored_from
-from services.trainer.data.batch import make_batch
-from services.trainer.learning.learner import Learner
-from services.trainer.learning.memory import LearnerMemory
-from services.trainer.models.loading import LoadedModel
-from services.trainer.replay.replay import TOLERANCE, replay
-from shared.checkpoints import StoredCheckpoint
-from shared.config.spec import ExperimentSpec
-from shared.errors import ModelError
-from shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
-from shared.streams.codec import decode_group, encode_body, encode_grades
-from shared.testing.builders import a_task
+from flotilla.services.trainer.algorithms.kl import exact_kl
+from flotilla.services.trainer.checkpoint.manager import beginning, fill_alone, restored_from
+from flotilla.services.trainer.data.batch import make_batch
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.learning.memory import LearnerMemory
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.services.trainer.replay.replay import TOLERANCE, replay
+from flotilla.shared.checkpoints.folders import StoredCheckpoint
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import ModelError
+from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
+from flotilla.shared.streams.codec import decode_group, encode_body, encode_grades
+from flotilla.shared.testing.builders import a_task
 from tests.fleet import tiny_model
 from tests.integration.trainer.architectures import ARCHITECTURES
 from tests.unit.trainer.builders import VOCABULARY, a_model, a_spec, uneven_groups

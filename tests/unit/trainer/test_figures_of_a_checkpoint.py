@@ -8,15 +8,15 @@ from typing import Any, cast
 
 import pytest
 
-from services.trainer.checkpoint.manager import Progress
-from services.trainer.data.plan import StepGroups
-from services.trainer.learning.learner import StepResult
-from services.trainer.models.optimizer import UpdateResult
-from services.trainer.worker.control import RunControl
-from services.trainer.worker.loop import TrainingLoop
-from services.trainer.worker.reporter import Reporter
-from shared.lineage import INITIAL, VersionLine
-from shared.streams.plans import Plan
+from flotilla.services.trainer.checkpoint.manager import Progress
+from flotilla.services.trainer.data.plan import StepGroups
+from flotilla.services.trainer.learning.learner import StepResult
+from flotilla.services.trainer.models.optimizer import UpdateResult
+from flotilla.services.trainer.worker.control import RunControl
+from flotilla.services.trainer.worker.loop import TrainingLoop
+from flotilla.services.trainer.worker.reporter import Reporter
+from flotilla.shared.checkpoints.lineage import INITIAL, VersionLine
+from flotilla.shared.streams.plans import Plan
 from tests.unit.gateway.builders import running
 from tests.unit.trainer.builders import a_group
 from tests.unit.trainer.test_reporter import Gateway

@@ -8,11 +8,11 @@ import torch
 from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-from services.trainer.learning.opening import make_learner
-from services.trainer.models.loading import LoadedModel
-from shared.config.spec import ExperimentSpec
-from shared.schemas.trajectory import NO_VERSION, Group
-from shared.testing.builders import a_task
+from flotilla.services.trainer.learning.opening import make_learner
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.schemas.trajectory import NO_VERSION, Group
+from flotilla.shared.testing.builders import a_task
 from tests.unit.trainer.builders import VOCABULARY, a_model, a_spec, a_trajectory
 
 LAYOUTS: list[dict[str, Any]] = [

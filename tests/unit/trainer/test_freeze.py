@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.trainer.learning.learner import Learner
-from services.trainer.models.loading import LoadedModel
-from shared.errors import InvalidSpec, ModelError
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.shared.errors import InvalidSpec, ModelError
 from tests.unit.trainer.builders import a_model, a_spec, uneven_groups
 
 

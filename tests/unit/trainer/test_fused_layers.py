@@ -13,8 +13,8 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
-from services.trainer.models.fused_layers import fuse_layers
-from services.trainer.models.native.kernels import kernels_for
+from flotilla.services.trainer.models.fused_layers import fuse_layers
+from flotilla.services.trainer.models.native.kernels import kernels_for
 
 pytestmark = pytest.mark.skipif(kernels_for() is None, reason="no C compiler")
 

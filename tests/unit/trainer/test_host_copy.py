@@ -8,15 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.checkpoint import host_copy
-from services.trainer.checkpoint.files import shared_files
-from services.trainer.checkpoint.host_copy import HostCopy
-from services.trainer.checkpoint.manager import CheckpointManager, Progress, beginning, copy_alone, fill_alone
-from services.trainer.checkpoint.storage import CheckpointStorage
-from services.trainer.learning.learner import Learner
-from shared.checkpoints import MODEL
-from shared.errors import Unavailable
-from shared.lineage import INITIAL, VersionLine
+from flotilla.services.trainer.checkpoint import host_copy
+from flotilla.services.trainer.checkpoint.files import shared_files
+from flotilla.services.trainer.checkpoint.host_copy import HostCopy
+from flotilla.services.trainer.checkpoint.manager import CheckpointManager, Progress, beginning, copy_alone, fill_alone
+from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.shared.checkpoints.folders import MODEL
+from flotilla.shared.checkpoints.lineage import INITIAL, VersionLine
+from flotilla.shared.errors import Unavailable
 from tests.fleet import tiny_model
 from tests.unit.trainer.builders import a_spec, uneven_groups
 

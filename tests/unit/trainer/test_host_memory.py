@@ -7,16 +7,16 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from services.trainer.learning.opening import make_learner
-from services.trainer.models import streamed_step
-from services.trainer.models.host_memory import ParkedTensors
-from services.trainer.models.loading import LoadedModel
-from services.trainer.models.optimizer import PolicyOptimizer
-from services.trainer.parallel import fsdp
-from services.trainer.parallel.ranks import Ranks, backend_of
-from shared.config.optimisation import OptimisationConfig
-from shared.config.parallelism import OffloadConfig
-from shared.config.spec import ExperimentSpec
+from flotilla.services.trainer.learning.opening import make_learner
+from flotilla.services.trainer.models import streamed_step
+from flotilla.services.trainer.models.host_memory import ParkedTensors
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.services.trainer.models.optimizer import PolicyOptimizer
+from flotilla.services.trainer.parallel import fsdp
+from flotilla.services.trainer.parallel.ranks import Ranks, backend_of
+from flotilla.shared.config.sections.optimisation import OptimisationConfig
+from flotilla.shared.config.sections.parallelism import OffloadConfig
+from flotilla.shared.config.spec import ExperimentSpec
 from tests.unit.trainer.builders import a_model, a_spec, uneven_groups
 
 LARGE = 1 << 15
@@ -108,7 +108,7 @@ def offloading(spec: ExperimentSpec, **chosen: bool) -> ExperimentSpec:
 
 
 def test_a_reference_that_is_on_its_device_for_its_pass_alone_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.trainer.models.offloading.LEAST_BYTES", 1)
+    monkeypatch.setattr("flotilla.services.trainer.models.offloading.LEAST_BYTES", 1)
     spec = a_spec(algorithm={"kl": {"placement": "loss"}}, optimisation={"groups_per_mini_batch": 2})
     figures, references = [], []
     for each in (spec, offloading(spec, reference=True, optimiser=True)):

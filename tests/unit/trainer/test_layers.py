@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from services.trainer.learning.learner import Learner
-from services.trainer.models.loading import LoadedModel
-from services.trainer.parallel.layers import recompute_activations
-from shared.errors import ModelError
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.services.trainer.parallel.layers import recompute_activations
+from flotilla.shared.errors import ModelError
 from tests.unit.trainer.builders import a_model, a_spec, uneven_groups
 
 

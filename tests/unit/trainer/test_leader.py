@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import pytest
 
-from services.trainer.parallel.channel import Channel
-from services.trainer.parallel.commands import Command, End, KeepVersion, Save
-from services.trainer.parallel.ranks import ONE_RANK
-from services.trainer.worker import follower, leader
-from shared.errors import FlotillaError, ModelError, Unavailable
+from flotilla.services.trainer.parallel.channel import Channel
+from flotilla.services.trainer.parallel.commands import Command, End, KeepVersion, Save
+from flotilla.services.trainer.parallel.ranks import ONE_RANK
+from flotilla.services.trainer.worker import follower, leader
+from flotilla.shared.errors import FlotillaError, ModelError, Unavailable
 from tests.unit.trainer.builders import a_spec
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.data.batch import make_batch
-from services.trainer.learning.learner import Learner
-from services.trainer.models.loading import LoadedModel
-from shared.schemas.trajectory import Group
+from flotilla.services.trainer.data.batch import make_batch
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.shared.schemas.trajectory import Group
 from tests.unit.trainer.builders import a_group, a_model, a_spec, uneven_groups
 
 LAYOUTS: list[dict[str, Any]] = [

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
-from services.trainer.data.batch import make_batch
-from services.trainer.data.micro_batch import make_micro_batches
-from services.trainer.models.log_probs import Policy
-from shared.errors import ModelError
+from flotilla.services.trainer.data.batch import make_batch
+from flotilla.services.trainer.data.micro_batch import make_micro_batches
+from flotilla.services.trainer.models.log_probs import Policy
+from flotilla.shared.errors import ModelError
 from tests.unit.trainer.builders import VOCABULARY, a_model, uneven_groups
 
 CPU = torch.device("cpu")
@@ -117,7 +117,7 @@ def test_the_temperature_is_part_of_the_policy() -> None:
 
 
 def test_a_device_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    from services.trainer.models.loading import check_device
+    from flotilla.services.trainer.models.loading import check_device
 
     with pytest.raises(ModelError, match="device banana cannot be used"):
         check_device("banana")

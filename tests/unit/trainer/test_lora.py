@@ -9,19 +9,19 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from services.trainer.checkpoint.export import merged
-from services.trainer.checkpoint.manager import beginning, fill_alone, restored_from
-from services.trainer.learning.learner import Learner
-from services.trainer.models.loading import LoadedModel
-from services.trainer.models.log_probs import Policy
-from services.trainer.models.lora import Adapters
-from shared.checkpoints import MODEL, OPTIMIZER, CheckpointState, StoredCheckpoint
-from shared.config.lora import LoraConfig
-from shared.config.spec import ExperimentSpec
-from shared.errors import ModelError
-from shared.model_files import ADAPTER, check_directory
-from shared.weights.flat_parameters import FlatParameters
-from shared.weights.image import WeightImage
+from flotilla.services.trainer.checkpoint.export import merged
+from flotilla.services.trainer.checkpoint.manager import beginning, fill_alone, restored_from
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.services.trainer.models.log_probs import Policy
+from flotilla.services.trainer.models.lora import Adapters
+from flotilla.services.trainer.weights.flat_parameters import FlatParameters
+from flotilla.shared.checkpoints.folders import MODEL, OPTIMIZER, CheckpointState, StoredCheckpoint
+from flotilla.shared.config.sections.lora import LoraConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import ModelError
+from flotilla.shared.models.files import ADAPTER, check_directory
+from flotilla.shared.weights.image.image import WeightImage
 from tests.fleet import tiny_model
 from tests.integration.trainer.architectures import ARCHITECTURES
 from tests.unit.trainer.builders import a_model, a_spec, uneven_groups

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from services.trainer.learning.learner import Learner
-from services.trainer.learning.memory import LearnerMemory
-from services.trainer.models.loading import LoadedModel
-from services.trainer.models.log_probs import Policy
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.learning.memory import LearnerMemory
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.services.trainer.models.log_probs import Policy
 from tests.unit.trainer.builders import a_model, a_spec, uneven_groups
 
 LEAST = 2000
@@ -41,6 +41,9 @@ def a_learner(kept: dict[str, dict[str, Any]], dtype: torch.dtype) -> Learner:
     return Learner(spec, LoadedModel(a_model().to(dtype), cast(Any, None)), reference)
 
 
+OURS = ("flotilla.services.", "flotilla.shared.weights.")
+
+
 def held_by(thing: object, seen: set[int]) -> Iterator[Tensor]:
     """Find the tensors that an object of ours holds, at any depth."""
     if id(thing) in seen:
@@ -59,7 +62,7 @@ def held_by(thing: object, seen: set[int]) -> Iterator[Tensor]:
     elif isinstance(thing, list | tuple | set | frozenset):
         for each in thing:
             yield from held_by(each, seen)
-    elif isinstance(thing, Policy) or type(thing).__module__.startswith(("services.", "shared.weights.")):
+    elif isinstance(thing, Policy) or type(thing).__module__.startswith(OURS):
         yield from held_by(vars(thing) if hasattr(thing, "__dict__") else (), seen)
 
 
@@ -68,7 +71,7 @@ def held_by(thing: object, seen: set[int]) -> Iterator[Tensor]:
 def test_nothing_large_stays_behind_and_training_goes_on_as_without(
     kept: dict[str, dict[str, Any]], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.trainer.models.offloading.LEAST_BYTES", LEAST)
+    monkeypatch.setattr("flotilla.services.trainer.models.offloading.LEAST_BYTES", LEAST)
     moved, usual = a_learner(kept, dtype), a_learner(kept, dtype)
     for learner in (moved, usual):
         learner.train(uneven_groups(1, seed=1), 1)

@@ -5,16 +5,16 @@ from operator import sub
 from pathlib import Path
 
 from flotilla.importers.metrics import RECORDED
-from services.trainer.data.group_metrics import Totals, describe_groups
-from services.trainer.data.plan import StepGroups
-from services.trainer.learning.learner import StepResult
-from services.trainer.learning.metrics import RENAMED
-from services.trainer.models.optimizer import UpdateResult
-from services.trainer.worker.step_report import StepTimes, describe_step
-from shared.reward_metrics import SeriesNames, describe_rewards
-from shared.schemas.trajectory import GradeStatus, Group
-from shared.streams.plans import Plan
-from shared.testing.builders import a_task
+from flotilla.services.trainer.data.group_metrics import Totals, describe_groups
+from flotilla.services.trainer.data.plan import StepGroups
+from flotilla.services.trainer.learning.learner import StepResult
+from flotilla.services.trainer.learning.metrics import RENAMED
+from flotilla.services.trainer.models.optimizer import UpdateResult
+from flotilla.services.trainer.worker.step_report import StepTimes, describe_step
+from flotilla.shared.schemas.trajectory import GradeStatus, Group
+from flotilla.shared.streams.plans import Plan
+from flotilla.shared.telemetry.reward_metrics import SeriesNames, describe_rewards
+from flotilla.shared.testing.builders import a_task
 from tests.unit.trainer.builders import a_trajectory
 
 A_PLAN = Plan(1, 0, (0,), (), 0, 0, 3, (3,))

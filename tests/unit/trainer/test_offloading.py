@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from services.trainer.models.offloading import Offloader
-from services.trainer.models.optimizer import PolicyOptimizer
-from shared.config.optimisation import OptimisationConfig
-from shared.errors import Unavailable
-from shared.weights.flat_parameters import FlatParameters
+from flotilla.services.trainer.models.offloading import Offloader
+from flotilla.services.trainer.models.optimizer import PolicyOptimizer
+from flotilla.services.trainer.weights.flat_parameters import FlatParameters
+from flotilla.shared.config.sections.optimisation import OptimisationConfig
+from flotilla.shared.errors import Unavailable
 
 
 def test_weights_and_moments_come_back_and_training_goes_on_as_without(tmp_path: Path) -> None:

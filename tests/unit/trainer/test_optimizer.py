@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from services.trainer.models.optimizer import PolicyOptimizer, learning_rate_at
-from shared.config.optimisation import OptimisationConfig
-from shared.errors import ModelError
+from flotilla.services.trainer.models.optimizer import PolicyOptimizer, learning_rate_at
+from flotilla.shared.config.sections.optimisation import OptimisationConfig
+from flotilla.shared.errors import ModelError
 
 
 def a_layer() -> nn.Linear:

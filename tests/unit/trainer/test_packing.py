@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.data.packing import MicroLayout, Prompt, build_input, lay_out
+from flotilla.services.trainer.data.packing import MicroLayout, Prompt, build_input, lay_out
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 

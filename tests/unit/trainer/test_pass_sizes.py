@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.algorithms.log_probs import TokenStatistics
-from services.trainer.data.batch import make_batch
-from services.trainer.data.packing import ModelInput
-from services.trainer.learning import pass_sizes
-from services.trainer.learning.learner import Learner
-from services.trainer.learning.pass_sizes import HALVED, Bound, PassSizes
-from services.trainer.models.loading import LoadedModel
-from services.trainer.models.memory import measured_peak
-from services.trainer.parallel.ranks import ONE_RANK, Ranks
+from flotilla.services.trainer.algorithms.log_probs import TokenStatistics
+from flotilla.services.trainer.data.batch import make_batch
+from flotilla.services.trainer.data.packing import ModelInput
+from flotilla.services.trainer.learning import pass_sizes
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.learning.pass_sizes import HALVED, Bound, PassSizes
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.services.trainer.models.memory import measured_peak
+from flotilla.services.trainer.parallel.ranks import ONE_RANK, Ranks
 from tests.unit.trainer.builders import a_group, a_model, a_spec, uneven_groups
 
 GIB = 1 << 30

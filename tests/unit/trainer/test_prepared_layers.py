@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from services.trainer.learning.learner import Learner
-from services.trainer.models import installed_kernels
-from services.trainer.models.installed_kernels import PACKAGES, apply_kernels, check_attention
-from services.trainer.models.loading import LoadedModel, load_model
-from services.trainer.parallel import layers
-from services.trainer.parallel.layers import check_compiler, keep_activations_on_host, recompute_activations
-from shared.config.model import ModelConfig
-from shared.errors import ModelError
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.models import installed_kernels
+from flotilla.services.trainer.models.installed_kernels import PACKAGES, apply_kernels, check_attention
+from flotilla.services.trainer.models.loading import LoadedModel, load_model
+from flotilla.services.trainer.parallel import layers
+from flotilla.services.trainer.parallel.layers import check_compiler, keep_activations_on_host, recompute_activations
+from flotilla.shared.config.sections.model import ModelConfig
+from flotilla.shared.errors import ModelError
 from tests.unit.trainer.builders import a_model, a_spec, uneven_groups
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
@@ -188,9 +188,10 @@ def test_ligers_kernels_are_refused_where_they_cannot_be_applied(monkeypatch: py
 @pytest.mark.parametrize("name", ["eager", "sdpa"])
 def test_a_model_attends_as_it_is_said(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a_model().save_pretrained(tmp_path)
-    monkeypatch.setattr("services.trainer.models.loading.check_directory", lambda _: None)
+    monkeypatch.setattr("flotilla.services.trainer.models.loading.check_directory", lambda _: None)
     monkeypatch.setattr(
-        "services.trainer.models.loading.AutoTokenizer.from_pretrained", lambda *_, **__: types.SimpleNamespace()
+        "flotilla.services.trainer.models.loading.AutoTokenizer.from_pretrained",
+        lambda *_, **__: types.SimpleNamespace(),
     )
 
     whole, in_parts = (

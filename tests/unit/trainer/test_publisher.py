@@ -11,12 +11,19 @@ import pytest
 import torch
 from torch import nn
 
-from services.trainer.worker.images import ImagePool
-from services.trainer.worker.publisher import Publisher
-from shared.errors import InvalidRequest, StalePolicyVersion, Unavailable, WeightTransferFailed
-from shared.schemas.publication import Member, Publication, PublicationPhase, PublicationRequest, Rendezvous, Transport
-from shared.weights.flat_parameters import FlatParameters
-from shared.weights.image import WeightImage
+from flotilla.services.trainer.weights.flat_parameters import FlatParameters
+from flotilla.services.trainer.worker.images import ImagePool
+from flotilla.services.trainer.worker.publisher import Publisher
+from flotilla.shared.errors import InvalidRequest, StalePolicyVersion, Unavailable, WeightTransferFailed
+from flotilla.shared.schemas.publication import (
+    Member,
+    Publication,
+    PublicationPhase,
+    PublicationRequest,
+    Rendezvous,
+    Transport,
+)
+from flotilla.shared.weights.image.image import WeightImage
 
 PREPARING, TRANSFERRING, COMMITTED, ABORTED = PublicationPhase
 
@@ -252,7 +259,7 @@ async def test_a_version_that_the_gateway_knows_is_passed_over(a_rig: MakeRig) -
 
 
 async def test_an_absent_gateway_is_waited_for(a_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.trainer.worker.publisher.PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("flotilla.services.trainer.worker.publisher.PAUSE_SECONDS", 0.001)
     gateway = FakeGateway("a")
     gateway.errors = [Unavailable("connection refused")] * 3
     rig = a_rig(gateway, FakeSender())
@@ -265,7 +272,7 @@ async def test_an_absent_gateway_is_waited_for(a_rig: MakeRig, monkeypatch: pyte
 
 
 async def test_an_aborted_publication_is_announced_again(a_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.trainer.worker.publisher.PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("flotilla.services.trainer.worker.publisher.PAUSE_SECONDS", 0.001)
     gateway = FakeGateway("a")
     sender = FakeSender()
     rig = a_rig(gateway, sender)
@@ -316,7 +323,7 @@ async def test_an_image_that_is_read_is_not_written(tmp_path: Path) -> None:
 async def test_images_that_are_read_for_long_do_not_keep_the_trainer_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.trainer.worker.images.PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr("flotilla.services.trainer.worker.images.PATIENCE_SECONDS", 0.01)
     images = ImagePool(FlatParameters(nn.Linear(4, 4)), directory=tmp_path)
     with ExitStack() as stack:
         readers = [stack.enter_context(WeightImage.attach(images.snapshot())) for _ in range(4)]

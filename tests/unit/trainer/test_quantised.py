@@ -12,21 +12,21 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from services.trainer.checkpoint.export import merged
-from services.trainer.checkpoint.manager import beginning, fill_alone, restored_from
-from services.trainer.learning.learner import Learner
-from services.trainer.models import quantised
-from services.trainer.models.loading import LoadedModel, load_model
-from services.trainer.models.quantised import QuantisedLinear, packed_layers, quantise
-from shared.checkpoints import MODEL, OPTIMIZER, StoredCheckpoint
-from shared.config.lora import QuantisationConfig
-from shared.config.spec import ExperimentSpec
-from shared.errors import ModelError
-from shared.lineage import Published
-from shared.model_files import ADAPTER
-from shared.weights.flat_parameters import FlatParameters
-from shared.weights.image import WeightImage
-from shared.weights.streamed_parameters import StreamedParameters
+from flotilla.services.trainer.checkpoint.export import merged
+from flotilla.services.trainer.checkpoint.manager import beginning, fill_alone, restored_from
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.models import quantised
+from flotilla.services.trainer.models.loading import LoadedModel, load_model
+from flotilla.services.trainer.models.quantised import QuantisedLinear, packed_layers, quantise
+from flotilla.services.trainer.weights.flat_parameters import FlatParameters
+from flotilla.services.trainer.weights.streamed_parameters import StreamedParameters
+from flotilla.shared.checkpoints.folders import MODEL, OPTIMIZER, StoredCheckpoint
+from flotilla.shared.checkpoints.lineage import Published
+from flotilla.shared.config.sections.lora import QuantisationConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import ModelError
+from flotilla.shared.models.files import ADAPTER
+from flotilla.shared.weights.image.image import WeightImage
 from tests.fleet import tiny_model
 from tests.integration.trainer.architectures import ARCHITECTURES
 from tests.unit.trainer.builders import a_spec, uneven_groups
@@ -174,7 +174,7 @@ def test_a_directory_is_read_with_one_whole_weight_at_a_time(monkeypatch: pytest
 
     read = model
     monkeypatch.setattr(quantised, "_pack", packed)
-    monkeypatch.setattr("services.trainer.models.loading.quantise", followed)
+    monkeypatch.setattr("flotilla.services.trainer.models.loading.quantise", followed)
     again = load_model(tiny_model(), dtype="float32", device=CPU, quantisation=NF4).model
 
     assert most == max(sizes[f"{name}.weight"] for name in packed_layers(again))

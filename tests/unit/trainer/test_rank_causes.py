@@ -4,9 +4,9 @@ import signal
 
 import pytest
 
-from services.trainer.job.launcher import cause_of
-from services.trainer.parallel.job import Place, is_lost_peer
-from shared.errors import ModelError
+from flotilla.services.trainer.job.launcher import cause_of
+from flotilla.services.trainer.parallel.job import Place, is_lost_peer
+from flotilla.shared.errors import ModelError
 
 
 @pytest.mark.parametrize(

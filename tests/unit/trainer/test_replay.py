@@ -10,21 +10,21 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from services.trainer.checkpoint.manager import CheckpointManager, Progress, beginning
-from services.trainer.checkpoint.storage import CheckpointStorage
-from services.trainer.data.plan import StepGroups
-from services.trainer.models.loading import check_device
-from services.trainer.replay.chain import StepRecord, start_of
-from services.trainer.replay.replay import TOLERANCE, replay
-from services.trainer.replay.tokens import explain, take_apart
-from services.trainer.worker.samples import StepSamples
-from shared.checkpoints import CHECKPOINTS
-from shared.config.spec import ExperimentSpec
-from shared.errors import InvalidRequest, NotFound
-from shared.lineage import INITIAL, VersionLine
-from shared.samples.recorder import SampleRecorder
-from shared.schemas.trajectory import Group
-from shared.streams.plans import Plan
+from flotilla.services.trainer.checkpoint.manager import CheckpointManager, Progress, beginning
+from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
+from flotilla.services.trainer.data.plan import StepGroups
+from flotilla.services.trainer.models.loading import check_device
+from flotilla.services.trainer.replay.chain import StepRecord, start_of
+from flotilla.services.trainer.replay.replay import TOLERANCE, replay
+from flotilla.services.trainer.replay.tokens import explain, take_apart
+from flotilla.services.trainer.worker.samples import StepSamples
+from flotilla.shared.checkpoints.folders import CHECKPOINTS
+from flotilla.shared.checkpoints.lineage import INITIAL, VersionLine
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidRequest, NotFound
+from flotilla.shared.samples.recorder import SampleRecorder
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.streams.plans import Plan
 from tests.unit.trainer.builders import a_model, a_spec, uneven_groups
 
 STEPS = 4

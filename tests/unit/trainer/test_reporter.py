@@ -4,9 +4,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from services.trainer.worker.reporter import Reporter
-from shared.errors import NotAssigned
-from shared.schemas.experiment import MetricBatch
+from flotilla.services.trainer.worker.reporter import Reporter
+from flotilla.shared.errors import NotAssigned
+from flotilla.shared.schemas.experiment import MetricBatch
 from tests.unit.gateway.builders import running
 
 

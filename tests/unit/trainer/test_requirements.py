@@ -9,13 +9,13 @@ import torch
 
 from flotilla.importers.openrlhf.learning import ESTIMATORS as OPENRLHF
 from flotilla.importers.openrlhf.learning import compares_members
-from services.trainer.algorithms.advantages import AdvantageInputs, compute_advantages
-from services.trainer.learning.learner import Learner
-from services.trainer.models.loading import LoadedModel
-from services.trainer.worker.session import requirements_of
-from shared.config.advantage import ESTIMATORS, AdvantageConfig
-from shared.config.spec import ExperimentSpec
-from shared.errors import InvalidSpec
+from flotilla.services.trainer.algorithms.advantages import AdvantageInputs, compute_advantages
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.services.trainer.worker.session import requirements_of
+from flotilla.shared.config.sections.advantage import ESTIMATORS, AdvantageConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidSpec
 from tests.unit.algorithms.test_advantages import equal_groups
 from tests.unit.trainer.builders import a_model, a_spec
 

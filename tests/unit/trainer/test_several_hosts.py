@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.job.__main__ import node_of
-from services.trainer.job.launcher import interface_of
-from services.trainer.job.rendezvous import JobEnded, Node, Rendezvous
-from services.trainer.parallel.remote_parts import receive_parts, send_parts
-from services.trainer.supervisor.process import command_of
-from services.trainer.wire import Failed, StoreOpened
-from services.trainer.worker.follower import check_seen
-from shared.config.parallelism import ParallelismConfig
-from shared.errors import ModelError
-from shared.schemas.service import Assignment, Failure, JobNode, JobReport, WorkState
-from shared.weights.image_files import HOST_ID, host_identity, shared_memory_identity
-from shared.weights.layout import ImageLayout
-from shared.weights.parts import Part, map_file, reserve_file, write_parts
+from flotilla.services.trainer.job.__main__ import node_of
+from flotilla.services.trainer.job.launcher import interface_of
+from flotilla.services.trainer.job.rendezvous import JobEnded, Node, Rendezvous
+from flotilla.services.trainer.parallel.remote_parts import receive_parts, send_parts
+from flotilla.services.trainer.supervisor.process import command_of
+from flotilla.services.trainer.weights.parts import Part, map_file, reserve_file, write_parts
+from flotilla.services.trainer.wire import Failed, StoreOpened
+from flotilla.services.trainer.worker.follower import check_seen
+from flotilla.shared.config.sections.parallelism import ParallelismConfig
+from flotilla.shared.errors import ModelError
+from flotilla.shared.schemas.service import Assignment, Failure, JobNode, JobReport, WorkState
+from flotilla.shared.weights.image.files import HOST_ID, host_identity, shared_memory_identity
+from flotilla.shared.weights.image.layout import ImageLayout
 from tests.unit.trainer.builders import a_spec
 from tests.unit.trainer.test_supervisor import Rig, a_rig, a_status, an_assignment
 
@@ -104,8 +104,10 @@ def test_the_agent_of_a_host_is_told_its_place() -> None:
     first = command_of(TWO_NODES, JobNode(rank=0, count=2), "10.0.0.1")
     second = command_of(TWO_NODES, JobNode(rank=1, count=2, host="10.0.0.1", port=4711), "10.0.0.2")
 
-    assert node_of(first[first.index("services.trainer.job") + 1 :]) == Node(2, 0, 2, "10.0.0.1")
-    assert node_of(second[second.index("services.trainer.job") + 1 :]) == Node(2, 1, 2, "10.0.0.2", "10.0.0.1", 4711)
+    assert node_of(first[first.index("flotilla.services.trainer.job") + 1 :]) == Node(2, 0, 2, "10.0.0.1")
+    assert node_of(second[second.index("flotilla.services.trainer.job") + 1 :]) == Node(
+        2, 1, 2, "10.0.0.2", "10.0.0.1", 4711
+    )
     assert node_of(["3"]) == Node(3)
 
 
@@ -116,7 +118,7 @@ def two_agents() -> tuple[Rendezvous, Rendezvous]:
 
 
 def test_an_agent_ends_its_ranks_for_the_cause_that_another_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.trainer.job.rendezvous.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("flotilla.services.trainer.job.rendezvous.LOOK_SECONDS", 0.0)
     first, second = two_agents()
     meeting = threading.Thread(target=first.next_rendezvous)
     meeting.start()
@@ -133,8 +135,8 @@ def test_an_agent_ends_its_ranks_for_the_cause_that_another_names(monkeypatch: p
 
 
 def test_an_agent_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.trainer.job.rendezvous.LOOK_SECONDS", 0.0)
-    monkeypatch.setattr("services.trainer.job.rendezvous.FAREWELL_SECONDS", 0.1)
+    monkeypatch.setattr("flotilla.services.trainer.job.rendezvous.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("flotilla.services.trainer.job.rendezvous.FAREWELL_SECONDS", 0.1)
     first, second = two_agents()
 
     assert first.await_cause() == "node 2 of 2 is gone"
@@ -145,7 +147,7 @@ def test_an_agent_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_node_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.trainer.job.rendezvous.STORE_SECONDS", 0.2)
+    monkeypatch.setattr("flotilla.services.trainer.job.rendezvous.STORE_SECONDS", 0.2)
     first, _ = two_agents()
 
     with pytest.raises(JobEnded, match=r"node 2 of 2 did not come within 0\.2 s"):
@@ -169,7 +171,7 @@ def test_a_name_of_the_host_tells_hosts_apart(monkeypatch: pytest.MonkeyPatch) -
 def test_a_directory_that_is_not_shared_is_refused_with_what_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.trainer.worker.follower.SEEN_SECONDS", 0.01)
+    monkeypatch.setattr("flotilla.services.trainer.worker.follower.SEEN_SECONDS", 0.01)
     (tmp_path / "seen").write_text("x")
 
     check_seen(tmp_path / "seen", "x")

@@ -7,22 +7,22 @@ from dataclasses import replace
 
 import pytest
 
-from services.trainer.data.group_metrics import Totals
-from services.trainer.data.plan import StepPlanner
-from services.trainer.data.source import GroupSource, Requirements, find_problem
-from shared.config.spec import ExperimentSpec
-from shared.errors import Conflict
-from shared.lineage import INITIAL, ROOT, VersionLine
-from shared.retry import retry
-from shared.samples.kinds import SampleKind
-from shared.schemas.task import Task
-from shared.schemas.trajectory import GradeStatus, Group, Trajectory
-from shared.streams.hop import REDUNDANT
-from shared.streams.intervals import IntervalSet
-from shared.streams.keys import HopName
-from shared.streams.memory.plane import MemoryDataPlane
-from shared.testing.absence import make_absent
-from shared.testing.kept import KeptInMemory
+from flotilla.services.trainer.data.group_metrics import Totals
+from flotilla.services.trainer.data.plan import StepPlanner
+from flotilla.services.trainer.data.source import GroupSource, Requirements, find_problem
+from flotilla.shared.checkpoints.lineage import INITIAL, ROOT, VersionLine
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import Conflict
+from flotilla.shared.net.retry import retry
+from flotilla.shared.schemas.sample_kinds import SampleKind
+from flotilla.shared.schemas.task import Task
+from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
+from flotilla.shared.streams.hop import REDUNDANT
+from flotilla.shared.streams.intervals import IntervalSet
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.memory.plane import MemoryDataPlane
+from flotilla.shared.testing.absence import make_absent
+from flotilla.shared.testing.kept import KeptInMemory
 from tests.unit.trainer.builders import VOCABULARY, a_group, a_spec, a_trajectory
 
 STRICT = Requirements(vocabulary=VOCABULARY, min_scored=2, components=(), max_lag=1)

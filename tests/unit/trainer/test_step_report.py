@@ -2,15 +2,15 @@ from operator import sub
 
 import pytest
 
-from services.trainer.data.group_metrics import Totals, describe_groups
-from services.trainer.data.plan import StepGroups
-from services.trainer.learning.learner import StepResult
-from services.trainer.models.optimizer import UpdateResult
-from services.trainer.worker.step_report import MAX_BROKEN_STEPS, GradientWatch, StepTimes, describe_step
-from shared.errors import ModelError
-from shared.schemas.trajectory import Group
-from shared.streams.plans import Plan
-from shared.testing.builders import a_task
+from flotilla.services.trainer.data.group_metrics import Totals, describe_groups
+from flotilla.services.trainer.data.plan import StepGroups
+from flotilla.services.trainer.learning.learner import StepResult
+from flotilla.services.trainer.models.optimizer import UpdateResult
+from flotilla.services.trainer.worker.step_report import MAX_BROKEN_STEPS, GradientWatch, StepTimes, describe_step
+from flotilla.shared.errors import ModelError
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.streams.plans import Plan
+from flotilla.shared.testing.builders import a_task
 from tests.unit.trainer.builders import a_group, a_trajectory
 
 A_PLAN = Plan(1, 0, (0,), (), 0, 0, 3, (3,))

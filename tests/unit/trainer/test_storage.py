@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from services.trainer.checkpoint.state import CheckpointState, check_same_lineage
-from services.trainer.checkpoint.storage import CheckpointStorage
-from shared.config.checkpoint import BestCheckpointsConfig
-from shared.errors import ModelError, Unavailable
+from flotilla.services.trainer.checkpoint.state import CheckpointState, check_same_lineage
+from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
+from flotilla.shared.config.sections.checkpoint import BestCheckpointsConfig
+from flotilla.shared.errors import ModelError, Unavailable
 from tests.unit.trainer.builders import a_spec
 
 

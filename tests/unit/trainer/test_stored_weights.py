@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from services.trainer.models.loading import LoadedModel, without_weights
+from flotilla.services.trainer.models.loading import LoadedModel, without_weights
 from tests.integration.trainer.architectures import ARCHITECTURES
 
 CPU = torch.device("cpu")

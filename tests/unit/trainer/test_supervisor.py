@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from services.trainer.supervisor.process import ExitStatus, environment_of
-from services.trainer.supervisor.served_images import ServedImages
-from services.trainer.supervisor.supervisor import MAX_DEATHS, Addresses, Supervisor
-from services.trainer.wire import Failed, Launch, Line, Order, Status
-from services.trainer.worker.run import WorkerProcess, describe_failure
-from shared.config.parallelism import ParallelismConfig
-from shared.errors import DeadlineExceeded, FlotillaError, ModelError, Unavailable
-from shared.schemas.service import Assignment, DesiredState, DeviceOrder, DeviceReport, Failure, WorkState
-from shared.start_backoff import StartBackoff
-from shared.weights.pull import PublishedImages
+from flotilla.services.trainer.supervisor.process import ExitStatus, environment_of
+from flotilla.services.trainer.supervisor.served_images import ServedImages
+from flotilla.services.trainer.supervisor.supervisor import MAX_DEATHS, Addresses, Supervisor
+from flotilla.services.trainer.wire import Failed, Launch, Line, Order, Status
+from flotilla.services.trainer.worker.run import WorkerProcess, describe_failure
+from flotilla.shared.config.sections.parallelism import ParallelismConfig
+from flotilla.shared.errors import DeadlineExceeded, FlotillaError, ModelError, Unavailable
+from flotilla.shared.schemas.service import Assignment, DesiredState, DeviceOrder, DeviceReport, Failure, WorkState
+from flotilla.shared.service.start_backoff import StartBackoff
+from flotilla.shared.weights.pull.server import PublishedImages
 from tests.unit.trainer.builders import a_spec
 
 ADDRESSES = Addresses(
@@ -89,8 +89,8 @@ class Rig:
 
 @asynccontextmanager
 async def a_rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
-    monkeypatch.setattr("services.trainer.supervisor.supervisor.FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr("services.trainer.supervisor.supervisor.PAUSE_GROWTH", 1.0)
+    monkeypatch.setattr("flotilla.services.trainer.supervisor.supervisor.FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("flotilla.services.trainer.supervisor.supervisor.PAUSE_GROWTH", 1.0)
     rig = Rig()
     running = asyncio.create_task(rig.supervisor.run())
     yield rig
@@ -189,7 +189,7 @@ async def test_dying_again_and_again_is_fatal(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_a_reason_that_passes_is_no_death_however_often_it_ends_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.start_backoff.FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("flotilla.shared.service.start_backoff.FIRST_PAUSE_SECONDS", 0.0)
     failure = Failure(component="trainer", cause="no Redis server answers", fatal=False)
     async with a_rig(monkeypatch) as rig:
         await rig.desire(WorkState.RUNNING, an_assignment())
@@ -207,7 +207,7 @@ async def test_a_reason_that_passes_is_no_death_however_often_it_ends_a_worker(m
 
 
 async def test_the_pauses_grow_while_a_reason_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.start_backoff.FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("flotilla.shared.service.start_backoff.FIRST_PAUSE_SECONDS", 0.001)
     failure = Failure(component="trainer", cause="no Redis server answers", fatal=False)
     pauses: list[float] = []
     postpone = StartBackoff.postpone
@@ -234,7 +234,7 @@ async def test_a_worker_that_dies_without_a_word_is_not_given_the_cause_of_the_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     failure = Failure(component="trainer", cause="no Redis server answers", fatal=False)
-    monkeypatch.setattr("shared.start_backoff.FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("flotilla.shared.service.start_backoff.FIRST_PAUSE_SECONDS", 0.001)
     async with a_rig(monkeypatch) as rig:
         await rig.desire(WorkState.RUNNING, an_assignment())
         rig.workers[-1].say(Failed(failure=failure, is_permanent=False, is_passing=True))
@@ -365,7 +365,7 @@ async def test_a_worker_that_dies_in_the_shift_of_others_waits_for_its_own(monke
 
 
 async def test_a_worker_that_keeps_a_device_that_it_does_not_need_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.trainer.supervisor.supervisor.RELEASE_SECONDS", 0.01)
+    monkeypatch.setattr("flotilla.services.trainer.supervisor.supervisor.RELEASE_SECONDS", 0.01)
     async with a_rig(monkeypatch) as rig:
         await follow(rig, 1, may_hold=True)
         await rig.until(lambda: bool(rig.workers))

@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import pytest
 
-from services.trainer.checkpoint.manager import Restored
-from services.trainer.worker.control import RunControl, ToldToEnd
-from services.trainer.worker.takeover import become_trainer, reconcile_with
-from shared.errors import ClaimLost, Conflict
-from shared.lineage import INITIAL
-from shared.schemas.takeover import RefusedIncarnation
-from shared.streams.memory.plane import MemoryDataPlane
+from flotilla.services.trainer.checkpoint.manager import Restored
+from flotilla.services.trainer.worker.control import RunControl, ToldToEnd
+from flotilla.services.trainer.worker.takeover import become_trainer, reconcile_with
+from flotilla.shared.checkpoints.lineage import INITIAL
+from flotilla.shared.checkpoints.takeover import RefusedIncarnation
+from flotilla.shared.errors import ClaimLost, Conflict
+from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from tests.unit.trainer.builders import a_spec
 
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.learning.learner import Learner
-from services.trainer.models.loading import LoadedModel
-from shared.samples.kinds import TrainedTokens
-from shared.schemas.trajectory import Group
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.shared.schemas.sample_kinds import TrainedTokens
+from flotilla.shared.schemas.trajectory import Group
 from tests.unit.trainer.builders import a_group, a_model, a_spec, uneven_groups
 
 

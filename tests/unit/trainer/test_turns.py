@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
 
-from services.trainer.algorithms.advantages import Advantages, compute_advantages
-from services.trainer.data.batch import make_batch
-from services.trainer.learning.advantage_inputs import advantage_inputs
-from services.trainer.learning.learner import Learner
-from services.trainer.models.loading import LoadedModel
-from shared.config.spec import ExperimentSpec
-from shared.schemas.trajectory import GradeStatus, Group, Trajectory
-from shared.schemas.turns import FinishReason, Turn
-from shared.testing.builders import a_task
-from shared.trajectory_builder import TrajectoryBuilder
+from flotilla.services.rollout.trajectory_builder import TrajectoryBuilder
+from flotilla.services.trainer.algorithms.advantages import Advantages, compute_advantages
+from flotilla.services.trainer.data.batch import make_batch
+from flotilla.services.trainer.learning.advantage_inputs import advantage_inputs
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
+from flotilla.shared.schemas.turns import FinishReason, Turn
+from flotilla.shared.testing.builders import a_task
 from tests.unit.trainer.builders import a_model, a_spec
 
 ENVIRONMENT = {"components": [{"kind": "environment"}]}

@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.rollout.engines.decoders.generic import ModelWeights
-from shared.errors import WeightTransferFailed
-from shared.weights.checkpoint_names import pieces_of
-from shared.weights.flat_parameters import FlatParameters
-from shared.weights.image import WeightImage
+from flotilla.services.rollout.engines.decoders.generic import ModelWeights
+from flotilla.services.trainer.weights.flat_parameters import FlatParameters
+from flotilla.shared.errors import WeightTransferFailed
+from flotilla.shared.weights.image.checkpoint_names import pieces_of
+from flotilla.shared.weights.image.image import WeightImage
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,

@@ -6,8 +6,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.errors import WeightTransferFailed
-from shared.weights.delta import apply_patch, changed_blocks, patch_bytes, write_patch
+from flotilla.shared.errors import WeightTransferFailed
+from flotilla.shared.weights.image.delta import apply_patch, changed_blocks, patch_bytes, write_patch
 
 BLOCK = 16
 

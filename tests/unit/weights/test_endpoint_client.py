@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.weights.endpoint_client import EndpointClient
+from flotilla.shared.weights.group.endpoint_client import EndpointClient
 
 
 def test_a_wildcard_needs_an_address_that_receivers_can_reach() -> None:

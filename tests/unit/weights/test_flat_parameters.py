@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from shared.errors import Conflict
-from shared.weights.flat_parameters import FlatParameters
-from shared.weights.image import WeightImage
-from shared.weights.tensors import open_image
+from flotilla.services.trainer.weights.flat_parameters import FlatParameters
+from flotilla.shared.errors import Conflict
+from flotilla.shared.weights.image.image import WeightImage
+from flotilla.shared.weights.image.tensors import open_image
 
 
 class TiedModel(nn.Module):

@@ -15,12 +15,12 @@ import xxhash
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from shared.errors import Conflict, WeightTransferFailed
-from shared.weights import image_files
-from shared.weights.image import WINDOW_BYTES, WeightImage
-from shared.weights.image_files import sweep
-from shared.weights.layout import ImageLayout
-from shared.weights.tensors import TORCH_DTYPES, layout_for, open_image, write_tensors
+from flotilla.shared.errors import Conflict, WeightTransferFailed
+from flotilla.shared.weights.image import files as image_files
+from flotilla.shared.weights.image.files import sweep
+from flotilla.shared.weights.image.image import WINDOW_BYTES, WeightImage
+from flotilla.shared.weights.image.layout import ImageLayout
+from flotilla.shared.weights.image.tensors import TORCH_DTYPES, layout_for, open_image, write_tensors
 
 
 @pytest.fixture

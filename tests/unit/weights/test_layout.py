@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.errors import WeightTransferFailed
-from shared.weights.layout import DATA_ALIGNMENT_BYTES, ELEMENT_BYTES, ImageLayout
+from flotilla.shared.errors import WeightTransferFailed
+from flotilla.shared.weights.image.layout import DATA_ALIGNMENT_BYTES, ELEMENT_BYTES, ImageLayout
 
 _SHAPES = st.lists(st.integers(0, 5), max_size=3)
 _TENSORS = st.dictionaries(

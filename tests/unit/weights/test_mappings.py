@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import Conflict, WeightTransferFailed
-from shared.weights.image import WeightImage
-from shared.weights.mappings import KeptMappings
+from flotilla.shared.errors import Conflict, WeightTransferFailed
+from flotilla.shared.weights.image.image import WeightImage
+from flotilla.shared.weights.mapped.mappings import KeptMappings
 
 IMAGE_BYTES = 4096
 

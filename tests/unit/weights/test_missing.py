@@ -2,8 +2,8 @@
 
 import pytest
 
-from shared.weights import missing as missing_module
-from shared.weights.missing import MissingRanges
+from flotilla.shared.weights.pull import missing as missing_module
+from flotilla.shared.weights.pull.missing import MissingRanges
 
 
 @pytest.fixture(autouse=True)

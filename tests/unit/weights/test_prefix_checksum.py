@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.weights.image import WeightImage
-from shared.weights.prefix_checksum import CATCH_UP_BYTES, PrefixChecksum
+from flotilla.shared.weights.image.image import WeightImage
+from flotilla.shared.weights.image.prefix_checksum import CATCH_UP_BYTES, PrefixChecksum
 
 CHUNK = 1 << 18
 NUM_CHUNKS = 40

@@ -9,14 +9,14 @@ from typing import Any
 import httpx
 import pytest
 
-from shared.credentials import Credentials
-from shared.errors import NotFound
-from shared.weights import pull_client
-from shared.weights.http_source import HttpSource
-from shared.weights.image import WeightImage
-from shared.weights.layout import ImageLayout
-from shared.weights.pull import PublishedImages
-from shared.weights.pull_client import WeightPuller
+from flotilla.shared.errors import NotFound
+from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.weights.image.image import WeightImage
+from flotilla.shared.weights.image.layout import ImageLayout
+from flotilla.shared.weights.pull import client as pull_client
+from flotilla.shared.weights.pull.client import WeightPuller
+from flotilla.shared.weights.pull.http_source import HttpSource
+from flotilla.shared.weights.pull.server import PublishedImages
 
 MISSING = {"code": "not_found", "title": "There is no such thing", "status": 404, "detail": "version 1 is not offered"}
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from services.gateway.monitoring.health import completions, rewards, updates
-from services.gateway.monitoring.health.evidence import Evidence, Seen
-from shared.config.health import CheckName
+from flotilla.services.gateway.monitoring.health import completions, rewards, updates
+from flotilla.services.gateway.monitoring.health.evidence import Evidence, Seen
+from flotilla.shared.config.sections.health import CheckName
 
 
 @dataclass(frozen=True, slots=True)

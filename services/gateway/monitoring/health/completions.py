@@ -1,6 +1,6 @@
 """Checks of what is sampled: completions that never end, are empty, or follow a prompt that is not the model's."""
 
-from services.gateway.monitoring.health.evidence import Evidence, Seen
+from flotilla.services.gateway.monitoring.health.evidence import Evidence, Seen
 
 MIN_PROMPTS = 16
 ALL = 0.9

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shared.config.health import HealthConfig
-from shared.schemas.health import SampleExcerpt
+from flotilla.shared.config.sections.health import HealthConfig
+from flotilla.shared.schemas.health import SampleExcerpt
 
 MIN_SAMPLES = 16
 """What happens to so many samples in a row is no chance."""

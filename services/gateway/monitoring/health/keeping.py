@@ -7,12 +7,12 @@ lost: their next report has it. The figures of steps since then are.
 from collections.abc import Iterable
 from typing import Final
 
-from services.gateway.monitoring.health.window import HealthWindow
-from services.gateway.monitoring.measurements import Measurements
-from services.gateway.records.per_experiment import PerExperiment
-from services.gateway.records.repository import Experiment, ExperimentRepository
-from services.gateway.store.base import Store
-from services.gateway.store.writes import PutWindow
+from flotilla.services.gateway.monitoring.health.measurements import Measurements
+from flotilla.services.gateway.monitoring.health.window import HealthWindow
+from flotilla.services.gateway.records.per_experiment import PerExperiment
+from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
+from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.store.writes import PutWindow
 
 HEALTH: Final = "health"
 

@@ -4,17 +4,17 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from services.gateway.events.log import EventLog
-from services.gateway.monitoring.health.checks import Found, find
-from services.gateway.monitoring.health.evidence import Facts
-from services.gateway.monitoring.health.keeping import store_window
-from services.gateway.monitoring.health.window import HealthWindow
-from services.gateway.records.repository import Experiment, ExperimentRepository
-from shared.clock import Clock, rfc3339
-from shared.config.reward import MatchConfig
-from shared.config.spec import ExperimentSpec
-from shared.schemas.experiment import ExperimentState
-from shared.schemas.health import HealthFinding, SampleExcerpt
+from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.monitoring.health.checks import Found, find
+from flotilla.services.gateway.monitoring.health.evidence import Facts
+from flotilla.services.gateway.monitoring.health.keeping import store_window
+from flotilla.services.gateway.monitoring.health.window import HealthWindow
+from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
+from flotilla.shared.clock import Clock, rfc3339
+from flotilla.shared.config.sections.reward import MatchConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.health import HealthFinding, SampleExcerpt
 
 LOOK_SECONDS: Final = 1.0
 REFRESH_SECONDS: Final = 15.0

@@ -1,6 +1,6 @@
 """Checks of what graders said: a reward that tells nothing apart teaches nothing."""
 
-from services.gateway.monitoring.health.evidence import MIN_SAMPLES, Evidence, Seen
+from flotilla.services.gateway.monitoring.health.evidence import MIN_SAMPLES, Evidence, Seen
 
 ALL = 0.98
 MIN_UNGRADED = 2

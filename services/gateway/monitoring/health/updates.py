@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from services.gateway.monitoring.health.evidence import Evidence, Seen
+from flotilla.services.gateway.monitoring.health.evidence import Evidence, Seen
 
 MIN_STEPS = 3
 """Steps before a figure is compared with those of the run so far."""

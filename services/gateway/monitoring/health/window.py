@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, Final, TypeVar
 
-from services.gateway.monitoring.health.evidence import (
+from flotilla.services.gateway.monitoring.health.evidence import (
     Evidence,
     Facts,
     Graded,
@@ -13,7 +13,7 @@ from services.gateway.monitoring.health.evidence import (
     StepFigures,
     groups_needed,
 )
-from shared.schemas.health import GradingReport, SampleExcerpt, SamplingReport
+from flotilla.shared.schemas.health import GradingReport, SampleExcerpt, SamplingReport
 
 MOST_STEPS: Final = 64
 MOST_REPORTS: Final = 256

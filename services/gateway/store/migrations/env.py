@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from services.gateway.store import tables
+from flotilla.services.gateway.store import tables
 
 context.configure(connection=context.config.attributes["connection"], target_metadata=tables.metadata)
 with context.begin_transaction():

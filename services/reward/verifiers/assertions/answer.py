@@ -13,7 +13,7 @@ import sys
 import types
 from typing import Any, NoReturn
 
-from services.reward.verifiers.assertions.plain_data import Wire, named, pack, unpack, write_line
+from flotilla.services.reward.verifiers.assertions.plain_data import Wire, named, pack, unpack, write_line
 
 
 class Answer:

@@ -24,7 +24,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from services.reward.verifiers.assertions.plain_data import Wire, pack, unpack, write_line
+from flotilla.services.reward.verifiers.assertions.plain_data import Wire, pack, unpack, write_line
 
 JUDGES_FUNCTIONS = {"abs", "all", "any", "getattr", "hasattr", "isinstance", "len", "print", "repr", "round", "sorted"}
 """Built-in functions that a label compares with. Of a label that names built-in names alone, another one is tested."""

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shared.errors import GradingFailed
+from flotilla.shared.errors import GradingFailed
 
 OWN_IMPORTS = "from services."
 MOST_ROUNDS = 64

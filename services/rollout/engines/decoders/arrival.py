@@ -13,12 +13,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from services.rollout.engines.decoders.checkpoint import TensorHeader, open_tensors
-from shared.errors import WeightTransferFailed
-from shared.weights.image import layout_of
-from shared.weights.image_files import open_shared
-from shared.weights.layout import LENGTH_BYTES, header_bytes
-from shared.weights.tensors import view_of
+from flotilla.services.rollout.engines.decoders.checkpoint import TensorHeader, open_tensors
+from flotilla.shared.errors import WeightTransferFailed
+from flotilla.shared.weights.image.files import open_shared
+from flotilla.shared.weights.image.image import layout_of
+from flotilla.shared.weights.image.layout import LENGTH_BYTES, header_bytes
+from flotilla.shared.weights.image.tensors import view_of
 
 SILENCE_SECONDS = 900.0
 """Longest time between two signs of a transfer: far above the deadline at which a receiver gives one up."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from services.rollout.engines.decoders.arrival import Arrival
+from flotilla.services.rollout.engines.decoders.arrival import Arrival
 
 Tokens = npt.NDArray[np.int64]
 

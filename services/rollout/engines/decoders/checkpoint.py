@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from shared.absence import absent_or
-from shared.errors import ModelError, WeightTransferFailed
+from flotilla.shared.errors import ModelError, WeightTransferFailed
+from flotilla.shared.net.absence import absent_or
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from services.rollout.engines.decoders.architecture import Architecture
-from services.rollout.engines.decoders.arrival import Arrival, open_staged
-from services.rollout.engines.decoders.base import KeptRow, Tokens
-from services.rollout.engines.decoders.checkpoint import open_tensors
-from services.rollout.engines.decoders.fused_weights import FusedWeights, LayerWeights
-from services.rollout.engines.decoders.kv_cache import KeyValueCache
-from services.rollout.engines.decoders.native.forward import NativeForward
-from services.rollout.engines.decoders.native.kernels import kernels_for
-from services.rollout.engines.decoders.torch_layers import TorchLayers, rotations
+from flotilla.services.rollout.engines.decoders.architecture import Architecture
+from flotilla.services.rollout.engines.decoders.arrival import Arrival, open_staged
+from flotilla.services.rollout.engines.decoders.base import KeptRow, Tokens
+from flotilla.services.rollout.engines.decoders.checkpoint import open_tensors
+from flotilla.services.rollout.engines.decoders.fused_weights import FusedWeights, LayerWeights
+from flotilla.services.rollout.engines.decoders.kv_cache import KeyValueCache
+from flotilla.services.rollout.engines.decoders.native.kernels import kernels_for
+from flotilla.services.rollout.engines.decoders.native_forward import NativeForward
+from flotilla.services.rollout.engines.decoders.torch_layers import TorchLayers, rotations
 
 
 class FusedDecoder:

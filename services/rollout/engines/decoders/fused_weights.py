@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.rollout.engines.decoders.architecture import Architecture
-from services.rollout.engines.decoders.arrival import Tensors
-from services.rollout.engines.decoders.checkpoint import check_headers
-from services.rollout.engines.decoders.matrices import Matrix
-from services.rollout.engines.decoders.native.kernels import Kernels
+from flotilla.services.rollout.engines.decoders.architecture import Architecture
+from flotilla.services.rollout.engines.decoders.arrival import Tensors
+from flotilla.services.rollout.engines.decoders.checkpoint import check_headers
+from flotilla.services.rollout.engines.decoders.matrices import Matrix
+from flotilla.services.rollout.engines.decoders.native.kernels import Kernels
 
 
 @dataclass(frozen=True, slots=True)

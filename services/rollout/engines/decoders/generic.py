@@ -19,13 +19,13 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
-from services.rollout.engines.decoders.arrival import Arrival, Tensors, open_staged
-from services.rollout.engines.decoders.base import KeepsNothing, KeptRow, Tokens
-from services.rollout.engines.decoders.checkpoint import check_headers, open_tensors
-from services.rollout.engines.decoders.column_cache import ColumnCache
-from shared.absence import absent_or
-from shared.errors import ModelError, WeightTransferFailed
-from shared.weights.checkpoint_names import pieces_of
+from flotilla.services.rollout.engines.decoders.arrival import Arrival, Tensors, open_staged
+from flotilla.services.rollout.engines.decoders.base import KeepsNothing, KeptRow, Tokens
+from flotilla.services.rollout.engines.decoders.checkpoint import check_headers, open_tensors
+from flotilla.services.rollout.engines.decoders.column_cache import ColumnCache
+from flotilla.shared.errors import ModelError, WeightTransferFailed
+from flotilla.shared.net.absence import absent_or
+from flotilla.shared.weights.image.checkpoint_names import pieces_of
 
 log = logging.getLogger(__name__)
 

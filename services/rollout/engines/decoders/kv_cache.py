@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.rollout.engines.decoders.architecture import Architecture
-from services.rollout.engines.decoders.base import KeptRow
-from services.rollout.engines.decoders.native.kernels import Kernels
+from flotilla.services.rollout.engines.decoders.architecture import Architecture
+from flotilla.services.rollout.engines.decoders.base import KeptRow
+from flotilla.services.rollout.engines.decoders.native.kernels import Kernels
 
 SPAN_STEP = 16
 FIRST_CAPACITY = 64

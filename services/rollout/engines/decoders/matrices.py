@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from services.rollout.engines.decoders.native.kernels import Kernels
+from flotilla.services.rollout.engines.decoders.native.kernels import Kernels
 
 HAS_ONEDNN: bool = torch._C._has_mkldnn
 PACKED_ELEMENTS = 1 << 17

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from services.rollout.engines.decoders.architecture import Architecture
-from services.rollout.engines.decoders.arrival import Arrival, open_staged
-from services.rollout.engines.decoders.base import KeepsNothing, KeptRow, Tokens
-from services.rollout.engines.decoders.checkpoint import open_tensors
-from services.rollout.engines.decoders.flash_attention import PAGE_TOKENS, Attention
-from services.rollout.engines.decoders.fused_weights import FusedWeights
-from services.rollout.engines.decoders.graphs import Graphs
-from services.rollout.engines.decoders.host_arrays import on_device
-from services.rollout.engines.decoders.pages import PageTable
-from services.rollout.engines.decoders.torch_layers import TorchLayers, rotations
+from flotilla.services.rollout.engines.decoders.architecture import Architecture
+from flotilla.services.rollout.engines.decoders.arrival import Arrival, open_staged
+from flotilla.services.rollout.engines.decoders.base import KeepsNothing, KeptRow, Tokens
+from flotilla.services.rollout.engines.decoders.checkpoint import open_tensors
+from flotilla.services.rollout.engines.decoders.flash_attention import PAGE_TOKENS, Attention
+from flotilla.services.rollout.engines.decoders.fused_weights import FusedWeights
+from flotilla.services.rollout.engines.decoders.graphs import Graphs
+from flotilla.services.rollout.engines.decoders.host_arrays import on_device
+from flotilla.services.rollout.engines.decoders.pages import PageTable
+from flotilla.services.rollout.engines.decoders.torch_layers import TorchLayers, rotations
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from services.rollout.engines.decoders.architecture import Architecture
-from services.rollout.engines.decoders.fused_weights import FusedWeights, LayerWeights
+from flotilla.services.rollout.engines.decoders.architecture import Architecture
+from flotilla.services.rollout.engines.decoders.fused_weights import FusedWeights, LayerWeights
 
 
 def rotations(sizes: Architecture, num_positions: int) -> Tensor:

@@ -14,12 +14,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.rollout.engines.base import Completion, GenerationRequest
-from services.rollout.engines.embedded.penalties import History, RowPenalties
-from services.rollout.engines.embedded.sampling import RowSampling, seed_keys, uniforms
-from services.rollout.engines.resumption import Prefix
-from services.rollout.engines.stop_text import StopText
-from shared.schemas.trajectory import FinishReason
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest
+from flotilla.services.rollout.engines.embedded.penalties import History, RowPenalties
+from flotilla.services.rollout.engines.embedded.sampling import RowSampling, seed_keys, uniforms
+from flotilla.services.rollout.engines.resumption import Prefix
+from flotilla.services.rollout.engines.stop_text import StopText
+from flotilla.shared.schemas.trajectory import FinishReason
 
 NO_TOKEN = -1
 DRAWS_AHEAD = 16

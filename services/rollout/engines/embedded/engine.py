@@ -13,26 +13,26 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.rollout.engines.admission import group_sizes, prefill_batches
-from services.rollout.engines.base import EngineLoad, GenerationRequest
-from services.rollout.engines.decoders.arrival import Arrival
-from services.rollout.engines.decoders.base import KeptRow
-from services.rollout.engines.decoders.checkpoint import read_eos_token_ids
-from services.rollout.engines.decoders.host_arrays import on_device
-from services.rollout.engines.embedded.batch import ActiveRequest, Batch, Rows
-from services.rollout.engines.embedded.flight import Flight
-from services.rollout.engines.embedded.kept_turns import KeptTurns
-from services.rollout.engines.embedded.loading import load_decoder
-from services.rollout.engines.embedded.outcomes import Generated, GenerationFailed, Outcome, Updated
-from services.rollout.engines.embedded.sampling import RowSampling, sample
-from services.rollout.engines.embedded.updates import Update, UpdateQueue
-from services.rollout.engines.requests import check_request, unstarted_completion
-from services.rollout.engines.settings import EngineSettings
-from services.rollout.engines.stop_text import StopText, TextDecoder, load_text_decoder
-from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import ModelError, RequestInFlight, Unavailable
-from shared.freed_memory import return_freed_memory
-from shared.schemas.trajectory import FinishReason
+from flotilla.services.rollout.engines.admission import group_sizes, prefill_batches
+from flotilla.services.rollout.engines.base import EngineLoad, GenerationRequest
+from flotilla.services.rollout.engines.decoders.arrival import Arrival
+from flotilla.services.rollout.engines.decoders.base import KeptRow
+from flotilla.services.rollout.engines.decoders.checkpoint import read_eos_token_ids
+from flotilla.services.rollout.engines.decoders.host_arrays import on_device
+from flotilla.services.rollout.engines.embedded.batch import ActiveRequest, Batch, Rows
+from flotilla.services.rollout.engines.embedded.flight import Flight
+from flotilla.services.rollout.engines.embedded.kept_turns import KeptTurns
+from flotilla.services.rollout.engines.embedded.loading import load_decoder
+from flotilla.services.rollout.engines.embedded.outcomes import Generated, GenerationFailed, Outcome, Updated
+from flotilla.services.rollout.engines.embedded.sampling import RowSampling, sample
+from flotilla.services.rollout.engines.embedded.updates import Update, UpdateQueue
+from flotilla.services.rollout.engines.requests import check_request, unstarted_completion
+from flotilla.services.rollout.engines.settings import EngineSettings
+from flotilla.services.rollout.engines.stop_text import StopText, TextDecoder, load_text_decoder
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import ModelError, RequestInFlight, Unavailable
+from flotilla.shared.host.freed_memory import return_freed_memory
+from flotilla.shared.schemas.trajectory import FinishReason
 
 log = logging.getLogger(__name__)
 

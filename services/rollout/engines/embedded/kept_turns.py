@@ -1,8 +1,8 @@
 """The KV of finished turns, between the decoder that computed it and the cache that finds it again."""
 
-from services.rollout.engines.decoders.base import Decoder, KeptRow
-from services.rollout.engines.embedded.batch import Batch, Rows
-from services.rollout.engines.embedded.prefix_cache import Entry, PrefixCache
+from flotilla.services.rollout.engines.decoders.base import Decoder, KeptRow
+from flotilla.services.rollout.engines.embedded.batch import Batch, Rows
+from flotilla.services.rollout.engines.embedded.prefix_cache import Entry, PrefixCache
 
 
 class KeptTurns:

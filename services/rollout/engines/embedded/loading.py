@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
-from services.rollout.engines.decoders.architecture import (
+from flotilla.services.rollout.engines.decoders.architecture import (
     Architecture,
     architecture_of,
     is_written_out,
     reason_not_fused,
 )
-from services.rollout.engines.decoders.base import Decoder
-from services.rollout.engines.decoders.checkpoint import read_config, safetensors_files
-from services.rollout.engines.decoders.flash_attention import attention_here
-from services.rollout.engines.decoders.fused import FusedDecoder
-from services.rollout.engines.decoders.paged import PagedDecoder, works
-from services.rollout.engines.settings import EngineSettings
-from shared.absence import absent_or
-from shared.errors import ModelError, WeightTransferFailed
+from flotilla.services.rollout.engines.decoders.base import Decoder
+from flotilla.services.rollout.engines.decoders.checkpoint import read_config, safetensors_files
+from flotilla.services.rollout.engines.decoders.flash_attention import attention_here
+from flotilla.services.rollout.engines.decoders.fused import FusedDecoder
+from flotilla.services.rollout.engines.decoders.paged import PagedDecoder, works
+from flotilla.services.rollout.engines.settings import EngineSettings
+from flotilla.shared.errors import ModelError, WeightTransferFailed
+from flotilla.shared.net.absence import absent_or
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def _paged(
 
 def _by_transformers(directory: Path, settings: EngineSettings, device: torch.device) -> Decoder:
     # Imported here: transformers takes seconds to import, and the fused forward does without it.
-    from services.rollout.engines.decoders.generic import choose_decoder, load_model
+    from flotilla.services.rollout.engines.decoders.generic import choose_decoder, load_model
 
     dtype = DTYPES[settings.dtype]
     files = safetensors_files(directory)

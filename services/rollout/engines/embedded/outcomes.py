@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.rollout.engines.base import Completion
-from shared.errors import FlotillaError
+from flotilla.services.rollout.engines.base import Completion
+from flotilla.shared.errors import FlotillaError
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.rollout.engines.decoders.native.kernels import kernels_for
-from services.rollout.engines.embedded.penalties import RowPenalties
+from flotilla.services.rollout.engines.decoders.native.kernels import kernels_for
+from flotilla.services.rollout.engines.embedded.penalties import RowPenalties
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)

@@ -10,11 +10,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from services.rollout.engines.decoders.arrival import Arrival
-from services.rollout.engines.decoders.base import Decoder
-from services.rollout.engines.embedded.outcomes import Updated
-from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import FlotillaError, WeightTransferFailed
+from flotilla.services.rollout.engines.decoders.arrival import Arrival
+from flotilla.services.rollout.engines.decoders.base import Decoder
+from flotilla.services.rollout.engines.embedded.outcomes import Updated
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import FlotillaError, WeightTransferFailed
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The engine's process: ``python -m services.rollout.engines.process.child --socket FD --parent PID``.
+"""The engine's process: ``python -m flotilla.services.rollout.engines.process.child --socket FD --parent PID``.
 
 The main thread runs the engine; another reads commands from the inherited socket. The process ends when it is told
 to, when the socket is closed, or when its parent dies.
@@ -13,15 +13,15 @@ import sys
 import threading
 from typing import Any
 
-from services.rollout.engines.process.commands import Close, Result, command_from_wire, result_to_wire
-from services.rollout.engines.process.framing import encode, receive_message
-from services.rollout.engines.settings import EngineSettings
-from shared.cores import CoreSeat
-from shared.errors import FlotillaError
-from shared.faults.armed import arm_process
-from shared.interpreter import collecting_later
-from shared.processes import die_with_parent
-from shared.telemetry.logging import STANDARD
+from flotilla.services.rollout.engines.process.commands import Close, Result, command_from_wire, result_to_wire
+from flotilla.services.rollout.engines.process.framing import encode, receive_message
+from flotilla.services.rollout.engines.settings import EngineSettings
+from flotilla.shared.children.interpreter import collecting_later
+from flotilla.shared.children.processes import die_with_parent
+from flotilla.shared.errors import FlotillaError
+from flotilla.shared.faults.armed import arm_process
+from flotilla.shared.host.cores import CoreSeat
+from flotilla.shared.telemetry.logging import STANDARD
 
 
 class PlainLines(logging.Formatter):
@@ -38,8 +38,8 @@ def serve(connection: socket.socket) -> None:
     """Load the engine that the first message describes, and serve it until told to close or the socket ends."""
     settings = EngineSettings(**receive_message(connection))
     with collecting_later():
-        from services.rollout.engines.embedded.engine import TorchEngine, use_threads
-        from services.rollout.engines.process.driver import EngineDriver
+        from flotilla.services.rollout.engines.embedded.engine import TorchEngine, use_threads
+        from flotilla.services.rollout.engines.process.driver import EngineDriver
 
     def send(message: dict[str, Any]) -> None:
         connection.sendall(encode(message))
@@ -84,7 +84,7 @@ def main() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PlainLines())
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
-    logging.getLogger("services").setLevel(logging.INFO)
+    logging.getLogger("flotilla").setLevel(logging.INFO)
     arm_process("engine")
     with socket.socket(fileno=arguments.socket) as connection:
         try:

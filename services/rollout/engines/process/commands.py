@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from services.rollout.engines.base import Completion, EngineLoad, GenerationRequest, SamplingParameters
-from services.rollout.engines.resumption import Prefix, ResumeRule
-from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import FlotillaError, error_for_code
-from shared.schemas.trajectory import FinishReason
+from flotilla.services.rollout.engines.base import Completion, EngineLoad, GenerationRequest, SamplingParameters
+from flotilla.services.rollout.engines.resumption import Prefix, ResumeRule
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import FlotillaError, error_for_code
+from flotilla.shared.schemas.trajectory import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

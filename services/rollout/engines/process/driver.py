@@ -5,10 +5,10 @@ import queue
 import time
 from collections.abc import Callable
 
-from services.rollout.engines.decoders.arrival import Arrival
-from services.rollout.engines.embedded.engine import TorchEngine, use_threads
-from services.rollout.engines.embedded.outcomes import Generated, GenerationFailed, Outcome, Updated
-from services.rollout.engines.process.commands import (
+from flotilla.services.rollout.engines.decoders.arrival import Arrival
+from flotilla.services.rollout.engines.embedded.engine import TorchEngine, use_threads
+from flotilla.services.rollout.engines.embedded.outcomes import Generated, GenerationFailed, Outcome, Updated
+from flotilla.services.rollout.engines.process.commands import (
     Abort,
     AbortTransfer,
     AdvanceTransfer,
@@ -25,10 +25,10 @@ from services.rollout.engines.process.commands import (
     UpdateWeights,
     Wake,
 )
-from shared.cores import CoreSeat
-from shared.errors import FlotillaError
-from shared.faults.armed import armed
-from shared.faults.sites import Site
+from flotilla.shared.errors import FlotillaError
+from flotilla.shared.faults.armed import armed
+from flotilla.shared.faults.sites import Site
+from flotilla.shared.host.cores import CoreSeat
 
 log = logging.getLogger(__name__)
 

@@ -11,23 +11,22 @@ import signal
 import socket
 from collections import deque
 from contextlib import suppress
-from pathlib import Path
 
-from services.rollout.engines.process.commands import Close, Command, command_to_wire, result_from_wire
-from services.rollout.engines.process.framing import encode, read_message
-from services.rollout.engines.process.remote import RemoteEngine
-from services.rollout.engines.settings import EngineSettings
-from shared.cores import usable_cores
-from shared.errors import DeadlineExceeded, FlotillaError, WorkerDied
-from shared.processes import python_module, reap
-from shared.start_patience import start_timeout
+from flotilla.services.rollout.engines.process.commands import Close, Command, command_to_wire, result_from_wire
+from flotilla.services.rollout.engines.process.framing import encode, read_message
+from flotilla.services.rollout.engines.process.remote import RemoteEngine
+from flotilla.services.rollout.engines.settings import EngineSettings
+from flotilla.shared.children.processes import python_module, reap
+from flotilla.shared.children.start_patience import start_timeout
+from flotilla.shared.errors import DeadlineExceeded, FlotillaError, WorkerDied
+from flotilla.shared.host.cores import usable_cores
 
 log = logging.getLogger(__name__)
 
 LAST_LINES = 20
 CHUNK_BYTES = 1 << 16
 
-CHILD = "services.rollout.engines.process.child"
+CHILD = "flotilla.services.rollout.engines.process.child"
 SPIN_COUNT = "30000"
 """Turns that a thread waits for the next product before it sleeps, some tens of microseconds: there are five in each
 layer, and to wake it costs as much."""
@@ -122,15 +121,13 @@ class ProcessEngine(RemoteEngine):
     def _environment(self) -> dict[str, str]:
         # A second thread pool that spins makes both several times slower, so idle threads sleep.
         threads = str(len(usable_cores()) if self._settings.threads == "auto" else self._settings.threads)
-        packages = str(Path(__file__).resolve().parents[4])
-        paths = [packages, *filter(None, [os.environ.get("PYTHONPATH")])]
         own = {
             "OMP_WAIT_POLICY": "PASSIVE",
             "GOMP_SPINCOUNT": SPIN_COUNT,
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
         }
-        return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+        return {**os.environ, **own, "PYTHONUNBUFFERED": "1"}
 
     async def _first_reply(self, reader: asyncio.StreamReader) -> FlotillaError | None:
         result = result_from_wire((await read_message(reader))["result"])

@@ -3,12 +3,12 @@
 import asyncio
 import threading
 
-from services.rollout.engines.embedded.engine import TorchEngine
-from services.rollout.engines.process.commands import Close, Command, Result
-from services.rollout.engines.process.driver import EngineDriver
-from services.rollout.engines.process.remote import RemoteEngine
-from services.rollout.engines.settings import EngineSettings
-from shared.errors import FlotillaError, WorkerDied
+from flotilla.services.rollout.engines.embedded.engine import TorchEngine
+from flotilla.services.rollout.engines.process.commands import Close, Command, Result
+from flotilla.services.rollout.engines.process.driver import EngineDriver
+from flotilla.services.rollout.engines.process.remote import RemoteEngine
+from flotilla.services.rollout.engines.settings import EngineSettings
+from flotilla.shared.errors import FlotillaError, WorkerDied
 
 
 class InProcessEngine(RemoteEngine):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from services.rollout.engines.base import Completion, EngineLoad, GenerationRequest, WeightTransfer
-from services.rollout.engines.process.commands import (
+from flotilla.services.rollout.engines.base import Completion, EngineLoad, GenerationRequest, WeightTransfer
+from flotilla.services.rollout.engines.process.commands import (
     Abort,
     AbortTransfer,
     AdvanceTransfer,
@@ -25,9 +25,9 @@ from services.rollout.engines.process.commands import (
     UpdateWeights,
     Wake,
 )
-from shared.config.asynchrony import OnWeightUpdate
-from shared.config.engine import TorchEngineConfig
-from shared.errors import DeadlineExceeded, FlotillaError
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.config.sections.engine import TorchEngineConfig
+from flotilla.shared.errors import DeadlineExceeded, FlotillaError
 
 
 class RemoteEngine(ABC):

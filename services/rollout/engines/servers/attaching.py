@@ -4,11 +4,18 @@ import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
-from services.rollout.engines.servers.client import Refused
-from services.rollout.engines.servers.dialect import Caller, Dialect, ServedHere
-from services.rollout.engines.servers.model import ServedModel, read_served_model
-from services.rollout.engines.servers.settings import ServerSettings
-from shared.errors import DeadlineExceeded, FlotillaError, ModelError, ServerUnreachable, Unavailable, WorkerDied
+from flotilla.services.rollout.engines.servers.client import Refused
+from flotilla.services.rollout.engines.servers.dialect import Caller, Dialect, ServedHere
+from flotilla.services.rollout.engines.servers.model import ServedModel, read_served_model
+from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.shared.errors import (
+    DeadlineExceeded,
+    FlotillaError,
+    ModelError,
+    ServerUnreachable,
+    Unavailable,
+    WorkerDied,
+)
 
 UNREADABLE = (LookupError, TypeError, ValueError, AttributeError)
 """What reading the reply of some other program ends with."""

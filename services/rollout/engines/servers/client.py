@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
-from shared.bearer_client import bearer_client
-from shared.errors import DeadlineExceeded, FlotillaError
+from flotilla.shared.errors import DeadlineExceeded, FlotillaError
+from flotilla.shared.net.client.bearer_client import bearer_client
 
 Body = Mapping[str, Any]
 MAX_DETAIL = 400

@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Mapping
 
-from shared.config.engine import Options
+from flotilla.shared.config.sections.engine import Options
 
 HOST = "127.0.0.1"
 FORBIDDEN_PREFIXES = ("FLOTILLA_", "PYTHON", "VIRTUAL_ENV")

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from services.rollout.engines.base import Completion, GenerationRequest
-from services.rollout.engines.requests import unstarted_completion
-from services.rollout.engines.resumption import Prefix
-from shared.schemas.trajectory import FinishReason
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest
+from flotilla.services.rollout.engines.requests import unstarted_completion
+from flotilla.services.rollout.engines.resumption import Prefix
+from flotilla.shared.schemas.trajectory import FinishReason
 
 
 def new_request_id() -> str:

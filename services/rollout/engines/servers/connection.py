@@ -16,13 +16,20 @@ from typing import Any
 
 import httpx
 
-from services.rollout.engines.servers.client import LIMITS, Refused, ServerClient, Unreachable
-from services.rollout.engines.servers.dialect import Body, Dialect
-from services.rollout.engines.servers.labels import VersionLost, label_in
-from services.rollout.engines.servers.process import ServerProcess
-from services.rollout.engines.servers.settings import ServerSettings
-from shared.checked_transport import CheckedAddresses, checked_address
-from shared.errors import DeadlineExceeded, FlotillaError, InvalidSpec, ServerUnreachable, Unavailable, WorkerDied
+from flotilla.services.rollout.checked_transport import CheckedAddresses, checked_address
+from flotilla.services.rollout.engines.servers.client import LIMITS, Refused, ServerClient, Unreachable
+from flotilla.services.rollout.engines.servers.dialect import Body, Dialect
+from flotilla.services.rollout.engines.servers.labels import VersionLost, label_in
+from flotilla.services.rollout.engines.servers.process import ServerProcess
+from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.shared.errors import (
+    DeadlineExceeded,
+    FlotillaError,
+    InvalidSpec,
+    ServerUnreachable,
+    Unavailable,
+    WorkerDied,
+)
 
 log = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from services.rollout.engines.base import GenerationRequest
-from services.rollout.engines.resumption import Prefix
-from services.rollout.engines.servers.completions import Sampled
-from services.rollout.engines.servers.settings import ServerSettings
-from shared.config.asynchrony import OnWeightUpdate
-from shared.schemas.engine import EngineCapability
+from flotilla.services.rollout.engines.base import GenerationRequest
+from flotilla.services.rollout.engines.resumption import Prefix
+from flotilla.services.rollout.engines.servers.completions import Sampled
+from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.schemas.engine import EngineCapability
 
 Body = Mapping[str, Any]
 

@@ -14,20 +14,20 @@ from pathlib import Path
 
 import httpx
 
-from services.rollout.engines.base import Completion, EngineLoad, GenerationRequest, WeightTransfer
-from services.rollout.engines.requests import check_request, unstarted_completion
-from services.rollout.engines.servers.attaching import UNREADABLE, check_served, failed_start
-from services.rollout.engines.servers.client import Refused
-from services.rollout.engines.servers.completions import completion_of, new_request_id
-from services.rollout.engines.servers.connection import Connection
-from services.rollout.engines.servers.dialect import Dialect, Known, Sleeper
-from services.rollout.engines.servers.gate import UpdateGate
-from services.rollout.engines.servers.labels import VersionLabels, VersionLost
-from services.rollout.engines.servers.model import ServedModel, make_place, read_served_model, stage_directory
-from services.rollout.engines.servers.settings import ServerSettings
-from shared.cancelling import to_the_end
-from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import (
+from flotilla.services.rollout.engines.base import Completion, EngineLoad, GenerationRequest, WeightTransfer
+from flotilla.services.rollout.engines.requests import check_request, unstarted_completion
+from flotilla.services.rollout.engines.servers.attaching import UNREADABLE, check_served, failed_start
+from flotilla.services.rollout.engines.servers.client import Refused
+from flotilla.services.rollout.engines.servers.completions import completion_of, new_request_id
+from flotilla.services.rollout.engines.servers.connection import Connection
+from flotilla.services.rollout.engines.servers.dialect import Dialect, Known, Sleeper
+from flotilla.services.rollout.engines.servers.gate import UpdateGate
+from flotilla.services.rollout.engines.servers.labels import VersionLabels, VersionLost
+from flotilla.services.rollout.engines.servers.model import ServedModel, make_place, read_served_model, stage_directory
+from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.shared.concurrency.cancelling import to_the_end
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import (
     DeadlineExceeded,
     FlotillaError,
     InvalidRequest,
@@ -35,7 +35,7 @@ from shared.errors import (
     Unavailable,
     WorkerDied,
 )
-from shared.schemas.engine import EngineCapability
+from flotilla.shared.schemas.engine import EngineCapability
 
 ABORT_SECONDS = 1.0
 """After which an abort is sent again: one that overtakes its request is not heard."""

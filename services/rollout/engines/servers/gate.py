@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from shared.config.asynchrony import OnWeightUpdate
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 
 
 class UpdateGate:

@@ -13,15 +13,15 @@ from typing import Any
 
 import psutil
 
-from services.rollout.engines.decoders.checkpoint import (
+from flotilla.services.rollout.engines.decoders.checkpoint import (
     TensorHeader,
     check_headers,
     read_config,
     read_headers,
     safetensors_files,
 )
-from services.rollout.engines.servers import leftovers
-from shared.errors import ModelError, Unavailable, WeightTransferFailed
+from flotilla.services.rollout.engines.servers import leftovers
+from flotilla.shared.errors import ModelError, Unavailable, WeightTransferFailed
 
 PREFIX = "flotilla-engine-"
 HEAD = frozenset({"lm_head.weight"})

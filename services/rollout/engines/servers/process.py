@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 
-from services.rollout.engines.servers import keeper, leftovers
-from services.rollout.engines.servers.dialect import Launch
-from shared.errors import InvalidSpec, WorkerDied
-from shared.processes import reap
+from flotilla.services.rollout.engines.servers import keeper, leftovers
+from flotilla.services.rollout.engines.servers.dialect import Launch
+from flotilla.shared.children.processes import reap
+from flotilla.shared.errors import InvalidSpec, WorkerDied
 
 log = logging.getLogger(__name__)
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.config.engine import Options
-from shared.settings import LOOPBACK, IPNetwork
+from flotilla.shared.config.sections.engine import Options
+from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from tempfile import gettempdir
 
 import psutil
 
-from services.rollout.engines.servers.command import HOST, clean_environment, flags, plain_names
-from services.rollout.engines.servers.settings import ServerSettings
-from shared.config.engine import OptionValue
+from flotilla.services.rollout.engines.servers.command import HOST, clean_environment, flags, plain_names
+from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.shared.config.sections.engine import OptionValue
 
 MODULE = "sglang.launch_server"
 MARGIN_TOKENS = 8

@@ -16,14 +16,14 @@ import torch
 import torch.multiprocessing
 from torch import Tensor
 
-from shared.code_process import serve_code
-from shared.errors import FlotillaError
-from shared.weights.image import layout_of
-from shared.weights.tensors import TORCH_DTYPES
+from flotilla.shared.children.code_process import serve_code
+from flotilla.shared.errors import FlotillaError
+from flotilla.shared.weights.image.image import layout_of
+from flotilla.shared.weights.image.tensors import TORCH_DTYPES
 
 
 class HeldPiece:
-    """One piece at a time; see ``services.rollout.engines.sglang.buckets.Buckets``.
+    """One piece at a time; see ``flotilla.services.rollout.engines.sglang.buckets.Buckets``.
 
     Args:
         opening: ``{"device": NAME}``.

@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from shared.code_process import CodeProcess
-from shared.errors import DeadlineExceeded, WeightTransferFailed, WorkerDied
+from flotilla.shared.children.code_process import CodeProcess
+from flotilla.shared.errors import DeadlineExceeded, WeightTransferFailed, WorkerDied
 
-MODULE = "services.rollout.engines.sglang.bucket_process"
+MODULE = "flotilla.services.rollout.engines.sglang.bucket_process"
 BUCKET_BYTES = 1 << 30
 """Of GPU memory that is used beside the server's while it loads; a larger tensor goes alone."""
 

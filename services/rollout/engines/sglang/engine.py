@@ -8,20 +8,26 @@ from pathlib import Path
 
 import httpx
 
-from services.rollout.engines.base import GenerationRequest
-from services.rollout.engines.resumption import Prefix
-from services.rollout.engines.servers.command import HOST, free_port
-from services.rollout.engines.servers.completions import Sampled
-from services.rollout.engines.servers.dialect import Body, Caller, Known, Launch, ServedHere, Sleeper
-from services.rollout.engines.servers.engine import ServerEngine
-from services.rollout.engines.servers.settings import ServerSettings
-from services.rollout.engines.sglang.arguments import KEY_FILE, MARGIN_TOKENS, SHARED_MEMORY, command_line, environment
-from services.rollout.engines.sglang.buckets import Buckets
-from services.rollout.engines.sglang.handles import LoadingByHandles
-from services.rollout.engines.sglang.wire import generate_body, sampled_of
-from shared.config.asynchrony import OnWeightUpdate
-from shared.config.engine import SglangEngineConfig
-from shared.settings import ENGINE_PYTHONS
+from flotilla.services.rollout.engines.base import GenerationRequest
+from flotilla.services.rollout.engines.resumption import Prefix
+from flotilla.services.rollout.engines.servers.command import HOST, free_port
+from flotilla.services.rollout.engines.servers.completions import Sampled
+from flotilla.services.rollout.engines.servers.dialect import Body, Caller, Known, Launch, ServedHere, Sleeper
+from flotilla.services.rollout.engines.servers.engine import ServerEngine
+from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.services.rollout.engines.sglang.arguments import (
+    KEY_FILE,
+    MARGIN_TOKENS,
+    SHARED_MEMORY,
+    command_line,
+    environment,
+)
+from flotilla.services.rollout.engines.sglang.buckets import Buckets
+from flotilla.services.rollout.engines.sglang.handles import LoadingByHandles
+from flotilla.services.rollout.engines.sglang.wire import generate_body, sampled_of
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.config.sections.engine import SglangEngineConfig
+from flotilla.shared.environment.settings import ENGINE_PYTHONS
 
 PAUSES: Mapping[OnWeightUpdate, str] = {
     OnWeightUpdate.DRAIN: "retract",

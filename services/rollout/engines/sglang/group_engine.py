@@ -14,18 +14,18 @@ from typing import Literal
 
 import httpx
 
-from services.rollout.engines.base import GroupBroken
-from services.rollout.engines.decoders.checkpoint import TensorHeader
-from services.rollout.engines.servers.attaching import UNREADABLE
-from services.rollout.engines.servers.client import Refused
-from services.rollout.engines.servers.connection import Connection
-from services.rollout.engines.servers.dialect import Body
-from services.rollout.engines.servers.settings import ServerSettings
-from services.rollout.engines.sglang.engine import PAUSES, SglangEngine
-from shared.config.asynchrony import OnWeightUpdate
-from shared.errors import FlotillaError, WeightTransferFailed, WorkerDied
-from shared.schemas.publication import Manifest, PublicationOrder, TensorSpec
-from shared.weights.engine_group import buckets_of, group_name
+from flotilla.services.rollout.engines.base import GroupBroken
+from flotilla.services.rollout.engines.decoders.checkpoint import TensorHeader
+from flotilla.services.rollout.engines.servers.attaching import UNREADABLE
+from flotilla.services.rollout.engines.servers.client import Refused
+from flotilla.services.rollout.engines.servers.connection import Connection
+from flotilla.services.rollout.engines.servers.dialect import Body
+from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.services.rollout.engines.sglang.engine import PAUSES, SglangEngine
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import FlotillaError, WeightTransferFailed, WorkerDied
+from flotilla.shared.schemas.publication import Manifest, PublicationOrder, TensorSpec
+from flotilla.shared.weights.group.engine_group import buckets_of, group_name
 
 PHASES = 2
 """Deadlines of a phase that a call may take: the sender gives up first, which wakes whoever waits for it."""

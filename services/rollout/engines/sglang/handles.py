@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.rollout.engines.decoders.checkpoint import safetensors_files
-from services.rollout.engines.servers.dialect import Body, Caller
-from services.rollout.engines.sglang.buckets import Buckets
-from shared.errors import FlotillaError, WeightTransferFailed
-from shared.schemas.publication import TensorSpec
-from shared.weights.layout import LENGTH_BYTES, ImageLayout, header_bytes
+from flotilla.services.rollout.engines.decoders.checkpoint import safetensors_files
+from flotilla.services.rollout.engines.servers.dialect import Body, Caller
+from flotilla.services.rollout.engines.sglang.buckets import Buckets
+from flotilla.shared.errors import FlotillaError, WeightTransferFailed
+from flotilla.shared.schemas.publication import TensorSpec
+from flotilla.shared.weights.image.layout import LENGTH_BYTES, ImageLayout, header_bytes
 
 log = logging.getLogger(__name__)
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from services.rollout.engines.servers.command import clean_environment, flags, plain_names
-from services.rollout.engines.servers.settings import ServerSettings
-from shared.config.engine import OptionValue
+from flotilla.services.rollout.engines.servers.command import clean_environment, flags, plain_names
+from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.shared.config.sections.engine import OptionValue
 
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
 SOCKET = "server.sock"

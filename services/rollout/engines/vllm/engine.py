@@ -5,20 +5,20 @@ from pathlib import Path
 
 import httpx
 
-from services.rollout.engines.base import GenerationRequest
-from services.rollout.engines.resumption import Prefix
-from services.rollout.engines.servers.client import Refused
-from services.rollout.engines.servers.completions import Sampled
-from services.rollout.engines.servers.dialect import Body, Caller, Known, Launch, ServedHere, Sleeper
-from services.rollout.engines.servers.engine import ServerEngine
-from services.rollout.engines.servers.labels import label_in
-from services.rollout.engines.servers.settings import ServerSettings
-from services.rollout.engines.vllm.arguments import MAX_SOCKET_PATH, SOCKET, command_line, environment
-from services.rollout.engines.vllm.wire import generate_body, metric_of, sampled_of
-from shared.config.asynchrony import OnWeightUpdate
-from shared.config.engine import VllmEngineConfig
-from shared.errors import InvalidSpec, ModelError, Unavailable
-from shared.settings import ENGINE_PYTHONS
+from flotilla.services.rollout.engines.base import GenerationRequest
+from flotilla.services.rollout.engines.resumption import Prefix
+from flotilla.services.rollout.engines.servers.client import Refused
+from flotilla.services.rollout.engines.servers.completions import Sampled
+from flotilla.services.rollout.engines.servers.dialect import Body, Caller, Known, Launch, ServedHere, Sleeper
+from flotilla.services.rollout.engines.servers.engine import ServerEngine
+from flotilla.services.rollout.engines.servers.labels import label_in
+from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.services.rollout.engines.vllm.arguments import MAX_SOCKET_PATH, SOCKET, command_line, environment
+from flotilla.services.rollout.engines.vllm.wire import generate_body, metric_of, sampled_of
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.config.sections.engine import VllmEngineConfig
+from flotilla.shared.environment.settings import ENGINE_PYTHONS
+from flotilla.shared.errors import InvalidSpec, ModelError, Unavailable
 
 ID_PREFIX = "generate-tokens-"
 """What the server puts before the id of a request of ``/inference/v1/generate``; aborts go by the whole."""

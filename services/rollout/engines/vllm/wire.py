@@ -4,10 +4,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from services.rollout.engines.base import GenerationRequest, SamplingParameters
-from services.rollout.engines.resumption import Prefix
-from services.rollout.engines.servers.completions import Sampled
-from shared.schemas.trajectory import FinishReason
+from flotilla.services.rollout.engines.base import GenerationRequest, SamplingParameters
+from flotilla.services.rollout.engines.resumption import Prefix
+from flotilla.services.rollout.engines.servers.completions import Sampled
+from flotilla.shared.schemas.trajectory import FinishReason
 
 Body = dict[str, Any]
 REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}

@@ -9,9 +9,9 @@ _PATHS = os.environ["PYTHONPATH"].split(os.pathsep)
 # be shared with every fork, and that takes time by the page. Programs get the real one.
 sys.modules.setdefault("inspect", type(sys)("inspect"))
 
-from services.sandbox.guard.fork_server import serve  # noqa: E402
-from services.sandbox.guard.python_main import run  # noqa: E402
-from services.sandbox.guard.session_main import converse  # noqa: E402
+from flotilla.services.sandbox.guard.fork_server import serve  # noqa: E402
+from flotilla.services.sandbox.guard.python_main import run  # noqa: E402
+from flotilla.services.sandbox.guard.session_main import converse  # noqa: E402
 
 if serve(_PATHS, _BEFORE):
     converse()

@@ -1,5 +1,5 @@
 """Advantages: from a batch's rewards to one number per sampled token."""
 
-from services.trainer.algorithms.advantages.compute import AdvantageInputs, Advantages, compute_advantages
+from flotilla.services.trainer.algorithms.advantages.compute import AdvantageInputs, Advantages, compute_advantages
 
 __all__ = ["AdvantageInputs", "Advantages", "compute_advantages"]

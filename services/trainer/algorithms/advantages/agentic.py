@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.advantages.groups import Groups
-from services.trainer.algorithms.sequences import PackedSequences, suffix_recurrence
+from flotilla.services.trainer.algorithms.advantages.groups import Groups
+from flotilla.services.trainer.algorithms.sequences import PackedSequences, suffix_recurrence
 
 
 @dataclass(frozen=True, eq=False)

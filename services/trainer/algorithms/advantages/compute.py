@@ -10,17 +10,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.advantages import agentic, groups, returns
-from services.trainer.algorithms.advantages.agentic import EnvironmentSteps
-from services.trainer.algorithms.advantages.groups import Groups
-from services.trainer.algorithms.advantages.token_baseline import optimal_token_baseline
-from services.trainer.algorithms.advantages.whitening import AllSum, on_one_rank, whiten
-from services.trainer.algorithms.kl import kl_estimate, subtract_kl_from_rewards
-from services.trainer.algorithms.metrics import Metrics, Tally, mean_over, share
-from services.trainer.algorithms.sequences import PackedSequences, suffix_sum
-from shared.config import advantage as configs
-from shared.config.advantage import AdvantageConfig
-from shared.config.algorithm import KlRewardConfig
+from flotilla.services.trainer.algorithms.advantages import agentic, groups, returns
+from flotilla.services.trainer.algorithms.advantages.agentic import EnvironmentSteps
+from flotilla.services.trainer.algorithms.advantages.groups import Groups
+from flotilla.services.trainer.algorithms.advantages.token_baseline import optimal_token_baseline
+from flotilla.services.trainer.algorithms.advantages.whitening import AllSum, on_one_rank, whiten
+from flotilla.services.trainer.algorithms.kl import kl_estimate, subtract_kl_from_rewards
+from flotilla.services.trainer.algorithms.metrics import Metrics, Tally, mean_over, share
+from flotilla.services.trainer.algorithms.sequences import PackedSequences, suffix_sum
+from flotilla.shared.config.sections import advantage as configs
+from flotilla.shared.config.sections.advantage import AdvantageConfig
+from flotilla.shared.config.sections.algorithm import KlRewardConfig
 
 Value = TypeVar("Value")
 

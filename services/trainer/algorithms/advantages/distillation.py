@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from services.trainer.algorithms.kl import Estimator, kl_estimate
-from services.trainer.algorithms.sequences import PackedSequences
+from flotilla.services.trainer.algorithms.kl import Estimator, kl_estimate
+from flotilla.services.trainer.algorithms.sequences import PackedSequences
 
 
 def distil(

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.sequences import scatter_sum
+from flotilla.services.trainer.algorithms.sequences import scatter_sum
 
 GroupOfOne = Literal["zero", "raw"]
 

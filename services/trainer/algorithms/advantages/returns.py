@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.sequences import PackedSequences, suffix_recurrence, suffix_sum
+from flotilla.services.trainer.algorithms.sequences import PackedSequences, suffix_recurrence, suffix_sum
 
 MaskedTokens = Literal["skip", "step"]
 

@@ -5,8 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.advantages.groups import Groups
-from services.trainer.algorithms.sequences import PackedSequences, scatter_sum, suffix_recurrence, suffix_sum
+from flotilla.services.trainer.algorithms.advantages.groups import Groups
+from flotilla.services.trainer.algorithms.sequences import PackedSequences, scatter_sum, suffix_recurrence, suffix_sum
 
 
 def optimal_token_baseline(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shared.config.advantage import WhitenConfig
+from flotilla.shared.config.sections.advantage import WhitenConfig
 
 AllSum = Callable[[Tensor], Tensor]
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.losses.token_loss import TokenLoss, log_ratio, shared_log_ratio
-from services.trainer.algorithms.sequences import PackedSequences
-from shared.config.policy_loss import GmpoConfig, GspoConfig, PpoConfig
+from flotilla.services.trainer.algorithms.losses.token_loss import TokenLoss, log_ratio, shared_log_ratio
+from flotilla.services.trainer.algorithms.sequences import PackedSequences
+from flotilla.shared.config.sections.policy_loss import GmpoConfig, GspoConfig, PpoConfig
 
 
 def clipped_surrogate(

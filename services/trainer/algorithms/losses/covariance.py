@@ -6,9 +6,9 @@ Source: Cui et al., The Entropy Mechanism of Reinforcement Learning for Reasonin
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.losses.clipped import clipped_surrogate
-from services.trainer.algorithms.losses.token_loss import TokenLoss, log_ratio
-from shared.config.policy_loss import ClipCovConfig, KlCovConfig
+from flotilla.services.trainer.algorithms.losses.clipped import clipped_surrogate
+from flotilla.services.trainer.algorithms.losses.token_loss import TokenLoss, log_ratio
+from flotilla.shared.config.sections.policy_loss import ClipCovConfig, KlCovConfig
 
 
 def token_covariance(log_probs: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:

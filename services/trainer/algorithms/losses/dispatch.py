@@ -5,11 +5,11 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.losses import clipped, covariance, weighted
-from services.trainer.algorithms.losses.token_loss import TokenLoss
-from services.trainer.algorithms.sequences import PackedSequences
-from shared.config import policy_loss as configs
-from shared.config.policy_loss import PolicyLossConfig
+from flotilla.services.trainer.algorithms.losses import clipped, covariance, weighted
+from flotilla.services.trainer.algorithms.losses.token_loss import TokenLoss
+from flotilla.services.trainer.algorithms.sequences import PackedSequences
+from flotilla.shared.config.sections import policy_loss as configs
+from flotilla.shared.config.sections.policy_loss import PolicyLossConfig
 
 
 def policy_loss(

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.sequences import PackedSequences
+from flotilla.services.trainer.algorithms.sequences import PackedSequences
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.losses.token_loss import TokenLoss, log_ratio, shared_log_ratio
-from services.trainer.algorithms.sequences import PackedSequences
-from shared.config.policy_loss import CispoConfig, DppoConfig, DroConfig, SapoConfig, ToprConfig
+from flotilla.services.trainer.algorithms.losses.token_loss import TokenLoss, log_ratio, shared_log_ratio
+from flotilla.services.trainer.algorithms.sequences import PackedSequences
+from flotilla.shared.config.sections.policy_loss import CispoConfig, DppoConfig, DroConfig, SapoConfig, ToprConfig
 
 TINY = 1e-8
 

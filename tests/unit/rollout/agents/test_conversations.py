@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.agents.bounds import ContextTooLong
-from services.rollout.agents.conversation import TooManyBranches
-from services.rollout.agents.episode import (
+from flotilla.services.rollout.agents.bounds import ContextTooLong
+from flotilla.services.rollout.agents.conversation import TooManyBranches
+from flotilla.services.rollout.agents.episode import (
     Asked,
     Ended,
     Endpoint,
@@ -18,12 +18,12 @@ from services.rollout.agents.episode import (
     EpisodeGone,
     LimitReached,
 )
-from services.rollout.engines.base import Completion, GenerationRequest
-from services.rollout.engines.scripted import log_prob_of
-from services.rollout.tools.formats import split_calls
-from shared.errors import InvalidRequest
-from shared.schemas.trajectory import FinishReason, Trajectory
-from shared.testing.characters import END, CharacterTokenizer
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest
+from flotilla.services.rollout.engines.scripted import log_prob_of
+from flotilla.services.rollout.tools.formats import split_calls
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.schemas.trajectory import FinishReason, Trajectory
+from flotilla.shared.testing.characters import END, CharacterTokenizer
 from tests.unit.rollout.agents.world import World, a_lone_episode, a_spec, ask, stays, user
 
 

@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from services.rollout.agents.episode import EpisodeGone
-from services.rollout.agents.episodes import NoTask
-from shared.errors import InvalidRequest
-from shared.schemas.episode import EpisodeReward
-from shared.schemas.trajectory import Group
-from shared.streams.keys import HopName
-from shared.streams.mailbox import Delivery
+from flotilla.services.rollout.agents.episode import EpisodeGone
+from flotilla.services.rollout.agents.episodes import NoTask
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.schemas.episode import EpisodeReward
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.mailbox import Delivery
 from tests.unit.rollout.agents.world import World, a_spec, ask, user
 
 REWARD = EpisodeReward(reward=0.5)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from services.rollout.agents.bounds import ContextTooLong
-from services.rollout.agents.conversation import TooManyBranches
-from services.rollout.agents.episode import Asked, Ended, Endpoint, Episode, EpisodeGone
-from services.rollout.agents.threads import MOST_AT_A_TIME, Threads
-from shared.testing.characters import CharacterTokenizer
+from flotilla.services.rollout.agents.bounds import ContextTooLong
+from flotilla.services.rollout.agents.conversation import TooManyBranches
+from flotilla.services.rollout.agents.episode import Asked, Ended, Endpoint, Episode, EpisodeGone
+from flotilla.services.rollout.agents.threads import MOST_AT_A_TIME, Threads
+from flotilla.shared.testing.characters import CharacterTokenizer
 from tests.unit.rollout.agents.world import World, a_lone_episode, a_spec, ask, stays, user
 
 DEADLINE_SECONDS = 10.0

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from services.rollout.agents.requests import read_chat, read_text
-from shared.config.rollout import SamplingConfig
-from shared.errors import InvalidRequest
+from flotilla.services.rollout.agents.requests import read_chat, read_text
+from flotilla.shared.config.sections.rollout import SamplingConfig
+from flotilla.shared.errors import InvalidRequest
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.rollout.agents.template import ChatTemplate
-from services.rollout.episodes.rendering import ChatRenderer
+from flotilla.services.rollout.agents.template import ChatTemplate
+from flotilla.services.rollout.episodes.rendering import ChatRenderer
 from tests.unit.rollout.chat_templates import FAMILIES, tokenizer_of
 
 HISTORY = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "yes"}]

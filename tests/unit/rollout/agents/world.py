@@ -6,21 +6,21 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from services.rollout.agents.episode import Asked, Endpoint, Episode
-from services.rollout.agents.episodes import AgentEpisodes
-from services.rollout.agents.template import ChatTemplate
-from services.rollout.consumer import LaneConfig, RolloutConsumer
-from services.rollout.engines.scripted import ScriptedEngine
-from services.rollout.episodes.rendering import ChatRenderer
-from services.rollout.weights.version import VersionGate
-from shared.config.load import validate_spec
-from shared.config.spec import ExperimentSpec
-from shared.schemas.task import Task
-from shared.streams.keys import HopName
-from shared.streams.ledger import Ledger
-from shared.streams.memory.plane import MemoryDataPlane
-from shared.testing.builders import a_task
-from shared.testing.characters import END, CharacterTokenizer
+from flotilla.services.rollout.agents.episode import Asked, Endpoint, Episode
+from flotilla.services.rollout.agents.episodes import AgentEpisodes
+from flotilla.services.rollout.agents.template import ChatTemplate
+from flotilla.services.rollout.consumer import LaneConfig, RolloutConsumer
+from flotilla.services.rollout.engines.scripted import ScriptedEngine
+from flotilla.services.rollout.episodes.rendering import ChatRenderer
+from flotilla.services.rollout.weights.version import VersionGate
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.schemas.task import Task
+from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.ledger import Ledger
+from flotilla.shared.streams.memory.plane import MemoryDataPlane
+from flotilla.shared.testing.builders import a_task
+from flotilla.shared.testing.characters import END, CharacterTokenizer
 
 Writes = Callable[[str], str]
 """What the policy writes behind a prompt; ``~`` stands for the end of a turn."""

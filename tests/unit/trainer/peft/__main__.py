@@ -12,9 +12,9 @@ import torch
 from peft import PeftModel  # type: ignore[import-not-found, unused-ignore]
 from safetensors.torch import save_file
 
-from services.trainer.learning.learner import Learner
-from services.trainer.models.loading import LoadedModel
-from shared.model_files import ADAPTER, ADAPTER_CONFIG
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.shared.models.files import ADAPTER, ADAPTER_CONFIG
 from tests.unit.trainer.builders import a_spec, uneven_groups
 from tests.unit.trainer.peft.models import LORA, MODELS
 

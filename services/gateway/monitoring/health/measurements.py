@@ -1,0 +1,60 @@
+"""What is measured of one experiment while it runs.
+
+Health alone outlives the gateway's process; the rest begins with nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from flotilla.services.gateway.monitoring.agents import LastAsked
+from flotilla.services.gateway.monitoring.bottleneck import Bottleneck
+from flotilla.services.gateway.monitoring.health.window import HealthWindow
+from flotilla.services.gateway.monitoring.lags import LagHistogram
+from flotilla.services.gateway.monitoring.window import Window
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.schemas.service import ObservedState
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """The measurements of one experiment.
+
+    Attributes:
+        window: the looks and steps of the last minute.
+        lags: of the tokens that it has trained.
+        health: what the training-health checks look at.
+        asked: when an agent from outside last asked for an episode.
+    """
+
+    window: Window = field(default_factory=Window)
+    lags: LagHistogram = field(default_factory=LagHistogram)
+    health: HealthWindow = field(default_factory=HealthWindow)
+    asked: LastAsked = field(default_factory=LastAsked)
+
+    def add_step(self, at: float, step: int, values: Mapping[str, float]) -> None:
+        """Record a step's metrics.
+
+        Args:
+            at: when they were reported, in seconds of the monotonic clock.
+            step: of the optimiser.
+            values: by the name of the metric.
+        """
+        self.window.add_step(at, values)
+        self.lags.add_step(step, values)
+        self.health.add_step(step, values)
+
+    def add_reports(self, observed: ObservedState) -> None:
+        """Record what a service has graded or sampled."""
+        if observed.grading is not None:
+            self.health.add_grading(observed.grading)
+        if observed.sampling is not None:
+            self.health.add_sampling(observed.sampling)
+
+    def bottleneck(self, now: float, spec: ExperimentSpec) -> Bottleneck:
+        """Name what bounds the experiment's speed at a time of the monotonic clock."""
+        return self.window.bottleneck(
+            now,
+            budget=spec.admission_budget,
+            groups_per_step=spec.groups_per_step,
+            is_sampled=spec.finished_job is None,
+        )

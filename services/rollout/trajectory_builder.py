@@ -1,0 +1,191 @@
+"""Grows one trajectory of many turns: tokens are appended as they were made, and nothing is made twice.
+
+Whoever drives a conversation uses it: an episode of the rollout, or an agent from outside whose requests it serves.
+What the policy is shown is appended by ``show``, or by ``extend_to`` where only the whole rendered conversation is
+known; what the engine sampled by ``sample``, with the engine's own log-probabilities and versions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flotilla.shared.errors import RenderMismatch
+from flotilla.shared.schemas.trajectory import Trajectory
+from flotilla.shared.schemas.turns import FinishReason, Turn
+
+Versions = tuple[tuple[int, int], ...]
+"""Run-length ``(start, version)`` over the tokens of one completion."""
+
+
+@dataclass
+class RenderTally:
+    """Counts what was appended and what was refused, of one session.
+
+    Attributes:
+        appended: contexts that continued what was recorded.
+        refused: renders that would have tokenised recorded tokens again.
+    """
+
+    appended: int = 0
+    refused: int = 0
+
+
+class TrajectoryBuilder:
+    """The tokens of one trajectory so far.
+
+    Args:
+        tally: counts renders, of all trajectories of a session.
+    """
+
+    def __init__(self, tally: RenderTally | None = None) -> None:
+        self._tally = tally or RenderTally()
+        self._token_ids: list[int] = []
+        self._is_sampled: list[bool] = []
+        self._log_probs: list[float] = []
+        self._versions: list[tuple[int, int]] = []
+        self._turns: list[Turn] = []
+        self._observation = ""
+        self._state: int | None = None
+
+    @classmethod
+    def continuing(
+        cls, trajectory: Trajectory, num_turns: int, tally: RenderTally | None = None
+    ) -> "TrajectoryBuilder":
+        """Go on behind the first turns of an earlier trajectory.
+
+        Raises:
+            ValueError: it has fewer turns.
+        """
+        if not 0 < num_turns <= len(trajectory.turns):
+            raise ValueError(f"a trajectory of {len(trajectory.turns)} turns has not {num_turns} to continue")
+        builder = cls(tally)
+        turns = trajectory.turns[:num_turns]
+        end = turns[-1].end
+        builder._token_ids = trajectory.token_ids[:end].tolist()
+        builder._is_sampled = trajectory.loss_mask[:end].astype(bool).tolist()
+        builder._log_probs = trajectory.log_probs[:end].tolist()
+        builder._versions = [run for run in trajectory.versions if run[0] < end]
+        builder._turns = list(turns)
+        return builder
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens so far: the prompt of the next completion."""
+        return tuple(self._token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return len(self._token_ids)
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns that have a completion."""
+        return tuple(self._turns)
+
+    @property
+    def has_context(self) -> bool:
+        """Whether something was shown since the last completion, so that the next may be sampled."""
+        return len(self._token_ids) > self._end
+
+    @property
+    def _end(self) -> int:
+        return self._turns[-1].end if self._turns else 0
+
+    def show(self, token_ids: Sequence[int], text: str = "", *, state: int | None = None) -> None:
+        """Append what the policy is shown before its next completion.
+
+        Args:
+            token_ids: of the prompt, an observation or tool results, the template's marks included; may be added to.
+            text: the same for people; the first turn's is the group's prompt and need not be given.
+            state: of the environment, as in ``Turn``.
+        """
+        self._tally.appended += 1
+        self._token_ids += token_ids
+        self._is_sampled += [False] * len(token_ids)
+        self._log_probs += [0.0] * len(token_ids)
+        self._observation += text
+        self._state = self._state if state is None else state
+
+    def extend_to(self, token_ids: Sequence[int], text: str = "", *, state: int | None = None) -> None:
+        """Append what a whole rendered conversation has beyond the tokens that are recorded.
+
+        Raises:
+            RenderMismatch: it does not begin with them. Nothing was appended, and the refusal is counted.
+        """
+        known = len(self._token_ids)
+        if list(token_ids[:known]) != self._token_ids:
+            self._tally.refused += 1
+            pairs = zip(token_ids, self._token_ids, strict=False)
+            at = next((place for place, (new, old) in enumerate(pairs) if new != old), min(len(token_ids), known))
+            raise RenderMismatch(
+                f"the rendered conversation differs from the recorded tokens at position {at} of {known}: a "
+                "trajectory is only appended to",
+                position=at,
+            )
+        self.show(token_ids[known:], text, state=state)
+
+    def sample(
+        self,
+        token_ids: npt.NDArray[np.int32],
+        log_probs: npt.NDArray[np.float32],
+        versions: Versions,
+        finish_reason: FinishReason,
+        text: str = "",
+    ) -> None:
+        """Append a completion, as the engine returned it; one without a token leaves everything as it is.
+
+        Raises:
+            ValueError: nothing was shown since the last completion.
+        """
+        if not self.has_context:
+            raise ValueError("a completion needs something that was shown before it")
+        if not len(token_ids):
+            return
+        start, sampled = self._end, len(self._token_ids)
+        self._token_ids += token_ids.tolist()
+        self._is_sampled += [True] * len(token_ids)
+        self._log_probs += log_probs.tolist()
+        for at, version in versions:
+            # What is shown first has the version of the first sampled token; a later context that of the turn before.
+            if not self._versions:
+                self._versions.append((0, version))
+            elif self._versions[-1][1] != version:
+                self._versions.append((sampled + at, version))
+        observation = self._observation if self._turns else ""
+        end = len(self._token_ids)
+        self._turns.append(Turn(start, sampled, end, finish_reason, text, observation, state=self._state))
+        self._observation, self._state = "", None
+
+    def reward(self, value: float) -> None:
+        """Add a reward to the last turn.
+
+        Raises:
+            ValueError: there is no turn, or the reward is not finite.
+        """
+        if not self._turns or not np.isfinite(value):
+            raise ValueError(f"turn {len(self._turns)} cannot have the reward {value}")
+        last = self._turns[-1]
+        self._turns[-1] = replace(last, reward=value + (last.reward or 0.0))
+
+    def build(self, finish_reason: FinishReason, **fields: Any) -> Trajectory:
+        """Make the trajectory; what was shown and not answered is left out.
+
+        Args:
+            finish_reason: of the episode.
+            fields: further fields of ``Trajectory``; ``text`` is that of the last turn unless given.
+        """
+        end = self._end or len(self._token_ids)
+        return Trajectory(
+            token_ids=np.array(self._token_ids[:end], np.int32),
+            loss_mask=np.array(self._is_sampled[:end], np.uint8),
+            log_probs=np.array(self._log_probs[:end], np.float32),
+            # A trajectory without a sampled token has no version; such a one is never forwarded.
+            versions=tuple(self._versions) or ((0, 0),),
+            finish_reason=finish_reason,
+            turns=self.turns,
+            **({"text": self._turns[-1].text if self._turns else ""} | fields),
+        )

@@ -1,0 +1,174 @@
+"""Checkpoints on disk as everybody reads them: which are there, and what each says about itself.
+
+The trainer writes them; the gateway looks here for what is durable, since its database may be older or newer. Whoever
+writes there could make links to what they may not read and the gateway may: so below a checkpoint none is followed, and
+the gateway names the folder (``below``) from which on it follows none on the way to the checkpoint either.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from io import RawIOBase
+from pathlib import Path
+from re import compile as pattern
+from typing import Any, BinaryIO, Final, Literal
+
+import xxhash
+from pydantic import ConfigDict, Field, ValidationError
+
+from flotilla.shared.errors import ModelError
+from flotilla.shared.files.beneath import PlainName, read_beneath, sizes_beneath
+from flotilla.shared.net.absence import absent_or
+from flotilla.shared.schemas.described import Described
+
+CHECKPOINTS = "checkpoints"
+"""Folder of an experiment's directory."""
+STATE_FILE = "state.json"
+MODEL = "model"
+"""Folder of a checkpoint: a Hugging Face directory."""
+CHECKPOINT_SCHEMA: Final = 1
+OPTIMIZER = "optimizer.safetensors"
+VERSIONS = "versions.safetensors"
+CRITIC = "critic.safetensors"
+AVERAGE = "average.safetensors"
+READ_BYTES = 8 << 20
+_COMPLETE = pattern(r"step-(\d{8})")
+
+
+class CheckpointState(Described):
+    """Everything of a checkpoint but tensors. Times are not in it: the same training gives the same file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: Literal[1] = CHECKPOINT_SCHEMA
+    experiment_id: str
+    step: int = Field(ge=1)
+    version: int = Field(ge=0)
+    """Policy version that the weights are, or, between two publications, that they are trained from."""
+    published_step: int | None = None
+    """Steps that ``version`` contains; null where an earlier release wrote it."""
+    lost_versions: list[list[int]] = Field(default_factory=list)
+    """Numbers, as closed intervals, of versions that are not in this lineage."""
+    lineage: str = ""
+    """Names the groups of every step, in order; empty where an earlier release wrote it."""
+    recent: list[dict[str, Any]] = Field(default_factory=list)
+    """Plans of the last steps, oldest first: a data plane that came back older is told what they trained."""
+    updates: int = Field(ge=0)
+    """Optimiser updates done."""
+    trained: list[list[int]]
+    """Ids of all groups trained in this lineage, as closed intervals."""
+    seed: int
+    """What the losses draw in a step is seeded by this and the step's number: no generator's state needs keeping."""
+    kl_coefficient: float | None
+    totals: Mapping[str, int]
+    """Figures that grow over the experiment."""
+    spec: Mapping[str, Any]
+    software: Mapping[str, str]
+    files: Mapping[PlainName, int]
+    """Size in bytes of each file: a checkpoint with another file size is not complete."""
+    figure: float | None = None
+    """Mean of ``checkpoint.best.metric`` over the steps since the checkpoint before, where the spec names one."""
+    checksums: Mapping[PlainName, str] = {}
+    """xxh3-64 of each file; empty where an earlier release wrote it."""
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A complete checkpoint on disk.
+
+    Attributes:
+        below: a folder on the way to it, from which on no link is followed; None: none below ``path``.
+    """
+
+    step: int
+    path: Path
+    state: CheckpointState
+    below: Path | None = None
+
+    def open(self, name: str) -> BinaryIO:
+        """Open one of its files.
+
+        Raises:
+            OSError: it is not there, cannot be read, or a link leads to it.
+        """
+        return _open(self.path, name, self.below)
+
+
+def _open(path: Path, name: str, below: Path | None) -> BinaryIO:
+    return read_beneath(path, name) if below is None else read_beneath(below, f"{path.relative_to(below)}/{name}")
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of a checkpoint's folder by its name; None where it is no such name."""
+    match = _COMPLETE.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def folders(directory: Path) -> list[tuple[int, Path]]:
+    """List the folders of checkpoints, complete or not, by step in ascending order."""
+    if not directory.is_dir():
+        return []
+    matches = [(path, _COMPLETE.fullmatch(path.name)) for path in directory.iterdir()]
+    return sorted((int(match.group(1)), path) for path, match in matches if match)
+
+
+def complete(directory: Path, below: Path | None = None) -> Iterator[StoredCheckpoint]:
+    """Go through the complete checkpoints, newest first: every file is there and has its size."""
+    for step, path in reversed(folders(directory)):
+        state = state_of(path, below)
+        if state is not None and state.step == step:
+            yield StoredCheckpoint(step, path, state, below)
+
+
+def sizes(directory: Path) -> dict[str, int]:
+    """Measure every file below a directory, in bytes; links are no files of it."""
+    return dict(sorted(sizes_beneath(directory).items()))
+
+
+def checksum(path: Path) -> str:
+    """Compute the xxh3-64 of a file, in hexadecimal; blocks."""
+    with path.open("rb", buffering=0) as file:
+        return _digest(file)
+
+
+def _digest(file: RawIOBase | BinaryIO) -> str:
+    digest = xxhash.xxh3_64()
+    while chunk := file.read(READ_BYTES):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def check_files(stored: StoredCheckpoint, moved: Callable[[], None] = lambda: None) -> None:
+    """Read every file once, and compare it with what was written; blocks.
+
+    Args:
+        stored: a checkpoint.
+        moved: called after each file.
+
+    Raises:
+        ModelError: a file has other bytes.
+    """
+    for name, expected in stored.state.checksums.items():
+        try:
+            with stored.open(name) as file:
+                found = _digest(file)
+        except OSError as error:
+            raise absent_or(error, ModelError(f"checkpoint {stored.path} cannot be read: {error}")) from error
+        if found != expected:
+            raise ModelError(f"checkpoint {stored.path} is damaged: {name} is not what was written")
+        moved()
+
+
+def state_of(path: Path, below: Path | None = None) -> CheckpointState | None:
+    """Read what a checkpoint says about itself; None if it is not there, not readable, or files of it are missing.
+
+    Args:
+        path: its folder.
+        below: a folder on the way to it, from which on no link is followed; None: none below ``path``.
+    """
+    try:
+        with _open(path, STATE_FILE, below) as file:
+            state = CheckpointState.model_validate_json(file.read())
+        found = sizes_beneath(path) if below is None else sizes_beneath(below, str(path.relative_to(below)))
+    except (OSError, ValidationError):
+        return None
+    return state if all(found.get(name) == size for name, size in state.files.items()) else None

@@ -1,0 +1,136 @@
+"""The local paths of a spec: made absolute, from the folder of its file."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flotilla.shared.config.sections.data import is_url
+from flotilla.shared.config.sections.model import is_hub_name
+
+PATH_FIELDS = (("model", "path"), ("data", "path"), ("evaluation", "path"))
+MODULE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
+"""``package.module:name``, which is looked for in the folder."""
+ROW_LISTS = (("data", "sources"), ("evaluation", "sets"))
+
+
+def resolve_paths(document: Mapping[str, Any], folder: Path, *, made: str = "") -> dict[str, Any]:
+    """Make the spec's local paths absolute, so that they mean the same in every process.
+
+    A model's OWNER/NAME is one on the hub, and stays, where the folder has no OWNER and ``made``, the path of what is
+    made there later, does not begin with it.
+
+    So it is with the paths of a teacher, a critic and a reward model. URLs stay. A custom verifier's
+    ``path.py:function`` counts as a path, in ``reward`` at any depth, and so do a custom dataset's ``path.py:Class``,
+    and an environment or a tool in a file. ``package.module:name`` becomes the path of the module in the folder, and
+    stays where there is none.
+    """
+    resolved: dict[str, Any] = json.loads(json.dumps(document, default=str))
+    for section, field in PATH_FIELDS:
+        if section != "model" or not _names_hub(resolved.get(section), folder, made):
+            _resolve_path(resolved.get(section), field, folder)
+    algorithm = resolved.get("algorithm")
+    for name in ("distillation", "value_loss"):
+        role = algorithm.get(name) if isinstance(algorithm, dict) else None
+        if not _names_hub(role, folder, made):
+            _resolve_path(role, "path", folder)
+    for section, field in ROW_LISTS:
+        values = resolved.get(section)
+        rows = values.get(field) if isinstance(values, dict) else None
+        for each in rows if isinstance(rows, list) else []:
+            _resolve_path(each, "path", folder)
+            _resolve_code(each, "custom", folder)
+            _resolve_more(each, folder)
+    job = resolved.get("job")
+    held_out = job.get("held_out") if isinstance(job, dict) else None
+    _resolve_path(held_out, "path", folder)
+    _resolve_code(held_out, "custom", folder)
+    checkpoint = resolved.get("checkpoint")
+    if isinstance(checkpoint, dict) and "/" in str(checkpoint.get("resume_from")):
+        # Without a slash it names an experiment.
+        _resolve_path(checkpoint, "resume_from", folder)
+    _resolve_functions(resolved.get("reward"), folder)
+    _resolve_reward_models(resolved.get("reward"), folder, made)
+    rollout = resolved.get("rollout")
+    _resolve_episodes(rollout.get("episodes") if isinstance(rollout, dict) else None, folder)
+    tracking = resolved.get("tracking")
+    trackers = tracking.get("trackers") if isinstance(tracking, dict) else None
+    for tracker in trackers if isinstance(trackers, list) else []:
+        if isinstance(tracker, dict) and isinstance(tracker.get("directory"), str) and tracker["directory"]:
+            tracker["directory"] = _absolute(tracker["directory"], folder)
+    return resolved
+
+
+def _resolve_more(rows: Any, folder: Path) -> None:
+    more = rows.get("more_paths") if isinstance(rows, dict) else None
+    if isinstance(more, list):
+        rows["more_paths"] = [
+            _absolute(each, folder) if isinstance(each, str) and each and not is_url(each) else each for each in more
+        ]
+
+
+def _names_hub(model: Any, folder: Path, made: str) -> bool:
+    path = model.get("path") if isinstance(model, dict) else None
+    if not isinstance(path, str) or not is_hub_name(path):
+        return False
+    owner = path.partition("/")[0]
+    return not (folder / owner).exists() and Path(made).parts[:1] != (owner,)
+
+
+def _resolve_path(values: Any, field: str, folder: Path) -> None:
+    if isinstance(values, dict) and isinstance(values.get(field), str) and values[field] and not is_url(values[field]):
+        values[field] = _absolute(values[field], folder)
+
+
+def _absolute(path: str, folder: Path) -> str:
+    """Take a path from a folder; ``~`` is a home, and stays where there is no user of that name."""
+    try:
+        return str(folder / Path(path).expanduser())
+    except RuntimeError:
+        return str(folder / path)
+
+
+def _resolve_reward_models(reward: Any, folder: Path, made: str) -> None:
+    components = reward.get("components") if isinstance(reward, dict) else None
+    for each in components if isinstance(components, list) else []:
+        is_model = isinstance(each, dict) and each.get("kind") == "reward_model"
+        if is_model and not _names_hub(each, folder, made):
+            _resolve_path(each, "path", folder)
+
+
+def _resolve_episodes(episodes: Any, folder: Path) -> None:
+    if not isinstance(episodes, dict):
+        return
+    _resolve_functions(episodes.get("tools"), folder)
+    for name, field, resolve in (
+        ("environments", "environment", _resolve_code),
+        ("tools", "tool_schema", _resolve_path),
+    ):
+        values = episodes.get(name)
+        for each in values if isinstance(values, list) else []:
+            resolve(each, field, folder)
+
+
+def _resolve_code(values: Any, field: str, folder: Path) -> None:
+    """Make ``file.py:name`` absolute, and the file's path of ``package.module:name``; anything else stays."""
+    reference = values.get(field) if isinstance(values, dict) else None
+    if not isinstance(reference, str):
+        return
+    if ".py:" in reference:
+        file, _, name = reference.rpartition(":")
+        values[field] = f"{_absolute(file, folder)}:{name}"
+    elif (module := MODULE.fullmatch(reference)) is not None:
+        place = folder.joinpath(*module[1].split("."))
+        files = (place.with_suffix(".py"), place / "__init__.py")
+        values[field] = next((f"{file}:{module[2]}" for file in files if file.is_file()), reference)
+
+
+def _resolve_functions(node: Any, folder: Path) -> None:
+    if isinstance(node, dict):
+        _resolve_code(node, "path", folder)
+        for value in node.values():
+            _resolve_functions(value, folder)
+    elif isinstance(node, list):
+        for value in node:
+            _resolve_functions(value, folder)

@@ -1,0 +1,72 @@
+"""What of the trainer's memory and kernels goes together, and what has no effect."""
+
+from flotilla.shared.config.sections.model import ModelConfig
+from flotilla.shared.config.sections.parallelism import OffloadConfig, ParallelismConfig
+
+
+def check_compute(model: ModelConfig, parallelism: ParallelismConfig) -> None:
+    """Check element types, attention and kernels.
+
+    Raises:
+        ValueError: they exclude one another, or the device.
+    """
+    precision = parallelism.mixed_precision
+    if precision is not None and precision.reduce == model.dtype == "bfloat16":
+        raise ValueError(
+            "parallelism.mixed_precision with reduce bfloat16 has no effect while model.dtype is bfloat16, which "
+            "layers compute and gradients travel in: set model.dtype to float32 or auto, or reduce to float32, or "
+            "leave it out"
+        )
+    if model.attention not in {"auto", "sdpa"} and parallelism.sequence_parallel > 1:
+        raise ValueError(
+            f"model.attention {model.attention} and parallelism.sequence_parallel, which exchanges heads around sdpa, "
+            "exclude each other: leave one of them out"
+        )
+    is_narrow = model.dtype != "float32" or precision is not None
+    if model.attention.startswith("flash") and (parallelism.device == "cpu" or not is_narrow):
+        raise ValueError(
+            f"model.attention {model.attention} computes in bfloat16 on GPUs, and parallelism.device is "
+            f"{parallelism.device} and model.dtype {model.dtype}: use cuda and bfloat16 (or "
+            "parallelism.mixed_precision), or leave it at auto"
+        )
+    if model.kernels == "liger" and parallelism.device == "cpu":
+        raise ValueError(
+            "model.kernels liger are Triton's and compute on GPUs, and parallelism.device is cpu: leave it at auto"
+        )
+
+
+def check_quantisation(model: ModelConfig, offload: OffloadConfig, *, compiles_layers: bool) -> None:
+    """Check that nothing is asked for that packed weights do not have.
+
+    Raises:
+        ValueError: something is.
+    """
+    if model.quantisation is None:
+        return
+    if compiles_layers:
+        raise ValueError(
+            "optimisation.compile_layers makes programs of torch's operators, and model.lora.quantisation unpacks "
+            "weights by others: leave one of both out"
+        )
+    if offload.parameters:
+        raise ValueError(
+            "parallelism.offload.parameters moves weights that ranks divide, and those of model.lora.quantisation are "
+            "whole on each: leave one of both out"
+        )
+
+
+def check_offload(offload: OffloadConfig, *, shares_devices: bool, has_adapters: bool, needs_reference: bool) -> None:
+    """Check that what is offloaded is there, and not moved by something else as well.
+
+    Raises:
+        ValueError: it is not, or is.
+    """
+    moved = [name for name in offload.chosen if name != "activations"]
+    if moved and shares_devices:
+        raise ValueError(
+            f"parallelism.offload.{moved[0]} and resources.sharing time both move what the trainer has off its "
+            "device: leave one of both out"
+        )
+    if offload.reference and (has_adapters or not needs_reference):
+        why = "the reference is the model without model.lora" if has_adapters else "no reference model is used"
+        raise ValueError(f"parallelism.offload.reference has no effect, since {why}: leave it out")

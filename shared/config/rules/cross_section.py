@@ -1,0 +1,395 @@
+"""Rules across sections of a spec: what one says and another makes impossible, or without effect.
+
+Each names both fields and the way out.
+"""
+
+from typing import Protocol
+
+from flotilla.shared.config.rules.compute import check_compute, check_offload, check_quantisation
+from flotilla.shared.config.rules.engine_groups import check_engine_group
+from flotilla.shared.config.sections.advantage import GdpoConfig, RemaxConfig
+from flotilla.shared.config.sections.algorithm import AlgorithmConfig
+from flotilla.shared.config.sections.asynchrony import AsynchronyConfig
+from flotilla.shared.config.sections.checkpoint import CheckpointConfig
+from flotilla.shared.config.sections.data import DataConfig, check_data_source_column
+from flotilla.shared.config.sections.engine import ServerEngineConfig, SglangEngineConfig
+from flotilla.shared.config.sections.episodes import SingleTurnConfig
+from flotilla.shared.config.sections.evaluation import EvaluationConfig
+from flotilla.shared.config.sections.health import HealthConfig
+from flotilla.shared.config.sections.job import FinishedJob
+from flotilla.shared.config.sections.model import ModelConfig
+from flotilla.shared.config.sections.optimisation import OptimisationConfig
+from flotilla.shared.config.sections.parallelism import ParallelismConfig
+from flotilla.shared.config.sections.publication import TransportChoice
+from flotilla.shared.config.sections.resources import ResourcesConfig
+from flotilla.shared.config.sections.reward import (
+    AgentRewardConfig,
+    CodeConfig,
+    EnvironmentRewardConfig,
+    MatchConfig,
+    RewardConfig,
+    VerlDefaultConfig,
+)
+from flotilla.shared.config.sections.rollout import RolloutConfig
+from flotilla.shared.schemas.engine import EngineCapability
+
+
+class Sections(Protocol):
+    """What the rules look at of an ``ExperimentSpec``."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def data(self) -> DataConfig: ...
+    @property
+    def rollout(self) -> RolloutConfig: ...
+    @property
+    def reward(self) -> RewardConfig: ...
+    @property
+    def algorithm(self) -> AlgorithmConfig: ...
+    @property
+    def optimisation(self) -> OptimisationConfig: ...
+    @property
+    def asynchrony(self) -> AsynchronyConfig: ...
+    @property
+    def parallelism(self) -> ParallelismConfig: ...
+    @property
+    def checkpoint(self) -> CheckpointConfig: ...
+    @property
+    def evaluation(self) -> EvaluationConfig | None: ...
+    @property
+    def resources(self) -> ResourcesConfig: ...
+    @property
+    def health(self) -> HealthConfig: ...
+    @property
+    def finished_job(self) -> FinishedJob | None: ...
+    @property
+    def needs_reference(self) -> bool: ...
+    @property
+    def trains(self) -> bool: ...
+    @property
+    def samples_answers(self) -> bool: ...
+    @property
+    def written_answers(self) -> str | None: ...
+    @property
+    def runs_code(self) -> bool: ...
+    @property
+    def is_on_gpus(self) -> bool: ...
+    @property
+    def shares_devices(self) -> bool: ...
+    @property
+    def room_for_a_prompt(self) -> int: ...
+
+
+def check_sections(spec: Sections) -> None:
+    """Check all rules.
+
+    Raises:
+        ValueError: the first that is broken.
+    """
+    _weights(spec)
+    _critic(spec)
+    _held_out_sets(spec)
+    _sharing(spec)
+    check_compute(spec.model, spec.parallelism)
+    check_quantisation(spec.model, spec.parallelism.offload, compiles_layers=spec.optimisation.compile_layers)
+    check_offload(
+        spec.parallelism.offload,
+        shares_devices=spec.shares_devices,
+        has_adapters=spec.model.lora is not None,
+        needs_reference=spec.needs_reference,
+    )
+    if not spec.samples_answers:
+        return
+    _engine(spec)
+    _lengths(spec)
+    _episodes(spec)
+    _labels(spec)
+    _sandboxes(spec)
+    _prompts(spec)
+    _agents(spec)
+    _contents(spec)
+    if spec.finished_job is None and spec.trains:
+        _teachers(spec)
+        if spec.algorithm.is_pure_distillation:
+            _pure_distillation(spec)
+        else:
+            _advantage(spec)
+        _shuffle(spec)
+
+
+def _weights(spec: Sections) -> None:
+    publication = spec.asynchrony.publication
+    check_engine_group(spec.rollout.engine, publication, shares_devices=spec.shares_devices)
+    if spec.model.lora is not None and max(spec.parallelism.tensor_parallel, spec.parallelism.expert_parallel) > 1:
+        raise ValueError(
+            "parallelism.tensor_parallel and expert_parallel divide the layers that transformers' plans name, and "
+            "model.lora puts others in their place: leave them out, parallelism.ranks alone shards the weights (FSDP2)"
+        )
+    if spec.optimisation.freeze and spec.model.lora is not None:
+        raise ValueError(
+            "optimisation.freeze has no effect while model.lora is set, whose adapters alone are trained: remove it, "
+            "or leave layers out with model.lora.exclude"
+        )
+    if publication.transport is TransportChoice.NCCL and not spec.is_on_gpus:
+        raise ValueError(
+            f"asynchrony.publication.transport nccl needs GPUs, but parallelism.device is "
+            f"{spec.parallelism.device} and rollout.engine.device {spec.rollout.engine.device}: set both to "
+            "cuda devices, or transport to auto"
+        )
+    if publication.wire_dtype is not None and publication.wire_dtype == spec.model.dtype:
+        raise ValueError(
+            f"asynchrony.publication.wire_dtype {publication.wire_dtype} has no effect while model.dtype is the "
+            "same: leave it out"
+        )
+
+
+def _critic(spec: Sections) -> None:
+    if spec.parallelism.critic is not None and not spec.algorithm.needs_critic:
+        raise ValueError(
+            "parallelism.critic has no effect without a critic, which algorithm.advantage.kind gae alone has: leave it "
+            "out"
+        )
+
+
+def _engine(spec: Sections) -> None:
+    engine = spec.rollout.engine
+    if spec.asynchrony.publication.overlap_load and EngineCapability.SPARE_COPY not in engine.CAPABILITIES:
+        raise ValueError(
+            f"asynchrony.publication.overlap_load needs an engine with a spare copy of its weights, which "
+            f"rollout.engine.kind {engine.kind} has not: leave it out, or set it to false"
+        )
+
+
+def _sharing(spec: Sections) -> None:
+    if not spec.shares_devices:
+        return
+    engine = spec.rollout.engine
+    if not spec.trains or spec.finished_job is not None:
+        raise ValueError(
+            f"resources.sharing time lets trainer and rollouts take turns, and in a job of this kind "
+            f"{'there is no trainer' if not spec.trains else 'training needs no rollouts'}: leave it out"
+        )
+    if spec.parallelism.nodes > 1:
+        raise ValueError(
+            f"resources.sharing time lets one host's trainer and rollouts take turns, and parallelism.nodes is "
+            f"{spec.parallelism.nodes}: leave one of both out"
+        )
+    if EngineCapability.SLEEP not in engine.CAPABILITIES:
+        raise ValueError(
+            f"resources.sharing time needs an engine that can sleep, which rollout.engine.kind {engine.kind} cannot: "
+            "use torch, or leave sharing out"
+        )
+    if isinstance(engine, ServerEngineConfig) and engine.url is None and engine.device == "cpu":
+        raise ValueError(
+            f"resources.sharing time needs an engine that can free its memory, which rollout.engine.kind {engine.kind} "
+            "can on GPUs only, and rollout.engine.device is cpu: use torch, leave sharing out, or set device to cuda"
+        )
+    if isinstance(engine, SglangEngineConfig) and engine.url is not None:
+        raise ValueError(
+            "resources.sharing time puts the engine to sleep, and the SGLang server at rollout.engine.url cannot say "
+            "whether somebody left it asleep: leave one of the two out"
+        )
+    if spec.rollout.agents is not None:
+        raise ValueError(
+            "resources.sharing time puts the engine to sleep between two shifts, and rollout.agents lets agents ask it "
+            "at any time: remove one of the two"
+        )
+    if spec.asynchrony.publication.overlap_load:
+        raise ValueError(
+            "asynchrony.publication.overlap_load has no effect while resources.sharing is time, since the engine is "
+            "asleep when new weights come: leave it out"
+        )
+
+
+def _shuffle(spec: Sections) -> None:
+    if spec.optimisation.shuffle and spec.asynchrony.require_batches == 1:
+        raise ValueError(
+            "optimisation.shuffle has no effect while asynchrony.require_batches is 1, since a step is then one "
+            "mini-batch: remove shuffle, or raise require_batches"
+        )
+
+
+def _teachers(spec: Sections) -> None:
+    distillation = spec.algorithm.distillation
+    if distillation is None or not distillation.servers:
+        return
+    if spec.rollout.sampling.temperature != 1.0:
+        raise ValueError(
+            "algorithm.distillation.servers answer log-probabilities at temperature 1, and "
+            f"rollout.sampling.temperature is {spec.rollout.sampling.temperature:g}, so that student and teacher would "
+            "not be comparable: set it to 1, or let the trainer load the teacher (algorithm.distillation.path)"
+        )
+    if distillation.data_sources is not None and spec.data.data_source_column is None:
+        raise ValueError(
+            "algorithm.distillation.servers are chosen by data source, and data.data_source_column is not set: name "
+            "the column there, or remove data_sources"
+        )
+
+
+def _pure_distillation(spec: Sections) -> None:
+    unused = {
+        "reward.filter_zero_spread": spec.reward.filter_zero_spread,
+        "reward.group_filter": spec.reward.group_filter is not None,
+        "health.max_groups_without_signal": spec.health.max_groups_without_signal is not None,
+    }
+    for field in (field for field, is_set in unused.items() if is_set):
+        raise ValueError(
+            f"{field} judges groups by their rewards, and with algorithm.distillation.pure every group teaches: remove "
+            "it, or set pure to false"
+        )
+
+
+def _advantage(spec: Sections) -> None:
+    advantage, size = spec.algorithm.advantage, spec.rollout.group_size
+    if isinstance(advantage, GdpoConfig):
+        names = [component.name or component.kind for component in spec.reward.components]
+        unknown = [name for name in advantage.components if name not in names]
+        if unknown:
+            raise ValueError(
+                f"algorithm.advantage.components names {unknown[0]!r}, which no entry of reward.components is called: "
+                f"use {', '.join(names)}, or give a component that name"
+            )
+    if size == 1 and not advantage.learns_from_one:
+        raise ValueError(
+            f"rollout.group_size 1 leaves algorithm.advantage.kind {advantage.kind} nothing to compare, and so nothing "
+            "to learn: raise group_size to at least 2, or use reinforce_plus_plus or gae"
+        )
+
+
+def _episodes(spec: Sections) -> None:
+    episodes, kind = spec.rollout.episodes, spec.algorithm.advantage.kind
+    has_environment = episodes.kind == "environment"
+    for number, component in enumerate(spec.reward.components):
+        if isinstance(component, EnvironmentRewardConfig) and not has_environment:
+            raise ValueError(
+                f"reward.components.{number} is of kind environment, and rollout.episodes.kind {episodes.kind} has "
+                "none, so that nothing would be graded: set rollout.episodes.kind to environment, or use another "
+                "component"
+            )
+    if kind in {"gigpo", "step_reinforce"} and not has_environment:
+        raise ValueError(
+            f"algorithm.advantage.kind {kind} compares the turns of an environment, and rollout.episodes.kind is "
+            f"{episodes.kind}: use {'grpo' if kind == 'gigpo' else 'reinforce'}, or set rollout.episodes.kind to "
+            "environment"
+        )
+    if isinstance(episodes, SingleTurnConfig):
+        return
+    if spec.rollout.agents is not None:
+        raise ValueError(
+            f"rollout.agents lets agents drive the episodes, so that rollout.episodes.kind {episodes.kind} has no "
+            "effect: remove one of the two"
+        )
+    if spec.data.input_template is not None:
+        raise ValueError(
+            f"data.input_template has no messages, so that no turn can follow another, and rollout.episodes.kind is "
+            f"{episodes.kind}: remove input_template, or set rollout.episodes.kind to single_turn"
+        )
+    context = spec.rollout.engine.context_tokens
+    if episodes.max_tokens is not None and episodes.max_tokens > context:
+        raise ValueError(
+            f"rollout.episodes.max_tokens {episodes.max_tokens} is more than rollout.engine.context_tokens {context} "
+            "holds: lower the first or raise the second"
+        )
+
+
+def _labels(spec: Sections) -> None:
+    for number, component in enumerate(spec.reward.components):
+        where = f"reward.components.{number}"
+        if component.data_sources is not None and spec.data.data_source_column is None:
+            raise ValueError(
+                f"{where}.data_sources chooses by data source, and data.data_source_column is not set, so that nothing "
+                "would be graded: name the column there, or remove data_sources"
+            )
+        if isinstance(component, VerlDefaultConfig) and spec.data.data_source_column is None:
+            raise ValueError(
+                f"{where} is of kind verl_default, which chooses a scorer by data source, and data.data_source_column "
+                "is not set: name the column there (data.format verl does)"
+            )
+        if isinstance(component, MatchConfig | CodeConfig | VerlDefaultConfig) and spec.data.label_column is None:
+            raise ValueError(
+                f"{where} is of kind {component.kind}, which compares with a label, and data.label_column is null: "  # type: ignore[union-attr]
+                "name the column there"
+            )
+
+
+def _lengths(spec: Sections) -> None:
+    most = spec.rollout.sampling.max_new_tokens
+    wanted = spec.evaluation.max_new_tokens if spec.evaluation else None
+    context = spec.rollout.engine.context_tokens
+    if wanted is not None and wanted >= context:
+        raise ValueError(
+            f"evaluation.max_new_tokens {wanted} leaves no room for a prompt in rollout.engine.context_tokens "
+            f"{context}: lower the first or raise the second"
+        )
+    overlong = spec.reward.shaping.overlong if spec.reward.shaping else None
+    if overlong is not None and overlong.max_length - overlong.buffer >= most:
+        raise ValueError(
+            f"reward.shaping.overlong has no effect: its penalty starts after {overlong.max_length - overlong.buffer} "
+            f"tokens, which rollout.sampling.max_new_tokens {most} lets no answer pass: lower overlong.max_length"
+        )
+    mask = spec.reward.sample_mask
+    if mask is not None and mask.max_length is not None and mask.max_length > most:
+        raise ValueError(
+            f"reward.sample_mask.max_length {mask.max_length} is more than rollout.sampling.max_new_tokens {most}, so "
+            "that no answer reaches it: lower the first"
+        )
+
+
+def _sandboxes(spec: Sections) -> None:
+    if spec.resources.sandboxes is not None and not spec.runs_code:
+        raise ValueError(
+            "resources.sandboxes has no effect while no reward component and no tool runs code: leave it out, or add a "
+            "component of kind code, or of kind verl_default with runs_code, to reward.components, or a tool of kind "
+            "code_interpreter to rollout.episodes.tools"
+        )
+
+
+def _prompts(spec: Sections) -> None:
+    wanted, room = spec.data.max_prompt_tokens, spec.room_for_a_prompt
+    if wanted is not None and wanted > room:
+        raise ValueError(
+            f"data.max_prompt_tokens {wanted} is more than the {room} that rollout.engine.context_tokens "
+            f"{spec.rollout.engine.context_tokens} leaves beside max_new_tokens of rollout.sampling (or of "
+            "evaluation): lower the first or raise the second"
+        )
+
+
+def _held_out_sets(spec: Sections) -> None:
+    for number, each in enumerate((spec.evaluation and spec.evaluation.sets) or ()):
+        check_data_source_column(each, f"evaluation.sets.{number}", spec.data)
+
+
+def _contents(spec: Sections) -> None:
+    config, algorithm = spec.checkpoint, spec.algorithm
+    if "extra" not in config.contents or "extra" not in config.load_contents:
+        name = "load_contents" if "extra" in config.contents else "contents"
+        if algorithm.old_log_probs == "recompute_at_version":
+            raise ValueError(
+                f"checkpoint.{name} leaves out extra, the weights of earlier versions, which algorithm.old_log_probs "
+                "recompute_at_version goes on with: add extra, or choose recompute"
+            )
+    if spec.optimisation.average_decay is not None and "extra" not in (
+        *config.contents,
+        *(config.final_contents or ()),
+    ):
+        raise ValueError(
+            "optimisation.average_decay has no effect while checkpoint.contents leaves out extra, which the average is "
+            "part of: add extra there or to final_contents, or remove average_decay"
+        )
+
+
+def _agents(spec: Sections) -> None:
+    rewarded = [number for number, each in enumerate(spec.reward.components) if isinstance(each, AgentRewardConfig)]
+    if spec.rollout.agents is None:
+        if rewarded:
+            raise ValueError(
+                f"reward.components.{rewarded[0]} is of kind agent, and rollout.agents is null, so that no agent "
+                "gives a reward: set rollout.agents (an empty section will do), or remove the component"
+            )
+        return
+    if isinstance(spec.algorithm.advantage, RemaxConfig) and spec.finished_job is None:
+        raise ValueError(
+            "algorithm.advantage.kind remax compares with a greedy answer to each task, and rollout.agents lets agents "
+            "drive the episodes, so that nobody makes one: choose rloo or reinforce_plus_plus, which need none"
+        )

@@ -1,0 +1,206 @@
+"""How an episode goes: one prompt and one completion, or many turns with an environment or tools."""
+
+import re
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import Field, JsonValue, field_validator, model_validator
+
+from flotilla.shared.config.base.model import Config
+from flotilla.shared.config.code_reference import CodeReference, code_reference
+
+ENVIRONMENTS: Final = ("frozen_lake", "sokoban", "countdown", "word_game")
+"""Environments that the fleet has itself."""
+GYMNASIUM: Final = "gymnasium:"
+"""What the name of one of gymnasium's begins with."""
+REGISTERED: Final = re.compile(r"gymnasium:[\w.-]+(/[\w.-]+)?")
+"""Without a further colon: gymnasium imports the module that is named before one."""
+
+
+class SingleTurnConfig(Config):
+    """One prompt, one completion."""
+
+    kind: Literal["single_turn"] = "single_turn"
+
+
+class EnvironmentConfig(Config):
+    """One environment."""
+
+    environment: str
+    """`frozen_lake`, `sokoban`, `countdown`, `word_game`; a class in a file of yours, as `lake.py:Lake` or
+    `package.module:Lake`, with `reset(seed)` and `step(text)`; or one of gymnasium's whose actions are numbers or
+    text, such as `gymnasium:CliffWalking-v1`."""
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    """Keyword arguments of the environment."""
+    data_sources: tuple[str, ...] | None = Field(None, min_length=1)
+    """Use it for tasks of these data sources; null: for all."""
+    turn_template: str | None = None
+    """What each of the user's messages is made of: a text with `{observation}` in it and, where they are wanted,
+    `{turn}`, counted from 1, and `{turns_left}`; null: the observation alone."""
+
+    @field_validator("turn_template")
+    @classmethod
+    def _shows_what_is_seen(cls, template: str | None) -> str | None:
+        if template is not None and "{observation}" not in template:
+            raise ValueError("must have {observation} in it, else the policy sees nothing of the environment")
+        return template
+
+    @property
+    def is_code(self) -> bool:
+        """Whether it is in a file of the user's."""
+        return self.environment not in ENVIRONMENTS and not self.environment.startswith(GYMNASIUM)
+
+    @field_validator("environment")
+    @classmethod
+    def _is_a_name(cls, name: str) -> str:
+        if name in ENVIRONMENTS or REGISTERED.fullmatch(name):
+            return name
+        if ":" in name and not name.startswith(GYMNASIUM):
+            return code_reference(name)
+        raise ValueError(
+            f"must be one of {', '.join(ENVIRONMENTS)}, a class in a Python file as lake.py:Lake, or gymnasium:NAME"
+        )
+
+
+class TurnLimits(Config):
+    """What bounds an episode of many turns."""
+
+    max_turns: int = Field(10, ge=1)
+    """Completions of one episode."""
+    max_tokens: int | None = Field(None, ge=2)
+    """Tokens of one episode, those that were not sampled included; null is the engine's context."""
+    step_seconds: float = Field(60.0, gt=0)
+    """Time for one step of an environment or one call of a tool; one that takes longer is an error of the episode."""
+
+
+class EnvironmentEpisodesConfig(TurnLimits):
+    """Turns with an environment, which answers each completion with an observation and a reward.
+
+    The row's column `seed`, a whole number, seeds the environment; a row without one has the task's seed. All members
+    of a group begin in the same state.
+    """
+
+    kind: Literal["environment"]
+    environments: tuple[EnvironmentConfig, ...] = Field(min_length=1)
+    """One, or several of which each task takes the first that is for its data source."""
+    redundant_members: int = Field(0, ge=0)
+    """Play so many episodes more than `rollout.group_size` of each task; the first that are finished without an error
+    are the group, and the others are ended. A group so does not wait for its slowest, nor lack what failed. It favours
+    short episodes. Evaluation plays none more."""
+
+    @model_validator(mode="after")
+    def _each_can_be_reached(self) -> Self:
+        for number, each in enumerate(self.environments[:-1]):
+            if each.data_sources is None:
+                raise ValueError(
+                    f"environments.{number} is for all tasks, so that those after it have no effect: give it "
+                    "data_sources, or put it last"
+                )
+        return self
+
+
+ToolFormat = Literal["hermes", "qwen", "llama"]
+
+
+class PythonToolConfig(Config):
+    """A function of yours; its signature, type hints and docstring are what the policy is shown."""
+
+    kind: Literal["python"]
+    path: CodeReference
+    """`file.py:function`, or `package.module:function` of a package in the spec file's folder; an attribute `schema` of
+    the function replaces what its signature says."""
+
+
+class HttpToolConfig(Config):
+    """A tool behind a URL, to which its name and arguments are posted."""
+
+    kind: Literal["http"]
+    url: str = Field(pattern=r"^https?://\S+$")
+    """Where to."""
+    tool_schema: str | dict[str, JsonValue]
+    """The function as OpenAI describes it, or a JSON file that holds it."""
+
+    @field_validator("tool_schema")
+    @classmethod
+    def _names_a_function(cls, schema: str | dict[str, JsonValue]) -> str | dict[str, JsonValue]:
+        function = schema.get("function") if isinstance(schema, dict) else {"name": "in the file"}
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError("must be {type: function, function: {name: ..., description: ..., parameters: ...}}")  # noqa: TRY004
+        return schema
+
+
+class McpToolsConfig(Config):
+    """All tools of an MCP server; needs `flotilla[mcp]`."""
+
+    kind: Literal["mcp"]
+    command: tuple[str, ...] | None = Field(None, min_length=1)
+    """Program and arguments of a server that talks over its standard input and output."""
+    url: str | None = Field(None, pattern=r"^https?://\S+$")
+    """Address of a server that talks streamable HTTP."""
+    only: tuple[str, ...] | None = Field(None, min_length=1)
+    """Names of the tools to offer; null: all."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if (self.command is None) == (self.url is None):
+            raise ValueError(f"give either command or url, got {'neither' if self.url is None else 'both'}")
+        return self
+
+
+class CodeInterpreterConfig(Config):
+    """A Python interpreter in the sandbox; what one call of an episode defines is there for the next one."""
+
+    kind: Literal["code_interpreter"]
+    name: str = Field("code_interpreter", pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")
+    """What the policy calls it; its one argument is `code`."""
+    description: str | None = None
+    """What the policy is told of it; null: our own words."""
+    run_seconds: float = Field(5.0, gt=0, le=300)
+    """Time for the code of one call, which is interrupted then."""
+    cpu_seconds: float = Field(300.0, gt=0, le=3600)
+    """Processor time of all calls of an episode."""
+    idle_seconds: float = Field(300.0, gt=0, le=3600)
+    """An interpreter that is not called for so long is ended; the next call begins another one, and is told so."""
+    memory_megabytes: int | None = Field(None, ge=1)
+    """Memory of one interpreter; null, and anything above it: the sandbox's own limit."""
+
+
+ToolConfig = Annotated[
+    PythonToolConfig | HttpToolConfig | McpToolsConfig | CodeInterpreterConfig, Field(discriminator="kind")
+]
+
+
+class ToolEpisodesConfig(TurnLimits):
+    """Turns with tools: an answer that calls some is told what came of it, one without a call ends the episode."""
+
+    kind: Literal["tools"]
+    tools: tuple[ToolConfig, ...] = Field(min_length=1)
+    """What may be called; the model's chat template is given their schemas as `tools`."""
+    format: ToolFormat = "hermes"
+    """How the model writes calls: hermes and qwen as JSON between <tool_call> tags, llama as bare JSON."""
+    max_parallel_calls: int = Field(8, ge=1)
+    """Calls of one answer that are made; the others are told so."""
+    max_result_characters: int = Field(4000, ge=100)
+    """A longer result loses its middle."""
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether a tool needs a sandbox."""
+        return any(isinstance(tool, CodeInterpreterConfig) for tool in self.tools)
+
+    @model_validator(mode="after")
+    def _cells_end_in_time(self) -> Self:
+        for number, tool in enumerate(self.tools):
+            most = tool.run_seconds * self.max_parallel_calls if isinstance(tool, CodeInterpreterConfig) else 0.0
+            if most > self.step_seconds:
+                raise ValueError(
+                    f"tools.{number}.run_seconds times max_parallel_calls is {most:g} s, since calls of one "
+                    f"interpreter wait for each other, and step_seconds is {self.step_seconds:g}: lower the former or "
+                    "raise the latter"
+                )
+        return self
+
+
+EpisodesConfig = Annotated[
+    SingleTurnConfig | EnvironmentEpisodesConfig | ToolEpisodesConfig, Field(discriminator="kind")
+]
+"""How an episode goes, chosen by ``kind``."""

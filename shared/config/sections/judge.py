@@ -1,0 +1,81 @@
+"""A language model as judge, behind any OpenAI-compatible URL."""
+
+import re
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from flotilla.shared.config.sections.components import AnswerPattern, ComponentConfig, GraderUrl
+
+PLACES = ("prompt", "response", "label")
+DEFAULT_TEMPLATE = """\
+A question was answered. Judge how good the answer is.
+
+Question:
+{prompt}
+
+Answer:
+{response}
+
+Think it over briefly, then end with one line: Score: N, where N is a whole number from 0 (useless) to 10 (perfect)."""
+
+
+class JudgeConfig(ComponentConfig):
+    """What a language model says of the response, asked once or several times."""
+
+    kind: Literal["judge"] = "judge"
+    url: GraderUrl
+    """Base URL of an OpenAI-compatible server, such as ``https://api.example.com/v1``."""
+    model: str = Field(min_length=1)
+    """Name of the model."""
+    api_key_env: str | None = Field(None, min_length=1)
+    """Name of the reward service's environment variable that holds the API key. Null: none is sent."""
+    system: str | None = None
+    """System message. Null: none."""
+    template: str = DEFAULT_TEMPLATE
+    """What the judge is asked; ``{prompt}``, ``{response}`` and ``{label}`` are put in."""
+    pattern: AnswerPattern = r"(?i)score\W{0,5}(-?\d+(?:\.\d+)?)"
+    """Finds the verdict in the judge's reply; the last match counts."""
+    verdicts: dict[str, float] | None = None
+    """Rewards by verdict, compared without case, such as ``{yes: 1, no: 0}``. Null: the verdict is a number."""
+    low: float = 0.0
+    """The number that means a reward of 0."""
+    high: float = 10.0
+    """The number that means a reward of 1; numbers outside of both are no verdict."""
+    votes: int = Field(1, ge=1, le=64)
+    """How often the judge is asked about each sample."""
+    aggregate: Literal["mean", "median", "majority"] = "mean"
+    """What is made of the votes."""
+    temperature: float = Field(0.0, ge=0, le=2)
+    """Of the judge's sampling; several votes at 0 are mostly the same."""
+    max_tokens: int = Field(512, ge=1)
+    """Most tokens of a reply."""
+    concurrency: int = Field(32, ge=1, le=1024)
+    """Requests that one reward service has with the judge at a time."""
+    deadline_seconds: float = Field(120.0, gt=0, le=86400)
+    """Time for one vote with all its retries."""
+    attempt_seconds: float = Field(60.0, gt=0, le=86400)
+    """Time for one attempt."""
+    max_attempts: int = Field(4, ge=1, le=100)
+    """Attempts within the deadline."""
+    dollars_per_million_prompt_tokens: float = Field(0.0, ge=0)
+    """Price, for the metric ``cost_dollars``."""
+    dollars_per_million_completion_tokens: float = Field(0.0, ge=0)
+    """Price, for the metric ``cost_dollars``."""
+    allow_private: bool = False
+    """As for a remote grader."""
+
+    @model_validator(mode="after")
+    def _means_something(self) -> Self:
+        if "{response}" not in self.template:
+            raise ValueError("template has no {response}, so that all samples would be judged alike: put it in")
+        if self.low >= self.high:
+            raise ValueError(f"low {self.low:g} must be below high {self.high:g}")
+        if self.votes == 1 and self.aggregate != "mean":
+            raise ValueError(f"aggregate {self.aggregate} has no effect with one vote: raise votes, or leave it out")
+        if self.verdicts is not None and not self.verdicts:
+            raise ValueError("verdicts has no entry: name at least two, or leave it out to read numbers")
+        return self
+
+
+PLACE = re.compile(r"\{(" + "|".join(PLACES) + r")\}")

@@ -1,0 +1,66 @@
+"""How a batch of groups becomes an update of the weights."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from flotilla.shared.config.base.model import Config, Fraction
+
+
+class OptimisationConfig(Config):
+    """AdamW with a schedule, on packed micro-batches."""
+
+    steps: int = Field(ge=1)
+    """Training steps; each trains R = groups_per_mini_batch * asynchrony.require_batches groups."""
+    groups_per_mini_batch: int = Field(16, ge=1)
+    """Groups whose gradient makes one optimiser update."""
+    epochs_per_step: int = Field(1, ge=1)
+    """Passes over a step's groups."""
+    shuffle: bool = False
+    """In each pass draw again which samples of the step a mini-batch holds, groups apart; false keeps groups together,
+    in the order in which they arrived. Advantages are computed before. The draw depends on the seed and the step."""
+    learning_rate: float = Field(1e-6, gt=0)
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What follows the warm-up: stay, or fall to ``min_learning_rate_ratio`` at the last update."""
+    min_learning_rate_ratio: float = Field(0.0, ge=0, le=1)
+    """Share of the peak that linear and cosine end at."""
+    warmup_updates: int = Field(0, ge=0)
+    """Updates over which the learning rate rises linearly from 0."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Decay of AdamW's two moments, each at least 0 and below 1."""
+    epsilon: float = Field(1e-8, gt=0)
+    """Added to AdamW's denominator."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay; not applied to biases and norms."""
+    freeze: tuple[str, ...] = ()
+    """Weights that are not trained, by their names in the checkpoint's model, with * and ? for any characters:
+    `model.embed_tokens.*`, `*.layers.?.*`. They have no gradient and no optimiser state. A critic trains whole."""
+    average_decay: Fraction | None = None
+    """Keep an exponential moving average of the trained weights (EMA), which each update moves by 1 - average_decay
+    towards them; null keeps none. It is in every checkpoint; `flotilla export --average` makes a model of it."""
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    """Clip the gradient's global norm; null does not clip."""
+    micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Upper bound on tokens of one forward pass; a longer sequence makes a micro-batch of its own. auto: as many as the
+    device's memory holds, at most 8192 on a CPU and 131072 on a GPU: estimated for the first step, and measured there
+    for all later ones. Where a pass does not fit into a GPU it is halved; see docs/ranks.md."""
+    activation_checkpointing: bool = False
+    """Keep of each layer's activations its input alone and compute the rest again in the backward pass: less memory for
+    about a third more computation."""
+    compile_layers: bool = False
+    """Let torch.compile make one program of each layer (inductor), for rows of any width: faster steps on a GPU after
+    the first one, which waits for the compiler. Needs a C++ compiler on a CPU, Triton on a GPU."""
+    packing: Literal["auto", "packed", "padded"] = "auto"
+    """packed: several sequences per row without padding between them, where answers to one prompt may stand behind it
+    together, so that it is computed once; padded: one sequence per row; auto: whichever costs least for the
+    mini-batch, by an estimate. A model whose layers are not all plain attention is always padded."""
+
+    @model_validator(mode="after")
+    def _refuse_what_has_no_effect(self) -> "OptimisationConfig":
+        if self.schedule == "constant" and self.min_learning_rate_ratio:
+            raise ValueError(
+                "optimisation.min_learning_rate_ratio has no effect while optimisation.schedule is constant: "
+                "choose linear or cosine, or leave the ratio out"
+            )
+        return self

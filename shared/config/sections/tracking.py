@@ -1,0 +1,78 @@
+"""Where an experiment's metrics are sent, besides the gateway that keeps them all."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from flotilla.shared.config.base.model import Config
+
+
+class JsonlTrackerConfig(Config):
+    """A JSONL file: one line per step of a service, and one per evaluation."""
+
+    kind: Literal["jsonl"] = "jsonl"
+    directory: str | None = Field(None, min_length=1)
+    """Where ``<experiment id>/metrics.jsonl`` is written; null for ``metrics.jsonl`` in the experiment's own directory.
+    A relative path is taken from the spec file's folder."""
+
+
+class TensorboardTrackerConfig(Config):
+    """An event file for TensorBoard; needs no further package."""
+
+    kind: Literal["tensorboard"] = "tensorboard"
+    directory: str | None = Field(None, min_length=1)
+    """Where ``<experiment id>/events.out.tfevents...`` is written; null for ``tensorboard/`` in the experiment's own
+    directory. A relative path is taken from the spec file's folder."""
+
+
+class WandbTrackerConfig(Config):
+    """Weights & Biases; needs ``flotilla[wandb]`` where the gateway runs, and its WANDB_API_KEY unless offline."""
+
+    kind: Literal["wandb"] = "wandb"
+    project: str = Field("flotilla", min_length=1)
+    """Project that the run is shown in."""
+    entity: str | None = Field(None, min_length=1)
+    """User or team; null for the key's own."""
+    group: str | None = Field(None, min_length=1)
+    """Runs of one group are shown together; null for none."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: written below the experiment's directory, for ``wandb sync``. An online run goes on right after what the
+    service holds; offline, a gateway that is killed may write its last batch twice, with the same steps."""
+
+
+class MlflowTrackerConfig(Config):
+    """MLflow; needs ``flotilla[mlflow]`` where the gateway runs."""
+
+    kind: Literal["mlflow"] = "mlflow"
+    tracking_uri: str | None = Field(None, min_length=1)
+    """Server or database, such as https://host:5000 or sqlite:////data/mlflow.db; null takes the gateway's
+    MLFLOW_TRACKING_URI."""
+    experiment: str = Field("flotilla", min_length=1)
+    """MLflow's experiment, in which ours is a run."""
+
+
+TrackerConfig = Annotated[
+    JsonlTrackerConfig | TensorboardTrackerConfig | WandbTrackerConfig | MlflowTrackerConfig,
+    Field(discriminator="kind"),
+]
+"""One tracker, chosen by ``kind``."""
+
+
+class TrackingConfig(Config):
+    """Trackers that the gateway feeds from its own record of every series.
+
+    Every value arrives there once and in order, also over a restart of the gateway. A step that a trainer repeats after
+    a crash is sent again, and the later value holds. A tracker that fails is named in an event and tried again;
+    training does not wait for it.
+    """
+
+    trackers: tuple[TrackerConfig, ...] = ()
+    """Each kind at most once; none by default, since the gateway keeps every series anyway (``flotilla watch``)."""
+
+    @model_validator(mode="after")
+    def _each_kind_once(self) -> Self:
+        kinds = [tracker.kind for tracker in self.trackers]
+        twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
+        if twice is not None:
+            raise ValueError(f"tracking.trackers names the kind {twice} twice: keep one of them")
+        return self

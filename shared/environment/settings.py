@@ -1,0 +1,208 @@
+"""What a service reads from its environment; only ``__main__`` modules call this."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from ipaddress import IPv4Network, IPv6Network, ip_network
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from flotilla.shared.children.start_patience import patience_from
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.telemetry.logging import FORMATS
+
+NOTICE_SECONDS = 25.0
+"""So that everything has ended within the 30 seconds that most schedulers wait before they kill."""
+IPNetwork = IPv4Network | IPv6Network
+GRADER_NETWORKS = "FLOTILLA_GRADER_NETWORKS"
+PUBLIC_URL = "FLOTILLA_PUBLIC_URL"
+LOOPBACK: tuple[IPNetwork, ...] = (IPv4Network("127.0.0.0/8"), IPv6Network("::1/128"))
+"""A grader on the reward service's own host: what a fleet on a laptop has."""
+VOLATILE_REDIS = "FLOTILLA_ALLOW_VOLATILE_REDIS"
+ENGINE_PYTHONS: Mapping[str, str] = {"sglang": "FLOTILLA_SGLANG_PYTHON", "vllm": "FLOTILLA_VLLM_PYTHON"}
+"""Variables that name the interpreters of engines in environments of their own, by ``rollout.engine.kind``."""
+DEFAULT_GATEWAY = "http://127.0.0.1:8470"
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSettings:
+    """Addresses and secrets of one service.
+
+    Attributes:
+        gateway_url: where to register.
+        token: bearer token of the fleet.
+        public_url: the gateway as graders outside reach it; None: as this service does.
+        redis_url: the data plane's server.
+        host, port: where its own HTTP interface listens; port 0 takes a free one.
+        data: directory for files that outlive the process.
+        log_level: least severe level that is logged.
+        log_format: how: ``json``, ``plain``, or ``auto``, which is plain on a terminal and JSON elsewhere.
+        lease_seconds: how long claims in the data plane live; the same for all services of a fleet.
+        parent_pid: end when this process ends; None to stay.
+        fleet_pid: end when this process ends, whose child this one is not; None to stay.
+        notice_seconds: how long a rollout may take to leave after SIGTERM.
+        grader_networks: networks that are not public and that a spec's graders may be in.
+        engine_pythons: interpreters that have SGLang or vLLM, for rollouts, by ``rollout.engine.kind``.
+    """
+
+    gateway_url: str
+    token: str
+    redis_url: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    data: Path = Path(".flotilla")
+    log_level: str = "INFO"
+    log_format: str = "auto"
+    lease_seconds: float = 60.0
+    parent_pid: int | None = None
+    fleet_pid: int | None = None
+    notice_seconds: float = NOTICE_SECONDS
+    engine_pythons: Mapping[str, Path] = field(default_factory=dict)
+    grader_networks: tuple[IPNetwork, ...] = LOOPBACK
+    public_url: str | None = None
+
+
+def read_settings(environment: Mapping[str, str] | None = None, *, default_port: int = 0) -> ServiceSettings:
+    """Read ``FLOTILLA_*``.
+
+    Raises:
+        InvalidRequest: a variable is missing or malformed; the detail names it.
+    """
+    values = os.environ if environment is None else environment
+    token = token_from(values)
+    if not token:
+        raise InvalidRequest("FLOTILLA_TOKEN or FLOTILLA_TOKEN_FILE must be set: no service runs without a token")
+    redis_url = values.get("FLOTILLA_REDIS_URL", "")
+    if not redis_url:
+        raise InvalidRequest("FLOTILLA_REDIS_URL must be set, such as redis://127.0.0.1:6379/0")
+    patience_from(values)  # read where something is started; a wrong one is said here
+    port = values.get("FLOTILLA_PORT", str(default_port))
+    if not port.isdigit() or int(port) > 65535:
+        raise InvalidRequest(f"FLOTILLA_PORT must be a number from 0 to 65535, got {port!r}")
+    gateway_url = values.get("FLOTILLA_GATEWAY_URL") or DEFAULT_GATEWAY
+    check_gateway_url(gateway_url)
+    log_level = (values.get("FLOTILLA_LOG_LEVEL") or "INFO").upper()
+    if log_level not in LEVELS:
+        raise InvalidRequest(f"FLOTILLA_LOG_LEVEL must be {' or '.join(LEVELS)}, got {log_level!r}")
+    log_format = values.get("FLOTILLA_LOG_FORMAT") or "auto"
+    if log_format not in FORMATS:
+        raise InvalidRequest(f"FLOTILLA_LOG_FORMAT must be {' or '.join(FORMATS)}, got {log_format!r}")
+    parent, fleet = values.get("FLOTILLA_PARENT_PID"), values.get("FLOTILLA_FLEET_PID")
+    return ServiceSettings(
+        gateway_url=gateway_url,
+        token=token,
+        redis_url=redis_url,
+        host=values.get("FLOTILLA_HOST") or "127.0.0.1",
+        port=int(port),
+        data=Path(values.get("FLOTILLA_DATA", ".flotilla")),
+        log_level=log_level,
+        log_format=log_format,
+        lease_seconds=seconds_from(values, "FLOTILLA_LEASE_SECONDS", 60.0),
+        parent_pid=int(parent) if parent and parent.isdigit() else None,
+        fleet_pid=int(fleet) if fleet and fleet.isdigit() else None,
+        notice_seconds=seconds_from(values, "FLOTILLA_NOTICE_SECONDS", NOTICE_SECONDS, may_be_zero=True),
+        engine_pythons=engine_pythons_from(values),
+        grader_networks=networks_from(values, GRADER_NETWORKS, LOOPBACK),
+        public_url=values.get(PUBLIC_URL) or None,
+    )
+
+
+def check_gateway_url(url: str) -> None:
+    """Check that a gateway's address is one; what is none would be waited for.
+
+    Raises:
+        InvalidRequest: it is not.
+    """
+    try:
+        parts = urlsplit(url)
+        is_right = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_right = False
+    if not is_right or not url.isprintable() or " " in url:
+        raise InvalidRequest(f"{url!r} is no address of a gateway: it is written http://HOST:PORT or https://HOST:PORT")
+
+
+def token_from(values: Mapping[str, str]) -> str:
+    """Read ``FLOTILLA_TOKEN``, else the file that ``FLOTILLA_TOKEN_FILE`` names; empty where neither is set.
+
+    Raises:
+        InvalidRequest: the file cannot be read, or what is there is no token; the detail does not repeat it.
+    """
+    token, name, path = values.get("FLOTILLA_TOKEN", "").strip(), "FLOTILLA_TOKEN", values.get("FLOTILLA_TOKEN_FILE")
+    if not token and path:
+        name = f"{path} (FLOTILLA_TOKEN_FILE)"
+        try:
+            token = Path(path).read_text(encoding="utf-8").strip()
+        except UnicodeDecodeError:
+            raise InvalidRequest(f"{name} holds no token: it is no text") from None
+        except OSError as error:
+            raise InvalidRequest(f"{name} cannot be read: {error.strerror}") from None
+        if not token:
+            raise InvalidRequest(f"{name} is empty: it must hold a token")
+    if not (token.isascii() and token.isprintable()) or " " in token:
+        raise InvalidRequest(f"{name} holds no token: a token is one word of ASCII characters")
+    return token
+
+
+def networks_from(values: Mapping[str, str], name: str, default: tuple[IPNetwork, ...]) -> tuple[IPNetwork, ...]:
+    """Read a variable that lists networks, such as ``127.0.0.0/8, 10.3.0.0/16``, or is ``none``.
+
+    Raises:
+        InvalidRequest: it is not such a list.
+    """
+    text = values.get(name, "").strip()
+    if not text:
+        return default
+    if text.lower() == "none":
+        return ()
+    try:
+        return tuple(ip_network(each.strip()) for each in text.split(","))
+    except ValueError as error:
+        raise InvalidRequest(f"{name} must be networks, such as 127.0.0.0/8,10.3.0.0/16, or none: {error}") from None
+
+
+def engine_pythons_from(values: Mapping[str, str]) -> dict[str, Path]:
+    """Read which interpreters have an engine, by its kind; what is not named is not there.
+
+    Raises:
+        InvalidRequest: one is not the absolute path of a program.
+    """
+    found = {}
+    for kind, variable in ENGINE_PYTHONS.items():
+        text = values.get(variable, "")
+        if not text:
+            continue
+        path = Path(text)
+        if not (path.is_absolute() and path.is_file() and os.access(path, os.X_OK)):
+            raise InvalidRequest(f"{variable} must be the absolute path of a Python interpreter, got {text!r}")
+        found[kind] = path
+    return found
+
+
+def allows_volatile_redis(values: Mapping[str, str]) -> bool:
+    """Read whether a Redis server without an append-only file is accepted.
+
+    Raises:
+        InvalidRequest: it says neither 0 nor 1.
+    """
+    text = values.get(VOLATILE_REDIS) or "0"
+    if text not in {"0", "1"}:
+        raise InvalidRequest(f"{VOLATILE_REDIS} must be 0 or 1, got {text!r}")
+    return text == "1"
+
+
+def seconds_from(values: Mapping[str, str], name: str, default: float, *, may_be_zero: bool = False) -> float:
+    """Read a variable that is a number of seconds.
+
+    Raises:
+        InvalidRequest: it is not one, or is 0 where that makes no sense.
+    """
+    text = values.get(name, str(default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf") or (seconds == 0 and not may_be_zero):
+        raise InvalidRequest(f"{name} must be a number of seconds{'' if may_be_zero else ' above 0'}, got {text!r}")
+    return seconds

@@ -1,0 +1,183 @@
+"""Where a model is on this machine: a directory, or a hub name whose files are in the hub's cache.
+
+Whoever loads a model calls ``fetched`` first: on one machine the first one downloads and the others find it there, on
+several each has a cache of its own. The gateway writes the commit into the spec when an experiment is created, so all
+load the same files, also after a restart. A model that is whole in the cache is used without asking any network.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from flotilla.shared.children.processes import python_module
+from flotilla.shared.config.sections.model import ModelConfig
+from flotilla.shared.errors import ModelError, Unavailable, error_for_code
+
+log = logging.getLogger(__name__)
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+INDEX = "model.safetensors.index.json"
+LOG_SECONDS = 5.0
+
+Progress = Callable[[int, int], None]
+"""Told bytes done and bytes in all."""
+
+
+def cache_directory() -> Path:
+    """Return where huggingface_hub keeps what it downloads."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+
+
+def repository_directory(name: str) -> Path:
+    """Return where the cache keeps one model."""
+    return cache_directory() / f"models--{name.replace('/', '--')}"
+
+
+def model_directory(model: ModelConfig) -> Path:
+    """Return the directory of a model's files, whether or not they are there.
+
+    Raises:
+        ModelError: a hub's branch of which the cache does not know the commit; ``fetched`` would have found it.
+    """
+    if not model.is_hub_name:
+        return Path(model.path)
+    repository = repository_directory(model.path)
+    revision = model.revision or "main"
+    if COMMIT.fullmatch(revision):
+        return repository / "snapshots" / revision
+    try:
+        commit = (repository / "refs" / revision).read_text(encoding="ascii").strip()
+    except OSError:
+        raise ModelError(f"model.path {model.path} ({revision}) is not in the cache {repository}") from None
+    return repository / "snapshots" / commit
+
+
+def is_whole(directory: Path) -> bool:
+    """Whether config and all weights are there; smaller files are downloaded before those."""
+    if not (directory / "config.json").is_file():
+        return False
+    try:
+        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return any(directory.glob("*.safetensors"))
+    except (OSError, ValueError):
+        return False
+    return all((directory / name).is_file() for name in set(index["weight_map"].values()))
+
+
+class Download:
+    """A download in a child process.
+
+    Args:
+        model: with a hub name.
+        is_small: config and tokenizer alone, no weights.
+    """
+
+    def __init__(self, model: ModelConfig, *, is_small: bool = False) -> None:
+        self._name = model.path
+        revision = ["--revision", model.revision] if model.revision else []
+        command = python_module(
+            "flotilla.shared.models.download", model.path, *revision, *(["--small"] if is_small else [])
+        )
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+
+    def run(self, on_progress: Progress) -> str:
+        """Wait for its end; blocks. Returns the commit.
+
+        Raises:
+            ModelError: there is no such model or revision, or the hub refuses it.
+            Unavailable: the hub cannot be reached, or the process was killed.
+        """
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                said = json.loads(line)
+                if "error" in said:
+                    self._process.wait()
+                    raise error_for_code(said["kind"])(f"model.path: {said['error']}")
+                if "commit" in said:
+                    self._process.wait()
+                    return str(said["commit"])
+                on_progress(said["done_bytes"], said["total_bytes"])
+        code = self._process.wait()
+        raise Unavailable(f"model.path: the download of {self._name} ended with exit code {code}")
+
+    def kill(self) -> None:
+        """End it, if it has not ended."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+async def fetched(model: ModelConfig, on_progress: Progress | None = None) -> Path:
+    """Make sure that all of a model is on this machine, and return its directory.
+
+    Args:
+        on_progress: told about once per second while it is downloaded; None: the log is.
+
+    Raises:
+        ModelError: there is no such model or revision, or the hub refuses it.
+        Unavailable: the hub cannot be reached; what has come is kept, and another call goes on with it.
+    """
+    if not model.is_hub_name:
+        return Path(model.path)
+    if _is_here(model):
+        return model_directory(model)
+    download = Download(model)
+    try:
+        commit = await asyncio.to_thread(download.run, on_progress or _logging(model.path))
+    finally:
+        download.kill()
+    return model_directory(model.model_copy(update={"revision": commit}))
+
+
+def fetch_small(model: ModelConfig) -> str:
+    """Download config and tokenizer of a hub's model; blocks. Returns the commit.
+
+    Raises:
+        ModelError: as ``fetched``; also where the hub cannot be reached.
+    """
+    download = Download(model, is_small=True)
+    try:
+        return download.run(lambda *_: None)
+    except Unavailable as error:
+        if has_config(model):
+            return model_directory(model).name
+        raise ModelError(error.detail) from None
+    finally:
+        download.kill()
+
+
+def has_config(model: ModelConfig) -> bool:
+    """Whether the small files of a model have come, of which the config is one."""
+    try:
+        return (model_directory(model) / "config.json").is_file()
+    except ModelError:
+        return False
+
+
+def _is_here(model: ModelConfig) -> bool:
+    try:
+        return is_whole(model_directory(model))
+    except ModelError:
+        return False
+
+
+def _logging(name: str) -> Progress:
+    last = 0.0
+
+    def tell(done_bytes: int, total_bytes: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= LOG_SECONDS:
+            last = time.monotonic()
+            facts = {"model": name, "done_bytes": done_bytes, "total_bytes": total_bytes}
+            log.info("the model is downloaded", extra=facts)
+
+    return tell

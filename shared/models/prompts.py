@@ -1,0 +1,125 @@
+"""From the messages of a prompt to its token ids, the same wherever tokens are made or counted.
+
+Rollouts make them; the gateway counts them where rows that are too long are left out. Only ``load_tokenizer`` imports
+transformers, of which tokenizers need no torch.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from flotilla.shared.config.sections.data import PLACE, DataConfig, ErrorOverlongConfig, TruncateOverlongConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import ModelError, PromptTooLong
+from flotilla.shared.net.absence import absent_or
+from flotilla.shared.schemas.task import Message
+
+
+def keep_torch_out() -> None:
+    """Let transformers find no torch in this process: it would import it, two seconds and 200 MB, for a tokenizer."""
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # the advice is to install torch
+
+
+def load_tokenizer(path: str) -> Any:
+    """Load the tokenizer of a model directory; takes seconds.
+
+    Raises:
+        ModelError: there is none that can be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    if not Path(path).is_dir():
+        raise ModelError(f"model.path {path} is not a directory")
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise absent_or(error, ModelError(f"no tokenizer can be loaded from {path}: {error}")) from error
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTemplate:
+    """What is put around a prompt.
+
+    Attributes:
+        input_template: text with ``{}`` for the prompt; None is the model's chat template.
+        options: variables of the chat template.
+    """
+
+    input_template: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, data: DataConfig) -> "PromptTemplate":
+        """Read what a spec says of it."""
+        return cls(data.input_template, data.chat_template_options)
+
+    def token_ids(self, tokenizer: Any, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Render a prompt so that the next token is the assistant's first.
+
+        A tokenizer without a chat template gets the messages' contents joined by blank lines: a base model's plain
+        prompt.
+        """
+        if self.input_template is not None:
+            text = self.input_template.replace(PLACE, messages[-1].content)
+            return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not tokenizer.chat_template:
+            text = "\n\n".join(message.content for message in messages)
+            return tuple(tokenizer(text)["input_ids"])
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        return tuple(tokenizer(self.render(tokenizer, chat), add_special_tokens=False)["input_ids"])
+
+    def render(self, tokenizer: Any, chat: Sequence[Mapping[str, Any]], *, opens: bool = True, **options: Any) -> str:
+        """Render messages by the model's chat template; raises whatever that program raises.
+
+        Args:
+            opens: end with the beginning of the assistant's next message.
+            options: variables of the template, beside those of the spec.
+        """
+        variables = {**self.options, **options}
+        return str(tokenizer.apply_chat_template(list(chat), tokenize=False, add_generation_prompt=opens, **variables))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimit:
+    """What becomes of a prompt that is too long.
+
+    Attributes:
+        max_tokens: of a prompt; None leaves it to the engine to refuse what does not fit.
+        side: where tokens are dropped; None refuses.
+    """
+
+    max_tokens: int | None = None
+    side: Literal["left", "right", "middle"] | None = None
+
+    @classmethod
+    def of(cls, spec: ExperimentSpec) -> "PromptLimit":
+        """Read what a spec says of it."""
+        overlong = spec.data.overlong
+        if isinstance(overlong, ErrorOverlongConfig):
+            return cls(spec.data.max_prompt_tokens)
+        return cls(spec.max_prompt_tokens, overlong.side if isinstance(overlong, TruncateOverlongConfig) else None)
+
+    def fit(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Cut a prompt to its limit L: left keeps the last L tokens, right the first, middle L // 2 and the rest last.
+
+        Raises:
+            PromptTooLong: it is too long, and is not to be cut.
+        """
+        limit, num_tokens = self.max_tokens, len(token_ids)
+        if limit is None or num_tokens <= limit:
+            return token_ids
+        match self.side:
+            case "left":
+                return token_ids[num_tokens - limit :]
+            case "right":
+                return token_ids[:limit]
+            case "middle":
+                return token_ids[: limit // 2] + token_ids[num_tokens - (limit - limit // 2) :]
+        raise PromptTooLong(
+            f"a prompt of {num_tokens} tokens is longer than the {limit} allowed",
+            errors=[{"field": "data.max_prompt_tokens", "value": num_tokens, "allowed": f"at most {limit}"}],
+        )

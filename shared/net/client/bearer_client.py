@@ -1,0 +1,26 @@
+"""HTTP clients that show a token: alike for every peer, whatever the environment says of proxies and passwords."""
+
+import httpx
+
+from flotilla.shared.net.client.tls import tls_context
+
+
+def bearer_client(
+    base_url: str, token: str | None, *, limits: httpx.Limits, transport: httpx.AsyncBaseTransport | None = None
+) -> httpx.AsyncClient:
+    """Make a client of one server.
+
+    Args:
+        base_url: of the server.
+        token: that requests show; None shows none.
+        limits: of its connections.
+        transport: another one than sockets.
+    """
+    return httpx.AsyncClient(
+        base_url=base_url,
+        headers={"Authorization": f"Bearer {token}"} if token else {},
+        transport=transport,
+        limits=limits,
+        trust_env=False,
+        verify=tls_context(),
+    )

@@ -1,0 +1,52 @@
+"""What the ``__main__`` of a service does; called by nothing else."""
+
+import gc
+import sys
+from collections.abc import Callable
+from functools import partial
+
+from fastapi import FastAPI
+
+from flotilla.shared.children.processes import die_with_parent, end_after
+from flotilla.shared.children.secret_variables import forget_secrets
+from flotilla.shared.environment.settings import ServiceSettings, read_settings
+from flotilla.shared.errors import FlotillaError
+from flotilla.shared.faults.armed import arm_process
+from flotilla.shared.host.devices import limit_devices
+from flotilla.shared.net.server.ports import check_can_be_told
+from flotilla.shared.net.server.serving import address_of, bind, serve
+from flotilla.shared.service.app import leave
+from flotilla.shared.telemetry.logging import configure_logging
+
+CANNOT_START = 2
+
+
+def run_service(name: str, create_app: Callable[[ServiceSettings, str], FastAPI]) -> int:
+    """Read the settings, configure logging, bind, serve until told to end.
+
+    Args:
+        name: of the service, in its log lines and refusals.
+        create_app: makes the app from the settings and the address that it is reached at.
+
+    Returns:
+        0 after an orderly end; 2, with one sentence on standard error, if it cannot start.
+    """
+    try:
+        settings = read_settings()
+        forget_secrets()
+        limit_devices()
+        if settings.parent_pid is not None:
+            die_with_parent(settings.parent_pid)
+        if settings.fleet_pid is not None:
+            end_after(settings.fleet_pid)
+        configure_logging(name, settings.log_level, settings.log_format)
+        arm_process(name)
+        listening = bind(settings.host, settings.port)
+        check_can_be_told(listening, f"FLOTILLA_HOST={settings.host}")
+        serve(create_app(settings, address_of(listening)), listening, partial(leave, settings.notice_seconds))
+    except FlotillaError as error:
+        sys.stderr.write(f"{name}: {error.detail}\n")
+        return CANNOT_START
+    # The interpreter would look for cycles among a quarter of a million objects before it ends: seconds of a notice.
+    gc.freeze()
+    return 0

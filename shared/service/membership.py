@@ -1,0 +1,175 @@
+"""A service's side of the fleet: register, keep the lease, learn what to do.
+
+Two calls take turns. The *poll* waits at the gateway until the desired state changes, and so keeps the lease; the
+*push* sends an observation at once when something worth telling happened. Either answer is the whole desired state,
+so it does not matter which arrives. One that another overtook is older than what was applied: it is asked for again.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+
+from flotilla.shared.errors import FlotillaError, Forbidden, NotFound, TokenExpired, Unauthorized
+from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.schemas.service import DesiredState, ObservedState, Registered, Registration
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 10.0
+CALL_SECONDS = 5.0
+LONGEST_PAUSE_SECONDS = 2.0
+LEAVE_SECONDS = 2.0
+
+
+class Membership:
+    """Keeps one service registered and hands each new desired state to ``apply``.
+
+    Attributes:
+        call_seconds: how much longer than its wait a call may take, with all its repetitions.
+
+    Args:
+        client: the gateway.
+        registration: how the service presents itself.
+        observe: gives the present observation; ``acknowledged`` is filled in here.
+        apply: takes a desired state in; it must return quickly and start longer work as tasks of its owner.
+        credentials: told what the gateway says of tokens, if the service calls others or is called.
+    """
+
+    def __init__(
+        self,
+        client: GatewayClient,
+        registration: Registration,
+        observe: Callable[[], ObservedState],
+        apply: Callable[[DesiredState], Awaitable[None]],
+        *,
+        credentials: Credentials | None = None,
+        poll_seconds: float = POLL_SECONDS,
+    ) -> None:
+        self._client = client
+        self._registration = registration
+        self._observe = observe
+        self._apply = apply
+        self._credentials = credentials
+        self._poll_seconds = poll_seconds
+        self.call_seconds = CALL_SECONDS
+        self._changed = asyncio.Event()
+        self._applying = asyncio.Lock()
+        self._acknowledged: str | None = None
+        self._num_applied = 0
+        self.service_id: str | None = None
+        self.is_connected = False
+        self._is_absence_told = False
+
+    def notify(self) -> None:
+        """Send the observed state now instead of at the next poll."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Stay a member until cancelled; a gateway that is unavailable is waited for."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._repeat(self._poll), name="membership poll")
+                tasks.create_task(self._repeat(self._push), name="membership push")
+        finally:
+            await self._leave()
+
+    async def _repeat(self, call: Callable[[str], Awaitable[None]]) -> None:
+        pause = 0.1
+        while True:
+            called_as: str | None = None
+            try:
+                called_as = await self._registered()
+                await call(called_as)
+                pause = 0.1
+                continue
+            except (NotFound, TokenExpired) as error:
+                # The other call may have registered again already.
+                if called_as == self.service_id:
+                    log.info("the service registers again", extra={"cause": error.detail})
+                    self.service_id = None
+                    self._acknowledged = None
+            except (Unauthorized, Forbidden) as error:
+                facts = {"gateway": self._client.base_url, "cause": error.detail}
+                log.error("the gateway refuses this service's token", extra=facts)  # noqa: TRY400
+            except FlotillaError as error:
+                if not self._is_absence_told:
+                    facts = {"gateway": self._client.base_url, "cause": error.detail}
+                    log.warning("the gateway does not answer; it is asked until it does", extra=facts)
+                    self._is_absence_told = True
+            self.is_connected = False
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+
+    async def _registered(self) -> str:
+        async with self._applying:
+            if self.service_id is None:
+                answer = await self._client.call(
+                    "POST",
+                    "/v1/services",
+                    body=self._registration,
+                    # With what it was given at its start: a pass may have expired, and does not register.
+                    token=self._client.token,
+                    deadline_seconds=5.0,
+                    attempt_seconds=2.0,
+                )
+                registered = Registered.model_validate(answer)
+                if registered.token is not None:
+                    self._client.adopt(registered.token)
+                if self._credentials is not None:
+                    self._credentials.take(registered)
+                self.service_id = registered.service_id
+                log.info("service is registered", extra={"service_id": self.service_id})
+            return self.service_id
+
+    async def _poll(self, service_id: str) -> None:
+        await self._exchange(service_id, self._poll_seconds)
+
+    async def _push(self, service_id: str) -> None:
+        await self._changed.wait()
+        self._changed.clear()
+        try:
+            await self._exchange(service_id, 0.0)
+        except FlotillaError:
+            self._changed.set()
+            raise
+
+    async def _exchange(self, service_id: str, wait_seconds: float) -> None:
+        def observe() -> ObservedState:
+            # For each attempt: one that was made before the gateway went away would be taken for the newest.
+            return self._observe().model_copy(update={"acknowledged": self._acknowledged})
+
+        num_applied = self._num_applied
+        answer = await self._client.call(
+            "PUT",
+            f"/v1/services/{service_id}/status",
+            body=observe,
+            params={"wait": wait_seconds},
+            deadline_seconds=wait_seconds + self.call_seconds,
+        )
+        self.is_connected = True
+        if self._is_absence_told:
+            log.info("the gateway answers again")
+            self._is_absence_told = False
+        desired = DesiredState.model_validate(answer)
+        async with self._applying:
+            if desired.tag == self._acknowledged:
+                return
+            # An answer that was applied since this call began may be newer than this one.
+            if num_applied == self._num_applied:
+                await self._apply(desired)
+                self._acknowledged = desired.tag
+                self._num_applied += 1
+            self._changed.set()
+
+    async def _leave(self) -> None:
+        if self.service_id is None:
+            return
+        with contextlib.suppress(FlotillaError):
+            await self._client.call(
+                "DELETE",
+                f"/v1/services/{self.service_id}",
+                deadline_seconds=LEAVE_SECONDS,
+                attempt_seconds=LEAVE_SECONDS,
+            )

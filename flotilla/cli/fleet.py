@@ -26,10 +26,10 @@ from flotilla.cli.redis_keeper import RedisKeeper
 from flotilla.cli.redis_server import LocalRedis
 from flotilla.connection import FLEET_FILE, FleetInfo, typed
 from flotilla.shared.children.processes import birth_of, end_family, python_module
-from flotilla.shared.children.start_patience import VARIABLE, StartDeadline, cpu_seconds, patience_from
 from flotilla.shared.environment.settings import allows_volatile_redis
 from flotilla.shared.errors import Conflict, FlotillaError, InvalidRequest, Unavailable, WorkerDied
 from flotilla.shared.host.devices import given_to, machine_devices, own_devices
+from flotilla.shared.host.start_patience import VARIABLE, StartDeadline, cpu_seconds, patience_from
 from flotilla.shared.net.authorisation.access import PassKey
 from flotilla.shared.net.authorisation.tokens import new_token, write_secret
 from flotilla.shared.net.client.client import GatewayClient

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 from flotilla.shared.children.confinement import confine
 from flotilla.shared.children.processes import die_with_parent, kill, python_module, reap
 from flotilla.shared.children.secret_variables import without_secrets
-from flotilla.shared.children.start_patience import start_timeout
 from flotilla.shared.errors import DeadlineExceeded, FlotillaError, InvalidSpec, Unavailable, WorkerDied
+from flotilla.shared.host.start_patience import start_timeout
 from flotilla.shared.net.absence import absent_or, may_pass
 
 START_SECONDS = 300.0

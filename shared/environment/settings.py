@@ -7,8 +7,8 @@ from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from flotilla.shared.children.start_patience import patience_from
 from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.host.start_patience import patience_from
 from flotilla.shared.telemetry.logging import FORMATS
 
 NOTICE_SECONDS = 25.0

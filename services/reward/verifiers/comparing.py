@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from flotilla.services.reward.verifiers.base import NO_LABEL, verdict
 from flotilla.shared.children.processes import kill, reap
-from flotilla.shared.children.start_patience import start_timeout
 from flotilla.shared.config.sections.reward import ComparedConfig
 from flotilla.shared.errors import GradingFailed
+from flotilla.shared.host.start_patience import start_timeout
 from flotilla.shared.schemas.grading import Grade, GradingSample
 
 START_SECONDS = 60.0

@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import IO, Self, TypeVar
 
 from flotilla.shared.children.processes import python_module, reap
-from flotilla.shared.children.start_patience import start_timeout
 from flotilla.shared.errors import Conflict, DeadlineExceeded, NotFound, WeightTransferFailed
+from flotilla.shared.host.start_patience import start_timeout
 from flotilla.shared.net.server.ports import WILDCARDS
 from flotilla.shared.schemas.publication import Rendezvous
 from flotilla.shared.weights.group.endpoint_protocol import (

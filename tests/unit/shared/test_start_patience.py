@@ -2,8 +2,8 @@
 
 import pytest
 
-from flotilla.shared.children.start_patience import LONGEST, StartDeadline, patience_from
 from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.host.start_patience import LONGEST, StartDeadline, patience_from
 
 
 class Start:

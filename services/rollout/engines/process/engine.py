@@ -17,9 +17,9 @@ from flotilla.services.rollout.engines.process.framing import encode, read_messa
 from flotilla.services.rollout.engines.process.remote import RemoteEngine
 from flotilla.services.rollout.engines.settings import EngineSettings
 from flotilla.shared.children.processes import python_module, reap
-from flotilla.shared.children.start_patience import start_timeout
 from flotilla.shared.errors import DeadlineExceeded, FlotillaError, WorkerDied
 from flotilla.shared.host.cores import usable_cores
+from flotilla.shared.host.start_patience import start_timeout
 
 log = logging.getLogger(__name__)
 

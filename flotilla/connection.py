@@ -157,8 +157,10 @@ async def list_experiments(client: Source) -> list[ExperimentView]:
     found: list[ExperimentView] = []
     after: str | None = None
     while True:
-        page = Page.model_validate(await client.call("GET", "/v1/experiments", params={"limit": 1000, "after": after}))
-        found += [ExperimentView.model_validate(item) for item in page.items]
+        page = Page[ExperimentView].model_validate(
+            await client.call("GET", "/v1/experiments", params={"limit": 1000, "after": after})
+        )
+        found += page.items
         after = page.next
         if after is None:
             return found

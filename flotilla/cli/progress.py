@@ -15,6 +15,7 @@ from rich.text import Text
 from flotilla.cli.health import finding_lines, one_line
 from flotilla.connection import Source
 from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView, MetricPoint, Page
+from flotilla.shared.schemas.service import ServiceKind, ServiceView
 
 PAGE = 1000
 SPEED_SECONDS = 60.0
@@ -65,7 +66,7 @@ class Progress:
     view: ExperimentView
     series: dict[str, list[tuple[int, int, float]]] = field(default_factory=dict)
     ledger: Mapping[str, Any] = field(default_factory=dict)
-    services: list[Mapping[str, Any]] = field(default_factory=list)
+    services: list[ServiceView] = field(default_factory=list)
     cursor: str | None = None
     monotonic: Callable[[], float] = time.monotonic
     _sampled: deque[tuple[float, int]] = field(default_factory=deque)
@@ -115,19 +116,19 @@ class Progress:
         since, before = self._sampled[0] if self._sampled else (0.0, 0)
         if now - since >= SHORTEST_SECONDS:
             return (total - before) / (now - since)
-        return sum(float(service["observed"]["load"].get("tokens_per_second", 0.0)) for service in self._rollouts())
+        return sum(service.observed.load.get("tokens_per_second", 0.0) for service in self._rollouts())
 
-    def _rollouts(self) -> list[Mapping[str, Any]]:
-        return [service for service in self.services if service["kind"] == "rollout"]
+    def _rollouts(self) -> list[ServiceView]:
+        return [service for service in self.services if service.kind is ServiceKind.ROLLOUT]
 
     def _count_sampled(self) -> None:
         """Add what the rollouts sampled since the last look; an engine that was started again counts from zero."""
         total = self._sampled[-1][1] if self._sampled else 0
         for service in self._rollouts():
-            tokens = int(service["observed"]["load"].get("generated_tokens", 0))
-            before = self._tokens_of.get(service["service_id"], tokens)
+            tokens = int(service.observed.load.get("generated_tokens", 0))
+            before = self._tokens_of.get(service.service_id, tokens)
             total += tokens - before if tokens >= before else tokens
-            self._tokens_of[service["service_id"]] = tokens
+            self._tokens_of[service.service_id] = tokens
         now = self.monotonic()
         self._sampled.append((now, total))
         while now - self._sampled[0][0] > SPEED_SECONDS:
@@ -139,15 +140,15 @@ class Progress:
         self.view = ExperimentView.model_validate(await client.call("GET", path))
         lane = "train" if self.view.total_steps else "evaluation"
         self.ledger = (await client.call("GET", f"{path}/ledger"))[lane]
-        everyone = Page.model_validate(await client.call("GET", "/v1/services", params={"limit": PAGE})).items
+        answer = await client.call("GET", "/v1/services", params={"limit": PAGE})
+        everyone = Page[ServiceView].model_validate(answer).items
         mine = {service for ids in self.view.services.values() for service in ids}
-        self.services = [service for service in everyone if service["service_id"] in mine]
+        self.services = [service for service in everyone if service.service_id in mine]
         self._count_sampled()
         while True:
             query = {"after": self.cursor, "limit": PAGE}
-            page = Page.model_validate(await client.call("GET", f"{path}/metrics", params=query))
-            for item in page.items:
-                point = MetricPoint.model_validate({key: item[key] for key in MetricPoint.model_fields if key in item})
+            page = Page[MetricPoint].model_validate(await client.call("GET", f"{path}/metrics", params=query))
+            for point in page.items:
                 self._add(point)
             if page.next is not None:
                 self.cursor = page.next

@@ -13,10 +13,10 @@ async def read_checkpoints(client: Source, view: ExperimentView) -> list[ListedC
     after: str | None = None
     while True:
         query = {"limit": PAGE, "after": after}
-        page = Page.model_validate(
+        page = Page[ListedCheckpoint].model_validate(
             await client.call("GET", f"/v1/experiments/{view.id}/checkpoints", params=query, deadline_seconds=30)
         )
-        found += [ListedCheckpoint.model_validate(item) for item in page.items]
+        found += page.items
         after = page.next
         if after is None:
             return found

@@ -212,13 +212,13 @@ class AsyncClient:
             # Asked first: what is written before an end is seen below.
             has_ended = (await self._call(Experiment, "GET", path)).state.is_final
             query = {**params, "after": after}
-            page = Page.model_validate(
+            page = Page[MetricPoint].model_validate(
                 await self._gateway.call(
                     "GET", f"{path}/metrics", params=query, deadline_seconds=self._deadline_seconds
                 )
             )
-            for item in page.items:
-                yield MetricPoint.model_validate(item)
+            for point in page.items:
+                yield point
             after = page.next or after
             if not page.items:
                 if has_ended:
@@ -387,8 +387,8 @@ class AsyncClient:
         while True:
             query = {**params, "limit": PAGE, "after": after}
             answer = await self._gateway.call("GET", path, params=query, deadline_seconds=self._deadline_seconds)
-            page = Page.model_validate(answer)
-            found += [model.model_validate(item) for item in page.items]
+            page = Page[model].model_validate(answer)  # type: ignore[valid-type]
+            found += page.items
             after = page.next
             if after is None or not page.items:
                 return found

@@ -137,7 +137,7 @@ class SessionOpener:
             Unavailable: there is none now: it may have been killed a moment ago.
         """
         page = await self.client.call("GET", "/v1/services", params={"kind": "sandbox", "limit": 100})
-        views = [ServiceView.model_validate(item) for item in Page.model_validate(page).items]
+        views = Page[ServiceView].model_validate(page).items
         usable = [view for view in views if view.experiment_id == experiment_id] or views
         if not usable:
             raise Unavailable(

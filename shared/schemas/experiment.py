@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from flotilla.shared.files.beneath import PlainName
 from flotilla.shared.schemas.health import HealthFinding
 from flotilla.shared.schemas.wire import Wire
+
+Item = TypeVar("Item", bound=BaseModel)
 
 
 class ExperimentState(StrEnum):
@@ -95,10 +97,10 @@ class ExperimentView(Wire):
     """The checkpoint that it began from; null if it began with the model's weights."""
 
 
-class Page(Wire):
+class Page(Wire, Generic[Item]):
     """One page of a list; ``next`` is the cursor of the following one, or None."""
 
-    items: tuple[Mapping[str, Any], ...]
+    items: tuple[Item, ...]
     next: str | None = None
 
 
@@ -134,6 +136,16 @@ class Event(Wire):
     type: str
     at: str
     data: Mapping[str, Any]
+
+
+class AuditEntry(Wire):
+    """One mutation of an experiment."""
+
+    at: str
+    action: str
+    actor: str
+    """Name of the token that was shown."""
+    detail: Mapping[str, Any]
 
 
 class CheckpointView(Wire):

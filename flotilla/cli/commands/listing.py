@@ -14,7 +14,7 @@ from flotilla.cli.progress import number, of_rows
 from flotilla.cli.reading import PAGE, read_checkpoints
 from flotilla.cli.stored import open_source
 from flotilla.connection import Source, find_experiment, is_active, list_experiments
-from flotilla.shared.schemas.experiment import ExperimentView, Page
+from flotilla.shared.schemas.experiment import ExperimentView, MetricPoint, Page
 from flotilla.shared.schemas.uploads import ListedCheckpoint, UploadCheck
 
 COLUMNS = ("id", "name", "state", "step", "version", "created")
@@ -179,7 +179,7 @@ async def read_evaluated_rows(client: Source, view: ExperimentView) -> dict[int,
 async def _by_version(client: Source, view: ExperimentView, name: str) -> dict[int, float]:
     query = {"names": name, "limit": PAGE}
     answer = await client.call("GET", f"/v1/experiments/{view.id}/metrics", params=query, deadline_seconds=30)
-    return {int(item["version"]): float(item["value"]) for item in Page.model_validate(answer).items}
+    return {point.version: point.value for point in Page[MetricPoint].model_validate(answer).items}
 
 
 def _held_out(row: Mapping[str, Any]) -> str:

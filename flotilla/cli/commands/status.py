@@ -17,9 +17,9 @@ from flotilla.cli.output import fitting, new_console, table_of, write_json
 from flotilla.cli.reasons import first_words
 from flotilla.connection import FLEET_FILE, FleetInfo
 from flotilla.shared.errors import FlotillaError
-from flotilla.shared.schemas.experiment import Page
+from flotilla.shared.schemas.experiment import ExperimentView, Page
 from flotilla.shared.schemas.fleet import FleetView
-from flotilla.shared.schemas.service import Capabilities, ServiceKind
+from flotilla.shared.schemas.service import Capabilities, ServiceKind, ServiceView
 
 GIGABYTE = 1024**3
 EXPERIMENT_KEYS = ("id", "name", "state", "step", "total_steps", "policy_version", "problem", "origin", "health")
@@ -28,13 +28,15 @@ EXPERIMENT_KEYS = ("id", "name", "state", "step", "total_steps", "policy_version
 async def status(arguments: argparse.Namespace) -> int:
     """List services and experiments."""
     async with open_gateway(arguments) as client:
-        services = Page.model_validate(await client.call("GET", "/v1/services", params={"limit": 1000})).items
+        answer = await client.call("GET", "/v1/services", params={"limit": 1000})
+        services = Page[ServiceView].model_validate(answer).items
         fleet = FleetView.model_validate(await client.call("GET", "/v1/fleet"))
-        experiments = Page.model_validate(await client.call("GET", "/v1/experiments", params={"limit": 1000})).items
+        answer = await client.call("GET", "/v1/experiments", params={"limit": 1000})
+        experiments = Page[ExperimentView].model_validate(answer).items
         content = {
             "gateway": {"address": client.base_url, **_fleet_process(Path(arguments.data))},
             "services": [_service(service) for service in services],
-            "experiments": [{key: each[key] for key in EXPERIMENT_KEYS} for each in experiments],
+            "experiments": [_experiment(each) for each in experiments],
             "shares": [share.model_dump(mode="json") for share in fleet.experiments],
         }
     if arguments.json:
@@ -51,20 +53,25 @@ def _fleet_process(data: Path) -> dict[str, Any]:
     return {}
 
 
-def _service(service: Any) -> dict[str, Any]:
-    observed = service["observed"]
+def _experiment(view: ExperimentView) -> dict[str, Any]:
+    fields = view.model_dump(mode="json", include=set(EXPERIMENT_KEYS))
+    return {key: fields[key] for key in EXPERIMENT_KEYS}
+
+
+def _service(service: ServiceView) -> dict[str, Any]:
+    observed = service.observed
     return {
-        "id": service["service_id"],
-        "kind": service["kind"],
-        "pid": service["pid"],
-        "address": service["address"],
-        "state": "draining" if service["is_draining"] else observed["state"],
-        "experiment": service["experiment_id"] or observed["experiment_id"],
-        "leaving": service["leaving"],
-        "policy_version": observed["policy_version"],
-        "devices": devices_of(Capabilities.model_validate(service["capabilities"])),
-        "lease_expires_in_seconds": service["lease_expires_in_seconds"],
-        "failure": observed["failure"],
+        "id": service.service_id,
+        "kind": service.kind.value,
+        "pid": service.pid,
+        "address": service.address,
+        "state": "draining" if service.is_draining else observed.state.value,
+        "experiment": service.experiment_id or observed.experiment_id,
+        "leaving": service.leaving,
+        "policy_version": observed.policy_version,
+        "devices": devices_of(service.capabilities),
+        "lease_expires_in_seconds": service.lease_expires_in_seconds,
+        "failure": None if observed.failure is None else observed.failure.model_dump(mode="json"),
     }
 
 

@@ -41,8 +41,8 @@ async def list_tokens(arguments: argparse.Namespace) -> int:
     async with open_gateway(arguments) as client:
         while True:
             answer = await client.call("GET", "/v1/tokens", params={"limit": PAGE, "after": after})
-            page = Page.model_validate(answer)
-            found += [TokenView.model_validate(item) for item in page.items]
+            page = Page[TokenView].model_validate(answer)
+            found += page.items
             after = page.next
             if after is None:
                 break

@@ -49,7 +49,9 @@ async def put_checkpoint(experiment_id: str, checkpoint: CheckpointView, gateway
 
 
 @router.get("/checkpoints")
-async def checkpoints(experiment_id: str, gateway: Gateway, after: Cursor = None, limit: Limit = 100) -> Page:
+async def checkpoints(
+    experiment_id: str, gateway: Gateway, after: Cursor = None, limit: Limit = 100
+) -> Page[ListedCheckpoint]:
     """List the checkpoints by step, with how far their copies at ``checkpoint.upload_to`` are.
 
     Raises:

@@ -1,7 +1,7 @@
 """What the routes share: the state, and pages of a list."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, TypeVar
 
 from fastapi import Depends, Path, Query, Request
 from pydantic import BaseModel
@@ -11,6 +11,8 @@ from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.net.authorisation.access import Principal
 from flotilla.shared.schemas.experiment import Page
+
+Item = TypeVar("Item", bound=BaseModel)
 
 LARGEST_PAGE = 1000
 LONGEST_CURSOR = 18
@@ -67,7 +69,7 @@ def number_of(cursor: str | None) -> int:
     return int(cursor)
 
 
-def page_of(items: Sequence[tuple[str, BaseModel]], after: str | None, limit: int) -> Page:
+def page_of(items: Sequence[tuple[str, Item]], after: str | None, limit: int) -> Page[Item]:
     """Cut a page out of a list whose items have a cursor each; ``after`` names the last item seen.
 
     Raises:
@@ -80,5 +82,4 @@ def page_of(items: Sequence[tuple[str, BaseModel]], after: str | None, limit: in
             raise InvalidRequest(f"after: {after!r} is not a cursor of this list")
     rows = items[start : start + limit]
     following = rows[-1][0] if rows and start + limit < len(items) else None
-    contents: tuple[dict[str, Any], ...] = tuple(item.model_dump(mode="json") for _, item in rows)
-    return Page(items=contents, next=following)
+    return Page(items=tuple(item for _, item in rows), next=following)

@@ -43,7 +43,7 @@ async def create(
 
 
 @router.get("")
-async def index(gateway: Gateway, after: Cursor = None, limit: Limit = 100) -> Page:
+async def index(gateway: Gateway, after: Cursor = None, limit: Limit = 100) -> Page[ExperimentView]:
     """List the experiments, oldest first."""
     shown = unusable.views(gateway.commands, gateway.repository)
     return page_of([(view.id, view) for view in shown], after, limit)

@@ -60,7 +60,7 @@ async def metrics(
     names: Annotated[str | None, Query(description="names, separated by commas; all if left out")] = None,
     after: Cursor = None,
     limit: Annotated[int, Query(ge=1, le=10 * LARGEST_PAGE)] = LARGEST_PAGE,
-) -> Page:
+) -> Page[MetricPoint]:
     """List metric values in the order of writing. An empty page has no ``next``: ask later with the same cursor.
 
     Raises:
@@ -69,4 +69,4 @@ async def metrics(
     gateway.repository.record_of(experiment_id)
     wanted = [name for name in (names or "").split(",") if name]
     rows = await gateway.store.metrics(experiment_id, names=wanted, after=number_of(after), limit=limit)
-    return Page(items=tuple(point.model_dump() for _, point in rows), next=str(rows[-1][0]) if rows else None)
+    return Page(items=tuple(point for _, point in rows), next=str(rows[-1][0]) if rows else None)

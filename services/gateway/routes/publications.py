@@ -42,7 +42,7 @@ async def announce(experiment_id: str, request: PublicationRequest, trainer: Tra
 
 
 @router.get("")
-async def index(experiment_id: str, gateway: Gateway, after: Cursor = None, limit: Limit = 100) -> Page:
+async def index(experiment_id: str, gateway: Gateway, after: Cursor = None, limit: Limit = 100) -> Page[Publication]:
     """List an experiment's publications by version."""
     gateway.repository.get(experiment_id)
     publications = await gateway.publications.all(experiment_id)

@@ -75,7 +75,7 @@ async def leave(service_id: str, gateway: Gateway) -> None:
 @router.get("")
 async def index(
     gateway: Gateway, caller: Caller, kind: ServiceKind | None = None, after: Cursor = None, limit: Limit = 100
-) -> Page:
+) -> Page[ServiceView]:
     """List the services, or those of one kind, in the order of registration; to a service, sandboxes alone."""
     kinds = set(ServiceKind) if kind is None else {kind}
     if caller.scope is Scope.SERVICE:

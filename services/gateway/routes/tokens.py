@@ -24,7 +24,7 @@ async def create(request: TokenRequest, gateway: Gateway) -> NewToken:
 
 
 @router.get("")
-async def index(gateway: Gateway, after: Cursor = None, limit: Limit = 100) -> Page:
+async def index(gateway: Gateway, after: Cursor = None, limit: Limit = 100) -> Page[TokenView]:
     """List those that were made and not revoked, oldest first; the operator's own and passes are not among them."""
     now = gateway.clock.now()
     return page_of([(each.id, TokenView(**_facts(each, now))) for each in gateway.tokens.all()], after, limit)

@@ -14,6 +14,7 @@ from flotilla.cli.progress import Pace, Progress, duration, live_line, live_view
 from flotilla.cli.summary import summarise, summary_table
 from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView
+from flotilla.shared.schemas.service import Capabilities, ObservedState, ServiceKind, ServiceView
 
 
 def a_view(**fields: Any) -> ExperimentView:
@@ -38,6 +39,21 @@ def point(name: str, step: int, value: float) -> dict[str, Any]:
     return {"name": name, "step": step, "version": step, "value": value}
 
 
+def a_rollout(service_id: str, **load: float) -> ServiceView:
+    return ServiceView(
+        service_id=service_id,
+        kind=ServiceKind.ROLLOUT,
+        address="http://127.0.0.1:9000",
+        host="here",
+        pid=1,
+        capabilities=Capabilities(),
+        registered_at="2026-01-01T00:00:00Z",
+        lease_expires_in_seconds=10.0,
+        is_draining=False,
+        observed=ObservedState(load=load),
+    )
+
+
 class ScriptedGateway:
     """Serves one experiment; metrics in pages, each once."""
 
@@ -52,9 +68,9 @@ class ScriptedGateway:
             items = self.pages.pop(0) if self.pages else []
             return httpx.Response(200, json={"items": items, "next": "c"})
         if path == "/v1/services":
-            mine = {"service_id": "r1", "kind": "rollout", "observed": {"load": {"tokens_per_second": 120.0}}}
-            other = {"service_id": "r2", "kind": "rollout", "observed": {"load": {"tokens_per_second": 999.0}}}
-            return httpx.Response(200, json={"items": [mine, other], "next": None})
+            mine, other = a_rollout("r1", tokens_per_second=120.0), a_rollout("r2", tokens_per_second=999.0)
+            items = [each.model_dump(mode="json") for each in (mine, other)]
+            return httpx.Response(200, json={"items": items, "next": None})
         return httpx.Response(200, content=a_view().model_dump_json())
 
 
@@ -108,14 +124,10 @@ async def test_rewards_that_are_no_accuracy_are_not_called_one() -> None:
 
 
 async def test_the_speed_is_not_zero_between_two_bursts() -> None:
-    def rollout(tokens: int) -> dict[str, Any]:
-        load = {"tokens_per_second": 0.0, "generated_tokens": tokens}
-        return {"service_id": "r1", "kind": "rollout", "observed": {"load": load}}
-
     progress = Progress(a_view(), monotonic=iter([0.0, 10.0, 20.0, 100.0, 110.0]).__next__)
     speeds = []
     for tokens in (1000, 1500, 500, 500, 500):
-        progress.services = [rollout(tokens)]
+        progress.services = [a_rollout("r1", tokens_per_second=0.0, generated_tokens=tokens)]
         progress._count_sampled()
         speeds.append(progress.tokens_per_second())
 

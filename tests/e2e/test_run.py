@@ -127,3 +127,49 @@ def test_ctrl_c_at_any_moment_leaves_nothing_behind(tmp_path: Path, pattern: str
     assert images_of(pids) == set()
     for checkpoint in (tmp_path / "runs").rglob("checkpoints/*"):
         assert (checkpoint / "state.json").is_file(), f"{checkpoint} is half written"
+
+
+def a_prepared_run(directory: Path, program: str) -> Run:
+    """Begin a run whose launch file has a preparation: a program in the launch file's folder."""
+    (directory / "make.py").write_text(program)
+    prepare = {"command": ["python", "make.py"], "output": "made"}
+    return Run(make_experiment(directory, optimisation={"steps": 2}, prepare=prepare), directory, directory / "runs")
+
+
+HELD = """
+import pathlib, time
+print("holding", flush=True)
+while not pathlib.Path("go").exists():
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_fleet_starts_while_a_model_is_prepared_and_ends_with_it(tmp_path: Path, number: int) -> None:
+    run = a_prepared_run(tmp_path, HELD)
+    run.until_it_says("prepare    holding")
+    # Though the preparation goes on.
+    run.until_it_says(r"gateway +pid")
+    fleet = tmp_path / "runs" / "trial" / "fleet" / "fleet.json"
+    until(fleet.is_file, PATIENCE_SECONDS, "the fleet")
+
+    run.process.send_signal(number)
+
+    assert run.wait(PATIENCE_SECONDS) == 130, run.said()
+    assert "ended before an experiment was created" in run.said()
+    assert "Traceback" not in run.said()
+    assert run.family() == {}
+
+
+@pytest.mark.parametrize("failing", ["raise SystemExit('no such model')", HELD + "raise SystemExit('no such model')"])
+def test_a_preparation_that_fails_ends_the_fleet_with_its_last_word(tmp_path: Path, failing: str) -> None:
+    run = a_prepared_run(tmp_path, failing)
+    if failing.startswith(HELD):
+        until((tmp_path / "runs" / "trial" / "fleet" / "fleet.json").is_file, PATIENCE_SECONDS, "the fleet")
+        (tmp_path / "go").touch()
+
+    assert run.wait(PATIENCE_SECONDS) == 1, run.said()
+
+    assert run.said().rstrip().endswith("flotilla: prepare ended with exit code 1: no such model")
+    assert "Traceback" not in run.said()
+    assert run.family() == {}

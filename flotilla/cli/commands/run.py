@@ -6,9 +6,12 @@ crash.
 
 import argparse
 import asyncio
+import contextlib
 import os
 import time
 from pathlib import Path
+
+from rich.console import Console
 
 from flotilla.cli.continuing import CALL_SECONDS, continue_command, go_on
 from flotilla.cli.device_division import check_devices, wishes_of
@@ -20,6 +23,7 @@ from flotilla.cli.progress import Progress, duration
 from flotilla.cli.reading import read_checkpoints
 from flotilla.cli.right_and_wrong import read_last
 from flotilla.cli.run_directory import FLEET, RunDirectory
+from flotilla.cli.side_by_side import beside
 from flotilla.cli.summary import show_summary, summarise, write_summary
 from flotilla.launch_file import LaunchFile, fetch_model, read_launch_file, run_prepare
 from flotilla.packages import check_engine, check_packages, check_quantisation
@@ -63,14 +67,9 @@ async def run(arguments: argparse.Namespace) -> int:
 
 
 async def run_on_own_fleet(arguments: argparse.Namespace, launch: LaunchFile, directory: RunDirectory) -> int:
-    """Prepare, start a fleet, run the experiment on it to its end, and show what came of it; return the exit code."""
+    """Prepare while a fleet starts, run the experiment to its end, and show what came of it; return the exit code."""
     console, started = new_console(), time.monotonic()
     check_devices(launch.spec, len(own_devices(await asyncio.to_thread(machine_devices), os.environ)))
-    if not (arguments.go_on and directory.holds_run):
-        await run_prepare(launch, lambda line: console.print(f"prepare    {line}", markup=False))
-    # Before the fleet starts: all of it is on this machine, and finds the model in the cache.
-    await fetch_model(launch.spec, lambda line: console.print(f"model      {line}", markup=False))
-    console.print(f"prepared   after {duration(time.monotonic() - started)}; the fleet starts")
     resources, sampled = launch.spec.resources, launch.spec.samples_answers
     options = FleetOptions(
         data=directory.path / FLEET,
@@ -84,7 +83,12 @@ async def run_on_own_fleet(arguments: argparse.Namespace, launch: LaunchFile, di
         log_level=arguments.log_level,
         devices=wishes_of(launch.spec),
     )
-    async with LocalFleet(options, lambda line: console.print(line, markup=False)) as fleet:
+    makes = not (arguments.go_on and directory.holds_run)
+    async with contextlib.AsyncExitStack() as held:
+        # What takes a fleet to start and a model to be made is two cores' work, and neither needs the other.
+        async with beside(_prepare(launch, console, started, makes=makes)):
+            fleet = LocalFleet(options, lambda line: console.print(line, markup=False))
+            await held.enter_async_context(fleet)
         console.print(f"gateway    {fleet.gateway_url}   (logs in {short_path(options.data / 'logs')})")
         async with GatewayClient(fleet.gateway_url, fleet.info.token) as client:
             grant_code(options.data, launch.document)
@@ -96,6 +100,19 @@ async def run_on_own_fleet(arguments: argparse.Namespace, launch: LaunchFile, di
                 raise
             await _until_settled(progress, client)
             return await _report(progress, client, directory.path, time.monotonic() - started)
+
+
+async def _prepare(launch: LaunchFile, console: Console, began: float, *, makes: bool) -> None:
+    """Make or fetch what the spec names, on this machine, where all of the fleet is.
+
+    Args:
+        began: when the command did, on the monotonic clock.
+        makes: whether the launch file's ``prepare`` is run, too.
+    """
+    if makes:
+        await run_prepare(launch, lambda line: console.print(f"prepare    {line}", markup=False))
+    await fetch_model(launch.spec, lambda line: console.print(f"model      {line}", markup=False))
+    console.print(f"prepared   after {duration(time.monotonic() - began)}")
 
 
 async def _train(

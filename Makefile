@@ -14,7 +14,7 @@ SGLANG_STAMP := $(SGLANG)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
-.PHONY: help install demo test test-ci test-sglang test-vllm style check format coverage test-all lock audit clean
+.PHONY: help install demo test test-sglang test-vllm style check format coverage test-all lock audit release clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -39,11 +39,9 @@ demo: install ## a fleet comes up, a model visibly learns, the result is shown, 
 # Four workers on two cores: fleets wait for leases and deadlines a third of the time.
 PYTEST := $(BIN)/python -m pytest -q -n 4 --dist loadfile --retry-failed-alone --durations=15
 
-test: install ## the whole test suite (about 15 minutes on two cores)
-	@$(PYTEST) -m "not long and not sglang and not vllm"
-
-test-ci: install ## the test suite and a quarter of the rotating long tests, chosen by the commit's number (LONG_SLOT=N: that quarter)
-	@$(PYTEST) -m "not sglang and not vllm" --long-slot $(or $(LONG_SLOT),commit)
+# LONG_SLOT=commit adds one of four slots of the rotating long tests, chosen by the commit's number; LONG_SLOT=N that one.
+test: install ## the whole test suite (about 15 minutes on two cores); CI adds LONG_SLOT=commit, a quarter of the rotating long tests
+	@$(PYTEST) $(if $(LONG_SLOT),-m "not sglang and not vllm" --long-slot $(LONG_SLOT),-m "not long and not sglang and not vllm")
 
 # Engines bring packages of their own versions: they never meet ours. What is pinned is in flotilla/pinned_engines.py.
 $(SGLANG_STAMP): | $(STAMP)
@@ -98,5 +96,10 @@ audit: install ## look up the locked packages among known vulnerabilities; needs
 	@$(BIN)/pip install --quiet pip-audit
 	@$(BIN)/pip-audit --disable-pip --require-hashes -r requirements.lock
 
+release: install ## build wheel and source distribution into dist/, and try each in an empty folder
+	@rm -rf dist && $(BIN)/pip install --quiet 'build>=1.2'
+	@$(BIN)/python -m build --no-isolation --outdir dist . > /dev/null
+	@for file in dist/*; do bash .ci/try-installed "$$file" || exit 1; done
+
 clean: ## remove what was built; runs and prepared models stay
-	rm -rf .venv .venv-sglang .venv-vllm build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-sglang .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -5,7 +5,6 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator
 
-IN_A_FILE: Final = re.compile(r".+\.py:[A-Za-z_]\w*", re.DOTALL)
 IN_A_MODULE: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -15,7 +14,8 @@ def code_reference(reference: str) -> str:
     Raises:
         ValueError: it is not; the message says what would be.
     """
-    if IN_A_FILE.fullmatch(reference):
+    file, _, name = reference.rpartition(":")
+    if file.endswith(".py") and len(file) > len(".py") and name.isidentifier():
         return reference
     if IN_A_MODULE.fullmatch(reference):
         place = reference.rpartition(":")[0].replace(".", "/")

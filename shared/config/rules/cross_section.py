@@ -91,6 +91,7 @@ def check_sections(spec: Sections) -> None:
     _critic(spec)
     _held_out_sets(spec)
     _sharing(spec)
+    _contents(spec)
     check_compute(spec.model, spec.parallelism)
     check_quantisation(spec.model, spec.parallelism.offload, compiles_layers=spec.optimisation.compile_layers)
     check_offload(
@@ -108,7 +109,6 @@ def check_sections(spec: Sections) -> None:
     _sandboxes(spec)
     _prompts(spec)
     _agents(spec)
-    _contents(spec)
     if spec.finished_job is None and spec.trains:
         _teachers(spec)
         if spec.algorithm.is_pure_distillation:
@@ -166,9 +166,13 @@ def _sharing(spec: Sections) -> None:
         return
     engine = spec.rollout.engine
     if not spec.trains or spec.finished_job is not None:
+        kind, why = (
+            ("evaluation", "there is no trainer")
+            if spec.finished_job is None
+            else (spec.finished_job.kind, "training needs no rollouts")
+        )
         raise ValueError(
-            f"resources.sharing time lets trainer and rollouts take turns, and in a job of this kind "
-            f"{'there is no trainer' if not spec.trains else 'training needs no rollouts'}: leave it out"
+            f"resources.sharing time lets trainer and rollouts take turns, and with job.kind {kind} {why}: leave it out"
         )
     if spec.parallelism.nodes > 1:
         raise ValueError(
@@ -362,8 +366,8 @@ def _held_out_sets(spec: Sections) -> None:
 
 def _contents(spec: Sections) -> None:
     config, algorithm = spec.checkpoint, spec.algorithm
-    if "extra" not in config.contents or "extra" not in config.load_contents:
-        name = "load_contents" if "extra" in config.contents else "contents"
+    of_each = {name: getattr(config, name) for name in ("contents", "final_contents", "load_contents")}
+    for name in (name for name, parts in of_each.items() if parts is not None and "extra" not in parts):
         if algorithm.old_log_probs == "recompute_at_version":
             raise ValueError(
                 f"checkpoint.{name} leaves out extra, the weights of earlier versions, which algorithm.old_log_probs "

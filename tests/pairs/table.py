@@ -1,0 +1,203 @@
+"""Which options touch the same state, as data: rows in which every two of them meet are made of it (``covering``).
+
+An option is a choice in a spec, or an event. Its first value goes with every value of every other option.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tests.pairs.covering import Case
+
+Changes = Mapping[str, Any]
+"""Dotted keys of a spec, and what they are set to."""
+Options = Mapping[str, Mapping[str, Changes]]
+
+MODEL = "<model>"
+"""Stands for the directory of the unit tests' model."""
+OLD = "<checkpoints of another experiment>"
+"""Stands for a run that an experiment goes on from."""
+
+TRAINER: Options = {
+    "job": {
+        "rl": {"reward.components": [{"kind": "exact"}]},
+        "sft": {"job.kind": "sft", "job.response_column": "answer", "job.held_out.path": "held.jsonl"},
+        "preference": {"job.kind": "preference", "job.held_out.path": "held.jsonl"},
+        "preference, parked reference": {
+            "job.kind": "preference",
+            "job.held_out.path": "held.jsonl",
+            "parallelism.offload.reference": True,
+        },
+        "reward model": {"job.kind": "reward_model"},
+    },
+    "adapters": {
+        "none": {},
+        "some": {"model.lora.rank": 4},
+        "with dropout": {"model.lora.rank": 4, "model.lora.dropout": 0.2},
+    },
+    "freeze": {"nothing": {}, "a layer": {"optimisation.freeze": ["*.layers.0.*"]}},
+    "dtype": {"float32": {"model.dtype": "float32"}, "bfloat16": {"model.dtype": "bfloat16"}},
+    "critic": {
+        "none": {},
+        "the policy's body": {"algorithm.advantage.kind": "gae"},
+        "warmed up": {"algorithm.advantage.kind": "gae", "algorithm.value_loss.warmup_steps": 2},
+        "of its own, whitened": {
+            "algorithm.advantage.kind": "gae",
+            "algorithm.value_loss.path": MODEL,
+            "algorithm.value_loss.whiten_returns": True,
+        },
+    },
+    "kl": {
+        "none": {},
+        "in the loss": {"algorithm.kl.placement": "loss", "algorithm.kl.target": 0.01, "algorithm.kl.horizon": 10},
+        "in the reward": {"algorithm.kl.placement": "reward", "algorithm.kl.target": 0.01, "algorithm.kl.horizon": 10},
+        "to a parked reference": {"algorithm.kl.placement": "loss", "parallelism.offload.reference": True},
+    },
+    "old": {
+        "the sampler's": {},
+        "recomputed": {"algorithm.old_log_probs": "recompute"},
+        "at each version": {"algorithm.old_log_probs": "recompute_at_version"},
+    },
+    "teacher": {"none": {}, "a model": {"algorithm.distillation.path": MODEL}},
+    "resampling": {"none": {}, "by reward": {"algorithm.resampling.kind": "pow"}},
+    "average": {"none": {}, "kept": {"optimisation.average_decay": 0.9}},
+    "schedule": {"constant": {}, "warmed up": {"optimisation.schedule": "cosine", "optimisation.warmup_updates": 2}},
+    "passes": {
+        "one": {},
+        "twice": {"optimisation.epochs_per_step": 2},
+        "shuffled": {"optimisation.shuffle": True, "asynchrony.require_batches": 2},
+    },
+    "activations": {"kept": {}, "computed again": {"optimisation.activation_checkpointing": True}},
+    "packing": {
+        "auto": {},
+        "padded": {"optimisation.packing": "padded", "optimisation.micro_batch_tokens": 64},
+        "packed": {"optimisation.packing": "packed", "optimisation.micro_batch_tokens": 96},
+    },
+    "offload": {
+        "none": {},
+        "optimiser": {"parallelism.offload.optimiser": True},
+        "activations": {"parallelism.offload.activations": True},
+    },
+    "turns": {"none": {}, "taken": {"resources.sharing": "time"}},
+    "contents": {
+        "all": {},
+        "weights": {"checkpoint.contents": ["model"]},
+        "no optimiser": {"checkpoint.contents": ["model", "extra"]},
+        "weights at the end": {"checkpoint.final_contents": ["model"]},
+    },
+    "writing": {"beside training": {}, "at once": {"checkpoint.asynchronous": False}},
+    "wire": {
+        "as it is": {},
+        "rounded": {"asynchrony.publication.wire_dtype": "bfloat16"},
+        "changed blocks": {"asynchrony.publication.delta.block_kilobytes": 4},
+    },
+    "steps per version": {"one": {}, "two": {"asynchrony.trigger_parameter_sync_step": 2}},
+    "staleness": {"none": {}, "a version": {"asynchrony.staleness_threshold": 1.0}},
+    "traces": {"kept": {}, "none": {"samples": None}},
+    "seed": {"0": {}, "7": {"seed": 7}},
+    "event": {
+        "killed": {},
+        "extended": {},
+        "forked": {"checkpoint.resume_from": OLD},
+        "forked without moments": {
+            "checkpoint.resume_from": OLD,
+            "checkpoint.load_contents": ["model", "extra"],
+        },
+    },
+}
+"""What a trainer has and does, and what happens to it."""
+
+TRAINER_STATES: Mapping[str, tuple[str, ...]] = {
+    "weights and adapters": (
+        "job", "adapters", "freeze", "dtype", "average", "old", "critic", "offload", "turns", "contents", "writing",
+        "wire", "event",
+    ),
+    "optimiser moments": (
+        "job", "adapters", "freeze", "dtype", "critic", "schedule", "passes", "average", "offload", "turns",
+        "contents", "writing", "event",
+    ),
+    "kept versions and average": (
+        "old", "average", "adapters", "dtype", "freeze", "turns", "contents", "writing", "wire", "steps per version",
+        "staleness", "event",
+    ),
+    "critic": (
+        "critic", "adapters", "dtype", "kl", "old", "teacher", "resampling", "passes", "activations", "packing",
+        "offload", "turns", "contents", "writing", "traces", "event",
+    ),
+    "reference and teacher": (
+        "job", "kl", "teacher", "adapters", "dtype", "old", "activations", "packing", "offload", "turns", "event",
+    ),
+    "checkpoint contents": (
+        "contents", "writing", "event", "average", "old", "critic", "kl", "adapters", "dtype", "steps per version",
+        "schedule", "seed", "job",
+    ),
+    "device memory in turns": (
+        "turns", "offload", "adapters", "critic", "kl", "teacher", "average", "old", "dtype", "activations", "packing",
+        "wire", "job", "writing",
+    ),
+    "random state and seeds": ("seed", "resampling", "passes", "adapters", "job", "packing", "traces", "event"),
+    "publications": (
+        "wire", "adapters", "dtype", "freeze", "steps per version", "staleness", "turns", "old", "average", "event",
+    ),
+}  # fmt: skip
+"""Each piece of a trainer's state, and the options that touch it."""
+
+_OF_FINISHED = {
+    ("critic", "the policy's body"): "algorithm.advantage",
+    ("critic", "warmed up"): "algorithm.advantage",
+    ("critic", "of its own, whitened"): "algorithm.advantage",
+    ("kl", "in the loss"): "algorithm.kl",
+    ("kl", "in the reward"): "algorithm.kl",
+    ("kl", "to a parked reference"): "algorithm.kl",
+    ("old", "recomputed"): "algorithm.old_log_probs",
+    ("old", "at each version"): "algorithm.old_log_probs",
+    ("teacher", "a model"): "algorithm.distillation",
+    ("resampling", "by reward"): "algorithm.resampling",
+    ("passes", "shuffled"): "asynchrony.require_batches",
+    ("wire", "rounded"): "asynchrony.publication",
+    ("wire", "changed blocks"): "asynchrony.publication",
+    ("steps per version", "two"): "asynchrony.trigger_parameter_sync_step",
+    ("staleness", "a version"): "asynchrony.staleness_threshold",
+    ("turns", "taken"): "resources.sharing",
+}
+FINISHED_JOBS = ("sft", "preference", "preference, parked reference", "reward model")
+PARKED = (("job", "preference, parked reference"), ("kl", "to a parked reference"))
+
+TRAINER_REFUSED: Mapping[frozenset[Case], tuple[str, str]] = {
+    **{
+        frozenset({("job", job), case}): (name, "job.kind")
+        for job in FINISHED_JOBS
+        for case, name in _OF_FINISHED.items()
+    },
+    **{
+        frozenset({("job", job), ("adapters", "with dropout")}): ("model.lora.dropout", "job.kind")
+        for job in FINISHED_JOBS[1:]
+    },
+    **{
+        frozenset({("freeze", "a layer"), ("adapters", adapters)}): ("optimisation.freeze", "model.lora")
+        for adapters in ("some", "with dropout")
+    },
+    frozenset({("dtype", "bfloat16"), ("wire", "rounded")}): ("asynchrony.publication.wire_dtype", "model.dtype"),
+    frozenset({("turns", "taken"), ("offload", "optimiser")}): ("parallelism.offload.optimiser", "resources.sharing"),
+    **{
+        frozenset({("turns", "taken"), case}): ("parallelism.offload.reference", "resources.sharing")
+        for case in PARKED[1:]
+    },
+    **{
+        frozenset({case, ("adapters", adapters)}): ("parallelism.offload.reference", "model.lora")
+        for case in PARKED
+        for adapters in ("some", "with dropout")
+        if (case[0], adapters) != ("job", "with dropout")
+    },
+    **{
+        frozenset({("old", "at each version"), ("contents", contents)}): (key, "algorithm.old_log_probs")
+        for contents, key in (("weights", "checkpoint.contents"), ("weights at the end", "checkpoint.final_contents"))
+    },
+    frozenset({("average", "kept"), ("contents", "weights")}): ("optimisation.average_decay", "checkpoint.contents"),
+}
+"""What a spec refuses, each with the two names that the refusal has."""
+
+FORK_REFUSED: Mapping[frozenset[Case], tuple[str, str]] = {
+    frozenset({("event", "forked"), ("contents", contents)}): ("checkpoint.load_contents", "checkpoint.contents")
+    for contents in ("weights", "no optimiser")
+}
+"""What is refused when an experiment goes on from the checkpoint of another."""

@@ -9,8 +9,8 @@ from flotilla.services.rollout.environments.base import Environment, Info
 from flotilla.services.rollout.environments.loading import load_environment
 from flotilla.services.rollout.tools.base import ToolFailed
 from flotilla.services.rollout.tools.python_tool import PythonTool
-from flotilla.shared.children.code_process import serve_code
 from flotilla.shared.children.custom_code import describe
+from flotilla.shared.children.serving import serve
 from flotilla.shared.concurrency.daemon_threads import on_daemon_thread
 from flotilla.shared.config.sections.episodes import EnvironmentConfig
 from flotilla.shared.errors import EpisodeFailed
@@ -105,4 +105,4 @@ def _plain(info: Info) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    serve_code(CustomCode)
+    serve(CustomCode, is_confined=True)

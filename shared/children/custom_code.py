@@ -1,5 +1,5 @@
 """Code of the user's, loaded from a file by reference; it runs with the rights of the process that loads it, a confined
-child of the service's (``code_process.py``).
+child of the service's (``calls.py``).
 
 What is beside the file can be imported as in a script of the user's own: its folder comes first.
 """

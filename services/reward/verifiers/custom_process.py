@@ -7,7 +7,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from flotilla.services.reward.verifiers.custom import CustomVerifier
-from flotilla.shared.children.code_process import START_SECONDS, CodeProcess, serve_code
+from flotilla.shared.children.calls import START_SECONDS, CallProcess
+from flotilla.shared.children.processes import python_module
+from flotilla.shared.children.serving import serve
 from flotilla.shared.config.sections.reward import CustomConfig
 from flotilla.shared.errors import FlotillaError
 from flotilla.shared.locations.allowed import Places
@@ -29,7 +31,7 @@ class CustomProcessVerifier:
         if places is not None:
             places.check_code(config.path, "reward component of kind custom")
         self._config = config
-        self.code = CodeProcess(__name__, config.model_dump(mode="json"), "the custom function")
+        self.code = CallProcess(python_module(__name__), config.model_dump(mode="json"), "the custom function")
 
     async def start(self) -> None:
         """Start the process and let it load the function.
@@ -57,10 +59,8 @@ class CustomProcessVerifier:
     async def _grade(self, sample: GradingSample) -> Grade:
         try:
             # The function has its time in its own process; what exceeds this has not even been answered there.
-            async with asyncio.timeout(self._config.timeout_seconds + START_SECONDS):
-                return Grade.model_validate(await self.code.call(sample.model_dump(mode="json")))
-        except TimeoutError:
-            return Grade.error("the process of the custom function does not answer")
+            seconds = self._config.timeout_seconds + START_SECONDS
+            return Grade.model_validate(await self.code.call(sample.model_dump(mode="json"), seconds=seconds))
         except FlotillaError as error:
             return Grade.error(error.detail)
         except ValidationError:
@@ -79,4 +79,4 @@ class _Function:
 
 
 if __name__ == "__main__":
-    serve_code(_Function)
+    serve(_Function, is_confined=True)

@@ -9,7 +9,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flotilla.shared.children.code_process import CodeProcess
+from flotilla.shared.children.calls import CallProcess
+from flotilla.shared.children.processes import python_module
 from flotilla.shared.config.sections.episodes import EnvironmentConfig
 from flotilla.shared.errors import EpisodeFailed, FlotillaError, WorkerDied
 
@@ -31,7 +32,8 @@ class CustomProcess:
     def __init__(self, environments: Sequence[EnvironmentConfig] = (), tools: Sequence[str] = ()) -> None:
         sections = [each.model_dump(mode="json") for each in environments]
         named = [*(each.environment for each in environments), *tools]
-        self._code = CodeProcess(MODULE, {"environments": sections, "tools": list(tools)}, ", ".join(named))
+        opening = {"environments": sections, "tools": list(tools)}
+        self._code = CallProcess(python_module(MODULE), opening, ", ".join(named))
         self._environments = environments
         self._numbers = itertools.count()
         self.needs_row: Sequence[bool] = ()

@@ -80,9 +80,9 @@ async def test_it_grades_and_says_what_went_wrong(
 async def test_a_process_that_ended_is_started_again_and_fails_nobody_elses_samples(tmp_path: Path) -> None:
     async with a_verifier(tmp_path, "by_length") as verifier:
         await verifier.start()
-        assert verifier.code.process is not None
-        verifier.code.process.kill()
-        await verifier.code.process.wait()
+        assert verifier.code.child is not None
+        verifier.code.child.process.kill()
+        await verifier.code.child.ended()
 
         grades = await verifier.score([a_sample("a" * n) for n in range(20)])
 
@@ -92,11 +92,11 @@ async def test_a_process_that_ended_is_started_again_and_fails_nobody_elses_samp
 async def test_nothing_of_it_is_left(tmp_path: Path) -> None:
     async with a_verifier(tmp_path, "hangs") as verifier:
         scoring = asyncio.create_task(verifier.score([a_sample()]))
-        while verifier.code.process is None or not verifier.code.num_waiting:
+        while verifier.code.child is None or not verifier.code.num_waiting:
             await asyncio.sleep(0.01)
-        process = verifier.code.process
+        child = verifier.code.child
 
-    assert process.returncode is not None
+    assert child.has_ended
     assert "ended with code" in str((await scoring)[0].reason)
 
 

@@ -1,5 +1,6 @@
 """What may succeed on trying again is absence, wherever code or files of a spec are opened."""
 
+import asyncio
 import errno
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from flotilla.services.reward.verifiers.reward_model import RewardModelVerifier
 from flotilla.services.rollout.custom.process import CustomProcess
 from flotilla.services.rollout.engines.decoders.checkpoint import read_config
 from flotilla.services.rollout.tools.http_tool import HttpTool
-from flotilla.shared.children import code_process
+from flotilla.shared.children import calls
 from flotilla.shared.config.sections.episodes import EnvironmentConfig
 from flotilla.shared.config.sections.reward import CustomConfig
 from flotilla.shared.config.sections.reward_model import RewardModelConfig
@@ -99,7 +100,7 @@ async def test_an_environment_whose_server_is_absent_is_waited_for(tmp_path: Pat
 
 
 async def test_code_that_is_slow_to_load_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_process, "START_SECONDS", 0.05)
+    monkeypatch.setattr(calls, "START_SECONDS", 0.05)
     (tmp_path / "own.py").write_text("import time; time.sleep(60)\n")
     verifier = CustomProcessVerifier(CustomConfig(path=f"{tmp_path}/own.py:score"), None)
 
@@ -111,7 +112,7 @@ async def test_no_room_for_a_process_is_waited_for(tmp_path: Path, monkeypatch: 
     async def full(*_: object, **__: object) -> None:
         raise BlockingIOError(errno.EAGAIN, "too many processes")
 
-    monkeypatch.setattr(code_process.asyncio, "create_subprocess_exec", full)
+    monkeypatch.setattr(asyncio.get_running_loop(), "subprocess_exec", full)
     verifier = CustomProcessVerifier(CustomConfig(path=f"{tmp_path}/own.py:score"), None)
     model = RewardModelVerifier(RewardModelConfig(kind="reward_model", path=str(tmp_path)), tmp_path)
 

@@ -16,7 +16,7 @@ import torch
 import torch.multiprocessing
 from torch import Tensor
 
-from flotilla.shared.children.code_process import serve_code
+from flotilla.shared.children.serving import serve
 from flotilla.shared.errors import FlotillaError
 from flotilla.shared.weights.image.image import layout_of
 from flotilla.shared.weights.image.tensors import TORCH_DTYPES
@@ -37,7 +37,7 @@ class HeldPiece:
         # The other strategy needs a secret of the process that maps it.
         torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
 
-    async def handle(self, content: Any) -> object:
+    def handle(self, content: Any) -> object:
         """Hold ``[image, first tensor, one past the last, ranks]``, or with None nothing."""
         self._held = None
         if self._device.type == "cuda":
@@ -85,4 +85,4 @@ def handle_of(bucket: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    serve_code(HeldPiece)
+    serve(HeldPiece)

@@ -9,7 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from flotilla.shared.children.code_process import CodeProcess
+from flotilla.shared.children.calls import CallProcess
+from flotilla.shared.children.processes import python_module
 from flotilla.shared.errors import DeadlineExceeded, WeightTransferFailed, WorkerDied
 
 MODULE = "flotilla.services.rollout.engines.sglang.bucket_process"
@@ -58,7 +59,7 @@ class BucketProcess:
     """
 
     def __init__(self, device: str, seconds: float, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._code = CodeProcess(MODULE, {"device": device}, "the weights for SGLang")
+        self._code = CallProcess(python_module(MODULE), {"device": device}, "the weights for SGLang")
         self._seconds = seconds
         self.bucket_bytes = bucket_bytes
 

@@ -1,0 +1,36 @@
+"""Calls of a child process from threads: the same client, on an event loop of its own."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from flotilla.shared.children.calls import CallProcess
+
+
+class BlockingCalls:
+    """A process that was started; several threads may call at once.
+
+    Attributes:
+        about: what it says of what it loaded.
+    """
+
+    def __init__(self, process: CallProcess, portal: BlockingPortal, about: Any) -> None:
+        self._process, self._portal, self.about = process, portal, about
+
+    def call(self, content: object, *, seconds: float) -> Any:
+        """See ``CallProcess.call``."""
+        return self._portal.call(lambda: self._process.call(content, seconds=seconds))
+
+
+@contextmanager
+def running(process: CallProcess) -> Iterator[BlockingCalls]:
+    """Start a process, and end it afterwards; blocks. Errors are those of ``CallProcess.start``."""
+    # The standard loop, whatever the service's own: it runs on a thread that is not the main one.
+    with start_blocking_portal(backend_options={"loop_factory": asyncio.SelectorEventLoop}) as portal:
+        try:
+            yield BlockingCalls(process, portal, portal.call(process.start))
+        finally:
+            portal.call(process.aclose)

@@ -1,0 +1,111 @@
+"""The child's side of ``calls``: loads what it is told, answers until its input ends, and dies with its parent."""
+
+import asyncio
+import inspect
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any, BinaryIO, Protocol
+
+from flotilla.shared.children.confinement import confine
+from flotilla.shared.children.processes import die_with_parent
+from flotilla.shared.errors import FlotillaError, InvalidSpec
+from flotilla.shared.net.absence import absent_or
+
+MAX_LINE_BYTES = 1 << 30
+"""Of a message of the owner's, who bounds what it sends."""
+
+
+class Loaded(Protocol):
+    """What was loaded, in its process."""
+
+    @property
+    def about(self) -> object:
+        """What the owner is told of it, in JSON."""
+
+    def handle(self, content: Any) -> object | Awaitable[object]:
+        """Do what a call asks for, and return the result in JSON.
+
+        A coroutine function works on many calls at once, each of which may be cancelled; another one on one at a time.
+        A ``FlotillaError`` is raised again on the other side, by its code; any other exception as the base class.
+        """
+
+
+def serve(load: Callable[[Any], Loaded], *, is_confined: bool = False) -> None:
+    """Be such a process.
+
+    What the code prints goes to standard error, and it finds nothing on standard input.
+
+    Args:
+        load: makes it of the opening. A ``FlotillaError`` of its, a ``ValueError`` or a ``TypeError`` is what the owner
+            is told; after any other exception the process ends.
+        is_confined: whether it must not see the owner's memory; see ``confinement``.
+    """
+    die_with_parent(with_signal=signal.SIGKILL)
+    if is_confined:
+        confine()
+    with os.fdopen(os.dup(1), "wb") as answers, os.fdopen(os.dup(0), "rb") as asked:
+        os.dup2(2, 1)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        try:
+            loaded = load(json.loads(asked.readline()))
+            gives_up = inspect.iscoroutinefunction(loaded.handle)
+            greeting = _line({"ready": loaded.about, "gives_up": gives_up})
+        except (FlotillaError, TypeError, ValueError) as error:
+            known = error if isinstance(error, FlotillaError) else InvalidSpec(str(error))
+            _write(answers, _line({"error": _told(absent_or(error, known))}))
+            return
+        _write(answers, greeting)
+        if gives_up:
+            asyncio.run(_answer_at_once(loaded, asked, answers))
+            return
+        for line in asked:
+            number, content = json.loads(line)
+            try:
+                answer = _line([number, loaded.handle(content)])
+            except Exception as error:
+                answer = _line([number, None, _told(error)])
+            _write(answers, answer)
+
+
+async def _answer_at_once(loaded: Loaded, asked: BinaryIO, answers: BinaryIO) -> None:
+    lines = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), asked)
+    running: dict[int, asyncio.Task[None]] = {}
+
+    async def answer(number: int, content: Any) -> None:
+        try:
+            result = loaded.handle(content)
+            assert inspect.isawaitable(result)
+            line = _line([number, await result])
+        except Exception as error:
+            line = _line([number, None, _told(error)])
+        _write(answers, line)
+
+    while line := await lines.readline():
+        message = json.loads(line)
+        if isinstance(message, dict):
+            if (task := running.get(message["cancel"])) is not None:
+                task.cancel()
+            continue
+        number, content = message
+        task = running[number] = asyncio.create_task(answer(number, content))
+        task.add_done_callback(lambda _, number=number: running.pop(number, None))  # type: ignore[misc]
+
+
+def _told(error: Exception) -> list[str]:
+    if isinstance(error, FlotillaError):
+        return [error.code, error.detail]
+    return [FlotillaError.code, f"{type(error).__name__}: {error}"]
+
+
+def _line(message: object) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _write(answers: BinaryIO, line: bytes) -> None:
+    answers.write(line)
+    answers.flush()

@@ -1,0 +1,119 @@
+"""Starts child processes: without the fleet's secrets, in a group of their own, with their last words kept."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Mapping, Sequence
+
+from flotilla.shared.children.last_words import READ_BYTES, LastWords, cause_of_death
+from flotilla.shared.children.processes import reap
+from flotilla.shared.children.secret_variables import without_secrets
+from flotilla.shared.host.control_groups import count_memory_kills
+
+LAST_WORDS_SECONDS = 1.0
+"""A grandchild may hold standard error open: no more is waited for than this."""
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """Return this process's environment without secrets, with some changes."""
+    return without_secrets(os.environ) | changes
+
+
+class Child:
+    """A child process with pipes. Made by :func:`spawn`; it is ended by its owner.
+
+    Args:
+        process: with standard input, output and error as pipes.
+        transport: of its pipes.
+        words: gets what it writes to standard error.
+    """
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, transport: asyncio.SubprocessTransport, words: LastWords
+    ) -> None:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        self.process, self.words = process, words
+        self._transport = transport
+        self.stdin, self.stdout = process.stdin, process.stdout
+        self._memory_kills = count_memory_kills()
+        self._is_killed = self._is_over = False
+        self._hearing = asyncio.create_task(self._hear(process.stderr), name="last words")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is no process any more."""
+        return self.process.returncode is not None
+
+    @property
+    def exit_code(self) -> int | None:
+        """Negative for the signal that ended it; None while it runs."""
+        return self.process.returncode
+
+    def cause(self) -> str:
+        """Say how it ended, with the last lines that it wrote; see ``cause_of_death``."""
+        is_out_of_memory = count_memory_kills() > self._memory_kills
+        how = cause_of_death(self.exit_code, is_out_of_memory=is_out_of_memory, is_killed_here=self._is_killed)
+        return how + self.words.shown()
+
+    async def ended(self) -> int | None:
+        """Wait until it has ended by itself, and its last words are heard."""
+        code = await self.process.wait()
+        await self._heard()
+        return code
+
+    async def end(self) -> int | None:
+        """Kill it, and the processes of its group, and wait for its end; a child that has ended keeps its exit code."""
+        if not self._is_over:
+            # Once: the group outlives a child whose own children still run, but its number is given again later.
+            self._is_over, self._is_killed = True, not self.has_ended
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        code = await reap(self.process)
+        await self._heard()
+        self._transport.close()
+        await asyncio.sleep(0)  # in which the pipes are closed
+        return code
+
+    async def _heard(self) -> None:
+        await asyncio.wait([self._hearing], timeout=LAST_WORDS_SECONDS)
+        self._hearing.cancel()
+        await asyncio.gather(self._hearing, return_exceptions=True)
+
+    async def _hear(self, errors: asyncio.StreamReader) -> None:
+        while data := await errors.read(READ_BYTES):
+            self.words.hear(data)
+
+
+async def spawn(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    max_line_bytes: int,
+    is_quiet: bool = False,
+) -> Child:
+    """Start a program with pipes, in a session of its own: a terminal's interrupt is its owner's to handle.
+
+    It is to ask for its parent-death signal itself (``processes.die_with_parent``), as ``serving`` does.
+
+    Args:
+        command: program and arguments.
+        environment: all of its variables; None: ``child_environment()``.
+        max_line_bytes: longest line of its standard output.
+        is_quiet: whether its standard error is not passed on to this process' own.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    loop = asyncio.get_running_loop()
+    # As ``create_subprocess_exec``, which keeps the transport to itself: a grandchild may hold the pipes open.
+    transport, protocol = await loop.subprocess_exec(
+        lambda: asyncio.subprocess.SubprocessStreamProtocol(limit=max_line_bytes, loop=loop),
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=child_environment() if environment is None else environment,
+        start_new_session=True,
+    )
+    return Child(asyncio.subprocess.Process(transport, protocol, loop), transport, LastWords(is_quiet=is_quiet))

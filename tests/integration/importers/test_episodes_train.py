@@ -18,8 +18,8 @@ from flotilla.cli.__main__ import main
 from flotilla.shared.schemas.experiment import ExperimentState
 from tests.fleet import RunningFleet, make_experiment, running_fleet
 from tests.integration.importers.test_recipes_train import trained, write_verl_rows
+from tests.unit.importers.roll.test_environments import FILE as LAKE_AND_ROOM
 from tests.unit.importers.sources import nested
-from tests.unit.importers.test_roll_environments import FILE as LAKE_AND_ROOM
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
 

@@ -37,7 +37,7 @@ from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group
 from flotilla.shared.testing.builders import a_task
 from tests.contract.engine.models import save_image
 from tests.unit.rollout.chat_templates import tokenizer_of
-from tests.unit.rollout.test_turns_in_templates import renderer_of
+from tests.unit.rollout.test_rendering import renderer_of
 
 pytestmark = pytest.mark.slow
 

@@ -30,7 +30,7 @@ from flotilla.shared.weights.image.image import WeightImage
 from tests.integration.trainer.architectures import ARCHITECTURES
 from tests.integration.trainer.ranks import TWO_RANKS, in_parts, run_ranks, stored
 from tests.unit.trainer.builders import a_model, a_spec, uneven_groups
-from tests.unit.trainer.test_finished_learner import a_classifier, demonstrations, pairs, spec_of
+from tests.unit.trainer.test_finished import a_classifier, demonstrations, pairs, spec_of
 
 pytestmark = [pytest.mark.timeout(900)]
 

@@ -6,7 +6,7 @@ import pytest
 
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.errors import InvalidSpec
-from tests.unit.config.test_load import a_document
+from tests.unit.config.test_spec_text import a_document
 
 SHORT = {"sampling": {"max_new_tokens": 16}, "engine": {"context_tokens": 64}}
 CUSTOM = {"kind": "gdpo", "components": ["style"]}

@@ -9,7 +9,7 @@ from flotilla.shared.config.load.spec_text import changed_live, validate_spec, w
 from flotilla.shared.config.rules.devices import DeviceFacts, DeviceNeed, decide, rollout_need, trainer_need
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import Conflict, InvalidSpec
-from tests.unit.config.test_load import a_document
+from tests.unit.config.test_spec_text import a_document
 
 SGLANG = {"kind": "sglang", "device": "cuda"}
 GPU, TWO, CPU = DeviceFacts(1, uses_cuda=True), DeviceFacts(2, uses_cuda=True), DeviceFacts()

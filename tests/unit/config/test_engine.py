@@ -9,7 +9,7 @@ from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.sections.engine import SglangEngineConfig, TorchEngineConfig, VllmEngineConfig
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.schemas.engine import EngineCapability
-from tests.unit.config.test_load import a_document
+from tests.unit.config.test_spec_text import a_document
 
 
 def with_engine(engine: dict[str, Any], **rollout: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 
 from flotilla.shared.config.load.spec_text import changed_live, validate_spec
 from flotilla.shared.errors import InvalidSpec
-from tests.unit.config.test_load import a_document
+from tests.unit.config.test_spec_text import a_document
 
 
 def test_an_experiment_asks_for_one_of_each_unless_told_otherwise() -> None:

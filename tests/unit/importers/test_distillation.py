@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.unit.importers.sources import BASES, import_flat
-from tests.unit.importers.test_launch import field, refused
+from tests.unit.importers.verl.test_launch import field, refused
 
 ON = {
     "distillation.enabled": True,

@@ -20,7 +20,7 @@ from flotilla.shared.config.sections.reward import RewardConfig
 from flotilla.shared.errors import GradingFailed, InvalidSpec
 from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
 from flotilla.shared.testing.builders import a_group, a_task, a_trajectory
-from tests.unit.reward.test_worker import World, by_index, grading
+from tests.unit.reward.test_consumer import World, by_index, grading
 
 URL = "http://93.184.215.14:30000"
 IDS, START = [7, 8, 9, 10], 2

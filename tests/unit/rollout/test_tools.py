@@ -30,7 +30,7 @@ from flotilla.shared.schemas.task import Message
 from flotilla.shared.schemas.turns import FinishReason
 from flotilla.shared.testing.builders import a_task
 from tests.unit.gateway.builders import a_spec
-from tests.unit.rollout.test_turns_in_templates import renderer_of
+from tests.unit.rollout.test_rendering import renderer_of
 
 OWN = '''
 import asyncio

@@ -1,6 +1,6 @@
 """The checks over windows that real runs left: every prefix of a healthy one is healthy, the others are named.
 
-``health_windows.json`` holds the steps' figures and the counts of what was graded, of short runs of the arithmetic
+``windows.json`` holds the steps' figures and the counts of what was graded, of short runs of the arithmetic
 example: two that learn, and some with a learning rate or rewards that are far too large.
 """
 
@@ -13,9 +13,9 @@ import pytest
 from flotilla.services.gateway.monitoring.health.checks import find
 from flotilla.services.gateway.monitoring.health.evidence import Evidence, Graded, Sampled, StepFigures
 from flotilla.shared.config.sections.health import CheckName
-from tests.unit.gateway.health import SAMPLES, facts
+from tests.unit.gateway.health.builders import SAMPLES, facts
 
-WINDOWS: dict[str, Any] = json.loads(Path(__file__).with_name("health_windows.json").read_text())
+WINDOWS: dict[str, Any] = json.loads(Path(__file__).with_name("windows.json").read_text())
 
 
 def found_after(name: str, num_steps: int) -> list[CheckName]:

@@ -19,7 +19,7 @@ from flotilla.shared.clock import ManualClock
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.health import GradingReport, SamplingReport
 from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment
-from tests.unit.gateway.health import FIGURES, SAMPLES, evidence, facts, graded
+from tests.unit.gateway.health.builders import FIGURES, SAMPLES, evidence, facts, graded
 
 
 def report(groups: int, *, dead: int, session: str = "a", **fields: Any) -> GradingReport:

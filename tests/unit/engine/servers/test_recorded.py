@@ -21,7 +21,7 @@ from tests.contract.engine.fake_vllm import FakeVllm
 from tests.contract.engine.models import VOCAB, save_model
 from tests.contract.engine.requests import a_request
 
-GOLDENS = Path(__file__).parents[2] / "goldens"
+GOLDENS = Path(__file__).parents[3] / "goldens"
 REASONS = {"length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 Record = dict[str, Any]
 

@@ -9,9 +9,9 @@ from flotilla.services.gateway.monitoring.health.checks import CHECKS, find
 from flotilla.services.gateway.monitoring.health.evidence import Sampled
 from flotilla.shared.config.sections.health import CheckName, HealthConfig
 from flotilla.shared.schemas.health import SampleExcerpt
-from tests.unit.gateway.health import evidence, facts, found, graded, steps
+from tests.unit.gateway.health.builders import evidence, facts, found, graded, steps
 
-PAGE = (Path(__file__).parents[3] / "docs" / "health.md").read_text()
+PAGE = (Path(__file__).parents[4] / "docs" / "health.md").read_text()
 NEVER = {"flat_groups": 40, "signalless_groups": 40, "repeated": 350, "answered": 0}
 DEAD = {"flat_groups": 48, "signalless_groups": 48, "repeated": 384}
 

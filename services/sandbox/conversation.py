@@ -8,6 +8,7 @@ from flotilla.services.sandbox.fork_servers import ForkServer, SandboxFailed
 from flotilla.services.sandbox.guard.job import OVER_LIMIT, Cell, CellResult, JobResult, PhaseResult
 from flotilla.services.sandbox.guard.messages import LENGTH_BYTES, framed
 from flotilla.services.sandbox.limits import Limits, longest_seconds
+from flotilla.shared.host.start_patience import patient
 
 START_SECONDS = 20.0
 CELL_SECONDS = 35.0
@@ -49,7 +50,7 @@ class Conversation:
             SandboxFailed: it does not start.
             TimeoutError: likewise.
         """
-        async with asyncio.timeout(START_SECONDS):
+        async with asyncio.timeout(patient(START_SECONDS)):
             answer = await self._answer()
         if answer is None or not answer.is_alive:
             why = answer.result.error if answer is not None else GUARD_KILLED

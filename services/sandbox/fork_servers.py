@@ -22,6 +22,7 @@ from flotilla.services.sandbox.processors import ProcessorGroup, ProcessorGroups
 from flotilla.shared.children.processes import reap
 from flotilla.shared.concurrency.cancelling import to_the_end, until_done
 from flotilla.shared.errors import FlotillaError
+from flotilla.shared.host.start_patience import patient
 
 START_SECONDS = 20.0
 EMPTY_SECONDS = 1.0
@@ -273,15 +274,16 @@ class ForkServer:
 
     async def _greet(self, message: bytes) -> None:
         assert self.process.stderr is not None
+        seconds = patient(START_SECONDS)
         try:
-            async with asyncio.timeout(START_SECONDS):
+            async with asyncio.timeout(seconds):
                 try:
                     await self._expect(message)
                 except ConnectionError:
                     said = (await read_at_most(self.process.stderr, MAX_COMPLAINT_BYTES)).decode(errors="replace")
                     raise SandboxFailed(f"the guard did not start: {said.strip() or 'it said nothing'}") from None
         except TimeoutError:
-            raise SandboxFailed(f"the guard did not start within {START_SECONDS:g} s") from None
+            raise SandboxFailed(f"the guard did not start within {seconds:g} s") from None
 
 
 async def _spawn(isolation: Isolation, slot: Slot, control: socket.socket) -> asyncio.subprocess.Process:

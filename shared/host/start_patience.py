@@ -39,6 +39,15 @@ def patience_from(values: Mapping[str, str]) -> float:
     return factor
 
 
+def patient(seconds: float) -> float:
+    """Multiply a start's limit by the patience that the environment asks for.
+
+    Raises:
+        InvalidRequest: it is no number above 0.
+    """
+    return seconds * patience_from(os.environ)
+
+
 def cpu_seconds(pids: Iterable[int]) -> float:
     """Add up what processes and their children have computed so far; of one that has ended nothing."""
     total = 0.0

@@ -22,6 +22,7 @@ from flotilla.shared.children.restarts import Restarts
 from flotilla.shared.children.secret_variables import without_secrets
 from flotilla.shared.config.sections.reward_model import RewardModelConfig
 from flotilla.shared.errors import FlotillaError, GradingFailed, InvalidSpec, Unavailable
+from flotilla.shared.host.start_patience import start_timeout
 from flotilla.shared.net.absence import absent_or
 from flotilla.shared.schemas.grading import Grade, GradingSample
 
@@ -166,15 +167,21 @@ class RewardModelVerifier:
         except (AssertionError, TypeError, ValueError) as error:
             raise GradingFailed(f"the reward model's process gave no scores: {error}") from error
 
-    async def _exchange(self, process: asyncio.subprocess.Process, asked: object, seconds: float) -> object:
+    async def _exchange(
+        self, process: asyncio.subprocess.Process, asked: object, seconds: float, *, starts: bool = False
+    ) -> object:
         """Write one line and read one.
+
+        Args:
+            seconds: until when.
+            starts: whether the process is starting, so that its computing puts the end off.
 
         Raises:
             GradingFailed: the process ended, or took too long.
         """
         assert process.stdin is not None and process.stdout is not None
         try:
-            async with asyncio.timeout(seconds):
+            async with start_timeout(seconds, process.pid) if starts else asyncio.timeout(seconds):
                 process.stdin.write(json.dumps(asked).encode() + b"\n")
                 await process.stdin.drain()
                 line = await process.stdout.readline()
@@ -205,7 +212,7 @@ class RewardModelVerifier:
         self._process = process
         first = {"config": self._config.model_dump(mode="json"), "directory": str(self._directory)}
         try:
-            wrong = await self._exchange(process, first, START_SECONDS)
+            wrong = await self._exchange(process, first, START_SECONDS, starts=True)
             if wrong is not None:
                 assert isinstance(wrong, dict)
                 kind = Unavailable if wrong["passes"] else InvalidSpec

@@ -24,6 +24,7 @@ from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.environment.settings import ENGINE_PYTHONS, LOOPBACK, IPNetwork
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.host.devices import decided_here
+from flotilla.shared.host.start_patience import patient
 from flotilla.shared.models.hub import model_directory
 from flotilla.shared.schemas.engine import EngineCapability, EngineOffer
 
@@ -100,7 +101,7 @@ def server_settings(
         decodes=bool(spec.rollout.sampling.stop),
         options=_options(spec, engine),
         sleeps=spec.shares_devices,
-        start_seconds=engine.start_seconds,
+        start_seconds=patient(engine.start_seconds),
         load_seconds=engine.load_seconds,
         networks=networks,
     )

@@ -15,6 +15,7 @@ from flotilla.services.rollout.tools.base import Schema, Tool, ToolFailed
 from flotilla.shared.config.sections.episodes import McpToolsConfig
 from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
 from flotilla.shared.errors import EpisodeFailed, FlotillaError, InvalidSpec, Unavailable
+from flotilla.shared.host.start_patience import patient
 from flotilla.shared.net.absence import absent_or
 
 START_SECONDS = 30.0
@@ -60,13 +61,13 @@ class McpServer:
                 tool that the spec names.
             Unavailable: it does not answer now, or not within ``START_SECONDS``.
         """
-        session = await self._connected()
+        session, seconds = await self._connected(), patient(START_SECONDS)
         try:
-            async with asyncio.timeout(START_SECONDS):
+            async with asyncio.timeout(seconds):
                 listed = await session.list_tools()
         except TimeoutError as error:
             await self.close()
-            raise Unavailable(f"the MCP server did not list its tools within {START_SECONDS:g} s") from error
+            raise Unavailable(f"the MCP server did not list its tools within {seconds:g} s") from error
         except Exception as error:  # the package raises whatever its transport does
             await self.close()
             raise self._unusable(error) from error
@@ -112,18 +113,18 @@ class McpServer:
         async with self._starting:
             if self._holder is not None and not self._holder.done():
                 return self._session
-            self._ending = asyncio.Event()
+            self._ending, seconds = asyncio.Event(), patient(START_SECONDS)
             ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             self._holder = asyncio.create_task(self._hold(ready, self._ending), name="mcp session")
             try:
-                async with asyncio.timeout(START_SECONDS):
+                async with asyncio.timeout(seconds):
                     self._session = await ready
             except BaseException as error:
                 # Whoever comes next begins another session, whatever becomes of this one.
                 holder, self._holder = self._holder, None
                 holder.cancel()
                 if isinstance(error, TimeoutError):
-                    raise Unavailable(f"the MCP server did not answer within {START_SECONDS:g} s") from error
+                    raise Unavailable(f"the MCP server did not answer within {seconds:g} s") from error
                 raise
             return self._session
 

@@ -105,6 +105,9 @@ async def test_a_slow_server_is_waited_for_and_used_once_it_answers(
             hasty.setattr(mcp_tools, "START_SECONDS", 0.2)
             with pytest.raises(Unavailable, match=r"did not answer within 0\.2 s"):
                 await server.tools()
+            hasty.setenv("FLOTILLA_START_PATIENCE", "2")
+            with pytest.raises(Unavailable, match=r"did not answer within 0\.4 s"):
+                await server.tools()
         (tmp_path / "hold").unlink()
         add, _ = await server.tools()
         assert await add.call({"a": 2, "b": 3}) == "5"

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from flotilla.services.reward.verifiers import reward_model
 from flotilla.services.reward.verifiers.reward_model import RewardModelVerifier, text_of
 from flotilla.shared.config.sections.reward_model import RewardModelConfig
-from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.errors import InvalidSpec, Unavailable
 from flotilla.shared.schemas.grading import GradingMessage, GradingTurn
 from flotilla.shared.schemas.trajectory import GradeStatus
 from tests.unit.reward.builders import a_sample
@@ -159,3 +160,19 @@ def test_the_turns_of_an_episode_are_one_conversation() -> None:
 def test_settings_without_effect_are_refused(fields: dict[str, Any], match: str) -> None:
     with pytest.raises(ValidationError, match=match):
         RewardModelConfig(path="/m", **fields)
+
+
+async def test_a_busy_machine_gives_the_process_more_time_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_model, "START_SECONDS", 0.2)
+    slow = f"time.sleep(1)\n{FIRST}answer(json.loads(line))\nsys.stdin.readline()\n"
+
+    async with a_verifier(tmp_path, slow) as verifier:
+        with pytest.raises(Unavailable, match=r"did not answer within 0\.2 s"):
+            await verifier.start()
+        monkeypatch.setenv("FLOTILLA_START_PATIENCE", "300")
+        await verifier.start()
+        grades = await verifier.score([a_sample("aaa")])
+
+    assert [grade.reward for grade in grades] == [3.0]

@@ -8,10 +8,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from flotilla.services.rollout.engines.opening import make_engine, offers
+from flotilla.services.rollout.engines.opening import make_engine, offers, server_settings
 from flotilla.services.rollout.engines.servers.settings import ServerSettings
 from flotilla.services.rollout.engines.vllm.engine import VllmEngine
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.config.sections.engine import VllmEngineConfig
 from flotilla.shared.errors import InvalidSpec, ModelError, WorkerDied
 from flotilla.shared.schemas.engine import EngineCapability
 from tests.contract.engine.fake_vllm import FakeVllm
@@ -203,3 +204,13 @@ def test_a_service_says_which_engines_it_can_start() -> None:
     assert offered == {"torch": True, "sglang": False, "vllm": True}
     with pytest.raises(InvalidSpec, match="needs FLOTILLA_SGLANG_PYTHON"):
         make_engine(a_spec(rollout={"engine": {"kind": "sglang"}}), {"vllm": Path("/python")})
+
+
+def test_a_busy_machine_gives_a_server_more_time_to_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = VllmEngineConfig(kind="vllm", url="http://127.0.0.1:30000", start_seconds=40.0)
+    spec = a_spec(model={"path": str(model), "dtype": "float32"}, rollout={"engine": engine.model_dump()})
+    assert server_settings(spec, engine, None, ()).start_seconds == 40.0
+
+    monkeypatch.setenv("FLOTILLA_START_PATIENCE", "3")
+
+    assert server_settings(spec, engine, None, ()).start_seconds == 120.0

@@ -62,9 +62,9 @@ def _add_run(commands: "Commands") -> None:
     text = "Run one experiment on a fleet of its own, show its result, leave nothing running."
     parser = add_command(commands, "run", text, "run:run")
     parsing.add_spec(parser)
-    parsing.add_fleet(parser, default_port=0)
+    parsing.add_fleet(parser, default_port=0, follows_file=True)
     parser.add_argument("--runs", default="runs", help="where run directories are made (%(default)s)")
-    parser.add_argument("--name", help="name of the run directory (default: the experiment's name)")
+    parser.add_argument("--name", help="of the experiment, and of its run directory (default: the file's name)")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--continue", dest="go_on", action="store_true", help="go on where the run of this name ended")
     which.add_argument("--fresh", action="store_true", help="move an earlier run of this name to RUNS/earlier")
@@ -80,16 +80,18 @@ def _add_evaluate(commands: "Commands") -> None:
     parser.add_argument("--rows", metavar="FILE", help="problems to answer (default: those of the evaluation section)")
     text = "column of the rows with answers that were written before, which are graded in place of a model's"
     parser.add_argument("--answers", metavar="COLUMN", help=text)
-    parsing.add_fleet(parser, default_port=0)
+    parsing.add_fleet(parser, default_port=0, follows_file=True)
     parser.add_argument("--runs", default="runs", help="where run directories are made (%(default)s)")
-    parser.add_argument("--name", help="name of the run directory (default: the experiment's name and -evaluation)")
+    parser.add_argument(
+        "--name", help="of the experiment, and of its run directory (default: the file's name; NAME-evaluation)"
+    )
     parser.add_argument("--plain", action="store_true", help="lines instead of a live view")
     parser.set_defaults(go_on=False)
 
 
 def _add_fleet(commands: "Commands") -> None:
     up = add_command(commands, "up", "Start a fleet on this machine.", "fleet:up")
-    parsing.add_fleet(up, default_port=DEFAULT_PORT)
+    parsing.add_fleet(up, default_port=DEFAULT_PORT, follows_file=False)
     text = "address of this machine that the gateway and the services listen on, and are reached at (%(default)s)"
     up.add_argument("--host", default="127.0.0.1", help=text)
     up.add_argument("--data", default=DEFAULT_DATA, help="data directory (%(default)s)")
@@ -180,7 +182,9 @@ def _add_samples(commands: "Commands") -> None:
     replay.add_argument("experiment", help=text.partition(" (default")[0])
     replay.add_argument("step", type=parsing.at_least_one, help="number of the step")
     replay.add_argument("--sample", metavar="GROUP.ANSWER", help="take this sample apart, token by token")
-    show.add_argument("--step", type=parsing.at_least_zero, metavar="N", help="of this step, or evaluated after it")
+    show.add_argument(
+        "--step", type=parsing.at_least_zero, metavar="N", help="of this step, or evaluated after it (default: any)"
+    )
     order = show.add_mutually_exclusive_group()
     order.add_argument("--worst", action="store_true", help="lowest reward first, of all steps or of --step")
     order.add_argument("--best", action="store_true", help="highest reward first")
@@ -201,8 +205,10 @@ def _add_kept(commands: "Commands") -> None:
     ls = add_command(commands, "ls", "List experiments: the active ones first, then newest first.", "listing:ls")
     ls.add_argument("name", nargs="*", help="names or ids, such as 'sum-*'; all without any")
     ls.add_argument("--active", action="store_true", help="only those that are active")
-    ls.add_argument("--state", action="append", choices=STATES, help="only those in this state (may be repeated)")
-    ls.add_argument("--last", type=parsing.at_least_one, metavar="N", help="at most N")
+    ls.add_argument(
+        "--state", action="append", choices=STATES, help="only those in this state (default: any; may be repeated)"
+    )
+    ls.add_argument("--last", type=parsing.at_least_one, metavar="N", help="at most N (default: all)")
     delete = add_command(commands, "delete", "Delete an experiment's record; its directory stays.", "listing:delete")
     add_experiment(delete, is_needed=True)
     text = "List an experiment's checkpoints: where they are, which is newest, which is best."
@@ -230,7 +236,7 @@ def _add_kept(commands: "Commands") -> None:
     compare = add_command(commands, "compare", text, "report:compare")
     add_experiment(compare, is_needed=True, or_directory=True)
     compare.add_argument("others", nargs="+", metavar="EXPERIMENT", help="one or more to compare it with")
-    compare.add_argument("--metric", action="append", metavar="NAME", help="series such as 'loss/*' (may be repeated)")
+    compare.add_argument("--metric", action="append", metavar="NAME", help="such as 'loss/*' (default: the usual ones)")
     compare.add_argument("--step", type=parsing.at_least_zero, help="not beyond this step (default: the last of all)")
     compare.add_argument("--plot", metavar="FILE", help=picture)
     for parser in (report, compare):

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import json
 import os
 import re
 import shlex
@@ -23,6 +24,13 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 LIVE = ("resources.", "optimisation.steps")
 AUTO = ("parallelism.device", "rollout.engine.device", "model.dtype")
 MAX_NAMED = 5
+
+
+def overrides_of(arguments: argparse.Namespace) -> list[str]:
+    """List what the command line of a run, or of an evaluation, sets in its spec, weakest first."""
+    given = {"seed": arguments.seed, "name": arguments.name}
+    named = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    return [*(arguments.set or []), *named]
 
 
 def continue_command(arguments: argparse.Namespace, *, name: str, default_name: str) -> str:
@@ -74,6 +82,8 @@ def check_same(recorded: ExperimentSpec, wanted: ExperimentSpec) -> None:
         Conflict: a key differs; the detail names it with both values and the ways out.
     """
     others = {path: pair for path, pair in differences(recorded, wanted).items() if not path.startswith(LIVE)}
+    # Its directory says which run is meant, and may have a number behind the name; the experiment keeps its own.
+    others.pop("name", None)
     for path in [path for path in AUTO if others.get(path, ("", ""))[1] == "auto"]:
         # What it was decided to be when the run began stays.
         del others[path]

@@ -112,15 +112,19 @@ def add_spec(parser: argparse.ArgumentParser, *, is_needed: bool = True) -> None
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Add what overrides a spec."""
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="override, such as optimisation.steps=10")
-    parser.add_argument("--seed", type=at_least_zero, help="the experiment's seed")
+    parser.add_argument("--seed", type=at_least_zero, help="the experiment's seed (default: as written, else 0)")
 
 
-def add_fleet(parser: argparse.ArgumentParser, default_port: int) -> None:
-    """Add what a local fleet consists of."""
-    parser.add_argument("--rollouts", type=at_least_one, help="rollout services")
-    parser.add_argument("--trainers", type=at_least_one, help="trainers: parallelism.nodes per experiment at a time")
-    parser.add_argument("--rewards", type=at_least_one, help="reward services")
-    parser.add_argument("--sandboxes", type=at_least_one, help="sandbox services")
+def add_fleet(parser: argparse.ArgumentParser, default_port: int, *, follows_file: bool) -> None:
+    """Add what a local fleet consists of; one for a file has what that asks for."""
+    for option, what, key in (
+        ("--rollouts", "rollout services", "resources.rollouts.min"),
+        ("--trainers", "trainers, of which an experiment takes parallelism.nodes", "parallelism.nodes"),
+        ("--rewards", "reward services", "resources.rewards.min"),
+        ("--sandboxes", "sandbox services", "resources.sandboxes.min"),
+    ):
+        default = f"{key} of the file" if follows_file else "1"
+        parser.add_argument(option, type=at_least_one, help=f"{what} (default: {default})")
     text = "port of the gateway, 0 for any free one (%(default)s)"
     parser.add_argument("--port", type=port, default=default_port, help=text)
     parser.add_argument(

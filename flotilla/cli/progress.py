@@ -1,7 +1,7 @@
 """What is known about a running experiment, collected from the REST API, and how it is shown."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -15,9 +15,10 @@ from rich.text import Text
 from flotilla.cli.health import finding_lines, one_line
 from flotilla.connection import Source
 from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView, MetricPoint, Page
-from flotilla.shared.schemas.service import ServiceKind, ServiceView
+from flotilla.shared.schemas.service import ServiceKind, ServiceView, WorkState
 
 PAGE = 1000
+NOT_READY = frozenset({WorkState.IDLE, WorkState.STARTING})
 SPEED_SECONDS = 60.0
 """Over which the speed is told."""
 REWARD_STEPS = 5
@@ -60,12 +61,14 @@ class Progress:
         view: state, step, version.
         series: values by name: (step, version, value) in the order of steps.
         ledger: the train lane's ledger; the evaluation lane's where nothing is trained.
+        evaluation: the evaluation lane's ledger.
         services: those that work for it.
     """
 
     view: ExperimentView
     series: dict[str, list[tuple[int, int, float]]] = field(default_factory=dict)
     ledger: Mapping[str, Any] = field(default_factory=dict)
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
     services: list[ServiceView] = field(default_factory=list)
     cursor: str | None = None
     monotonic: Callable[[], float] = time.monotonic
@@ -110,6 +113,21 @@ class Progress:
         is_graded = "reward/mean" in self.series or "loss/total" not in self.series
         return ("reward", "reward/mean") if is_graded else ("loss", "loss/total")
 
+    @property
+    def waits_for(self) -> str:
+        """Say why no step is made yet; empty once there is one, where a problem says it, or where nothing is known."""
+        view = self.view
+        if view.step > 0 or view.problem is not None:
+            return ""
+        if view.state is ExperimentState.STARTING:
+            late = [each.kind.value for each in self.services if each.observed.state in NOT_READY]
+            names = [f"{count} {kind}" for kind, count in Counter(sorted(late)).items()]
+            return f"waits for {' and '.join(names)} to load" if names else "waits for services"
+        if view.state is ExperimentState.RUNNING and view.total_steps and self.evaluation.get("outstanding"):
+            asked = self.evaluation.get("issued", 0)
+            return f"evaluates before the first step: {_answered(self.evaluation)} of {asked} problems answered"
+        return ""
+
     def tokens_per_second(self) -> float:
         """Tokens that the rollouts sample, over the last minute: between two bursts the speed is not zero."""
         now, total = self._sampled[-1] if self._sampled else (0.0, 0)
@@ -139,7 +157,8 @@ class Progress:
         path = f"/v1/experiments/{self.view.id}"
         self.view = ExperimentView.model_validate(await client.call("GET", path))
         lane = "train" if self.view.total_steps else "evaluation"
-        self.ledger = (await client.call("GET", f"{path}/ledger"))[lane]
+        ledgers = await client.call("GET", f"{path}/ledger")
+        self.ledger, self.evaluation = ledgers[lane], ledgers.get("evaluation", {})
         answer = await client.call("GET", "/v1/services", params={"limit": PAGE})
         everyone = Page[ServiceView].model_validate(answer).items
         mine = {service for ids in self.view.services.values() for service in ids}
@@ -217,10 +236,11 @@ def _answered(ledger: Mapping[str, Any]) -> int:
 def _evaluation_line(progress: Progress, elapsed: float) -> str:
     """Write how far an experiment is that only evaluates."""
     view, ledger = progress.view, progress.ledger
+    why = f"  {progress.waits_for}" if progress.waits_for else ""
     problem = f"  ! {view.problem.component}: {view.problem.cause}" if view.problem else ""
     return (
         f"{duration(elapsed)} {view.state:<9} {_answered(ledger)} of {ledger.get('issued', 0)} problems answered, "
-        f"{progress.tokens_per_second():.0f} tok/s{problem}"
+        f"{progress.tokens_per_second():.0f} tok/s{why}{problem}"
     )
 
 
@@ -240,11 +260,12 @@ def live_line(progress: Progress, elapsed: float, left: float | None) -> str:
     waiting = ledger.get("waiting", {})
     queues = "/".join(str(waiting.get(hop, 0)) for hop in ("tasks", "generated", "scored"))
     problem = f"  ! {view.problem.component}: {view.problem.cause}" if view.problem else ""
+    why = f"  {progress.waits_for}" if progress.waits_for else ""
     findings = [each for each in view.health if each.check not in problem]
     return (
         f"{duration(elapsed)} {view.state:<9} step {view.step}/{view.total_steps} version {view.policy_version} "
         f"{progress.learned[0]} {_recent(progress)} {told}{_sampling(progress)}"
-        f"queues {queues} left {duration(left)}{problem}{one_line(findings)}"
+        f"queues {queues} left {duration(left)}{why}{problem}{one_line(findings)}"
     )
 
 
@@ -294,6 +315,8 @@ def live_view(progress: Progress, elapsed: float, left: float | None) -> Rendera
         Text(f"version {view.policy_version}"),
     )
     parts: list[RenderableType] = [bar, table]
+    if progress.waits_for:
+        parts.append(Text(progress.waits_for))
     if view.problem is not None:
         parts.append(Text(f"{view.problem.component}: {view.problem.cause}", style="bold red"))
     parts += [Text("\n".join(finding_lines(finding)), style="yellow") for finding in view.health]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flotilla.cli.commands.run import run_on_own_fleet
+from flotilla.cli.continuing import overrides_of
 from flotilla.cli.output import new_console, short_path, telling
 from flotilla.cli.run_directory import RunDirectory
 from flotilla.evaluation_spec import evaluation_of
@@ -19,8 +20,7 @@ async def evaluate(arguments: argparse.Namespace) -> int:
     """Measure a model; what it wrote, the figures and the logs stay in a run directory."""
     check_packages()
     console = new_console()
-    seed = [] if arguments.seed is None else [f"seed={arguments.seed}"]
-    launch = read_launch_file(Path(arguments.spec), [*(arguments.set or []), *seed], os.environ)
+    launch = read_launch_file(Path(arguments.spec), overrides_of(arguments), os.environ)
     model, rows = (None if given is None else Path(given) for given in (arguments.model, arguments.rows))
     launch = replace(launch, spec=evaluation_of(launch.spec, model=model, rows=rows, answers=arguments.answers))
     check_engine(launch.spec, os.environ)

@@ -122,7 +122,7 @@ def _make_log(data: Path) -> Path:
 
 def _last_line(path: Path) -> str:
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1].removeprefix("flotilla: ") if lines else "it said nothing"
 
 
 async def down(arguments: argparse.Namespace) -> int:

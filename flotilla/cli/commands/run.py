@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flotilla.cli.continuing import CALL_SECONDS, continue_command, go_on
+from flotilla.cli.continuing import CALL_SECONDS, continue_command, go_on, overrides_of
 from flotilla.cli.device_division import check_devices, wishes_of
 from flotilla.cli.fleet import FleetOptions, LocalFleet
 from flotilla.cli.following import REFRESH_SECONDS, follow
@@ -41,15 +41,12 @@ async def run(arguments: argparse.Namespace) -> int:
     """Run one experiment from nothing, or from where it ended, to its summary."""
     check_packages()
     console = new_console()
-    overrides = list(arguments.set or [])
-    if arguments.seed is not None:
-        overrides.append(f"seed={arguments.seed}")
-    launch = read_launch_file(Path(arguments.spec), overrides, os.environ)
+    launch = read_launch_file(Path(arguments.spec), overrides_of(arguments), os.environ)
     check_engine(launch.spec, os.environ)
     check_quantisation(launch.spec)
     async with telling(ASKING_THE_ENGINE):
         await check_options(launch.spec)
-    directory = RunDirectory(Path(arguments.runs), arguments.name or launch.spec.name)
+    directory = RunDirectory(Path(arguments.runs), launch.spec.name)
     path = directory.reopen() if arguments.go_on else directory.take_fresh() if arguments.fresh else directory.take()
     console.print(f"run        {short_path(path)}")
     try:
@@ -58,7 +55,8 @@ async def run(arguments: argparse.Namespace) -> int:
         if directory.experiment_id is None:
             console.print("ended before an experiment was created: the same command begins again")
         else:
-            command = continue_command(arguments, name=path.name, default_name=launch.spec.name)
+            written = launch.spec.name if arguments.name is None else ""
+            command = continue_command(arguments, name=path.name, default_name=written)
             console.print(f"stopped    after a checkpoint of step {directory.durable_step()}; go on with:")
             console.print(f"\n    {command}\n", markup=False)
         raise

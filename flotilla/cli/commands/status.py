@@ -4,6 +4,7 @@ import argparse
 import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,25 @@ from flotilla.cli.output import fitting, new_console, table_of, write_json
 from flotilla.cli.reasons import first_words
 from flotilla.connection import FLEET_FILE, FleetInfo
 from flotilla.shared.errors import FlotillaError
-from flotilla.shared.schemas.experiment import ExperimentView, Page
+from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView, Page
 from flotilla.shared.schemas.fleet import FleetView
 from flotilla.shared.schemas.service import Capabilities, ServiceKind, ServiceView
 
 GIGABYTE = 1024**3
-EXPERIMENT_KEYS = ("id", "name", "state", "step", "total_steps", "policy_version", "problem", "origin", "health")
+EXPERIMENT_KEYS = (
+    "id",
+    "name",
+    "state",
+    "step",
+    "total_steps",
+    "policy_version",
+    "problem",
+    "origin",
+    "health",
+    "updated_at",
+)
+FORGOTTEN_AFTER = timedelta(days=1)
+"""What was wrong with an experiment that ended longer ago is not listed; `ls` and `diagnose` still tell it."""
 
 
 async def status(arguments: argparse.Namespace) -> int:
@@ -124,9 +138,14 @@ def remarks(
     experiments: Sequence[Mapping[str, Any]],
     shares: Sequence[Mapping[str, Any]],
     services: Sequence[Mapping[str, Any]] = (),
+    *,
+    now: datetime | None = None,
 ) -> list[str]:
     """List what is wrong with services and experiments and what these wait for, one line each: sentences do not fit
     into cells.
+
+    Args:
+        now: what experiments ended a day before it or earlier had wrong is left out; None: the time that it is.
     """
     failing = [each for each in services if each["failure"]]
     lines = [
@@ -135,6 +154,8 @@ def remarks(
     ]
     told = set()
     for each in experiments:
+        if _is_long_over(each, now or datetime.now(UTC)):
+            continue
         if each["problem"]:
             lines.append(f"problem  {each['id']}: {each['problem']['component']}: {each['problem']['cause']}")
             told.add((each["id"], each["problem"]["cause"]))
@@ -144,6 +165,11 @@ def remarks(
             )
     waiting = [each for each in shares if each["waiting"] and (each["experiment_id"], each["waiting"]) not in told]
     return lines + [f"waiting  {each['experiment_id']}: {each['waiting']}" for each in waiting]
+
+
+def _is_long_over(experiment: Mapping[str, Any], now: datetime) -> bool:
+    is_final = ExperimentState(experiment["state"]).is_final
+    return is_final and now - datetime.fromisoformat(experiment["updated_at"]) > FORGOTTEN_AFTER
 
 
 def _shares(shares: list[dict[str, Any]]) -> Table:

@@ -140,8 +140,9 @@ def _check_columns(
         by = f"{field}.columns.{what}" if what in source.columns else f"data.{what}_column"
         which = location if len(missing) == len(rows) else f"row {missing[0]} of {location}"
         where = f"{which} has no column"
+        way = "" if what != "label" else "; where no grader needs a label, `label_column: null` in `data` says so"
         raise DataError(
-            f"{where} {wanted!r}, which {by} names; columns there: {', '.join(present)}",
+            f"{where} {wanted!r}, which {by} names; columns there: {', '.join(present)}{way}",
             path=location,
             field=by,
             columns=", ".join(present),

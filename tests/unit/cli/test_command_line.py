@@ -138,3 +138,14 @@ def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixtur
 
     script = capsys.readouterr().out
     assert all(words.split()[-1] in script for words in leaves(build_parser()))
+
+
+@pytest.mark.parametrize("command", ["run", "evaluate", "up", "fork", "ls", "compare", "watch", "logs"])
+def test_help_says_what_holds_where_an_option_is_left_out(command: str) -> None:
+    options = [each for each in leaves(build_parser())[command]._actions if each.option_strings and each.nargs != 0]
+
+    silent = [each.option_strings[0] for each in options if not each.required and "default" not in str(each.help)]
+
+    # What only adds to a command.
+    assert set(silent) <= {"--set", "--answers"}
+    assert all("%(default)s" in str(each.help) or "default:" in str(each.help) for each in options if each.default)

@@ -3,7 +3,7 @@
 import pytest
 
 from flotilla.cli.command_line import build_parser
-from flotilla.cli.continuing import check_same, continue_command, differences
+from flotilla.cli.continuing import check_same, continue_command, differences, overrides_of
 from flotilla.shared.errors import Conflict
 from tests.unit.gateway.builders import a_spec
 
@@ -55,3 +55,16 @@ def test_the_commit_that_a_hubs_model_was_pinned_to_stays() -> None:
 
     with pytest.raises(Conflict, match=r"model\.revision"):
         check_same(pinned, a_spec(model={"path": "a/b", "revision": "1" * 40}))
+
+
+def test_a_name_is_of_the_experiment_and_of_its_directory() -> None:
+    arguments = build_parser().parse_args(["run", "a.yaml", "--name", "7", "--set", "name=mine", "--seed", "3"])
+
+    assert overrides_of(arguments) == ["name=mine", "seed=3", 'name="7"']
+    assert continue_command(arguments, name="7", default_name="") == (
+        "flotilla run a.yaml --continue --set name=mine --seed 3 --name 7"
+    )
+
+
+def test_a_run_whose_experiment_has_another_name_than_its_directory_goes_on() -> None:
+    check_same(a_spec(name="trial"), a_spec(name="trial-2"))

@@ -14,7 +14,7 @@ from flotilla.cli.progress import Pace, Progress, duration, live_line, live_view
 from flotilla.cli.summary import summarise, summary_table
 from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView
-from flotilla.shared.schemas.service import Capabilities, ObservedState, ServiceKind, ServiceView
+from flotilla.shared.schemas.service import Capabilities, ObservedState, ServiceKind, ServiceView, WorkState
 
 
 def a_view(**fields: Any) -> ExperimentView:
@@ -351,3 +351,22 @@ async def test_an_accuracy_says_of_how_many_rows_it_is(graded: int, live: str, l
         "graded_rows": graded,
         "rows": 64,
     }
+
+
+def test_a_line_says_what_a_run_waits_for_before_its_first_step() -> None:
+    services = [a_rollout("r1"), a_rollout("r2"), a_rollout("r3")]
+    loading, done = (ObservedState(state=state) for state in (WorkState.STARTING, WorkState.RUNNING))
+    services = [each.model_copy(update={"observed": loading}) for each in services[:2]]
+    services.append(a_rollout("r3").model_copy(update={"observed": done}))
+    starting = Progress(a_view(state=ExperimentState.STARTING, step=0), services=services)
+    evaluating = Progress(a_view(step=0), evaluation={"issued": 512, "outstanding": 500})
+    troubled = Progress(
+        a_view(
+            state=ExperimentState.STARTING, step=0, problem={"component": "rollout", "cause": "no memory", "at": "x"}
+        )
+    )
+
+    assert "waits for 2 rollout to load" in live_line(starting, 1, None)
+    assert "evaluates before the first step: 12 of 512 problems answered" in live_line(evaluating, 1, None)
+    assert "waits" not in live_line(troubled, 1, None)
+    assert "evaluates" not in live_line(Progress(a_view(), evaluation={"issued": 512, "outstanding": 500}), 1, None)

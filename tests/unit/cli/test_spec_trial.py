@@ -86,6 +86,7 @@ async def test_everything_that_is_missing_is_named_at_once(tmp_path: Path, capsy
     assert "model.path: cannot read config.json" in said
     assert f"reward.components.0.path: there is no file {tmp_path}/grade.py" in said
     assert "'solution', which data.label_column names; columns there: answer, question" in said
+    assert "`label_column: null` in `data`" in said
     assert f"evaluation.sets.0: there is no file {tmp_path}/easy.jsonl" in said
 
 

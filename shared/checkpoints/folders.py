@@ -16,9 +16,10 @@ import xxhash
 from pydantic import ConfigDict, Field, ValidationError
 
 from flotilla.shared.errors import ModelError
-from flotilla.shared.files.beneath import PlainName, read_beneath, sizes_beneath
+from flotilla.shared.files.beneath import read_beneath, sizes_beneath
 from flotilla.shared.net.absence import absent_or
 from flotilla.shared.schemas.described import Described
+from flotilla.shared.schemas.plain_name import PlainName
 
 CHECKPOINTS = "checkpoints"
 """Folder of an experiment's directory."""

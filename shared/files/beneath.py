@@ -10,9 +10,7 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, BinaryIO
-
-from pydantic import AfterValidator
+from typing import BinaryIO
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Of a pipe the opening would wait for a writer: it is refused like everything that is no file.
@@ -37,18 +35,6 @@ def components(name: str) -> tuple[str, ...]:
     if any(part in {"", ".", ".."} for part in found) or "\0" in name or len(name) > LONGEST_NAME:
         raise Outside(name[:LONGEST_NAME], "it is no plain name of a file in a folder")
     return found
-
-
-def _is_plain(name: str) -> str:
-    try:
-        components(name)
-    except Outside as error:
-        raise ValueError(error.strerror) from None
-    return name
-
-
-PlainName = Annotated[str, AfterValidator(_is_plain)]
-"""The name of a file below a folder, such as ``model/config.json``."""
 
 
 def open_beneath(folder: Path, name: str, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from flotilla.shared.files.beneath import PlainName
 from flotilla.shared.schemas.health import HealthFinding
+from flotilla.shared.schemas.plain_name import PlainName
 from flotilla.shared.schemas.wire import Wire
 
 Item = TypeVar("Item", bound=BaseModel)

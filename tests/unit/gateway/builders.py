@@ -117,7 +117,7 @@ def a_registration(kind: ServiceKind = ServiceKind.ROLLOUT, incarnation: str = "
     """Make a registration."""
     fields: dict[str, Any] = {
         "kind": kind,
-        "address": f"http://127.0.0.1/{incarnation}",
+        "address": f"http://127.0.0.1/{incarnation.replace(' ', '-')}",
         "host": "here",
         "pid": 1,
         "capabilities": Capabilities(transports=("gloo",)),

@@ -26,7 +26,7 @@ async def test_it_goes_when_the_experiment_is_deleted() -> None:
 
     async def delete() -> None:
         async with gateway.store.transaction() as change:
-            gateway.repository.stage_removal(change, gateway.repository.get("one"))
+            gateway.repository.stage_removal(change, "one")
 
     await delete()
     gc.collect()

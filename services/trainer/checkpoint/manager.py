@@ -27,8 +27,7 @@ from flotilla.services.trainer.checkpoint.state import check_same_lineage, softw
 from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
 from flotilla.services.trainer.data.group_metrics import Totals
 from flotilla.services.trainer.learning.learner import Learner
-from flotilla.services.trainer.learning.opening import make_learner
-from flotilla.services.trainer.learning.roles import load_critic, load_teacher
+from flotilla.services.trainer.learning.opening import load_critic, load_teacher, make_learner
 from flotilla.services.trainer.models.loading import check_device, load_model
 from flotilla.services.trainer.parallel.ranks import ONE_RANK, Ranks
 from flotilla.shared.checkpoints.folders import (

@@ -38,6 +38,7 @@ class TrainingBatch:
         episode_index: [S] int64, number of the sequence's episode, from 0; None where each is an episode of its own.
         teacher_log_probs: [T] float32 nats of teachers behind URLs, 0 where not sampled; None unless all samples have
             them.
+        difficulty: [S] float32, of the tasks, from 0 to 1; None unless it weighs losses.
     """
 
     token_ids: tuple[npt.NDArray[np.int64], ...]
@@ -54,6 +55,7 @@ class TrainingBatch:
     baselines: Tensor | None = None
     episode_index: Tensor | None = None
     teacher_log_probs: Tensor | None = None
+    difficulty: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -106,6 +108,7 @@ class TrainingBatch:
             baselines=_taken(self.baselines, members),
             episode_index=_taken(self.episode_index, members),
             teacher_log_probs=_taken(self.teacher_log_probs, tokens),
+            difficulty=_taken(self.difficulty, members),
         )
         return made, tokens
 
@@ -131,6 +134,7 @@ class TrainingBatch:
             None if self.baselines is None else self.baselines.to(device),
             None if self.episode_index is None else self.episode_index.to(device),
             None if self.teacher_log_probs is None else self.teacher_log_probs.to(device),
+            None if self.difficulty is None else self.difficulty.to(device),
         )
 
 
@@ -167,15 +171,19 @@ def check_group(group: Group, vocabulary: int) -> None:
             raise DataError(f"group {group.task.group_id} has a trajectory without a prompt")
 
 
-def make_batch(groups: Sequence[Group], *, joins_branches: bool = False) -> TrainingBatch:
+def make_batch(
+    groups: Sequence[Group], *, joins_branches: bool = False, difficulty: str | None = None
+) -> TrainingBatch:
     """Lay the scored trajectories of groups end to end, in order.
 
     Args:
         groups: whole ones.
         joins_branches: whether the trajectories of one episode count as one.
+        difficulty: column of the dataset that says how hard each task is, if losses are weighed by it.
 
     Raises:
         ValueError: no group has a scored trajectory.
+        DataError: a task has no number in that column.
     """
     members = [(number, group, t) for number, group in enumerate(groups) for t in scored_trajectories(group)]
     if not members:
@@ -203,11 +211,24 @@ def make_batch(groups: Sequence[Group], *, joins_branches: bool = False) -> Trai
         turns=tuple(t.turns for t in trajectories),
         baselines=None if None in baselines else torch.tensor(baselines, dtype=torch.float32),
         episode_index=episodes,
-        teacher_log_probs=_taught(cuts, mask),
+        teacher_log_probs=_teacher_log_probs(cuts, mask),
+        difficulty=None
+        if difficulty is None
+        else torch.tensor([_difficulty(each, difficulty) for _, each, _ in members]),
     )
 
 
-def _taught(cuts: Sequence[tuple[Trajectory, int]], mask: Tensor) -> Tensor | None:
+def _difficulty(group: Group, column: str) -> float:
+    found = group.task.metadata.get(column)
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise DataError(
+            f"algorithm.sequence_weights.difficulty names the column {column}, which is {found!r} for task "
+            f"{group.task.group_id}: it must be a number"
+        )
+    return float(found)
+
+
+def _teacher_log_probs(cuts: Sequence[tuple[Trajectory, int]], mask: Tensor) -> Tensor | None:
     """Lay a teacher's log-probs of the spans end to end; None unless every trajectory has some."""
     spans = [each.teacher_log_probs[start:] for each, start in cuts if each.teacher_log_probs is not None]
     if len(spans) < len(cuts):

@@ -17,8 +17,9 @@ from flotilla.services.trainer.data.packing import (
     Packing,
     Prompt,
     build_input,
+    renumbered,
+    split_layouts,
 )
-from flotilla.services.trainer.data.split import renumbered, split_layouts
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from flotilla.services.trainer.data.batch import TrainingBatch, make_batch
 from flotilla.services.trainer.data.micro_batch import MicroBatch
 from flotilla.services.trainer.learning.learner import Learner, StepResult
 from flotilla.services.trainer.learning.metrics import algorithm_names, mean_of_updates
-from flotilla.services.trainer.learning.passes import split_by_groups
+from flotilla.services.trainer.learning.mini_batches import split_by_groups
 from flotilla.services.trainer.models.optimizer import UpdateResult
 from flotilla.shared.config.sections.job import DpoLossConfig, FinishedJob, PreferenceConfig, SftConfig
 from flotilla.shared.schemas.trajectory import Group

@@ -1,33 +1,31 @@
 """The computation of one step: from groups to updated weights. Everything here blocks and knows no service.
 
+    groups -> micro-batches -> old and reference log-probs -> advantages -> loss -> gradients -> step
+
 A step's groups are split in order into K mini-batches, each of which makes one optimiser update, ``epochs_per_step``
 times over; ``optimisation.shuffle`` draws other parts. Advantages are computed once, over all groups of the step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from flotilla.services.trainer.algorithms.advantages import Advantages, compute_advantages
-from flotilla.services.trainer.algorithms.importance import importance_weights
+from flotilla.services.trainer.algorithms.advantages import Advantages
 from flotilla.services.trainer.algorithms.kl import updated_coefficient
-from flotilla.services.trainer.algorithms.metrics import Metrics, combine, once, summarise
-from flotilla.services.trainer.algorithms.objective import TokenFigures, denominators_of, policy_objective
+from flotilla.services.trainer.algorithms.metrics import Metrics, combine, summarise
 from flotilla.services.trainer.algorithms.resampling import redraw
+from flotilla.services.trainer.algorithms.sample_weights import sequence_weights
 from flotilla.services.trainer.data.batch import TrainingBatch, make_batch
 from flotilla.services.trainer.data.micro_batch import MicroBatch, make_micro_batches
-from flotilla.services.trainer.learning.advantage_inputs import advantage_inputs
-from flotilla.services.trainer.learning.critic_update import teach
+from flotilla.services.trainer.learning.advantages import step_advantages
+from flotilla.services.trainer.learning.gradients import PolicyGradient, update_critic
 from flotilla.services.trainer.learning.metrics import algorithm_names, mean_of_updates
-from flotilla.services.trainer.learning.pass_sizes import PassSizes, need_of
-from flotilla.services.trainer.learning.passes import Cut, MiniBatch, forgetting, passes_over, split_by_groups
-from flotilla.services.trainer.learning.prepared import Prepared, can_skip_zero_advantages, selected, step_weights
-from flotilla.services.trainer.learning.teacher import taught
+from flotilla.services.trainer.learning.mini_batches import MiniBatch, Prepared, passes_over, split_by_groups
+from flotilla.services.trainer.learning.pass_sizes import Cut, PassSizes, need_of
 from flotilla.services.trainer.learning.trace import TokenTrace, TracedStep
 from flotilla.services.trainer.learning.trainable import Weights, choose_trained, image_weights, kept_weights
 from flotilla.services.trainer.models.average import WeightAverage
@@ -39,7 +37,7 @@ from flotilla.services.trainer.models.versions import VersionedWeights
 from flotilla.services.trainer.parallel.layers import prepare_layers
 from flotilla.services.trainer.parallel.ranks import ONE_RANK, Ranks
 from flotilla.services.trainer.parallel.sequence import SequenceParallel
-from flotilla.shared.config.sections.algorithm import KlLossConfig, KlRewardConfig
+from flotilla.shared.config.sections.algorithm import KlRewardConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.schemas.trajectory import Group
 
@@ -113,6 +111,7 @@ class Learner:
         self.average = None if decay is None else WeightAverage(self.optimizer.masters, decay)
         others = [] if self.critic is None else [self.critic.optimizer]
         self.sizes = PassSizes(spec, ranks, need_of(self.policy, [self.optimizer, *others], spec, ranks))
+        self._gradient = PolicyGradient(spec.algorithm, self.policy, self.optimizer, self.sizes, ranks)
         self.kl_coefficient = spec.algorithm.kl.coefficient if spec.algorithm.kl is not None else None
         self.versions: VersionedWeights | None = None
         if spec.algorithm.old_log_probs == "recompute_at_version":
@@ -145,37 +144,48 @@ class Learner:
             groups: in training order; each with a scored trajectory.
             step: its number, from 1; seeds what the losses draw.
         """
+        config = self.spec.algorithm
         self.sizes.begin(step)
-        batch = make_batch(groups, joins_branches=self.spec.joins_branches).to(self.device)
-        prepared, advantage_metrics = self._prepare(batch, step_weights(self.spec.algorithm, batch, groups))
+        difficulty = None if config.sequence_weights is None else config.sequence_weights.difficulty
+        batch = make_batch(groups, joins_branches=self.spec.joins_branches, difficulty=difficulty).to(self.device)
+        prepared, advantages = self._prepare(batch)
         trace = TokenTrace(prepared) if self.spec.samples is not None else None
         seed = self.spec.seed * 1_000_003 + step
         generator = torch.Generator(self.device).manual_seed(seed)
-        if self.spec.algorithm.resampling is not None:
+        if config.resampling is not None:
             # The places are drawn, not the groups: mini-batches keep their sizes, and advantages their groups.
-            prepared = prepared.take(redraw(self.spec.algorithm.resampling, batch.rewards, seed))
+            prepared = prepared.take(redraw(config.resampling, batch.rewards, seed))
         results: list[UpdateResult] = []
         tallies: list[Metrics] = []
-        learned = tallies if self.critic is None or self.critic.ranks is self.ranks else []
+        of_critic = tallies if self.critic is None or self.critic.ranks is self.ranks else []
         with self._dropping(seed):
             ranges = split_by_groups(batch, self.spec.optimisation.groups_per_mini_batch)
             for ordered, mini_batches in passes_over(prepared, ranges, self.spec.optimisation, seed, self._mini_batch):
                 for each in mini_batches:
                     if self.critic is not None:
-                        cut = self._critic_cut(self.critic, ordered.batch, each.members, each.cut)
-                        learned.append(teach(self.critic, ordered, cut, self.sizes))
+                        of_critic.append(update_critic(self.critic, ordered, each, self.sizes))
                     if self.critic is None or step > self.critic.config.warmup_steps:
                         note = None if trace is None else partial(trace.note, ordered, update=len(results))
-                        work = partial(self._accumulate, ordered, each.members, generator, note)
-                        tallies.append(self.sizes.fit(each.cut, work, forgetting(self.optimizer, generator)))
+                        tallies.append(
+                            self._gradient.accumulate(
+                                ordered, each, kl_coefficient=self.kl_coefficient, generator=generator, note=note
+                            )
+                        )
                     results.append(self._update())
         metrics = self.ranks.combine(combine(tallies))
-        if self.critic is not None and learned is not tallies:
-            metrics |= self.critic.ranks.combine(combine(learned))
+        if self.critic is not None and of_critic is not tallies:
+            metrics |= self.critic.ranks.combine(combine(of_critic))
         if trace is not None:
             trace.collect(self.ranks)
-        self._adapt_kl(metrics, batch.num_sequences)
-        values = algorithm_names(mean_of_updates(summarise(metrics) | summarise(advantage_metrics), len(results)))
+        if config.kl is not None and self.kl_coefficient is not None:
+            of_loss = metrics["kl"].value if "kl" in metrics else None
+            observed = advantages.observed_kl if isinstance(config.kl, KlRewardConfig) else of_loss
+            if observed is not None:
+                self.kl_coefficient = updated_coefficient(
+                    self.kl_coefficient, config.kl, observed_kl=float(observed), num_sequences=batch.num_sequences
+                )
+        summary = summarise(metrics) | summarise(advantages.metrics)
+        values = algorithm_names(mean_of_updates(summary, len(results)))
         return StepResult(tuple(results), values, None if trace is None else trace.arrays())
 
     def keep_version(self, version: int, oldest: int) -> None:
@@ -183,86 +193,52 @@ class Learner:
         if self.versions is not None:
             self.versions.keep(version, oldest)
 
-    def _prepare(self, batch: TrainingBatch, weights: Tensor | None) -> tuple[Prepared, Metrics]:
-        config = self.spec.algorithm
-        needs_squares = config.advantage.kind == "optimal_token_baseline"
-        needs_passes = (
-            config.old_log_probs != "rollout" or self.reference is not None or needs_squares or self.critic is not None
-        )
-        cut = self._cut_of(batch, range(batch.num_sequences) if needs_passes else ())
-        old, squares = batch.rollout_log_probs, None
-        if config.old_log_probs == "recompute" or needs_squares:
-            evaluate = partial(self._evaluate, self.policy, batch, with_squares=needs_squares)
-            current, squares = self.sizes.fit(cut, evaluate)
-            old = current if config.old_log_probs == "recompute" else old
-        if config.old_log_probs == "recompute_at_version":
-            old = self.sizes.fit(cut, partial(self._evaluate_at_versions, batch))
+    def _prepare(self, batch: TrainingBatch) -> tuple[Prepared, Advantages]:
+        """Compute all that is fixed before a step's first update: log-probs, values and advantages."""
+        cut = self._cut_of(batch, range(batch.num_sequences))
+        old, squares = self._old_log_probs(batch, cut)
         reference = self._reference_log_probs(batch, cut)
-        values = None
-        if self.critic is not None:
-            own = self._critic_cut(self.critic, batch, range(batch.num_sequences), cut)
-            value_of = partial(self.critic.evaluate, batch.rollout_log_probs)
-            values = self.critic.ranks.sum(self.sizes.fit(own, value_of))
-        found = self._advantages(batch, old, reference, squares, values)
-        if config.distillation is not None:
-            found = taught(found, config.distillation, old, self._teacher_log_probs(batch), batch.sequences)
-        if isinstance(config.kl, KlRewardConfig) and found.observed_kl is not None and self.kl_coefficient is not None:
-            self.kl_coefficient = updated_coefficient(
-                self.kl_coefficient, config.kl, observed_kl=float(found.observed_kl), num_sequences=batch.num_sequences
-            )
-        if self.critic is not None and found.returns is not None:
-            self.critic.observe(found.returns, batch.sequences.response_mask)
-        return Prepared(batch, old, reference, found.advantages, values, found.returns, weights), found.metrics
-
-    def _advantages(
-        self, batch: TrainingBatch, old: Tensor, reference: Tensor | None, squares: Tensor | None, values: Tensor | None
-    ) -> Advantages:
-        config = self.spec.algorithm
-        weights = None
-        correction = config.resolved_correction
-        if squares is not None and correction is not None and correction.weight is not None:
-            weights = importance_weights(old - batch.rollout_log_probs, batch.sequences, correction.weight)
-        inputs = advantage_inputs(
+        values = self._critic_values(batch, cut)
+        teacher = self._teacher_log_probs(batch)
+        found = step_advantages(
             self.spec,
             batch,
-            values=values,
             old_log_probs=old,
             ref_log_probs=reference,
+            teacher_log_probs=teacher,
             sum_pi_squared=squares,
-            importance_weights=weights,
+            values=values,
+            kl_coefficient=self.kl_coefficient,
         )
-        kl = config.kl if isinstance(config.kl, KlRewardConfig) else None
-        return compute_advantages(config.advantage, inputs, kl=kl, kl_coefficient=self.kl_coefficient if kl else None)
+        if self.critic is not None and found.returns is not None:
+            self.critic.observe(found.returns, batch.sequences.response_mask)
+        section, weights = self.spec.algorithm.sequence_weights, None
+        if section is not None:
+            weights = sequence_weights(batch.difficulty, batch.sequences.lengths if section.length else None)
+        return Prepared(batch, old, reference, found.advantages, values, found.returns, weights), found
 
-    def _mini_batch(self, prepared: Prepared, members: range) -> MiniBatch:
-        chosen: Sequence[int] = members
-        if can_skip_zero_advantages(self.spec.algorithm):
-            sums = prepared.batch.sequences.sum(prepared.advantages.abs()).tolist()
-            chosen = [number for number in members if sums[number] > 0]
-        return MiniBatch(members, self._cut_of(prepared.batch, chosen))
-
-    def _critic_cut(self, critic: Critic, batch: TrainingBatch, members: Sequence[int], own: Cut) -> Cut:
-        """Cut the critic's share: as the policy's own, unless ranks are divided otherwise for the critic."""
-        return own if critic.ranks is self.ranks else self._cut_of(batch, members, ranks=critic.ranks)
-
-    def _cut_of(self, batch: TrainingBatch, members: Sequence[int], **whose: Any) -> Cut:
-        # Cut once for all that is computed of them.
-        return lru_cache(maxsize=1)(partial(self._cut, batch, members, **whose))
-
-    def _cut(
+    def _cut_of(
         self,
         batch: TrainingBatch,
         members: Sequence[int],
-        max_tokens: int,
         *,
         teacher: Policy | None = None,
         ranks: Ranks | None = None,
-    ) -> list[MicroBatch]:
+    ) -> Cut:
+        """Return what cuts some sequences into this rank's micro-batches, once for all that is computed of them.
+
+        Args:
+            batch: on the device.
+            members: numbers of the sequences.
+            teacher: that reads them, in the policy's place.
+            ranks: that share them, if others than the policy's.
+        """
         policy, ranks = teacher or self.policy, ranks or self.ranks
-        return make_micro_batches(
+        models = (policy, self.policy, self.reference or policy, self.critic or policy)
+        make = partial(
+            make_micro_batches,
             batch,
             members,
-            max_tokens=max_tokens,
             packing=self._packing if teacher is None else teacher.resolve_packing("auto"),
             device=self.device,
             rank=ranks.data_rank,
@@ -270,11 +246,49 @@ class Learner:
             shares_prompts=self._shares_prompts and policy.can_share_prompts,
             hidden_size=policy.hidden_size,
             is_varlen=policy.is_varlen,
-            attends_apart=not self.spec.optimisation.compile_layers
-            and all(
-                each.attends_apart for each in (policy, self.policy, self.reference or policy, self.critic or policy)
-            ),
+            attends_apart=not self.spec.optimisation.compile_layers and all(each.attends_apart for each in models),
         )
+        return lru_cache(maxsize=1)(lambda max_tokens: make(max_tokens=max_tokens))
+
+    def _critic_cut(self, batch: TrainingBatch, members: Sequence[int], own: Cut) -> Cut:
+        """Cut the critic's share: as the policy's own, unless ranks are divided otherwise for the critic."""
+        if self.critic is None or self.critic.ranks is self.ranks:
+            return own
+        return self._cut_of(batch, members, ranks=self.critic.ranks)
+
+    def _old_log_probs(self, batch: TrainingBatch, cut: Cut) -> tuple[Tensor, Tensor | None]:
+        """Compute log-probs [T] of the proximal policy, as the spec says, and sum p^2 [T] where advantages need it."""
+        config = self.spec.algorithm
+        old, squares = batch.rollout_log_probs, None
+        needs_squares = config.advantage.kind == "optimal_token_baseline"
+        if config.old_log_probs == "recompute" or needs_squares:
+            evaluate = partial(self._evaluate, self.policy, batch, with_squares=needs_squares)
+            current, squares = self.sizes.fit(cut, evaluate)
+            old = current if config.old_log_probs == "recompute" else old
+        if config.old_log_probs == "recompute_at_version":
+            old = self.sizes.fit(cut, partial(self._evaluate_at_versions, batch))
+        return old, squares
+
+    def _reference_log_probs(self, batch: TrainingBatch, cut: Cut) -> Tensor | None:
+        """Compute log-probs [T] under the reference, if there is one."""
+        if self.reference is None:
+            return None
+        with self.reference.on_device() if self.adapters is None else self.adapters.disabled():
+            return self.sizes.fit(cut, partial(self._evaluate, self.reference, batch))[0]
+
+    def _critic_values(self, batch: TrainingBatch, cut: Cut) -> Tensor | None:
+        """Compute the critic's values [T], if there is one."""
+        if self.critic is None:
+            return None
+        own = self._critic_cut(batch, range(batch.num_sequences), cut)
+        return self.critic.ranks.sum(self.sizes.fit(own, partial(self.critic.evaluate, batch.rollout_log_probs)))
+
+    def _teacher_log_probs(self, batch: TrainingBatch) -> Tensor | None:
+        """Compute log-probs [T] under the teacher, or take those that came with the samples from one behind a URL."""
+        if self.teacher is None:
+            return batch.teacher_log_probs
+        cut = self._cut_of(batch, range(batch.num_sequences), teacher=self.teacher)
+        return self.sizes.fit(cut, partial(self._evaluate, self.teacher, batch))[0]
 
     @torch.no_grad()
     def _evaluate(
@@ -292,33 +306,6 @@ class Learner:
                 squares[micro.tokens] = micro.spread(found.sum_pi_squared)
         return self.ranks.sum(log_probs), squares if squares is None else self.ranks.sum(squares)
 
-    def _update(self) -> UpdateResult:
-        result = self.optimizer.update()
-        if self.average is not None:
-            self.average.update()
-        return result
-
-    def _reference_log_probs(self, batch: TrainingBatch, cut: Cut) -> Tensor | None:
-        """Compute log-probs [T] under the reference, if there is one."""
-        if self.reference is None:
-            return None
-        with self.reference.on_device() if self.adapters is None else self.adapters.disabled():
-            return self.sizes.fit(cut, partial(self._evaluate, self.reference, batch))[0]
-
-    def _teacher_log_probs(self, batch: TrainingBatch) -> Tensor:
-        """Compute log-probs [T] under the teacher, or take those that came with the samples from one behind a URL."""
-        if self.teacher is None:
-            assert batch.teacher_log_probs is not None
-            return batch.teacher_log_probs
-        cut = self._cut_of(batch, range(batch.num_sequences), teacher=self.teacher)
-        return self.sizes.fit(cut, partial(self._evaluate, self.teacher, batch))[0]
-
-    def _dropping(self, seed: int) -> AbstractContextManager[None]:
-        """Drop inputs of adapters while they are trained, each rank its own, if the spec says so."""
-        return (
-            nullcontext() if self.adapters is None else self.adapters.dropping(seed * self.ranks.size + self.ranks.rank)
-        )
-
     def _evaluate_at_versions(self, batch: TrainingBatch, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Compute log-probs [T] of each token under the version that sampled it."""
         assert self.versions is not None
@@ -334,67 +321,19 @@ class Learner:
             log_probs = torch.where(is_of_version, found, log_probs)
         return log_probs
 
-    def _accumulate(
-        self,
-        prepared: Prepared,
-        members: range,
-        generator: torch.Generator,
-        note: Callable[[MicroBatch, TokenFigures], None] | None,
-        micro_batches: Sequence[MicroBatch],
-    ) -> Metrics:
-        """Leave the gradient of one mini-batch on the parameters."""
-        batch, config = prepared.batch, self.spec.algorithm
-        of_mini_batch = (batch.sequences.index >= members.start) & (batch.sequences.index < members.stop)
-        denominators = denominators_of(
-            config,
-            old_log_probs=prepared.old_log_probs[of_mini_batch],
-            rollout_log_probs=batch.rollout_log_probs[of_mini_batch],
-            response_mask=batch.sequences.response_mask[of_mini_batch],
-            sequence_index=batch.sequences.index[of_mini_batch] - members.start,
-            num_sequences=members.stop - members.start,
-            shares=None if (shares := batch.sequences.shares) is None else shares[members.start : members.stop],
-        )
-        chosen = selected(config, prepared, of_mini_batch, generator)
-        tallies: list[Metrics] = []
-        for micro in micro_batches:
-            found = self.policy.statistics(micro.inputs, with_entropy=True)
-            assert found.entropy is not None
-            if micro.is_empty:
-                torch.autograd.backward(found.log_probs.sum() * 0)
-                self.optimizer.collect()
-                continue
-            objective = policy_objective(
-                config,
-                log_probs=micro.spread(found.log_probs),
-                old_log_probs=prepared.old_log_probs[micro.tokens],
-                rollout_log_probs=batch.rollout_log_probs[micro.tokens],
-                advantages=prepared.advantages[micro.tokens],
-                response_mask=micro.sequences.response_mask,
-                sequence_index=micro.sequences.index,
-                denominators=denominators,
-                ref_log_probs=None if prepared.ref_log_probs is None else prepared.ref_log_probs[micro.tokens],
-                entropy=micro.spread(found.entropy if config.entropy_coefficient else found.entropy.detach()),
-                scores=batch.rewards[micro.members],
-                selected=None if chosen is None else chosen[micro.tokens],
-                sequence_weights=prepared.weights_of(micro.members),
-                num_sequences=len(micro.members),
-                shares=micro.sequences.shares,
-                kl_coefficient=self.kl_coefficient,
-                generator=generator,
-            )
-            # Sharded gradients are averaged over the ranks, and this is the loss of the whole mini-batch.
-            torch.autograd.backward(objective.loss * self.ranks.data_size)
-            self.optimizer.collect()
-            tallies.append(objective.metrics)
-            if note is not None and objective.tokens is not None:
-                note(micro, objective.tokens)
-        self.optimizer.add_zero()
-        # Without an advantage nothing is computed, because the loss and its gradient are exactly 0: that is a figure.
-        return combine(tallies) or {name: once(torch.zeros(())) for name in ("loss", "policy_loss")}
+    def _mini_batch(self, prepared: Prepared, members: range) -> MiniBatch:
+        cut = self._cut_of(prepared.batch, prepared.teaching(members, self.spec.algorithm))
+        return MiniBatch(members, cut, self._critic_cut(prepared.batch, members, cut))
 
-    def _adapt_kl(self, metrics: Metrics, num_sequences: int) -> None:
-        config = self.spec.algorithm.kl
-        if isinstance(config, KlLossConfig) and self.kl_coefficient is not None and "kl" in metrics:
-            self.kl_coefficient = updated_coefficient(
-                self.kl_coefficient, config, observed_kl=metrics["kl"].value, num_sequences=num_sequences
-            )
+    def _dropping(self, seed: int) -> AbstractContextManager[None]:
+        """Drop inputs of adapters while they are trained, each rank its own, if the spec says so."""
+        if self.adapters is None:
+            return nullcontext()
+        return self.adapters.dropping(seed * self.ranks.size + self.ranks.rank)
+
+    def _update(self) -> UpdateResult:
+        """Step the optimiser with the gradients that are there."""
+        result = self.optimizer.update()
+        if self.average is not None:
+            self.average.update()
+        return result

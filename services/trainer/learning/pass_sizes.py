@@ -27,6 +27,8 @@ from flotilla.shared.config.spec import ExperimentSpec
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Cut = Callable[[int], list[MicroBatch]]
+"""Cuts some sequences into passes of at most so many tokens."""
 
 RECORD = "micro_batches.json"
 """File of an experiment's directory."""
@@ -138,7 +140,7 @@ class PassSizes:
 
     def fit(
         self,
-        cut: Callable[[int], list[MicroBatch]],
+        cut: Cut,
         work: Callable[[list[MicroBatch]], T],
         undo: Callable[[], None] | None = None,
     ) -> T:

@@ -10,7 +10,7 @@ from torch import Tensor
 from flotilla.services.trainer.algorithms.objective import TokenFigures
 from flotilla.services.trainer.data.batch import scored_trajectories
 from flotilla.services.trainer.data.micro_batch import MicroBatch
-from flotilla.services.trainer.learning.prepared import Prepared
+from flotilla.services.trainer.learning.mini_batches import Prepared
 from flotilla.services.trainer.parallel.ranks import Ranks
 from flotilla.shared.schemas.sample_kinds import TrainedTokens
 from flotilla.shared.schemas.trajectory import Group, Trajectory

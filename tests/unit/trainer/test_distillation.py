@@ -76,7 +76,7 @@ def test_each_token_has_the_advantage_that_a_loop_over_tokens_gives_it(make: Any
     spec = spec_of(coefficient=0.3, pure=pure, temperature=TEMPERATURE)
     without = spec.model_copy(update={"algorithm": spec.algorithm.model_copy(update={"distillation": None})})
     batch = make_batch(groups)
-    of_rewards = Learner(without, LoadedModel(a_model(), Path()))._prepare(batch, None)[0].advantages
+    of_rewards = Learner(without, LoadedModel(a_model(), Path()))._prepare(batch)[0].advantages
     mask = batch.sequences.response_mask
     sampled, judged = [], []
     for trajectory in (each for group in groups for each in group.trajectories):
@@ -84,9 +84,9 @@ def test_each_token_has_the_advantage_that_a_loop_over_tokens_gives_it(make: Any
         judged += naive_log_probs(model, trajectory)
     signal = torch.tensor(judged) - torch.tensor(sampled)
 
-    prepared, metrics = Learner(spec, LoadedModel(a_model(), Path()), None, LoadedModel(model, Path()))._prepare(
-        batch, None
-    )
+    learner = Learner(spec, LoadedModel(a_model(), Path()), None, LoadedModel(model, Path()))
+    prepared, found = learner._prepare(batch)
+    metrics = found.metrics
 
     assert signal.abs().max() < 10, "no bound acts"
     expected = 0.3 * signal + (0.0 if pure else of_rewards[mask])

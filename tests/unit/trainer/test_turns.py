@@ -12,7 +12,7 @@ from torch.nn.utils import parameters_to_vector
 from flotilla.services.rollout.trajectory_builder import TrajectoryBuilder
 from flotilla.services.trainer.algorithms.advantages import Advantages, compute_advantages
 from flotilla.services.trainer.data.batch import make_batch
-from flotilla.services.trainer.learning.advantage_inputs import advantage_inputs
+from flotilla.services.trainer.learning.advantages import advantage_inputs
 from flotilla.services.trainer.learning.learner import Learner
 from flotilla.services.trainer.models.loading import LoadedModel
 from flotilla.shared.config.spec import ExperimentSpec
@@ -26,9 +26,7 @@ EPISODES = {
     "group_size": 4,
     "episodes": {"kind": "environment", "environments": [{"environment": "frozen_lake"}]},
 }
-NOTHING: dict[str, Any] = dict.fromkeys(
-    ("values", "old_log_probs", "ref_log_probs", "sum_pi_squared", "importance_weights")
-)
+NOTHING: dict[str, Any] = dict.fromkeys(("values", "old_log_probs", "ref_log_probs", "sum_pi_squared"))
 
 
 def an_episode(

@@ -1,9 +1,14 @@
 """On-policy distillation: a teacher's log-probs as reward per token."""
 
+from dataclasses import replace
+
 from torch import Tensor
 
+from flotilla.services.trainer.algorithms.advantages.compute import Advantages
 from flotilla.services.trainer.algorithms.kl import Estimator, kl_estimate
+from flotilla.services.trainer.algorithms.metrics import mean_over
 from flotilla.services.trainer.algorithms.sequences import PackedSequences
+from flotilla.shared.config.sections.distillation import DistillationConfig
 
 
 def distil(
@@ -34,3 +39,36 @@ def distil(
     """
     kl = kl_estimate(old_log_probs.detach(), teacher_log_probs, estimator=estimator)
     return (-coefficient * kl if pure else advantages - coefficient * kl) * sequences.response_mask
+
+
+def distilled(
+    found: Advantages,
+    config: DistillationConfig,
+    old_log_probs: Tensor,
+    teacher_log_probs: Tensor,
+    sequences: PackedSequences,
+) -> Advantages:
+    """Add the teacher's part to advantages, or put it in their place, and report the KL to it.
+
+    Args:
+        found: of the rewards.
+        config: the section.
+        old_log_probs: [T] nats of the student, the sampler's own by default.
+        teacher_log_probs: [T] nats, whoever computed them.
+        sequences: which tokens count.
+    """
+    advantages = distil(
+        found.advantages,
+        old_log_probs,
+        teacher_log_probs,
+        sequences,
+        coefficient=config.coefficient,
+        pure=config.pure,
+    )
+    mask = sequences.response_mask
+    metrics = found.metrics | {
+        "advantage": mean_over(advantages, mask),
+        "advantage_squared": mean_over(advantages.square(), mask),
+        "distillation_kl": mean_over(old_log_probs - teacher_log_probs, mask),
+    }
+    return replace(found, advantages=advantages, metrics=metrics)

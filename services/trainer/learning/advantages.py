@@ -1,0 +1,112 @@
+"""From a step's batch, and what the models say of it, to its advantages."""
+
+import torch
+from torch import Tensor
+
+from flotilla.services.trainer.algorithms.advantages import AdvantageInputs, Advantages, compute_advantages
+from flotilla.services.trainer.algorithms.advantages.distillation import distilled
+from flotilla.services.trainer.algorithms.importance import importance_weights
+from flotilla.services.trainer.data.batch import TrainingBatch
+from flotilla.services.trainer.data.turns import TurnLayout, environment_steps, turn_rewards
+from flotilla.shared.config.sections.advantage import GdpoConfig, GigpoConfig, StepReinforceConfig
+from flotilla.shared.config.sections.algorithm import KlRewardConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import DataError
+
+
+def step_advantages(
+    spec: ExperimentSpec,
+    batch: TrainingBatch,
+    *,
+    old_log_probs: Tensor,
+    ref_log_probs: Tensor | None,
+    teacher_log_probs: Tensor | None,
+    sum_pi_squared: Tensor | None,
+    values: Tensor | None,
+    kl_coefficient: float | None,
+) -> Advantages:
+    """Compute the advantages of a step: of its rewards, then with what a teacher adds or puts in their place.
+
+    Args:
+        spec: the experiment.
+        batch: scored trajectories of whole groups.
+        old_log_probs, ref_log_probs, sum_pi_squared, values: see ``AdvantageInputs``.
+        teacher_log_probs: [T] nats; needed if the spec distils.
+        kl_coefficient: the controller's present value; counts where the KL is in the reward.
+
+    Raises:
+        DataError: a reward lacks a component that the estimator names.
+    """
+    config = spec.algorithm
+    inputs = advantage_inputs(
+        spec,
+        batch,
+        values=values,
+        old_log_probs=old_log_probs,
+        ref_log_probs=ref_log_probs,
+        sum_pi_squared=sum_pi_squared,
+    )
+    kl = config.kl if isinstance(config.kl, KlRewardConfig) else None
+    found = compute_advantages(config.advantage, inputs, kl=kl, kl_coefficient=kl_coefficient if kl else None)
+    if config.distillation is None:
+        return found
+    assert teacher_log_probs is not None
+    return distilled(found, config.distillation, old_log_probs, teacher_log_probs, batch.sequences)
+
+
+def advantage_inputs(
+    spec: ExperimentSpec,
+    batch: TrainingBatch,
+    *,
+    values: Tensor | None,
+    old_log_probs: Tensor | None,
+    ref_log_probs: Tensor | None,
+    sum_pi_squared: Tensor | None,
+) -> AdvantageInputs:
+    """Lay out a batch for the spec's estimator; those that compare steps of an environment get a sequence per turn.
+
+    Args:
+        spec: the experiment.
+        batch: scored trajectories of whole groups.
+        values, old_log_probs, ref_log_probs, sum_pi_squared: see ``AdvantageInputs``.
+
+    Raises:
+        DataError: a reward lacks a component that the estimator names.
+    """
+    config, weight = spec.algorithm.advantage, spec.environment_weight
+    components = _component_scores(batch, config) if isinstance(config, GdpoConfig) else None
+    importance, correction = None, spec.algorithm.resolved_correction
+    if sum_pi_squared is not None and correction is not None and correction.weight is not None:
+        assert old_log_probs is not None
+        importance = importance_weights(old_log_probs - batch.rollout_log_probs, batch.sequences, correction.weight)
+    sequences, scores, group_index, rewards, steps = batch.sequences, batch.rewards, batch.group_index, None, None
+    if isinstance(config, GigpoConfig | StepReinforceConfig):
+        layout = TurnLayout.of(batch)
+        steps = environment_steps(batch, layout, weight)
+        sequences, scores, group_index = layout.sequences, scores[layout.owner], group_index[layout.owner]
+    else:
+        rewards = turn_rewards(batch, weight)
+    return AdvantageInputs(
+        sequences=sequences,
+        scores=scores,
+        group_index=group_index,
+        turn_rewards=rewards,
+        values=values,
+        old_log_probs=old_log_probs,
+        ref_log_probs=ref_log_probs,
+        sum_pi_squared=sum_pi_squared,
+        importance_weights=importance,
+        component_scores=components,
+        baselines=batch.baselines,
+        steps=steps,
+        episode_index=batch.episode_index,
+    )
+
+
+def _component_scores(batch: TrainingBatch, config: GdpoConfig) -> Tensor:
+    """Lay out the named reward components: [S, K]."""
+    missing = {name for name in config.components for found in batch.components if name not in found}
+    if missing:
+        raise DataError(f"algorithm.advantage.components names {sorted(missing)[0]}, which the rewards do not have")
+    rows = [[found[name] for name in config.components] for found in batch.components]
+    return torch.tensor(rows, dtype=torch.float32, device=batch.rewards.device)

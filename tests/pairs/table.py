@@ -201,3 +201,57 @@ FORK_REFUSED: Mapping[frozenset[Case], tuple[str, str]] = {
     for contents in ("weights", "no optimiser")
 }
 """What is refused when an experiment goes on from the checkpoint of another."""
+
+HELD = "<held-out rows>"
+"""Stands for a file of rows that are never trained on."""
+
+FLEET: Options = {
+    "evaluation": {
+        "none": {},
+        "of each version": {"evaluation.path": HELD, "evaluation.every_versions": 1},
+        "of sets, sampled": {
+            "evaluation.sets": [{"name": "one", "path": HELD}, {"name": "other", "path": HELD, "max_rows": 2}],
+            "evaluation.every_versions": 2,
+            "evaluation.greedy": False,
+            "evaluation.group_size": 2,
+        },
+    },
+    "staleness": {
+        "none": {},
+        "interrupting": {"asynchrony.staleness_threshold": 1.0, "asynchrony.on_weight_update": "interrupt"},
+        "continuing": {"asynchrony.staleness_threshold": 1.0, "asynchrony.on_weight_update": "continue"},
+    },
+    "too old": {
+        "waited for": {},
+        "dropped, others sampled": {"asynchrony.on_max_lag": "drop", "asynchrony.redundant_groups": 2},
+    },
+    "transport": {
+        "auto": {},
+        "pull": {"asynchrony.publication.transport": "pull"},
+        "changed blocks": {"asynchrony.publication.transport": "group", "asynchrony.publication.delta.max_share": 0.4},
+    },
+    "overlap": {"auto": {}, "none": {"asynchrony.publication.overlap_load": False}},
+    "durability": {"checkpoint": {}, "step": {"checkpoint.durability": "step"}},
+    "rollouts": {"one": {}, "two": {"resources.rollouts.min": 2}},
+    "streams": {"wide": {}, "narrow": {"resources.stream_bytes": 1024**2}},
+    "samples": {"kept": {}, "none": {"samples": None}},
+    "event": {
+        "none": {},
+        "paused": {},
+        "a rollout joins": {},
+        "a rollout dies": {},
+        "a reward dies": {},
+        "the trainer dies": {},
+        "redis dies": {},
+        "the log loses its tail": {},
+    },
+}
+"""What gateway, rollouts and data plane have and do, and what happens to them."""
+
+FLEET_STATES: Mapping[str, tuple[str, ...]] = {
+    "ledger and lanes": (
+        "evaluation", "staleness", "too old", "durability", "rollouts", "streams", "samples", "event",
+    ),
+    "publications": ("evaluation", "staleness", "transport", "overlap", "rollouts", "event"),
+}  # fmt: skip
+"""Each piece of a fleet's state, and the options that touch it."""

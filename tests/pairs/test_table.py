@@ -8,7 +8,8 @@ from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.errors import InvalidSpec
 from tests.pairs.covering import Case, Row
 from tests.pairs.documents import BASE, changes_of, document_of
-from tests.pairs.table import TRAINER, TRAINER_REFUSED, TRAINER_STATES
+from tests.pairs.keys import APART, SECTIONS, is_named, keys_of_table, leaves
+from tests.pairs.table import FLEET, FLEET_STATES, TRAINER, TRAINER_REFUSED, TRAINER_STATES
 
 DEFAULTS: Row = {name: next(iter(values)) for name, values in TRAINER.items()}
 
@@ -54,3 +55,26 @@ def test_what_is_refused_of_sampled_answers_is_refused_of_finished_ones(cases: s
 
 def test_every_option_touches_some_state() -> None:
     assert {name for names in TRAINER_STATES.values() for name in names} == set(TRAINER)
+    assert {name for names in FLEET_STATES.values() for name in names} == set(FLEET)
+
+
+def test_every_key_is_in_a_row_or_listed_as_touching_no_shared_state() -> None:
+    apart = frozenset(key for keys in APART.values() for key in keys)
+    keys = {key for key in leaves() if key.partition(".")[0] in SECTIONS}
+
+    assert {key for key in keys if not is_named(key, apart | keys_of_table())} == set()
+
+
+def test_what_is_listed_as_touching_no_shared_state_exists_and_is_in_no_row() -> None:
+    apart = {key for keys in APART.values() for key in keys}
+    keys = list(leaves())
+
+    assert {name for name in apart if not any(is_named(key, frozenset({name})) for key in keys)} == set()
+    assert {name for name in apart if name in keys_of_table()} == set()
+
+
+def test_a_key_that_is_new_is_missed() -> None:
+    apart = frozenset(key for keys in APART.values() for key in keys)
+
+    assert not is_named("optimisation.new_key", apart | keys_of_table())
+    assert not is_named("checkpoint.new_key", apart | keys_of_table())

@@ -21,8 +21,13 @@ class BlockingCalls:
         self._process, self._portal, self.about = process, portal, about
 
     def call(self, content: object, *, seconds: float) -> Any:
-        """See ``CallProcess.call``."""
-        return self._portal.call(lambda: self._process.call(content, seconds=seconds))
+        """Start the process where it died, and ask it; see ``CallProcess.call``."""
+
+        async def call() -> Any:
+            await self._process.start()
+            return await self._process.call(content, seconds=seconds)
+
+        return self._portal.call(call)
 
 
 @contextmanager

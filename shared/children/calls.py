@@ -54,9 +54,11 @@ class CallProcess:
         self._environment, self._start_seconds = environment, start_seconds
         self._max_line_bytes, self._is_quiet = max_line_bytes, is_quiet
         self.child: Child | None = None
-        self.exit_code: int | None = None
         self.cause = "was not started"
         """How the last process ended, as what follows its name in a sentence."""
+        self.was_killed = False
+        """Whether SIGKILL ended the last process, and not this owner's, such as for memory: that may pass."""
+        self._described: Child | None = None
         self._about: Any = None
         self._gives_up = False
         self._reading: asyncio.Task[None] | None = None
@@ -68,11 +70,6 @@ class CallProcess:
     def num_waiting(self) -> int:
         """Calls under way."""
         return len(self._waiting)
-
-    @property
-    def was_killed(self) -> bool:
-        """Whether SIGKILL ended the last process, such as for memory: that may pass."""
-        return self.exit_code == -signal.SIGKILL
 
     async def start(self) -> Any:
         """Start the process where there is none, let it load, and return what it says of what it loaded.
@@ -147,8 +144,8 @@ class CallProcess:
         """End the process; calls under way fail."""
         child, self.child = self.child, None
         if child is not None:
-            self.exit_code = await child.end()
-            self.cause = child.cause()
+            await child.end()
+            self._describe(child)
         if self._reading is not None:
             await asyncio.gather(self._reading, return_exceptions=True)
             self._reading = None
@@ -190,11 +187,17 @@ class CallProcess:
         for task in (reading, ending):
             task.cancel()
         await asyncio.gather(reading, ending, return_exceptions=True)
-        self.exit_code = await child.end()
-        self.cause = f"wrote what is no answer{child.words.shown()}" if is_garbage else child.cause()
+        await child.end()
+        self._describe(child, "wrote what is no answer" if is_garbage else None)
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(WorkerDied(f"the process of {self._what} {self.cause}"))
+
+    def _describe(self, child: Child, how: str | None = None) -> None:
+        if self._described is not child:
+            self._described = child
+            self.cause = child.cause() if how is None else how + child.words.shown()
+            self.was_killed = child.exit_code == -signal.SIGKILL and not child.is_killed_here
 
     async def _read_answers(self, child: Child) -> bool:
         """Read until the end; False after what is no answer: who wrote it is not trusted to write another."""

@@ -37,7 +37,7 @@ class Child:
         self._transport = transport
         self.stdin, self.stdout = process.stdin, process.stdout
         self._memory_kills = count_memory_kills()
-        self._is_killed = self._is_over = False
+        self.is_killed_here = self._is_over = False
         self._hearing = asyncio.create_task(self._hear(process.stderr), name="last words")
 
     @property
@@ -53,7 +53,7 @@ class Child:
     def cause(self) -> str:
         """Say how it ended, with the last lines that it wrote; see ``cause_of_death``."""
         is_out_of_memory = count_memory_kills() > self._memory_kills
-        how = cause_of_death(self.exit_code, is_out_of_memory=is_out_of_memory, is_killed_here=self._is_killed)
+        how = cause_of_death(self.exit_code, is_out_of_memory=is_out_of_memory, is_killed_here=self.is_killed_here)
         return how + self.words.shown()
 
     async def ended(self) -> int | None:
@@ -66,7 +66,7 @@ class Child:
         """Kill it, and the processes of its group, and wait for its end; a child that has ended keeps its exit code."""
         if not self._is_over:
             # Once: the group outlives a child whose own children still run, but its number is given again later.
-            self._is_over, self._is_killed = True, not self.has_ended
+            self._is_over, self.is_killed_here = True, not self.has_ended
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         code = await reap(self.process)

@@ -1,73 +1,55 @@
 """Rows of a class of the user's: read here, or in a child process that knows no secret of the service.
 
-As a program it reads one JSON line (reference, options, limit, field) and writes rows, one JSON line each.
+As a program it loads ``[reference, options, limit, field]`` when it is first called, and answers each call with the
+next rows, in JSON each, after the last ones with none.
 """
 
 import inspect
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from flotilla.services.gateway.datasets.columns import Row
-from flotilla.shared.children.confinement import confine
+from flotilla.shared.children.blocking import running
+from flotilla.shared.children.calls import CallProcess
 from flotilla.shared.children.custom_code import describe, load_callable
 from flotilla.shared.children.processes import python_module
-from flotilla.shared.children.secret_variables import without_secrets
-from flotilla.shared.errors import DataError, FlotillaError, InvalidSpec, Unavailable, error_for_code
+from flotilla.shared.children.serving import serve
+from flotilla.shared.errors import DataError, FlotillaError, InvalidSpec, Unavailable, WorkerDied
 from flotilla.shared.net.absence import absent_or
 
 WHAT = "custom dataset"
 CHILD_SECONDS = 1800.0
-DONE = "done"
+BATCH_CHARACTERS = 1 << 20
+MAX_LINE_BYTES = 1 << 30
+"""A row may be large."""
 
 
 def rows_of_child(reference: str, options: dict[str, Any], limit: int | None, field: str) -> list[Row]:
     """Read all rows of the user's class in a process of its own; blocks.
 
     Raises:
-        InvalidSpec, DataError: as ``custom_rows``, or the process ended, or took too long.
+        InvalidSpec, DataError: as ``custom_rows``, or the process ended.
+        Unavailable, DeadlineExceeded: it was killed, or took too long.
     """
-    asked = json.dumps([reference, options, limit, field])
-    environment = without_secrets(os.environ)
-    with subprocess.Popen(
-        python_module(__name__),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-        env=environment,
-    ) as child:
-        assert child.stdin is not None and child.stdout is not None
-        deadline = threading.Timer(CHILD_SECONDS, child.kill)
-        deadline.start()
-        try:
-            child.stdin.write(asked + "\n")
-            child.stdin.close()
-            rows: list[Row] = []
-            for line in child.stdout:
-                answer = json.loads(line)
-                if isinstance(answer, dict):
-                    rows.append(answer)
-                elif answer == DONE:
-                    return rows
-                else:
-                    raise error_for_code(answer[0])(answer[1], path=reference)
-        except (OSError, ValueError, IndexError) as error:
-            raise DataError(
-                f"{WHAT} {reference!r}: its process wrote what is no row: {error}", path=reference
-            ) from None
-        finally:
-            deadline.cancel()
-            child.kill()
-    code = child.wait()
-    kind = Unavailable if code == -signal.SIGKILL else DataError
-    raise kind(f"{WHAT} {reference!r}: its process ended with code {code}", path=reference)
+    what = f"{WHAT} {reference!r}"
+    process = CallProcess(
+        python_module(__name__), [reference, options, limit, field], what, max_line_bytes=MAX_LINE_BYTES
+    )
+    deadline = time.monotonic() + CHILD_SECONDS
+    rows: list[Row] = []
+    try:
+        with running(process) as calls:
+            while batch := calls.call(None, seconds=deadline - time.monotonic()):
+                rows += map(json.loads, batch)
+    except (InvalidSpec, DataError) as error:
+        raise type(error)(error.detail, path=reference) from error
+    except WorkerDied as error:
+        kind = Unavailable if process.was_killed else DataError
+        raise kind(f"{what}: its process {process.cause}", path=reference) from error
+    return rows
 
 
 def custom_rows(reference: str, options: dict[str, Any], limit: int | None, field: str) -> list[Row]:
@@ -107,22 +89,31 @@ def _checked(row: Any, number: int, reference: str) -> Row:
     return row
 
 
-def main() -> int:
-    """Answer on what was standard output; what the user's code prints goes to standard error."""
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
-        os.dup2(2, 1)
-        reference, options, limit, field = json.loads(sys.stdin.readline())
-        confine()
+class _Rows:
+    about = None
+
+    def __init__(self, opening: Any) -> None:
+        self._opening = opening
+        self._rows: Iterator[str] | None = None
+
+    def handle(self, _: Any) -> list[str]:
+        """Return the next rows."""
+        if self._rows is None:
+            self._rows = map(self._plain, custom_rows(*self._opening))
+        batch: list[str] = []
+        num_characters = 0
+        for row in self._rows:
+            batch.append(row)
+            num_characters += len(row)
+            if num_characters > BATCH_CHARACTERS:
+                break
+        return batch
+
+    def _plain(self, row: Row) -> str:
         try:
-            for row in custom_rows(reference, options, limit, field):
-                answers.write(json.dumps(row, default=_plain) + "\n")
-            answers.write(json.dumps(DONE) + "\n")
-        except FlotillaError as error:
-            answers.write(json.dumps([error.code, error.detail]) + "\n")
+            return json.dumps(row, default=_plain)
         except (TypeError, ValueError) as error:
-            detail = f"{WHAT} {reference!r}: a row holds what JSON cannot: {error}"
-            answers.write(json.dumps([DataError.code, detail]) + "\n")
-    return 0
+            raise DataError(f"{WHAT} {self._opening[0]!r}: a row holds what JSON cannot: {error}") from error
 
 
 def _plain(value: Any) -> Any:
@@ -133,4 +124,4 @@ def _plain(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    serve(_Rows, is_confined=True)

@@ -1,15 +1,16 @@
 """The child process that counts prompts' tokens. It needs transformers' tokenizers and keeps torch out.
 
-It reads one JSON object per line and answers each by one: first ``{model, input_template, options}`` by
-``{has_chat_template}``, then ``{prompts: [[[role, content], ...], ...]}`` by ``{lengths: [...]}``, where ``show`` is
-true also with ``texts``; or ``{conversations: [[[role, content], ...], ...], starts: [...]}`` by ``{rendered: [[token
-ids, loss mask], ...]}``, of which the assistant's turns from the start on are learned; or by
-``{error, index?, passes?}``. It ends with its input.
+It loads ``{model, input_template, options}``, and says whether the tokenizer has a chat template. It answers
+``{prompts: [[[role, content], ...], ...]}`` by ``{lengths: [...]}``, where ``show`` is true also with ``texts``; or
+``{conversations: [[[role, content], ...], ...], starts: [...]}`` by ``{rendered: [[token ids, loss mask], ...]}``, of
+which the assistant's turns from the start on are learned; or by ``{error, index}``.
 """
 
-import json
-import sys
 from typing import Any
+
+from flotilla.shared.children.serving import serve
+from flotilla.shared.errors import ModelError
+from flotilla.shared.net.absence import absent_or
 
 
 def count(tokenizer: Any, template: Any, prompts: list[list[list[str]]], *, show: bool = False) -> dict[str, Any]:
@@ -44,34 +45,33 @@ def render(tokenizer: Any, template: Any, conversations: list[list[list[str]]], 
     return {"rendered": rendered}
 
 
-def main() -> None:
-    """Answer until the input ends."""
-    from flotilla.shared.models.prompts import PromptTemplate, keep_torch_out, load_tokenizer
-    from flotilla.shared.net.absence import may_pass
+class Tokens:
+    """The tokenizer, and what is put around prompts.
 
-    keep_torch_out()
-    replies, sys.stdout = sys.stdout, sys.stderr
-    tokenizer: Any = None
-    reply: dict[str, Any]
-    template = PromptTemplate()
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "model" in request:
-            template = PromptTemplate(request["input_template"], request["options"])
-            try:
-                tokenizer = load_tokenizer(request["model"])
-                reply = {"has_chat_template": bool(tokenizer.chat_template)}
-            except ImportError as error:
-                reply = {"error": f"{error}: counting tokens needs transformers: install flotilla[tokenizer]"}
-            except Exception as error:  # whatever a broken tokenizer raises
-                reply = {"error": str(error), "passes": may_pass(error)}
-        elif "conversations" in request:
-            reply = render(tokenizer, template, request["conversations"], request["starts"])
-        else:
-            reply = count(tokenizer, template, request["prompts"], show=request.get("show", False))
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
+    Raises:
+        ModelError, Unavailable: it cannot be loaded, or not now.
+    """
+
+    def __init__(self, opening: Any) -> None:
+        from flotilla.shared.models.prompts import PromptTemplate, keep_torch_out, load_tokenizer
+
+        keep_torch_out()
+        self._template = PromptTemplate(opening["input_template"], opening["options"])
+        try:
+            self._tokenizer = load_tokenizer(opening["model"])
+        except ImportError as error:
+            words = f"{error}: counting tokens needs transformers: install flotilla[tokenizer]"
+            raise ModelError(words) from error
+        except Exception as error:  # whatever a broken tokenizer raises
+            raise absent_or(error, ModelError(str(error))) from error
+        self.about = bool(self._tokenizer.chat_template)
+
+    def handle(self, asked: Any) -> object:
+        """Count or render."""
+        if "conversations" in asked:
+            return render(self._tokenizer, self._template, asked["conversations"], asked["starts"])
+        return count(self._tokenizer, self._template, asked["prompts"], show=asked.get("show", False))
 
 
 if __name__ == "__main__":
-    main()
+    serve(Tokens)

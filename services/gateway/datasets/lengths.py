@@ -3,12 +3,8 @@
 Called on a thread. Whoever sets ``stop`` ends it within one batch.
 """
 
-import json
 import logging
-import os
 import queue
-import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,8 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
+from flotilla.shared.children.blocking import BlockingCalls, running
+from flotilla.shared.children.calls import CallProcess
 from flotilla.shared.children.processes import python_module
-from flotilla.shared.errors import DataError, ModelError, Unavailable
+from flotilla.shared.children.spawning import child_environment
+from flotilla.shared.errors import DataError, InvalidSpec, ModelError, Unavailable, WorkerDied
 from flotilla.shared.models.prompts import PromptTemplate
 from flotilla.shared.schemas.task import Message
 
@@ -26,47 +25,37 @@ log = logging.getLogger(__name__)
 BATCH: Final = 256
 QUIET_SECONDS: Final = 2.0
 """What takes longer says how far it is, this often."""
-END_SECONDS: Final = 5.0
 ANSWER_SECONDS: Final = 300.0
 """Longest time for a batch of prompts, or for loading the tokenizer; a child that takes longer is killed."""
 
 
 class LengthProcess:
-    """One child process. Its owner asks one question at a time.
+    """One child process. A process that died is started again by the next question.
+
+    Args:
+        process: that was started.
+        calls: of it.
 
     Attributes:
-        has_chat_template: whether the tokenizer brings one; known once it is loaded.
+        has_chat_template: whether the tokenizer brings one.
     """
 
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self._process = process
-        self.has_chat_template = False
+    def __init__(self, process: CallProcess, calls: BlockingCalls) -> None:
+        self._process, self._calls = process, calls
+        self.has_chat_template = bool(calls.about)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a request and wait for its answer.
 
         Raises:
             DataError: the process ended.
-            Unavailable: it was killed, such as since it did not answer within ``ANSWER_SECONDS``.
+            Unavailable: it was killed, such as for memory.
+            DeadlineExceeded: it did not answer within ``ANSWER_SECONDS``, and was killed.
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
-        deadline = threading.Timer(ANSWER_SECONDS, self._process.kill)
-        deadline.daemon = True
-        deadline.start()
         try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except OSError:
-            line = ""
-        finally:
-            deadline.cancel()
-        if not line:
-            code = self._process.wait(END_SECONDS)
-            # Killed for memory, or by the deadline of a busy machine: that passes.
-            kind = Unavailable if code == -signal.SIGKILL else DataError
-            raise kind(f"a process that counts prompts' tokens ended with exit code {code}")
-        answer: dict[str, Any] = json.loads(line)
+            answer: dict[str, Any] = self._calls.call(request, seconds=ANSWER_SECONDS)
+        except WorkerDied as error:
+            raise (Unavailable if self._process.was_killed else DataError)(error.detail) from error
         return answer
 
 
@@ -78,27 +67,26 @@ def running_process(model_path: str, template: PromptTemplate) -> Iterator[Lengt
 
     Raises:
         ModelError: the tokenizer cannot be loaded.
+        Unavailable, DeadlineExceeded: it cannot be loaded now.
     """
-    environment = {
-        **os.environ,
-        "TOKENIZERS_PARALLELISM": "false",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "HF_HUB_OFFLINE": "1",
-    }
-    command = python_module("flotilla.services.gateway.datasets.length_worker")
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=environment
-    ) as process:
+    opening = {"model": model_path, "input_template": template.input_template, "options": dict(template.options)}
+    process = CallProcess(
+        python_module("flotilla.services.gateway.datasets.length_worker"),
+        opening,
+        "what counts prompts' tokens",
+        environment=child_environment(
+            TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1"
+        ),
+        start_seconds=ANSWER_SECONDS,
+    )
+    with ExitStack() as stack:
         try:
-            child = LengthProcess(process)
-            asked = {"model": model_path, "input_template": template.input_template, "options": dict(template.options)}
-            answer = child.ask(asked)
-            if "error" in answer:
-                raise (Unavailable if answer.get("passes") else ModelError)(answer["error"], path=model_path)
-            child.has_chat_template = answer["has_chat_template"]
-            yield child
-        finally:
-            process.kill()
+            calls = stack.enter_context(running(process))
+        except WorkerDied as error:
+            raise Unavailable(error.detail) from error
+        except (InvalidSpec, ModelError) as error:
+            raise ModelError(error.detail, path=model_path) from error
+        yield LengthProcess(process, calls)
 
 
 def prompt_lengths(

@@ -1,19 +1,19 @@
 """Reading a document that somebody sent: in a process that can be ended, unless it is too small to be worth one.
 
 YAML is read at some 100 KB a second, on the event loop if here, and a document may be made to take long. As a program
-it reads YAML from standard input, and writes as JSON what it means or why it means nothing.
+it answers what a text in YAML means, or why it means nothing.
 """
 
 import asyncio
-import contextlib
 import json
 import resource
-import sys
 from typing import Any, Final
 
+from flotilla.shared.children.calls import CallProcess
 from flotilla.shared.children.processes import python_module
+from flotilla.shared.children.serving import serve
 from flotilla.shared.config.load.spec_text import parse_document
-from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.errors import FlotillaError, InvalidSpec
 
 SOURCE: Final = "the request body"
 MAX_CHARACTERS: Final = 256 * 1024
@@ -37,46 +37,38 @@ async def read_document(text: str, *, seconds: float = PARSE_SECONDS) -> dict[st
         raise InvalidSpec(f"{SOURCE} has {len(text)} characters: {MAX_CHARACTERS} at most")
     if len(text) <= INLINE_CHARACTERS:
         return parse_document(text, source=SOURCE)
-    process = await asyncio.create_subprocess_exec(
-        *python_module(__name__),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env={},
-    )
+    process = CallProcess(python_module(__name__), None, SOURCE, environment={}, is_quiet=True)
     try:
         async with asyncio.timeout(seconds):
-            written, _ = await process.communicate(text.encode("utf-8", "replace"))
+            await process.start()
+            document: dict[str, Any] = await process.call(text)
+            return document
     except TimeoutError:
         raise InvalidSpec(f"{SOURCE} could not be read within {seconds:g} s: write it without anchors") from None
+    except FlotillaError as error:
+        if isinstance(error, InvalidSpec) or error.retryable:
+            raise
+        raise InvalidSpec(f"{SOURCE} could not be read: it takes too much time or memory") from error
     finally:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-    if process.returncode != 0:
-        raise InvalidSpec(f"{SOURCE} could not be read: it takes too much time or memory")
-    answer = json.loads(written)
-    if "refused" in answer:
-        raise InvalidSpec(answer["refused"])
-    document: dict[str, Any] = answer["document"]
-    return document
+        await process.aclose()
 
 
-def main() -> int:
-    """Read standard input, write standard output."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CPU, (round(PARSE_SECONDS), round(PARSE_SECONDS)))
-    text = sys.stdin.buffer.read().decode()
-    try:
-        answer = json.dumps({"document": parse_document(text, source=SOURCE)})
-    except InvalidSpec as error:
-        answer = json.dumps({"refused": error.detail})
-    except TypeError:
-        answer = json.dumps({"refused": f"{SOURCE} holds a value that JSON does not know, such as a date: quote it"})
-    sys.stdout.write(answer)
-    return 0
+class _Reader:
+    about = None
+
+    def __init__(self, _: None) -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_CPU, (round(PARSE_SECONDS), round(PARSE_SECONDS)))
+
+    def handle(self, text: str) -> dict[str, Any]:
+        """Read a document, whose values JSON knows."""
+        document = parse_document(text, source=SOURCE)
+        try:
+            json.dumps(document)
+        except TypeError:
+            raise InvalidSpec(f"{SOURCE} holds a value that JSON does not know, such as a date: quote it") from None
+        return document
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    serve(_Reader)

@@ -213,6 +213,8 @@ def test_threads_call_it_as_coroutines_do(kind: str) -> None:
         found = list(pool.map(lambda each: calls.call(each, seconds=SECONDS), ("a", "b")))
         with pytest.raises(WorkerDied, match="ended with code 7"):
             calls.call("die", seconds=SECONDS)
+        again = calls.call("again", seconds=SECONDS)
 
+    assert again == "again"
     assert found == ["a", "b"]
     assert pid != os.getpid() and not lives(pid)

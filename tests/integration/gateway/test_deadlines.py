@@ -1,7 +1,6 @@
 """Children, databases and processes that do not answer are waited for within a deadline."""
 
 import asyncio
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -13,8 +12,10 @@ from flotilla.services.gateway.datasets.lengths import LengthProcess
 from flotilla.services.gateway.store import transaction
 from flotilla.services.gateway.store.sql import SqlStore
 from flotilla.services.gateway.store.writes import PutExperiment
+from flotilla.shared.children.blocking import running
+from flotilla.shared.children.calls import CallProcess
 from flotilla.shared.children.processes import reap
-from flotilla.shared.errors import Unavailable
+from flotilla.shared.errors import DeadlineExceeded, Unavailable
 from tests.unit.gateway.builders import a_record
 
 
@@ -44,12 +45,12 @@ async def test_a_database_that_hangs_is_unavailable_and_what_was_late_is_stored_
 
 def test_a_process_that_counts_tokens_and_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lengths, "ANSWER_SECONDS", 0.2)
-    command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    with (
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
-        pytest.raises(Unavailable, match="ended with exit code -9"),
-    ):
-        LengthProcess(process).ask({"prompts": []})
+    program = "import time; print('{\"ready\": true}', flush=True); time.sleep(60)"
+    process = CallProcess([sys.executable, "-c", program], None, "what counts prompts' tokens")
+    with running(process) as calls, pytest.raises(DeadlineExceeded, match=r"did not answer within 0\.2 s"):
+        LengthProcess(process, calls).ask({"prompts": []})
+
+    assert process.child is None
 
 
 async def test_nobody_waits_without_end_for_a_killed_process_that_stays() -> None:

@@ -195,7 +195,7 @@ def test_custom_rows_are_read_in_a_process_that_knows_no_secret(
         ("import os; os._exit(3)", DataError, "its process ended with code 3"),
         (ROWS.replace("'p'", "object()"), DataError, "a row holds what JSON cannot"),
         (ROWS.replace("'p'", "1/0"), DataError, "ZeroDivisionError at rows.py:6"),
-        (ROWS.replace("print('not a row')", "os.write(3, b'[1]')"), DataError, "wrote what is no row"),
+        (ROWS.replace("print('not a row')", "os.write(3, b'[1]')"), DataError, "wrote what is no answer"),
     ],
 )
 def test_what_goes_wrong_in_that_process_is_said(tmp_path: Path, body: str, error: type[Exception], match: str) -> None:

@@ -1,54 +1,47 @@
-"""The reward model's process. It reads JSON lines: first the section and the directory, then batches of texts.
+"""The reward model's process: it loads the section and the directory, and answers batches of texts.
 
-It answers the first with how it starts (``null``, or ``{error, passes}``), and each batch with ``[score, tokens,
-reason]`` of each text. It ends with its input, and with its parent.
+The answer to a batch is ``[score, tokens, reason]`` of each text.
 """
 
-import json
-import os
-import signal
-import sys
 from dataclasses import astuple
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
-from flotilla.shared.children.processes import die_with_parent
+from flotilla.shared.children.serving import serve
 from flotilla.shared.config.sections.reward_model import RewardModelConfig
-from flotilla.shared.net.absence import may_pass
+from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.net.absence import absent_or
 
 
-def serve(lines: TextIO, answers: TextIO) -> None:
-    """Load the model that the first line names and answer until the input ends."""
+class Scoring:
+    """The model that the opening names.
 
-    def say(answer: object) -> None:
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+    Raises:
+        InvalidSpec, Unavailable: it cannot be loaded, or not now.
+    """
 
-    first = json.loads(lines.readline())
-    config = RewardModelConfig.model_validate(first["config"])
-    try:
-        import torch
+    about = None
 
-        from flotilla.services.reward.scoring.scorer import Scorer
+    def __init__(self, opening: Any) -> None:
+        config = RewardModelConfig.model_validate(opening["config"])
+        try:
+            import torch
 
-        torch.set_num_threads(config.threads)
-        scorer = Scorer(config, Path(first["directory"]))
-    except ImportError as error:
-        wrong = f"the reward service has no torch, which a reward model needs (flotilla[torch]): {error}"
-        say({"error": wrong, "passes": False})
-        return
-    except Exception as error:  # whatever loading raises
-        say({"error": getattr(error, "detail", repr(error)), "passes": may_pass(error)})
-        return
-    say(None)
-    for line in lines:
-        say([astuple(each) for each in scorer.score(json.loads(line))])
+            from flotilla.services.reward.scoring.scorer import Scorer
+
+            torch.set_num_threads(config.threads)
+            self._scorer = Scorer(config, Path(opening["directory"]))
+        except ImportError as error:
+            words = f"the reward service has no torch, which a reward model needs (flotilla[torch]): {error}"
+            raise InvalidSpec(f"reward model {config.path}: {words}") from error
+        except Exception as error:  # whatever loading raises
+            words = f"reward model {config.path}: {getattr(error, 'detail', repr(error))}"
+            raise absent_or(error, InvalidSpec(words)) from error
+
+    def handle(self, texts: Any) -> object:
+        """Score a batch."""
+        return [astuple(each) for each in self._scorer.score(texts)]
 
 
 if __name__ == "__main__":
-    die_with_parent(with_signal=signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when an interrupt ends the model.
-    # What libraries print goes to standard error, where the service's log is.
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as channel:
-        os.dup2(2, 1)
-        serve(sys.stdin, channel)
+    serve(Scoring)

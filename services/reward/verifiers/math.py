@@ -1,13 +1,12 @@
 """An answer that must be mathematically equal to the label. Sympy may never return, so children ask it."""
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from flotilla.services.reward.verifiers.comparing import ComparingVerifier
+from flotilla.shared.children.processes import python_module
 from flotilla.shared.config.sections.reward import MathConfig
 
-WORKER = Path(__file__).with_name("math_worker.py")
+WORKER = python_module("flotilla.services.reward.verifiers.math_worker")
 
 
 class MathVerifier(ComparingVerifier):
@@ -18,5 +17,5 @@ class MathVerifier(ComparingVerifier):
         command: how to start the child; another one only in tests.
     """
 
-    def __init__(self, config: MathConfig, command: Sequence[str] = (sys.executable, "-I", str(WORKER))) -> None:
+    def __init__(self, config: MathConfig, command: Sequence[str] = WORKER) -> None:
         super().__init__(config, command)

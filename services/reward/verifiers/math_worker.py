@@ -1,20 +1,16 @@
-"""The child process that compares mathematics. Run by path; it imports nothing of ours.
+"""The child process that compares mathematics.
 
-It reads one JSON object per line (``response``, ``label``, ``timeout_seconds``) and answers one line (``verdict`` and
-``answer``, or ``error``). Sympy can hang beyond the reach of any signal handler, so the parent kills this process when
-a comparison takes too long. In case the parent is gone by then, the kernel does: an alarm without a handler ends a
-process.
+It is asked ``{response, label}`` and answers ``{verdict, answer}`` or ``{error}``. Sympy can hang beyond the reach of
+any signal handler, so its owner kills this process when a comparison takes too long.
 """
 
-import json
 import logging
 import resource
-import signal
-import sys
 from typing import Any
 
+from flotilla.shared.children.serving import serve
+
 MEMORY_BYTES = 2 << 30
-GRACE_SECONDS = 5.0
 LONGEST_ANSWER = 1000
 
 
@@ -42,27 +38,24 @@ def compare(response: str, label: str) -> dict[str, Any]:
     return {"verdict": is_equal, "answer": str(answer[-1])[:LONGEST_ANSWER]}
 
 
-def main() -> None:
-    """Answer until the input ends."""
-    import math_verify  # noqa: F401  the slow import is over before the first time limit starts
+class Mathematics:
+    """Compares one sample at a time."""
 
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))  # 9^9^9^9 is a short answer
-    logging.disable(logging.CRITICAL)
-    replies = sys.stdout
-    sys.stdout = sys.stderr
-    replies.write("ready\n")
-    replies.flush()
-    for line in sys.stdin:
-        request = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, request["timeout_seconds"] + GRACE_SECONDS)
+    about = None
+
+    def __init__(self, _: Any) -> None:
+        import math_verify  # noqa: F401  the slow import is over before the first time limit starts
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))  # 9^9^9^9 is a short answer
+        logging.disable(logging.CRITICAL)
+
+    def handle(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Compare a sample's texts."""
         try:
-            reply = compare(request["response"], request["label"])
+            return compare(asked["response"], asked["label"])
         except Exception as error:  # whatever sympy raises is the answer "could not tell"
-            reply = {"error": f"{type(error).__name__}: {error}"[:500]}
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
+            return {"error": f"{type(error).__name__}: {error}"[:500]}
 
 
 if __name__ == "__main__":
-    main()
+    serve(Mathematics)

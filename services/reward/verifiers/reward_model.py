@@ -6,24 +6,26 @@ zeros.
 """
 
 import asyncio
-import contextlib
-import json
 import logging
-import os
-import signal
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flotilla.shared.children.processes import python_module, reap
+from flotilla.shared.children.calls import CallProcess
+from flotilla.shared.children.processes import python_module
 from flotilla.shared.children.restarts import Restarts
-from flotilla.shared.children.secret_variables import without_secrets
+from flotilla.shared.children.spawning import child_environment
 from flotilla.shared.config.sections.reward_model import RewardModelConfig
-from flotilla.shared.errors import FlotillaError, GradingFailed, InvalidSpec, Unavailable
-from flotilla.shared.host.start_patience import start_timeout
-from flotilla.shared.net.absence import absent_or
+from flotilla.shared.errors import (
+    DeadlineExceeded,
+    FlotillaError,
+    GradingFailed,
+    InvalidSpec,
+    Unavailable,
+    WorkerDied,
+)
 from flotilla.shared.schemas.grading import Grade, GradingSample
 
 log = logging.getLogger(__name__)
@@ -63,11 +65,16 @@ class RewardModelVerifier:
         first_pause_seconds: float = FIRST_PAUSE_SECONDS,
     ) -> None:
         self._config = config
-        self._directory = directory
-        self._command = tuple(command) or tuple(python_module(PROCESS))
         self._waiting: deque[_Waiting] = deque()
         self._arrived = asyncio.Event()
-        self._process: asyncio.subprocess.Process | None = None
+        self._process = CallProcess(
+            command or python_module(PROCESS),
+            {"config": config.model_dump(mode="json"), "directory": str(directory)},
+            f"reward model {config.path}",
+            environment=child_environment(OMP_NUM_THREADS=str(config.threads)),
+            start_seconds=START_SECONDS,
+            max_line_bytes=MAX_LINE_BYTES,
+        )
         self._scoring: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._deaths = Restarts(
@@ -77,19 +84,19 @@ class RewardModelVerifier:
     @property
     def pid(self) -> int | None:
         """Process id of the model's process; None while there is none."""
-        return None if self._process is None else self._process.pid
+        child = self._process.child
+        return None if child is None else child.process.pid
 
     async def start(self) -> None:
         """Start the process and let it load the model.
 
         Raises:
-            InvalidSpec: the model cannot be loaded.
-            GradingFailed: the process ended by itself.
-            Unavailable: it was killed or took too long, or something else is in the way that passes.
+            InvalidSpec: the model cannot be loaded, or the process ended by itself.
+            Unavailable: the process was killed or took too long, or something else is in the way that passes.
         """
         async with self._starting:
             if self._scoring is None:
-                await self._ensure_process()
+                await self._load()
                 self._scoring = asyncio.create_task(self._score_batches(), name="reward model")
 
     async def score(self, samples: Sequence[GradingSample]) -> list[Grade]:
@@ -109,7 +116,7 @@ class RewardModelVerifier:
         if self._scoring is not None:
             self._scoring.cancel()
             await asyncio.gather(self._scoring, return_exceptions=True)
-        await self._end()
+        await self._process.aclose()
         for each in self._waiting:
             _settle(each, Grade.error("the reward model was closed"))
         self._waiting.clear()
@@ -143,11 +150,11 @@ class RewardModelVerifier:
         while True:
             has_batch = False
             try:
-                process = await self._ensure_process()
+                await self._load()
                 has_batch = True
-                found = await self._ask(process, texts)
+                found = await self._ask(texts)
             except (GradingFailed, InvalidSpec, Unavailable) as error:
-                await self._end()
+                await self._process.aclose()
                 deaths += has_batch
                 if deaths == DEATHS_OF_A_BATCH:
                     detail = f"the reward model failed {deaths} times on this batch, at last: {error.detail}"
@@ -159,83 +166,30 @@ class RewardModelVerifier:
                 self._deaths.forget()
                 return found
 
-    async def _ask(self, process: asyncio.subprocess.Process, texts: Sequence[Mapping[str, object]]) -> list[Grade]:
-        answer = await self._exchange(process, texts, self._config.timeout_seconds)
+    async def _ask(self, texts: Sequence[Mapping[str, object]]) -> list[Grade]:
+        """Let the process score a batch.
+
+        Raises:
+            GradingFailed: it ended, took too long or gave no scores.
+        """
+        try:
+            answer = await self._process.call(list(texts), seconds=self._config.timeout_seconds)
+        except WorkerDied as error:
+            raise GradingFailed(f"the reward model's process {self._process.cause}") from error
+        except FlotillaError as error:
+            raise GradingFailed(error.detail) from error
         try:
             assert isinstance(answer, list)
             return [_grade(*each) for _, each in zip(texts, answer, strict=True)]
         except (AssertionError, TypeError, ValueError) as error:
             raise GradingFailed(f"the reward model's process gave no scores: {error}") from error
 
-    async def _exchange(
-        self, process: asyncio.subprocess.Process, asked: object, seconds: float, *, starts: bool = False
-    ) -> object:
-        """Write one line and read one.
-
-        Args:
-            seconds: until when.
-            starts: whether the process is starting, so that its computing puts the end off.
-
-        Raises:
-            GradingFailed: the process ended, or took too long.
-        """
-        assert process.stdin is not None and process.stdout is not None
+    async def _load(self) -> None:
         try:
-            async with start_timeout(seconds, process.pid) if starts else asyncio.timeout(seconds):
-                process.stdin.write(json.dumps(asked).encode() + b"\n")
-                await process.stdin.drain()
-                line = await process.stdout.readline()
-                if not line.endswith(b"\n"):
-                    code = await process.wait()
-                    raise GradingFailed(f"the reward model's process ended with code {code}")
-            return json.loads(line)
-        except TimeoutError:
-            raise GradingFailed(f"the reward model's process did not answer within {seconds:g} s") from None
-        except (OSError, ValueError) as error:
-            raise GradingFailed(f"the reward model's process cannot be asked: {error!r}") from error
-
-    async def _ensure_process(self) -> asyncio.subprocess.Process:
-        if self._process is not None:
-            return self._process
-        environment = without_secrets(os.environ)
-        environment["OMP_NUM_THREADS"] = str(self._config.threads)
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                limit=MAX_LINE_BYTES,
-                env=environment,
-            )
-        except OSError as error:
-            raise absent_or(error, GradingFailed(f"the reward model's process cannot be started: {error}")) from error
-        self._process = process
-        first = {"config": self._config.model_dump(mode="json"), "directory": str(self._directory)}
-        try:
-            wrong = await self._exchange(process, first, START_SECONDS, starts=True)
-            if wrong is not None:
-                assert isinstance(wrong, dict)
-                kind = Unavailable if wrong["passes"] else InvalidSpec
-                raise kind(f"reward model {self._config.path}: {wrong['error']}")
-        except GradingFailed as error:
-            # It may have been killed for memory, or be slow on a busy machine.
-            is_over = process.returncode not in {None, -signal.SIGKILL}
-            await self._end()
-            raise error if is_over else Unavailable(error.detail) from error
-        except BaseException:
-            await self._end()
-            raise
-        return process
-
-    async def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        if process.stdin is not None:
-            process.stdin.close()
-        await reap(process)
+            await self._process.start()
+        except (WorkerDied, DeadlineExceeded) as error:
+            # It was killed, perhaps for memory, or is slow on a busy machine.
+            raise Unavailable(error.detail) from error
 
 
 def text_of(sample: GradingSample, config: RewardModelConfig) -> dict[str, object]:

@@ -1,21 +1,18 @@
-"""The child process that matches patterns and checks JSON against schemas. Run by path; it imports nothing of ours.
+"""The child process that matches patterns and checks JSON against schemas.
 
-Its argument is a kind. It reads one JSON object per line (``response``, ``label``, ``options``, ``timeout_seconds``)
-and answers one line (``verdict`` and ``answer``, or ``error``). A pattern can take time without bound, so the parent
-kills this process when it takes too long. In case the parent is gone by then, the kernel does: an alarm without a
-handler ends a process.
+It loads a kind, is asked ``{response, label, options}`` and answers ``{verdict, answer}`` or ``{error}``. A pattern can
+take time without bound, so its owner kills this process when it takes too long.
 """
 
 import json
 import re
 import resource
-import signal
-import sys
 from collections.abc import Callable
 from typing import Any
 
+from flotilla.shared.children.serving import serve
+
 MEMORY_BYTES = 1 << 30
-GRACE_SECONDS = 5.0
 LONGEST_ANSWER = 1000
 FENCE = "```"
 
@@ -75,25 +72,28 @@ def refuse(name: str) -> None:
 KINDS: dict[str, Callable[[str, str | None, dict[str, Any]], dict[str, Any]]] = {"regex": match, "json_schema": check}
 
 
-def main() -> None:
-    """Answer until the input ends."""
-    compare = KINDS[sys.argv[1]]
-    if compare is check:
-        import jsonschema  # noqa: F401  the slow import is over before the first time limit starts
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
-    for line in sys.stdin:
-        request = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, request["timeout_seconds"] + GRACE_SECONDS)
+class Texts:
+    """Compares one sample at a time.
+
+    Args:
+        kind: of ``KINDS``.
+    """
+
+    about = None
+
+    def __init__(self, kind: str) -> None:
+        self._compare = KINDS[kind]
+        if self._compare is check:
+            import jsonschema  # noqa: F401  the slow import is over before the first time limit starts
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+
+    def handle(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Compare a sample's texts, as the options say."""
         try:
-            reply = compare(request["response"], request["label"], request["options"])
+            return self._compare(asked["response"], asked["label"], asked["options"])
         except Exception as error:  # such as a nesting too deep: "could not tell"
-            reply = {"error": f"{type(error).__name__}: {error}"[:500]}
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.stdout.write(json.dumps(reply) + "\n")
-        sys.stdout.flush()
+            return {"error": f"{type(error).__name__}: {error}"[:500]}
 
 
 if __name__ == "__main__":
-    main()
+    serve(Texts)

@@ -30,16 +30,18 @@ starts = len(list(folder.glob("start-*")))
 config = json.loads(sys.stdin.readline())
 def say(value):
     print(json.dumps(value), flush=True)
-def answer(texts):
-    say([[float(len(each["response"])), 1, None] for each in texts])
+def reply(asked, found):
+    say([json.loads(asked)[0], found])
+def answer(asked):
+    reply(asked, [[float(len(each["response"])), 1, None] for each in json.loads(asked)[1]])
 """
-FIRST = "say(None)\nline = sys.stdin.readline()\n"
-LATER = "else: answer(json.loads(line))\nsys.stdin.readline()\n"
+FIRST = "say({'ready': None})\nline = sys.stdin.readline()\n"
+LATER = "else: answer(line)\nsys.stdin.readline()\n"
 BEHAVIOURS = {
     "dies in its first batch": f"{FIRST}if starts == 0: os._exit(9)\n{LATER}",
     "cannot start twice": f"if starts in (1, 2): os._exit(3)\n{FIRST}if starts == 0: os._exit(9)\n{LATER}",
     "hangs once": f"{FIRST}if starts == 0: time.sleep(60)\n{LATER}",
-    "answers too few once": f"{FIRST}if starts == 0: say([])\n{LATER}",
+    "answers too few once": f"{FIRST}if starts == 0: reply(line, [])\n{LATER}",
     "says what is no JSON once": f"{FIRST}if starts == 0: print('chatter', flush=True)\n{LATER}",
 }
 
@@ -68,7 +70,7 @@ async def test_samples_wait_until_the_process_is_back_and_are_scored_then(tmp_pa
 
 
 async def test_a_batch_on_which_it_always_dies_is_an_error_and_no_other_is(tmp_path: Path) -> None:
-    body = "say(None)\nfor line in sys.stdin:\n    if 'poison' in line: os._exit(9)\n    answer(json.loads(line))\n"
+    body = "say({'ready': None})\nfor line in sys.stdin:\n    if 'poison' in line: os._exit(9)\n    answer(line)\n"
 
     async with a_verifier(tmp_path, body, batch_samples=1) as verifier:
         good, bad, other = await verifier.score([a_sample("good"), a_sample("poison"), a_sample("other")])
@@ -79,7 +81,8 @@ async def test_a_batch_on_which_it_always_dies_is_an_error_and_no_other_is(tmp_p
 
 
 async def test_samples_of_several_groups_share_batches(tmp_path: Path) -> None:
-    body = "say(None)\nfor line in sys.stdin:\n    size = len(json.loads(line))\n    say([[size, 1, None]] * size)\n"
+    scoring = "    size = len(json.loads(line)[1])\n    reply(line, [[size, 1, None]] * size)\n"
+    body = f"say({{'ready': None}})\nfor line in sys.stdin:\n{scoring}"
 
     async with a_verifier(tmp_path, body, batch_samples=8) as verifier:
         await verifier.start()
@@ -89,7 +92,9 @@ async def test_samples_of_several_groups_share_batches(tmp_path: Path) -> None:
 
 
 async def test_a_score_that_is_none_is_an_error_of_its_sample_alone(tmp_path: Path) -> None:
-    body = f"{FIRST}say([[float('nan'), 1, None], [None, 9, 'too long'], [0.5, 2, None]])\nsys.stdin.readline()\n"
+    body = (
+        f"{FIRST}reply(line, [[float('nan'), 1, None], [None, 9, 'too long'], [0.5, 2, None]])\nsys.stdin.readline()\n"
+    )
 
     async with a_verifier(tmp_path, body) as verifier:
         grades = await verifier.score([a_sample("a"), a_sample("b"), a_sample("c")])
@@ -99,25 +104,27 @@ async def test_a_score_that_is_none_is_an_error_of_its_sample_alone(tmp_path: Pa
 
 
 async def test_what_cannot_be_loaded_is_said_at_the_start(tmp_path: Path) -> None:
-    async with a_verifier(tmp_path, "say({'error': 'it has two outputs', 'passes': False})\n") as verifier:
-        with pytest.raises(InvalidSpec, match="reward model /models/judge: it has two outputs"):
+    async with a_verifier(tmp_path, "say({'error': ['invalid_spec', 'it has two outputs']})\n") as verifier:
+        with pytest.raises(InvalidSpec, match="it has two outputs"):
             await verifier.start()
 
 
 async def test_closing_it_leaves_nobody_waiting_and_no_process(tmp_path: Path) -> None:
-    async with a_verifier(tmp_path, "say(None)\nsys.stdin.readline()\ntime.sleep(60)\n", batch_samples=1) as verifier:
+    async with a_verifier(
+        tmp_path, "say({'ready': None})\nsys.stdin.readline()\ntime.sleep(60)\n", batch_samples=1
+    ) as verifier:
         await verifier.start()
         scoring = asyncio.create_task(verifier.score([a_sample("a"), a_sample("b")]))
         await asyncio.sleep(0)
-        process = verifier._process
+        child = verifier._process.child
 
     assert {grade.status for grade in await scoring} == {GradeStatus.ERROR}
-    assert process is not None and process.returncode is not None
+    assert child is not None and child.has_ended
 
 
 async def test_its_environment_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOTILLA_SERVICE_TOKEN", "secret")
-    body = f"{FIRST}say([[float('secret' in os.environ.values()), 1, None]])\nsys.stdin.readline()\n"
+    body = f"{FIRST}reply(line, [[float('secret' in os.environ.values()), 1, None]])\nsys.stdin.readline()\n"
 
     async with a_verifier(tmp_path, body) as verifier:
         (grade,) = await verifier.score([a_sample("a")])
@@ -166,10 +173,10 @@ async def test_a_busy_machine_gives_the_process_more_time_to_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reward_model, "START_SECONDS", 0.2)
-    slow = f"time.sleep(1)\n{FIRST}answer(json.loads(line))\nsys.stdin.readline()\n"
+    slow = f"time.sleep(1)\n{FIRST}answer(line)\nsys.stdin.readline()\n"
 
     async with a_verifier(tmp_path, slow) as verifier:
-        with pytest.raises(Unavailable, match=r"did not answer within 0\.2 s"):
+        with pytest.raises(Unavailable, match=r"was not loaded within 0\.2 s"):
             await verifier.start()
         monkeypatch.setenv("FLOTILLA_START_PATIENCE", "300")
         await verifier.start()

@@ -1,0 +1,51 @@
+"""Processes are started in ``children/``, by the sandbox and by the command line; others use what ``children/`` has."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+ROOMS = ("flotilla/", "services/sandbox/", "shared/children/")
+SPAWNING = {
+    "subprocess": {"Popen", "run", "call", "check_call", "check_output"},
+    "asyncio": {"create_subprocess_exec", "create_subprocess_shell"},
+    "os": {"fork", "forkpty", "posix_spawn", "posix_spawnp", "system", "popen"},
+    "multiprocessing": {"Process", "Pool", "get_context"},
+    "loop": {"subprocess_exec", "subprocess_shell"},
+}
+BY_THEMSELVES = {
+    "services/rollout/engines/process/engine.py",
+    "services/rollout/engines/servers/keeper.py",
+    "services/rollout/engines/servers/process.py",
+    "services/trainer/supervisor/process.py",
+    "shared/host/devices.py",
+    "shared/host/native_code.py",
+    "shared/models/hub.py",
+    "shared/weights/group/endpoint.py",
+    "shared/weights/group/endpoint_client.py",
+    "shared/weights/pull/sender.py",
+}
+"""Modules elsewhere that still start processes by themselves. None may be added."""
+
+
+def modules() -> Iterator[Path]:
+    for top in ("flotilla", "services", "shared"):
+        yield from (ROOT / top).rglob("*.py")
+
+
+def spawns(path: Path) -> bool:
+    return any(
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.attr in SPAWNING.get(node.value.id, ())
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    )
+
+
+def test_only_named_modules_start_processes_by_themselves() -> None:
+    # Links lead from flotilla/ to the other folders; each module counts once, by its real place.
+    names = {path.resolve().relative_to(ROOT).as_posix(): path for path in modules()}
+    found = {name for name, path in names.items() if spawns(path)}
+
+    assert "shared/children/spawning.py" in found, "what is searched for is found"
+    assert {name for name in found if not name.startswith(ROOMS)} == BY_THEMSELVES

@@ -64,5 +64,5 @@ def cause_of_death(code: int | None, *, is_out_of_memory: bool = False, is_kille
         return f"ended with code {code}"
     words = signal_name(code)
     if -code == signal.SIGKILL and not is_killed_here:
-        words += ", by the kernel because memory ran out" if is_out_of_memory else ", by hand or because memory ran out"
+        words += ", killed by the kernel because memory ran out" if is_out_of_memory else ", by hand or for memory"
     return f"ended with code {code} ({words})"

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from flotilla.shared.children.last_words import READ_BYTES, LastWords, cause_of_death
-from flotilla.shared.children.processes import reap
+from flotilla.shared.children.processes import kill, reap
 from flotilla.shared.children.secret_variables import without_secrets
 from flotilla.shared.host.control_groups import count_memory_kills
 
@@ -27,14 +27,20 @@ class Child:
         process: with standard input, output and error as pipes.
         transport: of its pipes.
         words: gets what it writes to standard error.
+        leads_session: whether its process group is its own.
     """
 
     def __init__(
-        self, process: asyncio.subprocess.Process, transport: asyncio.SubprocessTransport, words: LastWords
+        self,
+        process: asyncio.subprocess.Process,
+        transport: asyncio.SubprocessTransport,
+        words: LastWords,
+        *,
+        leads_session: bool = True,
     ) -> None:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         self.process, self.words = process, words
-        self._transport = transport
+        self._transport, self._leads_session = transport, leads_session
         self.stdin, self.stdout = process.stdin, process.stdout
         self._memory_kills = count_memory_kills()
         self.is_killed_here = self._is_over = False
@@ -56,7 +62,7 @@ class Child:
         how = cause_of_death(self.exit_code, is_out_of_memory=is_out_of_memory, is_killed_here=self.is_killed_here)
         return how + self.words.shown()
 
-    async def ended(self) -> int | None:
+    async def ended(self) -> int:
         """Wait until it has ended by itself, and its last words are heard."""
         code = await self.process.wait()
         await self._heard()
@@ -67,8 +73,10 @@ class Child:
         if not self._is_over:
             # Once: the group outlives a child whose own children still run, but its number is given again later.
             self._is_over, self.is_killed_here = True, not self.has_ended
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            if self._leads_session:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.process.pid, signal.SIGKILL)
+            kill(self.process)
         code = await reap(self.process)
         await self._heard()
         self._transport.close()
@@ -91,8 +99,9 @@ async def spawn(
     environment: Mapping[str, str] | None = None,
     max_line_bytes: int,
     is_quiet: bool = False,
+    leads_session: bool = True,
 ) -> Child:
-    """Start a program with pipes, in a session of its own: a terminal's interrupt is its owner's to handle.
+    """Start a program with pipes.
 
     It is to ask for its parent-death signal itself (``processes.die_with_parent``), as ``serving`` does.
 
@@ -101,6 +110,8 @@ async def spawn(
         environment: all of its variables; None: ``child_environment()``.
         max_line_bytes: longest line of its standard output.
         is_quiet: whether its standard error is not passed on to this process' own.
+        leads_session: whether it gets a session of its own, with all that it starts: a terminal's interrupt is its
+            owner's to handle then, and all of the session ends with it.
 
     Raises:
         OSError: it cannot be started.
@@ -114,6 +125,7 @@ async def spawn(
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=child_environment() if environment is None else environment,
-        start_new_session=True,
+        start_new_session=leads_session,
     )
-    return Child(asyncio.subprocess.Process(transport, protocol, loop), transport, LastWords(is_quiet=is_quiet))
+    process = asyncio.subprocess.Process(transport, protocol, loop)
+    return Child(process, transport, LastWords(is_quiet=is_quiet), leads_session=leads_session)

@@ -52,7 +52,7 @@ def lives(pid: int) -> bool:
     ("what", "match"),
     [
         ("die", "ended with code 7; its last lines: the reason"),
-        ("kill", r"ended with code -9 \(SIGKILL, by hand or because memory ran out\)"),
+        ("kill", r"ended with code -9 \(SIGKILL, (by hand or for memory|killed by the kernel.*)\)"),
         ("half", "wrote what is no answer|ended with code 0"),
         ("garbage", "wrote what is no answer"),
         ("large", "wrote what is no answer"),

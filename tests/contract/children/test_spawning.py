@@ -17,7 +17,6 @@ BY_THEMSELVES = {
     "services/rollout/engines/process/engine.py",
     "services/rollout/engines/servers/keeper.py",
     "services/rollout/engines/servers/process.py",
-    "services/trainer/supervisor/process.py",
     "shared/host/devices.py",
     "shared/host/native_code.py",
     "shared/models/hub.py",

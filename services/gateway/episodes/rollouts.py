@@ -30,12 +30,12 @@ class Rollouts:
 
     Args:
         registry: of the services.
-        token: makes what rollouts let in.
+        token_for: makes what services of a kind let in.
     """
 
-    def __init__(self, registry: Registry, token: Callable[[], str]) -> None:
+    def __init__(self, registry: Registry, token_for: Callable[[ServiceKind], str]) -> None:
         self._registry = registry
-        self._token = token
+        self._token_for = token_for
         # For what agents ask rarely; requests for completions have connections of their own.
         limits = httpx.Limits(max_connections=MAX_CONNECTIONS, keepalive_expiry=KEPT_OPEN_SECONDS)
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
@@ -102,4 +102,4 @@ class Rollouts:
             yield connection
 
     def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self._token()}", "Accept-Encoding": "identity"}
+        return {"Authorization": f"Bearer {self._token_for(ServiceKind.ROLLOUT)}", "Accept-Encoding": "identity"}

@@ -23,9 +23,9 @@ from flotilla.services.gateway.publications.transports import lacks_version, pee
 from flotilla.services.gateway.records.per_experiment import PerExperiment
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, document_of
 from flotilla.services.gateway.registry.desired import DesiredBodies, DesiredStates, ExperimentFacts
-from flotilla.services.gateway.registry.services import LiveService, Registry
+from flotilla.services.gateway.registry.services import LiveService, Registry, wake_services
 from flotilla.services.gateway.registry.shifts import SHARERS, holder_of, is_clear
-from flotilla.services.gateway.signals import Signal, fire_in_turn, wait_for_any
+from flotilla.services.gateway.signals import Signal, wait_for_any
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.transaction import Transaction
 from flotilla.shared.clock import Clock
@@ -54,11 +54,11 @@ class Fleet:
     """The gateway's side of membership.
 
     Args:
+        measurements: of each experiment; what services report of its training health is recorded here.
         on_change: called when placement or an experiment's life may have to move.
 
     Attributes:
         left: fires whenever a service has left the experiment.
-        measurements: what is measured of it; what services report of its training health is recorded here.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Fleet:
         events: EventLog,
         clock: Clock,
         store: Store,
-        idle_ratios: IdleRatios,
+        measurements: PerExperiment[Measurements],
         tokens: Tokens,
         *,
         on_change: Callable[[], None],
@@ -83,12 +83,12 @@ class Fleet:
         self._clock = clock
         self._store = store
         self._on_change = on_change
-        self._idle_ratios = idle_ratios
+        self._measurements = measurements
+        self._idle_ratios = IdleRatios(store, clock)
         self._tokens = tokens
         self._idle = DesiredStates()
         self._desired_cache = PerExperiment(DesiredStates)
         self.left = PerExperiment(Signal)
-        self.measurements = PerExperiment(Measurements)
         self.bodies = DesiredBodies()
         self.jobs = TrainingJobs(registry, repository, events)
 
@@ -212,9 +212,9 @@ class Fleet:
             if observed.publication is not None:
                 await self._publications.apply(experiment.id, Reported(service.id, observed.publication))
             if observed.device != before.device or observed.job != before.job:
-                self.wake(experiment.id)
+                wake_services(self._registry, experiment.id)
             if observed.experiment_id == experiment.id:
-                self.measurements.of(experiment).add_reports(observed)
+                self._measurements.of(experiment).add_reports(observed)
                 await self._compare(service, before, experiment)
         if not was_observed or _may_move_others(before, observed, experiment):
             self._on_change()
@@ -337,7 +337,7 @@ class Fleet:
         self._publications.stage_gone(change, experiment_id, service, reason)
         if service.observed.device is not None:
             # Who waits for its memory need not wait any longer.
-            change.then(partial(self.wake, experiment_id))
+            change.then(partial(wake_services, self._registry, experiment_id))
         experiment = self._repository.find(experiment_id)
         if experiment is not None:
             self.jobs.stage_departure(change, service, experiment, reason)
@@ -352,10 +352,6 @@ class Fleet:
                 **facts,
             )
             change.then(self.left.of(experiment).fire)
-
-    def wake(self, experiment_id: str) -> None:
-        """Let all services of an experiment look again."""
-        fire_in_turn([service.changed for service in self._registry.of(experiment_id)])
 
 
 def _may_move_others(before: ObservedState, observed: ObservedState, experiment: Experiment | None) -> bool:

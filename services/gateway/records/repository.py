@@ -109,8 +109,8 @@ class ExperimentRepository:
     """All experiments, by id.
 
     Args:
-        on_change: called with the id after each change of a record.
         quota_of: finds what a token may have.
+        on_change: called with the id after each change of a record.
     """
 
     def __init__(
@@ -119,14 +119,16 @@ class ExperimentRepository:
         clock: Clock,
         open_plane: OpenPlane,
         quota_of: Callable[[str | None], Quota] = lambda _whose: UNLIMITED,
+        *,
+        on_change: Callable[[str], None],
     ) -> None:
         self._store = store
         self._clock = clock
         self._open_plane = open_plane
         self._quota_of = quota_of
+        self._on_change = on_change
         self._experiments: dict[str, Experiment] = {}
         self._unusable: dict[str, UnusableExperiment] = {}
-        self.on_change: Callable[[str], None] = lambda _experiment_id: None
 
     async def load(self) -> None:
         """Load the experiments of an earlier process; one whose spec is refused now keeps none of the others out."""
@@ -252,7 +254,7 @@ class ExperimentRepository:
         def follow() -> None:
             experiment.record = record
             experiment.changed.fire()
-            self.on_change(experiment.id)
+            self._on_change(experiment.id)
 
         change.stage(experiment, record)
         change.write(PutExperiment(record))

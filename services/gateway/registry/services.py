@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from flotilla.services.gateway.registry.desired import ServiceFacts
-from flotilla.services.gateway.signals import Signal
+from flotilla.services.gateway.signals import Signal, fire_in_turn
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.records import ServiceRecord
 from flotilla.services.gateway.store.transaction import Transaction
@@ -380,3 +380,8 @@ def _is_unspecified(address: str) -> bool:
         return ip_address(urlsplit(address).hostname or "").is_unspecified
     except ValueError:
         return False
+
+
+def wake_services(registry: Registry, experiment_id: str) -> None:
+    """Let all services of an experiment ask again what they should do."""
+    fire_in_turn([service.changed for service in registry.of(experiment_id)])

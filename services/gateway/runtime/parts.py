@@ -1,6 +1,7 @@
 """The parts of a gateway that its loop and the work for one experiment are made of."""
 
-from dataclasses import dataclass
+import asyncio
+from typing import Final
 
 from flotilla.services.gateway.access.tokens import Tokens
 from flotilla.services.gateway.datasets.held_out import HeldOutRows
@@ -11,36 +12,78 @@ from flotilla.services.gateway.membership.fleet import Fleet
 from flotilla.services.gateway.monitoring.health.measurements import Measurements
 from flotilla.services.gateway.publications.publications import Publications
 from flotilla.services.gateway.records.per_experiment import PerExperiment
-from flotilla.services.gateway.records.repository import ExperimentRepository
-from flotilla.services.gateway.registry.services import Registry
+from flotilla.services.gateway.records.repository import ExperimentRepository, OpenPlane
+from flotilla.services.gateway.registry.services import Registry, wake_services
 from flotilla.services.gateway.samples.indexing import SampleIndexes
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.services.gateway.store.base import Store
 from flotilla.shared.clock import Clock
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayParts:
-    """Made once by ``state.assemble``.
+    """Made once, each of those before it; nothing is read or run yet.
+
+    Args:
+        settings: how this gateway is set.
+        store: its database.
+        open_plane: opens an experiment's data plane.
+        clock: tells the time.
 
     Attributes:
+        wake: set when placement or an experiment's life may have to move: the reconciler reconciles at once.
         feeder_status: written by each experiment's feeder alone.
         measurements: of each experiment, from the watchdog and the trainer's metrics.
         samples: indexes of what each experiment's model wrote.
         held_out: rows of jobs on finished answers, while each experiment is at work.
     """
 
-    settings: GatewaySettings
-    store: Store
-    clock: Clock
-    registry: Registry
-    repository: ExperimentRepository
-    publications: Publications
-    commands: ExperimentCommands
-    fleet: Fleet
-    events: EventLog
-    tokens: Tokens
-    feeder_status: PerExperiment[FeederStatus]
-    measurements: PerExperiment[Measurements]
-    samples: SampleIndexes
-    held_out: PerExperiment[HeldOutRows]
+    def __init__(self, settings: GatewaySettings, store: Store, open_plane: OpenPlane, clock: Clock) -> None:
+        self.settings: Final = settings
+        self.store: Final = store
+        self.clock: Final = clock
+        self.wake: Final = asyncio.Event()
+        self.feeder_status: Final = PerExperiment(FeederStatus)
+        self.measurements: Final = PerExperiment(Measurements)
+        self.held_out: Final = PerExperiment(HeldOutRows)
+        self.samples: Final = SampleIndexes()
+        self.events: Final = EventLog(store, clock)
+        self.tokens: Final = Tokens(store, clock, settings.token, settings.service_token, settings.quota)
+        self.registry: Final = Registry(
+            store,
+            clock,
+            lease_seconds=settings.lease_seconds,
+            grace_seconds=settings.grace_seconds,
+            rest_seconds=settings.rest_seconds,
+        )
+        self.repository: Final = ExperimentRepository(
+            store, clock, open_plane, self.tokens.quota_of, on_change=self._experiment_changed
+        )
+        self.publications: Final = Publications(
+            store, clock, self.registry, self.repository, self.events, phase_seconds=settings.publication_seconds
+        )
+        self.commands: Final = ExperimentCommands(
+            self.repository,
+            self.registry,
+            self.publications,
+            self.events,
+            clock,
+            settings.experiments,
+            settings.places,
+            on_restart=lambda experiment: self.measurements.of(experiment).health.clear(),
+        )
+        self.fleet: Final = Fleet(
+            self.registry,
+            self.repository,
+            self.publications,
+            self.commands,
+            self.events,
+            clock,
+            store,
+            self.measurements,
+            self.tokens,
+            on_change=self.wake.set,
+        )
+
+    def _experiment_changed(self, experiment_id: str) -> None:
+        wake_services(self.registry, experiment_id)
+        self.wake.set()

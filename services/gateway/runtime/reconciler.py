@@ -38,14 +38,11 @@ class Reconciler:
     """Runs the loop.
 
     Args:
-        wake: set by whoever changed something: it reconciles again at once.
         work: what an active experiment needs done, until it is cancelled.
         end: what brings an ending experiment to rest.
     """
 
-    def __init__(
-        self, parts: GatewayParts, scheduler: Scheduler, wake: asyncio.Event, *, work: Work, end: Work
-    ) -> None:
+    def __init__(self, parts: GatewayParts, scheduler: Scheduler, *, work: Work, end: Work) -> None:
         self._registry = parts.registry
         self._repository = parts.repository
         self._publications = parts.publications
@@ -54,7 +51,7 @@ class Reconciler:
         self._scheduler = scheduler
         self._work = work
         self._end = end
-        self._wake = wake
+        self._wake = parts.wake
         self._tasks: dict[str, tuple[Work, asyncio.Task[None]]] = {}
         self.heartbeat = Heartbeat(parts.registry.now, self._stood_still)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from flotilla.cli.redis_server import LocalRedis
-from flotilla.services.gateway import state
+from flotilla.services.gateway.runtime import data_plane
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.shared.net.client.client import GatewayClient
 from tests.integration.gateway.fleet import (
@@ -25,7 +25,7 @@ from tests.integration.streams.refusals import REFUSALS, small_disk
 
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "DATA_PLANE_SECONDS", 1.0)
+    monkeypatch.setattr(data_plane, "DEADLINE_SECONDS", 1.0)
 
 
 async def problem_of(client: GatewayClient, path: str, component: str | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.settings import GatewaySettings
-from flotilla.services.gateway.state import GatewayState, assemble
+from flotilla.services.gateway.state import GatewayState
 from flotilla.services.gateway.store.memory import MemoryStore
 from flotilla.services.gateway.store.records import ExperimentRecord
 from flotilla.shared.clock import ManualClock
@@ -82,7 +82,7 @@ def a_gateway(
 ) -> GatewayState:
     """Put a gateway together in memory; nothing of it runs."""
     fields: dict[str, Any] = {"token": "t", "redis_url": "redis://nowhere", "data": Path("/nowhere")}
-    gateway = assemble(
+    gateway = GatewayState(
         GatewaySettings(**(fields | settings)),
         store or MemoryStore(),
         planes or MemoryPlanes(),

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from flotilla.services.gateway.lifecycle.origins import remove_unfinished
 from flotilla.services.gateway.monitoring.watchdog import Watchdog
 from flotilla.services.gateway.publications.negotiation import Opened
 from flotilla.services.gateway.records.repository import Experiment
-from flotilla.services.gateway.runtime.parts import GatewayParts
 from flotilla.services.gateway.runtime.work import ExperimentWork
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.services.gateway.store.memory import MemoryStore
@@ -309,9 +308,8 @@ async def evaluate(world: World) -> None:
 
 
 async def tear_down(world: World) -> None:
-    parts = GatewayParts(**{field.name: getattr(world.gateway, field.name) for field in fields(GatewayParts)})
     if world.experiment.record.final_ledger is None:
-        await ExperimentWork(parts).end(world.experiment)
+        await ExperimentWork(world.gateway).end(world.experiment)
 
 
 async def stopping(world: World) -> None:

@@ -177,7 +177,7 @@ async def test_an_agent_that_asks_counts_although_it_gets_no_task() -> None:
 @pytest.mark.parametrize("kind", [ServiceKind.TRAINER, ServiceKind.REWARD, ServiceKind.SANDBOX])
 async def test_what_rollouts_let_in_is_shown_to_no_service_of_another_kind(kind: ServiceKind) -> None:
     services = {"other-1": SimpleNamespace(kind=kind), "rollout-1": SimpleNamespace(kind=ServiceKind.ROLLOUT)}
-    rollouts = Rollouts(cast(Any, SimpleNamespace(find=services.get)), lambda: "secret")
+    rollouts = Rollouts(cast(Any, SimpleNamespace(find=services.get)), lambda _kind: "secret")
     try:
         assert cast(Any, rollouts.find("rollout-1", "e.rollout-1.0")) is services["rollout-1"]
         with pytest.raises(EpisodeGone):

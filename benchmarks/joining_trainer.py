@@ -46,6 +46,7 @@ from benchmarks.weights import DEADLINE_SECONDS, Worker, serve, work
 from flotilla.services.rollout.engines.base import GenerationRequest, SamplingParameters
 from flotilla.services.rollout.engines.process.engine import ProcessEngine
 from flotilla.services.rollout.engines.settings import EngineSettings
+from flotilla.services.rollout.weights.missed import MissedVersions
 from flotilla.services.rollout.weights.staged_images import StagedImages
 from flotilla.services.rollout.weights.switcher import VersionSwitcher
 from flotilla.services.rollout.weights.version import VersionGate
@@ -167,8 +168,8 @@ class TrainerActions(JoiningActions):
 
         credentials = Credentials(token)
         locate = ImageLocator(credentials) if sees else None
-        how = (OnWeightUpdate.INTERRUPT, lambda: None, end)
-        switcher = VersionSwitcher(self._engine, gate, images, WeightPuller(credentials), *how, locate=locate)
+        missed = MissedVersions(WeightPuller(credentials), locate)
+        switcher = VersionSwitcher(self._engine, gate, images, missed, OnWeightUpdate.INTERRUPT, lambda: None, end)
         running = asyncio.create_task(switcher.run())
         started = time.perf_counter()
         switcher.take(

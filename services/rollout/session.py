@@ -19,8 +19,8 @@ from flotilla.services.rollout.episodes.turns import Turns
 from flotilla.services.rollout.episodes_of import OpenedEpisodes, open_episodes
 from flotilla.services.rollout.failed_samples import FailedSamples
 from flotilla.services.rollout.tools.code_interpreter import Sandboxes
+from flotilla.services.rollout.weights.missed import Locator, MissedVersions, Puller
 from flotilla.services.rollout.weights.receiver import WeightReceiver
-from flotilla.services.rollout.weights.switcher import Locator, Puller
 from flotilla.services.rollout.weights.version import VersionGate
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import WorkerDied
@@ -123,11 +123,11 @@ class SessionOpener:
         directory = str(await fetched(spec.model))
         engine = make_engine(spec, self.engine_pythons, self.places.networks, self.host)
         endpoint = EndpointClient(bind_host=self.host, device=spec.rollout.engine.device if spec.uses_nccl else None)
-        member = engine if isinstance(engine, GroupMember) else None
+        is_member = isinstance(engine, GroupMember)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(engine.start())
-                if spec.asynchrony.publication.may_broadcast and member is None:
+                if spec.asynchrony.publication.may_broadcast and not is_member:
                     tasks.create_task(endpoint.start())
                 template = PromptTemplate.of(spec.data)
                 rendering = tasks.create_task(asyncio.to_thread(ChatRenderer.from_directory, directory, template))
@@ -142,14 +142,15 @@ class SessionOpener:
             engine,
             gate,
             endpoint,
-            self.pull,
+            MissedVersions(
+                self.pull,
+                self.locate if publication.may_map else None,
+                Path(assignment.directory) / KEPT_IMAGES if publication.write_to_directory else None,
+            ),
             spec.asynchrony.on_weight_update,
             notify,
             on_engine_death,
             published=self.published,
-            locate=self.locate if publication.may_map else None,
-            kept_in=Path(assignment.directory) / KEPT_IMAGES if publication.write_to_directory else None,
-            member=member,
         )
         turns = turns_of(spec)
         renderer = rendering.result()

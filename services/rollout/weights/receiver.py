@@ -14,8 +14,9 @@ from typing import Protocol
 
 from flotilla.services.rollout.engines.base import Engine, GroupMember, WeightTransfer
 from flotilla.services.rollout.weights.group_orders import GroupOrders
+from flotilla.services.rollout.weights.missed import MissedVersions
 from flotilla.services.rollout.weights.staged_images import StagedImage, StagedImages
-from flotilla.services.rollout.weights.switcher import Locator, Puller, VersionSwitcher
+from flotilla.services.rollout.weights.switcher import VersionSwitcher
 from flotilla.services.rollout.weights.version import VersionGate
 from flotilla.shared.concurrency.cancelling import to_the_end
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
@@ -66,17 +67,14 @@ class WeightReceiver:
     """Keeps one engine at the version that the gateway wants.
 
     Args:
-        engine: what serves.
+        engine: what serves; where it is itself a member of weight groups, the endpoint is not used.
         gate: learns each version that serves.
         endpoint: joins weight groups.
-        pull: fetches versions that were missed.
+        missed: finds versions that were missed.
         on_update: what happens to samples in flight.
         notify: called when there is something new to report.
         on_engine_death: called when the engine's process ended while it was to load a version.
         published: where other rollouts get the images that this one keeps; None offers none.
-        locate: finds versions that were missed in this host's shared memory; None pulls them all.
-        kept_in: directory where versions may be found as well.
-        member: the engine, where it is itself a member of weight groups; then the endpoint is not used.
     """
 
     def __init__(
@@ -84,15 +82,12 @@ class WeightReceiver:
         engine: Engine,
         gate: VersionGate,
         endpoint: GroupEndpoint,
-        pull: Puller,
+        missed: MissedVersions,
         on_update: OnWeightUpdate,
         notify: Callable[[], None],
         on_engine_death: Callable[[WorkerDied], None],
         *,
         published: PublishedImages | None = None,
-        locate: Locator | None = None,
-        kept_in: Path | None = None,
-        member: GroupMember | None = None,
     ) -> None:
         self._engine = engine
         self._gate = gate
@@ -100,8 +95,10 @@ class WeightReceiver:
         self._images = StagedImages(published)
         self._notify = notify
         self._on_engine_death = on_engine_death
-        facts = (engine, gate, self._images, pull, on_update, notify, on_engine_death)
-        self._switcher = VersionSwitcher(*facts, locate=locate, kept_in=kept_in, member=member)
+        member = engine if isinstance(engine, GroupMember) else None
+        self._switcher = VersionSwitcher(
+            engine, gate, self._images, missed, on_update, notify, on_engine_death, member=member
+        )
         self._group = (
             GroupOrders(member, self._switcher, on_update, self._report_group, on_engine_death) if member else None
         )
@@ -244,9 +241,14 @@ class WeightReceiver:
     async def _receive_into(
         self, order: PublicationOrder, image: WeightImage, on_arrived: Callable[[int], None] | None = None
     ) -> str:
-        slice_bytes, deadline = order.manifest.slice_bytes, 2 * order.deadline_seconds
-        facts = (order.epoch, image.path, image.image_bytes, slice_bytes, deadline)
-        return await self._endpoint.receive(*facts, on_arrived)
+        return await self._endpoint.receive(
+            order.epoch,
+            image.path,
+            image.image_bytes,
+            order.manifest.slice_bytes,
+            2 * order.deadline_seconds,
+            on_arrived,
+        )
 
     async def _receive_patched(self, order: PublicationOrder, delta: DeltaManifest, image: WeightImage) -> str:
         """Receive a patch and make the image of it and the one that is held."""
@@ -260,9 +262,9 @@ class WeightReceiver:
                 if checksum != delta.checksum:
                     found = f"checksum of the patch is {checksum}, the manifest says {delta.checksum}"
                     raise WeightTransferFailed(found)
-                work = (patch.view, base.image.view, image.view, delta.block_bytes)
                 # What the thread writes to must not be used for anything else meanwhile.
-                return await to_the_end(asyncio.ensure_future(asyncio.to_thread(apply_patch, *work)))
+                patching = asyncio.to_thread(apply_patch, patch.view, base.image.view, image.view, delta.block_bytes)
+                return await to_the_end(asyncio.ensure_future(patching))
             finally:
                 await close_images(patch)
 

@@ -6,54 +6,27 @@ What cannot be served now is tried again, after pauses that grow, until somethin
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from flotilla.services.rollout.engines.base import DiscardsWeights, Engine, GroupMember
+from flotilla.services.rollout.weights.missed import MissedVersions
 from flotilla.services.rollout.weights.reading import Reading
 from flotilla.services.rollout.weights.staged_images import StagedImage, StagedImages
 from flotilla.services.rollout.weights.version import VersionGate
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.errors import DeadlineExceeded, NotFound, Unavailable, WeightTransferFailed, WorkerDied
 from flotilla.shared.schemas.service import DesiredState
-from flotilla.shared.weights.mapped.locate import LocatedImage
-from flotilla.shared.weights.pull.source import OnArrived, Reuse
+from flotilla.shared.weights.pull.source import OnArrived
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-PULL_SECONDS = 60.0
 FIRST_PAUSE_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 2.0
 """Between two tries to serve a version: they grow, since a try may read or fetch gigabytes."""
-
-
-class Puller(Protocol):
-    """Fetches a committed version over HTTP."""
-
-    async def __call__(
-        self,
-        url: str | None,
-        version: int,
-        directory: Path | None,
-        deadline_seconds: float,
-        *,
-        checksum: str | None,
-        peers: Sequence[str],
-        kept_in: Path | None,
-        reuse: Reuse | None,
-        on_arrived: OnArrived | None,
-    ) -> Path:
-        """Write the verified image into a file of ``directory``, of shared memory, or that ``reuse`` gives."""
-
-
-class Locator(Protocol):
-    """Finds a committed version in the memory of this host."""
-
-    async def __call__(self, url: str, checksum: str | None, peers: Sequence[str]) -> LocatedImage | None:
-        """Name the image's file, which has to be checked; None if nobody here has it."""
 
 
 class VersionSwitcher:
@@ -63,12 +36,10 @@ class VersionSwitcher:
         engine: what serves.
         gate: learns each version that serves.
         images: where a received version waits.
-        pull: fetches versions that were missed.
+        missed: finds versions that were missed.
         on_update: what happens to samples in flight.
         notify: called when another version serves.
         on_engine_death: called when the engine's process ended while it was to load a version.
-        locate: finds versions that were missed in this host's shared memory; None pulls them all.
-        kept_in: directory where versions may be found as well.
         member: the engine, where it is a member of weight groups.
     """
 
@@ -77,22 +48,18 @@ class VersionSwitcher:
         engine: Engine,
         gate: VersionGate,
         images: StagedImages,
-        pull: Puller,
+        missed: MissedVersions,
         on_update: OnWeightUpdate,
         notify: Callable[[], None],
         on_engine_death: Callable[[WorkerDied], None],
         *,
-        locate: Locator | None = None,
-        kept_in: Path | None = None,
         member: GroupMember | None = None,
     ) -> None:
         self._engine = engine
         self._member = member
         self._gate = gate
         self._images = images
-        self._pull = pull
-        self._locate = locate
-        self._kept_in = kept_in
+        self._missed = missed
         self._on_update = on_update
         self._notify = notify
         self._on_engine_death = on_engine_death
@@ -284,10 +251,7 @@ class VersionSwitcher:
 
     async def _serve_located(self, version: int, desired: DesiredState) -> bool:
         """Serve the image that another process of this host has; tells whether there is one that is right."""
-        if self._locate is None or desired.weights_url is None:
-            return False
-        checksum = desired.policy_checksum
-        located = await self._locate(desired.weights_url, checksum, desired.weights_peers)
+        located = await self._missed.located(desired)
         if located is None:
             return False
         await self._discard_unused()
@@ -308,15 +272,14 @@ class VersionSwitcher:
         return True
 
     async def _serve_pulled(self, version: int, desired: DesiredState) -> None:
-        url, committed = desired.weights_url, desired.policy_checksum
-        if url is None and (committed is None or self._kept_in is None):
-            raise NotFound(f"nobody serves version {version} now")
+        self._missed.check_served(version, desired)
         await self._discard_unused()
         with Reading(self._engine, version) as reading:
-            path = await self._pulled(url, version, committed, reading.advance)
+            path = await self._pulled(version, desired, reading.advance)
         # It is kept: others may pull it here, and the next version may come as a patch for it.
         log.info("missed version was pulled", extra={"version": version})
         image = await self._images.adopt(path)
+        committed = desired.policy_checksum
         with self._images.using(image):
             checksum = await asyncio.to_thread(image.checksum) if committed is None else committed
             self._images.keep(StagedImage(version, checksum, image))
@@ -337,21 +300,9 @@ class VersionSwitcher:
         finally:
             self._loading = None
 
-    async def _pulled(self, url: str | None, version: int, checksum: str | None, on_arrived: OnArrived) -> Path:
-        peers = self._desired.weights_peers if self._desired else ()
-        pull = self._pull(
-            url,
-            version,
-            None,
-            PULL_SECONDS,
-            checksum=checksum,
-            peers=peers,
-            kept_in=self._kept_in,
-            reuse=self._images.give_away,
-            on_arrived=on_arrived,
-        )
-        pulling = asyncio.ensure_future(pull)
-        self._pulling = (url, pulling)
+    async def _pulled(self, version: int, desired: DesiredState, on_arrived: OnArrived) -> Path:
+        pulling = asyncio.ensure_future(self._missed.pulled(version, desired, self._images.give_away, on_arrived))
+        self._pulling = (desired.weights_url, pulling)
         try:
             return await _unless_cancelled(pulling, Unavailable(f"version {version} is served elsewhere now"))
         finally:

@@ -16,6 +16,7 @@ from torch import nn
 from flotilla.services.gateway.publications.negotiation import Opened, SendFailed, Sent
 from flotilla.services.gateway.state import GatewayState
 from flotilla.services.rollout.engines.scripted import ScriptedTransfer
+from flotilla.services.rollout.weights.missed import MissedVersions
 from flotilla.services.rollout.weights.receiver import WeightReceiver
 from flotilla.services.rollout.weights.version import VersionGate
 from flotilla.services.trainer.weights.flat_parameters import FlatParameters
@@ -120,12 +121,11 @@ class Rollout:
             self.engine,  # type: ignore[arg-type]
             self.gate,
             endpoint,
-            self._pull,
+            MissedVersions(self._pull, locate if fleet.config.may_map else None),
             OnWeightUpdate.DRAIN,
             self.news.set,
             lambda error: None,
             published=self._published,
-            locate=locate if fleet.config.may_map else None,
         )
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -11,6 +11,7 @@ import pytest
 from flotilla.services.rollout.engines.base import GroupBroken
 from flotilla.services.rollout.engines.scripted import ScriptedTransfer
 from flotilla.services.rollout.weights import group_orders
+from flotilla.services.rollout.weights.missed import MissedVersions
 from flotilla.services.rollout.weights.receiver import WeightReceiver
 from flotilla.services.rollout.weights.version import VersionGate
 from flotilla.shared.concurrency.cancelling import until_done
@@ -100,11 +101,10 @@ class World:
             self.engine,  # type: ignore[arg-type]
             self.gate,
             None,  # type: ignore[arg-type]
-            self.pull,
+            MissedVersions(self.pull),
             OnWeightUpdate.INTERRUPT,
             lambda: None,
             self.deaths.append,
-            member=self.engine,
         )
 
     async def pull(self, url: str | None, version: int, *_: Any, peers: Sequence[str] = (), **__: Any) -> Path:

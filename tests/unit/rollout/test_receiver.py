@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from flotilla.services.rollout.engines.scripted import ScriptedTransfer
+from flotilla.services.rollout.weights.missed import MissedVersions
 from flotilla.services.rollout.weights.receiver import WeightReceiver
 from flotilla.services.rollout.weights.version import VersionGate
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
@@ -116,11 +117,10 @@ class World:
             self.engine,  # type: ignore[arg-type]
             self.gate,
             self.endpoint,  # type: ignore[arg-type]
-            self.pull,
+            MissedVersions(self.pull, self.locate),
             OnWeightUpdate.DRAIN,
             self.tell,
             self.deaths.append,
-            locate=self.locate,
         )
 
     async def locate(self, url: str, checksum: str | None, peers: Sequence[str]) -> LocatedImage | None:
@@ -722,7 +722,7 @@ async def test_the_next_versions_image_is_never_served_as_the_one_before(tmp_pat
             looking.set()
             await may_find.wait()
 
-        world.receiver._switcher._locate = slowly
+        world.receiver._switcher._missed = MissedVersions(world.pull, slowly)
         world.want(4, weights_url="http://trainer/v1/weights/4")
         await looking.wait()
         world.want(5, weights_url="http://trainer/v1/weights/5")

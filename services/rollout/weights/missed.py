@@ -1,0 +1,91 @@
+"""Where a rollout finds versions that it has missed: in this host's memory, at other services, in a directory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from flotilla.shared.errors import NotFound
+from flotilla.shared.schemas.service import DesiredState
+from flotilla.shared.weights.mapped.locate import LocatedImage
+from flotilla.shared.weights.pull.source import OnArrived, Reuse
+
+PULL_SECONDS: Final = 60.0
+
+
+class Puller(Protocol):
+    """Fetches a committed version over HTTP."""
+
+    async def __call__(
+        self,
+        url: str | None,
+        version: int,
+        directory: Path | None,
+        deadline_seconds: float,
+        *,
+        checksum: str | None,
+        peers: Sequence[str],
+        kept_in: Path | None,
+        reuse: Reuse | None,
+        on_arrived: OnArrived | None,
+    ) -> Path:
+        """Write the verified image into a file of ``directory``, of shared memory, or that ``reuse`` gives."""
+
+
+class Locator(Protocol):
+    """Finds a committed version in the memory of this host."""
+
+    async def __call__(self, url: str, checksum: str | None, peers: Sequence[str]) -> LocatedImage | None:
+        """Name the image's file, which has to be checked; None if nobody here has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MissedVersions:
+    """Finds committed versions.
+
+    Attributes:
+        pull: fetches them.
+        locate: finds them in this host's shared memory; None pulls them all.
+        kept_in: directory where they may be found as well.
+    """
+
+    pull: Puller
+    locate: Locator | None = None
+    kept_in: Path | None = None
+
+    async def located(self, desired: DesiredState) -> LocatedImage | None:
+        """Name an image of this host, which has to be checked; None if it is to be pulled."""
+        if self.locate is None or desired.weights_url is None:
+            return None
+        return await self.locate(desired.weights_url, desired.policy_checksum, desired.weights_peers)
+
+    def check_served(self, version: int, desired: DesiredState) -> None:
+        """Check that there is something to pull a version from.
+
+        Raises:
+            NotFound: there is not.
+        """
+        if desired.weights_url is None and (desired.policy_checksum is None or self.kept_in is None):
+            raise NotFound(f"nobody serves version {version} now")
+
+    async def pulled(self, version: int, desired: DesiredState, reuse: Reuse, on_arrived: OnArrived) -> Path:
+        """Fetch a version into a file.
+
+        Args:
+            reuse: gives a file to write into.
+            on_arrived: called with the file and how many bytes of it are there.
+
+        Raises:
+            NotFound, Unavailable, DeadlineExceeded, WeightTransferFailed: it could not be fetched.
+        """
+        return await self.pull(
+            desired.weights_url,
+            version,
+            None,
+            PULL_SECONDS,
+            checksum=desired.policy_checksum,
+            peers=desired.weights_peers,
+            kept_in=self.kept_in,
+            reuse=reuse,
+            on_arrived=on_arrived,
+        )

@@ -5,6 +5,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
@@ -14,6 +15,7 @@ from pydantic import BaseModel
 
 from flotilla.client.fetching import download, local_model
 from flotilla.client.plots import plot_series
+from flotilla.client.series import read_series
 from flotilla.client.views import Experiment, Experiments, Metrics
 from flotilla.connection import DEFAULT_DATA, allow_code, find_experiment, list_experiments, open_client
 from flotilla.launch_file import read_launch_file, run_prepare
@@ -196,9 +198,8 @@ class AsyncClient:
         return Ledgers(Ledger.model_validate(answer["train"]), Ledger.model_validate(answer["evaluation"]))
 
     async def metrics(self, experiment: str, names: Sequence[str] = ()) -> Metrics:
-        """Read the values recorded so far, in the order of writing; all series if none is named."""
-        params = {"names": ",".join(names)} if names else {}
-        return Metrics(await self._pages(MetricPoint, f"{await self._path(experiment)}/metrics", params))
+        """Read what was recorded so far, in the order of writing, of all series if none is named, which must exist."""
+        return await read_series(partial(self._pages, MetricPoint, f"{await self._path(experiment)}/metrics"), names)
 
     async def follow_metrics(self, experiment: str, names: Sequence[str] = ()) -> AsyncGenerator[MetricPoint, None]:
         """Follow the values of some series, or of all, from the first one on, until the experiment has ended.

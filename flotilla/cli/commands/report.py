@@ -16,6 +16,7 @@ from flotilla.cli.right_and_wrong import read_last
 from flotilla.cli.run_directory import FLEET
 from flotilla.cli.stored import StoredExperiments, open_source
 from flotilla.cli.summary import show_summary, summarise
+from flotilla.client.series import check_names
 from flotilla.connection import FleetInfo, Source, find_experiment
 from flotilla.shared.errors import InvalidRequest, Unavailable
 from flotilla.shared.schemas.experiment import ExperimentView
@@ -72,6 +73,8 @@ async def compare(arguments: argparse.Namespace) -> int:
             await runs[-1].refresh(client)
     if len({run.view.id for run in runs}) < len(runs):
         raise InvalidRequest(f"name different experiments: {', '.join(run.view.id for run in runs)}")
+    seen = {name for run in runs for name in run.series}
+    check_names([name for name in arguments.metric or () if not any(letter in name for letter in "*?[")], seen)
     metrics = compare_metrics(runs, arguments.metric or USUAL, step=arguments.step)
     settings = compare_specs([run.view.spec for run in runs])
     plot = _plot_path(arguments)

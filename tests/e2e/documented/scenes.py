@@ -296,7 +296,7 @@ ELSEWHERE: Final = {
     ("docs/troubleshooting.md", "flotilla"): "as on docs/debug.md",
     ("docs/elasticity.md", "flotilla rollout"): "as on README.md",
     ("docs/elasticity.md", "flotilla drain SERVICE_ID"): "tests/faults/test_leaving.py drains rollouts",
-    ("docs/engines.md", "flotilla engine install sglang"): "tests/unit/cli/test_engine_install.py",
+    ("docs/engines.md", "flotilla engine install sglang"): "tests/integration/cli/test_engine_install.py",
     ("docs/weights.md", "python -m benchmarks.weights --quick"): "tests/integration/benchmarks/test_smoke.py",
     ("docs/cli.md", "flotilla export"): "tests/unit/trainer/test_average.py and test_lora.py export checkpoints",
     ("docs/lora.md", "flotilla export"): "tests/unit/trainer/test_average.py and test_lora.py export checkpoints",

@@ -98,7 +98,7 @@ class Guard:
             if connection is None:
                 await self._handle(scope, receive, send)
                 return
-            # What only reads is not done for nobody; a change that has begun is not given up.
+            # A read whose client has disconnected is cancelled; a change that has begun is not.
             async with cancelled_by(lambda: asyncio.shield(connection.lost), _HungUp(), name="reader"):
                 await self._handle(scope, receive, send)
         except _HungUp:
@@ -140,7 +140,7 @@ class Guard:
         if not 0 < len(key) <= LONGEST_KEY:
             raise _Refused(InvalidRequest(f"Idempotency-Key must have 1 to {LONGEST_KEY} characters"))
         who = caller.get()
-        # What one token was answered is nobody else's.
+        # An answer to one token must not be given to another.
         whose = "" if who is None or who == OPERATOR else f"{who.actor} {who.experiment_id} {who.subject} "
         full_key = f"{whose}{scope['path']} {key}"
         if len(full_key) > 2 * LONGEST_KEY:

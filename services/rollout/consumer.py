@@ -76,8 +76,8 @@ class RolloutConsumer:
         gate: the serving version.
         on_engine_death: called when the engine's process ended under a task.
         tally: what the episodes count in; reported from here.
-        failed: keeps tasks that fail; None: nobody does.
-        max_failures: so many tasks in a row that cannot be answered are no chance.
+        failed: records tasks that fail; None: they are not recorded.
+        max_failures: this many failed tasks in a row fail the experiment.
     """
 
     def __init__(

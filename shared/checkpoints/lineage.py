@@ -2,8 +2,8 @@
 
 SQL, the data plane, checkpoints and shared memory may each come back older than the others. Whatever came back,
 training builds on the newest checkpoint that is whole, and on the plans that continue it without a gap: replayed, they
-give the same weights again. A committed version that this lineage does not lead to is lost. Nobody can give it, so
-nobody may wait for it: the trainer publishes the weights that it has under a number that was never used.
+give the same weights again. A committed version that this lineage does not lead to is lost and cannot be
+served, so nothing may wait for it: the trainer publishes the weights that it has under a number that was never used.
 
 Version numbers therefore have gaps. Here alone is computed which step makes which version, and how old a token is.
 """
@@ -195,6 +195,6 @@ def reconcile(
     # A higher number was used for weights that are not on the way to these.
     is_lost = known > line.at(end_step) or not is_ours
     if is_lost or points[-1].step < standing.step:
-        # It is lost; or it is older than the checkpoint, so that nobody could be given its weights.
+        # It is lost; or it is older than the checkpoint, so that its weights are not available.
         points.append(Published(max(known, line.at(end_step)) + 1, end_step))
     return Takeover(tuple(points), end_step, known if is_lost else None)

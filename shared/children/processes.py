@@ -49,7 +49,7 @@ def python_module(name: str, *arguments: str) -> list[str]:
 async def reap(process: asyncio.subprocess.Process, *, seconds: float = REAP_SECONDS) -> int | None:
     """Wait for the end of a child that was killed; return its exit code, or None if it did not end in time.
 
-    Not even SIGKILL ends a process that waits for a disk or a device: nobody waits for that with it.
+    SIGKILL does not end a process in uninterruptible sleep (disk, device): such processes are not awaited.
     """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):

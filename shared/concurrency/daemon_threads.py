@@ -31,7 +31,7 @@ def on_daemon_thread(work: Callable[[], Value], name: str) -> "asyncio.Future[Va
         except BaseException as error:  # SystemExit too: it must not end the thread in silence
             other = error if isinstance(error, Exception) else RuntimeError(repr(error))
             set_result = lambda: future.set_exception(other)  # noqa: E731
-        with suppress(RuntimeError):  # the loop is closed: the process ends and nobody waits
+        with suppress(RuntimeError):  # the loop is closed: the process is ending
             loop.call_soon_threadsafe(settle, set_result)
 
     threading.Thread(target=run, name=name, daemon=True).start()

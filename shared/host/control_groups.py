@@ -72,7 +72,7 @@ def _inside(point: str, root: str, path: str) -> Path:
 
 def available_bytes(mounts: Mounts | None = None) -> int:
     """Count the bytes of the host's memory that this process may still take: what the host has available, and what is
-    left of its control groups' limits. Files that a group has in memory and that nobody uses count as free.
+    left of its control groups' limits. Cached file pages of a group that are not in use count as free.
     """
     found: int = psutil.virtual_memory().available
     for group in (mounts or find_mounts()).of("memory"):

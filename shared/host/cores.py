@@ -3,7 +3,7 @@
 A process that computes takes a seat: a small file in shared memory, locked while its owner lives, that says whether it
 computes now and for which share of its time it did lately. Whoever computes alone has all cores; those that compute at
 the same time divide them in proportion to these shares, so that what the others wait for gets most. A process looks
-again before each piece of its work: nobody has to tell it.
+again before each piece of its work, without being notified.
 
 Processes see each other where they see the same shared memory and may run on the same cores. Containers do not: each
 divides the cores that it was given among its own processes.

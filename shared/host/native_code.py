@@ -60,7 +60,7 @@ def _built(source: Path, compiler: str, flags: tuple[str, ...], directory: Path)
 
 
 def _is_ours(library: Path) -> bool:
-    """Tell whether a library is there that nobody else could have written."""
+    """Return whether a library exists that only this user could have written."""
     try:
         found = library.lstat()
     except FileNotFoundError:

@@ -81,5 +81,5 @@ def _joined(tokenizer: Any, parts: Sequence[tuple[str, bool]]) -> Rendered:
 
 
 def _until_end(ids: Sequence[int], end: int | None) -> int:
-    """Count the tokens of a turn up to the one that ends it: nobody samples what a template writes after that."""
+    """Count the tokens of a turn up to its end token; what a template writes after that is not sampled."""
     return len(ids) if end is None or end not in ids else len(ids) - list(reversed(ids)).index(end)

@@ -1,4 +1,4 @@
-"""Writes samples beside the work, on a thread of its own with a bounded queue: nobody ever waits for it.
+"""Writes samples on a thread of its own with a bounded queue, without blocking the work.
 
 What does not fit into the queue, or cannot be written, is left out and counted, and the condition is named until a
 file can be written again. A process that is killed loses what is in the queue.

@@ -32,7 +32,7 @@ class StateFollower(ABC):
     def __init__(self, component: str) -> None:
         self.component = component
         self.notify: Callable[[], None] = lambda: None
-        """Called when there is something new to observe; set by whoever reports it."""
+        """Called when the observed state has changed; set by the membership that reports it."""
         self._desired: DesiredState | None = None
         self._changed = asyncio.Event()
         self._backoff = StartBackoff()
@@ -42,19 +42,19 @@ class StateFollower(ABC):
 
     @abstractmethod
     def observe(self) -> ObservedState:
-        """Report what is."""
+        """Return the observed state."""
 
     @abstractmethod
     async def _reconcile(self) -> None:
-        """Compare what is with ``_desired``, and move it one step or all the way."""
+        """Move the observed state towards ``_desired``, by one step or completely."""
 
     @abstractmethod
     async def _close(self) -> None:
-        """End all work; called once, when the loop ends."""
+        """Stop all work; called once, when the loop ends."""
 
     @property
     def _is_over(self) -> bool:
-        """Whether there is nothing left to follow for good."""
+        """Whether the loop can end: no desired state will follow."""
         return False
 
     def _watches(self) -> Sequence[Coroutine[None, None, None]]:
@@ -142,7 +142,7 @@ class SessionFollower(StateFollower, Generic[AnySession]):
         self._enter(WorkState.STARTING)
         try:
             # In a task of its own: a failed TaskGroup leaves a cancellation request behind in the task that waited for
-            # it, and before Python 3.11.3 the next timeout of such a task ends as a cancellation, which nobody sees.
+            # it, and before Python 3.11.3 the next timeout of such a task ends as a cancellation, which is not logged.
             opening = asyncio.create_task(self._open(assignment), name="opening a session")
             self._session = await opening
         except asyncio.CancelledError:

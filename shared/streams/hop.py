@@ -72,7 +72,7 @@ class Claim:
         entry_id: its id in that stream.
         header: what it says about its payload.
         payload: msgpack, decoded by ``task`` or ``group``; of a group all but its grades.
-        deliveries: how often the entry was delivered, this time included; 0 for a replayed one, which nobody holds.
+        deliveries: how often the entry was delivered, this time included; 0 for a replayed one, which has no holder.
         consumer: who claimed it.
         grades: msgpack, decoded by ``group``; empty of a task.
         token: random; names this very claim, so that repeating a forward whose answer was lost is safe.
@@ -280,8 +280,8 @@ def handed_over(claim: Claim, hop: HopName, partials: Partials, max_bytes: int) 
 async def renewing(hop: Hop, claims: Sequence[Claim]) -> AsyncIterator[Renewal]:
     """Renew ``claims`` at a third of the hop's lease while the block runs.
 
-    While the server does not answer, the claims count as held, however long: it gives them to nobody else meanwhile,
-    and only its answer tells.
+    While the server does not answer, the claims count as held, however long: it cannot give them to another consumer
+    meanwhile, and only its answer says whether they were lost.
     """
     renewal = Renewal()
     task = asyncio.create_task(_keep_renewing(hop, list(claims), renewal), name=f"renew {hop.name.value}")

@@ -27,7 +27,7 @@ class Delivery(StrEnum):
     """Another answer was taken before; this one was not."""
     LATE = "late"
     UNKNOWN = "unknown"
-    """Nobody expects it, or its deadline is long over."""
+    """It is not expected, or its deadline passed long ago."""
 
 
 @dataclass(frozen=True, slots=True)

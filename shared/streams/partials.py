@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from flotilla.shared.schemas.trajectory import FinishReason, Trajectory
 
 Partials = tuple[Trajectory | None, ...]
-"""One per member of the group, in the order of their seeds; None for a member that has nothing. Empty: nobody has."""
+"""One per member of the group, in the order of their seeds; None for a member without tokens. Empty: none has any."""
 
 BYTES_PER_TOKEN = 9
 """Token id, mask and log-probability."""

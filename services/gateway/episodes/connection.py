@@ -120,7 +120,7 @@ class Connection(asyncio.Protocol):
         self.close()
         if not self._head.done():
             self._head.set_exception(ConnectionError(reason))
-            # Nobody may be waiting: then it is no error either.
+            # Perhaps nothing awaits it: that is not an error.
             self._head.exception()
         self._changed.set()
 

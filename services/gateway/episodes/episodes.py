@@ -179,7 +179,7 @@ class Episodes:
         """Take a reward that comes after the end of its episode; the same one again changes nothing.
 
         Raises:
-            EpisodeGone: nobody waits for it, or no more.
+            EpisodeGone: it is unknown, or no longer waited for.
             Conflict: it had another one.
         """
         mailbox = self._repository.get(name.experiment_id).train.mailbox

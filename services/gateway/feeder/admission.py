@@ -1,7 +1,7 @@
 """How many groups may be issued now: the admission budget, and what is left to train. Pure.
 
 The budget bounds how far generation runs ahead; what is left bounds the end, so that the last steps do not sample
-groups that nobody will train. A group that is filtered, dropped or failed is replaced, since it counts for neither.
+groups that are never trained. A group that is filtered, dropped or failed is replaced, since it counts for neither.
 
 Redundant groups are issued beyond both, so that a step need not wait for its slowest: while few are being sampled, and
 those that are finished do not fill the budget yet.

@@ -1,4 +1,4 @@
-"""What is still outstanding when nobody works for a lane any more: claimed here, and resolved with one reason."""
+"""Claims what is still outstanding in a lane without consumers, and resolves it with one reason."""
 
 import asyncio
 import logging

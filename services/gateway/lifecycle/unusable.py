@@ -58,7 +58,7 @@ def view(unusable: UnusableExperiment) -> ExperimentView:
         name=record.name,
         state=record.state,
         revision=record.revision,
-        # Whatever it has in places that this release does not know: nobody is shown a password.
+        # Whatever it has in places that this release does not know: passwords must not be shown.
         spec=redacted(record.spec),
         created_at=rfc3339(record.created_at),
         updated_at=rfc3339(record.updated_at),

@@ -80,7 +80,7 @@ def see_agents(
 
 
 def missing_agents(seen: AgentsSeen, num_tasks: int) -> tuple[str, str]:
-    """Say that nobody asks for the episodes of claimed tasks."""
+    """Report that no agent requests the episodes of claimed tasks."""
     since = rfc3339(seen.asked_at)
     return "agents", f"{num_tasks} tasks are claimed and no agent has asked for an episode since {since}; {ASK}"
 

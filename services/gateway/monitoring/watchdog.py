@@ -153,7 +153,7 @@ class Watchdog:
         await (self._clear() if found is None else self._name(*found))
 
     def _kept_devices(self) -> tuple[str, str] | None:
-        """Name who does not release devices that others are to have; None if nobody waits for them."""
+        """Name the service that does not release devices assigned to others; None if none is waited for."""
         experiment = self._experiment
         if not experiment.spec.shares_devices:
             return None

@@ -50,7 +50,7 @@ class Durations:
     """Measures the publications of all experiments. What is open is stored with what it measures, for the next gateway:
     time between two gateways counts, as the members wait meanwhile.
 
-    Nobody waits for the store here but who reports that a rollout serves a version: a commit is never later for it.
+    Only the report that a rollout serves a version waits for the store here: it never delays a commit.
     """
 
     def __init__(self, store: Store, clock: Clock) -> None:
@@ -108,7 +108,7 @@ class Durations:
                 change.write(*settled, self._window(experiment_id))
 
     def stage_gone(self, change: Transaction, experiment_id: str, service_id: str) -> None:
-        """Record that a rollout is gone: nobody waits for it."""
+        """Record that a rollout is gone: it is no longer waited for."""
         for committed in self._committed.get(experiment_id, []):
             if committed.missing <= {service_id}:
                 committed.seconds[COMMIT] = self._clock.monotonic() - committed.at

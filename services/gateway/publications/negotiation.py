@@ -202,7 +202,7 @@ def _late(state: Negotiation) -> Negotiation:
         return _without(state, set(late), f"did not join in time: {', '.join(sorted(late))}")
     late = state.members - state.received
     if not _has_reached(state) and state.stalls < STALLS_BEFORE_BLAME:
-        # A member that maps the image waits for nobody: it alone is at fault.
+        # A member that maps the image depends on no other: it alone is at fault.
         late -= state.epoch.collective
     if not late:
         return _without(state, set(), "nobody received the version in time")

@@ -45,7 +45,7 @@ from flotilla.shared.schemas.service import ServiceKind
 
 SLOWEST_BYTES_PER_SECOND = 50_000_000
 SENDER_PHASES = 3
-"""The sender may take this many phase deadlines to open an epoch: nobody else waits busily for it."""
+"""The sender may take this many phase deadlines to open an epoch: no other member blocks on it."""
 
 
 @dataclass(eq=False)
@@ -289,7 +289,7 @@ class Publications:
         return order_of(service_id, entry.negotiation, self.phase_seconds(entry.negotiation.manifest))
 
     def extend(self, seconds: float) -> None:
-        """Let the open phases last longer: in that time nobody could be heard."""
+        """Extend the open phases by a time in which the gateway received no reports."""
         for entry in self._open.values():
             entry.deadline += seconds
 

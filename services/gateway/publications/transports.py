@@ -57,7 +57,7 @@ def peers_of(service: LiveService, rollouts: Iterable[LiveService], checksum: st
     Args:
         service: that lacks it.
         rollouts: of the same experiment.
-        checksum: of the image; None if it is not known, so that nobody can be believed.
+        checksum: of the image; None if it is unknown, so that no source can be trusted.
     """
     if checksum is None or service.observed.held_image == checksum:
         return []

@@ -267,7 +267,7 @@ class Registry:
         return self._clock.monotonic()
 
     def extend(self, seconds: float) -> None:
-        """Let all leases last longer: in that time nobody could be heard."""
+        """Extend all leases by a time in which the gateway received no reports."""
         for service in self:
             service.lease_ends += seconds
 

@@ -73,7 +73,7 @@ async def reward(episode_id: str, given: EpisodeReward, gateway: Gateway, reques
     """Give a completed episode its reward, within the window of the spec.
 
     Raises:
-        EpisodeGone: nobody waits for it, or no more (410).
+        EpisodeGone: it is unknown, or no longer waited for (410).
         Conflict: it had another one (409).
     """
     await gateway.episodes.reward(gateway.episodes.allowed(episode_id, _principal(request)), given)
@@ -176,7 +176,7 @@ async def _pass_on(scope: Scope, what: str, body: bytes, answer: _Answer, receiv
             # One that hangs ends with its lease; the episode's own deadlines end everything else.
             rollouts.find(name.service_id, name.text)
     finally:
-        # The connection to the rollout is closed with it: so the rollout hears that nobody waits any more.
+        # The connection to the rollout is closed with it: so the rollout sees that the client is gone.
         for task in (passing, hanging_up):
             task.cancel()
         await asyncio.gather(passing, hanging_up, return_exceptions=True)

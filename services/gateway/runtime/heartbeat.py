@@ -1,6 +1,6 @@
 """How long this process was suspended: stopped by a signal, frozen with its machine, or held up by code that blocks.
 
-Nobody could be heard in that time, so no lease and no deadline may end because of it. The event loop beats on its own,
+No report was received in that time, so it must not end a lease or a deadline. The event loop beats on its own,
 whatever else waits: a reconciliation that takes long while the loop turns is not a standstill.
 """
 

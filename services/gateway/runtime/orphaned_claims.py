@@ -20,7 +20,7 @@ POLL_SECONDS = 1.0
 
 
 class OrphanedClaims:
-    """Frees what nobody works on any more in the lanes of one experiment.
+    """Releases the claims of dead holders in the lanes of one experiment.
 
     Args:
         left: fires whenever a service has left the experiment.

@@ -95,7 +95,7 @@ class Shifts:
         return Need(self._has_work(), is_pinned, is_publishing, waited_seconds)
 
     def _has_work(self) -> bool:
-        """Whether rollouts could sample something; while nobody knows they keep what they have."""
+        """Whether rollouts could sample something; while it is unknown they keep the devices."""
         ledger, spec = self._feeder_status.ledger, self._experiment.spec
         if ledger is None:
             return holder_of(self._experiment.record.device_shift) is ServiceKind.ROLLOUT

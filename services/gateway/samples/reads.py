@@ -1,4 +1,4 @@
-"""Who reads samples: a few at a time, each token only so often, and nobody who has hung up.
+"""Limits reads of samples: few at a time, a rate per token, and none for clients that have disconnected.
 
 Reading a page takes a thread, and much of it the interpreter's lock, which everything else of the gateway waits for.
 """

@@ -67,7 +67,7 @@ class Demand:
         return self.engine if kind is Kind.ROLLOUT else None
 
     def suits(self, candidate: Candidate) -> bool:
-        """Whether a service can do what is wanted, be it with somebody else now."""
+        """Whether a service meets the requirements, even if it is assigned to another experiment now."""
         engine = self.engine_of(candidate.kind)
         has_engine = engine is None or engine in candidate.engines
         return self.uses(candidate.kind) and has_engine and len(candidate.devices) >= self.need_of(candidate.kind).count

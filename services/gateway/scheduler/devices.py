@@ -1,7 +1,7 @@
 """Which services an experiment can use by their GPUs, and whose a GPU is now. Pure.
 
 A service's devices are given whole, with the service. Two services may declare the same device (both see the whole
-machine): while an experiment computes on it, the other service works for the same experiment or for nobody.
+machine): while an experiment computes on it, the other service works for the same experiment or is idle.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +37,7 @@ def others(candidate: Candidate, owners: Mapping[str, str]) -> set[str]:
 
 
 def may_use(demand: Demand, candidate: Candidate, owners: Mapping[str, str]) -> bool:
-    """Whether nobody else computes on the devices that an experiment would get with a service."""
+    """Whether the devices that an experiment would get with a service are free of other experiments."""
     return not demand.need_of(candidate.kind).is_used or others(candidate, owners) <= {demand.experiment_id}
 
 

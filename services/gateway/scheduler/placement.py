@@ -35,7 +35,7 @@ class Placement:
     Attributes:
         assigned: service id to experiment id.
         leaving: services that should be on their way out of their experiment, and why.
-        lacking: by experiment, what it still misses by kind and nobody can give; without an entry it misses nothing.
+        lacking: by experiment and kind, services that it lacks and no other can release; no entry: none is lacking.
         coming: by experiment, what it waits for by kind that others are giving back.
         targets: by experiment, how many of each kind it should have.
     """
@@ -54,7 +54,7 @@ def place(demands: Sequence[Demand], candidates: Sequence[Candidate]) -> Placeme
         demands: active experiments, the earliest started first; a higher priority is served before a lower one.
         candidates: live services in the order in which they registered, without those that an operator drains.
     """
-    # Those that run come first whatever their priority: nobody starts at their minimums' cost.
+    # Running experiments come first whatever their priority: none starts at the cost of their minimums.
     demands = sorted(demands, key=lambda demand: (not demand.is_placed, -demand.priority))
     owners = owners_of(demands, candidates)
     pools = _pools(demands, candidates, owners, frozenset())
@@ -160,7 +160,7 @@ class _Pool:
         self.targets: Counter[str] = Counter()
         for demand in demands:
             if demand.is_placed and demand.uses(kind):
-                # What it has for its minimum is nobody else's; and a trainer is never surplus.
+                # Services of its minimum are not given to others, and a trainer is never surplus.
                 held = len(self.held[demand.experiment_id])
                 self.targets[demand.experiment_id] = min(held, demand.quotas[kind].min)
         self.assigned: dict[str, str] = {}

@@ -32,7 +32,7 @@ class Scheduler:
 
     Args:
         unfair_seconds: how long a share must be unfair before services move: a process that dies and comes back
-            within it moves nobody.
+            within it moves no service.
         notice_seconds: how long a service that is asked to leave may take.
     """
 

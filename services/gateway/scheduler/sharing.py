@@ -1,6 +1,6 @@
 """How services of one kind are divided among experiments: minimums first, then the surplus, by priority and weight.
 
-Whole services are dealt by the largest remainders of the weighted fair share, so nobody is a whole service off
+Whole services are dealt by the largest remainders of the weighted fair share, so no experiment is a whole service off
 it. What one experiment cannot use, because it has its maximum, goes to the others.
 """
 

@@ -117,7 +117,7 @@ def _apart(
     room: Mapping[str, int],
     owners: Owners,
 ) -> list[Part]:
-    """Set those apart who may have services that nobody else can use, since they compute on these devices already."""
+    """Reserve services for the experiments that compute on their devices already: no other can use them."""
     reserved = reserved_for(users, services, owners)
     parts: list[Part] = []
     if not reserved:

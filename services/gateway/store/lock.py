@@ -30,7 +30,7 @@ def refused(by: str = "") -> Unavailable:
 
 
 def keep_private(database: Path) -> None:
-    """Let nobody but the owner read a database in a file: specs are in it. What SQLite makes beside it is the same."""
+    """Make a database file readable by its owner alone: it has specs. SQLite's files beside it get the same mode."""
     descriptor = os.open(database, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         if os.fstat(descriptor).st_uid == os.geteuid():

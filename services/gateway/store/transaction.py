@@ -41,7 +41,7 @@ class Transaction:
         self._staged[key] = value
 
     def staged(self, key: object, otherwise: T) -> T:
-        """Return what ``key`` will be once this is stored; ``otherwise`` what it is now, if nobody changes it."""
+        """Return what ``key`` will be once this is stored; ``otherwise``, its present value, if unchanged."""
         found: T = self._staged.get(key, otherwise)
         return found
 
@@ -69,7 +69,7 @@ class TransactionalStore(ABC):
         Waits until it is known which of the two it was, however long that takes: whoever calls bounds their wait.
 
         Raises:
-            Unavailable: the database does not answer; nothing was stored, or the detail says that nobody knows.
+            Unavailable: the database does not answer; nothing was stored, or the detail says that this is unknown.
         """
 
     @contextlib.asynccontextmanager
@@ -80,7 +80,7 @@ class TransactionalStore(ABC):
         deadline ends only the caller's wait, and whoever comes next waits for the outcome.
 
         Raises:
-            Unavailable: the database does not answer: nothing has changed, or, where it was late, nobody knows yet.
+            Unavailable: the database does not answer: nothing has changed, or, after a time-out, this is not known yet.
         """
         assert self._holder is None or self._holder is not asyncio.current_task(), "a transaction within a transaction"
         try:

@@ -13,7 +13,7 @@ SILENT_SECONDS = 600.0
 """A store that takes or gives no byte, and ends no call, for so long does not answer."""
 LOOK_SECONDS = 1.0
 LEAVE_SECONDS = 5.0
-"""What a call under way is given when nobody waits for it any more."""
+"""What a call in progress returns when it is no longer awaited."""
 
 Answer = TypeVar("Answer")
 Work = Callable[[threading.Event, Callable[[], None]], Answer]

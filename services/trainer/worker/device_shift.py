@@ -52,13 +52,13 @@ class DeviceShift:
         return DeviceReport(shift=self._order.shift, is_held=is_held, is_wanted=self._wanted > 0)
 
     def take(self, order: DeviceOrder | None) -> None:
-        """Note an order."""
+        """Accept an order of the gateway."""
         if order is not None and order != self._order:
             self._order = order
             self._look()
 
     def claim(self) -> None:
-        """Have it although nobody gave it: nobody else goes on with this experiment."""
+        """Use the device without an order: no other service continues this experiment."""
         if self._order is not None:
             self._order = self._order.model_copy(update={"may_hold": True})
             self._look()
@@ -156,7 +156,7 @@ class DeviceShift:
 
 
 def always_held() -> DeviceShift:
-    """Make one that nobody else has a part in."""
+    """Return the shift of a device that is not shared."""
 
     async def never() -> None:
         raise AssertionError("nobody gave an order about the device")

@@ -13,7 +13,7 @@ def new_token() -> str:
 
 
 def write_secret(path: Path, secret: str) -> None:
-    """Write a secret so that no other user can read it (mode 0600 from the start), and nobody a part of it."""
+    """Write a secret atomically, readable by this user alone (mode 0600 from the start)."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:

@@ -90,7 +90,7 @@ def describe(
 
 
 def only_reading_is_open(method: str, path: str) -> bool:
-    """Tell whether a service answers anybody: it does who only looks how it is."""
+    """Return whether a request needs no token: read-only routes outside ``CLOSED_READING``."""
     return method == "GET" and not path.startswith(CLOSED_READING)
 
 
@@ -136,5 +136,5 @@ def _complete(
 
 
 def is_internal(scopes: Sequence[str]) -> bool:
-    """Tell whether a route is for services of the fleet, and for nobody else but operators."""
+    """Return whether only services of the fleet and operators may use a route."""
     return any(scope.startswith("service") for scope in scopes) and not {"reader", "agent"} & {*scopes}

@@ -1,4 +1,4 @@
-"""What a service's requests pass before a route: nobody without the token makes it work, or fills its memory."""
+"""Checks before a route: requests without a valid token use neither processor time nor memory of the service."""
 
 from collections.abc import Mapping
 

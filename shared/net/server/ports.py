@@ -14,7 +14,7 @@ GIVEN_TO_ANYBODY: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LOWEST: Final = 10_000
 ATTEMPTS: Final = 200
 WILDCARDS: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 (named here to be refused, or to be asked about)
-"""Addresses to listen on that stand for all of a machine's, and at which nobody reaches it."""
+"""Wildcard addresses: valid to listen on, not reachable from other machines."""
 
 
 def check_can_be_told(bound: socket.socket, said: str) -> None:

@@ -1,7 +1,7 @@
 """Forwards that happen at the same time share a round trip.
 
 A worker forwards each group as it gets ready, and many get ready while an earlier forward is on its way. Those wait for
-it and then go together: nobody waits for a timer, and the busier the worker, the larger the batches.
+it and are then sent together: there is no timer, and the busier the worker, the larger the batches.
 """
 
 import asyncio

@@ -265,7 +265,7 @@ class RedisHop:
             command += ["BLOCK", max(1, round(block_seconds * 1000))]
         command += ["STREAMS", self._stream, ">"]
 
-        # An answer that is lost leaves entries pending that nobody knows of; their lease ends, and they come again.
+        # A lost answer leaves entries pending without a holder; their lease expires, and they are delivered again.
         try:
             answer = await self._runner.command(*command)
         except ResponseError as error:
@@ -300,7 +300,7 @@ class TrainerHop(RedisHop):
         self._next_look = 0.0
         self._one_at_a_time = asyncio.Lock()
         self.regain: Callable[[], Awaitable[bool]] | None = None
-        """Makes this the trainer again where the server forgot it and nobody else took over; set by the queue."""
+        """Makes this the trainer again if the server lost it and no other took over; set by the queue."""
 
     def release(self, entry_ids: Iterable[str]) -> None:
         """Forget claims that were planned."""

@@ -36,7 +36,7 @@ class RedisTrainerQueue:
         return self._incarnation
 
     async def _regain(self) -> bool:
-        """Be the trainer again where nobody else took over: the server came back at a state before that."""
+        """Become the trainer again unless another one took over: the server was restored at a state before that."""
         if self._incarnation is None:
             return False
         arguments: list[Argument] = [self.hop.consumer, self._incarnation]

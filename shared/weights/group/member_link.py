@@ -84,7 +84,7 @@ class MemberLink:
         for future in waiting:
             if not future.done():
                 future.set_exception(self._failure)
-                future.exception()  # seen: nobody need wait for it
+                future.exception()  # retrieved, so asyncio does not warn
 
     @property
     def has_process(self) -> bool:

@@ -1,4 +1,4 @@
-"""A weight image in shared memory: one file that its owner writes, others map, and nobody sees half-written.
+"""A weight image in shared memory: one file that its owner writes and others map, never half-written.
 
 Every process that has an image open holds a shared ``flock`` on it, the writer an exclusive one while it writes. So a
 reader is refused while bytes change, a writer is refused while a reader still maps the old bytes, and both locks end

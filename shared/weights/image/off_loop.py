@@ -46,7 +46,7 @@ class _Making:
         self._is_given_up = False
 
     def run(self) -> WeightImage | None:
-        """Make it, on the thread; None if nobody wants it any more."""
+        """Make it, on the thread; None if it was cancelled."""
         image = self._make()
         with self._lock:
             if not self._is_given_up:

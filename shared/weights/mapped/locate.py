@@ -56,11 +56,11 @@ class ImageLocator:
         self._transport = transport
 
     async def __call__(self, url: str, checksum: str | None, peers: Sequence[str] = ()) -> LocatedImage | None:
-        """Find an image; None if nobody here has it.
+        """Find an image; None if no service on this host has it.
 
         Args:
             url: of the version at the trainer.
-            checksum: of the image; None believes the trainer, and asks nobody else.
+            checksum: of the image; None trusts the trainer and uses no other source.
             peers: urls of the version at rollouts.
         """
         identity = shared_memory_identity()

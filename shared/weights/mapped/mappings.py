@@ -1,7 +1,7 @@
 """Images that stay mapped from one version to the next.
 
 Making a process know the pages of an image takes as long as receiving them: a fresh mapping halves the speed of a
-broadcast over loopback. A kept mapping holds no lock, so it keeps nobody from writing; a lock is held only in use.
+broadcast over loopback. A kept mapping holds no lock, so it does not block writers; a lock is held only in use.
 """
 
 import mmap

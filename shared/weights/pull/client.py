@@ -2,7 +2,7 @@
 
 Sources are the trainer, rollouts that have the image, and a directory where it is kept. Over HTTP each range comes over
 a plain connection where the source offers one and it can be reached, else as the answer's body. What arrives is written
-to a file of which nobody is told before it is whole and right.
+to a file that is published only once it is complete and verified.
 
 Who ends each wait: a source that cannot be reached by ``CONNECT_SECONDS``; one that sends nothing by
 ``SILENCE_SECONDS``, or by ``STALL_SECONDS`` as soon as another source has nothing else to do; all by the caller's
@@ -70,7 +70,7 @@ class WeightPuller:
             version: what the url names, for messages.
             directory: where the file goes; None chooses shared memory where there is room.
             deadline_seconds: for all attempts together.
-            checksum: of the image; None believes the trainer, and asks nobody else.
+            checksum: of the image; None trusts the trainer and uses no other source.
             peers: urls of this version at rollouts.
             kept_in: where images are kept that everybody sees.
             reuse: lends an image that is written in the place of a new file, if there is one; see ``Reuse``.

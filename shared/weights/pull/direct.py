@@ -78,7 +78,7 @@ class DirectServer:
         return int(self._listening.getsockname()[1])
 
     def issue(self, image: WeightImage, span: range) -> bytes:
-        """Make a ticket; the image is closed here once its bytes are sent, or nobody came for them."""
+        """Make a ticket; the image is closed once its bytes are sent or the ticket has expired."""
         key = secrets.token_bytes(TICKET_BYTES)
         with self._lock:
             self._tickets[key] = Ticket(image, span, time.monotonic() + CLAIM_SECONDS)

@@ -106,7 +106,7 @@ class HttpSource:
             raise Unavailable(f"pulling from {host}:{port} broke off: {error}") from error
         finally:
             if not receiving.done():
-                # Nobody may take the memory away while the thread writes into it.
+                # The memory must not be freed while the thread writes into it.
                 receiver.stop()
                 await until_done(receiving)
 

@@ -233,6 +233,6 @@ def _private(path: str, flags: int) -> int:
 
 
 def _settled(future: "asyncio.Future[Any]") -> None:
-    """Look at the end of a thread that nobody may wait for any more."""
+    """Retrieve the result of a thread that is perhaps no longer awaited."""
     if not future.cancelled():
         future.exception()

@@ -22,7 +22,7 @@ Reuse = Callable[[int], WeightImage | None]
 
 It is closed, and its file is gone, unless the pull succeeds; then its path is returned, and it is given back."""
 OnArrived = Callable[[Path, int], None]
-"""Told how many bytes of the file, from its beginning on, are there; nobody has verified them."""
+"""Called with the number of bytes, from the file's start, that have arrived; they are not verified yet."""
 SILENCE_SECONDS = 10.0
 """A source that sends nothing for so long is given up."""
 STALLED_BYTES = 1 << 20

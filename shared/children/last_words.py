@@ -51,7 +51,7 @@ def signal_name(code: int) -> str:
 
 
 def cause_of_death(code: int | None, *, is_out_of_memory: bool = False, is_killed_here: bool = False) -> str:
-    """Say how a process ended, as what follows its name in a sentence.
+    """Describe how a process ended, as what follows its name in a sentence.
 
     Args:
         code: its exit code; negative for a signal; None where it has not ended although it was killed.

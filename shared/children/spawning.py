@@ -57,7 +57,7 @@ class Child:
         return self.process.returncode
 
     def cause(self) -> str:
-        """Say how it ended, with the last lines that it wrote; see ``cause_of_death``."""
+        """Describe how it ended, with the last lines that it wrote; see ``cause_of_death``."""
         is_out_of_memory = count_memory_kills() > self._memory_kills
         how = cause_of_death(self.exit_code, is_out_of_memory=is_out_of_memory, is_killed_here=self.is_killed_here)
         return how + self.words.shown()

@@ -27,7 +27,7 @@ _VALUES = frozenset({"headers", "env"})
 
 
 def may_be_secret(name: str, value: str) -> bool:
-    """Tell whether an environment variable may hold a secret, by its name or by what is hidden of its value."""
+    """Return whether an environment variable may hold a secret, by its name or by what is hidden of its value."""
     return _VARIABLE.search(name) is not None or redacted_text(value) != value
 
 

@@ -208,7 +208,7 @@ class CoreSeat:
         self._view[:] = _SEAT.pack(self._is_computing, self._share, self._since, self._key, self._fixed)
 
     def _look(self, now: float) -> None:
-        """Look from time to time who else there is, and which cores this process may use."""
+        """Update periodically which processes share the cores, and which cores this process may use."""
         if now - self._looked_at < LOOK_SECONDS:
             return
         self._looked_at = now

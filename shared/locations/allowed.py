@@ -212,7 +212,7 @@ def checkpoint_urls_of(document: Any) -> dict[str, str]:
 
 
 def _is_below(url: str, allowed: str) -> bool:
-    """Tell whether a URL is another one or below it, without any way out; files count by where links lead."""
+    """Return whether a URL is another one or below it, without any way out; files count by where links lead."""
     scheme, _, rest = url.partition("://")
     if "::" in url or not set(rest.split("/")).isdisjoint({"..", "."}):
         return False

@@ -12,7 +12,7 @@ ADAPTER = "adapter_model.safetensors"
 
 
 def check_directory(path: Path) -> None:
-    """Look for the files of a model without loading it.
+    """Find the files of a model without loading it.
 
     Raises:
         ModelError: the directory, its config.json, its weights or its tokenizer are missing.

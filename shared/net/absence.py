@@ -34,7 +34,7 @@ _NO_MEMORY: Final = "can't allocate memory"
 
 
 def may_pass(error: BaseException) -> bool:
-    """Tell whether trying again with the same inputs may help; what an error followed from counts as well.
+    """Return whether trying again with the same inputs may help; what an error followed from counts as well.
 
     What was refused stays refused, such as an address that the operator does not allow.
     """

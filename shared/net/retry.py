@@ -59,7 +59,7 @@ class Backoff:
 
 
 def is_passing(error: Exception) -> bool:
-    """Tell whether an error says of itself that the same call may succeed later."""
+    """Return whether an error is marked as retryable."""
     return isinstance(error, FlotillaError) and error.retryable
 
 

@@ -150,7 +150,7 @@ class Trajectory:
         )
 
     def has_sampled_of(self, other: "Trajectory") -> bool:
-        """Tell, without reading an array, whether all but the grade is surely the other's."""
+        """Return, without reading an array, whether all but the grade is surely the other's."""
         if self is other:
             return True
         return (
@@ -293,7 +293,7 @@ class Group:
         return [min(max(fmean(rewards), min(rewards)), max(rewards)) for rewards in found.values()]
 
     def has_body_of(self, other: "Group") -> bool:
-        """Tell, without reading an array, whether all but the grades is surely the other's.
+        """Return, without reading an array, whether all but the grades is surely the other's.
 
         It is where the group was made from the other one by giving its trajectories other grades.
         """

@@ -66,7 +66,7 @@ class UploadRecord(Wire):
     cause: str | None = None
 
     def view_of(self, step: int) -> UploadView:
-        """Say how far the copy of a step's checkpoint is."""
+        """Return the state of the copy of a step's checkpoint."""
         url = f"{self.url}/step-{step:08d}"
         done = self.uploaded.get(str(step))
         if done is not None:

@@ -113,7 +113,7 @@ class Claim:
         return self._decoded[0]
 
     def has_body_of(self, group: Group) -> bool:
-        """Tell, without reading an array, whether the payload is surely this group's too.
+        """Return, without reading an array, whether the payload is surely this group's too.
 
         It is if the group was made from ``group()`` by giving its trajectories other grades.
         """

@@ -51,7 +51,7 @@ class Mailbox(Protocol):
     """What is expected in one experiment. Every call may raise ``Unavailable``, and may be repeated."""
 
     async def expect(self, name: str, *, key: str = "", seconds: float) -> Expected:
-        """Say that an answer is expected; what is expected already keeps its key and its deadline."""
+        """Register an expected answer; one that is registered already keeps its key and its deadline."""
         ...
 
     async def accept(self, name: str) -> None:
@@ -59,7 +59,7 @@ class Mailbox(Protocol):
         ...
 
     async def find(self, name: str) -> Expected | None:
-        """Look; None if it was never expected, or its deadline is long over."""
+        """Return its state; None if it was never expected, or its deadline passed long ago."""
         ...
 
     async def deliver(self, name: str, answer: bytes) -> Delivery:

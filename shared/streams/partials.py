@@ -16,7 +16,7 @@ BYTES_PER_TOKEN = 9
 
 
 def is_finished(member: Trajectory | None) -> bool:
-    """Tell whether a member needs no more tokens."""
+    """Return whether a member needs no more tokens."""
     return member is not None and member.finish_reason is not FinishReason.ABORTED
 
 

@@ -49,7 +49,7 @@ class DataPlane(Protocol):
         ...
 
     async def oldest_seconds(self) -> dict[HopName, float]:
-        """Tell how long ago the oldest entry of each hop came there; hops without an entry are left out.
+        """Return how long ago the oldest entry of each hop came there; hops without an entry are left out.
 
         What is claimed counts, what is planned does not.
         """

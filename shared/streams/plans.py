@@ -225,7 +225,7 @@ class TrainerQueue(Protocol):
         ...
 
     async def roll_back(self, step: int, given_up: Sequence[int]) -> RolledBack:
-        """Give up what was trained after ``step``, that of the checkpoint that training goes on from.
+        """Drop what was trained after ``step``, that of the checkpoint that training continues from.
 
         The groups of the plans of steps ``given_up`` wait again. Groups of later committed steps do not count as
         trained any more, but as dropped; nor do they count as consumed. Repeating the call is safe, and

@@ -114,7 +114,7 @@ _COMPILED: Final[list[tuple[str, Pattern[str], Rule]]] = [
 
 
 def refusal(method: str, path: str, who: Principal) -> str | None:
-    """Say why a token may not make this request; None if it may."""
+    """Return why a token may not make this request; None if it may."""
     if who.scope is Scope.OPERATOR:
         return None
     rule, parameters = _rule_of(method, path)

@@ -38,7 +38,7 @@ class Shown:
     """What a token says.
 
     Attributes:
-        principal: whom it stands for.
+        principal: its identity.
         expires_at: seconds since the epoch; None if it does not expire.
         renewed: the pass that takes its place, if it is time.
     """
@@ -78,13 +78,13 @@ class Tokens:
         self._made = {record.digest: record for record in await self._store.tokens()}
 
     def read(self, token: str | None) -> Shown | None:
-        """Tell whom a token stands for; None if it is unknown, revoked or expired."""
+        """Return a token's identity; None if it is unknown, revoked or expired."""
         shown = self._find(token)
         is_over = shown is not None and shown.expires_at is not None and shown.expires_at <= self._clock.now()
         return None if is_over else shown
 
     def is_ours(self, token: str | None) -> bool:
-        """Tell whether a token is of this fleet, though it may have expired."""
+        """Return whether a token is of this fleet, though it may have expired."""
         return self._find(token) is not None
 
     def _find(self, token: str | None) -> Shown | None:

@@ -86,7 +86,7 @@ def missing_agents(seen: AgentsSeen, num_tasks: int) -> tuple[str, str]:
 
 
 def slowed_by_agents(seen: AgentsSeen) -> tuple[str, str] | None:
-    """Say what the rollouts' time went into and what would change it; None if their engines were busy with it."""
+    """Describe how the rollouts spent their time and what would change it; None if their engines were busy."""
     if seen.engine_share > BUSY_SHARE:
         return None
     if seen.are_missing:

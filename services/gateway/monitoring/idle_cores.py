@@ -48,7 +48,7 @@ def advice_on_cores(component: str, spec: ExperimentSpec, services: Sequence[Pla
 
 
 def _threads(spec: ExperimentSpec) -> Mapping[ServiceKind, int]:
-    """Tell how many threads each stage takes, where the spec has a number and they compute on cores at all."""
+    """Return how many threads each stage takes, where the spec has a number and they compute on cores at all."""
     found = {}
     engine, parallelism = spec.rollout.engine, spec.parallelism
     if parallelism.threads != "auto" and not parallelism.device.startswith("cuda"):

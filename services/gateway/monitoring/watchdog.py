@@ -89,7 +89,7 @@ class Watchdog:
         return min(silent, self._stall_seconds * 2 / 3)
 
     async def run(self) -> None:
-        """Look about every second until cancelled."""
+        """Check about every second until cancelled."""
         for pause in pauses(random.Random()):
             await self.look()
             await asyncio.sleep(pause)

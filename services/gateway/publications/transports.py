@@ -47,7 +47,7 @@ def can_receive(service: LiveService) -> bool:
 
 
 def lacks_version(service: LiveService, version: int) -> bool:
-    """Tell whether a service is a rollout that serves another version than the committed one, or none yet."""
+    """Return whether a service is a rollout that serves another version than the committed one, or none yet."""
     return service.kind is ServiceKind.ROLLOUT and version > 0 and service.observed.policy_version != version
 
 

@@ -28,7 +28,7 @@ def node_of(service_id: str, num_nodes: int, epoch: int, reports: Reports) -> Jo
 
 
 def why_ended(epoch: int, reports: Reports) -> str | None:
-    """Say why the job of an epoch ended on one of its nodes; None while it has not."""
+    """Return why the job of an epoch ended on one of its nodes; None while it has not."""
     causes = [each.ended for each in reports.values() if each is not None and each.epoch == epoch and each.ended]
     return causes[0] if causes else None
 

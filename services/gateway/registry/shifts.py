@@ -37,7 +37,7 @@ class Need:
 
 
 def holder_of(shift: int) -> ServiceKind:
-    """Say whose shift it is."""
+    """Return whose shift it is."""
     return ServiceKind.TRAINER if shift % 2 else ServiceKind.ROLLOUT
 
 

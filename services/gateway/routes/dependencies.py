@@ -38,7 +38,7 @@ async def _of_token(request: Request) -> Principal:
 
 
 Caller = Annotated[Principal, Depends(_of_token)]
-"""Whom the token of a request stands for."""
+"""The identity of a request's token."""
 
 
 async def _speaking(experiment_id: str, caller: Caller, gateway: Gateway) -> str | None:

@@ -32,7 +32,7 @@ async def index(gateway: Gateway, after: Cursor = None, limit: Limit = 100) -> P
 
 @router.get("/self")
 async def show_self(request: Request) -> CallerView:
-    """Tell whom the token of this request stands for."""
+    """Return the identity of this request's token."""
     shown: Shown = request.state.shown
     who = shown.principal
     return CallerView(

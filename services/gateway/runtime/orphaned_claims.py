@@ -33,7 +33,7 @@ class OrphanedClaims:
         self._left = left
 
     async def run(self) -> None:
-        """Look after each departure, and now and then, until cancelled."""
+        """Check after each departure, and periodically, until cancelled."""
         while True:
             left = self._left.next
             try:

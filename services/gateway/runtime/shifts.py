@@ -49,7 +49,7 @@ class Shifts:
         self._wanted_since: float | None = None
 
     async def run(self) -> None:
-        """Look several times a second until cancelled."""
+        """Check several times a second until cancelled."""
         while True:
             changed = self._experiment.changed.next
             await self.look()

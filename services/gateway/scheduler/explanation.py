@@ -49,7 +49,7 @@ def _counted(counts: Mapping[Kind, int], demand: Demand | None = None) -> str:
 def _facts(
     demand: Demand, lacking: Mapping[Kind, int], demands: Sequence[Demand], candidates: Sequence[Candidate]
 ) -> list[str]:
-    """Say what devices there are where a number of them is wanted, and which idle services lack only theirs."""
+    """Describe the devices of a kind if a number is required, and idle services that lack only devices."""
     owners, facts = owners_of(demands, candidates), []
     for kind in lacking:
         if demand.need_of(kind).count and any(each.kind is kind for each in candidates):

@@ -87,7 +87,7 @@ class RemoteCheckpoints:
         return sorted(step for name in names if (step := step_of(name)) is not None)
 
     def holds(self, stored: StoredCheckpoint) -> bool:
-        """Tell whether this very checkpoint is there, and whole."""
+        """Return whether a complete copy of this checkpoint exists."""
         return not self.lacking(stored)
 
     def lacking(self, stored: StoredCheckpoint) -> list[str]:

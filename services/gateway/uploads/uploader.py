@@ -168,7 +168,7 @@ class Uploader:
         self._record = after
 
     def _compare(self, stop: threading.Event, moved: Callable[[], None]) -> Comparison | None:
-        """Look at both; None where nothing has changed since the last look, and none is due."""
+        """Compare both; None if nothing has changed since the last comparison, and none is due."""
         self._check()
         local, states = list[StoredCheckpoint](), dict[int, str]()
         for stored in complete(self._directory, self._below):

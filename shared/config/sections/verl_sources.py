@@ -57,7 +57,7 @@ def scorer_of(data_source: str) -> VerlScorer | None:
 
 
 def why_not_graded(data_source: str | None, *, runs_code: bool) -> str | None:
-    """Say why the rows of a data source cannot be graded, and what to do; None if they can."""
+    """Return why the rows of a data source cannot be graded, and what to do; None if they can."""
     if data_source is None:
         return "the row has no data source to choose one of verl's scorers by"
     scorer = scorer_of(data_source)

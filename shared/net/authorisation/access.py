@@ -36,7 +36,7 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Whom a token stands for.
+    """The identity that a token has.
 
     Attributes:
         scope: what it may do.

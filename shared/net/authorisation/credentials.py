@@ -33,11 +33,11 @@ class Credentials:
         return self._peers.get(kind, self._token)
 
     def accepts(self, authorization: str | None) -> bool:
-        """Tell whether an ``Authorization`` header is let in."""
+        """Return whether an ``Authorization`` header is accepted."""
         return _is_in(self._accepted, authorization)
 
     def accepts_for_weights(self, authorization: str | None) -> bool:
-        """Tell whether an ``Authorization`` header is let in to read weights."""
+        """Return whether an ``Authorization`` header allows to read weights."""
         return _is_in(self._accepted | self._accepted_for_weights, authorization)
 
 

@@ -84,7 +84,7 @@ class NewToken(TokenView):
 
 
 class CallerView(Wire):
-    """Whom the token of a request stands for."""
+    """The identity of a request's token."""
 
     name: str
     scope: Scope

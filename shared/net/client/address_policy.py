@@ -45,7 +45,7 @@ async def resolve(host: str, port: int) -> list[str]:
 
 
 def is_public(address: IPAddress) -> bool:
-    """Tell whether an address is one of the public Internet.
+    """Return whether an address is one of the public Internet.
 
     Of IPv6 forms that carry an IPv4 address, that one counts; those of tunnels are none of it.
     """
@@ -63,7 +63,7 @@ def is_public(address: IPAddress) -> bool:
 
 
 def is_within(address: IPAddress, networks: Sequence[IPNetwork]) -> bool:
-    """Tell whether an address is in one of the networks, looking through the IPv6 form of an IPv4 address."""
+    """Return whether an address is in one of the networks, looking through the IPv6 form of an IPv4 address."""
     inner = address.ipv4_mapped if isinstance(address, IPv6Address) else None
     return any(each in network for each in (address, inner) if each is not None for network in networks)
 

@@ -32,7 +32,7 @@ def parse_json(content: bytes, *, keeps_integers: bool = False, max_values: int 
 
 
 def has_more_values(content: bytes, max_values: int) -> bool:
-    """Tell whether JSON has more brackets, braces and commas outside of strings, or more than twice as many strings."""
+    """Return whether JSON has more brackets, braces and commas outside strings, or more than twice as many strings."""
     if _num_values(content) <= max_values:
         return False
     strings = content.count(b'"') // 2

@@ -8,7 +8,7 @@ class ReplyTooLong(Exception):
 
 
 def is_packed(headers: Mapping[str, str]) -> bool:
-    """Tell whether a reply is compressed: what a few bytes unpack to is the sender's choice."""
+    """Return whether a reply is compressed: what a few bytes unpack to is the sender's choice."""
     return headers.get("content-encoding", "identity").strip().lower() not in {"", "identity"}
 
 

@@ -37,7 +37,7 @@ CONNECT_SECONDS = 5.0
 
 
 def problem_to_error(status: int, body: bytes, request: str = "") -> FlotillaError:
-    """Make the exception that a problem document stands for.
+    """Make the exception of a problem document.
 
     Args:
         status: of the answer.

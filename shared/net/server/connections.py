@@ -374,7 +374,7 @@ def connection_of(scope: Scope) -> Connection | None:
 
 
 def _is_told(record: logging.LogRecord) -> bool:
-    """Tell whether a line of the server is logged: not one for each piece of nonsense that anybody sends."""
+    """Return whether a log line of the server is kept: malformed requests are not logged one by one."""
     return record.msg != "Invalid HTTP request received."
 
 

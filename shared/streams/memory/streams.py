@@ -61,7 +61,7 @@ class MemoryStream:
         return entry_id
 
     def holds(self, entry_id: str, consumer: str, deliveries: int) -> bool:
-        """Tell whether the entry is pending for this consumer at this delivery count."""
+        """Return whether the entry is pending for this consumer at this delivery count."""
         held = self.pending.get(entry_id)
         return held is not None and held.consumer == consumer and held.deliveries == deliveries
 
@@ -111,7 +111,7 @@ class MemoryStream:
         return len(self.entries) - pending + handed_back, pending - handed_back - planned
 
     def oldest_seconds(self) -> float | None:
-        """Tell how long ago the oldest entry came that is not planned; None without one."""
+        """Return how long ago the oldest entry came that is not planned; None without one."""
         planned = set(self.held_by(PLANNED))
         added = [entry.added_at for entry_id, entry in self.entries.items() if entry_id not in planned]
         return self._clock() - min(added) if added else None

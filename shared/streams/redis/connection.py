@@ -124,7 +124,7 @@ def condition_of(error: Exception) -> str | None:
 
 
 def is_absence(error: Exception) -> bool:
-    """Tell whether the server may answer the same command later: it is absent, or refuses for a reason of its own."""
+    """Return whether the server may answer the same command later: it is unavailable, or refuses for now."""
     return isinstance(error, RedisConnectionError | RedisTimeoutError | OSError) or condition_of(error) is not None
 
 
@@ -140,7 +140,7 @@ def unavailable(error: Exception, deadline_seconds: float) -> Unavailable:
 
 
 def is_refusal(error: Unavailable) -> bool:
-    """Tell whether the server answered, and said why it does nothing: an absent one may be back in a moment."""
+    """Return whether the server answered, and said why it does nothing: an absent one may be back in a moment."""
     return error.context.get("component") == COMPONENT and error.context.get("condition") != NO_ANSWER
 
 

@@ -69,7 +69,7 @@ class ForwardsTogether(Generic[Entry]):
                 for each in batch:
                     await self._send_batch([each])
                 return
-            # The server is away, or this consumer is no longer the one: that holds for all of them.
+            # The server is unavailable, or this consumer was replaced: that holds for all of them.
             for each in batch:
                 if not each.answer.done():
                     each.answer.set_exception(error)

@@ -190,7 +190,7 @@ class RedisHop:
         return is_done
 
     async def _lost_alive(self, claims: list[Claim]) -> list[Claim]:
-        """Say that these were lost although their holder lives, which is no fault of their entries."""
+        """Report claims as lost by a live holder, so that their entries are not blamed."""
         calls = [
             Call(
                 [self._stream, self._keys.lost_alive(self.name, claim.entry_id)],

@@ -13,7 +13,7 @@ RECEIVE_BUFFER_BYTES = 1 << 20
 
 
 def is_loopback(connection: socket.socket) -> bool:
-    """Tell whether the other side of a connection is on this host."""
+    """Return whether the other side of a connection is on this host."""
     address = connection.getpeername()[0]
     return address == connection.getsockname()[0] or ip_address(address.partition("%")[0]).is_loopback
 

@@ -74,7 +74,7 @@ class WeightPuller:
             peers: urls of this version at rollouts.
             kept_in: where images are kept that everybody sees.
             reuse: lends an image that is written in the place of a new file, if there is one; see ``Reuse``.
-            on_arrived: told how far the file is; another file begins anew, and the one before means nothing.
+            on_arrived: called with the bytes received; for another file it starts again, and the earlier ones are void.
 
         Raises:
             NotFound: no source offers the version.

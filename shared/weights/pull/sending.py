@@ -84,7 +84,7 @@ def send_range(
 
 
 def _waited_seconds() -> float:
-    """Tell how long this thread has waited for a core; where the system does not count it, what time it is."""
+    """Return how long this thread has waited for a core; where the system does not count it, what time it is."""
     try:
         on_core, waiting, _ = map(int, SCHEDULING.read_text().split())
     except OSError:

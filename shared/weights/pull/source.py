@@ -170,7 +170,7 @@ class ArrivingImage:
             self.notify()
 
     def tell(self) -> None:
-        """Tell ``on_arrived`` how far it is, within ranges that arrive as well."""
+        """Report the bytes received to ``on_arrived``, also within ranges that are arriving."""
         if self._on_arrived is not None and self.image is not None and not self.image.is_closed:
             self._on_arrived(self.image.path, max(self.missing.num_first, self.checksum.num_summed))
 

@@ -67,7 +67,7 @@ class HealthMonitor:
         self._window = window
 
     async def run(self) -> None:
-        """Look every second until cancelled."""
+        """Check every second until cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(LOOK_SECONDS)

@@ -1,6 +1,5 @@
 """Calls of a child process from threads: the same client, on an event loop of its own."""
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,8 +32,7 @@ class BlockingCalls:
 @contextmanager
 def running(process: CallProcess) -> Iterator[BlockingCalls]:
     """Start a process, and end it afterwards; blocks. Errors are those of ``CallProcess.start``."""
-    # The standard loop, whatever the service's own: it runs on a thread that is not the main one.
-    with start_blocking_portal(backend_options={"loop_factory": asyncio.SelectorEventLoop}) as portal:
+    with start_blocking_portal() as portal:
         try:
             yield BlockingCalls(process, portal, portal.call(process.start))
         finally:

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import uvloop
 
 from flotilla.shared.children.blocking import running
 from flotilla.shared.children.calls import CallProcess
@@ -206,7 +207,19 @@ async def test_it_ends_with_its_parent_even_in_the_middle_of_a_call(kind: str) -
     owner.stdout.close()
 
 
-def test_threads_call_it_as_coroutines_do(kind: str) -> None:
+@pytest.mark.parametrize("policy", [asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy])
+def test_threads_call_it_as_coroutines_do_whatever_loops_the_service_has(
+    kind: str, policy: type[asyncio.AbstractEventLoopPolicy]
+) -> None:
+    before = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(policy())
+    try:
+        call_from_threads(kind)
+    finally:
+        asyncio.set_event_loop_policy(before)
+
+
+def call_from_threads(kind: str) -> None:
     process = a_process(kind)
     with running(process) as calls, ThreadPoolExecutor(2) as pool:
         pid = calls.about

@@ -301,6 +301,7 @@ ELSEWHERE: Final = {
     ("docs/architecture.md", "flotilla status"): "as on docs/debug.md",
     ("docs/life-of-a-task.md", "flotilla status"): "as on docs/debug.md",
     ("docs/glossary.md", "git grep"): "searches the sources",
+    ("docs/models.md", "flotilla spec check FILE --data"): "as on docs/data.md",
     ("docs/cli.md", "flotilla export"): "tests/unit/trainer/test_average.py and test_lora.py export checkpoints",
     ("docs/lora.md", "flotilla export"): "tests/unit/trainer/test_average.py and test_lora.py export checkpoints",
     ("docs/lora.md", "flotilla evaluate"): "as on docs/jobs.md",

@@ -34,7 +34,7 @@ async def test_accepted_connections_send_small_answers_at_once() -> None:
 ONE_THAT_WAITS = """
 import asyncio
 from fastapi import FastAPI
-from shared import serving
+from flotilla.shared.net.server import serving
 
 serving.SHUTDOWN_SECONDS = 0.3
 app = FastAPI()

@@ -13,7 +13,7 @@ from typing import Any
 
 from flotilla.shared.errors import GradingFailed
 
-OWN_IMPORTS = "from services."
+OWN_IMPORTS = "from flotilla."
 MOST_ROUNDS = 64
 MOST_KEPT = 1024
 

@@ -5,6 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from flotilla.services.trainer.algorithms.metrics import Tally
 from flotilla.services.trainer.algorithms.sequences import PackedSequences
 from flotilla.shared.config.sections.algorithm import KlLossConfig, KlRewardConfig
 
@@ -131,3 +132,29 @@ def updated_coefficient(
         return coefficient
     error = min(max(observed_kl / config.target - 1.0, -0.2), 0.2)
     return coefficient * (1.0 + error * num_sequences / config.horizon)
+
+
+def adapted_coefficient(
+    coefficient: float | None,
+    config: KlLossConfig | KlRewardConfig | None,
+    *,
+    of_reward: Tensor | None,
+    of_loss: Tally | None,
+    num_sequences: int,
+) -> float | None:
+    """Move the coefficient by the KL that a step observed where the config has it; without one it stays.
+
+    Args:
+        coefficient: the present value; None without a KL.
+        config: the section.
+        of_reward: scalar nats, observed with the advantages.
+        of_loss: nats, over the tokens of the loss.
+        num_sequences: of the step.
+    """
+    if isinstance(config, KlRewardConfig):
+        observed = None if of_reward is None else float(of_reward)
+    else:
+        observed = None if of_loss is None else of_loss.value
+    if config is None or coefficient is None or observed is None:
+        return coefficient
+    return updated_coefficient(coefficient, config, observed_kl=observed, num_sequences=num_sequences)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flotilla.services.trainer.algorithms.advantages import Advantages
-from flotilla.services.trainer.algorithms.kl import updated_coefficient
+from flotilla.services.trainer.algorithms.kl import adapted_coefficient
 from flotilla.services.trainer.algorithms.metrics import Metrics, combine, summarise
 from flotilla.services.trainer.algorithms.resampling import redraw
 from flotilla.services.trainer.algorithms.sample_weights import sequence_weights
@@ -37,7 +37,6 @@ from flotilla.services.trainer.models.versions import VersionedWeights
 from flotilla.services.trainer.parallel.layers import prepare_layers
 from flotilla.services.trainer.parallel.ranks import ONE_RANK, Ranks
 from flotilla.services.trainer.parallel.sequence import SequenceParallel
-from flotilla.shared.config.sections.algorithm import KlRewardConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.schemas.trajectory import Group
 
@@ -177,13 +176,13 @@ class Learner:
             metrics |= self.critic.ranks.combine(combine(of_critic))
         if trace is not None:
             trace.collect(self.ranks)
-        if config.kl is not None and self.kl_coefficient is not None:
-            of_loss = metrics["kl"].value if "kl" in metrics else None
-            observed = advantages.observed_kl if isinstance(config.kl, KlRewardConfig) else of_loss
-            if observed is not None:
-                self.kl_coefficient = updated_coefficient(
-                    self.kl_coefficient, config.kl, observed_kl=float(observed), num_sequences=batch.num_sequences
-                )
+        self.kl_coefficient = adapted_coefficient(
+            self.kl_coefficient,
+            config.kl,
+            of_reward=advantages.observed_kl,
+            of_loss=metrics.get("kl"),
+            num_sequences=batch.num_sequences,
+        )
         summary = summarise(metrics) | summarise(advantages.metrics)
         values = algorithm_names(mean_of_updates(summary, len(results)))
         return StepResult(tuple(results), values, None if trace is None else trace.arrays())

@@ -80,7 +80,6 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         "services/gateway/publications/takeovers.py:Takeovers.decide": 1,
         "services/gateway/routes/exchange.py:StatusCalls.__call__": 2,
         "services/gateway/runtime/work.py:ExperimentWork._load": 1,
-        "services/gateway/runtime/work.py:ExperimentWork._run": 2,
         "services/gateway/scheduler/quota.py:Scheduler._assign": 1,
         "services/rollout/agents/conversation.py:Conversations.chat_prompt": 2,
         "services/rollout/agents/episode.py:Episode._reply": 2,
@@ -107,7 +106,6 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         "services/trainer/parallel/fsdp.py:shard_layers": 2,
         "services/trainer/supervisor/process.py:command_of": 1,
         "services/trainer/worker/loop.py:TrainingLoop._train": 2,
-        "services/trainer/worker/session.py:open_session": 1,
     },
     "internal imports": {
         # The first that open or wire a service, then registries of variants, then what is to be divided.

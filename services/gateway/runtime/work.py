@@ -77,12 +77,14 @@ class ExperimentWork:
         if dataset is not None:
             lanes.append(Feeder(experiment, dataset, parts.store, parts.clock, feeder_status, finished).run())
         if experiment.spec.shares_devices:
-            parts_of_it = parts.repository, parts.registry, parts.publications, parts.clock, feeder_status
-            lanes.append(Shifts(experiment, *parts_of_it).run())
+            shifts = Shifts(
+                experiment, parts.repository, parts.registry, parts.publications, parts.clock, feeder_status
+            )
+            lanes.append(shifts.run())
         if held_out is not None:
             written = None if experiment.spec.written_answers is None else WrittenAnswers(experiment.spec)
-            about = experiment, held_out, parts.repository, parts.events, parts.clock
-            lanes.append(_evaluate(Evaluator(*about, written), written))
+            evaluator = Evaluator(experiment, held_out, parts.repository, parts.events, parts.clock, written)
+            lanes.append(_evaluate(evaluator, written))
         await signals.run_together(*map(asyncio.create_task, lanes))
 
     @contextlib.contextmanager

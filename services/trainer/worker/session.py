@@ -161,14 +161,13 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         trained = execution.learner(learner)
         device = _device(around, execution.memory(learner, around.directory / OFFLOADED), compute)
         held_out = await open_held_out(trained, around.gateway, around.experiment_id)
-        try:
-            await durability.begin()
-            parts = trained, planner, publisher, images, durability, reporter, control, compute, line, samples
-            training = TrainingLoop(*parts, held_out, device)
-            yield Session(training, source, publisher, reporter, device, durability)
-        finally:
-            await publisher.close()
-            images.close()
+        stack.callback(images.close)
+        stack.push_async_callback(publisher.close)
+        await durability.begin()
+        training = TrainingLoop(
+            trained, planner, publisher, images, durability, reporter, control, compute, line, samples, held_out, device
+        )
+        yield Session(training, source, publisher, reporter, device, durability)
 
 
 def _images(spec: ExperimentSpec, around: SessionDeps, weights: Snapshots) -> ImagePool:

@@ -368,7 +368,12 @@ async def test_checkpoints_are_listed_by_step(client: GatewayClient, tmp_path: P
     created = await client.call("POST", "/v1/experiments", body=a_spec(tmp_path))
     path = f"/v1/experiments/{created['id']}/checkpoints"
     for step in (20, 10):
-        body = {"step": step, "version": step, "path": f"{created['directory']}/checkpoints/step-{step:08}", "at": "2026-01-01T00:00:00.000Z"}
+        body = {
+            "step": step,
+            "version": step,
+            "path": f"{created['directory']}/checkpoints/step-{step:08}",
+            "at": "2026-01-01T00:00:00.000Z",
+        }
         await client.call("POST", path, body=body)
 
     assert [item["step"] for item in (await client.call("GET", path))["items"]] == [10, 20]

@@ -134,7 +134,7 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         "services/rollout/state.py": 21,
         "services/sandbox/state.py": 17,
         "services/trainer/checkpoint/manager.py": 22,
-        "services/trainer/learning/learner.py": 26,
+        "services/trainer/learning/learner.py": 25,
         "services/trainer/models/critic.py": 20,
         "services/trainer/worker/follower.py": 18,
         "services/trainer/worker/leader.py": 20,

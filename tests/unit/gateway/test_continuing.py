@@ -1,5 +1,6 @@
 """Experiments that go on: forked, given more steps, resumed after a stop."""
 
+import copy
 import json
 import shutil
 from dataclasses import replace
@@ -95,12 +96,17 @@ async def test_an_experiment_begins_from_a_checkpoint_at_a_url(gateway: GatewayS
     gateway.commands._places = places
     uploads = Uploads(gateway.store, gateway.clock, gateway.events, places)
     parent.spec = with_changes(parent.spec, {"checkpoint": {"upload_to": url}})
-    assert [each.upload.state for each in (await checkpoints(parent.id, gateway)).items] == ["pending"] * 2
+    assert [each.upload and each.upload.state for each in (await checkpoints(parent.id, gateway)).items] == [
+        "pending"
+    ] * 2
     await uploads.finish(parent)
-    assert [each.upload.state for each in (await checkpoints(parent.id, gateway)).items] == ["uploaded"] * 2
+    assert [each.upload and each.upload.state for each in (await checkpoints(parent.id, gateway)).items] == [
+        "uploaded"
+    ] * 2
     system, root = url_to_fs(f"{url}/{parent.id}")
     system.rm_file(f"{root}/step-00000001/optimizer.safetensors")
-    allowed = replace(gateway, settings=replace(gateway.settings, places=places))
+    allowed = copy.copy(gateway)
+    object.__setattr__(allowed, "settings", replace(gateway.settings, places=places))
     assert (await check_upload(parent.id, 2, allowed)).is_whole
     check = await check_upload(parent.id, 1, allowed)
     assert (check.url, check.missing) == (f"{url}/{parent.id}/step-00000001", ("optimizer.safetensors",))

@@ -96,13 +96,9 @@ async def test_an_experiment_begins_from_a_checkpoint_at_a_url(gateway: GatewayS
     gateway.commands._places = places
     uploads = Uploads(gateway.store, gateway.clock, gateway.events, places)
     parent.spec = with_changes(parent.spec, {"checkpoint": {"upload_to": url}})
-    assert [each.upload and each.upload.state for each in (await checkpoints(parent.id, gateway)).items] == [
-        "pending"
-    ] * 2
+    assert [each.upload.state for each in (await checkpoints(parent.id, gateway)).items] == ["pending"] * 2
     await uploads.finish(parent)
-    assert [each.upload and each.upload.state for each in (await checkpoints(parent.id, gateway)).items] == [
-        "uploaded"
-    ] * 2
+    assert [each.upload.state for each in (await checkpoints(parent.id, gateway)).items] == ["uploaded"] * 2
     system, root = url_to_fs(f"{url}/{parent.id}")
     system.rm_file(f"{root}/step-00000001/optimizer.safetensors")
     allowed = copy.copy(gateway)

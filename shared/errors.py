@@ -246,10 +246,11 @@ class ServerUnreachable(WorkerDied):
 
 
 def _tree(root: type[FlotillaError]) -> dict[str, type[FlotillaError]]:
-    found = {root.code: root}
+    found: dict[str, type[FlotillaError]] = {}
     for child in root.__subclasses__():
         found |= _tree(child)
-    return found
+    # Last: a subclass that inherits its code may be made of other arguments, and does not stand for its parent.
+    return found | {root.code: root}
 
 
 def error_for_code(code: str) -> type[FlotillaError]:

@@ -159,14 +159,7 @@ def marks_of(row: Row) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow] if row["event"] == "the log loses its tail" else []
 
 
-# Row 14 has failed on an idle machine, and why is not known yet: it runs at night.
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(row, marks=marks_of(row) + ([pytest.mark.long] if n == 14 else []), id=str(n))
-        for n, row in enumerate(ROWS)
-    ],
-)
+@pytest.mark.parametrize("row", [pytest.param(row, marks=marks_of(row), id=str(n)) for n, row in enumerate(ROWS)])
 async def test_every_task_is_accounted_for_whatever_happens_to_the_fleet(row: Row, tmp_path: Path) -> None:
     print(row)
     async with AsyncExitStack() as stack:

@@ -256,8 +256,11 @@ class ScriptedRollout(Scripted):
                 if (self.version or 0) < task.min_version:
                     assert await hop.hand_back(claim)
                     continue
-                if task.pinned_version is not None:
-                    assert self.version == task.pinned_version
+                if task.pinned_version not in {None, self.version}:
+                    # As a rollout does (``consumer.py``): whether the version is ever served is the gateway's affair.
+                    await asyncio.sleep(0.2)
+                    await hop.hand_back(claim)
+                    continue
                 await hop.forward(claim, a_group(task, version=self.version))
 
 

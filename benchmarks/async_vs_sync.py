@@ -112,7 +112,6 @@ class Trial:
         self.points: dict[str, dict[int, float]] = {}
         self.seen_at: dict[int, float] = {}
         """Step -> when its metrics were first seen, on the monotonic clock."""
-        self.evaluated: list[tuple[int, float]] = []
 
     async def look(self) -> dict[str, Any]:
         """Read the new metrics and the experiment."""

@@ -2,13 +2,14 @@
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -18,7 +19,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu_place import Figures, Found, Place, attempted
-from benchmarks.time_sharing import losses_of
 from examples.arithmetic.problems import training_set, worked_solution
 from examples.arithmetic.settings import settings_of
 from examples.arithmetic.tokenizer import build_tokenizer
@@ -155,6 +155,15 @@ def run_fleet(
         figures["peak_gigabytes_of_the_device"] = max(used) / 1e9
         figures["gigabytes_used_before"] = (whole - before) / 1e9
     return figures
+
+
+def losses_of(run_directory: Path) -> list[float]:
+    """Read the loss of each step from the run's database."""
+    (path,) = run_directory.rglob("gateway.sqlite")
+    with closing(sqlite3.connect(path)) as database:
+        rows = database.execute("SELECT step, value FROM metrics WHERE name = 'loss/total' ORDER BY sequence")
+        found = dict(rows.fetchall())
+    return [found[step] for step in sorted(found)]
 
 
 def tail_of(path: Path) -> str:

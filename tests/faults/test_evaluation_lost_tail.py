@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.survival_faults import PROCESSES, Fleet
 from tests.faults.test_kill import until_completed
 from tests.faults.trial import PATIENCE_SECONDS, waited
 from tests.fleet import make_experiment
+from tests.survival.faults import PROCESSES, Fleet
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import soak
+from tests.soak import __main__ as soak
 
 pytestmark = pytest.mark.long
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.survival_faults import Fleet, delete_images
 from tests.faults.test_kill import ids_of, until_completed, until_step
 from tests.fleet import hold_back, make_experiment
+from tests.survival.faults import Fleet, delete_images
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.survival import survive
+from tests.survival.__main__ import survive
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(580)]
 

@@ -1,7 +1,6 @@
 """Each benchmark in its smallest form: it runs, and the figures that it writes are there and can be true."""
 
 import json
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import ablation, algorithms, checkpoints, engine, gpu, samples, scale, streams, trainer, turns, weights
-from tests.fleet import tiny_model
+from benchmarks import checkpoints, engine, gpu, scale, streams, trainer, weights
 
 Main = Callable[[], int | None]
 
@@ -46,15 +44,6 @@ def test_streams(run: Callable[..., Any]) -> None:
             assert result[name] == pytest.approx(rate / rates[0], rel=0.01, abs=rounding)
 
 
-def test_algorithms(run: Callable[..., Any]) -> None:
-    found = run(algorithms.main, "--sequences", "2", "--tokens", "32", "--rounds", "1")
-
-    assert set(found["algorithms"]) == set(algorithms.CONFIGS)
-    for figures in found["algorithms"].values():
-        assert figures["share_of_forward"] == pytest.approx(figures["seconds"] / found["forward_seconds"])
-        assert figures["seconds"] > 0
-
-
 def test_trainer(run: Callable[..., Any]) -> None:
     few = ("--model", "tiny", "--samples", "8", "--tokens", "4", "--rounds", "1")
 
@@ -71,16 +60,6 @@ def test_engine(run: Callable[..., Any]) -> None:
 
     assert rows[-1]["concurrency"] == 1
     assert 0 < rows[-1]["engine"] < rows[-1]["roofline"], "nothing is faster than its matrix products alone"
-
-
-def test_turns(run: Callable[..., Any]) -> None:
-    row = run(turns.main, "--conversations", "2", "--turns", "2", "--rounds", "1")
-
-    # Of the second turn only the last sampled token and what was shown behind it.
-    shown = 1 + turns.SHOWN_TOKENS
-    assert row["prefilled_keeping"] == 2 * (turns.OPENING_TOKENS + shown)
-    assert row["prefilled_forgetting"] == 2 * (2 * turns.OPENING_TOKENS + turns.NEW_TOKENS + turns.SHOWN_TOKENS)
-    assert min(row["keeping"], row["forgetting"]) > 1
 
 
 def test_scale(run: Callable[..., Any]) -> None:
@@ -103,20 +82,6 @@ def test_checkpoints(run: Callable[..., Any]) -> None:
 
 
 @pytest.mark.long
-def test_samples(run: Callable[..., Any]) -> None:
-    small = ["--steps", "30", "--trained", "2", "--tokens", "16", "--hidden", "32", "--rounds", "1", "--megabytes", "1"]
-    found = run(samples.main, *small)
-
-    assert 0 < found["recording"]["share"] < 10
-    assert found["recording"]["lost_files"] == 0
-    assert found["bound"]["largest_bytes"] <= found["bound"]["max_bytes"] < found["bound"]["written_bytes"]
-    assert found["finding"]["samples"] == 30 * samples.GROUPS * samples.MEMBERS
-    assert found["finding"]["first_page_unread"] < 30
-    assert len(found["finding"]["commands"]) == 4
-    assert all(each["cpu_seconds"] > 0 for each in found["finding"]["commands"].values())
-
-
-@pytest.mark.long
 def test_weights(run: Callable[..., Any]) -> None:
     rows = run(weights.main, "--mebibytes", "2", "--receivers", "1")
 
@@ -127,22 +92,6 @@ def test_weights(run: Callable[..., Any]) -> None:
         assert row["image_bytes"] >= 2 << 20
         assert 0 < row["median"] <= row["best"]
         assert row["quartiles"][0] <= row["ratio"] <= row["quartiles"][1]
-
-
-def test_ablation(run: Callable[..., Any], tmp_path: Path) -> None:
-    prepared = tmp_path / "prepared"
-    shutil.copytree(tiny_model(), prepared / "model")
-    problems = [
-        {"prompt": f"Ana has {n} pens, buys {n % 7}.", "answer": n + n % 7} for n in range(ablation.NUM_EVALUATED)
-    ]
-    rows = "".join(json.dumps(problem) + "\n" for problem in problems)
-    for name in ("train", "heldout"):
-        (prepared / f"{name}.jsonl").write_text(rows)
-
-    found = run(ablation.main, "--prepared", str(prepared), "--steps", "1", "--seeds", "1", "--settings", "grpo")
-
-    (outcome,) = found["settings"]["grpo"]
-    assert all(0 <= outcome[name] <= 1 for name in ("accuracy_before", "accuracy_after", "reward_at_end"))
 
 
 ONE_FLEET = ("engine", "training", "update", "fleet")

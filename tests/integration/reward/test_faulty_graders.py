@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.faulty_grader import AT_ONCE, BY_CALLBACK
-from benchmarks.graders import Outcome, measure
+from tests.integration.reward.faulty_grader import AT_ONCE, BY_CALLBACK
+from tests.integration.reward.grading_run import Outcome, measure
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

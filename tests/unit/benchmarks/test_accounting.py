@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.accounting import Account, account, deciles_of, lag_of, newest_checkpoint
 from benchmarks.scale import quantile
 from benchmarks.streams import median_ratio
-from benchmarks.survival_report import markdown
 from flotilla.shared.errors import NotFound
 from flotilla.shared.streams.intervals import IntervalSet
+from tests.survival.accounting import Account, account, deciles_of, lag_of, newest_checkpoint
+from tests.survival.report import markdown
 from tests.unit.gateway.builders import a_spec
 
 ROWS = 10

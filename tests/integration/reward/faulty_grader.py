@@ -1,4 +1,4 @@
-"""A grader that fails in every way, as a server of its own: ``python -m benchmarks.faulty_grader``; prints its address.
+"""A grader that fails in every way: a server of its own, run as a module, which prints its address.
 
 Everything that it is asked is worth ``worth(response)``, which is never 0; what it says besides is false. ``/grade``
 answers at once, ``/later`` with 202 and by callback.
@@ -32,8 +32,6 @@ BY_CALLBACK = (
     "replayed",
     "never",
 )
-LASTING = frozenset({"wrong_length", "not_a_number", "late", "never"})
-"""Faults after which a sample has no grade, rightly; all others are asked again, or did no harm."""
 
 
 def worth(response: str) -> float:

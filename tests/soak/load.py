@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import httpx
 
-from benchmarks.soak_hostile import HostileProcess
-from benchmarks.soak_http import new_client
-from benchmarks.soak_report import Report, Window
 from flotilla.services.reward.remote import RemoteVerifier
 from flotilla.services.reward.verifiers.code import CodeVerifier
 from flotilla.shared.config.sections.reward import CodeConfig, RemoteConfig
 from flotilla.shared.schemas.grading import Grade, GradeStatus, GradingSample
+from tests.soak.hostile import HostileProcess
+from tests.soak.http import new_client
+from tests.soak.report import Report, Window
 
 HONEST_PAUSE_SECONDS = 0.5
 """Honest graders ask at this rate, whatever the answers take, as a training run's would."""

@@ -1,7 +1,7 @@
 """Random faults under a running experiment, and the accounting after them.
 
-    python -m benchmarks.survival --faults 300 --seed 0 --json survival.json --report docs/survival.md
-    python -m benchmarks.survival --kills 200
+    python -m tests.survival --faults 300 --seed 0 --json survival.json --report docs/survival.md
+    python -m tests.survival --kills 200
 
 ``--kills`` ends processes by SIGKILL, the Redis server included. ``--faults`` also pauses them for 3 to 40 s, cuts the
 power with and without the end of the Redis server's log, fills the disk, deletes weight images, deletes or spoils
@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accounting import Account, account
-from benchmarks.long_tail import ROWS, make_long_tailed
-from benchmarks.survival_faults import PATIENCE_SECONDS, Draw, Fault, Fleet, possible_faults
-from benchmarks.survival_report import markdown
 from flotilla.shared.errors import FlotillaError
+from tests.survival.accounting import Account, account
+from tests.survival.faults import PATIENCE_SECONDS, Draw, Fault, Fleet, possible_faults
+from tests.survival.long_tail import ROWS, make_long_tailed
+from tests.survival.report import markdown
 
 GROUPS_PER_STEP = 4
 POLL_SECONDS = 0.1

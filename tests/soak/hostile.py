@@ -19,11 +19,11 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from benchmarks.soak_http import new_client, serve
 from flotilla.shared.schemas.sandbox import EXPERIMENT_HEADER
 from tests.integration.sandbox.attacks import SIMPLE
 from tests.integration.sandbox.campaign import PROGRAMS
 from tests.integration.sandbox.poison import POISONS
+from tests.soak.http import new_client, serve
 
 END_SECONDS = 30.0
 ATTACKS = [*PROGRAMS.values(), *POISONS.values(), *(attack.code for attack in SIMPLE)]
@@ -144,7 +144,7 @@ class HostileProcess:
     async def started(cls, hostility: Hostility) -> AsyncIterator["HostileProcess"]:
         """Start it; it ends with the block."""
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "benchmarks.soak_hostile", stdin=PIPE, stdout=PIPE, limit=1 << 24
+            sys.executable, "-m", "tests.soak.hostile", stdin=PIPE, stdout=PIPE, limit=1 << 24
         )
         try:
             made = cls(process, "")

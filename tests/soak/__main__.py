@@ -1,6 +1,6 @@
 """Honest work beside hostile neighbours: what it loses, and whether any of it is graded wrongly.
 
-    python -m benchmarks.soak [--minutes 30] [--neighbours programs,clients] [--report docs/soak.md] [--json FILE]
+    python -m tests.soak [--minutes 30] [--neighbours programs,clients] [--report docs/soak.md] [--json FILE]
 
 A fleet trains a tiny model. Beside it, at a steady rate, graders have programs run by the fleet's sandbox whose right
 grades are known, and ask a grader over HTTP. In every other window lanes fill the rest of the sandbox with the attack
@@ -22,13 +22,13 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.soak_hostile import HostileProcess, Hostility
-from benchmarks.soak_http import serve
-from benchmarks.soak_load import Load, Targets, grader_answer
-from benchmarks.soak_report import Report, Window, line_of, losses_line, order_of, verdicts, write
 from flotilla.shared.errors import FlotillaError
 from flotilla.shared.net.client.client import GatewayClient
 from tests.fleet import RunningFleet, make_experiment, running_fleet
+from tests.soak.hostile import HostileProcess, Hostility
+from tests.soak.http import serve
+from tests.soak.load import Load, Targets, grader_answer
+from tests.soak.report import Report, Window, line_of, losses_line, order_of, verdicts, write
 
 START_SECONDS = 300.0
 STOP_SECONDS = 300.0
@@ -175,7 +175,7 @@ def main() -> int:
                 )
             except (FlotillaError, RuntimeError, TimeoutError) as error:
                 report.problem = f"{type(error).__name__}: {error}"
-    command = f"python -m benchmarks.soak --minutes {arguments.minutes:g}"
+    command = f"python -m tests.soak --minutes {arguments.minutes:g}"
     machine = f"{os.cpu_count()} cores ({platform.machine()}), load {os.getloadavg()[2]:.0f} in the last 15 minutes"
     write(report, arguments.report, arguments.json, command, machine)
     print(f"level {report.level}: {losses_line(report)}; ledger {dict(report.ledger)}")

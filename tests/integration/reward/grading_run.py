@@ -1,32 +1,22 @@
-"""What graders that fail cost a run: nothing is rewarded falsely, and how much slower its steps are.
+"""Grading by a grader that fails: a reward service's consumer, rollouts that are never the bottleneck, and a trainer.
 
-    python -m benchmarks.graders [--steps 40] [--share 0.3]
-
-A reward service's consumer grades groups through HTTP by a grader in a process of its own, which fails in the given
-share of its calls (``benchmarks.faulty_grader``), at once or by callbacks through a real gateway. Rollouts are never
-the bottleneck here; the trainer takes so many groups a step and a fixed time for it, as where graders have room to
-spare. The same run with a grader that never fails is the baseline.
-
-Every reward that would be trained is compared with what the grader holds right, so a false zero cannot hide.
+The grader is a process of its own and fails in a share of its calls, at once or by callbacks through
+a real gateway. The trainer takes so many groups a step and a fixed time for it. Every reward that would be trained is
+compared with what the grader holds right, so a false zero cannot hide.
 """
 
-import argparse
 import asyncio
-import json
-import logging
-import os
 import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
 
-from benchmarks.faulty_grader import LASTING, SECRET, worth
 from flotilla.services.gateway.app import create_app
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.services.reward.consumer import RewardConsumer, RewardLane
@@ -42,6 +32,7 @@ from flotilla.shared.streams.keys import HopName
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from flotilla.shared.testing.builders import a_group, a_task
 from tests.agent_fleet import EXPERIMENT, TOKEN, served
+from tests.integration.reward.faulty_grader import SECRET, worth
 from tests.unit.gateway.builders import MemoryPlanes, a_gateway, a_record
 from tests.unit.rollout.agents.world import a_spec
 
@@ -133,8 +124,16 @@ class Run:
 @asynccontextmanager
 async def a_grader(share: float, seed: int) -> AsyncIterator[str]:
     """Run the grader; gives its address."""
-    command = [sys.executable, "-m", "benchmarks.faulty_grader", "--share", str(share), "--seed", str(seed)]
-    command += ["--seconds", str(ANSWER_SECONDS), "--late-seconds", str(CALLBACK_SECONDS + 0.5)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.integration.reward.faulty_grader",
+        "--share",
+        str(share),
+        "--seed",
+        str(seed),
+    ]
+    command += ["--seed", str(seed), "--seconds", str(ANSWER_SECONDS), "--late-seconds", str(CALLBACK_SECONDS + 0.5)]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -198,32 +197,3 @@ async def measure(share: float, steps: int, *, is_later: bool, seed: int = 0) ->
             said = (await asking.get(f"{grader}/stats")).json()
     run.outcome.faults, run.outcome.statuses = said["faults"], said["statuses"]
     return run.outcome
-
-
-async def compare(share: float, steps: int) -> dict[str, Any]:
-    """Run with and without faults, at once and by callback."""
-    found: dict[str, Any] = {"load_average": os.getloadavg()[0], "share": share}
-    for name, is_later in (("at once", False), ("by callback", True)):
-        healthy = await measure(0.0, steps, is_later=is_later)
-        faulty = await measure(share, steps, is_later=is_later)
-        found[name] = {
-            "throughput": faulty.steps_per_second / healthy.steps_per_second,
-            "healthy_steps_per_second": healthy.steps_per_second,
-            **asdict(faulty),
-            "rightly_without_grade": sum(count for fault, count in faulty.faults.items() if fault in LASTING),
-        }
-    return found
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--share", type=float, default=0.3)
-    arguments = parser.parse_args()
-    logging.disable(logging.WARNING)  # each attempt that fails is told
-    print(json.dumps(asyncio.run(compare(arguments.share, arguments.steps)), indent=2))
-
-
-if __name__ == "__main__":
-    main()

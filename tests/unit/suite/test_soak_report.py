@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from benchmarks.soak_load import LABEL, NUMBERS, grader_answer
-from benchmarks.soak_report import BEGIN, END, Report, Window, markdown, order_of, page_with, verdicts
 from flotilla.services.reward.verifiers.code import parse_cases
 from flotilla.shared.schemas.grading import GradingResponse
+from tests.soak.load import LABEL, NUMBERS, grader_answer
+from tests.soak.report import BEGIN, END, Report, Window, markdown, order_of, page_with, verdicts
 
 
 def a_report(*windows: tuple[bool, float, float, int, int], **fields: object) -> Report:
@@ -57,7 +57,7 @@ def test_what_is_good(fields: dict[str, object], hostile_steps: float, is_good: 
 def test_the_page_says_what_was_seen() -> None:
     report = a_report((False, 10, 20, 20, 20), (True, 10, 19, 20, 20), absent={"no answer": 2})
 
-    page = markdown(report, "python -m benchmarks.soak --minutes 1", "2 cores")
+    page = markdown(report, "python -m tests.soak --minutes 1", "2 cores")
 
     assert "| training steps | 2.000 | 1.900 | 5.0% | 5.0% |" in page
     assert "0 honest samples were graded wrongly, 2 got no grade" in page

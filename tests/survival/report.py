@@ -10,9 +10,9 @@ HEAD = """# Survival
 Faults chosen at random under a running experiment with stale samples (staleness threshold 0.5, `pace`, a publication
 after every step), on a fleet on one machine with a Redis server of its own (append-only file, `everysec`): processes
 are killed and paused, the power is cut with and without the end of the server's log, the disk fills up, weight images
-and checkpoints are deleted or spoiled, clocks jump, packets are dropped (`benchmarks/survival_faults.py`).
+and checkpoints are deleted or spoiled, clocks jump, packets are dropped (`tests/survival/faults.py`).
 
-    python -m benchmarks.survival --faults {faults} --seed {seed} --report docs/survival.md
+    python -m tests.survival --faults {faults} --seed {seed} --report docs/survival.md
 
 made this page on {cores} cores, {system}, Python {python}. After each fault the ledger is read and the next step is
 awaited; the ledger is also read all the while. At the end the experiment is stopped, and each group that was ever

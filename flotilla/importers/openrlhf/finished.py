@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Any, Final
 
 from flotilla.importers.datasets import file_or_hub, takes_split, training
+from flotilla.importers.openrlhf.flags import ROUTER
 from flotilla.importers.openrlhf.system import (
     DTYPES,
     OPENRLHF,
-    UNLIMITED,
     decay,
     model,
     over_steps,
@@ -23,15 +23,25 @@ from flotilla.shared.config.sections.data import PLACE
 Fields = dict[str, Any]
 
 SHARED: Final = (
-    "--pretrain", "--param_dtype",
-    "--max_samples", "--input_template", "--apply_chat_template",
+    "--pretrain", "--param_dtype", "--apply_chat_template", "--disable_fast_tokenizer", "--data.disable_fast_tokenizer",
+    "--data.dataloader_num_workers", "--perf", "--use_ms", "--max_ckpt_mem", "--ckpt.max_mem", "--ckpt.load_enable",
+    "--ckpt.output_dir", "--ckpt.path", "--ckpt.save_hf", "--logger.logging_steps",
     "--packing_samples", "--lr_scheduler", "--lr_warmup_ratio", "--max_norm", "--l2", "--adam_betas", "--seed",
     "--wandb_run_name", "--save_steps", "--max_ckpt_num", "--load_checkpoint", "--save_path", "--ckpt_path",
     "--save_hf_ckpt", "--disable_ds_ckpt", "--logging_steps", "--use_wandb", "--wandb_project", "--wandb_org",
-    "--wandb_group", "--use_tensorboard", "--flash_attn", "--gradient_checkpointing",
+    "--wandb_group", "--use_tensorboard", "--gradient_checkpointing",
     "--gradient_checkpointing_use_reentrant",
 )  # fmt: skip
 """Flags that mean what they mean to the trainer by reinforcement."""
+
+
+def _dotted(row: Parameter) -> Parameter:
+    """Name a flag as these programs do where the trainer by reinforcement has it below the policy's name."""
+    others = [each.removeprefix("--actor.") for each in row.aliases if each.startswith("--actor.")]
+    of_model = {"model_name_or_path", "gradient_checkpointing_enable"}
+    named = tuple(f"--model.{each}" if each in of_model else f"--{each}" for each in others)
+    return replace(row, aliases=(*row.aliases, *(each for each in named if each != row.name)))
+
 
 LORA = {
     name: replace(OPENRLHF.parameters[name], context={} if name == "--lora_rank" else {"--lora_rank": 8})
@@ -40,57 +50,78 @@ LORA = {
 """There is no critic here that would have adapters, too."""
 
 COMMON: tuple[Parameter, ...] = (
-    *(OPENRLHF.parameters[name] for name in SHARED),
+    *(_dotted(OPENRLHF.parameters[name]) for name in SHARED),
+    replace(OPENRLHF.parameters["--max_samples"], default=1_000_000),
     *(LORA[name] for name in ("--lora_rank", "--lora_alpha", "--target_modules", "--load_in_4bit")),
     *ignored("the program is the job: job.kind", "python -m"),
     refused("--critic_pretrain", "this trainer has no critic", default=None, aliases=("--critic.model_name_or_path",)),
     *unsupported("how the model is sharded is said by parallelism.ranks, and what a GPU's host keeps by "
                  "parallelism.offload: this changes speed and memory, not what is computed",
-                 "--zero_stage", "--ds_tensor_parallel_size", "--adam_offload",
-                 "--overlap_comm", "--zpg", "--bf16", "--use_liger_kernel", "--deepcompile", "--grad_accum_dtype",
-                 "--ring_attn_size", "--ring_head_stride", "--local_rank"),
+                 "--zero_stage", "--ds.zero_stage", "--ds_tensor_parallel_size", "--ds.tensor_parallel_size",
+                 "--adam_offload", "--ds.adam_offload", "--overlap_comm", "--ds.overlap_comm", "--zpg", "--ds.zpg",
+                 "--bf16", "--use_liger_kernel", "--ds.use_liger_kernel", "--deepcompile", "--ds.deepcompile",
+                 "--grad_accum_dtype", "--ds.grad_accum_dtype", "--ring_attn_size", "--ds.ring_attn_size",
+                 "--ring_head_stride", "--ds.ring_attn_head_stride", "--local_rank", "--ds.use_universal_ckpt",
+                 "--use_ds_universal_ckpt", "--ds.experts_implementation", harmless=(1, -1)),
     *unsupported("where the trainer's GPUs are not said, attention is torch's own: set model.attention; this changes "
-                 "speed and memory, not what is computed", "--attn_implementation", "--ds.attn_implementation"),
+                 "speed and memory, not what is computed", "--flash_attn", "--attn_implementation",
+                 "--ds.attn_implementation"),
     translated("--dataset", ("data.path", "data.sources"), pieces,
                "one file or folder is the path; several, a hub name and name@folder are sources", example="other.jsonl",
                default=None, aliases=("--data.dataset",)),
     translated("--dataset_probs", "data.sources", text, "weights: sources take turns by them", example="0.3,0.7",
                default=None, context={"--dataset": "a.jsonl,b.jsonl"}, aliases=("--data.dataset_probs",)),
     translated("--dataset_split", "data.sources", text, "split of hub datasets and folders; a file has none",
-               example="other", default="train", context={"--dataset": "owner/name"}),
+               example="other", default="train", context={"--dataset": "owner/name"},
+               aliases=("--data.dataset_split",)),
     translated("--eval_dataset", "job.held_out", text, "rows whose loss is measured", example="held_out.jsonl",
                default=None, aliases=("--eval.dataset",)),
     translated("--eval_steps", "job.held_out.every_steps", integer, "steps; -1 is at the start and the end only",
                example=5, default=-1, context={"--eval_dataset": "held_out.jsonl"}, aliases=("--eval.steps",)),
-    refused("--eval_split", "a split of the held-out rows: set job.held_out.split", default="test", is_judged=True),
-    translated("--max_len", "job.max_tokens", count, "tokens of a row, prompt included; longer ones are left out",
-               example=512, default=2048, aliases=("--data.max_len",)),
+    refused("--eval_split", "a split of the held-out rows: set job.held_out.split", default="test", is_judged=True,
+            aliases=("--eval.split",)),
     translated("--train_batch_size", "optimisation.groups_per_mini_batch", count, "rows of one update", example=64,
                default=128, aliases=("--train.batch_size",)),
-    translated("--micro_train_batch_size", "optimisation.micro_batch_tokens", count,
-               "this many rows of full length make the token budget of a forward pass", example=2, default=8,
-               aliases=("--train.micro_batch_size",)),
-    translated("--max_epochs", "optimisation.steps", count, "passes over the rows: with their number (--rows), the "
-               "steps", example=3, default=1, aliases=("--train.max_epochs",)),
-    refused("--aux_loss_coef", "there is no loss for a router's balance", default=0),
+    refused("--aux_loss_coef", ROUTER, default=0, aliases=("--model.aux_loss_coef",)),
     refused("--tokenizer_chat_template", "the model's own chat template is used: write it into the tokenizer's "
-            "directory", default=None),
-    applied("--learning_rate", "optimisation.learning_rate", number, "peak learning rate", example=1e-5, default=5e-6,
-            aliases=("--adam.lr",)),
+            "directory", default=None, aliases=("--data.tokenizer_chat_template",)),
+    refused("--optim", "the optimiser is AdamW", default="adam", harmless=("Adam", "adamw")),
 )  # fmt: skip
 
+
+def _own(*, longest: int, micro: int, epochs: int, rate: float) -> tuple[Parameter, ...]:
+    """Make the rows whose defaults each program has for itself."""
+    return (
+        translated("--max_len", "job.max_tokens", count, "tokens of a row, prompt included; longer ones are left out",
+                   example=640, default=longest, aliases=("--data.max_len",)),
+        translated("--micro_train_batch_size", "optimisation.micro_batch_tokens", count,
+                   "this many rows of full length make the token budget of a forward pass", example=2, default=micro,
+                   aliases=("--train.micro_batch_size",)),
+        translated("--max_epochs", "optimisation.steps", count,
+                   "passes over the rows: with their number (--rows), the steps", example=3, default=epochs,
+                   aliases=("--train.max_epochs",)),
+        applied("--learning_rate", "optimisation.learning_rate", number, "peak learning rate", example=3e-5,
+                default=rate, aliases=("--adam.lr",)),
+    )  # fmt: skip
+
+
 SFT_ROWS: tuple[Parameter, ...] = (
+    *_own(longest=2048, micro=8, epochs=2, rate=5e-6),
+    replace(OPENRLHF.parameters["--input_template"], default="User: {}\nAssistant: ",
+            context={"--apply_chat_template": False, "--output_key": "answer"}),
     LORA["--lora_dropout"],
     translated("--input_key", "data.prompt_column", text, "column with the prompt, or with conversations",
                example="question", default="input", aliases=("--data.input_key",)),
     translated("--output_key", "job.response_column", text, "column with the answer; null: input_key holds all of it",
                example="answer", default=None, aliases=("--data.output_key",)),
     translated("--multiturn", "job.train_on", flag, "all turns of the assistant are learned; else the last",
-               example=True, default=False, context={"--output_key": None, "--apply_chat_template": True}),
+               example=True, default=False, context={"--output_key": None, "--apply_chat_template": True},
+               aliases=("--data.multiturn",)),
     refused("--pretrain_mode", "the loss is on answers alone: without prompts there is no job of this kind",
-            default=False),
+            default=False, aliases=("--model.pretrain_mode_enable",)),
 )  # fmt: skip
 PAIR_ROWS: tuple[Parameter, ...] = (
+    OPENRLHF.parameters["--input_template"],
     refused("--lora_dropout", "a pair's loss takes two passes, which must compute the same: leave it out", default=0,
             aliases=("--ds.lora.dropout",)),
     translated("--prompt_key", "data.prompt_column", text, "column with the prompt; without it the answers' columns "
@@ -101,23 +132,28 @@ PAIR_ROWS: tuple[Parameter, ...] = (
             default="rejected", aliases=("--data.rejected_key",)),
 )  # fmt: skip
 DPO_ROWS: tuple[Parameter, ...] = (
+    *_own(longest=512, micro=8, epochs=1, rate=1e-5),
     applied("--beta", "job.loss.beta", number, "how strongly the policy is held to the reference", example=0.3,
-            default=0.1),
-    translated("--ipo", "job.loss.kind", flag, "the squared loss of IPO", example=True, default=False),
+            default=0.1, aliases=("--model.beta",)),
+    translated("--ipo", "job.loss.kind", flag, "the squared loss of IPO", example=True, default=False,
+               aliases=("--model.ipo_enable",)),
     applied("--label_smoothing", "job.loss.label_smoothing", number, "share of labels taken to be wrong", example=0.1,
-            default=0.0, context={}),
+            default=0.0, context={}, aliases=("--model.label_smoothing",)),
     applied("--nll_loss_coef", "job.supervised_coefficient", number, "weight of the preferred answers' likelihood",
-            example=0.2, default=0.0),
-    refused("--ref_pretrain", "the reference is the policy as it begins: leave it out", default=None, is_judged=True),
+            example=0.2, default=0.0, aliases=("--model.nll_loss_coef",)),
+    refused("--ref_pretrain", "the reference is the policy as it begins: leave it out", default=None, is_judged=True,
+            aliases=("--ref.model_name_or_path",)),
     *unsupported("what a GPU's host keeps is said by parallelism.offload (reference): this changes memory, not what is "
-                 "computed", "--ref_offload"),
+                 "computed", "--ref_offload", "--ref.offload"),
 )  # fmt: skip
 RM_ROWS: tuple[Parameter, ...] = (
+    *_own(longest=512, micro=1, epochs=1, rate=9e-6),
     refused("--loss", "the loss is Bradley-Terry's, of which sigmoid and logexp are two spellings", default="sigmoid",
-            harmless=("logexp",)),
-    refused("--margin_loss", "pairs have no margins", default=False),
-    *ignored("the head has the name that transformers gives it, score", "--value_head_prefix"),
-    *ignored("scores are float32", "--compute_fp32_loss"),
+            harmless=("logexp",), aliases=("--model.loss_type",)),
+    refused("--margin_loss", "pairs have no margins", default=False, aliases=("--model.margin_loss_enable",)),
+    *ignored("the head has the name that transformers gives it, score", "--value_head_prefix",
+             "--ds.value_head_prefix"),
+    *ignored("scores are float32", "--compute_fp32_loss", "--model.compute_fp32_loss_enable"),
 )  # fmt: skip
 
 
@@ -128,20 +164,24 @@ def _rows(source: Source) -> Fields:
     places = [{**place, "split": split} if takes_split(place) and split != "train" else place for place in places]
     if not places:
         source.lack("data.path: give --dataset")
-    weights = [float(each) for each in (source.value("--dataset_probs") or "").split(",") if each]
-    if weights and len(weights) != len(places):
-        source.refuse("--dataset_probs", f"{len(weights)} weights for {len(places)} datasets: give one for each")
-    elif len(places) > 1 and weights:
-        places = [{**place, "weight": weight} for place, weight in zip(places, weights, strict=True)]
-    fields = training(places) if places else {}
-    most = source.required("--max_samples")
-    if most < UNLIMITED:
-        fields["data.max_rows"] = most
+    fields = _weighed(source, places)
     held_out = source.value("--eval_dataset")
     if held_out is not None:
         every = source.required("--eval_steps")
         fields["job.held_out"] = {**file_or_hub(held_out), "every_steps": every if every > 0 else None}
     return fields | {"data.label_column": None}
+
+
+def _weighed(source: Source, places: list[Fields]) -> Fields:
+    """Make the sources with their weights, and how many rows are taken of each, or of all."""
+    most = {"max_rows": source.required("--max_samples")} if source.has("--max_samples") else {}
+    weights = [float(each) for each in (source.value("--dataset_probs") or "").split(",") if each]
+    if weights and len(weights) != len(places):
+        source.refuse("--dataset_probs", f"{len(weights)} weights for {len(places)} datasets: give one for each")
+    elif len(places) > 1 and weights:
+        weighted = zip(places, weights, strict=True)
+        return training([{**place, **most, "weight": weight} for place, weight in weighted])
+    return {**(training(places) if places else {}), **{f"data.{name}": value for name, value in most.items()}}
 
 
 def _template(source: Source) -> Fields:

@@ -21,6 +21,8 @@ SHARDING = (
 ENGINE = EMBEDDED
 KERNELS = "activations are kept and kernels are torch's own: this changes speed and memory, not what is computed"
 ROLES = ("critic", "ref", "reward")
+ROUTER = "there is no loss for a router's balance"
+IMAGES = "needs images, and there is only text here"
 ON_FOUR_GPUS = {"--actor_num_gpus_per_node": 4}
 WANDB = {"--use_wandb": "key"}
 EVALUATED = {"--eval_dataset": "heldout.jsonl"}
@@ -52,18 +54,25 @@ MODELS: tuple[Parameter, ...] = (
     translated("--target_modules", "model.lora.targets", layers, "all-linear, or names of layers; a pattern is "
                "refused", example=["q_proj"], default="all-linear", context=WITH_LORA,
                aliases=("--ds.lora.target_modules",)),
-    refused("--aux_loss_coef", "there is no loss for a router's balance", default=0),
+    refused("--aux_loss_coef", ROUTER, default=0, aliases=("--actor.aux_loss_coef",)),
+    *(refused(name, IMAGES, default=default, harmless=(None, False, 0)) for name, default in (
+        ("--data.image_key", "images"), ("--data.max_images_per_prompt", 0), ("--actor.freeze_visual_encoder", False))),
     translated("--enable_ema", "optimisation.average_decay", flag, "a moving average of the weights",
-               example=True, default=False, context={}),
+               example=True, default=False, context={}, aliases=("--train.enable_ema",)),
     translated("--ema_beta", "optimisation.average_decay", number, "decay of the moving average", example=0.9,
-               default=0.992, context={"--enable_ema": True}),
+               default=0.992, context={"--enable_ema": True}, aliases=("--train.ema_beta",)),
     translated("--attn_implementation", "model.attention", text,
                "the same names; flash attention where several GPUs of the trainer are written and it computes in "
                "bfloat16; beside ring_attn_size sdpa alone", example="eager", default="flash_attention_2",
                context=ON_FOUR_GPUS, unread=Verdict.UNSUPPORTED, aliases=("--ds.attn_implementation",)),
     translated("--use_liger_kernel", "model.kernels", flag, "liger, where several GPUs of the trainer are written",
-               example=True, default=False, harmless=(False,), context=ON_FOUR_GPUS, unread=Verdict.UNSUPPORTED),
-    *unsupported(KERNELS, "--flash_attn", "--gradient_checkpointing_use_reentrant"),
+               example=True, default=False, harmless=(False,), context=ON_FOUR_GPUS, unread=Verdict.UNSUPPORTED,
+               aliases=("--ds.use_liger_kernel",)),
+    translated("--flash_attn", "algorithm.value_loss.clip", flag, "of releases to 0.8.10: without a flag of 0.8.2 or "
+               "later values may move by 0.2; kernels are torch's own", example=True, default=False, harmless=(False,),
+               context={"--advantage_estimator": "gae"}, unread=Verdict.UNSUPPORTED),
+    *unsupported(KERNELS, "--gradient_checkpointing_use_reentrant",
+                 "--actor.gradient_checkpointing_reentrant"),
     applied("--gradient_checkpointing", "optimisation.activation_checkpointing", flag,
             "activations are computed again in the backward pass", example=True, default=False,
             aliases=("--actor.gradient_checkpointing_enable",)),
@@ -205,8 +214,8 @@ RUNNING: tuple[Parameter, ...] = (
                default=-1, aliases=("--ckpt.save_steps",)),
     applied("--max_ckpt_num", "checkpoint.keep", count, "newest checkpoints", example=5, default=3,
             aliases=("--ckpt.max_num",)),
-    refused("--load_checkpoint", "no property of a spec: flotilla run --continue goes on where a run ended; to begin "
-            "from weights alone, set --pretrain to their directory", default=False, aliases=("--ckpt.load_enable",)),
+    *unsupported("a first run begins at --pretrain, as it does there without a checkpoint in --ckpt_path; to go on "
+                 "where a run of ours ended: flotilla run --continue", "--load_checkpoint", "--ckpt.load_enable"),
     *unsupported("the fleet keeps an experiment's files under its own data directory", "--save_path",
              "--ckpt.output_dir", "--ckpt_path", "--ckpt.path"),
     *ignored("a checkpoint is always a Hugging Face directory", "--save_hf_ckpt", "--ckpt.save_hf"),
@@ -244,7 +253,21 @@ RUNNING: tuple[Parameter, ...] = (
                  "--train.colocate_actor_ref", "--colocate_critic_reward", "--train.colocate_critic_reward"),
     *unsupported(SHARDING, "--deepspeed_enable_sleep", "--ds.enable_sleep", "--zero_stage", "--ds.zero_stage",
                  "--adam_offload", "--ds.adam_offload", "--overlap_comm", "--ds.overlap_comm", "--ref_reward_offload",
-                 "--ref.offload", "--reward.offload", "--grad_accum_dtype", "--use_ds_universal_ckpt"),
+                 "--ref.offload", "--reward.offload", "--grad_accum_dtype", "--ds.grad_accum_dtype",
+                 "--use_ds_universal_ckpt", "--ds.use_universal_ckpt", "--deepcompile", "--ds.deepcompile",
+                 "--actor_init_on_gpu", "--ds.experts_implementation"),
+    *unsupported("how rows are loaded and tokenised changes speed, not what is computed", "--disable_fast_tokenizer",
+                 "--data.disable_fast_tokenizer", "--data.dataloader_num_workers", harmless=(0,)),
+    *unsupported("there is no profiler of OpenRLHF's", "--perf"),
+    *unsupported("models come from the Hugging Face hub, or are directories: download one from elsewhere, and name its "
+                 "directory", "--use_ms"),
+    *unsupported("the newest checkpoints are kept, whatever room they take or metric they have: --max_ckpt_num",
+                 "--max_ckpt_mem", "--ckpt.max_mem", "--best_metric_key", "--ckpt.best_metric_key",
+                 harmless=("", 1e8, float("inf"))),
+    *unsupported("a checkpoint holds the critic beside the policy, in its folder", "--save_value_network",
+                 "--critic.save_value_network"),
+    *ignored("the head has the name that transformers gives it, score", "--value_head_prefix",
+             "--ds.value_head_prefix"),
     translated("--ds_tensor_parallel_size", "parallelism.tensor_parallel", count,
                "ranks that compute a layer together, where it divides the trainer's GPUs, which are ranks",
                example=2, default=1, harmless=(1,), context=ON_FOUR_GPUS, unread=Verdict.UNSUPPORTED,

@@ -15,6 +15,11 @@ GAE = {"--advantage_estimator": "gae"}
 CORRECTED = {"--enable_vllm_is_correction": True}
 ASYNC = {"--async_train": True}
 FILTERED = {"--dynamic_filtering": True}
+SINCE_0_8_2 = frozenset(
+    {"--dynamic_filtering", "--dynamic_filtering_reward_range", "--eps_clip_low_high", "--lr_scheduler",
+     "--vllm_generate_batch_size"}
+)  # fmt: skip
+"""Flags that the releases do not have whose values may move by 0.2."""
 
 ROWS: tuple[Parameter, ...] = (
     translated("--advantage_estimator", "algorithm.advantage.kind", text,
@@ -28,8 +33,9 @@ ROWS: tuple[Parameter, ...] = (
             example=True, default=False, context=GAE, aliases=("--algo.advantage.no_std_norm",)),
     applied("--critic_learning_rate", "algorithm.value_loss.learning_rate", number, "peak learning rate of the critic",
             example=1e-5, default=9e-6, context=GAE, aliases=("--critic.adam.lr",)),
-    applied("--value_clip", "algorithm.value_loss.clip", number, "how far a value may move", example=0.2,
-            default=0.5, context=GAE, aliases=("--critic.value_clip",)),
+    applied("--value_clip", "algorithm.value_loss.clip", number, "how far a value may move; 0.2 by itself "
+            "where --flash_attn and no flag of 0.8.2 or later shows an older release", example=0.2, default=0.5,
+            context=GAE, aliases=("--critic.value_clip",)),
     translated("--freezing_actor_steps", "algorithm.value_loss.warmup_steps", integer, "steps of the critic alone",
                example=5, default=-1, context=GAE, aliases=("--critic.freezing_steps",)),
     translated("--policy_loss_type", "algorithm.policy_loss.kind", text, "ppo or gspo", example="gspo",
@@ -64,6 +70,10 @@ ROWS: tuple[Parameter, ...] = (
                aliases=("--algo.advantage.is_correction_threshold",)),
     translated("--use_icepop", "algorithm.correction.weight.outside", flag, "weights outside the band are 0",
                example=True, default=False, context=CORRECTED),
+    translated("--vllm_is_correction_type", "algorithm.correction", text,
+               "tis clamps weights to the band, icepop makes those outside of it 0, seq-mask-tis keeps the sequences "
+               "whose geometric mean is within it", example="seq-mask-tis", default="tis", context=CORRECTED,
+               aliases=("--algo.advantage.is_correction_type",)),
     translated("--async_train", ("asynchrony.staleness_threshold", "asynchrony.max_lag"), flag,
                "async_queue_size batches may run ahead", example=True, default=False,
                aliases=("--train.async_enable",)),
@@ -142,11 +152,19 @@ def advantage(source: Source) -> Fields:
         fields["algorithm.value_loss"] = {
             **_critic(source),
             "learning_rate": source.required("--critic_learning_rate"),
-            "clip": source.value("--value_clip"),
+            "clip": _value_clip(source),
             "warmup_steps": max(source.required("--freezing_actor_steps"), 0),
             "aggregation": {"mode": "token-mean"},
         }
     return fields
+
+
+def _value_clip(source: Source) -> float | None:
+    """Return how far a value may move: half as far in releases that are known by their flags (0.8.0 and 0.8.1)."""
+    clip: float | None = source.value("--value_clip")
+    if "--value_clip" in source.given or source.given.keys() & SINCE_0_8_2:
+        return clip
+    return 0.2 if source.value("--flash_attn") else clip
 
 
 def _critic(source: Source) -> Fields:
@@ -179,17 +197,23 @@ def policy_loss(source: Source) -> Fields:
         "algorithm.correction": None,
     }
     if is_corrected and kind != "gspo":
-        fields["algorithm.correction"] = {"weight": _band(source)}
+        fields["algorithm.correction"] = _correction(source)
     return fields
 
 
-def _band(source: Source) -> Section:
+def _correction(source: Source) -> Section:
+    """Make the band of the ratio to the sampler, and what becomes of what is outside of it."""
     band = source.value("--vllm_is_truncated_threshold") or []
     if len(band) not in {1, 2}:
         source.refuse("--vllm_is_truncated_threshold", "one number, the upper bound, or two: low and high")
         return {}
-    outside = "zero" if source.value("--use_icepop") else "clamp"
-    return {"upper": band[-1], "lower": band[0] if len(band) == 2 else None, "outside": outside}
+    bounds = {"upper": band[-1], "lower": band[0] if len(band) == 2 else None}
+    kind = source.choose("--vllm_is_correction_type", {name: name for name in ("tis", "icepop", "seq-mask-tis")})
+    if kind == "seq-mask-tis":
+        test = {"statistic": "ratio", "scope": "sequence", "reduce": "mean", **bounds}
+        return {"weight": {"upper": None}, "rejections": [test], "denominators": "original"}
+    is_cut = kind == "icepop" or source.value("--use_icepop")
+    return {"weight": {**bounds, "outside": "zero" if is_cut else "clamp"}}
 
 
 def kl(source: Source) -> Fields:

@@ -23,6 +23,10 @@ SCHEDULES = {
 }  # fmt: skip
 MOST_RANKS = 64
 """Of one job."""
+WITHOUT_ANSWER = (
+    "rollout.sampling.max_new_tokens: --data.max_len bounds prompt and answer together, and here each has a bound of "
+    "its own: give --rollout.max_new_tokens, what an answer may have"
+)
 UNLIMITED = 1e8
 """OpenRLHF's own --max_samples."""
 ATTEMPT_SECONDS, ATTEMPTS = 180.0, 5
@@ -180,7 +184,10 @@ def lengths(source: Source) -> Fields:
     """Make the engine's context, the longest answer and the token budget."""
     answer, whole = source.required("--generate_max_len"), source.value("--data.max_len")
     if whole is not None and not source.has("--generate_max_len"):
-        source.lack("rollout.sampling.max_new_tokens: --data.max_len bounds the whole: give --rollout.max_new_tokens")
+        if source.value("--agent_func_path") is not None:
+            answer = whole - 1  # an agent's turn may take what the context leaves
+        else:
+            source.lack(WITHOUT_ANSWER)
     context = source.required("--prompt_max_len") + answer if whole is None else whole
     if source.value("--use_dynamic_batch"):
         budget = source.required("--train_max_tokens_per_gpu")
@@ -297,6 +304,8 @@ def rewards(source: Source) -> Fields:
 def _scores(source: Source) -> Fields:
     """Name what the filter judges: the scores beside the rewards, which are the rewards where there are none."""
     url = source.value("--remote_rm_url")
+    if source.value("--agent_func_path") is not None:
+        return {"metric": "agent/score"}
     return {} if url is None else {"metric": f"{'custom' if _is_file(url) else 'remote'}/score"}
 
 
@@ -340,8 +349,6 @@ def _agents(source: Source) -> Fields:
     """Let the file's agents drive the episodes, and say what they were worth; no other grader is asked."""
     if source.value("--eval_dataset"):
         source.refuse("--eval_dataset", "held-out rows would be answered without the agent: leave it out")
-    if source.value("--dynamic_filtering"):
-        source.refuse("--dynamic_filtering", "the agent's scores are no metric of a grader: use filter_zero_spread")
     return {"rollout.agents": {}, "reward.components": [{"kind": "agent"}]}
 
 

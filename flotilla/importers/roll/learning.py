@@ -19,6 +19,8 @@ STATE = {**REINFORCE, "reward_normalization.grouping": "state"}
 GIGPO = {"adv_estimator": "gigpo", "reward_normalization.grouping": "state", "reward_normalization.method": "mean_std"}
 STEPWISE = ("gigpo", "step_reinforce")
 """Estimators that compare the steps of an environment, and normalise them on their own."""
+WORKER, PG_WORKER = "actor_train.worker_cls", "roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker"
+BY_VARIANT = {WORKER: PG_WORKER}
 DEAD = "no release of ROLL that is still in use reads it"
 INFER = "train_infer_correction.is_weight"
 
@@ -63,7 +65,8 @@ ROWS: tuple[Parameter, ...] = (
             default=0.0),
     applied("sft_loss_coef", "algorithm.supervised.coefficient", number,
             "likelihood of the answers with a positive reward; 0 is none", example=0.1, default=0.0, context={}),
-    refused("rl_loss_coef", "the policy's loss has weight 1: scale the others by its inverse", default=1.0),
+    refused("rl_loss_coef", "the policy's loss has weight 1: scale the others by its inverse (ROLL's agentic pipeline "
+            "does not read it)", default=1.0, is_judged=True),
     translated("difficulty_loss_weight", "algorithm.sequence_weights.difficulty", flag,
                "sequences weigh 0.5 to 2 by the column difficulty", example=True, default=False),
     translated("length_loss_weight", "algorithm.sequence_weights.length", flag,
@@ -74,8 +77,11 @@ LOSS_ROWS: tuple[Parameter, ...] = (
     translated("use_topr_loss", "algorithm.policy_loss.kind", flag, "true is topr (pg_variant in new releases)",
                example=True, default=False),
     translated("pg_variant", "algorithm.policy_loss.kind", text,
-               "vanilla is policy_gradient, tis is cispo within [0, 1], kimi15 is dro", example="topr", default="ppo",
-               aliases=("actor_train.pg_variant",)),
+               "of ROLL's ActorPGWorker: vanilla is policy_gradient, tis is cispo within [0, 1], kimi15 is dro",
+               example="topr", default="vanilla", context=BY_VARIANT, aliases=("actor_train.pg_variant",)),
+    translated(WORKER, "algorithm.policy_loss.kind", text,
+               "ActorPGWorker reads pg_variant, ActorWorker is ROLL's own; others are refused",
+               example=PG_WORKER, default=None),
     translated("importance_sampling", "algorithm.policy_loss.kind", text, "seq is gspo", example="seq",
                default="token"),
     translated("pg_clip", ("algorithm.policy_loss.clip_low", "algorithm.policy_loss.clip_high"), number, "both widths",
@@ -215,10 +221,23 @@ LOSSES: Mapping[str, Callable[[Source], Section]] = {
 MODES = {name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
 
 
+def _loss(source: Source) -> Section:
+    """Make the loss by the worker that computes it: only one of ROLL's reads pg_variant."""
+    if source.value("rl_loss_coef") != 1 and not source.trees.get("env_manager"):
+        source.refuse("rl_loss_coef", "the policy's loss has weight 1: scale the others by its inverse")
+    worker = str(source.value(WORKER) or "ActorWorker").rpartition(".")[2]
+    if worker not in {"ActorWorker", "ActorPGWorker"}:
+        source.refuse(WORKER, f"{worker} computes a loss of its own: use ActorWorker or ActorPGWorker, or set "
+                      "algorithm.policy_loss")  # fmt: skip
+    if source.value("use_topr_loss"):
+        return LOSSES["topr"](source)
+    make = source.choose("pg_variant", LOSSES) if worker == "ActorPGWorker" else None
+    return (make or _ppo)(source)
+
+
 def policy_loss(source: Source) -> Fields:
     """Make the loss, how it is averaged, the ratio's denominator and the correction."""
-    make = source.choose("pg_variant", LOSSES) or _ppo
-    section = LOSSES["topr"](source) if source.value("use_topr_loss") else make(source)
+    section = _loss(source)
     mode = source.choose("loss_agg_mode", {**MODES, "seq-mean-token-sum-norm": "token-sum-norm"})
     aggregation: Section = {"mode": mode or "seq-mean-token-mean"}
     if mode == "token-sum-norm":

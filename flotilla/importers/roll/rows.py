@@ -5,9 +5,14 @@ from flotilla.importers.low_rank import layers
 from flotilla.importers.parameter import Inherit, Parameter, Verdict, applied, ignored, refused, translated, unsupported
 from flotilla.importers.spelling import experiment_name
 from flotilla.importers.trackers import KEY
-from flotilla.importers.values import count, flag, integer, number, pieces, text, texts, unchanged
+from flotilla.importers.values import count, flag, integer, number, pieces, share, text, texts, unchanged
 
 DIRECTORY = "the fleet keeps an experiment's files under its own data directory"
+ENVIRONMENT = (
+    "a service's environment is that of its machine: set the variables there. They choose kernels, logs and ports, not "
+    "what is computed"
+)
+UNREAD = "no release of ROLL's reads it here: its own configuration has no such field"
 PLACEMENT = "services register themselves, each with devices of its own: this changes speed, not what is computed"
 SHARDING = (
     "how the model is sharded is said by parallelism (ranks, replicas, tensor_parallel, expert_parallel, "
@@ -45,9 +50,21 @@ RUN: tuple[Parameter, ...] = (
                "is flotilla run --continue", example="/runs/mine@40", default=False),
     *ignored("there is nothing to render: the text of every sample is kept (samples), in the run's own folder",
              "render_save_dir"),
-    refused("system_envs", "a service's environment is that of its machine: set the variables there", default={},
-            harmless=(None,), is_tree=True),
-    *ignored("says where models are downloaded from; ours are directories", "system_envs.USE_MODELSCOPE"),
+    *unsupported(ENVIRONMENT, "system_envs", is_tree=True, default={}),
+    *unsupported("models come from the Hugging Face hub, or are directories: download one from elsewhere, and name its "
+                 "directory", "system_envs.USE_MODELSCOPE", "model_download_type",
+                 harmless=("0", 0, "HUGGINGFACE_HUB")),
+    *unsupported("every sample is kept as samples says, for flotilla samples and replay", "rollout_dump_dir",
+                 "save_logging_board_dir"),
+    *unsupported("there is no profiler of ROLL's", "profiler_timeline",
+                 "profiler_memory", "profiler_output_dir", "length_profiler_dir", "report_length_and_rewards",
+                 "otlp_output_dir"),
+    *unsupported("how long weights travel changes speed, not what is computed", "model_update_buffer_size_mb",
+                 "is_offload_states", "is_offload_optimizer_states_in_train_step", "partial_gpu_mode",
+                 "balance_length"),
+    *unsupported("which engine a request is sent to changes speed, not what is computed", "router_args", is_tree=True),
+    *ignored(UNREAD, "enable_response_mask", "action_sep", "use_turn_scores", "enable_think", "mask_type",
+             "reward_normalization.global_scale_factor", "reward_normalization.global_shift_value"),
     translated("track_with", "tracking.trackers", texts,
                "wandb, tensorboard; stdout is flotilla watch; where it is silent, none is fed", example="wandb"),
     translated("tracker_kwargs.log_dir", "tracking.trackers", text,
@@ -56,6 +73,8 @@ RUN: tuple[Parameter, ...] = (
     translated("tracker_kwargs.project", "tracking.trackers", text, "project of wandb", example="another",
                default="flotilla", context={"track_with": "wandb"}),
     *ignored(KEY, "tracker_kwargs.api_key", is_secret=True),
+    *ignored("labels of a run in a tracker, which has the experiment's whole spec as its configuration",
+             "tracker_kwargs.notes", "tracker_kwargs.tags"),
     *ignored("a run of wandb has the experiment's name, exp_name", "tracker_kwargs.name"),
     refused("tracker_kwargs", "of a tracker's options log_dir and project are offered", default={}, harmless=(None,),
             is_tree=True, is_secret=True),
@@ -134,10 +153,18 @@ WORKERS: tuple[Parameter, ...] = (
             example=3e-6, default=5e-5, aliases=("training_args.learning_rate",)),
     applied(f"{TRAIN}.training_args.weight_decay", "optimisation.weight_decay", number, "decoupled weight decay",
             example=0.1, default=0.0, aliases=("training_args.weight_decay",)),
-    applied(f"{TRAIN}.training_args.warmup_steps", "optimisation.warmup_updates", integer, "updates of warm-up",
-            example=3, default=0, aliases=("training_args.warmup_steps",)),
-    translated(f"{TRAIN}.training_args.lr_scheduler_type", "optimisation.schedule", text, "constant, linear or cosine",
-               example="cosine", default="constant", aliases=("training_args.lr_scheduler_type",)),
+    applied(f"{TRAIN}.training_args.warmup_steps", "optimisation.warmup_updates", integer,
+            "updates of warm-up; where FSDP2 or DeepSpeed trains by the schedule constant, ROLL has none",
+            example=3, default=0, context={}, aliases=("training_args.warmup_steps",)),
+    translated(f"{TRAIN}.training_args.warmup_ratio", "optimisation.warmup_updates", share,
+               "share of all updates, rounded up, where warmup_steps is 0", example=0.5, default=0.0),
+    translated(f"{TRAIN}.training_args.lr_scheduler_type", "optimisation.schedule", text,
+               "constant, linear (by itself) or cosine, which end at 0",
+               example="cosine", default="linear", aliases=("training_args.lr_scheduler_type",)),
+    refused(f"{TRAIN}.training_args.adam_beta1", "betas are those of ROLL's defaults: set optimisation.betas",
+            default=0.9),
+    refused(f"{TRAIN}.training_args.adam_beta2", "betas are those of ROLL's defaults: set optimisation.betas",
+            default=0.999),
     translated(f"{TRAIN}.training_args.per_device_train_batch_size",
                ("optimisation.groups_per_mini_batch", "asynchrony.require_batches"), count,
                "times gradient_accumulation_steps and the data-parallel devices: samples of one update, in groups",
@@ -173,8 +200,13 @@ WORKERS: tuple[Parameter, ...] = (
                "this column's text without a chat template, which is {} here; without effect beside messages",
                example="text", default=None, context={f"{TRAIN}.data_args.messages": None},
                aliases=("data_args.prompt",)),
-    refused(f"{TRAIN}.data_args.template", "the chat template is the tokenizer's own: use native", default="native",
-            aliases=("data_args.template",)),
+    translated(f"{TRAIN}.data_args.template", "data.chat_template_options", text,
+               "native and qwen2_5 are the tokenizer's own template, qwen3 that with enable_thinking; others are "
+               "refused",
+               example="qwen3", default="native", aliases=("data_args.template",)),
+    translated("global_template", "data.chat_template_options", text, "wins over the template of data_args",
+               example="qwen3", default=None),
+    refused("tag_to_template", "all rows have one template", default={}, harmless=(None,), is_tree=True),
     translated(f"{TRAIN}.data_args.preprocessing_num_workers", "data.overlong.workers", count,
                "processes that look for prompts that are too long", example=4, default=1),
     *ignored("only max_steps says how long a run is", f"{TRAIN}.training_args.num_train_epochs"),
@@ -224,6 +256,13 @@ EVALUATION: tuple[Parameter, ...] = (
 )  # fmt: skip
 
 CONFIG = "strategy_args.strategy_config"
+ROLES = (TRAIN, INFER, "reference", "critic")
+PACKED = (
+    "use_dynamic_batching_in_train", "max_tokens_per_microbatch_in_train", "use_dynamic_batching_in_infer",
+    "max_tokens_per_microbatch_in_infer", "sequence_length_round_in_infer", "use_sequence_packing",
+)  # fmt: skip
+"""How a worker cuts its batch into forward passes."""
+READ_OF_TRAINER = {(TRAIN, name) for name in (*PACKED[:2], "use_sequence_packing")}
 BACKEND = (
     "expert_model_parallel_size", "virtual_pipeline_model_parallel_size", "sequence_parallel", "recompute_granularity",
     "moe_layer_recompute", "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_shared_expert_overlap",
@@ -277,6 +316,26 @@ BACKENDS: tuple[Parameter, ...] = (
                                 ("context", "sequence_parallel", "sequences"))),
     *ignored("the order of messages in the template is the tokenizer's own", "reference.data_args", is_tree=True),
     *ignored("the validation worker is the reward service", "validation.data_args.template"),
+    *ignored(UNREAD, "validation.eval_steps", "validation.data_args.dataset_dir",
+             *(f"{role}.use_remove_padding" for role in ROLES)),
+    *unsupported("held-out rows are read by one process", "validation.data_args.preprocessing_num_workers",
+                 harmless=(1,)),
+    translated(f"{TRAIN}.use_dynamic_batching_in_train", "optimisation.micro_batch_tokens", flag,
+               "max_tokens_per_microbatch_in_train is the token budget of a forward pass", example=True, default=False,
+               context={f"{TRAIN}.max_tokens_per_microbatch_in_train": 4096}),
+    applied(f"{TRAIN}.max_tokens_per_microbatch_in_train", "optimisation.micro_batch_tokens", integer,
+            "tokens of a forward pass", example=8192, default=0,
+            context={f"{TRAIN}.use_dynamic_batching_in_train": True}),
+    translated(f"{TRAIN}.use_sequence_packing", "optimisation.packing", flag, "packed; where it is silent, whichever "
+               "is cheaper", example=True, default=False, translate=lambda value: "packed" if value else "auto"),
+    *unsupported(CUTTING, f"{TRAIN}.sequence_length_round_in_train",
+                 *(f"{role}.{name}" for role in ROLES for name in PACKED if (role, name) not in READ_OF_TRAINER)),
+    *unsupported(CUTTING, *(f"{role}.sequence_packing_args" for role in ROLES), is_tree=True),
+    *unsupported(ENVIRONMENT, *(f"{role}.system_envs" for role in ROLES), is_tree=True, default={}),
+    *unsupported("every call has a deadline of its own kind", *(f"{role}.backend_timeout" for role in ROLES),
+                 *(f"{role}.max_concurrency" for role in ROLES)),
+    *ignored("a name in ROLL's logs", *(f"{role}.name" for role in ROLES)),
+    *ignored("the reference computes what ROLL's own worker does", "reference.worker_cls"),
 )  # fmt: skip
 
 AGENTIC: tuple[Parameter, ...] = (

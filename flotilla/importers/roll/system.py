@@ -30,7 +30,11 @@ BACKENDS = tuple(f"deepspeed_{kind}" for kind in ("zero", "zero2", "zero2_cpuoff
 OWN = frozenset({*BACKENDS, "traj_envs", "step_envs", "vl_traj_envs"})
 """ROLL's own files: of how trainers shard, which does not matter here, and of environments, whose keys are refused."""
 DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
-SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
+SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
+WITHOUT_WARMUP = re.compile(r"(?:fsdp2|deepspeed)_train")
+"""Trainers whose schedule `constant` is that of transformers, which has no warm-up."""
+TEMPLATES: Mapping[str, Fields] = {"native": {}, "qwen2_5": {}, "qwen3": {"enable_thinking": True}}
+"""Variables that ROLL gives to the tokenizer's own template."""
 GRADERS: dict[str, dict[str, Any]] = {
     "MathRuleRewardWorker": {"kind": "math"},
     "CodeSandboxRewardWorker": {"kind": "code", "reward": "all"},
@@ -155,7 +159,7 @@ def run(source: Source) -> Fields:
         total = 1
     fields: Fields = {
         "optimisation.steps": total,
-        "optimisation.schedule": source.choose(f"{TRAIN}.training_args.lr_scheduler_type", SCHEDULES) or "constant",
+        **_schedule(source, total),
         "optimisation.betas": [0.9, 0.999],
         "checkpoint.every_steps": total if save < 1 else min(save, total),
         "model.dtype": source.choose(f"{TRAIN}.model_args.dtype", DTYPES) or "bfloat16",
@@ -172,6 +176,41 @@ def run(source: Source) -> Fields:
         fields |= held_out([{"path": file} for file in files]) | _evaluation_sampling(source)
         fields["evaluation.every_versions"] = versions
     return fields
+
+
+def _schedule(source: Source, steps: int) -> Fields:
+    """Make the schedule and its warm-up."""
+    name = f"{TRAIN}.training_args.lr_scheduler_type"
+    schedule = source.choose(name, SCHEDULES) or "linear"
+    strategy = source.given.get(f"{TRAIN}.strategy_args.strategy_name")
+    is_cut = strategy is not None and WITHOUT_WARMUP.fullmatch(str(strategy.value)) is not None
+    if is_cut and source.value(name) == "constant":
+        return {"optimisation.schedule": schedule}
+    updates = source.required(f"{TRAIN}.training_args.warmup_steps")
+    if updates <= 0:
+        sizes = batches(source)
+        total = steps * sizes["asynchrony.require_batches"] * source.required("ppo_epochs")
+        updates = math.ceil(total * source.required(f"{TRAIN}.training_args.warmup_ratio"))
+    return {"optimisation.schedule": schedule, "optimisation.warmup_updates": updates}
+
+
+def memory(source: Source) -> Fields:
+    """Make the token budget of a forward pass, where one is written."""
+    if not source.value(f"{TRAIN}.use_dynamic_batching_in_train"):
+        return {}
+    most = source.required(f"{TRAIN}.max_tokens_per_microbatch_in_train")
+    return {"optimisation.micro_batch_tokens": most} if most > 0 else {}
+
+
+def template(source: Source) -> Fields:
+    """Make the variables of the chat template; environments' turns are rendered without thinking."""
+    if environments.is_agentic(source):
+        return {"data.chat_template_options": {"enable_thinking": False}}
+    if source.value(f"{TRAIN}.data_args.messages") is None and source.value(f"{TRAIN}.data_args.prompt") is not None:
+        return {}
+    name = "global_template" if source.value("global_template") is not None else f"{TRAIN}.data_args.template"
+    options = source.choose(name, TEMPLATES)
+    return {"data.chat_template_options": options} if options else {}
 
 
 def _evaluation_sampling(source: Source) -> Fields:
@@ -349,7 +388,7 @@ ROLL: System = make_system(
         learning.ROWS, learning.LOSS_ROWS, learning.REWARD_ROWS, REWARD_ROWS,
     ),
     rules=(
-        data, batches, placement, kernels, run, adapters, lengths,
+        data, template, batches, placement, kernels, memory, run, adapters, lengths,
         learning.advantage, learning.policy_loss, learning.kl, learning.normalisation, learning.masks,
         rewards, tracking, environments.environments,
     ),

@@ -85,6 +85,46 @@ def test_a_list_with_a_word_among_its_numbers_is_refused_whole() -> None:
         imported("verl", VERL_BASE | {"optim.betas": "[0.9,many]"})
 
 
+@pytest.mark.parametrize(
+    ("program", "path", "expected"),
+    [
+        ("train_sft", "data.input_template", "User: {}\nAssistant: "),
+        ("train_sft", "job.max_tokens", 2048),
+        ("train_sft", "optimisation.steps", 2 * ROWS // 128),
+        ("train_sft", "optimisation.learning_rate", 5e-6),
+        ("train_dpo", "job.max_tokens", 512),
+        ("train_dpo", "optimisation.learning_rate", 1e-5),
+        ("train_dpo", "optimisation.micro_batch_tokens", 8 * 512),
+        ("train_dpo", "data.input_template", "{}"),
+        ("train_rm", "optimisation.learning_rate", 9e-6),
+        ("train_rm", "optimisation.micro_batch_tokens", 512),
+        ("train_rm", "optimisation.steps", ROWS // 128),
+    ],
+)
+def test_each_program_of_openrlhfs_has_defaults_of_its_own(program: str, path: str, expected: Any) -> None:
+    name = f"openrlhf.cli.{program}"
+
+    found = imported(name, base_of(name))
+
+    assert found.spec is not None and found.may_run(), found.report.render()
+    assert look_up(found.spec.model_dump(mode="json"), path) == expected
+
+
+def test_dotted_flags_of_newer_releases_are_those_of_older_ones() -> None:
+    dotted = {
+        "--model.model_name_or_path": "owner/model", "--data.dataset": "owner/rows", "--data.input_key": "q",
+        "--data.output_key": "a", "--adam.lr": 2e-6, "--adam.betas": [0.9, 0.99], "--train.max_epochs": 1,
+        "--model.gradient_checkpointing_enable": True, "--ds.zero_stage": 3, "--ckpt.load_enable": True,
+        "--ckpt.output_dir": "out", "--logger.logging_steps": 1, "--data.max_len": 1024,
+    }  # fmt: skip
+
+    found = imported("openrlhf.cli.train_sft", dotted)
+
+    assert found.spec is not None and found.may_run(), found.report.render()
+    assert (found.spec.optimisation.learning_rate, found.spec.optimisation.betas) == (2e-6, (0.9, 0.99))
+    assert found.spec.optimisation.activation_checkpointing
+
+
 def test_verls_block_of_20_parameters_is_known() -> None:
     names = [alias for row in VERL_SFT.parameters.values() for alias in row.aliases if alias.startswith("sft.")]
 
@@ -140,6 +180,7 @@ def test_a_place_inside_of_a_column() -> None:
         ("train_sft", "--input_key q --output_key a --max_len 512", "sft"),
         ("train_dpo", "--chosen_key better --rejected_key worse --apply_chat_template --ipo", "preference"),
         ("train_rm", "--chosen_key chosen --rejected_key rejected --loss logexp", "reward_model"),
+        ("train_sft", "--load_checkpoint --input_key q --output_key a", "sft"),
     ],
 )
 def test_a_script_of_openrlhfs(program: str, flags: str, kind: str) -> None:

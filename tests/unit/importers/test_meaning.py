@@ -8,6 +8,7 @@ import pytest
 from flotilla.importers.build import Imported, look_up
 from flotilla.importers.openrlhf.launch import read_openrlhf
 from flotilla.importers.parameter import Verdict
+from flotilla.importers.roll.learning import PG_WORKER
 from flotilla.importers.systems import read
 from flotilla.shared.errors import InvalidSpec
 from tests.unit.importers.sources import BASES, import_flat
@@ -133,7 +134,28 @@ def field(found: Imported, path: str) -> Any:
         ("roll", {**GIGPO, "adv_estimator": "step_reinforce", "step_reward_gamma": 0.9}, "algorithm.advantage.gamma",
          0.9),
         ("roll", {"dual_clip_loss": True}, "algorithm.policy_loss.dual_clip", 1.4),
-        ("roll", {"pg_variant": "tis"}, "algorithm.policy_loss.clip_high", 0.0),
+        ("roll", {"pg_variant": "tis", "actor_train.worker_cls": PG_WORKER}, "algorithm.policy_loss.clip_high", 0.0),
+        ("roll", {"pg_variant": "tis"}, "algorithm.policy_loss.kind", "ppo"),
+        ("roll", {"actor_train.worker_cls": PG_WORKER}, "algorithm.policy_loss.kind", "policy_gradient"),
+        ("roll", {}, "optimisation.schedule", "linear"),
+        ("roll", {}, "optimisation.warmup_updates", 0),
+        ("roll", {f"{TRAIN}.warmup_ratio": 0.25}, "optimisation.warmup_updates", 20),
+        ("roll", {f"{TRAIN}.warmup_ratio": 0.25, f"{TRAIN}.warmup_steps": 3}, "optimisation.warmup_updates", 3),
+        ("roll", {f"{TRAIN}.warmup_steps": 3, f"{TRAIN}.lr_scheduler_type": "constant"},
+         "optimisation.warmup_updates", 3),
+        ("roll", {f"{TRAIN}.warmup_steps": 3, f"{TRAIN}.lr_scheduler_type": "constant",
+                  "actor_train.strategy_args.strategy_name": "fsdp2_train"}, "optimisation.warmup_updates", 0),
+        ("roll", {"actor_train.data_args.template": "qwen2_5"}, "data.chat_template_options", {}),
+        ("roll", {"global_template": "qwen3", "actor_train.data_args.template": "native"},
+         "data.chat_template_options", {"enable_thinking": True}),
+        ("roll", {"actor_train.use_dynamic_batching_in_train": True}, "optimisation.micro_batch_tokens", "auto"),
+        ("openrlhf", {"--flash_attn": True, "--advantage_estimator": "gae"}, "algorithm.value_loss.clip", 0.2),
+        ("openrlhf", {"--flash_attn": True, "--value_clip": 0.4}, "algorithm.value_loss.clip", 0.4),
+        ("openrlhf", {"--flash_attn": True, "--dynamic_filtering": True}, "algorithm.value_loss.clip", 0.5),
+        ("openrlhf", {"--enable_vllm_is_correction": True, "--vllm_is_correction_type": "icepop"},
+         "algorithm.correction.weight.outside", "zero"),
+        ("openrlhf", {"--enable_vllm_is_correction": True, "--vllm_is_correction_type": "seq-mask-tis"},
+         "algorithm.correction.weight.upper", None),
         ("roll", {"async_generation_ratio": 1.5}, "asynchrony.max_lag", 2),
         ("roll", {"async_generation_ratio": 1.5}, "asynchrony.on_max_lag", "drop"),
         ("roll", {"is_use_additional_prompts": True}, "asynchrony.redundant_groups", 16),
@@ -273,7 +295,9 @@ def test_datasets_become_sources_and_sets(system: str, values: dict[str, Any], p
         ("openrlhf", {"--param_dtype": "fp16"}, "--param_dtype"),
         ("openrlhf", {"--load_in_4bit": True}, "--load_in_4bit"),
         ("openrlhf", {"--train_batch_size": 130}, "--train_batch_size"),
-        ("roll", {"actor_train.data_args.template": "qwen2_5"}, "actor_train.data_args.template"),
+        ("roll", {"actor_train.data_args.template": "longcot_V3"}, "actor_train.data_args.template"),
+        ("roll", {"actor_train.worker_cls": "my.Worker"}, "actor_train.worker_cls"),
+        ("roll", {"rl_loss_coef": 0.5}, "rl_loss_coef"),
         ("roll", {"actor_train.data_args.file_name": "folder"}, "actor_train.data_args.file_name"),
         ("roll", {f"{MIX}.math": 1.0}, f"{MIX}.math"),
         ("roll", {"actor_infer.generating_args.max_new_tokens": 100}, "actor_infer.generating_args.max_new_tokens"),

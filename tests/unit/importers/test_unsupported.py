@@ -56,7 +56,6 @@ LISTS = Path(__file__).parent / "parameters"
         ("openrlhf", "--colocate_all_models", True),
         ("openrlhf", "--vllm_tensor_parallel_size", 2),
         ("openrlhf", "--ref_num_gpus_per_node", 8),
-        ("openrlhf", "--flash_attn", True),
         ("roll", "actor_infer.strategy_args.strategy_name", "vllm"),
         ("roll", "actor_train.strategy_args.strategy_name", "megatron_train"),
         ("roll", "actor_train.model_args.attn_implementation", "fa2"),

@@ -158,6 +158,23 @@ def test_an_agent_file_grades_itself_and_has_no_held_out_rows() -> None:
     assert list(refused(import_flat("openrlhf", given))) == ["--eval_dataset"]
 
 
+def test_an_agents_scores_are_what_the_dynamic_filter_judges() -> None:
+    given = {**BASES["openrlhf"], "--agent_func_path": "agent.py", "--remote_rm_url": None, "--eval_dataset": None}
+
+    found = import_flat("openrlhf", {**given, "--dynamic_filtering": True})
+
+    assert field(found, "reward.group_filter.metric") == "agent/score"
+
+
+def test_an_agents_turn_may_take_what_the_context_leaves() -> None:
+    given = {**BASES["openrlhf"], "--agent_func_path": "agent.py", "--remote_rm_url": None, "--eval_dataset": None}
+
+    found = import_flat("openrlhf", {**given, "--data.max_len": 4096})
+
+    assert field(found, "rollout.engine.context_tokens") == 4096
+    assert field(found, "rollout.sampling.max_new_tokens") == 4095
+
+
 @pytest.mark.parametrize(
     ("given", "path"),
     [

@@ -54,7 +54,7 @@ def value_at(points: Points, step: int) -> float | None:
 
 
 def compare_metrics(
-    runs: Sequence[Progress], patterns: Sequence[str], *, step: int | None = None
+    runs: Sequence[Progress], patterns: Sequence[str], *, step: int | None = None, named: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """Compare the values of series, each at the last step at which all experiments have one.
 
@@ -62,12 +62,13 @@ def compare_metrics(
         runs: the experiments.
         patterns: names of series, such as ``reward/*``, in the order in which they are wanted.
         step: not beyond this step.
+        named: series that have an entry, even if no experiment has a value of them.
 
     Returns:
         One entry per series: ``name``, ``step`` (None where no step has a value of all), ``values`` in the order of the
         experiments (then each one's last value up to ``step``, None where it has none).
     """
-    names = sorted({name for run in runs for name in run.series})
+    names = sorted({name for run in runs for name in run.series} | set(named))
     chosen = dict.fromkeys(name for pattern in patterns for name in names if fnmatchcase(name, pattern))
     found = []
     for name in chosen:

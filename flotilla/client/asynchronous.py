@@ -5,7 +5,6 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
@@ -15,7 +14,6 @@ from pydantic import BaseModel
 
 from flotilla.client.fetching import download, local_model
 from flotilla.client.plots import plot_series
-from flotilla.client.series import read_series
 from flotilla.client.views import Experiment, Experiments, Metrics
 from flotilla.connection import DEFAULT_DATA, allow_code, find_experiment, list_experiments, open_client
 from flotilla.launch_file import read_launch_file, run_prepare
@@ -198,13 +196,21 @@ class AsyncClient:
         return Ledgers(Ledger.model_validate(answer["train"]), Ledger.model_validate(answer["evaluation"]))
 
     async def metrics(self, experiment: str, names: Sequence[str] = ()) -> Metrics:
-        """Read what was recorded so far, in the order of writing, of all series if none is named, which must exist."""
-        return await read_series(partial(self._pages, MetricPoint, f"{await self._path(experiment)}/metrics"), names)
+        """Read what was recorded so far, in the order of writing, of all series if none is named.
+
+        Raises:
+            InvalidRequest: no run has a series of such a name; the message says which are near.
+        """
+        params = {"names": ",".join(names)} if names else {}
+        return Metrics(await self._pages(MetricPoint, f"{await self._path(experiment)}/metrics", params))
 
     async def follow_metrics(self, experiment: str, names: Sequence[str] = ()) -> AsyncGenerator[MetricPoint, None]:
         """Follow the values of some series, or of all, from the first one on, until the experiment has ended.
 
         A step that is trained again, after a trainer's crash, is recorded again.
+
+        Raises:
+            InvalidRequest: no run has a series of such a name; the message says which are near.
         """
         path = await self._path(experiment)
         params = {"names": ",".join(names), "limit": PAGE}

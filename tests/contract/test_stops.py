@@ -111,7 +111,7 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         # The first that open or wire a service, then registries of variants, then what is to be divided.
         "flotilla/cli/commands/run.py": 20,
         "flotilla/cli/fleet.py": 17,
-        "flotilla/client/asynchronous.py": 17,
+        "flotilla/client/asynchronous.py": 16,
         "flotilla/importers/roll/system.py": 17,
         "services/gateway/app.py": 26,
         "services/gateway/episodes/episodes.py": 16,

@@ -16,10 +16,10 @@ from flotilla.cli.right_and_wrong import read_last
 from flotilla.cli.run_directory import FLEET
 from flotilla.cli.stored import StoredExperiments, open_source
 from flotilla.cli.summary import show_summary, summarise
-from flotilla.client.series import check_names
 from flotilla.connection import FleetInfo, Source, find_experiment
 from flotilla.shared.errors import InvalidRequest, Unavailable
 from flotilla.shared.schemas.experiment import ExperimentView
+from flotilla.shared.schemas.metric_names import check_names, is_pattern
 
 PICTURES = (".png", ".pdf", ".svg")
 NO_FLEET = "its fleet does not run now: no ledger, and nothing goes on"
@@ -73,9 +73,10 @@ async def compare(arguments: argparse.Namespace) -> int:
             await runs[-1].refresh(client)
     if len({run.view.id for run in runs}) < len(runs):
         raise InvalidRequest(f"name different experiments: {', '.join(run.view.id for run in runs)}")
-    seen = {name for run in runs for name in run.series}
-    check_names([name for name in arguments.metric or () if not any(letter in name for letter in "*?[")], seen)
-    metrics = compare_metrics(runs, arguments.metric or USUAL, step=arguments.step)
+    asked = arguments.metric or ()
+    check_names(asked, {name for run in runs for name in run.series}, patterns=True)
+    named = [name for name in asked if not is_pattern(name)]
+    metrics = compare_metrics(runs, asked or USUAL, step=arguments.step, named=named)
     settings = compare_specs([run.view.spec for run in runs])
     plot = _plot_path(arguments)
     is_drawn = plot is not None and write_comparison({run.view.id: run for run in runs}, plot)

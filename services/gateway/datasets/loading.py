@@ -1,6 +1,6 @@
 """Loads what a spec's ``data`` and ``evaluation`` name, and checks that every row can become a task."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -31,11 +31,12 @@ class Loaded:
     name: str | None = None
 
 
-def load_training(config: DataConfig, *, seed: int, places: Places | None = None) -> Dataset:
+def load_training(config: DataConfig, *, seed: int, places: Places | None = None, needs_labels: bool = True) -> Dataset:
     """Load the training rows.
 
     Args:
         places: where they may be; None: anywhere.
+        needs_labels: a row without a label is refused.
 
     Raises:
         DataError, InvalidSpec: they cannot be read as the spec says.
@@ -43,7 +44,14 @@ def load_training(config: DataConfig, *, seed: int, places: Places | None = None
     sources = config.all_sources
     is_plain = config.path is not None
     found = [
-        load_rows(source, config, "data" if is_plain else f"data.sources.{number}", most=config.max_rows, places=places)
+        load_rows(
+            source,
+            config,
+            "data" if is_plain else f"data.sources.{number}",
+            most=config.max_rows,
+            places=places,
+            needs_labels=needs_labels,
+        )
         for number, source in enumerate(sources)
     ]
     weights = [source.weight for source in sources if source.weight is not None]
@@ -52,19 +60,31 @@ def load_training(config: DataConfig, *, seed: int, places: Places | None = None
 
 
 def load_evaluation(
-    evaluation: EvaluationConfig, config: DataConfig, *, seed: int, places: Places | None = None
+    evaluation: EvaluationConfig,
+    config: DataConfig,
+    *,
+    seed: int,
+    places: Places | None = None,
+    needs_labels: bool = True,
 ) -> Dataset:
     """Load the held-out rows; each set is a part.
 
     Args:
         places: as for the training rows.
+        needs_labels: likewise.
 
     Raises:
         DataError, InvalidSpec: they cannot be read as the spec says.
     """
     is_plain = evaluation.path is not None
     found = [
-        load_rows(each, config, "evaluation" if is_plain else f"evaluation.sets.{number}", places=places)
+        load_rows(
+            each,
+            config,
+            "evaluation" if is_plain else f"evaluation.sets.{number}",
+            places=places,
+            needs_labels=needs_labels,
+        )
         for number, each in enumerate(evaluation.all_sets)
     ]
     return joined(found, config, seed, ())
@@ -79,7 +99,13 @@ def joined(found: Sequence[Loaded], config: DataConfig, seed: int, weights: Sequ
 
 
 def load_rows(
-    source: RowsConfig, config: DataConfig, field: str, *, most: int | None = None, places: Places | None = None
+    source: RowsConfig,
+    config: DataConfig,
+    field: str,
+    *,
+    most: int | None = None,
+    places: Places | None = None,
+    needs_labels: bool = True,
 ) -> Loaded:
     """Load the rows of one source.
 
@@ -89,6 +115,7 @@ def load_rows(
         field: the section of the spec, for messages.
         most: no more than this many are needed.
         places: where they may be; None: anywhere.
+        needs_labels: a row without a label is refused.
 
     Raises:
         DataError: they cannot be read, there are none, or a column is missing; the detail says which there are.
@@ -105,7 +132,10 @@ def load_rows(
     rows: list[Row] = [with_columns_of(row, config, source) for row in read]
     if not rows:
         raise DataError(f"{field}: {location} has no rows", path=location)
-    _check_columns(rows, source, config, location, field, sorted({name for row in read for name in row}))
+    needed = columns_of(config)
+    if not needs_labels and "label" not in source.columns:
+        del needed["label"]
+    _check_columns(rows, source, needed, location, field, sorted({name for row in read for name in row}))
     if source.only_data_sources is not None:
         rows = _only(rows, source.only_data_sources, str(config.data_source_column), location, field)[:limit]
     for number, row in enumerate(rows):
@@ -130,9 +160,14 @@ def _read(source: RowsConfig, limit: int | None, field: str, places: Places | No
 
 
 def _check_columns(
-    rows: Sequence[Row], source: RowsConfig, config: DataConfig, location: str, field: str, present: Sequence[str]
+    rows: Sequence[Row],
+    source: RowsConfig,
+    columns: Mapping[str, str | None],
+    location: str,
+    field: str,
+    present: Sequence[str],
 ) -> None:
-    for what, column in columns_of(config).items():
+    for what, column in columns.items():
         missing = [number for number, row in enumerate(rows) if column and value_at(row, column) is ABSENT]
         if column is None or not missing:
             continue

@@ -189,7 +189,7 @@ def train_dataset(spec: ExperimentSpec, places: Places | None = None) -> Dataset
     """
     job = spec.finished_job
     if job is None:
-        dataset = load_training(spec.data, seed=spec.seed, places=places)
+        dataset = load_training(spec.data, seed=spec.seed, places=places, needs_labels=_needs_labels(spec))
         check_data_sources(spec, dataset, "data")
         check_taught(spec, dataset)
         return dataset
@@ -218,6 +218,12 @@ def _ungraded(data: DataConfig) -> DataConfig:
     return data.model_copy(update={"label_column": None})
 
 
+def _needs_labels(spec: ExperimentSpec) -> bool:
+    """Rows may lack the label that nothing reads, unless ``data`` names another column than the usual one."""
+    usual = DataConfig.model_fields["label_column"].default
+    return spec.data.label_column != usual or spec.reward.may_read_labels
+
+
 def evaluation_dataset(spec: ExperimentSpec, places: Places | None = None) -> Dataset | None:
     """Read the held-out rows; None if the spec has no evaluation.
 
@@ -226,7 +232,9 @@ def evaluation_dataset(spec: ExperimentSpec, places: Places | None = None) -> Da
     """
     if spec.evaluation is None:
         return None
-    dataset = load_evaluation(spec.evaluation, spec.data, seed=spec.seed, places=places)
+    dataset = load_evaluation(
+        spec.evaluation, spec.data, seed=spec.seed, places=places, needs_labels=_needs_labels(spec)
+    )
     if spec.written_answers is not None:
         check_written(dataset, spec.written_answers)
     check_data_sources(spec, dataset, "evaluation")

@@ -11,6 +11,7 @@ from flotilla.services.gateway.store.writes import PutMetrics
 from flotilla.shared.clock import rfc3339
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.schemas.experiment import MetricBatch, MetricPoint, Page
+from flotilla.shared.schemas.metric_names import check_names, is_known
 from flotilla.shared.schemas.wire import Wire
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
@@ -65,8 +66,13 @@ async def metrics(
 
     Raises:
         NotFound: there is no such experiment (404).
+        InvalidRequest: no run has a metric of such a name; the detail names those that are near (422).
     """
     gateway.repository.record_of(experiment_id)
     wanted = [name for name in (names or "").split(",") if name]
     rows = await gateway.store.metrics(experiment_id, names=wanted, after=number_of(after), limit=limit)
+    found = {point.name for _, point in rows}
+    strange = [name for name in wanted if name not in found and not is_known(name)]
+    if strange:
+        check_names(strange, await gateway.store.metric_names(experiment_id))
     return Page(items=tuple(point for _, point in rows), next=str(rows[-1][0]) if rows else None)

@@ -66,6 +66,9 @@ class Store(Protocol):
     async def metrics(self, experiment_id: str, *, names: Sequence[str], after: int, limit: int) -> list[MetricRow]:
         """List up to ``limit`` points written after the cursor ``after``; no ``names`` means all."""
 
+    async def metric_names(self, experiment_id: str) -> set[str]:
+        """List the names that an experiment has points of."""
+
     async def append_event(self, experiment_id: str, kind: str, at: float, data: Mapping[str, Any]) -> Event:
         """Store an event under the next id."""
 

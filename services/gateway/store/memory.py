@@ -152,6 +152,10 @@ class MemoryStore(TransactionalStore):
         rows = [row for key, row in self._metrics.items() if key[0] == experiment_id and row[0] > after]
         return sorted((row for row in rows if not names or row[1].name in names), key=lambda row: row[0])[:limit]
 
+    async def metric_names(self, experiment_id: str) -> set[str]:
+        """List the names that an experiment has points of."""
+        return {name for owner, name, _ in self._metrics if owner == experiment_id}
+
     async def events(self, experiment_id: str, *, after: int, limit: int) -> list[Event]:
         """List up to ``limit`` events with an id above ``after``."""
         return [event for owner, event in self._events if owner == experiment_id and event.id > after][:limit]

@@ -244,6 +244,12 @@ class SqlStore(TransactionalStore):
             (row["sequence"], MetricPoint(**{name: row[name] for name in MetricPoint.model_fields})) for row in rows
         ]
 
+    async def metric_names(self, experiment_id: str) -> set[str]:
+        """List the names that an experiment has points of."""
+        table = tables.metrics
+        query = sa.select(table.c.name).where(table.c.experiment_id == experiment_id).distinct()
+        return {row["name"] for row in await self._rows(query)}
+
     async def events(self, experiment_id: str, *, after: int, limit: int) -> list[Event]:
         """List up to ``limit`` events with an id above ``after``."""
         table = tables.events

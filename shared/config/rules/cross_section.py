@@ -29,6 +29,7 @@ from flotilla.shared.config.sections.reward import (
     MatchConfig,
     RewardConfig,
     VerlDefaultConfig,
+    may_read_label,
 )
 from flotilla.shared.config.sections.rollout import RolloutConfig
 from flotilla.shared.schemas.engine import EngineCapability
@@ -310,7 +311,8 @@ def _labels(spec: Sections) -> None:
                 f"{where} is of kind verl_default, which chooses a scorer by data source, and data.data_source_column "
                 "is not set: name the column there (data.format verl does)"
             )
-        if isinstance(component, MatchConfig | CodeConfig | VerlDefaultConfig) and spec.data.label_column is None:
+        compares = isinstance(component, MatchConfig | CodeConfig | VerlDefaultConfig) and may_read_label(component)
+        if compares and spec.data.label_column is None:
             raise ValueError(
                 f"{where} is of kind {component.kind}, which compares with a label, and data.label_column is null: "  # type: ignore[union-attr]
                 "name the column there"

@@ -150,7 +150,8 @@ class DataConfig(Config):
     prompt_column: str = Field("prompt", min_length=1)
     """Column with the user's text, or with a list of {role, content} messages. A dot reaches into a structure."""
     label_column: str | None = Field("label", min_length=1)
-    """Column that verifiers compare with, such as `reward_model.ground_truth`; null if the dataset has none."""
+    """Column that verifiers compare with, such as `reward_model.ground_truth`; null if the dataset has none. Rows may
+    lack `label` where nothing reads it, as under an environment that grades its own episodes."""
     data_source_column: str | None = Field(None, min_length=1)
     """Column whose value chooses among verifiers; null if there is one verifier for all."""
     system_prompt: str | None = None

@@ -265,6 +265,20 @@ Component = Annotated[
 ]
 
 
+def may_read_label(component: ComponentConfig) -> bool:
+    """Return whether a component's grade may depend on the label of the row."""
+    match component:
+        case RegexConfig():
+            return component.pattern is None
+        case JsonSchemaConfig():
+            return component.json_schema is None
+        case JudgeConfig():
+            return "{label}" in component.template
+        case AgentRewardConfig() | ConstantConfig() | EnvironmentRewardConfig() | FormatConfig() | RewardModelConfig():
+            return False
+    return True
+
+
 class RewardConfig(Config):
     """The reward of a sample: ``sum(weight * reward)`` over the components that scored it."""
 
@@ -284,6 +298,11 @@ class RewardConfig(Config):
     max_consecutive_failures: int = Field(32, ge=1)
     """The experiment fails, with the words of the last error, when this many groups in a row could not be graded, or
     this many tasks in a row could not be answered at all (prompts that do not fit, say)."""
+
+    @property
+    def may_read_labels(self) -> bool:
+        """Whether a grade may depend on the label of the row."""
+        return any(may_read_label(each) for each in self.components)
 
     @property
     def waits_for_answers(self) -> bool:

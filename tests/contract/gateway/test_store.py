@@ -127,6 +127,14 @@ async def test_a_step_that_is_trained_again_replaces_its_values_and_followers_se
     assert [(p.step, p.value) for _, p in losses] == [(2, 0.4), (1, 0.2)]
 
 
+async def test_the_names_of_an_experiments_metrics_are_its_own(store: Store) -> None:
+    await store.put_metrics("a", [a_point("loss", 1, 0.5), a_point("kl", 1, 0.1), a_point("loss", 2, 0.4)])
+    await store.put_metrics("b", [a_point("entropy", 1, 9.0)])
+
+    assert await store.metric_names("a") == {"loss", "kl"}
+    assert await store.metric_names("c") == set()
+
+
 async def test_metrics_are_read_in_pages(store: Store) -> None:
     await store.put_metrics("a", [a_point("loss", step, float(step)) for step in range(5)])
 

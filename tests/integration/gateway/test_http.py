@@ -350,6 +350,20 @@ async def test_metrics_are_stored_once_per_step_and_followed_by_cursor(client: G
         await client.call("POST", path, body={"step": -1, "version": 0, "values": {}})
 
 
+async def test_a_metric_that_no_run_has_is_refused_with_those_near(client: GatewayClient, tmp_path: Path) -> None:
+    created = await client.call("POST", "/v1/experiments", body=a_spec(tmp_path))
+    path = f"/v1/experiments/{created['id']}/metrics"
+    await client.call("POST", path, body={"step": 1, "version": 1, "values": {"mine/scores": 0.5}})
+
+    assert (await client.call("GET", path, params={"names": "kl/mean"}))["items"] == [], "it has not begun"
+    for name in ("mine/score", "mine/*"):
+        with pytest.raises(InvalidRequest, match="did you mean mine/scores"):
+            await client.call("GET", path, params={"names": f"kl/mean,{name}"})
+    seen = await client.call("GET", path, params={"names": "mine/scores"})
+    later = await client.call("GET", path, params={"names": "mine/scores", "after": seen["next"]})
+    assert [len(page["items"]) for page in (seen, later)] == [1, 0]
+
+
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", "null"])
 async def test_a_metric_that_is_no_finite_number_is_refused_by_name(
     url: str, client: GatewayClient, tmp_path: Path, value: str

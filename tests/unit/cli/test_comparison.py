@@ -53,6 +53,15 @@ def test_series_without_a_common_step_are_shown_by_their_last_values() -> None:
     assert common_step([], None) is None
 
 
+def test_a_series_that_was_named_is_shown_before_it_has_a_value() -> None:
+    runs = [a_run(reward=[(1, 0.1)]), a_run(reward=[(1, 0.2)])]
+
+    found = compare_metrics(runs, ["kl/mean", "reward*"], named=["kl/mean"])
+
+    assert found[0] == {"name": "kl/mean", "step": None, "values": [None, None]}
+    assert [each["name"] for each in found] == ["kl/mean", "reward"]
+
+
 def test_a_fork_says_that_it_began_later_and_whose_tokens_it_counts() -> None:
     origin = {"experiment_id": "one-1", "step": 20, "version": 20, "path": "/x", "first_group_id": 9}
     fork = a_run(reward_mean=[(21, 0.1)])

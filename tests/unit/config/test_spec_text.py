@@ -215,6 +215,11 @@ def test_the_resolved_spec_survives_its_own_json() -> None:
             "name the column",
         ),
         (["data.label_column=null"], "reward.components.0", "compares with a label"),
+        (
+            ["data.label_column=null", "reward.components=[{kind: regex}]"],
+            "reward.components.0",
+            "compares with a label",
+        ),
         (["reward.components=[{kind: exact, correct: 0}]"], "reward.components.0", "give two values"),
         (["optimisation.betas=[0.9, 1]"], "optimisation.betas.1", "less than 1"),
         (["parallelism.device=cuda:x"], "parallelism.device", "should match pattern"),

@@ -1,13 +1,10 @@
 """Names of the series that a run may record, so that one that has not begun is told from one that does not exist."""
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
 
-from flotilla.client.views import Metrics
 from flotilla.shared.errors import InvalidRequest
-from flotilla.shared.schemas.experiment import MetricPoint
 
 MAX_NEAR = 4
 _WRITTEN = """
@@ -35,21 +32,28 @@ _WRITTEN = """
     time/step_seconds time/wait_seconds tokens/generated tokens/resumed_in_step tokens/trained tokens/trained_in_step
     trainer/idle_ratio updates/in_step updates/skipped value/clip_fraction value/mean
 """
+WILDCARDS = "*?["
 KNOWN = frozenset(_WRITTEN.split())
 """As in docs/metrics.md; a star stands for a name that a spec, a grader or the data gives."""
 
 
+def is_pattern(name: str) -> bool:
+    """Return whether a name has characters that stand for others."""
+    return any(character in name for character in WILDCARDS)
+
+
 def is_known(name: str) -> bool:
     """Return whether a run may record a series of this name, whatever its spec and its graders are."""
-    return any(fnmatchcase(name, known) for known in KNOWN)
+    return not is_pattern(name) and any(fnmatchcase(name, known) for known in KNOWN)
 
 
-def check_names(names: Sequence[str], seen: Collection[str]) -> None:
+def check_names(names: Iterable[str], seen: Collection[str], *, patterns: bool = False) -> None:
     """Check that each series is one that the run has, or may come to have.
 
     Args:
         names: that are asked for.
         seen: that have a value.
+        patterns: a name may have wildcards, and then match one name or several.
 
     Raises:
         InvalidRequest: there is no such series; the detail names those that are near.
@@ -58,28 +62,21 @@ def check_names(names: Sequence[str], seen: Collection[str]) -> None:
         if name in seen or is_known(name):
             continue
         written = sorted({*seen, *(known for known in KNOWN if "*" not in known)})
-        near = get_close_matches(name, written, n=MAX_NEAR, cutoff=0.6)
-        same = [known for known in written if known.rpartition("/")[2] == name.rpartition("/")[2] and known not in near]
-        meant = [*near, *same][:MAX_NEAR]
+        matching = [known for known in written if fnmatchcase(known, name)] if is_pattern(name) else []
+        if matching and patterns:
+            continue
+        meant = (matching or _near(name, written))[:MAX_NEAR]
         hint = f"did you mean {' or '.join(meant)}?" if meant else "docs/metrics.md lists all names"
-        raise InvalidRequest(f"no run has a metric {name!r}: {hint}")
+        exact = " (names are given in full here)" if matching else ""
+        raise InvalidRequest(f"no run has a metric {name!r}{exact}: {hint}")
 
 
-async def read_series(
-    read: Callable[[Mapping[str, Any]], Awaitable[list[MetricPoint]]], names: Sequence[str]
-) -> Metrics:
-    """Read series by their names, or all.
+def _near(name: str, written: Collection[str]) -> list[str]:
+    """Find what a wrong name may mean: names spelt alike, then those that end alike."""
+    plain = "".join(character for character in name if character not in WILDCARDS)
+    near = get_close_matches(plain, written, n=MAX_NEAR, cutoff=0.6)
+    return near + [known for known in written if _end(known) == _end(plain) and known not in near]
 
-    Args:
-        read: reads the values that a query selects.
 
-    Raises:
-        InvalidRequest: there is no such series.
-    """
-    points = Metrics(await read({"names": ",".join(names)} if names else {}))
-    found = {point.name for point in points}
-    strange = [name for name in names if name not in found and not is_known(name)]
-    if strange:
-        # All of a run is read for what is near, which only a wrong name costs.
-        check_names(strange, {point.name for point in await read({})})
-    return points
+def _end(name: str) -> str:
+    return name.rpartition("/")[2]

@@ -1,15 +1,12 @@
 """A name that no series can have is refused with those that are near; one that has not begun is not."""
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from flotilla.client.series import KNOWN, check_names, read_series
 from flotilla.shared.errors import InvalidRequest
-from flotilla.shared.schemas.experiment import MetricPoint
+from flotilla.shared.schemas.metric_names import KNOWN, check_names
 
 PAGE = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
 
@@ -44,16 +41,22 @@ def test_what_has_not_begun_and_what_is_seen_is_known(name: str) -> None:
     check_names([name], ["mine/scores"])
 
 
-async def test_a_series_that_has_not_begun_is_empty_and_one_that_does_not_exist_is_refused() -> None:
-    asked: list[Mapping[str, Any]] = []
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("mine/*", "'mine/\\*' \\(names are given in full here\\): did you mean mine/scores"),
+        ("evaluation/acc*", "in full here\\): did you mean evaluation/accuracy"),
+        ("reward/*/mean", "did you mean reward/mean"),
+        ("mine/score?s", "did you mean mine/scores"),
+    ],
+)
+def test_a_pattern_is_no_name(name: str, hint: str) -> None:
+    with pytest.raises(InvalidRequest, match=hint):
+        check_names([name], ["mine/scores"])
 
-    async def read(query: Mapping[str, Any]) -> list[MetricPoint]:
-        asked.append(query)
-        points = [MetricPoint(name="reward/mean", step=1, version=1, value=0.5)]
-        return [point for point in points if point.name in query.get("names", point.name).split(",")]
 
-    assert [point.step for point in await read_series(read, ["reward/mean"])] == [1]
-    assert await read_series(read, ["kl/mean"]) == []
-    assert asked == [{"names": "reward/mean"}, {"names": "kl/mean"}]
-    with pytest.raises(InvalidRequest, match="no run has a metric 'reward/maen': did you mean reward/mean"):
-        await read_series(read, ["reward/mean", "reward/maen"])
+def test_a_pattern_where_patterns_are_taken_matches_a_name() -> None:
+    check_names(["mine/*", "loss/*", "rew?rd/mean"], ["mine/scores"], patterns=True)
+
+    with pytest.raises(InvalidRequest, match="no run has a metric 'mine/skores\\*': did you mean mine/scores"):
+        check_names(["mine/skores*"], ["mine/scores"], patterns=True)

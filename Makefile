@@ -14,7 +14,7 @@ SGLANG_STAMP := $(SGLANG)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
-.PHONY: help install demo test test-sglang test-vllm style check format coverage test-all lock audit release clean
+.PHONY: help install demo page test test-sglang test-vllm style check format coverage test-all lock audit release clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,6 +34,12 @@ install: $(STAMP) ## make .venv with everything; costs nothing the second time
 
 demo: install ## a fleet comes up, a model visibly learns, the result is shown, the fleet goes down (about 2 minutes)
 	@$(BIN)/flotilla run examples/arithmetic/experiment.yaml --fresh
+
+# What it writes is kept in services/gateway/page/static, so nobody else needs node; a test compares it with its source.
+page: install ## build the gateway's page from page/src into the package; needs node 20 and npm
+	@cd page && npm ci --no-audit --no-fund --silent
+	@$(BIN)/python page/openapi.py > page/openapi.json && cd page && npx openapi-typescript openapi.json --output src/openapi.ts > /dev/null; rm -f openapi.json
+	@cd page && npx tsc && node build.mjs
 
 # Whole fleets run beside other files, on half of the workers; what has failed runs once more, alone (tests/suite).
 # Four workers on two cores: fleets wait for leases and deadlines a third of the time.

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Scope
 
 from flotilla.services.gateway.description import describe_gateway
 from flotilla.services.gateway.middleware import Guard, Opened
-from flotilla.services.gateway.reference_page import add_reference_page
+from flotilla.services.gateway.page.serving import add_pages
 from flotilla.services.gateway.routes import (
     agents,
     audit,
@@ -65,7 +65,7 @@ def create_app(settings: GatewaySettings, *, open_state: OpenState = open_state)
     for module in (services, experiments, fleet, publications, takeovers, tokens, *series):
         app.include_router(module.router, prefix="/v1")
     describe_gateway(app)
-    add_reference_page(app)
+    add_pages(app)
     return app
 
 

@@ -2,8 +2,7 @@
 
 from fastapi import FastAPI
 
-from flotilla.services.gateway.access.policy import OPERATING, RULES, needed
-from flotilla.services.gateway.middleware import OPEN_PATHS
+from flotilla.services.gateway.access.policy import OPEN_PATHS, OPERATING, RULES, needed
 from flotilla.services.gateway.routes.experiments import SECTION_SCHEMAS
 from flotilla.shared.net.server.description import describe
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flotilla.services.gateway.access.caller import caller
-from flotilla.services.gateway.access.policy import refusal
+from flotilla.services.gateway.access.policy import OPEN_PATHS, refusal
 from flotilla.services.gateway.access.tokens import OPERATOR, Shown, Tokens
 from flotilla.services.gateway.body_limits import limit_of
 from flotilla.services.gateway.store.answers import AwaitedAnswer, awaited
@@ -39,7 +39,6 @@ from flotilla.shared.net.server.serving import problem_response
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", "/docs"})
 SELF_AUTHORISED = "/v1/gradings/"
 """What is below it is let in by what the route itself compares, before it asks for the body: graders are not members of
 the fleet."""

@@ -114,6 +114,26 @@ class MetricPoint(Wire):
     at: str | None = None
 
 
+class Series(Wire):
+    """One series as columns of the same length, by step."""
+
+    name: str
+    num_points: int
+    """Of the series, as far as this page reaches; more than its columns have where it was thinned."""
+    steps: tuple[int, ...]
+    versions: tuple[int, ...]
+    values: tuple[float, ...]
+    seconds: tuple[float | None, ...]
+    """Since the epoch, when the value was stored."""
+
+
+class SeriesPage(Wire):
+    """Series by name; ``next`` is the cursor that continues all of them."""
+
+    items: tuple[Series, ...]
+    next: str | None = None
+
+
 MAX_METRICS = 4096
 MAX_METRIC_NAME = 256
 

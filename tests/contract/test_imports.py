@@ -209,6 +209,7 @@ GATEWAY_ORDER = (
     "settings",
     "signals",
     "store",
+    "page",
     "access",
     "events",
     "records",
@@ -233,7 +234,6 @@ GATEWAY_ORDER = (
     "body_limits",
     "middleware",
     "description",
-    "reference_page",
     "app",
     "__main__",
 )

@@ -9,12 +9,15 @@ from typing import Final
 
 from starlette.routing import compile_path
 
+from flotilla.services.gateway.page.files import PAGE_PATHS
 from flotilla.shared.net.authorisation.access import Principal, Scope
 from flotilla.shared.schemas.service import ServiceKind
 
 EXPERIMENT: Final = "/v1/experiments/{experiment_id}"
 SERVICE: Final = "/v1/services/{service_id}"
 EVERY_KIND: Final = frozenset(ServiceKind)
+OPEN_PATHS: Final = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", "/docs"}) | PAGE_PATHS
+"""For which no token is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("GET", EXPERIMENT): READING,
     ("GET", f"{EXPERIMENT}/ledger"): READING,
     ("GET", f"{EXPERIMENT}/metrics"): READING,
+    ("GET", f"{EXPERIMENT}/series"): READING,
     ("GET", f"{EXPERIMENT}/events"): READING,
     ("GET", f"{EXPERIMENT}/checkpoints"): READING,
     ("GET", f"{EXPERIMENT}/checkpoints/{{step}}/upload"): READING,

@@ -43,9 +43,16 @@ async def create(
 
 
 @router.get("")
-async def index(gateway: Gateway, after: Cursor = None, limit: Limit = 100) -> Page[ExperimentView]:
+async def index(
+    gateway: Gateway,
+    after: Cursor = None,
+    limit: Limit = 100,
+    spec: Annotated[bool, Query(description="with their specs, which are most of the answer")] = True,
+) -> Page[ExperimentView]:
     """List the experiments, oldest first."""
     shown = unusable.views(gateway.commands, gateway.repository)
+    if not spec:
+        shown = [view.model_copy(update={"spec": {}}) for view in shown]
     return page_of([(view.id, view) for view in shown], after, limit)
 
 

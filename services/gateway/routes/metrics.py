@@ -1,20 +1,28 @@
-"""Metrics: what services measured in each step."""
+"""Metrics: what services measured in each step; as points, and as the columns that charts are drawn from."""
 
+import asyncio
 import math
+from collections import defaultdict
+from datetime import datetime
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Response
 
+from flotilla.services.gateway.page.thinning import thinned
 from flotilla.services.gateway.routes.dependencies import LARGEST_PAGE, OF_TRAINER, Cursor, Gateway, number_of
 from flotilla.services.gateway.store.answers import stage_answer
 from flotilla.services.gateway.store.writes import PutMetrics
 from flotilla.shared.clock import rfc3339
 from flotilla.shared.errors import InvalidRequest
-from flotilla.shared.schemas.experiment import MetricBatch, MetricPoint, Page
+from flotilla.shared.schemas.experiment import MetricBatch, MetricPoint, Page, Series, SeriesPage
 from flotilla.shared.schemas.metric_names import check_names, is_known
 from flotilla.shared.schemas.wire import Wire
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
+
+MOST_NAMES = 100
+SLICE = 20_000
+"""Rows that are read at once: the database has one thread, and a service's write waits no longer than this takes."""
 
 
 class Stored(Wire):
@@ -76,3 +84,58 @@ async def metrics(
     if strange:
         check_names(strange, await gateway.store.metric_names(experiment_id))
     return Page(items=tuple(point for _, point in rows), next=str(rows[-1][0]) if rows else None)
+
+
+@router.get("/series", response_model=SeriesPage)
+async def series(
+    experiment_id: str,
+    gateway: Gateway,
+    names: Annotated[
+        str, Query(description="names, separated by commas; `reward/*` for all that begin with `reward/`")
+    ],
+    after: Cursor = None,
+    points: Annotated[int, Query(ge=4, le=100_000, description="most points of a series; extremes stay")] = 2000,
+) -> Response:
+    """Return metric values as columns, each series by step. ``after`` continues; then ``next`` is the cursor again.
+
+    Raises:
+        NotFound: there is no such experiment (404).
+        InvalidRequest: no name is given, or more than 100 (422).
+    """
+    gateway.repository.record_of(experiment_id)
+    wanted = [name for name in names.split(",") if name]
+    if not 0 < len(wanted) <= MOST_NAMES:
+        raise InvalidRequest(f"names: 1 to {MOST_NAMES} are wanted, {len(wanted)} are given")
+    cursor = number_of(after)
+    rows: list[MetricPoint] = []
+    while True:
+        found = await gateway.store.metrics(experiment_id, names=wanted, after=cursor, limit=SLICE)
+        rows += [point for _, point in found]
+        cursor = found[-1][0] if found else cursor
+        if len(found) < SLICE:
+            break
+    following = str(cursor) if cursor else None
+    text = await asyncio.to_thread(lambda: _page_of(rows, points, following).model_dump_json())
+    return Response(text, media_type="application/json", headers={"Cache-Control": "no-store"})
+
+
+def _page_of(rows: list[MetricPoint], points: int, following: str | None) -> SeriesPage:
+    by_name: dict[str, list[MetricPoint]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: row.step):
+        by_name[row.name].append(row)
+    return SeriesPage(
+        items=tuple(_series_of(name, by_name[name], points) for name in sorted(by_name)),
+        next=following,
+    )
+
+
+def _series_of(name: str, rows: list[MetricPoint], points: int) -> Series:
+    kept = [rows[place] for place in thinned([row.value for row in rows], points)]
+    return Series(
+        name=name,
+        num_points=len(rows),
+        steps=tuple(row.step for row in kept),
+        versions=tuple(row.version for row in kept),
+        values=tuple(row.value for row in kept),
+        seconds=tuple(None if row.at is None else datetime.fromisoformat(row.at).timestamp() for row in kept),
+    )

@@ -64,7 +64,10 @@ class Store(Protocol):
         """Store points; one with the same name and step replaces the earlier one and moves to the end."""
 
     async def metrics(self, experiment_id: str, *, names: Sequence[str], after: int, limit: int) -> list[MetricRow]:
-        """List up to ``limit`` points written after the cursor ``after``; no ``names`` means all."""
+        """List up to ``limit`` points written after the cursor ``after``; no ``names`` means all.
+
+        A name that ends with ``*`` means all that begin so.
+        """
 
     async def metric_names(self, experiment_id: str) -> set[str]:
         """List the names that an experiment has points of."""

@@ -149,8 +149,10 @@ class MemoryStore(TransactionalStore):
 
     async def metrics(self, experiment_id: str, *, names: Sequence[str], after: int, limit: int) -> list[MetricRow]:
         """List up to ``limit`` points written after the cursor ``after``; no ``names`` means all."""
+        begins = tuple(name[:-1] for name in names if name.endswith("*"))
         rows = [row for key, row in self._metrics.items() if key[0] == experiment_id and row[0] > after]
-        return sorted((row for row in rows if not names or row[1].name in names), key=lambda row: row[0])[:limit]
+        found = (row for row in rows if not names or row[1].name in names or row[1].name.startswith(begins))
+        return sorted(found, key=lambda row: row[0])[:limit]
 
     async def metric_names(self, experiment_id: str) -> set[str]:
         """List the names that an experiment has points of."""

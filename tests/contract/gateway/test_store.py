@@ -145,6 +145,20 @@ async def test_metrics_are_read_in_pages(store: Store) -> None:
     await store.put_metrics("a", [])
 
 
+async def test_series_are_read_by_name_and_by_how_names_begin(store: Store) -> None:
+    names = ["loss", "reward/mean", "reward/a_b/mean", "reward/aXb/mean", "rewards"]
+    await store.put_metrics("a", [a_point(name, 1, float(place)) for place, name in enumerate(names)])
+    await store.put_metrics("b", [a_point("loss", 1, 9.0)])
+
+    found = await store.metrics("a", names=["loss", "reward/a_*"], after=0, limit=10)
+    rewards = await store.metrics("a", names=["reward/*"], after=0, limit=2)
+    later = await store.metrics("a", names=["reward/*"], after=rewards[-1][0], limit=10)
+
+    assert [point for _, point in found] == [a_point("loss", 1, 0.0), a_point("reward/a_b/mean", 1, 2.0)]
+    assert [point.name for _, point in rewards] == ["reward/mean", "reward/a_b/mean"]
+    assert [point.name for _, point in later] == ["reward/aXb/mean"]
+
+
 async def test_event_ids_grow_and_events_are_replayed_from_any_of_them(store: Store) -> None:
     events = [await store.append_event("a", f"kind{n}", float(n), {"n": n}) for n in range(3)]
     await store.append_event("b", "other", 0.0, {})

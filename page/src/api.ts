@@ -1,0 +1,163 @@
+// How the page talks to the gateway: one fetch, one error, one way to poll. The token lives in the tab's session alone.
+import { useCallback, useEffect, useRef, useState } from "preact/hooks";
+import type { components } from "./openapi";
+
+type Schemas = components["schemas"];
+export type Experiment = Schemas["ExperimentView"];
+export type Caller = Schemas["CallerView"];
+export type Finding = Schemas["HealthFinding"];
+export type Checkpoint = Schemas["ListedCheckpoint"];
+export type SeriesPage = Schemas["SeriesPage"];
+export type SamplePage = Schemas["SamplePage"];
+export type Sample = Schemas["SampleView"];
+export type Diagnosis = Schemas["DiagnosisView"];
+
+const KEY = "flotilla-token";
+
+export interface FieldError {
+  path: string;
+  allowed: string;
+}
+
+/** What a request came to when it was refused (RFC 9457). */
+export class Refused extends Error {
+  constructor(
+    readonly status: number,
+    readonly code: string,
+    detail: string,
+    readonly errors: FieldError[] = [],
+  ) {
+    super(detail);
+  }
+}
+
+export const session = {
+  get token(): string | null {
+    return sessionStorage.getItem(KEY);
+  },
+  set token(value: string | null) {
+    if (value === null) sessionStorage.removeItem(KEY);
+    else sessionStorage.setItem(KEY, value);
+  },
+  /** Called when the gateway does not know the token any more. */
+  onLost: () => {},
+};
+
+export interface Options {
+  method?: string;
+  query?: Record<string, string | number | boolean | null | undefined>;
+  json?: unknown;
+  text?: string;
+  signal?: AbortSignal;
+  token?: string;
+}
+
+export async function call<T>(path: string, options: Options = {}): Promise<T> {
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(options.query ?? {})) {
+    if (value !== null && value !== undefined && value !== "") query.set(name, String(value));
+  }
+  const headers: Record<string, string> = { Authorization: `Bearer ${options.token ?? session.token ?? ""}` };
+  let body: string | undefined;
+  if (options.text !== undefined) {
+    headers["Content-Type"] = "application/yaml";
+    body = options.text;
+  } else if (options.json !== undefined) {
+    headers["Content-Type"] = "application/json";
+    body = JSON.stringify(options.json);
+  }
+  const url = query.size > 0 ? `${path}?${query}` : path;
+  let answer: Response;
+  try {
+    answer = await fetch(url, { method: options.method ?? "GET", headers, body, signal: options.signal, cache: "no-store" });
+  } catch (error) {
+    if (options.signal?.aborted) throw error;
+    throw new Refused(0, "unreachable", "the gateway does not answer");
+  }
+  if (answer.status === 204) return undefined as T;
+  const text = await answer.text();
+  let document: unknown = null;
+  try {
+    document = JSON.parse(text);
+  } catch {
+    // Something between the gateway and this page answered.
+  }
+  if (answer.ok && document !== null) return document as T;
+  const problem = (document ?? {}) as { code?: string; detail?: string; errors?: FieldError[] };
+  if (answer.status === 401 && options.token === undefined) session.onLost();
+  throw new Refused(answer.status, problem.code ?? "", problem.detail ?? `${answer.status} ${answer.statusText}`, problem.errors);
+}
+
+export const experimentPath = (id: string) => `/v1/experiments/${encodeURIComponent(id)}`;
+
+/** All of a list, page after page. */
+export async function all<T>(path: string, options: Options = {}): Promise<T[]> {
+  const found: T[] = [];
+  let after: string | null | undefined;
+  do {
+    const page: { items: T[]; next?: string | null } = await call(path, { ...options, query: { ...options.query, after } });
+    found.push(...page.items);
+    after = page.next;
+  } while (after);
+  return found;
+}
+
+const SLOWEST_SECONDS = 60;
+
+export interface Polled<T> {
+  data: T | null;
+  error: Refused | null;
+  refresh: () => void;
+}
+
+/** Load now and again every so many seconds; seldom while nobody looks or while it fails. */
+export function usePoll<T>(load: (signal: AbortSignal) => Promise<T>, seconds: number, key: string): Polled<T> {
+  const [data, setData] = useState<{ key: string; value: T } | null>(null);
+  const [error, setError] = useState<Refused | null>(null);
+  const latest = useRef(load);
+  latest.current = load;
+  const now = useRef<() => void>(() => {});
+  useEffect(() => {
+    const ending = new AbortController();
+    let timer: ReturnType<typeof setTimeout> | undefined;
+    let failures = 0;
+    let isBusy = false;
+    const plan = () => {
+      clearTimeout(timer);
+      const wait = document.hidden ? SLOWEST_SECONDS : Math.min(SLOWEST_SECONDS, seconds * 2 ** Math.min(failures, 5));
+      if (Number.isFinite(wait)) timer = setTimeout(run, wait * 1000);
+    };
+    const run = async () => {
+      if (isBusy) return;
+      isBusy = true;
+      try {
+        const value = await latest.current(ending.signal);
+        if (ending.signal.aborted) return;
+        failures = 0;
+        setData({ key, value });
+        setError(null);
+      } catch (reason) {
+        if (ending.signal.aborted) return;
+        failures += 1;
+        setError(reason instanceof Refused ? reason : new Refused(0, "page", String(reason)));
+      } finally {
+        isBusy = false;
+      }
+      plan();
+    };
+    const seen = () => {
+      if (!document.hidden) void run();
+    };
+    now.current = () => void run();
+    document.addEventListener("visibilitychange", seen);
+    void run();
+    return () => {
+      ending.abort();
+      clearTimeout(timer);
+      document.removeEventListener("visibilitychange", seen);
+    };
+  }, [key, seconds]);
+  const refresh = useCallback(() => now.current(), []);
+  // What was loaded for another key is of no use.
+  return { data: data !== null && data.key === key ? data.value : null, error, refresh };
+}

@@ -1,0 +1,178 @@
+import { render } from "preact";
+import { useEffect, useMemo, useState } from "preact/hooks";
+import { all, call, session, usePoll, type Caller, type Experiment } from "./api";
+import { Create } from "./create";
+import { Login } from "./login";
+import { Overview } from "./overview";
+import { Run } from "./run";
+import "./app.css";
+
+export interface Shared {
+  experiments: Experiment[];
+  isOperator: boolean;
+  refresh: () => void;
+}
+
+/** `#/run/a,b?x=version`: the view, what it is about, and how it looks at it; a link holds all of it. */
+export interface Route {
+  view: string;
+  ids: string[];
+  query: URLSearchParams;
+}
+
+function routeOf(hash: string): Route {
+  const [path = "", query = ""] = hash.replace(/^#\/?/, "").split("?");
+  const [view = "", ids = ""] = path.split("/");
+  return { view: view || "overview", ids: ids.split(",").filter(Boolean).map(decodeURIComponent), query: new URLSearchParams(query) };
+}
+
+const VIEWS = [["run", "Run"]] as const;
+
+function useHash(): string {
+  const [hash, setHash] = useState(location.hash);
+  useEffect(() => {
+    const changed = () => setHash(location.hash);
+    addEventListener("hashchange", changed);
+    return () => removeEventListener("hashchange", changed);
+  }, []);
+  return hash;
+}
+
+const THEMES = ["auto", "light", "dark"] as const;
+type Theme = (typeof THEMES)[number];
+
+function useTheme(): [Theme, () => void] {
+  const [theme, setTheme] = useState<Theme>(() => (THEMES.find((each) => each === localStorage.getItem("flotilla-theme")) ?? "auto"));
+  useEffect(() => {
+    document.documentElement.dataset.theme = theme;
+    localStorage.setItem("flotilla-theme", theme);
+    dispatchEvent(new Event("themechange"));
+  }, [theme]);
+  return [theme, () => setTheme(THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length]!)];
+}
+
+function Page({ caller, onLeave }: { caller: Caller; onLeave: () => void }) {
+  const hash = useHash();
+  const route = useMemo(() => routeOf(hash), [hash]);
+  const [theme, nextTheme] = useTheme();
+  const { data, error, refresh } = usePoll(
+    (signal) =>
+      caller.experiment_id
+        ? call<Experiment>(`/v1/experiments/${encodeURIComponent(caller.experiment_id)}`, { signal }).then((one) => [one])
+        : all<Experiment>("/v1/experiments", { query: { spec: false }, signal }),
+    3,
+    "experiments",
+  );
+  const isOperator = caller.scope === "operator";
+  const ids = route.ids.filter((id) => data?.some((each) => each.id === id));
+  const title = ids.map((id) => data?.find((each) => each.id === id)?.name ?? id).join(", ");
+  useEffect(() => {
+    document.title = title ? `${title} · Flotilla` : "Flotilla";
+  }, [title]);
+  return (
+    <>
+      <header class="top">
+        <a class="brand" href="#/">
+          <img src="/page/icon.svg" alt="" width="24" height="24" />
+          Flotilla
+        </a>
+        <nav aria-label="Views">
+          <a href="#/" aria-current={route.view === "overview" ? "page" : undefined}>
+            Overview
+          </a>
+          {ids.length > 0 &&
+            VIEWS.map(([view, label]) => (
+              <a key={view} href={`#/${view}/${route.ids.map(encodeURIComponent).join(",")}`} aria-current={route.view === view ? "page" : undefined}>
+                {label}
+              </a>
+            ))}
+        </nav>
+        <div class="who">
+          <span class={error ? "dot bad" : "dot"} title={error ? error.message : "connected"} role="img" aria-label={error ? "not connected" : "connected"} />
+          <span class="quiet">
+            {caller.name === caller.scope ? caller.scope : `${caller.name} (${caller.scope})`}
+          </span>
+          <button class="plain" onClick={nextTheme} title="colours: automatic, light, dark">
+            {theme === "auto" ? "Auto" : theme === "light" ? "Light" : "Dark"}
+          </button>
+          <button class="plain" onClick={onLeave}>
+            Log out
+          </button>
+        </div>
+      </header>
+      {error && (
+        <p class="banner bad" role="alert">
+          {error.message}; shown is what was known before.
+        </p>
+      )}
+      <main id="main">
+        {data === null ? (
+          <p class="quiet">{error ? "" : "Loading…"}</p>
+        ) : (
+          <View route={route} ids={ids} shared={{ experiments: data, isOperator, refresh }} />
+        )}
+      </main>
+    </>
+  );
+}
+
+function View({ route, ids, shared }: { route: Route; ids: string[]; shared: Shared }) {
+  if (route.view === "overview") return <Overview shared={shared} />;
+  if (route.view === "new" && shared.isOperator) return <Create shared={shared} />;
+  if (ids.length === 0) {
+    return (
+      <p>
+        There is no such experiment here. <a href="#/">Overview</a>
+      </p>
+    );
+  }
+  if (route.view === "run") return <Run key={ids.join()} ids={ids} route={route} shared={shared} />;
+  return (
+    <p>
+      There is no such view. <a href="#/">Overview</a>
+    </p>
+  );
+}
+
+function App() {
+  const [caller, setCaller] = useState<Caller | null>(null);
+  const [message, setMessage] = useState("");
+  const [isAsking, setAsking] = useState(session.token !== null);
+  const enter = async (token: string) => {
+    setAsking(true);
+    try {
+      const found = await call<Caller>("/v1/tokens/self", { token });
+      if (found.scope !== "operator" && found.scope !== "reader") throw new Error(`this token has the scope ${found.scope}: the page wants a reader's or an operator's`);
+      session.token = token;
+      setMessage("");
+      setCaller(found);
+    } catch (error) {
+      session.token = null;
+      setMessage(error instanceof Error ? error.message : String(error));
+    }
+    setAsking(false);
+  };
+  useEffect(() => {
+    session.onLost = () => {
+      session.token = null;
+      setCaller(null);
+      setMessage("The token was revoked or has expired.");
+    };
+    if (session.token !== null) void enter(session.token);
+  }, []);
+  if (caller !== null) {
+    return (
+      <Page
+        caller={caller}
+        onLeave={() => {
+          session.token = null;
+          setCaller(null);
+          setMessage("");
+        }}
+      />
+    );
+  }
+  return isAsking ? <p class="quiet center">Connecting…</p> : <Login message={message} onEnter={enter} />;
+}
+
+render(<App />, document.getElementById("app")!);

@@ -1,0 +1,160 @@
+"""The page in a real browser, on a real fleet: what an operator does there, and what a reader cannot."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.browser import Browser, needs_browser, open_browser
+from tests.fleet import RunningFleet, make_experiment, running_fleet, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(580), needs_browser]
+
+LONG_SECONDS = 120.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("page")
+
+
+@pytest.fixture(scope="module")
+def fleet(folder: Path) -> Iterator[RunningFleet]:
+    with running_fleet(folder / "fleet") as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    with open_browser(tmp_path) as browser:
+        yield browser
+
+
+def ask(fleet: RunningFleet, method: str, path: str, body: Any = None) -> Any:
+    headers = {"Authorization": f"Bearer {fleet.token}"}
+    answer = httpx.request(method, fleet.url + path, json=body, headers=headers, timeout=60)
+    assert answer.is_success, answer.text
+    return answer.json()
+
+
+def log_in(browser: Browser, fleet: RunningFleet, token: str) -> None:
+    browser.open(f"{fleet.url}/")
+    browser.type("#token", token)
+    browser.click("button", "Log in")
+    browser.wait("h1", "Experiments")
+
+
+def state_of(fleet: RunningFleet, name: str) -> str:
+    return str(next(each["state"] for each in ask(fleet, "GET", "/v1/experiments")["items"] if each["name"] == name))
+
+
+def shown_state(browser: Browser, name: str, state: str) -> None:
+    until(
+        lambda: browser.script(
+            "return [...document.querySelectorAll('.experiment .name h2')].some((each) =>"
+            " each.querySelector('a').textContent === arguments[0]"
+            " && each.querySelector('.state').textContent === arguments[1])",
+            name,
+            state,
+        ),
+        LONG_SECONDS,
+        f"{name} to be shown as {state}",
+        pause_seconds=0.1,
+    )
+
+
+def test_an_operator_creates_watches_pauses_forks_compares_and_stops(
+    fleet: RunningFleet, browser: Browser, folder: Path
+) -> None:
+    spec = make_experiment(folder, name="first", optimisation={"steps": 5000})
+    text = yaml.safe_dump(spec, sort_keys=False)
+
+    browser.open(f"{fleet.url}/")
+    browser.type("#token", "not-a-token")
+    browser.click("button", "Log in")
+    browser.wait("[role=alert]", "neither revoked nor expired")
+    assert any("401" in each for each in browser.complaints())
+    log_in(browser, fleet, fleet.token)
+
+    # Each error stands at its line.
+    browser.click("a", "New experiment")
+    wrong = text.replace("learning_rate:", "learning_rte:").replace("group_size: 4", "group_size: -4")
+    lines = {
+        word: next(n for n, line in enumerate(wrong.splitlines(), 1) if word in line) for word in ("rte", "group_size")
+    }
+    browser.paste(".editor textarea", wrong)
+    browser.click("button", "Create and start")
+    browser.wait(".errors li", f"line {lines['rte']} optimisation.learning_rte")
+    browser.wait(".errors li", f"line {lines['group_size']} rollout.group_size")
+    assert browser.texts(".gutter .bad") == [str(each) for each in sorted(lines.values())]
+    assert ask(fleet, "GET", "/v1/experiments")["items"] == []
+
+    browser.paste(".editor textarea", text)
+    browser.click("button", "Create and start")
+    browser.wait("h1", "first", LONG_SECONDS)
+    browser.wait("#reward .legend", "reward/mean", LONG_SECONDS)
+    browser.wait("#time .legend", "computing")
+    assert len(browser.texts(".chart h3")) > 10
+
+    # Its state is changed by buttons, and what is shown follows.
+    browser.click("nav a", "Overview")
+    shown_state(browser, "first", "running")
+    browser.wait(".sparkline")
+    browser.click(".actions button", "Pause")
+    shown_state(browser, "first", "paused")
+    assert state_of(fleet, "first") == "paused"
+    browser.click(".actions button", "Resume")
+    shown_state(browser, "first", "running")
+
+    browser.click(".actions button", "Fork")
+    browser.type("#fork-name", "second")
+    browser.paste("#fork-changes", "optimisation.learning_rate: 2.0e-4\nresources.priority: 0")
+    browser.click("dialog button", "Fork and start")
+    browser.wait(".experiment h2 a", "second", LONG_SECONDS)
+    forked = next(each for each in ask(fleet, "GET", "/v1/experiments")["items"] if each["name"] == "second")
+    assert forked["spec"]["optimisation"]["learning_rate"] == 2.0e-4
+    assert forked["origin"]["step"] >= 4
+
+    browser.click("input[aria-label='Compare first']")
+    browser.click("input[aria-label='Compare second']")
+    browser.click("a", "Compare 2")
+    browser.wait("h1", "first")
+    browser.wait("h1", "second")
+
+    browser.click("nav a", "Overview")
+    for name in ("second", "first"):
+        browser.click(f".actions [aria-label='Actions on {name}'] button", "Stop")
+        browser.click("dialog button.danger", "Stop")
+        shown_state(browser, name, "stopped")
+    audit = ask(fleet, "GET", f"/v1/experiments/{forked['id']}/audit")["items"]
+    assert audit[0]["action"] == "stop"
+    assert browser.complaints() == []
+
+
+def test_a_reader_sees_everything_and_changes_nothing(fleet: RunningFleet, browser: Browser) -> None:
+    made = ask(fleet, "POST", "/v1/tokens", {"name": "looking", "scope": "reader"})
+    log_in(browser, fleet, made["token"])
+
+    browser.wait(".experiment h2 a", "first")
+    browser.wait(".sparkline")
+    assert browser.find(".actions") is None
+    assert set(browser.texts("button")) <= {"Auto", "Light", "Dark", "Log out"}
+    assert browser.find("a", "New experiment") is None
+    browser.script("location.hash = '#/new'")
+    browser.wait("main", "There is no such")
+    assert browser.find("textarea") is None
+    browser.click("nav a", "Overview")
+    browser.click(".experiment h2 a", "first")
+    browser.wait("#reward .legend", "reward/mean")
+    assert browser.find(".actions") is None
+    assert browser.complaints() == []
+
+    # The token is gone with the session, and a revoked one lets nobody look any further.
+    assert browser.script("return JSON.stringify(localStorage)").count(made["token"]) == 0
+    assert browser.script("return document.cookie") == ""
+    httpx.delete(f"{fleet.url}/v1/tokens/looking", headers={"Authorization": f"Bearer {fleet.token}"}, timeout=60)
+    browser.wait("[role=alert]", "revoked or has expired")
+    assert browser.find("#token") is not None

@@ -1,0 +1,94 @@
+"""Metrics as columns, and experiments without their specs: what the page polls."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from flotilla.services.gateway.app import create_app
+from flotilla.services.gateway.routes import metrics
+from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.services.gateway.state import GatewayState
+from flotilla.shared.schemas.experiment import MetricPoint
+from tests.unit.gateway.builders import a_gateway, add_experiment
+
+
+def client_of(gateway: GatewayState) -> httpx.AsyncClient:
+    app = create_app(GatewaySettings(token="t", redis_url="redis://nowhere", data=Path("/nowhere")))
+
+    async def with_state(scope: Any, receive: Any, send: Any) -> None:
+        await app(scope | {"state": {"gateway": gateway}}, receive, send)
+
+    transport, headers = httpx.ASGITransport(with_state), {"Authorization": "Bearer t"}
+    return httpx.AsyncClient(transport=transport, base_url="http://x", headers=headers)
+
+
+def points(name: str, values: list[float], *, first: int = 1) -> list[MetricPoint]:
+    return [
+        MetricPoint(name=name, step=step, version=step - 1, value=value, at="1970-01-01T00:00:10.000Z")
+        for step, value in enumerate(values, start=first)
+    ]
+
+
+async def test_series_come_as_columns_by_step_and_continue_from_their_cursor(monkeypatch: Any) -> None:
+    monkeypatch.setattr(metrics, "SLICE", 2)
+    gateway = a_gateway()
+    await add_experiment(gateway)
+    await gateway.store.put_metrics("tiny-1", points("loss", [0.2, 0.3], first=2) + points("loss", [0.1]))
+    await gateway.store.put_metrics("tiny-1", points("kl", [5.0]))
+    async with client_of(gateway) as client:
+        first = (await client.get("/v1/experiments/tiny-1/series", params={"names": "loss"})).json()
+        await gateway.store.put_metrics("tiny-1", points("loss", [0.4], first=4))
+        query = {"names": "loss", "after": first["next"]}
+        then = (await client.get("/v1/experiments/tiny-1/series", params=query)).json()
+        again = (await client.get("/v1/experiments/tiny-1/series", params={**query, "after": then["next"]})).json()
+
+    assert first["items"] == [
+        {
+            "name": "loss",
+            "num_points": 3,
+            "steps": [1, 2, 3],
+            "versions": [0, 1, 2],
+            "values": [0.1, 0.2, 0.3],
+            "seconds": [10.0, 10.0, 10.0],
+        }
+    ]
+    assert [each["steps"] for each in then["items"]] == [[4]]
+    assert again == {"items": [], "next": then["next"]}
+
+
+async def test_a_long_series_is_thinned_and_says_how_long_it_is() -> None:
+    gateway = a_gateway()
+    await add_experiment(gateway)
+    await gateway.store.put_metrics("tiny-1", points("loss", [float(n % 7) for n in range(500)]))
+    async with client_of(gateway) as client:
+        answer = (await client.get("/v1/experiments/tiny-1/series?names=loss&points=20")).json()["items"][0]
+
+    assert answer["num_points"] == 500
+    assert len(answer["steps"]) <= 20
+    assert {0.0, 6.0} <= set(answer["values"])
+
+
+async def test_names_are_wanted_and_not_too_many() -> None:
+    gateway = a_gateway()
+    await add_experiment(gateway)
+    async with client_of(gateway) as client:
+        answers = [
+            await client.get("/v1/experiments/tiny-1/series", params={"names": names})
+            for names in (",", ",".join(f"n{n}" for n in range(101)))
+        ]
+        absent = await client.get("/v1/experiments/other/series?names=loss")
+
+    assert [answer.status_code for answer in answers] == [422, 422]
+    assert absent.status_code == 404
+
+
+async def test_a_list_of_experiments_leaves_their_specs_out_where_nobody_wants_them() -> None:
+    gateway = a_gateway()
+    await add_experiment(gateway)
+    async with client_of(gateway) as client:
+        whole = (await client.get("/v1/experiments")).json()["items"][0]
+        short = (await client.get("/v1/experiments?spec=false")).json()["items"][0]
+
+    assert whole["spec"]["name"] == "tiny"
+    assert short == whole | {"spec": {}}

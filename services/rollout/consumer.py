@@ -10,16 +10,15 @@ engine at once. The task may come back to this very process, so a request is nam
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 
-from flotilla.services.rollout.busy import BusyTime
 from flotilla.services.rollout.episodes.base import Episodes
 from flotilla.services.rollout.episodes.special_tokens import SamplingTally
 from flotilla.services.rollout.failed_samples import FailedSamples
-from flotilla.services.rollout.handed_over import HandOverCounts
 from flotilla.services.rollout.weights.version import VersionGate
 from flotilla.shared.concurrency.cancelling import cancelled_by
 from flotilla.shared.errors import ClaimLost, EpisodeFailed, FlotillaError, InvalidRequest, WorkerDied
@@ -43,6 +42,78 @@ at once, it would come straight back here."""
 UNREADABLE = "unreadable"
 ROLLOUT_TIMEOUT = "rollout_timeout"
 """Reasons for which a task fails, besides the codes of ``InvalidRequest``, ``EpisodeFailed`` and their kinds."""
+
+
+@dataclass
+class HandOverCounts:
+    """What a worker handed over, and what it made of what it was handed.
+
+    Attributes:
+        groups_handed_over, tokens_handed_over: given to the next rollout, finished members included.
+        groups_resumed, tokens_resumed: taken from an earlier rollout into groups that were answered.
+        tokens_restarted: came with a task and could not be kept (mixed versions, too old): sampled afresh.
+    """
+
+    groups_handed_over: int = 0
+    tokens_handed_over: int = 0
+    groups_resumed: int = 0
+    tokens_resumed: int = 0
+    tokens_restarted: int = 0
+
+    def answered(self, claim: Claim, group: Group) -> None:
+        """Count a group that was forwarded."""
+        resumed = self._count_restarted(claim, group)
+        self.groups_resumed += bool(resumed)
+        self.tokens_resumed += resumed
+
+    def handed_over(self, claim: Claim, group: Group) -> None:
+        """Count a group that was handed over."""
+        self._count_restarted(claim, group)
+        self.groups_handed_over += 1
+        self.tokens_handed_over += group.num_sampled
+
+    def to_load(self) -> dict[str, float]:
+        """Make gauges of it."""
+        return asdict(self)
+
+    def _count_restarted(self, claim: Claim, group: Group) -> int:
+        resumed = sum(member.resumed_tokens for member in group.trajectories)
+        self.tokens_restarted += max(0, claim.header.token_count - resumed)
+        return resumed
+
+
+class BusyTime:
+    """Time in which at least one group was being sampled, and time in which none was.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._started = clock()
+        self._busy_seconds = 0.0
+        self._busy_since = 0.0
+        self._num_groups = 0
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Count the block as one group's sampling; blocks may overlap."""
+        if self._num_groups == 0:
+            self._busy_since = self._clock()
+        self._num_groups += 1
+        try:
+            yield
+        finally:
+            self._num_groups -= 1
+            if self._num_groups == 0:
+                self._busy_seconds += self._clock() - self._busy_since
+
+    def to_load(self) -> dict[str, float]:
+        """Return both as gauges, in seconds since it began; they only grow, so that their differences are a span's."""
+        now = self._clock()
+        busy = self._busy_seconds + (now - self._busy_since if self._num_groups else 0.0)
+        return {"busy_seconds": busy, "idle_seconds": now - self._started - busy}
 
 
 @dataclass(frozen=True, slots=True)

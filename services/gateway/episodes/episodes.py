@@ -5,12 +5,12 @@ So a gateway that restarts goes on where the one before was.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
 from flotilla.services.gateway.access.quotas import check_episodes
 from flotilla.services.gateway.access.tokens import Tokens
-from flotilla.services.gateway.episodes.handed_out import HandedOutEpisodes
 from flotilla.services.gateway.episodes.naming import EpisodeName
 from flotilla.services.gateway.episodes.rollouts import EpisodeGone, Rollouts
 from flotilla.services.gateway.monitoring.health.measurements import Measurements
@@ -42,6 +42,38 @@ KEY_SECONDS: Final = 60.0
 LATEST_STATES: Final = frozenset(
     {ExperimentState.STOPPING, ExperimentState.STOPPED, ExperimentState.COMPLETED, ExperimentState.FAILED}
 )
+
+
+class HandedOutEpisodes:
+    """Counts open episodes by whose they are; one that is never completed is forgotten with its deadline."""
+
+    def __init__(self) -> None:
+        self._until: dict[str, dict[str, float]] = defaultdict(dict)
+        self._beginning: dict[str, int] = defaultdict(int)
+
+    def count(self, whose: str, now: float) -> int:
+        """Count those of a token, and those that it is about to get; ``now`` in seconds since the epoch."""
+        opened = self._until[whose]
+        for episode_id in [each for each, until in opened.items() if until <= now]:
+            del opened[episode_id]
+        return len(opened) + self._beginning[whose]
+
+    def begin(self, whose: str) -> None:
+        """Note that somebody waits for one; ``begun`` ends that."""
+        self._beginning[whose] += 1
+
+    def begun(self, whose: str) -> None:
+        """Note that somebody waits no longer."""
+        self._beginning[whose] -= 1
+
+    def add(self, whose: str, episode_id: str, until: float) -> None:
+        """Note one that was handed out."""
+        self._until[whose][episode_id] = until
+
+    def end(self, episode_id: str) -> None:
+        """Forget one that has ended."""
+        for opened in self._until.values():
+            opened.pop(episode_id, None)
 
 
 class NoTask(Unavailable):

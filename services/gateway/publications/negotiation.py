@@ -10,10 +10,21 @@ Taking a member out closes the epoch: the next one has a new number and no rende
 Reports of another epoch or version mean nothing, so late and repeated ones are harmless.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flotilla.services.gateway.publications.epochs import Epoch, without
-from flotilla.shared.schemas.publication import Manifest, PublicationPhase, PublicationReport, ReceiveState, Rendezvous
+from flotilla.services.gateway.store.records import PublicationRecord
+from flotilla.shared.schemas.publication import (
+    Manifest,
+    Member,
+    Publication,
+    PublicationOrder,
+    PublicationPhase,
+    PublicationReport,
+    ReceiveState,
+    Rendezvous,
+)
 
 STALLS_BEFORE_BLAME = 1
 """Transfers that reached nobody are tried once more with everybody: one dead member stalls the others too, and does
@@ -249,3 +260,77 @@ def breaks_epoch(event: NegotiationEvent, epoch: Epoch | None) -> bool:
     """Whether an event ends the use of an epoch that no publication is open in."""
     is_member = isinstance(event, MemberGone) and epoch is not None and event.service_id in epoch.service_ids
     return epoch is not None and (isinstance(event, SenderGone) or is_member)
+
+
+def view_of(experiment_id: str, negotiation: Negotiation, deadline_seconds: float) -> Publication:
+    """Show a publication whose phases may take ``deadline_seconds`` each."""
+    return Publication(
+        experiment_id=experiment_id,
+        version=negotiation.version,
+        epoch=negotiation.epoch.number,
+        phase=negotiation.phase,
+        members=negotiation.epoch.members,
+        rendezvous=negotiation.epoch.rendezvous,
+        deadline_seconds=deadline_seconds,
+        reason=negotiation.reason,
+        is_delta=negotiation.manifest.delta is not None,
+    )
+
+
+def order_of(service_id: str, negotiation: Negotiation, deadline_seconds: float) -> PublicationOrder | None:
+    """Make what a service has to do for a publication; None unless it is a member."""
+    member = next((each for each in negotiation.epoch.members if each.service_id == service_id), None)
+    if member is None:
+        return None
+    return PublicationOrder(
+        version=negotiation.version,
+        epoch=negotiation.epoch.number,
+        transport=member.transport,
+        rank=member.rank,
+        num_ranks=member.num_ranks,
+        phase=negotiation.phase,
+        rendezvous=negotiation.epoch.rendezvous,
+        manifest=negotiation.manifest,
+        deadline_seconds=deadline_seconds,
+    )
+
+
+def newest_of(records: Sequence[PublicationRecord]) -> PublicationRecord:
+    """Find what was announced last, among one record or more: the one that is open, else that of the last epoch.
+
+    Epochs are numbered in the order of time, and within one the versions grow; the wall clock may go back, and so may
+    versions, when a trainer goes on from an earlier checkpoint.
+    """
+    return max(records, key=lambda record: (record.ended_at is None, record.epoch, record.version))
+
+
+def record_of(experiment_id: str, negotiation: Negotiation, announced_at: float, now: float) -> PublicationRecord:
+    rendezvous = negotiation.epoch.rendezvous
+    return PublicationRecord(
+        experiment_id=experiment_id,
+        version=negotiation.version,
+        step=negotiation.step,
+        epoch=negotiation.epoch.number,
+        phase=negotiation.phase.value,
+        service_id=negotiation.epoch.sender,
+        manifest=negotiation.manifest.model_dump(mode="json"),
+        members=[member.model_dump(mode="json") for member in negotiation.epoch.members],
+        rendezvous=rendezvous.model_dump() if rendezvous else None,
+        reason=negotiation.reason,
+        announced_at=announced_at,
+        ended_at=now if negotiation.is_over else None,
+    )
+
+
+def negotiation_of(record: PublicationRecord) -> Negotiation:
+    """Rebuild the state that a record describes; members report again how far they are."""
+    members = tuple(Member.model_validate(member) for member in record.members)
+    rendezvous = Rendezvous.model_validate(record.rendezvous) if record.rendezvous else None
+    return Negotiation(
+        version=record.version,
+        step=record.step,
+        manifest=Manifest.model_validate(record.manifest),
+        epoch=Epoch(record.epoch, record.service_id, members, rendezvous),
+        phase=PublicationPhase(record.phase),
+        reason=record.reason,
+    )

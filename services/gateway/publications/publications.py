@@ -18,11 +18,14 @@ from flotilla.services.gateway.publications.negotiation import (
     SenderGone,
     announce,
     breaks_epoch,
+    negotiation_of,
+    newest_of,
+    order_of,
+    record_of,
     transition,
+    view_of,
 )
-from flotilla.services.gateway.publications.stored import negotiation_of, newest_of, record_of
 from flotilla.services.gateway.publications.transports import can_receive, transport_for
-from flotilla.services.gateway.publications.views import order_of, view_of
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
 from flotilla.services.gateway.registry.services import LiveService, Registry
 from flotilla.services.gateway.signals import Signal, wait_for_any

@@ -5,7 +5,7 @@ until it says that it is done or its notice is over. Only then is it released, a
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flotilla.services.gateway.events.log import EventLog
@@ -13,18 +13,55 @@ from flotilla.services.gateway.membership.fleet import Fleet
 from flotilla.services.gateway.monitoring.watchdog import SCHEDULER
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
 from flotilla.services.gateway.registry.services import LiveService, Registry
-from flotilla.services.gateway.scheduler.candidates import Candidates
 from flotilla.services.gateway.scheduler.demands import Candidate, Demand, engine_to_start, needs_of, quotas_of
 from flotilla.services.gateway.scheduler.explanation import why_waiting
 from flotilla.services.gateway.scheduler.placement import Placement, WhyLeave, place
+from flotilla.services.gateway.store.records import ServiceRecord
 from flotilla.shared.clock import Clock
 from flotilla.shared.config.load.spec_text import with_changes
 from flotilla.shared.config.rules.devices import DeviceFacts, decide
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.fleet import ExperimentShare, FleetView, KindShare
-from flotilla.shared.schemas.service import ServiceKind
+from flotilla.shared.schemas.service import ServiceKind, WorkState
 
 log = logging.getLogger(__name__)
+
+
+Facts = tuple[ServiceRecord, bool, frozenset[str], frozenset[str]]
+"""All that a candidate is made of: the record, whether it leaves, the engines that it can start, its devices."""
+
+
+class Candidates:
+    """Makes a service's candidate again only when what it is made of has changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Facts, Candidate]] = {}
+
+    def of(self, services: Iterable[LiveService]) -> list[Candidate]:
+        """List those that may be given work, in the order of the services."""
+        known: dict[str, tuple[Facts, Candidate]] = {}
+        for service in services:
+            record = service.record
+            # A draining trainer keeps its place until it is idle: an experiment never has two.
+            if record.is_draining and not (service.kind is ServiceKind.TRAINER and record.experiment_id is not None):
+                continue
+            facts = (record, service.leaving is not None or _is_busy(service), service.engines, service.devices)
+            found = self._known.get(record.id)
+            known[record.id] = found if found is not None and found[0] == facts else (facts, _candidate(service, facts))
+        self._known = known
+        return [candidate for _, candidate in known.values()]
+
+
+def _candidate(service: LiveService, facts: Facts) -> Candidate:
+    record, is_leaving, engines, devices = facts
+    return Candidate(record.id, service.kind, record.experiment_id, is_leaving, engines, devices)
+
+
+def _is_busy(service: LiveService) -> bool:
+    """Whether it has no experiment any more, but is not yet done with the one it had."""
+    if service.record.experiment_id is not None:
+        return False
+    return service.observed.state is not WorkState.IDLE and service.observed.experiment_id is not None
 
 
 class Scheduler:

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar, assert_never
 
 import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
 from sqlalchemy import Column, Connection, Engine, Table
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -23,7 +25,6 @@ from flotilla.services.gateway.store import tables
 from flotilla.services.gateway.store.base import MetricRow
 from flotilla.services.gateway.store.lock import FileLock, keep_private, lock_every_session
 from flotilla.services.gateway.store.memory import event_of
-from flotilla.services.gateway.store.migrate import upgrade
 from flotilla.services.gateway.store.records import (
     AuditRecord,
     ExperimentRecord,
@@ -64,6 +65,25 @@ ONLY = 1
 ONE_VALUE = (tables.metrics.c.experiment_id, tables.metrics.c.name, tables.metrics.c.step)
 """No two rows of metrics have the same."""
 log = logging.getLogger(__name__)
+
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+
+
+def alembic_config() -> Config:
+    """Make the settings that Alembic would read from its ini file."""
+    config = Config()
+    # Alembic takes a percent sign for the start of an interpolation.
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    return config
+
+
+def upgrade(engine: Engine, revision: str = "head") -> None:
+    """Run the migrations that the database lacks, in one transaction."""
+    config = alembic_config()
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, revision)
 
 
 def open_engine(url: str) -> Engine:

@@ -8,13 +8,16 @@ import asyncio
 import contextlib
 import functools
 import logging
+import queue
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import datetime
+from typing import Any, TypeVar
 
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.store.base import MetricRow, Store
 from flotilla.services.gateway.tracking.base import Record, TrackedRun, Tracker
-from flotilla.services.gateway.tracking.thread import TrackerThread
 from flotilla.shared.errors import FlotillaError
 
 log = logging.getLogger(__name__)
@@ -24,6 +27,38 @@ PAGE = 5000
 LONGEST_PAUSE_SECONDS = 60.0
 STUCK_SECONDS = 120.0
 FINISH_SECONDS = 20.0
+
+
+T = TypeVar("T")
+
+
+class TrackerThread:
+    """Runs calls in their order. It is a daemon: a call that never returns does not keep the gateway from ending."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Run a call after those before it; cancelling leaves one that has begun to its own end."""
+        future: Future[T] = Future()
+        self._calls.put((future, call))
+        return await asyncio.wrap_future(future)
+
+    def end(self) -> None:
+        """Let it end after the calls that it was given."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (item := self._calls.get()) is not None:
+            future, call = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except Exception as error:  # whatever a library raises belongs to whoever waits for the call
+                future.set_exception(error)
 
 
 class Exporter:

@@ -15,7 +15,6 @@ from typing import Final
 
 import numpy as np
 
-from flotilla.services.rollout.agents.counts import EpisodeCounts
 from flotilla.services.rollout.agents.episode import Ended, Episode, EpisodeGone
 from flotilla.services.rollout.agents.template import Template
 from flotilla.services.rollout.agents.threads import Threads
@@ -34,6 +33,33 @@ from flotilla.shared.streams.partials import Partials, is_finished
 MAX_ENDED: Final = 4096
 """Ended episodes that are remembered, so that ending one again is answered as the first time."""
 Clock = Callable[[], float]
+
+
+@dataclass
+class EpisodeCounts:
+    """Counts since the session began.
+
+    Attributes:
+        opened: handed out.
+        by_end: ended, by how.
+    """
+
+    opened: int = 0
+    by_end: dict[Ended, int] = field(default_factory=lambda: dict.fromkeys(Ended, 0))
+
+    def ended(self, how: Ended) -> None:
+        """Count an end."""
+        self.by_end[how] += 1
+
+    @property
+    def num_open(self) -> int:
+        """Episodes that are with an agent."""
+        return self.opened - sum(self.by_end.values())
+
+    def to_load(self) -> dict[str, float]:
+        """Make gauges of it."""
+        ends = {f"episodes_{how.value}": float(count) for how, count in self.by_end.items()}
+        return {"episodes_opened": float(self.opened), "episodes_open": float(self.num_open), **ends}
 
 
 class EpisodesAbandoned(InvalidRequest):

@@ -4,16 +4,16 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 from flotilla.services.rollout.checked_transport import checked_client
-from flotilla.services.rollout.custom.process import CustomProcess
-from flotilla.services.rollout.tools.base import EpisodeTool, OpenTool, Schema, Tool, Tools, name_of
+from flotilla.services.rollout.custom.process import CustomProcess, Refused
+from flotilla.services.rollout.tools.base import EpisodeTool, OpenTool, Schema, Tool, ToolFailed, Tools, name_of
 from flotilla.services.rollout.tools.code_interpreter import CodeInterpreter, Sandboxes
-from flotilla.services.rollout.tools.http_tool import HttpTool
 from flotilla.services.rollout.tools.mcp_tools import McpServer
-from flotilla.services.rollout.tools.process_tool import ProcessTool, RowTool
+from flotilla.shared.config.redaction import redacted_text
 from flotilla.shared.config.sections.episodes import (
     CodeInterpreterConfig,
     HttpToolConfig,
@@ -22,9 +22,105 @@ from flotilla.shared.config.sections.episodes import (
     ToolEpisodesConfig,
 )
 from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
-from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.errors import EpisodeFailed, InvalidSpec, Unavailable
+from flotilla.shared.net.absence import BUSY_STATUS, may_pass
+from flotilla.shared.net.client.bounded_json import parse_json
 from flotilla.shared.net.client.tls import tls_context
 from flotilla.shared.schemas.task import Task
+
+MOST_ATTEMPTS = 3
+NOT_REACHED = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+
+
+class ProcessTool:
+    """A function, in that process."""
+
+    def __init__(self, process: CustomProcess, index: int, schema: Schema) -> None:
+        self._process, self._index = process, index
+        self.schema = schema
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """Call it; see ``Tool.call``."""
+        return await self._called(arguments, None)
+
+    async def _called(self, arguments: Mapping[str, Any], row: Mapping[str, Any] | None) -> str:
+        await self._process.restart()
+        try:
+            return str(await self._process.ask("call", self._index, [dict(arguments), row]))
+        except Refused as error:
+            raise ToolFailed(str(error)) from error
+
+
+class RowTool(ProcessTool):
+    """A function whose parameter ``row`` is given the columns of each task, with ``label`` and ``data_source``."""
+
+    def for_episode(self, task: Task) -> OpenTool:
+        """Bind it to a row."""
+        row = {**task.metadata, "label": task.label, "data_source": task.data_source}
+        return _Bound(self._process, self._index, self.schema, row)
+
+
+class _Bound(ProcessTool):
+    """A function with a row."""
+
+    def __init__(self, process: CustomProcess, index: int, schema: Schema, row: Mapping[str, Any]) -> None:
+        super().__init__(process, index, schema)
+        self._row = row
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """Call it; see ``Tool.call``."""
+        return await self._called(arguments, self._row)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class HttpTool:
+    """Posts ``{"name": ..., "arguments": {...}}``.
+
+    A reply below 300 is the result: its ``result`` if it is an object that has one, else the whole body. 4xx is told
+    to the policy, with ``error`` or the body. 5xx, 408, 429 and no answer are tried again, and then an error of the
+    episode; but where the server is absent or busy, the task waits for it.
+
+    Args:
+        url: where to.
+        schema: that the policy is shown.
+        client: with time-outs and bounds of its own.
+    """
+
+    def __init__(self, url: str, schema: Schema, client: httpx.AsyncClient) -> None:
+        self.schema = schema
+        self._url = url
+        self._client = client
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """Call it; see ``Tool.call``."""
+        body = {"name": self.schema["function"]["name"], "arguments": dict(arguments)}
+        why, is_absent = "", False
+        for _ in range(MOST_ATTEMPTS):
+            try:
+                reply = await self._client.post(self._url, json=body)
+            except httpx.HTTPError as error:
+                # One that was reached and did not answer may do so each time, for these arguments.
+                why, is_absent = f"{type(error).__name__}: {error}", isinstance(error, NOT_REACHED) and may_pass(error)
+                continue
+            if reply.status_code >= 500 or reply.status_code in {408, 429}:
+                why, is_absent = f"it answered {reply.status_code}", reply.status_code in BUSY_STATUS
+                continue
+            if reply.status_code >= 300:
+                raise ToolFailed(_part(reply, "error"))
+            return _part(reply, "result")
+        words = f"tool {body['name']} at {redacted_text(self._url)} cannot be used: {why}"
+        raise Unavailable(words) if is_absent else EpisodeFailed(words)
+
+
+def _part(reply: httpx.Response, key: str) -> str:
+    try:
+        body = parse_json(reply.content, keeps_integers=True)
+    except ValueError:
+        return reply.text
+    found = body.get(key, body) if isinstance(body, dict) else body
+    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
 
 
 class EpisodeTools:

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -23,7 +24,6 @@ from safetensors.torch import load_file
 
 from flotilla.services.trainer.checkpoint.files import paths_in, reserve, shared_files, write_shared
 from flotilla.services.trainer.checkpoint.host_copy import HostCopy
-from flotilla.services.trainer.checkpoint.state import check_same_lineage, software_versions
 from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
 from flotilla.services.trainer.data.group_metrics import Totals
 from flotilla.services.trainer.learning.learner import Learner
@@ -43,6 +43,7 @@ from flotilla.shared.checkpoints.folders import (
 from flotilla.shared.checkpoints.lineage import ROOT, Published, VersionLine, follow
 from flotilla.shared.config.sections.checkpoint import EVERYTHING, Content
 from flotilla.shared.config.sections.job import RewardModelJobConfig
+from flotilla.shared.config.sections.lora import with_later_keys
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import ModelError, Unavailable
 from flotilla.shared.faults.armed import armed
@@ -56,6 +57,48 @@ from flotilla.shared.streams.plans import RECENT_STEPS, Plan
 log = logging.getLogger(__name__)
 
 WITHOUT_OPTIMIZER = "the checkpoint was made without the optimiser's state, which begins again with moments of 0"
+
+
+SOFTWARE = ("flotilla", "torch", "transformers", "safetensors", "numpy")
+
+FIXED_FIELDS = (
+    ("model", "path"),
+    ("model", "dtype"),
+    ("model", "lora"),
+    ("asynchrony", "trigger_parameter_sync_step"),
+    ("optimisation", "groups_per_mini_batch"),
+    ("asynchrony", "require_batches"),
+)
+"""Settings that a checkpoint cannot be continued without: they define the weights, the versions and the steps."""
+
+
+def software_versions() -> dict[str, str]:
+    """List the versions of what wrote a checkpoint."""
+    found = {}
+    for name in SOFTWARE:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # run from a source tree
+            continue
+    return found
+
+
+def check_same_lineage(state: CheckpointState, spec: ExperimentSpec) -> None:
+    """Refuse to go on from a checkpoint under settings that do not fit it.
+
+    Raises:
+        ModelError: a setting differs; it is named with both values and the way out.
+    """
+    now = spec.model_dump(mode="json")
+    for section, key in FIXED_FIELDS:
+        before, after = state.spec.get(section, {}).get(key), now[section][key]
+        if key == "lora":
+            before = with_later_keys(before)
+        if before != after:
+            raise ModelError(
+                f"checkpoint of step {state.step} was made with {section}.{key} {before!r}, the spec now says "
+                f"{after!r}: set it back, or start a new experiment from the checkpoint's model directory"
+            )
 
 
 @dataclass

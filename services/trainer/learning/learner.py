@@ -28,12 +28,11 @@ from flotilla.services.trainer.learning.mini_batches import MiniBatch, Prepared,
 from flotilla.services.trainer.learning.pass_sizes import Cut, PassSizes, need_of
 from flotilla.services.trainer.learning.trace import TokenTrace, TracedStep
 from flotilla.services.trainer.learning.trainable import Weights, choose_trained, image_weights, kept_weights
-from flotilla.services.trainer.models.average import WeightAverage
 from flotilla.services.trainer.models.critic import Critic, make_critic
 from flotilla.services.trainer.models.loading import LoadedModel
 from flotilla.services.trainer.models.log_probs import Policy
 from flotilla.services.trainer.models.optimizer import PolicyOptimizer, UpdateResult
-from flotilla.services.trainer.models.versions import VersionedWeights
+from flotilla.services.trainer.models.versions import VersionedWeights, WeightAverage
 from flotilla.services.trainer.parallel.layers import prepare_layers
 from flotilla.services.trainer.parallel.ranks import ONE_RANK, Ranks
 from flotilla.services.trainer.parallel.sequence import SequenceParallel

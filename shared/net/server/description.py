@@ -1,6 +1,8 @@
 """What ``/openapi.json`` says besides what the routes say themselves: tokens, and every status of a refusal."""
 
+import re
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -8,7 +10,6 @@ from typing import Any
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 
-from flotilla.shared.net.server.raised import without_raises
 from flotilla.shared.net.server.serving import PROBLEM_JSON
 
 PROBLEM = {
@@ -45,6 +46,35 @@ INTERNAL = {
 """The tag of routes that are for no user."""
 CLOSED_READING = "/v1/"
 """What can be read below it is not for everybody."""
+
+
+_HEADING = re.compile(r"^Raises:[ ]*\n", re.MULTILINE)
+_ENTRY = re.compile(r"^ {4}(?=\S)", re.MULTILINE)
+_STATUSES = re.compile(r"\s*\((\d{3}(?:, \d{3})*)(?:, [^)]*)?\)\.?$")
+
+
+def without_raises(description: str) -> tuple[str, dict[int, str]]:
+    """Take the section ``Raises`` out of a docstring.
+
+    Args:
+        description: with entries such as ``NotFound: there is no such experiment (404).``.
+
+    Returns:
+        What is left, and for each status why it is answered.
+    """
+    text, *sections = _HEADING.split(description, maxsplit=1)
+    reasons: dict[int, list[str]] = defaultdict(list)
+    for entry in _ENTRY.split(sections[0])[1:] if sections else ():
+        reason = " ".join(entry.partition(":")[2].split())
+        found = _STATUSES.search(reason)
+        if found is not None:
+            for status in found[1].split(", "):
+                reasons[int(status)].append(reason[: found.start()])
+    return text.strip(), {status: _sentence("; or ".join(each)) for status, each in reasons.items()}
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def describe(

@@ -5,7 +5,7 @@ import contextlib
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,6 @@ from flotilla.shared.errors import FlotillaError, Unavailable, WeightTransferFai
 from flotilla.shared.weights.image.image import WeightImage
 from flotilla.shared.weights.image.off_loop import close_images, create_image
 from flotilla.shared.weights.image.prefix_checksum import PrefixChecksum
-from flotilla.shared.weights.pull.missing import MissingRanges
 
 Reuse = Callable[[int], WeightImage | None]
 """Lends an own image of so many bytes to write into, taken back from other use; None where there is none.
@@ -27,6 +26,64 @@ SILENCE_SECONDS = 10.0
 """A source that sends nothing for so long is given up."""
 STALLED_BYTES = 1 << 20
 """Who sends less between two looks is left, if another source has nothing to do."""
+
+
+RANGE_BYTES = 64 << 20
+"""What one connection fetches at a time: as much as a source that breaks off or lies about its speed can hold up."""
+ALONE = 8
+"""As many such ranges at once come from a source beside which there is no other, and which can so hold up none: asking
+for one takes the processor time in which 20 MB arrive on loopback."""
+
+
+class MissingRanges:
+    """Ranges to fetch, first ones first; what a source left of one comes before all others.
+
+    Until the size is known only the beginning can be fetched, by one at a time.
+    """
+
+    def __init__(self) -> None:
+        self._open = deque([range(RANGE_BYTES)])
+        self._taken: list[range] = []
+        self.size: int | None = None
+
+    def learn(self, size: int) -> None:
+        """Note how many bytes the image has; called once, while the beginning is being fetched."""
+        self.size = size
+        if size > RANGE_BYTES:
+            self._open.append(range(RANGE_BYTES, size))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is missing any more."""
+        return self.size is not None and not self._open and not self._taken
+
+    @property
+    def num_first(self) -> int:
+        """How many bytes from the beginning on are there: none of them is written again."""
+        if self.size is None:
+            return 0
+        return min((span.start for span in (*self._open, *self._taken)), default=self.size)
+
+    def take(self, *, is_alone: bool = False) -> range | None:
+        """Take a range to fetch; None if all that is missing is on its way, or the size is not known yet.
+
+        Args:
+            is_alone: whether there is no other source.
+        """
+        if not self._open:
+            return None
+        span = self._open.popleft()
+        if rest := span[RANGE_BYTES * (ALONE if is_alone else 1) :]:
+            self._open.appendleft(rest)
+        self._taken.append(taken := range(span.start, rest.start if rest else span.stop))
+        return taken
+
+    def settle(self, taken: range, num_bytes: int) -> None:
+        """Give a range back, of which so many bytes are there."""
+        self._taken.remove(taken)
+        stop = taken.stop if self.size is None else min(taken.stop, self.size)
+        if taken.start + num_bytes < stop:
+            self._open.appendleft(range(taken.start + num_bytes, stop))
 
 
 class Source(Protocol):

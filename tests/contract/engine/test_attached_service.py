@@ -21,7 +21,7 @@ from flotilla.shared.errors import WorkerDied
 from flotilla.shared.schemas.service import Assignment, DesiredState, WorkState
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.schemas.trajectory import Group
-from flotilla.shared.service import start_backoff
+from flotilla.shared.service import reconciling
 from flotilla.shared.streams.keys import HopName
 from flotilla.shared.streams.ledger import Ledger
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
@@ -50,8 +50,8 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in (
         (connection, "POLL_SECONDS"),
         (rollout_service, "FIRST_PAUSE_SECONDS"),
-        (start_backoff, "FIRST_PAUSE_SECONDS"),
-        (start_backoff, "LONGEST_PAUSE_SECONDS"),
+        (reconciling, "FIRST_PAUSE_SECONDS"),
+        (reconciling, "LONGEST_PAUSE_SECONDS"),
         (consumer, "UNAVAILABLE_PAUSE_SECONDS"),
     ):
         monkeypatch.setattr(module, name, 0.01)

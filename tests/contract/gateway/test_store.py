@@ -14,7 +14,6 @@ from alembic.migration import MigrationContext
 from flotilla.services.gateway.store import lock, tables
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.memory import MemoryStore
-from flotilla.services.gateway.store.migrate import upgrade
 from flotilla.services.gateway.store.records import (
     AuditRecord,
     PublicationRecord,
@@ -22,7 +21,7 @@ from flotilla.services.gateway.store.records import (
     StoredAnswer,
     TokenRecord,
 )
-from flotilla.services.gateway.store.sql import SqlStore, open_engine
+from flotilla.services.gateway.store.sql import SqlStore, open_engine, upgrade
 from flotilla.services.gateway.store.writes import (
     AppendAudit,
     AppendEvent,

@@ -10,6 +10,7 @@ from flotilla.services.trainer.algorithms.advantages.agentic import (
     step_reinforce,
     step_returns,
 )
+from flotilla.services.trainer.algorithms.advantages.compute import whiten
 from flotilla.services.trainer.algorithms.advantages.distillation import distil
 from flotilla.services.trainer.algorithms.advantages.returns import (
     discounted_returns,
@@ -17,7 +18,6 @@ from flotilla.services.trainer.algorithms.advantages.returns import (
     rewards_at_last_token,
     turn_returns,
 )
-from flotilla.services.trainer.algorithms.advantages.whitening import whiten
 from flotilla.services.trainer.algorithms.aggregation import aggregate
 from flotilla.services.trainer.algorithms.balancing import balanced_partition, loads, rank_micro_batches
 from flotilla.services.trainer.algorithms.importance import correct

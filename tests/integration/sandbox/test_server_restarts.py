@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from flotilla.services.sandbox import executor, pool
+from flotilla.services.sandbox.executor import FIRST_PAUSE_SECONDS
 from flotilla.services.sandbox.fork_servers import ForkServer
 from flotilla.services.sandbox.processors import ProcessorGroup
 from flotilla.services.sandbox.routes.run_code import make_program
-from flotilla.services.sandbox.server_restarts import FIRST_PAUSE_SECONDS
 from flotilla.services.sandbox.state import SandboxState
 from flotilla.shared.schemas.sandbox import RunCodeRequest, RunStatus
 from tests.integration.sandbox.running import a_sandbox, run
@@ -87,8 +87,8 @@ async def test_who_ends_a_server_keeps_its_slot_and_is_charged_with_the_next_sta
 
 
 async def test_a_stop_does_not_wait_until_a_server_may_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flotilla.services.sandbox.server_restarts.FIRST_PAUSE_SECONDS", EVERY)
-    monkeypatch.setattr("flotilla.services.sandbox.server_restarts.LONGEST_PAUSE_SECONDS", EVERY)
+    monkeypatch.setattr("flotilla.services.sandbox.executor.FIRST_PAUSE_SECONDS", EVERY)
+    monkeypatch.setattr("flotilla.services.sandbox.executor.LONGEST_PAUSE_SECONDS", EVERY)
 
     async with asyncio.timeout(60), a_sandbox("D", concurrency=1, sessions=0) as state:
         await _run_for(state, "who", KILLS_ALL_OF_ITS_UID)

@@ -16,7 +16,7 @@ from flotilla.shared.weights.image.image import WeightImage
 from flotilla.shared.weights.image.layout import ImageLayout
 from flotilla.shared.weights.pull import client as pull_client
 from flotilla.shared.weights.pull import kept_images
-from flotilla.shared.weights.pull import missing as missing_module
+from flotilla.shared.weights.pull import source as missing_module
 from flotilla.shared.weights.pull.client import WeightPuller
 from flotilla.shared.weights.pull.kept_images import FileReader, KeptImages, kept_path
 from flotilla.shared.weights.pull.sender import InlineSender

@@ -19,8 +19,8 @@ from flotilla.shared.net.authorisation.credentials import Credentials
 from flotilla.shared.weights.image.image import WeightImage
 from flotilla.shared.weights.image.tensors import open_image
 from flotilla.shared.weights.pull.client import WeightPuller
-from flotilla.shared.weights.pull.missing import RANGE_BYTES
 from flotilla.shared.weights.pull.server import PublishedImages, weights_router
+from flotilla.shared.weights.pull.source import RANGE_BYTES
 from tests.integration.weights.processes import an_image
 
 TOKEN = "correct horse"

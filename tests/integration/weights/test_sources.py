@@ -19,7 +19,7 @@ from flotilla.shared.weights.image.image import WeightImage
 from flotilla.shared.weights.pull import client as pull_client
 from flotilla.shared.weights.pull import direct as direct_module
 from flotilla.shared.weights.pull import http_source
-from flotilla.shared.weights.pull import missing as missing_module
+from flotilla.shared.weights.pull import source as missing_module
 from flotilla.shared.weights.pull.client import WeightPuller
 from flotilla.shared.weights.pull.direct import DirectServer
 from flotilla.shared.weights.pull.sender import InlineSender

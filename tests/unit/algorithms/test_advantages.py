@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flotilla.services.trainer.algorithms.advantages import AdvantageInputs, compute_advantages
 from flotilla.services.trainer.algorithms.advantages.agentic import EnvironmentSteps, gigpo, same_state, step_returns
+from flotilla.services.trainer.algorithms.advantages.compute import whiten
 from flotilla.services.trainer.algorithms.advantages.groups import Groups, gpg, grpo, grpo_passk, opo, rloo
 from flotilla.services.trainer.algorithms.advantages.returns import (
     discounted_returns,
@@ -16,7 +17,6 @@ from flotilla.services.trainer.algorithms.advantages.returns import (
     rewards_at_last_token,
     turn_returns,
 )
-from flotilla.services.trainer.algorithms.advantages.whitening import whiten
 from flotilla.services.trainer.algorithms.metrics import summarise
 from flotilla.services.trainer.algorithms.sequences import PackedSequences, suffix_recurrence
 from flotilla.shared.config.sections.advantage import (

@@ -18,9 +18,8 @@ from flotilla.services.rollout.engines.decoders.architecture import architecture
 from flotilla.services.rollout.engines.decoders.checkpoint import read_config, safetensors_files
 from flotilla.services.rollout.engines.decoders.flash_attention import FlashAttention
 from flotilla.services.rollout.engines.decoders.fused import FusedDecoder
-from flotilla.services.rollout.engines.decoders.graphs import WARM_UPS, Graphs
 from flotilla.services.rollout.engines.decoders.host_arrays import on_device
-from flotilla.services.rollout.engines.decoders.paged import PagedDecoder, works
+from flotilla.services.rollout.engines.decoders.paged import WARM_UPS, Graphs, PagedDecoder, works
 from flotilla.services.rollout.engines.embedded import loading
 from flotilla.services.rollout.engines.settings import EngineSettings
 from flotilla.shared.errors import ModelError

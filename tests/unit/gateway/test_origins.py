@@ -16,7 +16,7 @@ from flotilla.services.gateway.lifecycle.origins import (
     remove_unfinished,
     take,
 )
-from flotilla.services.trainer.checkpoint.state import check_same_lineage
+from flotilla.services.trainer.checkpoint.manager import check_same_lineage
 from flotilla.shared.checkpoints.folders import complete
 from flotilla.shared.errors import InvalidSpec, ModelError, Unavailable
 from tests.unit.gateway.builders import a_spec

@@ -7,7 +7,7 @@ import pytest
 from flotilla.services.gateway.access.caller import caller
 from flotilla.services.gateway.access.quotas import UNLIMITED, check_episodes
 from flotilla.services.gateway.access.tokens import Tokens
-from flotilla.services.gateway.episodes.handed_out import HandedOutEpisodes
+from flotilla.services.gateway.episodes.episodes import HandedOutEpisodes
 from flotilla.services.gateway.lifecycle.states import Action
 from flotilla.services.gateway.settings import read_quota
 from flotilla.services.gateway.state import GatewayState

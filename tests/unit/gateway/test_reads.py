@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flotilla.services.gateway.samples.reads import SampleReads
+from flotilla.services.gateway.samples.indexing import SampleReads
 from flotilla.shared.errors import TooManyRequests
 
 

@@ -10,7 +10,7 @@ from flotilla.services.gateway import signals
 from flotilla.services.gateway.lifecycle.states import Action
 from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.runtime.reconciler import REST_SHARE
-from flotilla.services.gateway.scheduler.candidates import Candidates
+from flotilla.services.gateway.scheduler.quota import Candidates
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.errors import ActionNotAllowed, InvalidSpec

@@ -1,6 +1,6 @@
 """Division of a surplus: by rank, by weight, by largest remainder, and stable."""
 
-from flotilla.services.gateway.scheduler.sharing import Share, divide
+from flotilla.services.gateway.scheduler.placement import Share, divide
 
 
 def share(key: str, weight: float = 1.0, room: int = 99, held: int = 0, rank: int = 0) -> Share:

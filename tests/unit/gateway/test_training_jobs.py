@@ -1,7 +1,7 @@
 """Training jobs on several hosts: who is which node, and what ends a job everywhere."""
 
+from flotilla.services.gateway.membership.training_jobs import STORE_SECONDS, node_of, why_ended
 from flotilla.services.gateway.records.repository import Experiment
-from flotilla.services.gateway.registry.jobs import STORE_SECONDS, node_of, why_ended
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.schemas.experiment import ExperimentState

@@ -15,7 +15,7 @@ from flotilla.services.reward.verifiers.custom_process import CustomProcessVerif
 from flotilla.services.reward.verifiers.reward_model import RewardModelVerifier
 from flotilla.services.rollout.custom.process import CustomProcess
 from flotilla.services.rollout.engines.decoders.checkpoint import read_config
-from flotilla.services.rollout.tools.http_tool import HttpTool
+from flotilla.services.rollout.tools.opening import HttpTool
 from flotilla.shared.children import calls
 from flotilla.shared.config.sections.episodes import EnvironmentConfig
 from flotilla.shared.config.sections.reward import CustomConfig

@@ -1,6 +1,6 @@
 """What docstrings raise becomes answers."""
 
-from flotilla.shared.net.server.raised import without_raises
+from flotilla.shared.net.server.description import without_raises
 
 
 def test_what_is_raised_is_taken_out_by_status() -> None:

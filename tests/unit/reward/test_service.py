@@ -11,7 +11,7 @@ from flotilla.services.reward.tally import GradingTally
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import FlotillaError, Unavailable, WorkerDied
 from flotilla.shared.schemas.service import TEACHER, Assignment, DesiredState, Failure, WorkState
-from flotilla.shared.service import start_backoff
+from flotilla.shared.service import reconciling
 
 SPEC = {
     "name": "trial",
@@ -94,7 +94,7 @@ async def test_a_reward_that_drains_finishes_what_it_has_and_stays_finished() ->
 async def test_a_start_that_failed_for_a_passing_reason_is_tried_again_and_reported_meanwhile(
     monkeypatch: pytest.MonkeyPatch, refusal: FlotillaError
 ) -> None:
-    monkeypatch.setattr(start_backoff, "FIRST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(reconciling, "FIRST_PAUSE_SECONDS", 0.05)
     refusals = [refusal]
 
     async def open_session(spec: ExperimentSpec, assignment: Assignment) -> ScriptedSession:

@@ -1,6 +1,6 @@
 """Busy and idle time, with a clock that is set by hand."""
 
-from flotilla.services.rollout.busy import BusyTime
+from flotilla.services.rollout.consumer import BusyTime
 
 
 def test_overlapping_groups_count_once_and_what_is_left_is_idle() -> None:

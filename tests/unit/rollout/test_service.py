@@ -11,10 +11,9 @@ import pytest
 
 import flotilla.services.rollout.service as rollout_service
 from flotilla.services.rollout import shutdown
-from flotilla.services.rollout.busy import BusyTime
+from flotilla.services.rollout.consumer import BusyTime, HandOverCounts
 from flotilla.services.rollout.engines.base import EngineLoad
 from flotilla.services.rollout.episodes.special_tokens import SamplingTally
-from flotilla.services.rollout.handed_over import HandOverCounts
 from flotilla.services.rollout.service import MAX_DEATHS, RolloutService
 from flotilla.services.rollout.shutdown import HAND_OVER_SECONDS
 from flotilla.services.rollout.weights.version import VersionGate
@@ -28,7 +27,7 @@ from flotilla.shared.errors import (
     WorkerDied,
 )
 from flotilla.shared.schemas.service import Assignment, DesiredState, DeviceOrder, DeviceReport, WorkState
-from flotilla.shared.service import start_backoff
+from flotilla.shared.service import reconciling
 
 SPEC = {
     "name": "trial",
@@ -220,7 +219,7 @@ async def test_a_start_that_failed_for_a_passing_reason_is_tried_again_and_repor
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with a_world() as world:
-        monkeypatch.setattr(start_backoff, "FIRST_PAUSE_SECONDS", 0.05)
+        monkeypatch.setattr(reconciling, "FIRST_PAUSE_SECONDS", 0.05)
         world.refusals = [DeadlineExceeded("starting the weight endpoint took more than 60 s")]
         await world.want(WorkState.RUNNING)
 
@@ -250,7 +249,7 @@ async def test_a_start_whose_parts_failed_leaves_no_cancellation_behind(monkeypa
         pytest.fail("a part fails")
 
     async with a_world() as world:
-        monkeypatch.setattr(start_backoff, "FIRST_PAUSE_SECONDS", 60.0)
+        monkeypatch.setattr(reconciling, "FIRST_PAUSE_SECONDS", 60.0)
         world.service._open_session = open_parts  # type: ignore[assignment]
         await world.want(WorkState.RUNNING)
 
@@ -286,7 +285,7 @@ async def test_a_session_that_opens_as_the_service_ends_is_closed() -> None:
 
 async def test_a_start_is_tried_again_as_often_as_its_reason_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_world() as world:
-        monkeypatch.setattr(start_backoff, "FIRST_PAUSE_SECONDS", 0.0)
+        monkeypatch.setattr(reconciling, "FIRST_PAUSE_SECONDS", 0.0)
         world.refusals = [Unavailable("the disk is full")] * (3 * MAX_DEATHS)
         await world.want(WorkState.RUNNING)
 
@@ -297,7 +296,7 @@ async def test_a_start_is_tried_again_as_often_as_its_reason_passes(monkeypatch:
 
 async def test_a_pause_before_the_next_start_ends_with_the_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_world() as world:
-        monkeypatch.setattr(start_backoff, "FIRST_PAUSE_SECONDS", 60.0)
+        monkeypatch.setattr(reconciling, "FIRST_PAUSE_SECONDS", 60.0)
         world.refusals = [Unavailable("the disk is full")]
         await world.want(WorkState.RUNNING)
         await world.until(lambda: world.service.observe().failure is not None)

@@ -20,8 +20,7 @@ from flotilla.services.rollout.episodes_of import open_episodes
 from flotilla.services.rollout.tools.base import Tool, ToolFailed, schema_of
 from flotilla.services.rollout.tools.conversation import ToolConversation
 from flotilla.services.rollout.tools.formats import read_calls
-from flotilla.services.rollout.tools.http_tool import HttpTool
-from flotilla.services.rollout.tools.opening import open_tools
+from flotilla.services.rollout.tools.opening import HttpTool, open_tools
 from flotilla.services.rollout.tools.python_tool import PythonTool
 from flotilla.shared.config.sections.episodes import ToolEpisodesConfig, ToolFormat
 from flotilla.shared.errors import EpisodeFailed, InvalidSpec, ModelError, Unavailable

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from flotilla.services.sandbox.server_restarts import (
+from flotilla.services.sandbox.executor import (
     FIRST_PAUSE_SECONDS,
     LONGEST_PAUSE_SECONDS,
     WINDOW_SECONDS,

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from flotilla.shared.service import start_backoff
-from flotilla.shared.service.start_backoff import LONGEST_PAUSE_SECONDS, StartBackoff
+from flotilla.shared.service import reconciling
+from flotilla.shared.service.reconciling import LONGEST_PAUSE_SECONDS, StartBackoff
 
 
 async def test_pauses_double_up_to_a_bound_and_begin_again_after_a_success() -> None:
@@ -31,7 +31,7 @@ async def test_news_end_the_wait_and_leave_the_pause_as_it_is() -> None:
 
 
 async def test_the_end_of_a_pause_is_noticed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_backoff, "FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(reconciling, "FIRST_PAUSE_SECONDS", 0.0)
     backoff, changed = StartBackoff(), asyncio.Event()
     backoff.postpone()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flotilla.services.trainer.checkpoint.state import CheckpointState, check_same_lineage
+from flotilla.services.trainer.checkpoint.manager import CheckpointState, check_same_lineage
 from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
 from flotilla.shared.config.sections.checkpoint import BestCheckpointsConfig
 from flotilla.shared.errors import ModelError, Unavailable

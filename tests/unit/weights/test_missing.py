@@ -2,8 +2,8 @@
 
 import pytest
 
-from flotilla.shared.weights.pull import missing as missing_module
-from flotilla.shared.weights.pull.missing import MissingRanges
+from flotilla.shared.weights.pull import source as missing_module
+from flotilla.shared.weights.pull.source import MissingRanges
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ samples, and gives every running sample one token. The engine knows nothing of t
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +21,9 @@ from flotilla.services.rollout.engines.decoders.base import KeptRow
 from flotilla.services.rollout.engines.decoders.checkpoint import read_eos_token_ids
 from flotilla.services.rollout.engines.decoders.host_arrays import on_device
 from flotilla.services.rollout.engines.embedded.batch import ActiveRequest, Batch, Rows
-from flotilla.services.rollout.engines.embedded.flight import Flight
-from flotilla.services.rollout.engines.embedded.kept_turns import KeptTurns
 from flotilla.services.rollout.engines.embedded.loading import load_decoder
 from flotilla.services.rollout.engines.embedded.outcomes import Generated, GenerationFailed, Outcome, Updated
+from flotilla.services.rollout.engines.embedded.prefix_cache import KeptTurns
 from flotilla.services.rollout.engines.embedded.sampling import RowSampling, sample
 from flotilla.services.rollout.engines.embedded.updates import Update, UpdateQueue
 from flotilla.services.rollout.engines.requests import check_request, unstarted_completion
@@ -35,6 +35,40 @@ from flotilla.shared.host.freed_memory import return_freed_memory
 from flotilla.shared.schemas.trajectory import FinishReason
 
 log = logging.getLogger(__name__)
+
+
+class Flight:
+    """Sampled tokens that the next step may compute with before the host knows them.
+
+    Args:
+        token_ids: [B] int64, on the device.
+        log_probs: [B] float32, there too.
+
+    Attributes:
+        token_ids: as given.
+    """
+
+    def __init__(self, token_ids: Tensor, log_probs: Tensor) -> None:
+        self.token_ids = token_ids
+        self._done: Any = None
+        if token_ids.device.type != "cuda":
+            self._on_host = token_ids, log_probs
+            return
+        # Copied behind the computation, which the host does not wait for before it has launched the next one.
+        self._on_host = _pinned(token_ids), _pinned(log_probs)
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._done.record()
+
+    def land(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Wait until they are here: token ids and log-probabilities, [B] each."""
+        if self._done is not None:
+            self._done.synchronize()
+        token_ids, log_probs = self._on_host
+        return token_ids.numpy(), log_probs.numpy()
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class TorchEngine:

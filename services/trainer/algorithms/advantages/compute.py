@@ -4,6 +4,7 @@ Order: KL in the reward (before or after the baseline) -> baseline per sequence 
 The batch is everything that one plan of the trainer holds: groups must be complete in it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -14,15 +15,47 @@ from flotilla.services.trainer.algorithms.advantages import agentic, groups, ret
 from flotilla.services.trainer.algorithms.advantages.agentic import EnvironmentSteps
 from flotilla.services.trainer.algorithms.advantages.groups import Groups
 from flotilla.services.trainer.algorithms.advantages.token_baseline import optimal_token_baseline
-from flotilla.services.trainer.algorithms.advantages.whitening import AllSum, on_one_rank, whiten
 from flotilla.services.trainer.algorithms.kl import kl_estimate, subtract_kl_from_rewards
 from flotilla.services.trainer.algorithms.metrics import Metrics, Tally, mean_over, share
 from flotilla.services.trainer.algorithms.sequences import PackedSequences, suffix_sum
 from flotilla.shared.config.sections import advantage as configs
-from flotilla.shared.config.sections.advantage import AdvantageConfig
+from flotilla.shared.config.sections.advantage import AdvantageConfig, WhitenConfig
 from flotilla.shared.config.sections.algorithm import KlRewardConfig
 
 Value = TypeVar("Value")
+
+
+AllSum = Callable[[Tensor], Tensor]
+
+
+def on_one_rank(values: Tensor) -> Tensor:
+    """Stand in for a sum across ranks where there is one."""
+    return values
+
+
+def whiten(values: Tensor, mask: Tensor, config: WhitenConfig, all_sum: AllSum = on_one_rank) -> Tensor:
+    """Shift to mean 0 and scale to variance 1 over the tokens where the mask holds.
+
+    Args:
+        values: [T].
+        mask: [T] bool.
+        config: variance, floor and epsilon.
+        all_sum: sums a tensor across the ranks that share the batch.
+
+    Returns:
+        [T] float32, 0 where the mask is False. One token alone, or none, is only centred (unbiased variance is not
+        defined).
+    """
+    # In float64 sums of equal float32 values are exact, and so is their mean: what is equal becomes exactly 0.
+    inside = torch.where(mask, values.double(), 0.0)
+    count, total = all_sum(torch.stack([mask.sum().double(), inside.sum()])).unbind()
+    centred = torch.where(mask, inside - total / count.clamp(min=1), 0.0)
+    if config.centre_only:
+        return centred.float()
+    squares = all_sum(centred.square().sum())
+    variance = squares / (count - 1 if config.variance == "unbiased" else count).clamp(min=1)
+    floored = variance + config.epsilon if config.floor == "add" else variance.clamp(min=config.epsilon)
+    return (centred * floored.rsqrt()).float()
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flotilla.services.rollout.agents.bounds import ContextTooLong
-from flotilla.services.rollout.agents.conversation import TooManyBranches
+from flotilla.services.rollout.agents.conversation import ContextTooLong, TooManyBranches
 from flotilla.services.rollout.agents.episode import (
     Asked,
     Ended,

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from flotilla.services.rollout.agents.bounds import ContextTooLong
-from flotilla.services.rollout.agents.conversation import TooManyBranches
+from flotilla.services.rollout.agents.conversation import ContextTooLong, TooManyBranches
 from flotilla.services.rollout.agents.episode import Asked, Ended, Endpoint, Episode, EpisodeGone
 from flotilla.services.rollout.agents.threads import MOST_AT_A_TIME, Threads
 from flotilla.shared.testing.characters import CharacterTokenizer

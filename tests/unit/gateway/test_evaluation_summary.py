@@ -4,8 +4,14 @@ from statistics import fmean
 import pytest
 
 from flotilla.services.gateway.datasets.dataset import Part
-from flotilla.services.gateway.evaluation.estimators import best_at, majority, pass_at, sizes_up_to
-from flotilla.services.gateway.evaluation.summary import compare_answers, summarise_sets
+from flotilla.services.gateway.evaluation.summary import (
+    best_at,
+    compare_answers,
+    majority,
+    pass_at,
+    sizes_up_to,
+    summarise_sets,
+)
 from flotilla.shared.schemas.trajectory import GradeStatus, Group
 from flotilla.shared.testing.builders import a_group, a_task, a_trajectory
 

@@ -14,6 +14,8 @@ from flotilla.shared.config.load.yaml_text import MAX_VALUES, DocumentLoader, re
 from flotilla.shared.errors import InvalidSpec
 
 OVERRIDE = re.compile(r"^(\+\+|\+|~)?([A-Za-z_][\w.\-/@*]*)(?:=(.*))?$", re.DOTALL)
+NOT_READ = "\0"
+"""Stands in an environment for the value of a variable that may be a secret."""
 MAX_DEPTH = 40
 MAX_TEXT = 100_000
 
@@ -206,6 +208,7 @@ class Interpolation:
         name = name.strip().strip("'\"")
         if resolver == "oc.env":
             found: Any = self._environment.get(name, UNSET)
+            found = UNSET if found == NOT_READ else found
         elif resolver == "oc.select":
             found = self._look_up(path, name, trail)
         else:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flotilla.importers.composition import Beside, beside, nothing_beside
-from flotilla.importers.hydra import problem
+from flotilla.importers.hydra import NOT_READ, problem
 from flotilla.importers.openrlhf.finished import FINISHED
 from flotilla.importers.openrlhf.launch import MODULE, read_openrlhf, read_openrlhf_script
 from flotilla.importers.openrlhf.system import OPENRLHF
@@ -64,7 +64,7 @@ def read(
         InvalidSpec: something cannot be read; ``errors`` has its place.
     """
     # What is read is printed, in the spec and in messages; and a file is often somebody else's.
-    environment = {name: value for name, value in environment.items() if not may_be_secret(name, value)}
+    environment = {name: NOT_READ if may_be_secret(name, value) else value for name, value in environment.items()}
     is_script = source.endswith(SCRIPTS) or text.startswith("#!")
     if system == "verl":
         return read_verl(text, overrides, environment, source=source, is_script=is_script, beside=beside)

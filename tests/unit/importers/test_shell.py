@@ -1,5 +1,7 @@
 """Launch scripts are read, never run; what would need running is refused with its line."""
 
+from datetime import datetime
+
 import pytest
 
 from flotilla.importers.shell import read_script
@@ -29,6 +31,18 @@ def words(text: str, **fixed: str) -> list[str]:
         ("run 2 > log", ["run", "2"]),
         ("run $HOME/x \"$@\"", ["run", "~/x"]),
         ("set -x; run a\\ b", ["run", "a b"]),
+        ("L=(a 'b c')\nrun ${L[@]} ${#L[@]} ${L[1]} ${L[5]}", ["run", "a", "b", "c", "2", "b", "c"]),
+        ("A=data/x.tar.gz\nrun ${A##*/} ${A#*/} ${A%.*} ${A%%.*} ${#A}", ["run", "x.tar.gz", "x.tar.gz",
+                                                                          "data/x.tar", "data/x", "13"]),
+        ("A=a.b.c\nrun ${A/./-} ${A//./-} ${A^^} ${A:2:1} ${A:+set} ${B:+set}x", ["run", "a-b.c", "a-b-c", "A.B.C", "b",
+                                                                                 "set", "x"]),
+        ("run a=$UNSET $UNSET \"$UNSET\"", ["run", "a=", ""]),
+        ("A=x\nB=y\nrun $A/b-$B/c d=$A/$B/e '$A/b-$B/c'", ["run", "x/b-y/c", "d=x/y/e", "$A/b-$B/c"]),
+        ("A=x\nB=\"$A  $A\n $A\"\nrun $B \"$B\"", ["run", "x", "x", "x", "x  x\n x"]),
+        ("A=' x y '\nrun a$A\"b\"", ["run", "a", "x", "y", "b"]),
+        ("run ${A:-$((1024 * 2))} $((7 / -2)) $((-7 % 3)) $((2 ** 3 == 8))", ["run", "2048", "-3", "-1", "1"]),
+        ("run $'a\\tb' ", ["run", "a\tb"]),
+        ("read -r -d '' C <<'EOF'\nmod $A\nEOF\nrun $C", ["run", "mod", "$A"]),
         ("read -r -d '' C <<EOF\nmod --a 1 \\\n --b 2\nEOF\nrun $C", ["run", "mod", "--a", "1", "--b", "2"]),
     ],
 )  # fmt: skip
@@ -52,7 +66,7 @@ def test_a_variable_that_is_given_wins_over_the_script() -> None:
         ("A=0\nif [ ! -z $A ]; then A=1; fi\nrun $A", "1"),
         ("A=0\nif [ -f x ]; then B=1; fi\nrun $A", "0"),
         ("A=0\nfor i in 1 2; do sleep $i; B=$i; done\nrun $A", "0"),
-        ("D=$(date)\nwhile nproc; do sleep 1; done\nrun 0 2>&1 | tee log.$(date)", "0"),
+        ("D=$(nproc)\nwhile nproc; do sleep 1; done\nrun 0 2>&1 | tee log.$(date)", "0"),
         ('case $D in\n a) B=1 ;;\n *) B=2 ;;\nesac\nrun 0', "0"),
         ("A=$(nproc)\nA=1\nrun $A", "1"),
         ("A=0\nif [ 1 = 1 ] && [ 2 = 2 ]; then A=1; fi\nrun $A", "1"),
@@ -93,8 +107,9 @@ def test_conditions_on_known_values_are_followed(text: str, expected: str) -> No
         ("if [ -f x ]; then\nrun $A\nfi", 2),
         ("if [ 1 = 1 ] && [ -f x ]; then\nrun\nfi", 2),
         ("if [ 1 = 2 ] || [ -f x ]; then\nrun\nfi", 2),
-        ("while [ 1 = 1 ] && [ 1 = 1 ]; do\nrun\ndone", 2),
-        ("for i in 1 2; do\nrun $i; done", 2),
+        ("while [ -f x ] && [ 1 = 1 ]; do\nrun\ndone", 2),
+        ("for i in $(ls); do\nrun $i; done", 2),
+        ("for i in 1 2; do\nrun $i; break; done", 2),
         ("if [ 1 = 1 ] && { [ -f x ] || [ 1 = 2 ]; }; then\nA=1\nfi\nrun $A", 2),
         ("case $(nproc) in\n 8) A=1 ;;\n *) A=2 ;;\nesac\nrun $A", 3),
         ("case $(nproc) in\n 8) A=1 ;;\n 9) run ;;\nesac", 3),
@@ -102,11 +117,15 @@ def test_conditions_on_known_values_are_followed(text: str, expected: str) -> No
         ("A=1\nB=$(nproc)\nrun $B", 2),
         ("A=1\nB=$(nproc)\nB+=1\nrun $B", 2),
         ("A=`nproc`\nL=($A)\nrun ${L[@]}", 1),
-        ("run $UNSET", 1),
-        ("run ${A##*/}", 1),
-        ("run $((1 +))", 1),
+        ("set -u\nrun $UNSET", 2),
+        ("set -euxo pipefail\nrun ${UNSET}", 2),
+        ("run ${A:?must be}", 1),
+        ("run ${!A}", 1),
+        ("run $RANDOM", 1),
         ("run $((1 / 0))", 1),
-        ("run $((__import__('os')))", 1),
+        ("[ -f x ] && run", 1),
+        ("f() { run $1; }\nf $(nproc)", 2),
+        ("A=$(cat x | head)\nrun $A", 1),
     ],
 )
 def test_what_is_not_known_is_said_where_a_command_uses_it(text: str, line: int) -> None:
@@ -119,11 +138,11 @@ def test_what_is_not_known_is_said_where_a_command_uses_it(text: str, line: int)
 @pytest.mark.parametrize(
     ("text", "condition"),
     [
-        ("case ${DEVICE} in\n gpu) A=1 ;;\nesac\nrun $A", "case ${DEVICE} in"),
+        ("DEVICE=$(nproc)\ncase ${DEVICE} in\n gpu) A=1 ;;\nesac\nrun $A", "case ${DEVICE} in"),
         ('if [ -f "$X" ]; then\nA=1\nelse\nA=2\nfi\nrun $A', 'if [ -f "$X" ]'),
         ("if [ 1 = 2 ]; then\nA=1\nelif nproc; then\nA=2\nfi\nrun $A", "elif nproc"),
         ("if [ 1 = 1 ] && nproc; then\nA=1\nfi\nrun $A", "if [ 1 = 1 ] && nproc"),
-        ("for i in $L; do\nA=$i\ndone\nrun $A", "for i in $L"),
+        ("for i in $(ls); do\nA=$i\ndone\nrun $A", "for i in $(ls)"),
     ],
 )
 def test_a_value_that_depends_on_a_condition_names_it(text: str, condition: str) -> None:
@@ -134,13 +153,13 @@ def test_a_value_that_depends_on_a_condition_names_it(text: str, condition: str)
 
 
 def test_an_element_that_is_not_known_hides_no_other_of_its_list() -> None:
-    text = 'L=(a=1 b=$(date) c=$X)\nif [ -f x ]; then\nL+=(d=4)\nfi\nL+=(e=5)\nrun "${L[@]}" f=6'
+    text = 'X=$(nproc)\nL=(a=1 b=$(nproc) c=$X)\nif [ -f x ]; then\nL+=(d=4)\nfi\nL+=(e=5)\nrun "${L[@]}" f=6'
 
     found = read_script(text, {}, source="run.sh").commands[-1]
 
-    assert found.words == ["run", "a=1", "b=$(date)", "c=$X", "d=4", "e=5", "f=6"]
+    assert found.words == ["run", "a=1", "b=$(nproc)", "c=$X", "d=4", "e=5", "f=6"]
     assert [str(found.unknown[number].errors[0]["path"]) for number in sorted(found.unknown)] == [
-        "run.sh:1", "run.sh:1", "run.sh:3",
+        "run.sh:2", "run.sh:1", "run.sh:4",
     ]  # fmt: skip
 
 
@@ -148,13 +167,10 @@ def test_an_element_that_is_not_known_hides_no_other_of_its_list() -> None:
     ("text", "line"),
     [
         ("run 'open", 1),
-        ("f() { run; }", 1),
-        ("cat <<EOF\nno end", 1),
-        ("[ -f x ] && run", 1),
-        ("eval run", 1),
-        ("A=1\nfi", 2),
-        ("if [ 1 = 1 ]; then\ndone", 2),
-        ("then", 1),
+        ("run $((1 +))", 1),
+        ("eval $(nproc)", 1),
+        ("f() { f; f; }\nf", 1),
+        ("if [ 1 = 1 ]; then\ndone", 1),
     ],
 )
 def test_what_cannot_be_followed_is_a_message_with_its_line(text: str, line: int) -> None:
@@ -167,3 +183,55 @@ def test_what_cannot_be_followed_is_a_message_with_its_line(text: str, line: int
 def test_a_condition_without_an_end_is_a_message() -> None:
     with pytest.raises(InvalidSpec, match="needs its end"):
         read_script("if [ 1 = 1 ]; then\nrun", {}, source="run.sh")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("f() { A=$1; run $2; }\nf x y\nrun $A", [["run", "y"], ["run", "x"]]),
+        ("function f {\n local A=2\n return\n run no\n}\nf\nrun yes", [["run", "yes"]]),
+        ("( A=2; run $A )\nrun ${A:-3}", [["run", "2"], ["run", "3"]]),
+        ("for i in a 'b c'; do run $i; done", [["run", "a"], ["run", "b", "c"]]),
+        ('for i in a b; do L+=("x=$i"); done\nrun "${L[@]}"', [["run", "x=a", "x=b"]]),
+        ("i=0\nwhile ((i < 2)); do run $i; i=$((i + 1)); done", [["run", "0"], ["run", "1"]]),
+        ("while [[ $# -gt 0 ]]; do shift; done\nrun", [["run"]]),
+        ("set -- a b\nshift\nrun $1 $#", [["run", "b", "1"]]),
+        ('eval "run a"\nrun b', [["run", "a"], ["run", "b"]]),
+        ("[ 1 = 2 ] && run a\n[ 1 = 1 ] && run b", [["run", "b"]]),
+        ("A=x\nif [[ $A == x* && -n $A ]]; then run a; fi", [["run", "a"]]),
+        ("if [[ -v A || 1 -gt 2 ]]; then run a; else run b; fi", [["run", "b"]]),
+        ("if ! [ -z x ]; then run a; fi", [["run", "a"]]),
+    ],
+)  # fmt: skip
+def test_functions_loops_and_subshells_are_followed(text: str, expected: list[list[str]]) -> None:
+    found = read_script(text, {}, source="run.sh").commands
+
+    assert [each.words for each in found if each.words[0] == "run" and each.problem is None] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('D=$(cd "$(dirname "$0")/../.." && pwd)\nrun $D/x', "./x"),
+        ('D="$( cd -- "$(dirname "${BASH_SOURCE[0]}")" &> /dev/null && pwd )"\nrun $D/x', "examples/scripts/x"),
+        ("cd examples\nrun $PWD/x $(pwd)", "examples/x"),
+        ("run $(basename $0 .sh)", "run"),
+        ("run $(echo a b | cat)$(echo c)", None),
+        ("now() { date +%Y; }\nrun $(now)", str(datetime.now().astimezone().year)),
+        ("D=${D:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}\nrun $D", "gpu"),
+        ("D=$(python3 -c 'import torch' && echo a || echo b)\nrun $D", None),
+    ],
+)  # fmt: skip
+def test_what_a_command_prints_is_known_where_it_only_changes_text(text: str, expected: str | None) -> None:
+    found = read_script(text, {}, source="examples/scripts/run.sh").commands[-1]
+
+    assert (found.problem is None and found.words[1]) == (expected if expected is not None else False)
+
+
+def test_the_folder_of_a_script_is_known_where_its_path_says_it() -> None:
+    text = 'D=$(dirname "$0")\nrun $D/x $(cd $D/.. && pwd)/x'
+
+    found = read_script(text, {}, source="/tmp/somewhere/run.sh").commands[-1]
+
+    assert list(found.unknown) == [1]
+    assert found.words[2] == "./x"

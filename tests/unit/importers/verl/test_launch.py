@@ -242,9 +242,9 @@ def test_the_folder_of_a_file_can_be_given(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("word", "name"),
     [
-        ("trainer.experiment_name=run-$(date +%s)", "trainer.experiment_name"),
-        ("trainer.seed=$UNSET", "trainer.seed"),
-        ("$MORE", "$MORE"),
+        ("trainer.experiment_name=run-$(nproc)", "trainer.experiment_name"),
+        ("trainer.seed=$(nproc)", "trainer.seed"),
+        ("$(nproc)", "$(nproc)"),
         ("--multirun", "--multirun"),
         ("stray", "stray"),
     ],
@@ -271,6 +271,6 @@ def test_variables_that_a_script_does_not_set_are_those_of_its_environment() -> 
 
 
 def test_a_folder_that_the_script_goes_to_is_not_taken_for_the_first() -> None:
-    found = imported("python3 -m verl.trainer.main_ppo", "data.val_files=$PWD/x.parquet", text="cd /data")
+    found = imported("python3 -m verl.trainer.main_ppo", "data.val_files=$PWD/x.parquet", text="cd $(nproc)")
 
     assert list(refused(found)) == ["data.val_files"]

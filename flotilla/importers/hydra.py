@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 import yaml
@@ -120,7 +121,7 @@ def parse_value(name: str, written: str) -> Any:
 
 
 class Interpolation:
-    """Resolves ``${...}``: other keys, ``oc.env``, ``oc.select``.
+    """Resolves ``${...}``: other keys, ``oc.env``, ``oc.select``, ``now`` (a date, by a format of strftime's).
 
     Args:
         flat: the dotted names.
@@ -211,8 +212,12 @@ class Interpolation:
             found = UNSET if found == NOT_READ else found
         elif resolver == "oc.select":
             found = self._look_up(path, name, trail)
+        elif resolver == "now":
+            return datetime.now().astimezone().strftime(argument)
         else:
-            raise problem(path, f"${{{resolver}:…}}", "only oc.env and oc.select are resolved here: write the value")
+            raise problem(
+                path, f"${{{resolver}:…}}", "only oc.env, oc.select and now are resolved here: write the value"
+            )
         if found is not UNSET:
             return found
         if not comma:

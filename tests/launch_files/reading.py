@@ -18,6 +18,8 @@ Beside = Callable[[str], str | None]
 
 UNTOLD = frozenset({"defaults", MODULE, "--config-name", "--config-path", "--config-dir"})
 """Names of which the truth says nothing, or says it by the name of the program."""
+DATE = re.compile(r"(?<!\d)20\d{6}(?:\d\d|_\d{4}(?:\d\d)?)?(?!\d)|(?<=_)\d\d-\d\d-\d\d$")
+"""What ``$(date +...)`` printed when a script ran, and when it was read."""
 PLACES = (("HOME", "~"), ("PWD", "."))
 """Folders of the machine that trains, which the importer leaves as they are."""
 
@@ -130,7 +132,7 @@ def _placed(value: Any, file: LaunchFile) -> Any:
     for variable, sign in PLACES:
         if place := file.environment.get(variable):
             value = re.sub(rf"{re.escape(place)}(?=/|\W|$)", sign, value)
-    return re.sub(r"(?:(?<=\W)|^)\./(?:\./)*", "./", value)
+    return DATE.sub("DATE", re.sub(r"(?:(?<=\W)|^)\./(?:\./)*", "./", value))
 
 
 def _short(value: Any) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from flotilla.shared.children.processes import python_module
 from flotilla.shared.config.sections.model import ModelConfig
 from flotilla.shared.errors import ModelError, Unavailable, error_for_code
+from flotilla.shared.models.overridden import overridden_directory
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +42,19 @@ def repository_directory(name: str) -> Path:
 
 
 def model_directory(model: ModelConfig) -> Path:
-    """Return the directory of a model's files, whether or not they are there.
+    """Return the directory that a model is loaded from, whether or not its files are there.
+
+    With ``overrides`` it is one whose config.json has them, beside links to the files.
 
     Raises:
-        ModelError: a hub's branch of which the cache does not know the commit; ``fetched`` would have found it.
+        ModelError: a hub's branch of which the cache does not know the commit; ``fetched`` would have found it. Or the
+            directory with overrides cannot be made.
     """
+    directory = _stored_directory(model)
+    return overridden_directory(directory, model.overrides) if model.overrides else directory
+
+
+def _stored_directory(model: ModelConfig) -> Path:
     if not model.is_hub_name:
         return Path(model.path)
     repository = repository_directory(model.path)
@@ -127,7 +136,7 @@ async def fetched(model: ModelConfig, on_progress: Progress | None = None) -> Pa
         Unavailable: the hub cannot be reached; what has come is kept, and another call goes on with it.
     """
     if not model.is_hub_name:
-        return Path(model.path)
+        return model_directory(model)
     if _is_here(model):
         return model_directory(model)
     download = Download(model)
@@ -149,7 +158,7 @@ def fetch_small(model: ModelConfig) -> str:
         return download.run(lambda *_: None)
     except Unavailable as error:
         if has_config(model):
-            return model_directory(model).name
+            return _stored_directory(model).name
         raise ModelError(error.detail) from None
     finally:
         download.kill()
@@ -158,14 +167,14 @@ def fetch_small(model: ModelConfig) -> str:
 def has_config(model: ModelConfig) -> bool:
     """Whether the small files of a model have come, of which the config is one."""
     try:
-        return (model_directory(model) / "config.json").is_file()
+        return (_stored_directory(model) / "config.json").is_file()
     except ModelError:
         return False
 
 
 def _is_here(model: ModelConfig) -> bool:
     try:
-        return is_whole(model_directory(model))
+        return is_whole(_stored_directory(model))
     except ModelError:
         return False
 

@@ -37,8 +37,8 @@ APART: Mapping[str, tuple[str, ...]] = {
         "resources.priority",
     ),
     "which model, and where": (
-        "model.path", "model.revision", "algorithm.distillation.revision", "algorithm.distillation.dtype",
-        "algorithm.distillation.servers", "algorithm.value_loss.revision",
+        "model.path", "model.revision", "model.overrides", "algorithm.distillation.revision",
+        "algorithm.distillation.dtype", "algorithm.distillation.servers", "algorithm.value_loss.revision",
     ),
     "needs several processes or GPUs, or a package that is no dependency: tests/integration/trainer": (
         "parallelism.device", "parallelism.threads", "parallelism.ranks", "parallelism.nodes", "parallelism.replicas",

@@ -49,13 +49,16 @@ MODEL_ROWS: tuple[Parameter, ...] = (
             default="~/models/deepseek-llm-7b-chat"),
     refused(f"{MODEL}.external_lib", "no module is imported for the model: use one that transformers has",
             default=None),
-    refused(f"{MODEL}.override_config.model_config", "the model is what its config.json says: change it there",
-            default={}, is_tree=True),
     translated(f"{MODEL}.override_config.moe_config.freeze_moe_router", "optimisation.freeze", flag,
                "the routers' weights are not trained: *.mlp.gate.*", example=True, default=False,
                translate=lambda value: ["*.mlp.gate.*"] if value else []),
-    refused(f"{MODEL}.override_config", "the model is what its config.json says: change it there", default={},
-            is_tree=True),
+    *(refused(f"{MODEL}.override_config.{below}{name}", "a policy is trained without dropout, as the engine samples: "
+              "set it to 0", default=0)
+      for below in ("", "model_config.")
+      for name in ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout")),
+    Parameter(name=f"{MODEL}.override_config", verdict=Verdict.TRANSLATED, targets=("model.overrides",), is_tree=True,
+              reason="values in the place of those of the model's config.json, for trainer and engine; in model_config "
+              "below it, too"),
     refused(f"{MODEL}.trust_remote_code", "code from a model directory is never run: use a model that transformers has",
             default=False),
     translated(f"{MODEL}.lora_rank", "model.lora.rank", integer, "adapters are trained in place of the weights; 0 "

@@ -20,6 +20,7 @@ from flotilla.importers.verl import (
     learning,
     megatron,
     offload,
+    overrides,
     rules,
     tools,
     trainer,
@@ -45,7 +46,7 @@ VERL: System = make_system(
     ),
     rules=(
         datasets.rows, rules.batches, rules.lengths, rules.schedule, learning.advantage, learning.policy_loss,
-        learning.kl, learning.old_policy, learning.critic, learning.adapters, learning.resampling,
+        learning.kl, learning.old_policy, learning.critic, learning.adapters, overrides.overrides, learning.resampling,
         distillation.distillation, rules.rewards,
         rules.evaluation, rules.checkpoints, rules.beginning, rules.placement, offload.offload, offload.kernels,
         rules.publication, rules.tracking,

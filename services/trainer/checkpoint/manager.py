@@ -28,7 +28,7 @@ from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
 from flotilla.services.trainer.data.group_metrics import Totals
 from flotilla.services.trainer.learning.learner import Learner
 from flotilla.services.trainer.learning.opening import load_critic, load_teacher, make_learner
-from flotilla.services.trainer.models.loading import check_device, load_model
+from flotilla.services.trainer.models.loading import check_device, check_overrides, load_model
 from flotilla.services.trainer.parallel.ranks import ONE_RANK, Ranks
 from flotilla.shared.checkpoints.folders import (
     AVERAGE,
@@ -341,6 +341,7 @@ def _learner(spec: ExperimentSpec, source: Path, device: torch.device, ranks: Ra
     load = partial(load_model, device=device, in_parts=ranks.is_several, attention=how.attention, kernels=how.kernels)
     scores = isinstance(spec.job, RewardModelJobConfig)
     loaded = load(source, dtype=how.dtype, scores=scores, quantisation=how.quantisation)
+    check_overrides(loaded.model.config, how.overrides)
     reference = None
     if spec.needs_reference and spec.model.lora is None:
         reference = load(model_directory(spec.model), dtype=spec.model.dtype)

@@ -1,6 +1,7 @@
 """Load a causal language model from a local directory, or say in one sentence why that is impossible."""
 
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
 )
 
 from flotilla.services.trainer.models.installed_kernels import apply_kernels, check_attention
@@ -125,6 +127,25 @@ def load_model(
     if found is not None and quantisation is None:
         return found
     return LoadedModel(model.to(device).eval(), path)
+
+
+def check_overrides(config: Any, overrides: Mapping[str, Any], field: str = "model.overrides") -> None:
+    """Check that a model's kind knows the keys of its config that a spec overrides.
+
+    Args:
+        config: of the loaded model.
+        overrides: by key; a mapping where the config has a section.
+        field: the spec's, for the message.
+
+    Raises:
+        ModelError: it does not know one.
+    """
+    known = type(config)()
+    for key, value in overrides.items():
+        if not hasattr(known, key):
+            raise ModelError(f"{field}: {known.model_type or type(config).__name__} has no {key}: leave it out")
+        if isinstance(value, Mapping) and isinstance(section := getattr(config, key), PreTrainedConfig):
+            check_overrides(section, value, f"{field}.{key}")
 
 
 def without_weights(path: Path, config: Any, dtype: torch.dtype, *, scores: bool = False) -> LoadedModel | None:

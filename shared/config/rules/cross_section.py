@@ -91,6 +91,7 @@ def check_sections(spec: Sections) -> None:
     _weights(spec)
     _critic(spec)
     _held_out_sets(spec)
+    _overrides(spec)
     _sharing(spec)
     _contents(spec)
     check_compute(spec.model, spec.parallelism)
@@ -159,6 +160,15 @@ def _engine(spec: Sections) -> None:
         raise ValueError(
             f"asynchrony.publication.overlap_load needs an engine with a spare copy of its weights, which "
             f"rollout.engine.kind {engine.kind} has not: leave it out, or set it to false"
+        )
+
+
+def _overrides(spec: Sections) -> None:
+    engine = spec.rollout.engine
+    if spec.model.overrides and isinstance(engine, ServerEngineConfig) and engine.url is not None:
+        raise ValueError(
+            "model.overrides does not reach the server at rollout.engine.url, which has read its model: leave one of "
+            "the two out"
         )
 
 

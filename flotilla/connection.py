@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, TypeVar
 
 from flotilla.defaults import DEFAULT_DATA as DEFAULT_DATA
 from flotilla.shared.children.processes import birth_of
@@ -16,12 +15,13 @@ from flotilla.shared.environment.settings import check_gateway_url, token_from
 from flotilla.shared.errors import Conflict, NotFound, Unauthorized, Unavailable
 from flotilla.shared.locations.allowed import grant_code
 from flotilla.shared.net.client.client import GatewayClient
-from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView, Page
+from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView
 
 FLEET_FILE = "fleet.json"
 RUNS = Path("runs")
 """Where ``flotilla run`` keeps its runs, below the present directory."""
 Client = TypeVar("Client", bound=GatewayClient)
+View = TypeVar("View", bound=ExperimentView)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,25 +79,6 @@ def typed(command: str, data: Path) -> str:
     return f"flotilla {command}" if str(data) == DEFAULT_DATA else f"flotilla {command} --data {shlex.quote(str(data))}"
 
 
-class Source(Protocol):
-    """A gateway, or what one left."""
-
-    base_url: str
-
-    async def __aenter__(self) -> Self:
-        """Open it."""
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close it."""
-
-    async def call(
-        self, method: str, path: str, *, params: Mapping[str, Any] | None = None, deadline_seconds: float = 10.0
-    ) -> Any:
-        """Call a route and return its decoded answer."""
-
-
 def open_client(
     url: str | None, data: Path, *, token: str | None = None, environment: Mapping[str, str] = os.environ
 ) -> GatewayClient:
@@ -152,28 +133,7 @@ def allow_code(url: str | None, data: Path, document: Any, environment: Mapping[
         grant_code(data, document)
 
 
-async def list_experiments(client: Source) -> list[ExperimentView]:
-    """List all experiments, oldest first."""
-    found: list[ExperimentView] = []
-    after: str | None = None
-    while True:
-        page = Page[ExperimentView].model_validate(
-            await client.call("GET", "/v1/experiments", params={"limit": 1000, "after": after})
-        )
-        found += page.items
-        after = page.next
-        if after is None:
-            return found
-
-
-async def find_experiment(client: Source, reference: str | None, *, is_unique: bool = False) -> ExperimentView:
-    """Find the experiment that is meant; see ``choose_experiment``."""
-    return choose_experiment(await list_experiments(client), reference, is_unique=is_unique)
-
-
-def choose_experiment(
-    views: Sequence[ExperimentView], reference: str | None, *, is_unique: bool = False
-) -> ExperimentView:
+def choose_experiment(views: Sequence[View], reference: str | None, *, is_unique: bool = False) -> View:
     """Choose an experiment by id, name or the beginning of an id.
 
     A name means the experiment of that name that is active, else the newest of them; without a reference all count.
@@ -202,7 +162,7 @@ def choose_experiment(
     return found[0]
 
 
-def _active_else_newest(views: Sequence[ExperimentView]) -> list[ExperimentView]:
+def _active_else_newest(views: Sequence[View]) -> list[View]:
     return [view for view in views if is_active(view)] or list(views[-1:])
 
 

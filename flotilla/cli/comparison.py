@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from flotilla.cli.progress import Progress
 
@@ -37,6 +37,32 @@ DECIDED = frozenset({"parallelism.device", "rollout.engine.device", "model.dtype
 """What is decided by an experiment's first services where its spec says auto (``shared/config/rules/devices.py``)."""
 
 
+class ComparedSeries(NamedTuple):
+    """A series at one step.
+
+    Attributes:
+        name: of the series.
+        step: None where no step has a value of all.
+        values: in the order of the experiments; without a common step each one's last, None where it has none.
+    """
+
+    name: str
+    step: int | None
+    values: list[float | None]
+
+
+class ComparedSetting(NamedTuple):
+    """A setting in which specs differ.
+
+    Attributes:
+        path: in the spec.
+        values: in the order of the experiments; what a spec does not have at all is ``"-"``.
+    """
+
+    path: str
+    values: list[Any]
+
+
 def common_step(several: Sequence[Points], at_most: int | None) -> int | None:
     """Find the last step at which every series has a value; None where there is none.
 
@@ -55,7 +81,7 @@ def value_at(points: Points, step: int) -> float | None:
 
 def compare_metrics(
     runs: Sequence[Progress], patterns: Sequence[str], *, step: int | None = None, named: Sequence[str] = ()
-) -> list[dict[str, Any]]:
+) -> list[ComparedSeries]:
     """Compare the values of series, each at the last step at which all experiments have one.
 
     Args:
@@ -63,10 +89,6 @@ def compare_metrics(
         patterns: names of series, such as ``reward/*``, in the order in which they are wanted.
         step: not beyond this step.
         named: series that have an entry, even if no experiment has a value of them.
-
-    Returns:
-        One entry per series: ``name``, ``step`` (None where no step has a value of all), ``values`` in the order of the
-        experiments (then each one's last value up to ``step``, None where it has none).
     """
     names = sorted({name for run in runs for name in run.series} | set(named))
     chosen = dict.fromkeys(name for pattern in patterns for name in names if fnmatchcase(name, pattern))
@@ -78,7 +100,7 @@ def compare_metrics(
             values = [_last_value(points, step) for points in several]
         else:
             values = [value_at(points, shared) for points in several]
-        found.append({"name": name, "step": shared, "values": values})
+        found.append(ComparedSeries(name, shared, values))
     return found
 
 
@@ -105,18 +127,16 @@ def remarks(run: Progress, *, at_most: int | None) -> list[str]:
     return found
 
 
-def compare_specs(specs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """List the settings in which experiments differ.
+def compare_specs(specs: Sequence[Mapping[str, Any]]) -> list[ComparedSetting]:
+    """List the settings in which experiments differ, by path.
 
-    Returns:
-        One entry per setting, by path: ``path`` and ``values`` in the order of the experiments; what a spec does not
-        have at all is ``"-"``, what is not set is None. What one of them leaves open that is decided when it gets its
-        first services (``auto``) is no difference to what was decided for another.
+    What one of them leaves open that is decided when it gets its first services (``auto``) is no difference to what was
+    decided for another.
     """
     several = [dict(_leaves(spec)) for spec in specs]
     paths = dict.fromkeys(path for leaves in several for path in leaves)
-    rows = [{"path": path, "values": [leaves.get(path, ABSENT) for leaves in several]} for path in paths]
-    return [row for row in rows if len(_said(str(row["path"]), list(row["values"]))) > 1]
+    rows = [ComparedSetting(path, [leaves.get(path, ABSENT) for leaves in several]) for path in paths]
+    return [row for row in rows if len(_said(row.path, row.values)) > 1]
 
 
 def _said(path: str, values: Sequence[Any]) -> list[Any]:

@@ -10,14 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from flotilla.connection import list_experiments
+from flotilla.cli.gateway import START_SECONDS
+from flotilla.client.asynchronous import AsyncClient
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import ActionNotAllowed, Conflict
-from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView
 
-CALL_SECONDS = 60.0
 REST_SECONDS = 60.0
 PAUSE_SECONDS = 0.2
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -100,7 +99,7 @@ def check_same(recorded: ExperimentSpec, wanted: ExperimentSpec) -> None:
 
 
 async def go_on(
-    client: GatewayClient, experiment_id: str | None, wanted: ExperimentSpec, say: Callable[[str], None]
+    client: AsyncClient, experiment_id: str | None, wanted: ExperimentSpec, say: Callable[[str], None]
 ) -> ExperimentView | None:
     """Let the experiment of a run go on, in whatever state it is; None if it was never created.
 
@@ -112,36 +111,29 @@ async def go_on(
         Conflict: the spec differs in something else.
         ActionNotAllowed: it did not come to rest in time, or its checkpoints are gone.
     """
-    found = [each for each in await list_experiments(client) if experiment_id in {each.id, None}]
+    found = [each for each in await client.experiments() if experiment_id in {each.id, None}]
     if not found:
         return None
     view = await at_rest(client, found[0])
-    path, recorded = f"/v1/experiments/{view.id}", validate_spec(view.spec)
+    client = client.with_deadline(START_SECONDS)
+    recorded = validate_spec(view.spec)
     check_same(recorded, wanted)
     if wanted.resources != recorded.resources and not view.state.is_final:
-        resources = {"resources": wanted.resources.model_dump(mode="json")}
-        await client.call("PATCH", path, body=resources, deadline_seconds=CALL_SECONDS)
+        await client.change(view, wanted.resources.model_dump(mode="json"))
     steps, known = wanted.optimisation.steps, recorded.optimisation.steps
     if steps > known:
         say(f"{view.id} is extended from {known} to {steps} steps")
-        body = {"steps": steps}
-        return ExperimentView.model_validate(
-            await client.call("POST", f"{path}/extend", body=body, deadline_seconds=CALL_SECONDS)
-        )
+        return await client.extend(view, steps)
     if steps < known:
         say(f"{view.id} keeps its {known} steps; the spec says {steps}")
-    action = {
-        ExperimentState.DRAFT: "start",
-        ExperimentState.PAUSED: "resume",
-        ExperimentState.STOPPED: "resume",
-        ExperimentState.FAILED: "resume",
-    }.get(view.state)
-    if action is None:
-        return view
-    return ExperimentView.model_validate(await client.call("POST", f"{path}/{action}", deadline_seconds=CALL_SECONDS))
+    if view.state is ExperimentState.DRAFT:
+        return await client.start(view)
+    if view.state in {ExperimentState.PAUSED, ExperimentState.STOPPED, ExperimentState.FAILED}:
+        return await client.resume(view)
+    return view
 
 
-async def at_rest(client: GatewayClient, view: ExperimentView) -> ExperimentView:
+async def at_rest(client: AsyncClient, view: ExperimentView) -> ExperimentView:
     """Wait for the end of an experiment that is ending: its last ledger is written, and it can begin again.
 
     Raises:
@@ -151,11 +143,11 @@ async def at_rest(client: GatewayClient, view: ExperimentView) -> ExperimentView
     while True:
         is_resting = view.state is not ExperimentState.STOPPING
         if is_resting and view.state is ExperimentState.FAILED:
-            ledger = (await client.call("GET", f"/v1/experiments/{view.id}/ledger"))["train"]
-            is_resting = not ledger["outstanding"] and not ledger["planned"]
+            ledger = (await client.ledger(view)).train
+            is_resting = not ledger.outstanding and not ledger.planned
         if is_resting:
             return view
         if time.monotonic() > end:
             raise ActionNotAllowed(f"{view.id} is {view.state} and did not come to rest within {REST_SECONDS:.0f} s")
         await asyncio.sleep(PAUSE_SECONDS)
-        view = ExperimentView.model_validate(await client.call("GET", f"/v1/experiments/{view.id}"))
+        view = await client.experiment(view)

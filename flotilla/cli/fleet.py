@@ -18,12 +18,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from flotilla.cli.device_division import Wishes, divide
 from flotilla.cli.processes import OwnedProcess, ProcessSpec, check_alive
 from flotilla.cli.redis_keeper import RedisKeeper
 from flotilla.cli.redis_server import LocalRedis
+from flotilla.client.asynchronous import AsyncClient
 from flotilla.connection import FLEET_FILE, FleetInfo, typed
 from flotilla.shared.children.processes import birth_of, end_family, python_module
 from flotilla.shared.environment.settings import allows_volatile_redis
@@ -32,7 +33,6 @@ from flotilla.shared.host.devices import given_to, machine_devices, own_devices
 from flotilla.shared.host.start_patience import VARIABLE, StartDeadline, cpu_seconds, patience_from
 from flotilla.shared.net.authorisation.access import PassKey
 from flotilla.shared.net.authorisation.tokens import new_token, write_secret
-from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.net.server.ports import check_can_be_told, lasting_port
 from flotilla.shared.schemas.service import ServiceKind
 from flotilla.shared.streams.redis.connection import check_server
@@ -142,10 +142,6 @@ class LocalFleet:
         """Where it is found."""
         servers = self.gateway_url, self._token, self.options.data, self._redis_url
         return FleetInfo(os.getpid(), *servers, birth_of(os.getpid()))
-
-    def processes(self) -> list[dict[str, Any]]:
-        """List name, pid and restarts of each process."""
-        return [{"name": each.spec.name, "pid": each.pid, "restarts": each.restarts} for each in self._processes]
 
     def check(self) -> None:
         """Check that every process lives or is being restarted.
@@ -277,7 +273,7 @@ class LocalFleet:
             return cpu_seconds(each.pid for each in late if each.pid is not None)
 
         deadline = StartDeadline(START_SECONDS, computed, patience=patience_from(os.environ))
-        async with GatewayClient(self.gateway_url, self._token) as client:
+        async with AsyncClient(self.gateway_url, self._token, deadline_seconds=2.0) as client:
             while waiting := await self._missing(client):
                 now, missing = time.monotonic(), ", ".join(waiting)
                 if await asyncio.to_thread(deadline.left) <= 0:
@@ -291,16 +287,16 @@ class LocalFleet:
                     self._say(f"waiting    for {missing} ({now - began:.0f} s)")
                 await asyncio.sleep(0.2)
 
-    async def _missing(self, client: GatewayClient) -> list[str]:
+    async def _missing(self, client: AsyncClient) -> list[str]:
         """Name the processes that have not registered yet; without an answer of the gateway's, that is meant."""
         self.check()
         try:
-            await client.call("GET", "/readyz", deadline_seconds=1.0)
-            page = await client.call("GET", "/v1/services", params={"limit": 1000}, deadline_seconds=2.0)
+            await client.with_deadline(1.0).check_ready()
+            services = await client.services()
         except FlotillaError:
             return [GATEWAY]
         # By process: who was registered by an earlier fleet on this directory does not count.
-        registered = {item["pid"] for item in page["items"]}
+        registered = {service.pid for service in services}
         wanted = [each for each in self._processes if each.gave_up is None and each.spec.name != GATEWAY]
         return [each.spec.name for each in wanted if each.pid not in registered]
 

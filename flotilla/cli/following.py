@@ -4,15 +4,16 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pydantic import JsonValue
 from rich.live import Live
 
 from flotilla.cli.output import new_console, write_json_line
 from flotilla.cli.progress import Pace, Progress, live_line, live_view
 from flotilla.cli.right_and_wrong import lines_of, read_last
+from flotilla.cli.stored import Source
 from flotilla.shared.errors import FlotillaError
-from flotilla.shared.net.client.client import GatewayClient
 
 if TYPE_CHECKING:
     from flotilla.cli.fleet import LocalFleet
@@ -32,7 +33,7 @@ async def _display(plain: bool) -> AsyncIterator[Live | None]:
         yield live
 
 
-async def follow(progress: Progress, client: GatewayClient, fleet: "LocalFleet | None", *, plain: bool) -> None:
+async def follow(progress: Progress, client: Source, fleet: "LocalFleet | None", *, plain: bool) -> None:
     """Show an experiment until it ends; a gateway that is unavailable for a while is waited for.
 
     Raises:
@@ -65,14 +66,14 @@ async def follow(progress: Progress, client: GatewayClient, fleet: "LocalFleet |
             await asyncio.sleep(REFRESH_SECONDS)
 
 
-async def follow_as_json(progress: Progress, client: GatewayClient) -> None:
+async def follow_as_json(progress: Progress, client: Source) -> None:
     """Write one JSON document per line, whenever something has changed, until the experiment ends.
 
     Raises:
         Unavailable: the gateway stayed away.
     """
     last_seen = time.monotonic()
-    written: dict[str, Any] = {}
+    written: dict[str, JsonValue] = {}
     while True:
         last_seen = await _refresh(progress, client, time.monotonic(), last_seen)
         facts = facts_of(progress)
@@ -84,7 +85,7 @@ async def follow_as_json(progress: Progress, client: GatewayClient) -> None:
         await asyncio.sleep(REFRESH_SECONDS)
 
 
-def facts_of(progress: Progress) -> dict[str, Any]:
+def facts_of(progress: Progress) -> dict[str, JsonValue]:
     """Collect what a line of ``watch --json`` says; figures that are not there yet are None."""
     return {
         **progress.view.model_dump(
@@ -97,7 +98,7 @@ def facts_of(progress: Progress) -> dict[str, Any]:
     }
 
 
-async def _refresh(progress: Progress, client: GatewayClient, now: float, last_seen: float) -> float:
+async def _refresh(progress: Progress, client: Source, now: float, last_seen: float) -> float:
     """Read on; return when the gateway answered last."""
     try:
         await progress.refresh(client)

@@ -1,16 +1,21 @@
-"""The gateway that a command talks to: a wait for it is told of."""
+"""The client that a command talks through: a wait for its gateway is told of."""
 
 import argparse
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from flotilla.cli.output import telling
-from flotilla.connection import open_client_of
+from flotilla.client.asynchronous import AsyncClient
 from flotilla.shared.net.client.client import GatewayClient
 
+READ_SECONDS = 10.0
+ACT_SECONDS = 30.0
+START_SECONDS = 60.0
+COPY_SECONDS = 600.0
+"""Deadlines of calls: that read, that act, that begin something, and where every byte of a checkpoint is read."""
 
-class TellingClient(GatewayClient):
+
+class TellingGateway(GatewayClient):
     """Says on standard error what it waits for: a gateway that cannot be reached, or an answer that takes long."""
 
     async def call(
@@ -19,12 +24,18 @@ class TellingClient(GatewayClient):
         path: str,
         *,
         params: Mapping[str, Any] | None = None,
-        deadline_seconds: float = 10.0,
+        deadline_seconds: float = READ_SECONDS,
         **more: Any,
     ) -> Any:
         """Call a route, as ``GatewayClient`` does."""
         async with telling(f"waiting for {self.base_url}: {method} {path}, at most {deadline_seconds:.0f} s"):
             return await super().call(method, path, params=params, deadline_seconds=deadline_seconds, **more)
+
+
+class TellingClient(AsyncClient):
+    """A client whose waits are told of."""
+
+    gateway_class = TellingGateway
 
 
 def open_gateway(arguments: argparse.Namespace) -> TellingClient:
@@ -33,4 +44,4 @@ def open_gateway(arguments: argparse.Namespace) -> TellingClient:
     Raises:
         FlotillaError: as ``open_client``.
     """
-    return open_client_of(TellingClient, arguments.gateway, Path(arguments.data))
+    return TellingClient(arguments.gateway, data=arguments.data, deadline_seconds=READ_SECONDS)

@@ -1,7 +1,6 @@
 """Findings of the training-health checks, for people."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from flotilla.shared.schemas.health import HealthFinding, SampleExcerpt
 
@@ -13,9 +12,9 @@ def one_line(findings: Iterable[HealthFinding]) -> str:
     return "".join(f"  ! {each.check}: {each.seen}" for each in findings)
 
 
-def names_of(findings: Sequence[Mapping[str, Any]]) -> str:
+def names_of(findings: Sequence[HealthFinding]) -> str:
     """Name findings in a cell of a table."""
-    return ", ".join(f"{each['check']} (since step {each['since_step']})" for each in findings)
+    return ", ".join(f"{each.check} (since step {each.since_step})" for each in findings)
 
 
 def finding_lines(finding: HealthFinding) -> list[str]:

@@ -1,10 +1,10 @@
 """What a fleet needs of a machine: pure judgements of facts, each with what to do about it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from flotilla.services.sandbox.isolation import way_to_a
 
@@ -45,6 +45,23 @@ class Finding:
     advice: str = ""
 
 
+class Gpu(NamedTuple):
+    """A GPU that torch sees."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFacts:
+    """What torch says of itself; ``cuda`` is None of a build for the CPU."""
+
+    version: str
+    cuda: str | None
+    transformers: str
+    devices: Sequence[Gpu] = ()
+
+
 def judge_python(version: tuple[int, ...], executable: str) -> Finding:
     """Judge the interpreter."""
     found = f"{'.'.join(map(str, version[:3]))} ({executable})"
@@ -53,20 +70,20 @@ def judge_python(version: tuple[int, ...], executable: str) -> Finding:
     return Finding("python", Verdict.MISSING, found, "use Python 3.11 or newer: make PYTHON=python3.11 install")
 
 
-def judge_torch(said: Mapping[str, Any] | str) -> Finding:
+def judge_torch(said: TorchFacts | str) -> Finding:
     """Judge torch by what it says of itself, or by why it could not be asked."""
     if isinstance(said, str):
         advice = "pip install 'flotilla[torch]', torch itself first: `make install`, or docs/dependencies.md"
         return Finding("torch", Verdict.MISSING, said, f"{advice}; only trainers and rollouts need it")
-    build = f"CUDA {said['cuda']}" if said["cuda"] else "CPU build"
-    return Finding("torch", Verdict.OK, f"{said['version']} ({build}), transformers {said['transformers']}")
+    build = f"CUDA {said.cuda}" if said.cuda else "CPU build"
+    return Finding("torch", Verdict.OK, f"{said.version} ({build}), transformers {said.transformers}")
 
 
-def judge_gpu(said: Mapping[str, Any] | str, *, has_driver: bool) -> Finding:
+def judge_gpu(said: TorchFacts | str, *, has_driver: bool) -> Finding:
     """Judge GPUs by what torch sees of them."""
-    devices = [] if isinstance(said, str) else said["devices"]
+    devices = () if isinstance(said, str) else said.devices
     if devices:
-        named = ", ".join(f"{device['name']} ({device['bytes'] / GIGABYTE:.0f} GB)" for device in devices)
+        named = ", ".join(f"{device.name} ({device.bytes / GIGABYTE:.0f} GB)" for device in devices)
         return Finding("gpu", Verdict.OK, named)
     if has_driver:
         advice = "install a CUDA build of torch (docs/gpu-status.md), and see that nvidia-smi works"

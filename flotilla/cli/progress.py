@@ -5,7 +5,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -13,11 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from flotilla.cli.health import finding_lines, one_line
-from flotilla.connection import Source
-from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView, MetricPoint, Page
+from flotilla.cli.stored import Source
+from flotilla.client.calls import PAGE
+from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView, MetricPoint
 from flotilla.shared.schemas.service import ServiceKind, ServiceView, WorkState
+from flotilla.shared.streams.ledger import Ledger
 
-PAGE = 1000
 NOT_READY = frozenset({WorkState.IDLE, WorkState.STARTING})
 SPEED_SECONDS = 60.0
 """Over which the speed is told."""
@@ -36,7 +37,7 @@ class HeldOut(NamedTuple):
     """Rows with a grade, and all rows, by the step of an evaluation; none of a loss."""
 
     @property
-    def newest(self) -> dict[str, Any] | None:
+    def newest(self) -> dict[str, str | float | None] | None:
         """The newest value, with its rows, in JSON; None where there is none."""
         if not self.points:
             return None
@@ -60,15 +61,15 @@ class Progress:
     Attributes:
         view: state, step, version.
         series: values by name: (step, version, value) in the order of steps.
-        ledger: the train lane's ledger; the evaluation lane's where nothing is trained.
+        ledger: the train lane's ledger; the evaluation lane's where nothing is trained; None where it is not known.
         evaluation: the evaluation lane's ledger.
         services: those that work for it.
     """
 
     view: ExperimentView
     series: dict[str, list[tuple[int, int, float]]] = field(default_factory=dict)
-    ledger: Mapping[str, Any] = field(default_factory=dict)
-    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    ledger: Ledger | None = None
+    evaluation: Ledger = field(default_factory=Ledger)
     services: list[ServiceView] = field(default_factory=list)
     cursor: str | None = None
     monotonic: Callable[[], float] = time.monotonic
@@ -123,8 +124,8 @@ class Progress:
             late = [each.kind.value for each in self.services if each.observed.state in NOT_READY]
             names = [f"{count} {kind}" for kind, count in Counter(sorted(late)).items()]
             return f"waits for {' and '.join(names)} to load" if names else "waits for services"
-        if view.state is ExperimentState.RUNNING and view.total_steps and self.evaluation.get("outstanding"):
-            asked = self.evaluation.get("issued", 0)
+        if view.state is ExperimentState.RUNNING and view.total_steps and self.evaluation.outstanding:
+            asked = self.evaluation.issued
             return f"evaluates before the first step: {_answered(self.evaluation)} of {asked} problems answered"
         return ""
 
@@ -154,19 +155,16 @@ class Progress:
 
     async def refresh(self, client: Source) -> None:
         """Read what is new."""
-        path = f"/v1/experiments/{self.view.id}"
-        self.view = ExperimentView.model_validate(await client.call("GET", path))
-        lane = "train" if self.view.total_steps else "evaluation"
-        ledgers = await client.call("GET", f"{path}/ledger")
-        self.ledger, self.evaluation = ledgers[lane], ledgers.get("evaluation", {})
-        answer = await client.call("GET", "/v1/services", params={"limit": PAGE})
-        everyone = Page[ServiceView].model_validate(answer).items
+        self.view = await client.experiment(self.view)
+        ledgers = await client.ledger(self.view)
+        if ledgers is not None:
+            self.ledger = ledgers.train if self.view.total_steps else ledgers.evaluation
+            self.evaluation = ledgers.evaluation
         mine = {service for ids in self.view.services.values() for service in ids}
-        self.services = [service for service in everyone if service.service_id in mine]
+        self.services = [service for service in await client.services() if service.service_id in mine]
         self._count_sampled()
         while True:
-            query = {"after": self.cursor, "limit": PAGE}
-            page = Page[MetricPoint].model_validate(await client.call("GET", f"{path}/metrics", params=query))
+            page = await client.metric_page(self.view, after=self.cursor)
             for point in page.items:
                 self._add(point)
             if page.next is not None:
@@ -228,18 +226,18 @@ def _sampling(progress: Progress) -> str:
     return f"lag {number(progress.last('lag/mean'), '.2f')} {progress.tokens_per_second():.0f} tok/s "
 
 
-def _answered(ledger: Mapping[str, Any]) -> int:
+def _answered(ledger: Ledger) -> int:
     """Count the problems of an evaluation that need no more work."""
-    return int(ledger.get("issued", 0)) - int(ledger.get("outstanding", 0))
+    return ledger.issued - ledger.outstanding
 
 
 def _evaluation_line(progress: Progress, elapsed: float) -> str:
     """Write how far an experiment is that only evaluates."""
-    view, ledger = progress.view, progress.ledger
+    view, ledger = progress.view, progress.ledger or Ledger()
     why = f"  {progress.waits_for}" if progress.waits_for else ""
     problem = f"  ! {view.problem.component}: {view.problem.cause}" if view.problem else ""
     return (
-        f"{duration(elapsed)} {view.state:<9} {_answered(ledger)} of {ledger.get('issued', 0)} problems answered, "
+        f"{duration(elapsed)} {view.state:<9} {_answered(ledger)} of {ledger.issued} problems answered, "
         f"{progress.tokens_per_second():.0f} tok/s{why}{problem}"
     )
 
@@ -252,13 +250,13 @@ def _last_of(held_out: HeldOut) -> str:
 
 def live_line(progress: Progress, elapsed: float, left: float | None) -> str:
     """One line of progress, for a terminal that cannot redraw."""
-    view, ledger = progress.view, progress.ledger
+    view, ledger = progress.view, progress.ledger or Ledger()
     if not view.total_steps:
         return _evaluation_line(progress, elapsed)
     held_out = progress.held_out
     told = f"held-out {held_out.name} {_last_of(held_out)} " if held_out.points else ""
-    waiting = ledger.get("waiting", {})
-    queues = "/".join(str(waiting.get(hop, 0)) for hop in ("tasks", "generated", "scored"))
+    waiting = ledger.waiting
+    queues = f"{waiting.tasks}/{waiting.generated}/{waiting.scored}"
     problem = f"  ! {view.problem.component}: {view.problem.cause}" if view.problem else ""
     why = f"  {progress.waits_for}" if progress.waits_for else ""
     findings = [each for each in view.health if each.check not in problem]
@@ -271,7 +269,7 @@ def live_line(progress: Progress, elapsed: float, left: float | None) -> str:
 
 def live_view(progress: Progress, elapsed: float, left: float | None) -> RenderableType:
     """The live view of a terminal."""
-    view, ledger = progress.view, progress.ledger
+    view, ledger = progress.view, progress.ledger or Ledger()
     if not view.total_steps:
         return Text(_evaluation_line(progress, elapsed))
     held_out = progress.held_out
@@ -281,7 +279,7 @@ def live_view(progress: Progress, elapsed: float, left: float | None) -> Rendera
         table.add_column(min_width=18)
     points = held_out.points
     shown = f"{_last_of(held_out)} (at the start {number(points[0][2])})" if points else "-"
-    waiting, claimed = ledger.get("waiting", {}), ledger.get("claimed", {})
+    waiting, claimed = ledger.waiting, ledger.claimed
     table.add_row(
         progress.learned[0],
         _recent(progress),
@@ -300,9 +298,10 @@ def live_view(progress: Progress, elapsed: float, left: float | None) -> Rendera
     )
     table.add_row(
         "queues",
-        "  ".join(f"{hop} {waiting.get(hop, 0)}+{claimed.get(hop, 0)}" for hop in ("tasks", "generated", "scored")),
+        f"tasks {waiting.tasks}+{claimed.tasks}  generated {waiting.generated}+{claimed.generated}  "
+        f"scored {waiting.scored}+{claimed.scored}",
         "groups",
-        f"{ledger.get('issued', 0)} issued, {ledger.get('planned', 0)} planned, {ledger.get('trained', 0)} trained",
+        f"{ledger.issued} issued, {ledger.planned} planned, {ledger.trained} trained",
         "followed for",
         f"{duration(elapsed)}, about {duration(left)} left",
     )

@@ -1,7 +1,12 @@
 """What the ledger's reasons mean, for people: why a group was filtered, dropped or failed."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flotilla.shared.streams.ledger import Ledger
 
 REASONS: Mapping[str, str] = {
     "abstained": "too few answers have a reward: graders abstained",
@@ -28,7 +33,7 @@ def meaning_of(reason: str) -> str:
     return f"{REASONS[reason]} ({reason})" if reason in REASONS else reason
 
 
-def ended_lines(ledger: Mapping[str, Any]) -> list[tuple[str, str]]:
+def ended_lines(ledger: Ledger) -> list[tuple[str, str]]:
     """Write what was filtered, dropped or failed: how many groups, why, and how long they were.
 
     Returns:
@@ -37,15 +42,15 @@ def ended_lines(ledger: Mapping[str, Any]) -> list[tuple[str, str]]:
     """
     lengths = {(kind, reason): histogram for kind, reason, histogram in histograms(ledger)}
     found = []
-    for kind in ("filtered", "dropped", "failed"):
-        for reason, count in ledger.get(kind, {}).items():
+    for kind, reasons in (("filtered", ledger.filtered), ("dropped", ledger.dropped), ("failed", ledger.failed)):
+        for reason, count in reasons.items():
             if count:
                 tail = f"; {lengths[kind, reason]}" if (kind, reason) in lengths else ""
                 found.append((kind, f"{count}: {meaning_of(reason)}{tail}"))
     return found
 
 
-def histograms(ledger: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def histograms(ledger: Ledger) -> list[tuple[str, str, str]]:
     """Write the lengths of what was filtered, dropped or failed.
 
     Returns:
@@ -53,9 +58,9 @@ def histograms(ledger: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """
     return [
         (kind, reason, "groups by sampled tokens: " + ", ".join(f"{n} up to {most}" for most, n in histogram.items()))
-        for kind, reasons in ledger.get("lengths", {}).items()
+        for kind, reasons in ledger.lengths.items()
         for reason, histogram in reasons.items()
-        if set(histogram) != {"0"}  # Of what was never sampled the number alone is of interest.
+        if set(histogram) != {0}  # Of what was never sampled the number alone is of interest.
     ]
 
 

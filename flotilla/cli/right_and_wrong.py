@@ -1,44 +1,45 @@
 """An answer of the greatest and one of the smallest reward, of an evaluation or of a step: to see what figures mean."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from flotilla.cli.progress import Progress
-from flotilla.cli.sample_text import in_a_line
-from flotilla.connection import Source
+from flotilla.cli.sample_text import Sample, in_a_line
+from flotilla.cli.stored import Source
 from flotilla.shared.errors import FlotillaError
+from flotilla.shared.samples.query import SampleOrder
+from flotilla.shared.schemas.experiment import ExperimentView
+from flotilla.shared.schemas.sample_kinds import SampleKind
+from flotilla.shared.schemas.samples import SampleView
 
 SECONDS = 5.0
 
 
-async def read_right_and_wrong(client: Source, experiment_id: str, step: int, kind: str) -> list[dict[str, Any]]:
+async def read_right_and_wrong(client: Source, view: ExperimentView, step: int, kind: SampleKind) -> list[SampleView]:
     """Read the best and the worst sample of a step; one where both have the same reward, none where none is kept."""
-    found: list[dict[str, Any]] = []
-    for order in ("best", "worst"):
-        params = {"step": step, "kind": kind, "order": order, "limit": 1}
+    found: list[SampleView] = []
+    for order in (SampleOrder.BEST, SampleOrder.WORST):
         try:
-            path = f"/v1/experiments/{experiment_id}/samples"
-            page = await client.call("GET", path, params=params, deadline_seconds=SECONDS)
+            samples = await client.with_deadline(SECONDS).samples(view, step=step, kinds=[kind], order=order, limit=1)
         except FlotillaError:
             return []  # they are for looking at: what is shown beside them matters more
-        found += [item for item in page["items"] if item["reward"] not in [each["reward"] for each in found]]
+        found += [sample for sample in samples if sample.reward not in [each.reward for each in found]]
     return found
 
 
-async def read_last(client: Source, progress: Progress) -> list[dict[str, Any]]:
+async def read_last(client: Source, progress: Progress) -> list[SampleView]:
     """Read those of the last evaluation; of the last step where nothing was evaluated."""
     evaluated = progress.held_out.points
-    step, kind = (evaluated[-1][0], "evaluation") if evaluated else (progress.view.step, "trained")
-    return await read_right_and_wrong(client, progress.view.id, step, kind)
+    step, kind = (evaluated[-1][0], SampleKind.EVALUATION) if evaluated else (progress.view.step, SampleKind.TRAINED)
+    return await read_right_and_wrong(client, progress.view, step, kind)
 
 
-def name_of(sample: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> str:
+def name_of(sample: Sample, samples: Sequence[Sample]) -> str:
     """Call a sample the better or the worse of two; with another scale than 0 and 1 neither is right or wrong."""
-    if {each["reward"] for each in samples} <= {0.0, 1.0}:
-        return "right" if sample["reward"] else "wrong"
+    if {each.reward for each in samples} <= {0.0, 1.0}:
+        return "right" if sample.reward else "wrong"
     return "best" if sample is samples[0] else "worst"
 
 
-def lines_of(samples: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+def lines_of(samples: Sequence[Sample]) -> list[tuple[str, str]]:
     """Write each sample in a line, with what it is called."""
     return [(name_of(sample, samples), in_a_line(sample)) for sample in samples]

@@ -1,9 +1,13 @@
 """Samples read from an experiment's directory, where no gateway is asked."""
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+from flotilla.shared.samples.query import SampleQuery
+
+if TYPE_CHECKING:
+    from flotilla.shared.samples.reading import ReadSample
 
 READ_SECONDS = 30.0
 
@@ -22,31 +26,16 @@ def import_pyarrow_alone() -> None:
         del sys.modules["numpy"]
 
 
-def read_files(directory: Path, query: Mapping[str, Any], limit: int) -> tuple[list[dict[str, Any]], int]:
+def read_files(
+    directory: Path, query: SampleQuery, limit: int, *, with_tokens: bool = False
+) -> "tuple[list[ReadSample], int]":
     """Read samples of an experiment's directory; return them, and how many files are not in the index yet."""
     from flotilla.shared.samples.index import SampleIndex
-    from flotilla.shared.samples.query import SampleOrder, SampleQuery
     from flotilla.shared.samples.reading import read_page
-    from flotilla.shared.schemas.sample_kinds import SampleKind
 
-    wanted = SampleQuery(
-        step=query.get("step"),
-        kinds=tuple(SampleKind(kind) for kind in query["kind"].split(",")) if "kind" in query else (),
-        row=query.get("row"),
-        group=query.get("group"),
-        is_failure="failed" in query,
-        order=SampleOrder(query["order"]),
-    )
     index = SampleIndex(directory)
     try:
-        page = read_page(
-            index,
-            wanted,
-            limit=limit,
-            after=None,
-            with_tokens="tokens" in query,
-            seconds=READ_SECONDS,
-        )
+        page = read_page(index, query, limit=limit, after=None, with_tokens=with_tokens, seconds=READ_SECONDS)
     finally:
         index.close()
     return page.items, page.num_unread

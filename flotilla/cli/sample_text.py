@@ -1,22 +1,29 @@
 """A sample as a person reads it: what was asked, what was written, what it came to and why."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from rich.text import Text
 
 from flotilla.cli.reasons import meaning_of
+
+if TYPE_CHECKING:
+    from flotilla.shared.samples.reading import ReadSample
+    from flotilla.shared.schemas.samples import SampleView
+
+Sample: TypeAlias = "SampleView | ReadSample"
+"""Of a gateway, or of a file, which is read without the libraries that a gateway's need."""
 
 MOST_CHARACTERS = 1500
 MOST_IN_A_LINE = 160
 LABEL_WIDTH = 11
 
 
-def describe(sample: Mapping[str, Any], *, is_whole: bool = False) -> Text:
+def describe(sample: Sample, *, is_whole: bool = False) -> Text:
     """Write a sample as one heading and its parts.
 
     Args:
-        sample: as ``SampleView`` has it.
+        sample: of a gateway or of a file.
         is_whole: whether long texts are written to their end.
     """
     text = Text()
@@ -24,14 +31,14 @@ def describe(sample: Mapping[str, Any], *, is_whole: bool = False) -> Text:
     text.append(_verdict(sample), style=f"bold {_colour(sample)}")
     text.append(f"  {_facts(sample)}\n", style="dim")
     parts = [
-        ("prompt", sample["prompt"], "cyan"),
+        ("prompt", sample.prompt, "cyan"),
         *_turns(sample),
-        ("label", sample["label"], ""),
-        ("answer", sample.get("answer"), ""),
-        ("components", _numbers(sample["components"]), ""),
-        ("metrics", _each(sample.get("metrics") or {}), ""),
-        ("grader" if sample["num_sampled"] else "reason", sample["reason"], "yellow"),
-        ("group", f"{sample['kind']}: {meaning_of(sample['ended'])}" if sample.get("ended") else None, "yellow"),
+        ("label", sample.label, ""),
+        ("answer", sample.answer, ""),
+        ("components", _numbers(sample.components), ""),
+        ("metrics", _each(sample.metrics), ""),
+        ("grader" if sample.num_sampled else "reason", sample.reason, "yellow"),
+        ("group", f"{sample.kind}: {meaning_of(sample.ended)}" if sample.ended else None, "yellow"),
     ]
     for name, content, style in parts:
         if content is not None and content != "":
@@ -39,11 +46,11 @@ def describe(sample: Mapping[str, Any], *, is_whole: bool = False) -> Text:
     return text
 
 
-def _turns(sample: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def _turns(sample: Sample) -> list[tuple[str, str, str]]:
     """List what was shown and what was written, turn by turn; of a single turn the completion."""
-    turns = sample.get("turns") or ()
+    turns = sample.turns
     if not turns:
-        return [("completion", sample["completion"], _colour(sample))]
+        return [("completion", sample.completion, _colour(sample))]
     parts = []
     for number, turn in enumerate(turns, start=1):
         if turn["observation"]:
@@ -53,16 +60,16 @@ def _turns(sample: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return parts
 
 
-def in_a_line(sample: Mapping[str, Any]) -> str:
+def in_a_line(sample: Sample) -> str:
     """Write what was asked, written and come to in one line."""
     # The last message is the question, without the marks that the template puts around it.
-    asked = sample["messages"][-1]["content"] if sample.get("messages") else sample["prompt"]
-    turns = sample.get("turns") or ()
-    written = " | ".join(turn["text"] for turn in turns) if len(turns) > 1 else sample["completion"]
+    asked = sample.messages[-1]["content"] if sample.messages else sample.prompt
+    turns = sample.turns
+    written = " | ".join(turn["text"] for turn in turns) if len(turns) > 1 else sample.completion
     prompt, completion = (" ".join(str(text).split()) for text in (asked, written))
     room = MOST_IN_A_LINE // 2
-    label = f", label {sample['label']}" if sample["label"] is not None else ""
-    return f"{_end(prompt, room)} -> {_start(completion, room)}   (reward {_number(sample['reward'])}{label})"
+    label = f", label {sample.label}" if sample.label is not None else ""
+    return f"{_end(prompt, room)} -> {_start(completion, room)}   (reward {_number(sample.reward)}{label})"
 
 
 def shortened(content: str, most: int = MOST_CHARACTERS) -> str:
@@ -81,33 +88,31 @@ def _append(text: Text, name: str, content: str, style: str) -> None:
         text.append(" " * (LABEL_WIDTH + 2) + line + "\n", style=style)
 
 
-def _where(sample: Mapping[str, Any]) -> str:
-    step = "" if sample["step"] is None else f"step {sample['step']}"
-    kind = "" if sample["kind"] == "trained" else sample["kind"]
-    return "  ".join(
-        filter(None, (step, kind, f"problem {sample['row']}", f"group {sample['group_id']}.{sample['member']}"))
-    )
+def _where(sample: Sample) -> str:
+    step = "" if sample.step is None else f"step {sample.step}"
+    kind = "" if sample.kind == "trained" else sample.kind
+    return "  ".join(filter(None, (step, kind, f"problem {sample.row}", f"group {sample.group_id}.{sample.member}")))
 
 
-def _verdict(sample: Mapping[str, Any]) -> str:
-    return f"reward {_number(sample['reward'])}" if sample["status"] == "scored" else str(sample["status"])
+def _verdict(sample: Sample) -> str:
+    return f"reward {_number(sample.reward)}" if sample.status == "scored" else str(sample.status)
 
 
-def _facts(sample: Mapping[str, Any]) -> str:
-    facts = [str(sample["finish_reason"]), f"{sample['num_sampled']} tokens"]
-    if sample["newest_version"] >= 0:  # Nothing was sampled of one that failed in a rollout.
-        facts.append(f"version {sample['newest_version']}")
-    if sample.get("lag") is not None:
-        facts.append(f"lag {sample['lag']}")
-    if sample.get("advantage") is not None:
-        facts.append(f"advantage {sample['advantage']:+.3f}")
+def _facts(sample: Sample) -> str:
+    facts = [str(sample.finish_reason), f"{sample.num_sampled} tokens"]
+    if sample.newest_version >= 0:  # Nothing was sampled of one that failed in a rollout.
+        facts.append(f"version {sample.newest_version}")
+    if sample.lag is not None:
+        facts.append(f"lag {sample.lag}")
+    if sample.advantage is not None:
+        facts.append(f"advantage {sample.advantage:+.3f}")
     return ", ".join(facts)
 
 
-def _colour(sample: Mapping[str, Any]) -> str:
-    if sample["reward"] is None:
+def _colour(sample: Sample) -> str:
+    if sample.reward is None:
         return "magenta"
-    return "green" if sample["reward"] > 0 else "red"
+    return "green" if sample.reward > 0 else "red"
 
 
 def _number(value: float | None) -> str:

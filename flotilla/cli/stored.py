@@ -5,19 +5,72 @@ Nothing is written. What only the data plane knows is not there, such as the led
 
 import json
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-from flotilla.connection import Source, open_client
+from flotilla.cli.gateway import READ_SECONDS
+from flotilla.client.asynchronous import AsyncClient, Ledgers, Reference
+from flotilla.client.calls import PAGE
+from flotilla.client.views import Samples
+from flotilla.connection import FleetInfo, choose_experiment
 from flotilla.shared.errors import NotFound, Unavailable
-from flotilla.shared.schemas.uploads import UploadRecord
+from flotilla.shared.samples.query import SampleOrder, SampleQuery
+from flotilla.shared.schemas.experiment import ExperimentView, MetricPoint, Page
+from flotilla.shared.schemas.sample_kinds import SampleKind
+from flotilla.shared.schemas.samples import SampleView
+from flotilla.shared.schemas.service import ServiceView
+from flotilla.shared.schemas.uploads import ListedCheckpoint, UploadCheck, UploadRecord
 
 DATABASE = "gateway.sqlite"
 EXPERIMENTS = "experiments"
 LOCK_SECONDS = 5.0
+
+
+class Source(Protocol):
+    """A client, or the files that a gateway left: what is read of experiments at work or ended."""
+
+    @property
+    def base_url(self) -> str:
+        """The gateway's URL; empty of files."""
+
+    async def __aenter__(self) -> Self:
+        """Open it."""
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+
+    def with_deadline(self, seconds: float) -> "Source":
+        """Return the same with another deadline for each call."""
+
+    async def experiment(self, reference: Reference | None = None) -> ExperimentView:
+        """Find one by id, name or the beginning of an id; or read one again."""
+
+    async def ledger(self, experiment: ExperimentView) -> Ledgers | None:
+        """Read where every group is; None where that is not known."""
+
+    async def metric_page(
+        self, experiment: ExperimentView, names: Sequence[str] = (), *, after: str | None = None
+    ) -> Page[MetricPoint]:
+        """Read the next values of some series, or of all."""
+
+    async def checkpoints(self, experiment: ExperimentView) -> list[ListedCheckpoint]:
+        """List the durable checkpoints, by step."""
+
+    async def check_copy(self, experiment: ExperimentView, step: int) -> UploadCheck:
+        """Compare a checkpoint with its copy."""
+
+    async def samples(
+        self, experiment: ExperimentView, *, step: int, kinds: Sequence[SampleKind], order: SampleOrder, limit: int
+    ) -> Samples:
+        """Read what the model wrote."""
+
+    async def services(self) -> list[ServiceView]:
+        """List the registered services."""
 
 
 def open_source(gateway: str | None, data: Path, reference: str | None) -> tuple[Source, str | None]:
@@ -43,7 +96,7 @@ def open_source(gateway: str | None, data: Path, reference: str | None) -> tuple
                 return _of_data(place), inside
         raise NotFound(f"there are no experiments in {named}" if named.is_dir() else f"there is no directory {named}")
     try:
-        return open_client(gateway, data), reference
+        return AsyncClient(gateway, data=data, deadline_seconds=READ_SECONDS), reference
     except Unavailable:
         if gateway or not (data / DATABASE).is_file():
             raise
@@ -52,9 +105,10 @@ def open_source(gateway: str | None, data: Path, reference: str | None) -> tuple
 
 def _of_data(data: Path) -> Source:
     try:
-        return open_client(None, data, environment={})
+        info = FleetInfo.read(data)
     except Unavailable:
         return StoredExperiments(data)
+    return AsyncClient(info.gateway_url, info.token, deadline_seconds=READ_SECONDS)
 
 
 class StoredExperiments:
@@ -62,16 +116,15 @@ class StoredExperiments:
 
     Attributes:
         data: the directory.
-        base_url: none.
     """
+
+    base_url = ""
 
     def __init__(self, data: Path) -> None:
         self.data = data
-        self.base_url = ""
         self._database = sqlite3.connect(
             f"{(data / DATABASE).absolute().as_uri()}?mode=rw", uri=True, timeout=LOCK_SECONDS, check_same_thread=False
         )
-        self._database.row_factory = sqlite3.Row
         # To read what a killed process left in the journal is to write: nothing else may.
         self._database.execute("PRAGMA query_only = ON")
 
@@ -83,92 +136,114 @@ class StoredExperiments:
     ) -> None:
         self._database.close()
 
-    async def call(
-        self, method: str, path: str, *, params: Mapping[str, Any] | None = None, deadline_seconds: float = 10.0
-    ) -> Any:
-        """Answer a GET of what is kept.
+    def with_deadline(self, seconds: float) -> Self:
+        """Return itself: nobody is waited for."""
+        return self
+
+    async def experiment(self, reference: Reference | None = None) -> ExperimentView:
+        """Find one by id, name or the beginning of an id; one that was read does not change.
 
         Raises:
-            NotFound: there is no such experiment.
-            Unavailable: that is not kept in files.
+            NotFound: there is none.
         """
-        _, _, what, *rest = path.split("/")
-        if method != "GET" or what not in {"experiments", "services"}:
-            raise Unavailable(f"no fleet runs with the data directory {self.data}")
-        if what == "services":
-            return {"items": [], "next": None}
-        rows = self._rows("SELECT * FROM experiments ORDER BY number, created_at, id")
-        if not rest:
-            return {"items": [self._view(row) for row in rows], "next": None}
-        row = next((row for row in rows if row["id"] == rest[0]), None)
-        if row is None:
-            raise NotFound(f"there is no experiment {rest[0]!r} in {self.data}")
-        if rest[2:]:
-            raise Unavailable(f"no fleet runs with the data directory {self.data}: only its gateway looks there now")
-        return self._part(row, rest[1] if rest[1:] else "", params or {})
+        if isinstance(reference, ExperimentView):
+            return reference
+        return choose_experiment(list(self._views()), reference)
 
-    def _part(self, row: Mapping[str, Any], name: str, params: Mapping[str, Any]) -> Any:
-        match name:
-            case "":
-                return self._view(row)
-            case "ledger":
-                return json.loads(row["final_ledger"] or "null") or {"train": {}, "evaluation": {}}
-            case "metrics":
-                return self._metrics(row["id"], params)
-            case "checkpoints":
-                found = self._rows("SELECT * FROM checkpoints WHERE experiment_id = ? ORDER BY step", row["id"])
-                names = ("step", "version", "at")
-                place = self._directory(row)
-                copies = self._uploads(row["id"])
-                items = [
-                    {each: made[each] for each in names}
-                    | {"path": str(place / Path(made["path"]).relative_to(row["directory"]))}
-                    | ({} if copies is None else {"upload": copies.view_of(made["step"]).model_dump(mode="json")})
-                    for made in found
-                ]
-                return {"items": items, "next": None}
-            case "samples":
-                from flotilla.cli.sample_files import read_files
+    async def ledger(self, experiment: ExperimentView) -> Ledgers | None:
+        """Read the last one; None of what has not ended: the data plane had it."""
+        query = "SELECT final_ledger FROM experiments WHERE id = ?"
+        ((stored,),) = self._database.execute(query, (experiment.id,))
+        return Ledgers.read(json.loads(stored)) if stored else None
 
-                items, num_unread = read_files(self._directory(row), params, int(params["limit"]))
-                return {"items": items, "next": None, "num_unread": num_unread}
-        raise Unavailable(f"no fleet runs with the data directory {self.data}, and {name} are not in its files")
-
-    def _rows(self, query: str, *values: Any) -> list[dict[str, Any]]:
-        return [dict(row) for row in self._database.execute(query, values)]
-
-    def _uploads(self, experiment_id: str) -> UploadRecord | None:
-        query = "SELECT data FROM windows WHERE experiment_id = ? AND name = 'uploads'"
-        found = self._rows(query, experiment_id)
-        return UploadRecord.model_validate_json(found[0]["data"]) if found else None
-
-    def _metrics(self, experiment_id: str, params: Mapping[str, Any]) -> dict[str, Any]:
-        names = [name for name in str(params.get("names") or "").split(",") if name]
+    async def metric_page(
+        self, experiment: ExperimentView, names: Sequence[str] = (), *, after: str | None = None
+    ) -> Page[MetricPoint]:
+        """Read the next values of some series, or of all."""
         # The text is made of question marks.
         chosen = f"AND name IN ({', '.join('?' * len(names))})" if names else ""
-        query = f"SELECT * FROM metrics WHERE experiment_id = ? AND sequence > ? {chosen} ORDER BY sequence LIMIT ?"  # noqa: S608
-        rows = self._rows(query, experiment_id, int(params.get("after") or 0), *names, int(params["limit"]))
-        items = [{name: row[name] for name in ("name", "step", "version", "value", "at")} for row in rows]
-        return {"items": items, "next": str(rows[-1]["sequence"]) if rows else None}
+        query = (
+            "SELECT sequence, name, step, version, value, at FROM metrics WHERE experiment_id = ? AND sequence > ? "  # noqa: S608
+            f"{chosen} ORDER BY sequence LIMIT ?"
+        )
+        rows = self._database.execute(query, (experiment.id, int(after or 0), *names, PAGE)).fetchall()
+        items = [
+            MetricPoint(name=name, step=step, version=version, value=value, at=at)
+            for _, name, step, version, value, at in rows
+        ]
+        return Page[MetricPoint](items=tuple(items), next=str(rows[-1][0]) if rows else None)
 
-    def _directory(self, row: Mapping[str, Any]) -> Path:
+    async def checkpoints(self, experiment: ExperimentView) -> list[ListedCheckpoint]:
+        """List the durable checkpoints, by step, where they are now."""
+        query = "SELECT data FROM windows WHERE experiment_id = ? AND name = 'uploads'"
+        copies = [UploadRecord.model_validate_json(data) for (data,) in self._database.execute(query, (experiment.id,))]
+        ((made_in,),) = self._database.execute("SELECT directory FROM experiments WHERE id = ?", (experiment.id,))
+        query = "SELECT step, version, path, at FROM checkpoints WHERE experiment_id = ? ORDER BY step"
+        return [
+            ListedCheckpoint(
+                step=step,
+                version=version,
+                path=str(Path(experiment.directory) / Path(path).relative_to(made_in)),
+                at=at,
+                upload=copies[0].view_of(step) if copies else None,
+            )
+            for step, version, path, at in self._database.execute(query, (experiment.id,))
+        ]
+
+    async def check_copy(self, experiment: ExperimentView, step: int) -> UploadCheck:
+        """Raise ``Unavailable``: the store of the copies is looked at by a gateway."""
+        raise Unavailable(f"no fleet runs with the data directory {self.data}: only its gateway looks there now")
+
+    async def samples(
+        self, experiment: ExperimentView, *, step: int, kinds: Sequence[SampleKind], order: SampleOrder, limit: int
+    ) -> Samples:
+        """Read what the model wrote."""
+        from flotilla.cli.sample_files import read_files
+
+        query = SampleQuery(step=step, kinds=tuple(kinds), order=order)
+        items, num_unread = read_files(Path(experiment.directory), query, limit)
+        found = Samples(SampleView.model_validate(vars(item)) for item in items)
+        found.num_unread = num_unread
+        return found
+
+    async def services(self) -> list[ServiceView]:
+        """Return none: they ended with the fleet."""
+        return []
+
+    def _views(self) -> Iterator[ExperimentView]:
+        query = (
+            "SELECT id, name, state, revision, step, policy_version, directory, created_at, updated_at, "
+            "spec, problem, health, origin FROM experiments ORDER BY number, created_at, id"
+        )
+        rows = self._database.execute(query)
+        for id_, name, state, revision, step, version, directory, created_at, updated_at, *documents in rows:
+            spec, problem, health, origin = (json.loads(each or "null") for each in documents)
+            yield ExperimentView(
+                id=id_,
+                name=name,
+                state=state,
+                revision=revision,
+                spec=spec,
+                created_at=_time(created_at),
+                updated_at=_time(updated_at),
+                step=step,
+                total_steps=_total_steps(spec),
+                policy_version=version,
+                services={},
+                problem=problem,
+                health=health or (),
+                directory=str(self._directory(id_, directory)),
+                origin=origin,
+            )
+
+    def _directory(self, experiment_id: str, directory: str) -> Path:
         """Find where it is now: a run may have been moved."""
-        moved = self.data.absolute() / EXPERIMENTS / row["id"]
-        return moved if moved.is_dir() else Path(row["directory"])
+        moved = self.data.absolute() / EXPERIMENTS / experiment_id
+        return moved if moved.is_dir() else Path(directory)
 
-    def _view(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        same = ("id", "name", "state", "revision", "step", "policy_version")
-        documents = {name: json.loads(row[name] or "null") for name in ("spec", "problem", "health", "origin")}
-        return {
-            **{name: row[name] for name in same},
-            **documents,
-            "health": documents["health"] or [],
-            "created_at": datetime.fromtimestamp(row["created_at"], UTC).isoformat(),
-            "updated_at": datetime.fromtimestamp(row["updated_at"], UTC).isoformat(),
-            "total_steps": _total_steps(documents["spec"]),
-            "services": {},
-            "directory": str(self._directory(row)),
-        }
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def _total_steps(spec: Mapping[str, Any]) -> int:

@@ -6,20 +6,18 @@ import json
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 from urllib.parse import quote
 
 from pydantic import BaseModel
 
+from flotilla.client.calls import PAGE
 from flotilla.client.fetching import download, local_model
+from flotilla.client.fleet import FleetCalls
 from flotilla.client.plots import plot_series
-from flotilla.client.views import Experiment, Experiments, Metrics
-from flotilla.connection import DEFAULT_DATA, allow_code, find_experiment, list_experiments, open_client
-from flotilla.launch_file import read_launch_file, run_prepare
-from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.client.views import Experiment, Experiments, Metrics, Samples
+from flotilla.connection import allow_code, choose_experiment
 from flotilla.shared.errors import DeadlineExceeded, FlotillaError, NotFound
-from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.samples.query import SampleOrder
 from flotilla.shared.schemas.experiment import (
     CheckpointFiles,
@@ -29,22 +27,22 @@ from flotilla.shared.schemas.experiment import (
     MetricPoint,
     Page,
 )
-from flotilla.shared.schemas.fleet import FleetView
 from flotilla.shared.schemas.sample_kinds import SampleKind
-from flotilla.shared.schemas.samples import SamplePage, SampleView
-from flotilla.shared.schemas.service import ServiceView
-from flotilla.shared.schemas.uploads import ListedCheckpoint
+from flotilla.shared.schemas.samples import SamplePage
+from flotilla.shared.schemas.uploads import ListedCheckpoint, UploadCheck
 from flotilla.shared.streams.ledger import Ledger
 
-CALL_SECONDS = 30.0
-PAGE = 1000
+if TYPE_CHECKING:
+    from flotilla.shared.config.spec import ExperimentSpec
+
 SAMPLES_PAGE = 200
 POLL_SECONDS = 0.5
 SILENCE_SECONDS = 60.0
 """Of the event stream, which sends a comment every 15 s."""
 
-Model = TypeVar("Model", bound=BaseModel)
-Spec = str | Path | Mapping[str, Any] | ExperimentSpec
+Spec: TypeAlias = "str | Path | Mapping[str, Any] | ExperimentSpec"
+Reference = str | ExperimentView
+"""An experiment by its id or name, or as it was read."""
 
 
 class Ledgers(NamedTuple):
@@ -53,43 +51,17 @@ class Ledgers(NamedTuple):
     train: Ledger
     evaluation: Ledger
 
+    @classmethod
+    def read(cls, document: Mapping[str, object]) -> Self:
+        """Read both from JSON; one that is not there is empty."""
+        return cls(*(Ledger.model_validate(document.get(lane, {})) for lane in cls._fields))
 
-class AsyncClient:
-    """Calls one gateway; use it as an async context manager, or ``close`` it.
 
-    Args:
-        url: the gateway's; None: ``FLOTILLA_GATEWAY_URL``, else the local fleet of ``data``.
-        token: None: ``FLOTILLA_TOKEN`` or ``FLOTILLA_TOKEN_FILE``, or the local fleet's own.
-        data: data directory of the local fleet.
-        deadline_seconds: how long one call may take, with all its attempts.
+class AsyncClient(FleetCalls):
+    """Calls one gateway; use it as an async context manager, or ``close`` it. Arguments: see :class:`Calls`.
 
-    Raises:
-        Unavailable: no gateway is named and no local fleet runs.
+    An experiment is named by its id or name, which is looked up first, or by its view, which is not.
     """
-
-    def __init__(
-        self,
-        url: str | None = None,
-        token: str | None = None,
-        *,
-        data: str | Path = DEFAULT_DATA,
-        deadline_seconds: float = CALL_SECONDS,
-    ) -> None:
-        self._gateway: GatewayClient = open_client(url, Path(data), token=token)
-        self._place = (url, Path(data))
-        self._deadline_seconds = deadline_seconds
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._gateway.close()
 
     async def create(
         self, spec: Spec, *, overrides: Mapping[str, object] | None = None, start: bool = False
@@ -107,6 +79,9 @@ class AsyncClient:
             ValueError: overrides of a spec that is no file.
         """
         if isinstance(spec, str | Path):
+            # Here, since commands that create nothing start with the client.
+            from flotilla.launch_file import read_launch_file, run_prepare
+
             launch = read_launch_file(
                 Path(spec), [f"{key}={json.dumps(each)}" for key, each in (overrides or {}).items()]
             )
@@ -115,62 +90,67 @@ class AsyncClient:
         elif overrides:
             raise ValueError("overrides apply to a file: change the mapping itself")
         else:
-            document = spec.model_dump(mode="json") if isinstance(spec, ExperimentSpec) else spec
+            document = spec.model_dump(mode="json") if isinstance(spec, BaseModel) else spec
         allow_code(*self._place, document)
-        view = await self._call(Experiment, "POST", "/v1/experiments", body=document)
-        return await self.start(view.id) if start else view
+        params = {"start": "true"} if start else {}
+        return await self._call(Experiment, "POST", "/v1/experiments", body=document, params=params)
 
     async def experiments(self) -> Experiments:
         """List all experiments, oldest first."""
-        return Experiments(map(_shown, await list_experiments(self._gateway)))
+        return Experiments(await self._pages(Experiment, "/v1/experiments"))
 
-    async def experiment(self, reference: str | None = None) -> Experiment:
-        """Find one by id or name; by default the only one that has not ended, else the newest.
+    async def experiment(self, reference: Reference | None = None, *, is_unique: bool = False) -> Experiment:
+        """Find one by id, name or the beginning of an id, or read one again.
+
+        Args:
+            reference: None: the only one that has not ended, else the newest.
+            is_unique: a name that several have is not enough, as for what cannot be undone.
 
         Raises:
             NotFound: there is none.
-            Conflict: several have this name, or have not ended.
+            Conflict: several are meant.
         """
-        return _shown(await find_experiment(self._gateway, reference))
+        if isinstance(reference, ExperimentView):
+            return await self._call(Experiment, "GET", f"/v1/experiments/{reference.id}")
+        return choose_experiment(await self.experiments(), reference, is_unique=is_unique)
 
-    async def start(self, experiment: str) -> Experiment:
+    async def start(self, experiment: Reference) -> Experiment:
         """Start a draft."""
         return await self._act(experiment, "start")
 
-    async def pause(self, experiment: str) -> Experiment:
+    async def pause(self, experiment: Reference) -> Experiment:
         """Issue no more tasks; services finish what they have in hand."""
         return await self._act(experiment, "pause")
 
-    async def resume(self, experiment: str) -> Experiment:
+    async def resume(self, experiment: Reference) -> Experiment:
         """Go on after a pause, or from the newest checkpoint after a stop or a failure."""
         return await self._act(experiment, "resume")
 
-    async def extend(self, experiment: str, steps: int) -> Experiment:
+    async def extend(self, experiment: Reference, steps: int) -> Experiment:
         """Raise its ``optimisation.steps``; one that has ended goes on."""
         return await self._act(experiment, "extend", {"steps": steps})
 
-    async def fork(self, experiment: str, changes: Mapping[str, Any] = {}, step: int | None = None) -> Experiment:
+    async def fork(self, experiment: Reference, changes: Mapping[str, Any] = {}, step: int | None = None) -> Experiment:
         """Start another from a checkpoint of it, with some keys of the spec changed; without a step the newest."""
         allow_code(*self._place, dict(changes))
         return await self._act(experiment, "fork", {"step": step, "changes": dict(changes)})
 
-    async def stop(self, experiment: str) -> Experiment:
+    async def stop(self, experiment: Reference) -> Experiment:
         """End an experiment; what is outstanding is dropped."""
         return await self._act(experiment, "stop")
 
-    async def change(self, experiment: str, resources: Mapping[str, Any]) -> Experiment:
+    async def change(self, experiment: Reference, resources: Mapping[str, Any]) -> Experiment:
         """Change quotas while it runs, such as ``{"rollouts": {"max": 4}}``."""
         path = await self._path(experiment)
         return await self._call(Experiment, "PATCH", path, body={"resources": dict(resources)})
 
-    async def delete(self, experiment: str) -> None:
+    async def delete(self, experiment: Reference) -> None:
         """Delete a draft, or one that has ended, with its series; its directory stays."""
-        path = await self._path(experiment)
-        await self._gateway.call("DELETE", path, deadline_seconds=self._deadline_seconds)
+        await self._answer("DELETE", await self._path(experiment))
 
     async def wait(
         self,
-        experiment: str,
+        experiment: Reference,
         until: Callable[[Experiment], bool] | None = None,
         *,
         timeout_seconds: float | None = None,
@@ -190,12 +170,11 @@ class AsyncClient:
                 raise DeadlineExceeded(f"{view.id} is {view.state} at step {view.step} after {timeout_seconds:g} s")
             await asyncio.sleep(POLL_SECONDS)
 
-    async def ledger(self, experiment: str) -> Ledgers:
+    async def ledger(self, experiment: Reference) -> Ledgers:
         """Read where every group is; each lane is taken in one instant."""
-        answer = await self._read(await self._path(experiment), "ledger")
-        return Ledgers(Ledger.model_validate(answer["train"]), Ledger.model_validate(answer["evaluation"]))
+        return Ledgers.read(await self._answer("GET", f"{await self._path(experiment)}/ledger"))
 
-    async def metrics(self, experiment: str, names: Sequence[str] = ()) -> Metrics:
+    async def metrics(self, experiment: Reference, names: Sequence[str] = ()) -> Metrics:
         """Read what was recorded so far, in the order of writing, of all series if none is named.
 
         Raises:
@@ -204,7 +183,24 @@ class AsyncClient:
         params = {"names": ",".join(names)} if names else {}
         return Metrics(await self._pages(MetricPoint, f"{await self._path(experiment)}/metrics", params))
 
-    async def follow_metrics(self, experiment: str, names: Sequence[str] = ()) -> AsyncGenerator[MetricPoint, None]:
+    async def metric_page(
+        self, experiment: Reference, names: Sequence[str] = (), *, after: str | None = None
+    ) -> Page[MetricPoint]:
+        """Read the next values of some series, or of all, in the order of writing.
+
+        Args:
+            experiment: id, name or view.
+            names: of series.
+            after: ``next`` of the page before; None: from the first value on. A page that is not full is the last one
+                so far; its ``next``, or where it has none the one before, leads to what comes.
+        """
+        params = {"names": ",".join(names) or None, "limit": PAGE, "after": after}
+        path = f"{await self._path(experiment)}/metrics"
+        return await self._call(Page[MetricPoint], "GET", path, params=params)
+
+    async def follow_metrics(
+        self, experiment: Reference, names: Sequence[str] = ()
+    ) -> AsyncGenerator[MetricPoint, None]:
         """Follow the values of some series, or of all, from the first one on, until the experiment has ended.
 
         A step that is trained again, after a trainer's crash, is recorded again.
@@ -213,22 +209,16 @@ class AsyncClient:
             InvalidRequest: no run has a series of such a name; the message says which are near.
         """
         path = await self._path(experiment)
-        params = {"names": ",".join(names), "limit": PAGE}
         after: str | None = None
         while True:
             # Asked first: what is written before an end is seen below.
-            has_ended = (await self._call(Experiment, "GET", path)).state.is_final
-            query = {**params, "after": after}
-            page = Page[MetricPoint].model_validate(
-                await self._gateway.call(
-                    "GET", f"{path}/metrics", params=query, deadline_seconds=self._deadline_seconds
-                )
-            )
+            view = await self._call(Experiment, "GET", path)
+            page = await self.metric_page(view, names, after=after)
             for point in page.items:
                 yield point
             after = page.next or after
             if not page.items:
-                if has_ended:
+                if view.state.is_final:
                     return
                 await asyncio.sleep(POLL_SECONDS)
 
@@ -245,19 +235,24 @@ class AsyncClient:
         for reference in [experiments] if isinstance(experiments, str) else experiments:
             view = await self.experiment(reference)
             label = view.name if view.name not in series else view.id
-            series[label] = await self.metrics(view.id, [name])
+            series[label] = await self.metrics(view, [name])
         return plot_series(series, ylabel=name)
 
-    async def diagnosis(self, experiment: str) -> DiagnosisView:
+    async def diagnosis(self, experiment: Reference) -> DiagnosisView:
         """Read what bounds its speed, and what would change that."""
-        return DiagnosisView.model_validate(await self._read(await self._path(experiment), "diagnosis"))
+        return await self._call(DiagnosisView, "GET", f"{await self._path(experiment)}/diagnosis")
 
-    async def checkpoints(self, experiment: str) -> list[ListedCheckpoint]:
+    async def checkpoints(self, experiment: Reference) -> list[ListedCheckpoint]:
         """List its durable checkpoints by step, with how far their copies at ``checkpoint.upload_to`` are."""
-        return await self._pages(ListedCheckpoint, f"{await self._path(experiment)}/checkpoints", {})
+        return await self._pages(ListedCheckpoint, f"{await self._path(experiment)}/checkpoints")
+
+    async def check_copy(self, experiment: Reference, step: int) -> UploadCheck:
+        """Compare a checkpoint with its copy at ``checkpoint.upload_to`` now."""
+        path = f"{await self._path(experiment)}/checkpoints/{step}/upload"
+        return await self._call(UploadCheck, "GET", path)
 
     async def fetch_model(
-        self, experiment: str, directory: str | Path | None = None, *, step: int | None = None
+        self, experiment: Reference, directory: str | Path | None = None, *, step: int | None = None
     ) -> Path:
         """Give the directory of a checkpoint's model, which ``from_pretrained`` loads.
 
@@ -273,8 +268,8 @@ class AsyncClient:
             NotFound: there is no such checkpoint, or the gateway does not see its files.
             Unavailable: the gateway stayed away; call it again to go on.
         """
-        view = await self.experiment(experiment)
-        kept = [each for each in await self.checkpoints(view.id) if step in {None, each.step}]
+        view = experiment if isinstance(experiment, ExperimentView) else await self.experiment(experiment)
+        kept = [each for each in await self.checkpoints(view) if step in {None, each.step}]
         if not kept:
             what = "checkpoint" if step is None else f"checkpoint of step {step}"
             raise NotFound(f"{view.id} has no {what} yet")
@@ -292,7 +287,7 @@ class AsyncClient:
 
     async def samples(
         self,
-        experiment: str,
+        experiment: Reference,
         *,
         step: int | None = None,
         kinds: Sequence[SampleKind | str] = (),
@@ -304,7 +299,7 @@ class AsyncClient:
         order: SampleOrder | str = SampleOrder.NEWEST,
         tokens: bool = False,
         limit: int = 20,
-    ) -> list[SampleView]:
+    ) -> Samples:
         """Read what the model wrote.
 
         Args:
@@ -330,26 +325,18 @@ class AsyncClient:
             "order": SampleOrder(order).value,
             "tokens": tokens or None,
         }
-        path, found, after = f"{await self._path(experiment)}/samples", list[SampleView](), None
+        path, found, after = f"{await self._path(experiment)}/samples", Samples(), None
         while len(found) < limit:
             params = {**query, "limit": min(limit - len(found), SAMPLES_PAGE), "after": after}
-            answer = await self._gateway.call("GET", path, params=params, deadline_seconds=self._deadline_seconds)
-            page = SamplePage.model_validate(answer)
+            page = await self._call(SamplePage, "GET", path, params=params)
             found += page.items
+            found.num_unread = page.num_unread
             after = page.next
             if after is None:
                 break
         return found
 
-    async def services(self) -> list[ServiceView]:
-        """List the registered services."""
-        return await self._pages(ServiceView, "/v1/services", {})
-
-    async def fleet(self) -> FleetView:
-        """Read which experiment has what share of the services, and what it waits for."""
-        return await self._call(FleetView, "GET", "/v1/fleet")
-
-    async def events(self, experiment: str, *, after: int = 0) -> AsyncGenerator[Event, None]:
+    async def events(self, experiment: Reference, *, after: int = 0) -> AsyncGenerator[Event, None]:
         """Follow what happens, from the first event or the one after ``after``, until the experiment has ended.
 
         A gateway that is absent is waited for; no event is missed and none comes twice.
@@ -375,31 +362,9 @@ class AsyncClient:
                 return
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _path(self, reference: str) -> str:
-        return f"/v1/experiments/{(await self.experiment(reference)).id}"
+    async def _path(self, experiment: Reference) -> str:
+        view = experiment if isinstance(experiment, ExperimentView) else await self.experiment(experiment)
+        return f"/v1/experiments/{view.id}"
 
-    async def _act(self, experiment: str, action: str, body: Any = None) -> Experiment:
+    async def _act(self, experiment: Reference, action: str, body: Any = None) -> Experiment:
         return await self._call(Experiment, "POST", f"{await self._path(experiment)}/{action}", body=body)
-
-    async def _call(self, model: type[Model], method: str, path: str, *, body: Any = None) -> Model:
-        answer = await self._gateway.call(method, path, body=body, deadline_seconds=self._deadline_seconds)
-        return model.model_validate(answer)
-
-    async def _read(self, path: str, what: str) -> Any:
-        return await self._gateway.call("GET", f"{path}/{what}", deadline_seconds=self._deadline_seconds)
-
-    async def _pages(self, model: type[Model], path: str, params: Mapping[str, Any]) -> list[Model]:
-        found: list[Model] = []
-        after: str | None = None
-        while True:
-            query = {**params, "limit": PAGE, "after": after}
-            answer = await self._gateway.call("GET", path, params=query, deadline_seconds=self._deadline_seconds)
-            page = Page[model].model_validate(answer)  # type: ignore[valid-type]
-            found += page.items
-            after = page.next
-            if after is None or not page.items:
-                return found
-
-
-def _shown(view: ExperimentView) -> Experiment:
-    return Experiment.model_validate(view.model_dump())

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from flotilla.client.plots import plot_series
 from flotilla.shared.schemas.experiment import ExperimentView, MetricPoint
+from flotilla.shared.schemas.samples import SampleView
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,6 +71,16 @@ class Metrics(list[MetricPoint]):
         last = {point.name: point for point in self}
         rows = [(name, str(point.step), f"{point.value:.6g}") for name, point in sorted(last.items())]
         return _table(("series", "last step", "value"), rows)
+
+
+class Samples(list[SampleView]):
+    """Samples in the order that was asked for.
+
+    Attributes:
+        num_unread: files that are not in the index yet: ask again soon for what may be in them.
+    """
+
+    num_unread = 0
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

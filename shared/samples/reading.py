@@ -5,6 +5,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -29,38 +30,65 @@ TOKEN_COLUMNS = (
     "lag_starts",
     "lags",
 )
-_TEXTS = (
-    "kind",
-    "step",
-    "version",
-    "group_id",
-    "member",
-    "row",
-    "data_source",
-    "label",
-    "prompt",
-    "completion",
-    "finish_reason",
-    "status",
-    "reward",
-    "reason",
-    "answer",
-    "ended",
-    "num_sampled",
-)
 CURSOR = re.compile(r"([0-3]?[0-9]{1,12})-([0-9]{1,15})", re.ASCII)
 """Milliseconds and a number of samples, which the index makes numbers of 63 bits of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadSample:
+    """One sample, in the fields of ``SampleView``, and as plain as JSON.
+
+    Neither numpy nor a validated model: each costs a command more than all of its reading.
+    """
+
+    id: str
+    kind: str
+    step: int | None
+    version: int
+    group_id: int
+    member: int
+    row: int
+    data_source: str | None
+    label: str | None
+    prompt: str
+    completion: str
+    finish_reason: str
+    status: str
+    reward: float | None
+    reason: str | None
+    answer: str | None
+    ended: str | None
+    num_sampled: int
+    components: Mapping[str, float]
+    metrics: Mapping[str, float]
+    timings: Mapping[str, float]
+    messages: Sequence[Mapping[str, Any]]
+    turns: Sequence[Mapping[str, Any]]
+    is_baseline: bool
+    oldest_version: int
+    newest_version: int
+    lag: int | None
+    advantage: float | None
+    tokens: Mapping[str, Any] | None
+
+
+_MADE = {"id", "messages", "turns", "is_baseline", "oldest_version", "newest_version", "lag", "advantage", "tokens"}
 _MAPS = ("components", "metrics", "timings")
+_TEXTS = tuple(each.name for each in fields(ReadSample) if each.name not in {*_MADE, *_MAPS})
 _READ = ("place", *_TEXTS, *_MAPS, "messages", "turns", "is_baseline", "versions", "lags", "advantages")
 
 
 class FoundPage(NamedTuple):
-    """One page of samples, in the fields of ``SamplePage`` and its ``SampleView``, and as plain as JSON."""
+    """One page of samples, in the fields of ``SamplePage``."""
 
-    items: list[dict[str, Any]]
+    items: list[ReadSample]
     next: str | None
     num_files: int
     num_unread: int
+
+    def plain(self) -> dict[str, Any]:
+        """Write it as ``SamplePage`` has it in JSON."""
+        return self._asdict() | {"items": [vars(each) for each in self.items]}
 
 
 def read_page(
@@ -89,14 +117,14 @@ def read_page(
     )
 
 
-def read_samples(folder: Path, found: Sequence[Found], *, with_tokens: bool) -> list[dict[str, Any]]:
+def read_samples(folder: Path, found: Sequence[Found], *, with_tokens: bool) -> list[ReadSample]:
     """Read samples in the order in which they were found; one whose file went meanwhile is left out."""
     from pyarrow import ArrowException, parquet
 
     members: dict[str, dict[tuple[int, int], int]] = defaultdict(dict)
     for number, each in enumerate(found):
         members[each.file][each.place, each.member] = number
-    views: dict[int, dict[str, Any]] = {}
+    views: dict[int, ReadSample] = {}
     names = [*_READ, *(TOKEN_COLUMNS if with_tokens else ())]
     for name, wanted in members.items():
         try:
@@ -112,22 +140,24 @@ def read_samples(folder: Path, found: Sequence[Found], *, with_tokens: bool) -> 
     return [views[number] for number in sorted(views)]
 
 
-def _view(file: str, row: Mapping[str, Any], *, with_tokens: bool) -> dict[str, Any]:
-    # Neither numpy nor a validated model: each costs a command more than all of its reading.
+def _view(file: str, row: Mapping[str, Any], *, with_tokens: bool) -> ReadSample:
+    messages, versions, lags = json.loads(row["messages"]), row["versions"], row["lags"]
     advantages = [value for value in row["advantages"] or () if not math.isnan(value)]
-    return {
-        "id": f"{file.removesuffix('.parquet')}/{row['place']}/{row['member']}",
-        **{name: row.get(name) for name in _TEXTS},
-        **{name: dict(row.get(name) or ()) for name in _MAPS},
-        "messages": [{"role": role, "content": content} for role, content in json.loads(row["messages"])],
-        "turns": json.loads(row.get("turns") or "[]"),
-        "is_baseline": bool(row.get("is_baseline")),
-        "oldest_version": min(row["versions"]),
-        "newest_version": max(row["versions"]),
-        "lag": max(row["lags"]) if row["lags"] else None,
-        "advantage": fmean(advantages) if advantages else None,
-        "tokens": {name: _finite(row.get(name)) for name in TOKEN_COLUMNS} if with_tokens else None,
+    plain: dict[str, Any] = {name: row.get(name) for name in _TEXTS} | {
+        name: dict(row.get(name) or ()) for name in _MAPS
     }
+    return ReadSample(
+        id=f"{file.removesuffix('.parquet')}/{row['place']}/{row['member']}",
+        **plain,
+        messages=[{"role": role, "content": content} for role, content in messages],
+        turns=json.loads(row.get("turns") or "[]"),
+        is_baseline=bool(row.get("is_baseline")),
+        oldest_version=min(versions),
+        newest_version=max(versions),
+        lag=max(lags) if lags else None,
+        advantage=fmean(advantages) if advantages else None,
+        tokens={name: _finite(row.get(name)) for name in TOKEN_COLUMNS} if with_tokens else None,
+    )
 
 
 def _finite(values: Sequence[Any] | None) -> list[Any] | None:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from flotilla.shared.schemas.grade_status import GradeStatus
 from flotilla.shared.schemas.sample_kinds import SampleKind
-from flotilla.shared.schemas.trajectory import GradeStatus
 from flotilla.shared.schemas.wire import Wire
 
 

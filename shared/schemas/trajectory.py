@@ -7,13 +7,13 @@ policy version under which it was sampled.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from enum import StrEnum
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from flotilla.shared.schemas.grade_status import GradeStatus as GradeStatus
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.schemas.turns import FinishReason as FinishReason
 from flotilla.shared.schemas.turns import Turn, check_turns
@@ -22,15 +22,6 @@ GROUP_SCHEMA = 2
 
 NO_VERSION = -1
 """In place of a policy version: no policy sampled the tokens, such as those of an answer that people wrote."""
-
-
-class GradeStatus(StrEnum):
-    """How grading of a sample ended. Only ``scored`` has a reward."""
-
-    PENDING = "pending"
-    SCORED = "scored"
-    ABSTAINED = "abstained"
-    ERROR = "error"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

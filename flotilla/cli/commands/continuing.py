@@ -2,32 +2,25 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from flotilla.cli.continuing import CALL_SECONDS, at_rest
-from flotilla.cli.gateway import open_gateway
+from flotilla.cli.continuing import at_rest
+from flotilla.cli.gateway import COPY_SECONDS, START_SECONDS, open_gateway
 from flotilla.cli.output import new_console, write_json
-from flotilla.connection import allow_code, find_experiment
+from flotilla.client.asynchronous import AsyncClient
 from flotilla.shared.config.load.overrides import apply, on_command_line, with_origins
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.errors import InvalidSpec
-from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.schemas.experiment import ExperimentView
-
-FORK_SECONDS = 600.0
-"""Every byte of the checkpoint is read."""
 
 
 async def extend(arguments: argparse.Namespace) -> int:
     """Raise the steps of an experiment; one that is ending is waited for, one that has ended goes on."""
     async with open_gateway(arguments) as client:
-        view = await at_rest(client, await find_experiment(client, arguments.experiment))
-        path, body = f"/v1/experiments/{view.id}/extend", {"steps": arguments.steps}
-        answer = await client.call("POST", path, body=body, deadline_seconds=CALL_SECONDS)
+        view = await at_rest(client, await client.experiment(arguments.experiment))
+        now = await client.with_deadline(START_SECONDS).extend(view, arguments.steps)
     if arguments.json:
-        write_json(answer)
+        write_json(now.model_dump(mode="json"))
         return 0
-    now = ExperimentView.model_validate(answer)
     new_console().print(
         f"{now.id} ({now.name}) is {now.state} at step {now.step} and trains to step {now.total_steps}; before, "
         f"{view.total_steps}"
@@ -38,11 +31,10 @@ async def extend(arguments: argparse.Namespace) -> int:
 async def fork(arguments: argparse.Namespace) -> int:
     """Start an experiment from a checkpoint of another, with other settings where they are given."""
     async with open_gateway(arguments) as client:
-        answer = await fork_of(client, arguments, arguments.name)
+        view = await fork_of(client, arguments, arguments.name)
     if arguments.json:
-        write_json(answer)
+        write_json(view.model_dump(mode="json"))
         return 0
-    view = ExperimentView.model_validate(answer)
     assert view.origin is not None
     new_console().print(
         f"{view.id} ({view.name}) starts from step {view.origin.step} of {view.origin.experiment_id} and trains to "
@@ -51,14 +43,14 @@ async def fork(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def fork_of(client: GatewayClient, arguments: argparse.Namespace, name: str | None = None) -> Any:
-    """Fork ``arguments.origin``, with its overrides, and return the new experiment as JSON.
+async def fork_of(client: AsyncClient, arguments: argparse.Namespace, name: str | None = None) -> ExperimentView:
+    """Fork ``arguments.origin``, with its overrides, and return the new experiment.
 
     Raises:
         InvalidSpec: an override is wrong.
     """
     where, step = parse_reference(arguments.origin)
-    parent = await find_experiment(client, where)
+    parent = await client.experiment(where)
     given = {"seed": arguments.seed, "name": name}
     texts = [*(arguments.set or []), *(f"{key}={value}" for key, value in given.items() if value is not None)]
     layers = on_command_line(texts)
@@ -67,9 +59,7 @@ async def fork_of(client: GatewayClient, arguments: argparse.Namespace, name: st
     except InvalidSpec as error:
         raise with_origins(error, layers) from None
     changes = {section: value for section, value in wanted.items() if value != parent.spec.get(section)}
-    allow_code(arguments.gateway, Path(arguments.data), changes)
-    body = {"step": step, "changes": changes}
-    return await client.call("POST", f"/v1/experiments/{parent.id}/fork", body=body, deadline_seconds=FORK_SECONDS)
+    return await client.with_deadline(COPY_SECONDS).fork(parent, changes, step)
 
 
 def parse_reference(text: str) -> tuple[str, int | None]:
@@ -78,13 +68,13 @@ def parse_reference(text: str) -> tuple[str, int | None]:
     return (where, int(step)) if at and step.isdigit() else (text, None)
 
 
-async def absolute_reference(client: GatewayClient, reference: str) -> str:
+async def absolute_reference(client: AsyncClient, reference: str) -> str:
     """Write a reference as a spec holds it: an id for what names an experiment, an absolute path for a path."""
     where, step = parse_reference(reference)
     at = "" if step is None else f"@{step}"
     if "/" in where:
         return f"{_absolute(where)}{at}"
-    return f"{(await find_experiment(client, where)).id}{at}"
+    return f"{(await client.experiment(where)).id}{at}"
 
 
 def _absolute(path: str) -> Path:

@@ -12,14 +12,13 @@ import sys
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import psutil
 from pydantic import SecretStr
 
 from flotilla.cli import machine
 from flotilla.cli.fleet import check_port
-from flotilla.cli.machine import Finding, Verdict
+from flotilla.cli.machine import Finding, Gpu, TorchFacts, Verdict
 from flotilla.cli.output import new_console, table_of, telling, write_json
 from flotilla.cli.redis_server import find_server, server_version
 from flotilla.connection import FleetInfo
@@ -50,9 +49,9 @@ ASK_TORCH = """
 import json, torch, transformers
 devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
 seen = [torch.cuda.get_device_properties(number) for number in devices]
-print(json.dumps({
-    "version": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__,
-    "devices": [{"name": each.name, "bytes": each.total_memory} for each in seen],
+print(json.dumps([
+    torch.__version__, torch.version.cuda, transformers.__version__,
+    [[each.name, each.total_memory] for each in seen],
 }))
 """
 
@@ -81,7 +80,7 @@ async def look(data: Path) -> list[Finding]:
     ]
 
 
-def _software(torch: dict[str, Any] | str) -> list[Finding]:
+def _software(torch: TorchFacts | str) -> list[Finding]:
     extras = {name: what for name, what in EXTRAS.items() if find_spec(name) is None}
     return [
         machine.judge_torch(torch),
@@ -112,7 +111,7 @@ def _show(findings: list[Finding], *, is_ready: bool) -> None:
     console.print("a fleet can run here" if is_ready else "a fleet cannot run here until what is missing is there")
 
 
-async def _ask_torch() -> dict[str, Any] | str:
+async def _ask_torch() -> TorchFacts | str:
     """Ask torch about itself in a process of its own: its import takes seconds, and may end the process."""
     for name in ("torch", "transformers"):
         if find_spec(name) is None:
@@ -132,8 +131,8 @@ async def _ask_torch() -> dict[str, Any] | str:
     if process.returncode != 0:
         lines = complaint.decode("utf-8", "replace").strip().splitlines()
         return f"torch cannot be imported: {lines[-1] if lines else f'exit code {process.returncode}'}"
-    found: dict[str, Any] = json.loads(output)
-    return found
+    version, cuda, transformers, devices = json.loads(output)
+    return TorchFacts(version, cuda, transformers, [Gpu(*each) for each in devices])
 
 
 async def _sandbox() -> Finding:

@@ -1,45 +1,46 @@
 """``flotilla stop | pause | resume | watch | ledger``: experiments on a running fleet, through REST."""
 
 import argparse
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from rich.table import Table
 
 from flotilla.cli.following import follow, follow_as_json
-from flotilla.cli.gateway import open_gateway
+from flotilla.cli.gateway import ACT_SECONDS, open_gateway
 from flotilla.cli.health import finding_lines
 from flotilla.cli.output import new_console, write_json
 from flotilla.cli.progress import Progress
 from flotilla.cli.reasons import first_words, histograms
-from flotilla.connection import find_experiment
-from flotilla.shared.schemas.experiment import DiagnosisView, ExperimentState, ExperimentView
+from flotilla.client.asynchronous import AsyncClient, Reference
+from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView
 
 
-def action(name: str) -> Callable[[argparse.Namespace], Coroutine[Any, Any, int]]:
-    """Make the command for an action that takes an experiment."""
+def action(
+    act: Callable[[AsyncClient, Reference], Awaitable[ExperimentView]], after: str = ""
+) -> Callable[[argparse.Namespace], Coroutine[Any, Any, int]]:
+    """Make the command for an action that takes an experiment; ``after`` is said behind its state."""
 
-    async def act(arguments: argparse.Namespace) -> int:
+    async def command(arguments: argparse.Namespace) -> int:
         async with open_gateway(arguments) as client:
-            view = await find_experiment(client, arguments.experiment)
-            answer = await client.call("POST", f"/v1/experiments/{view.id}/{name}", deadline_seconds=30)
-            if arguments.json:
-                write_json(answer)
-                return 0
-            after = f"; `flotilla resume {view.id}` goes on from its last checkpoint" if name == "stop" else ""
-            new_console().print(f"{view.id} ({view.name}) is {ExperimentView.model_validate(answer).state}{after}")
+            view = await act(client.with_deadline(ACT_SECONDS), await client.experiment(arguments.experiment))
+        if arguments.json:
+            write_json(view.model_dump(mode="json"))
+        else:
+            new_console().print(f"{view.id} ({view.name}) is {view.state}{after.format(view.id)}")
         return 0
 
-    return act
+    return command
 
 
-pause, resume, stop = action("pause"), action("resume"), action("stop")
+pause, resume = action(AsyncClient.pause), action(AsyncClient.resume)
+stop = action(AsyncClient.stop, "; `flotilla resume {}` goes on from its last checkpoint")
 
 
 async def watch(arguments: argparse.Namespace) -> int:
     """Show an experiment until it ends; Ctrl-C ends the watching only."""
     async with open_gateway(arguments) as client:
-        progress = Progress(await find_experiment(client, arguments.experiment))
+        progress = Progress(await client.experiment(arguments.experiment))
         if arguments.json:
             await follow_as_json(progress, client)
         else:
@@ -49,11 +50,11 @@ async def watch(arguments: argparse.Namespace) -> int:
 
 async def diagnose(arguments: argparse.Namespace) -> int:
     """Return what bounds the speed of an experiment."""
-    _, content = await _read(arguments, "diagnosis")
+    async with open_gateway(arguments) as client:
+        found = await client.diagnosis(await client.experiment(arguments.experiment))
     if arguments.json:
-        write_json(content)
+        write_json(found.model_dump(mode="json"))
         return 0
-    found = DiagnosisView.model_validate(content)
     console = new_console()
     if found.problem is not None:
         console.print(f"problem    {found.problem.component}: {found.problem.cause}", markup=False)
@@ -78,30 +79,24 @@ async def diagnose(arguments: argparse.Namespace) -> int:
 
 async def ledger(arguments: argparse.Namespace) -> int:
     """Show where every issued group is."""
-    view, content = await _read(arguments, "ledger")
+    async with open_gateway(arguments) as client:
+        view = await client.experiment(arguments.experiment)
+        lanes = (await client.ledger(view))._asdict()
     if arguments.json:
-        write_json(content)
+        write_json({lane: counts.model_dump(mode="json") for lane, counts in lanes.items()})
         return 0
-    table = Table("groups", *content, title=f"{view.name} ({view.id})", title_justify="left")
+    table = Table("groups", *lanes, title=f"{view.name} ({view.id})", title_justify="left")
     rows: dict[str, dict[str, str]] = {}
-    for lane, counts in content.items():
-        for key, value in counts.items():
-            if key == "lengths":
-                for kind, reason, histogram in histograms(counts):
-                    rows.setdefault(f"lengths: {kind} {reason}", {})[lane] = histogram
-            elif isinstance(value, dict):
+    for lane, counts in lanes.items():
+        for key, value in counts.model_dump(exclude={"lengths"}).items():
+            if isinstance(value, dict):
                 for inner, count in value.items():
                     rows.setdefault(f"{key}: {inner}", {})[lane] = str(count)
             else:
                 rows.setdefault(key, {})[lane] = str(value)
+        for kind, reason, histogram in histograms(counts):
+            rows.setdefault(f"lengths: {kind} {reason}", {})[lane] = histogram
     for name, cells in rows.items():
-        table.add_row(name, *(cells.get(lane, "0") for lane in content))
+        table.add_row(name, *(cells.get(lane, "0") for lane in lanes))
     new_console().print(table)
     return 0
-
-
-async def _read(arguments: argparse.Namespace, what: str) -> tuple[ExperimentView, Any]:
-    """Find the experiment that is meant, and read one thing of it."""
-    async with open_gateway(arguments) as client:
-        view = await find_experiment(client, arguments.experiment)
-        return view, await client.call("GET", f"/v1/experiments/{view.id}/{what}")

@@ -5,17 +5,17 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+
+from pydantic import JsonValue
 
 from flotilla.cli.exit_codes import ExitCode
-from flotilla.cli.gateway import open_gateway
+from flotilla.cli.gateway import ACT_SECONDS, START_SECONDS, open_gateway
 from flotilla.cli.output import new_console, short_path, table_of, write_json
 from flotilla.cli.progress import number, of_rows
-from flotilla.cli.reading import PAGE, read_checkpoints
-from flotilla.cli.stored import open_source
-from flotilla.connection import Source, find_experiment, is_active, list_experiments
-from flotilla.shared.schemas.experiment import ExperimentView, MetricPoint, Page
-from flotilla.shared.schemas.uploads import ListedCheckpoint, UploadCheck
+from flotilla.cli.stored import Source, open_source
+from flotilla.connection import is_active
+from flotilla.shared.schemas.experiment import ExperimentView
+from flotilla.shared.schemas.uploads import ListedCheckpoint, UploadCheck, UploadView
 
 COLUMNS = ("id", "name", "state", "step", "version", "created")
 
@@ -23,7 +23,7 @@ COLUMNS = ("id", "name", "state", "step", "version", "created")
 async def ls(arguments: argparse.Namespace) -> int:
     """List experiments: those that are active, then the others, newest first."""
     async with open_gateway(arguments) as client:
-        views = await list_experiments(client)
+        views = await client.experiments()
     found = select(views, names=arguments.name or None, states=arguments.state, only_active=arguments.active)
     found = found[: arguments.last]
     if arguments.json:
@@ -62,7 +62,7 @@ def select(
     return [view for view in newest_first if is_active(view)] + [view for view in newest_first if not is_active(view)]
 
 
-def facts_of(view: ExperimentView) -> dict[str, Any]:
+def facts_of(view: ExperimentView) -> dict[str, JsonValue]:
     """What ``--json`` prints of an experiment: its view without the spec."""
     return view.model_dump(mode="json", exclude={"spec"}) | {"is_active": is_active(view)}
 
@@ -82,8 +82,8 @@ def row_of(view: ExperimentView) -> dict[str, str]:
 async def delete(arguments: argparse.Namespace) -> int:
     """Delete an experiment and its series; its directory, with the checkpoints, stays."""
     async with open_gateway(arguments) as client:
-        view = await find_experiment(client, arguments.experiment, is_unique=True)
-        await client.call("DELETE", f"/v1/experiments/{view.id}", deadline_seconds=30)
+        view = await client.experiment(arguments.experiment, is_unique=True)
+        await client.with_deadline(ACT_SECONDS).delete(view)
     if arguments.json:
         write_json({"id": view.id, "name": view.name, "directory": view.directory})
         return 0
@@ -93,74 +93,107 @@ async def delete(arguments: argparse.Namespace) -> int:
     return 0
 
 
+class CheckpointRow(ListedCheckpoint):
+    """A checkpoint, and what its version came to on held-out problems."""
+
+    held_out: float | None
+    """None where that version was not evaluated."""
+    held_out_rows: tuple[int, int] | None
+    """With a grade, and all."""
+    is_kept: bool | None
+    """None where this machine cannot know."""
+    is_newest: bool
+    """Among those kept."""
+    is_best: bool
+    """Among those kept; of several with the highest held-out reward the first."""
+    copy_found: UploadCheck | None = None
+    """What was found at ``checkpoint.upload_to`` now; None where nobody looked."""
+
+    @property
+    def may_be_there(self) -> bool:
+        """Whether it was not removed, as far as this machine knows."""
+        return self.is_kept is not False
+
+    @property
+    def copy_of(self) -> UploadView | None:
+        """Its copy; None where there is none, or none any more."""
+        return self.upload if self.upload is not None and self.upload.state != "removed" else None
+
+    def document(self) -> dict[str, JsonValue]:
+        """Write it as ``--json`` prints it."""
+        written: dict[str, JsonValue] = self.model_dump(mode="json", exclude={"copy_found"})
+        return written | ({"copy": self.copy_found.model_dump(mode="json")} if self.copy_found else {})
+
+
 async def checkpoints(arguments: argparse.Namespace) -> int:
     """List the checkpoints of an experiment: where they are, and which is newest and best."""
     source, reference = open_source(arguments.gateway, Path(arguments.data), arguments.experiment)
-    async with source as client:
-        view = await find_experiment(client, reference)
-        found = await read_checkpoints(client, view)
+    async with source:
+        view = await source.experiment(reference)
+        client = source.with_deadline(ACT_SECONDS)
+        found = await client.checkpoints(view)
         evaluations = await read_evaluations(client, view)
         counts = await read_evaluated_rows(client, view)
         rows = describe_checkpoints(found, evaluations, Path(view.directory), counts)
-        checked = await verify(client, view, rows) if arguments.verify else {}
-    code = ExitCode.DONE if all(each.is_whole for each in checked.values()) else ExitCode.FAILED
+        rows = await verify(client.with_deadline(START_SECONDS), view, rows) if arguments.verify else rows
+    is_whole = all(row.copy_found is None or row.copy_found.is_whole for row in rows)
     if arguments.json:
-        copies = {step: each.model_dump(mode="json") for step, each in checked.items()}
-        write_json([row | ({"copy": copies[row["step"]]} if row["step"] in copies else {}) for row in rows])
-        return code
+        write_json([row.document() for row in rows])
+    elif rows:
+        _show(view, rows, [row for row in rows if arguments.all or row.may_be_there])
+    else:
+        new_console().print(f"{view.id} has no checkpoint yet", markup=False)
+    return ExitCode.DONE if is_whole else ExitCode.FAILED
+
+
+def _show(view: ExperimentView, rows: Sequence[CheckpointRow], shown: Sequence[CheckpointRow]) -> None:
     console = new_console()
-    if not rows:
-        console.print(f"{view.id} has no checkpoint yet", markup=False)
-        return code
-    shown = [row for row in rows if arguments.all or row["is_kept"] is not False]
-    columns = ["step", "version", "held-out", "made", ""]
+    has_copies = any(row.upload for row in shown)
+    columns = ["step", "version", "held-out", "made", *(["copy"] if has_copies else []), ""]
     cells = [
-        [str(row["step"]), str(row["version"]), _held_out(row), row["at"][:19].replace("T", " "), _marks(row)]
+        [
+            *(str(row.step), str(row.version), _held_out(row), row.at[:19].replace("T", " ")),
+            *([row.upload.state if row.upload else ""] if has_copies else []),
+            _marks(row),
+        ]
         for row in shown
     ]
-    if any(row["upload"] for row in shown):
-        columns.insert(4, "copy")
-        for cell, row in zip(cells, shown, strict=True):
-            cell.insert(4, row["upload"]["state"] if row["upload"] else "")
     console.print(table_of(columns, cells, title=f"{view.name} ({view.id})"))
     for row in shown:
-        if row["is_kept"] is not False:
-            console.print(f"step {row['step']:<6} {short_path(row['path'])}", markup=False)
-        if row["upload"] and row["upload"]["state"] != "removed":
-            console.print(f"            {_copy_of(row['upload'], checked.get(row['step']))}", markup=False)
+        if row.may_be_there:
+            console.print(f"step {row.step:<6} {short_path(row.path)}", markup=False)
+        if row.copy_of is not None:
+            console.print(f"            {_copy_in_words(row.copy_of, row.copy_found)}", markup=False)
     if len(shown) < len(rows):
         num_removed = len(rows) - len(shown)
         what = "1 older one was" if num_removed == 1 else f"{num_removed} older ones were"
         console.print(f"{what} removed (checkpoint.keep); --all lists {'it' if num_removed == 1 else 'them'}")
-    return code
 
 
-async def verify(client: Source, view: ExperimentView, rows: Sequence[Mapping[str, Any]]) -> dict[int, UploadCheck]:
-    """Compare the checkpoints that are kept with their copies, by step."""
-    path, found = f"/v1/experiments/{view.id}/checkpoints", {}
-    for row in rows:
-        if row["upload"] and row["is_kept"] is not False and row["upload"]["state"] != "removed":
-            answer = await client.call("GET", f"{path}/{row['step']}/upload", deadline_seconds=60)
-            found[int(row["step"])] = UploadCheck.model_validate(answer)
-    return found
+async def verify(client: Source, view: ExperimentView, rows: Sequence[CheckpointRow]) -> list[CheckpointRow]:
+    """Compare the checkpoints that are kept with their copies."""
+    return [
+        row.model_copy(update={"copy_found": await client.check_copy(view, row.step)})
+        if row.copy_of is not None and row.may_be_there
+        else row
+        for row in rows
+    ]
 
 
-def _copy_of(upload: Mapping[str, Any], checked: UploadCheck | None) -> str:
+def _copy_in_words(upload: UploadView, checked: UploadCheck | None) -> str:
     """Say where the copy of a checkpoint is, and whether it is whole."""
     if checked is not None:
-        return f"{upload['url']} ({'whole' if checked.is_whole else 'lacks ' + ', '.join(checked.missing)})"
-    match upload["state"]:
-        case "uploaded":
-            return f"{upload['url']} (whole, since {upload['at'][:19].replace('T', ' ')})"
-        case "failed":
-            return f"{upload['url']} (not there: {upload['cause']}; it is tried again)"
-        case state:
-            return f"{upload['url']} ({state})"
+        return f"{upload.url} ({'whole' if checked.is_whole else 'lacks ' + ', '.join(checked.missing)})"
+    if upload.state == "uploaded":
+        return f"{upload.url} (whole, since {(upload.at or '')[:19].replace('T', ' ')})"
+    if upload.state == "failed":
+        return f"{upload.url} (not there: {upload.cause}; it is tried again)"
+    return f"{upload.url} ({upload.state})"
 
 
-def _marks(row: Mapping[str, Any]) -> str:
-    words = [name for name in ("newest", "best") if row[f"is_{name}"]]
-    return ", ".join([*words, *(["removed"] if row["is_kept"] is False else [])])
+def _marks(row: CheckpointRow) -> str:
+    marks = {"newest": row.is_newest, "best": row.is_best, "removed": not row.may_be_there}
+    return ", ".join(name for name, has_it in marks.items() if has_it)
 
 
 async def read_evaluations(client: Source, view: ExperimentView) -> dict[int, float]:
@@ -177,14 +210,11 @@ async def read_evaluated_rows(client: Source, view: ExperimentView) -> dict[int,
 
 
 async def _by_version(client: Source, view: ExperimentView, name: str) -> dict[int, float]:
-    query = {"names": name, "limit": PAGE}
-    answer = await client.call("GET", f"/v1/experiments/{view.id}/metrics", params=query, deadline_seconds=30)
-    return {point.version: point.value for point in Page[MetricPoint].model_validate(answer).items}
+    return {point.version: point.value for point in (await client.metric_page(view, [name])).items}
 
 
-def _held_out(row: Mapping[str, Any]) -> str:
-    rows = row["held_out_rows"]
-    return f"{number(row['held_out'])} {of_rows(None if rows is None else tuple(rows))}".rstrip()
+def _held_out(row: CheckpointRow) -> str:
+    return f"{number(row.held_out)} {of_rows(row.held_out_rows)}".rstrip()
 
 
 def describe_checkpoints(
@@ -192,7 +222,7 @@ def describe_checkpoints(
     evaluations: Mapping[int, float],
     directory: Path,
     counts: Mapping[int, tuple[int, int]] = MappingProxyType({}),
-) -> list[dict[str, Any]]:
+) -> list[CheckpointRow]:
     """Say of each checkpoint what its version came to on held-out problems.
 
     Args:
@@ -200,24 +230,21 @@ def describe_checkpoints(
         evaluations: mean held-out reward by version.
         counts: rows with a grade, and all, by version.
         directory: the experiment's; where it is on this machine, a checkpoint that is not there was removed.
-
-    Returns:
-        By step: ``held_out`` and ``held_out_rows`` (None where that version was not evaluated), ``is_kept`` (None
-        where this machine cannot know), ``is_newest`` and ``is_best`` (highest held-out reward, of several the first)
-        among those kept.
     """
     is_here = directory.is_dir()
-    rows: list[dict[str, Any]] = [
-        each.model_dump(mode="json")
-        | {
-            "held_out": evaluations.get(each.version),
-            "held_out_rows": counts.get(each.version),
-            "is_kept": Path(each.path).is_dir() if is_here else None,
-        }
+    kept = {each.step: Path(each.path).is_dir() if is_here else None for each in found}
+    usable = [each for each in found if kept[each.step] is not False]
+    scored = [each for each in usable if each.version in evaluations]
+    best = max(scored, key=lambda each: evaluations[each.version], default=None)
+    newest = usable[-1] if usable else None
+    return [
+        CheckpointRow(
+            **dict(each),
+            held_out=evaluations.get(each.version),
+            held_out_rows=counts.get(each.version),
+            is_kept=kept[each.step],
+            is_newest=each is newest,
+            is_best=each is best,
+        )
         for each in found
     ]
-    usable = [row for row in rows if row["is_kept"] is not False]
-    scored = [row for row in usable if row["held_out"] is not None]
-    best = max(scored, key=lambda row: row["held_out"], default=None)
-    newest = usable[-1] if usable else None
-    return [row | {"is_newest": row is newest, "is_best": row is best} for row in rows]

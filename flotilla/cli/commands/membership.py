@@ -6,18 +6,16 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote
 
 from flotilla.cli.fleet import service_environment
 from flotilla.cli.gateway import open_gateway
 from flotilla.cli.output import new_console
+from flotilla.client.asynchronous import AsyncClient
 from flotilla.connection import FleetInfo
 from flotilla.packages import check_packages
 from flotilla.shared.children.processes import python_module
 from flotilla.shared.errors import InvalidRequest, NotFound, Unavailable
 from flotilla.shared.net.authorisation.access import PassKey
-from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.schemas.service import ServiceKind, ServiceView
 
 PATIENCE_SECONDS = 15.0
@@ -66,27 +64,24 @@ async def drain(arguments: argparse.Namespace) -> int:
     console = new_console()
     async with open_gateway(arguments) as client:
         started = time.monotonic()
-        body = {} if arguments.notice is None else {"notice_seconds": arguments.notice}
-        path = f"/v1/services/{quote(arguments.service, safe='')}/drain"
-        view = ServiceView.model_validate(await client.call("POST", path, body=body))
+        view = await client.drain(arguments.service, arguments.notice)
         notice = view.notice_ends_in_seconds or 0.0
         console.print(f"{view.service_id} leaves within {notice:.0f} s", markup=False)
         last = await _until_gone(client, view, started + notice + PATIENCE_SECONDS)
-        kept = {name: int(last.observed.load.get(name, 0)) for name in ("groups_handed_over", "tokens_handed_over")}
-        handed_over = f"it handed over {kept['groups_handed_over']} groups with {kept['tokens_handed_over']} tokens"
+        groups, tokens = (int(last.observed.load.get(f"{name}_handed_over", 0)) for name in ("groups", "tokens"))
+        handed_over = f"it handed over {groups} groups with {tokens} tokens"
         seconds = time.monotonic() - started
         console.print(f"{view.service_id} has left after {seconds:.1f} s; {handed_over}", markup=False)
     return 0
 
 
-async def _until_gone(client: GatewayClient, view: ServiceView, end: float) -> ServiceView:
+async def _until_gone(client: AsyncClient, view: ServiceView, end: float) -> ServiceView:
     last = view
     while time.monotonic() < end:
         try:
-            found: Any = await client.call("GET", f"/v1/services/{view.service_id}")
+            last = await client.service(view.service_id)
         except NotFound:
             return last
-        last = ServiceView.model_validate(found)
         # Only rollouts end by themselves: their work is what can be handed over.
         if last.kind is not ServiceKind.ROLLOUT and last.observed.experiment_id is None:
             return last

@@ -14,7 +14,6 @@ from flotilla.cli.commands.show import experiment_directory
 from flotilla.cli.exit_codes import ExitCode
 from flotilla.cli.gateway import open_gateway
 from flotilla.cli.output import new_console, table_of, write_json
-from flotilla.connection import find_experiment
 from flotilla.shared.errors import InvalidRequest, NotFound
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def _sample_of(text: str | None) -> tuple[int | None, int]:
 
 async def _directory_of(arguments: argparse.Namespace) -> Path:
     async with open_gateway(arguments) as client:
-        view = await find_experiment(client, arguments.experiment)
+        view = await client.experiment(arguments.experiment)
     directory = Path(view.directory)
     if not await asyncio.to_thread(directory.is_dir):
         raise NotFound(f"{directory} of {view.id} is not on this machine: replay it where its checkpoints are")

@@ -2,21 +2,22 @@
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-from flotilla.cli.comparison import USUAL, compare_metrics, compare_specs, remarks
+from pydantic import JsonValue
+
+from flotilla.cli.comparison import USUAL, ComparedSeries, ComparedSetting, compare_metrics, compare_specs, remarks
+from flotilla.cli.gateway import ACT_SECONDS
 from flotilla.cli.output import new_console, short_path, table_of, write_json
 from flotilla.cli.plots import write_comparison, write_plot
 from flotilla.cli.progress import Progress
-from flotilla.cli.reading import read_checkpoints
 from flotilla.cli.right_and_wrong import read_last
 from flotilla.cli.run_directory import FLEET
-from flotilla.cli.stored import StoredExperiments, open_source
+from flotilla.cli.stored import Source, StoredExperiments, open_source
 from flotilla.cli.summary import show_summary, summarise
-from flotilla.connection import FleetInfo, Source, find_experiment
+from flotilla.connection import FleetInfo
 from flotilla.shared.errors import InvalidRequest, Unavailable
 from flotilla.shared.schemas.experiment import ExperimentView
 from flotilla.shared.schemas.metric_names import check_names, is_pattern
@@ -30,9 +31,9 @@ async def report(arguments: argparse.Namespace) -> int:
     """Print the summary of an experiment, at work or ended, and plot it if that is asked for."""
     source, reference = open_source(arguments.gateway, Path(arguments.data), arguments.experiment)
     async with source as client:
-        progress = Progress(await find_experiment(client, reference))
+        progress = Progress(await client.experiment(reference))
         await progress.refresh(client)
-        checkpoints = await read_checkpoints(client, progress.view)
+        checkpoints = await client.with_deadline(ACT_SECONDS).checkpoints(progress.view)
         is_stored = isinstance(client, StoredExperiments)
         logs = _logs_of(client, Path(arguments.data))
         samples = await read_last(client, progress)
@@ -48,7 +49,7 @@ async def report(arguments: argparse.Namespace) -> int:
         run=_run_of(arguments.experiment),
     )
     if arguments.json:
-        write_json(summary)
+        write_json(summary.document())
         return 0
     console = new_console()
     show_summary(console, summary, took=_took(progress.view, is_stored=is_stored))
@@ -69,7 +70,7 @@ async def compare(arguments: argparse.Namespace) -> int:
     for named in (arguments.experiment, *arguments.others):
         source, reference = open_source(arguments.gateway, Path(arguments.data), named)
         async with source as client:
-            runs.append(Progress(await find_experiment(client, reference)))
+            runs.append(Progress(await client.experiment(reference)))
             await runs[-1].refresh(client)
     if len({run.view.id for run in runs}) < len(runs):
         raise InvalidRequest(f"name different experiments: {', '.join(run.view.id for run in runs)}")
@@ -81,9 +82,14 @@ async def compare(arguments: argparse.Namespace) -> int:
     plot = _plot_path(arguments)
     is_drawn = plot is not None and write_comparison({run.view.id: run for run in runs}, plot)
     if arguments.json:
-        experiments = [_facts(run.view) for run in runs]
-        document = {"experiments": experiments, "metrics": metrics, "spec": settings}
-        write_json(document | {"plot": str(plot) if is_drawn else None})
+        write_json(
+            {
+                "experiments": [_facts(run.view) for run in runs],
+                "metrics": [each._asdict() for each in metrics],
+                "spec": [each._asdict() for each in settings],
+                "plot": str(plot) if is_drawn else None,
+            }
+        )
         return 0
     _show(runs, metrics, settings, at_most=arguments.step)
     if plot is not None:
@@ -91,14 +97,14 @@ async def compare(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _facts(view: ExperimentView) -> dict[str, Any]:
+def _facts(view: ExperimentView) -> dict[str, JsonValue]:
     return view.model_dump(mode="json", include={"id", "name", "state", "step", "total_steps", "policy_version"})
 
 
 def _show(
     runs: Sequence[Progress],
-    metrics: Sequence[Mapping[str, Any]],
-    settings: Sequence[Mapping[str, Any]],
+    metrics: Sequence[ComparedSeries],
+    settings: Sequence[ComparedSetting],
     *,
     at_most: int | None,
 ) -> None:
@@ -111,15 +117,14 @@ def _show(
         for remark in remarks(run, at_most=at_most):
             console.print(f"   {remark}", markup=False)
     rows = [
-        (each["name"], "last" if each["step"] is None else str(each["step"]), *map(_number, each["values"]))
-        for each in metrics
+        (each.name, "last" if each.step is None else str(each.step), *map(_number, each.values)) for each in metrics
     ]
     if rows:
         console.print(table_of(("metric", "step", *letters), rows, whole=("metric",)))
     else:
         console.print("there is nothing to compare yet: none has a value of these metrics")
     if settings:
-        cells = [(each["path"], *map(_setting, each["values"])) for each in settings]
+        cells = [(each.path, *map(_setting, each.values)) for each in settings]
         console.print(table_of(("setting", *letters), cells))
     else:
         console.print("their specs are the same")

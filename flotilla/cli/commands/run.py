@@ -13,26 +13,26 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flotilla.cli.continuing import CALL_SECONDS, continue_command, go_on, overrides_of
+from flotilla.cli.continuing import continue_command, go_on, overrides_of
 from flotilla.cli.device_division import check_devices, wishes_of
 from flotilla.cli.fleet import FleetOptions, LocalFleet
 from flotilla.cli.following import REFRESH_SECONDS, follow
+from flotilla.cli.gateway import ACT_SECONDS, READ_SECONDS, START_SECONDS
 from flotilla.cli.output import new_console, short_path, telling
 from flotilla.cli.plots import write_plot
 from flotilla.cli.progress import Progress, duration
-from flotilla.cli.reading import read_checkpoints
 from flotilla.cli.right_and_wrong import read_last
 from flotilla.cli.run_directory import FLEET, RunDirectory
 from flotilla.cli.side_by_side import beside
 from flotilla.cli.summary import show_summary, summarise, write_summary
+from flotilla.client.asynchronous import AsyncClient
 from flotilla.launch_file import LaunchFile, fetch_model, read_launch_file, run_prepare
 from flotilla.packages import check_engine, check_packages, check_quantisation
 from flotilla.server_arguments import ASKING_THE_ENGINE, check_options
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.host.devices import machine_devices, own_devices
 from flotilla.shared.locations.allowed import grant_code
-from flotilla.shared.net.client.client import GatewayClient
-from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView
+from flotilla.shared.schemas.experiment import ExperimentState
 
 SETTLE_SECONDS = 10.0
 
@@ -88,7 +88,7 @@ async def run_on_own_fleet(arguments: argparse.Namespace, launch: LaunchFile, di
             fleet = LocalFleet(options, lambda line: console.print(line, markup=False))
             await held.enter_async_context(fleet)
         console.print(f"gateway    {fleet.gateway_url}   (logs in {short_path(options.data / 'logs')})")
-        async with GatewayClient(fleet.gateway_url, fleet.info.token) as client:
+        async with AsyncClient(fleet.gateway_url, fleet.info.token, deadline_seconds=READ_SECONDS) as client:
             grant_code(options.data, launch.document)
             try:
                 progress = await _train(fleet, client, launch, directory, arguments)
@@ -114,29 +114,27 @@ async def _prepare(launch: LaunchFile, console: Console, began: float, *, makes:
 
 
 async def _train(
-    fleet: LocalFleet, client: GatewayClient, launch: LaunchFile, directory: RunDirectory, arguments: argparse.Namespace
+    fleet: LocalFleet, client: AsyncClient, launch: LaunchFile, directory: RunDirectory, arguments: argparse.Namespace
 ) -> Progress:
     """Create the experiment, or let it go on, and follow it to its end."""
     console, view = new_console(), None
     if arguments.go_on:
         view = await go_on(client, directory.experiment_id, launch.spec, console.print)
     if view is None:
-        body, params = launch.document, {"start": "true"}
-        answer = await client.call("POST", "/v1/experiments", body=body, params=params, deadline_seconds=CALL_SECONDS)
-        view = ExperimentView.model_validate(answer)
+        view = await client.with_deadline(START_SECONDS).create(launch.document, start=True)
     directory.record(view.id)
     progress = Progress(view)
     await follow(progress, client, fleet, plain=arguments.plain)
     return progress
 
 
-async def _report(progress: Progress, client: GatewayClient, path: Path, wall_seconds: float) -> int:
+async def _report(progress: Progress, client: AsyncClient, path: Path, wall_seconds: float) -> int:
     """Write and show what a run has come to; return the exit code.
 
     Raises:
         Unavailable: a file cannot be written.
     """
-    checkpoints = await read_checkpoints(client, progress.view)
+    checkpoints = await client.with_deadline(ACT_SECONDS).checkpoints(progress.view)
     unwritten = ""
     plot = path / "plot.png"
     try:
@@ -170,9 +168,9 @@ async def _report(progress: Progress, client: GatewayClient, path: Path, wall_se
     return 0 if progress.view.state is ExperimentState.COMPLETED else 1
 
 
-async def _until_settled(progress: Progress, client: GatewayClient) -> None:
+async def _until_settled(progress: Progress, client: AsyncClient) -> None:
     """Wait until what was left of an experiment that failed is accounted for, so that the ledger shown is its last."""
     end = time.monotonic() + SETTLE_SECONDS
-    while progress.ledger.get("outstanding") and time.monotonic() < end:
+    while progress.ledger and progress.ledger.outstanding and time.monotonic() < end:
         await asyncio.sleep(REFRESH_SECONDS)
         await progress.refresh(client)

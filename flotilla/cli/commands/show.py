@@ -5,14 +5,20 @@ The client is imported where a gateway is asked: files are shown in half of the 
 
 import argparse
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flotilla.cli.sample_files import READ_SECONDS, import_pyarrow_alone, read_files
 from flotilla.shared.errors import NotFound, Unavailable
+from flotilla.shared.samples.query import SampleOrder, SampleQuery
+from flotilla.shared.schemas.sample_kinds import SampleKind
 
-LARGEST_PAGE = 200
+if TYPE_CHECKING:
+    from flotilla.cli.sample_text import Sample
+
 NOTHING_YET = (
     "no samples are kept yet: the first come with the first step, or with groups that are filtered or fail before it; "
     "`flotilla status` says how far the experiment is"
@@ -27,10 +33,9 @@ async def show(arguments: argparse.Namespace) -> int:
     query = query_of(arguments)
     directory = experiment_directory(arguments)
     items, unread = await _find(arguments, directory, query)
-    is_usual = arguments.kind is None and query.pop("kind", None) is not None
-    if not items and is_usual and not arguments.json:
+    if not items and arguments.kind is None and query.kinds and not arguments.json:
         # Where no step was made, what was filtered or failed tells why.
-        items, unread = await _find(arguments, directory, query)
+        items, unread = await _find(arguments, directory, replace(query, kinds=()))
         if items:
             print(
                 f"nothing was trained {'that is like that' if _is_chosen(arguments) else 'yet'}; what else is kept:\n"
@@ -39,7 +44,7 @@ async def show(arguments: argparse.Namespace) -> int:
     from flotilla.cli.sample_text import describe
 
     if arguments.json:
-        write_json(items)
+        write_json([_plain(item) for item in items])
         return 0
     console = new_console()
     for item in items:
@@ -51,6 +56,13 @@ async def show(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _plain(sample: "Sample") -> object:
+    """Write a sample as JSON has it."""
+    from flotilla.shared.samples.reading import ReadSample
+
+    return vars(sample) if isinstance(sample, ReadSample) else sample.model_dump(mode="json")
+
+
 def _is_chosen(arguments: argparse.Namespace) -> bool:
     """Whether only some samples are asked for."""
     chosen = (arguments.step, arguments.kind, arguments.problem, arguments.group, arguments.failed or None)
@@ -58,29 +70,28 @@ def _is_chosen(arguments: argparse.Namespace) -> bool:
 
 
 async def _find(
-    arguments: argparse.Namespace, directory: Path | None, query: Mapping[str, Any]
-) -> tuple[list[dict[str, Any]], int]:
+    arguments: argparse.Namespace, directory: Path | None, query: SampleQuery
+) -> "tuple[Sequence[Sample], int]":
     if directory is not None:
         if arguments.owns_process:
             import_pyarrow_alone()
-        return await asyncio.to_thread(read_files, directory, query, arguments.limit)
+        read = partial(read_files, directory, query, arguments.limit, with_tokens=arguments.tokens)
+        return await asyncio.to_thread(read)
     return await _from_gateway(arguments, query)
 
 
-def query_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Translate the options into the route's parameters; without any, trained samples are meant."""
-    order = "worst" if arguments.worst else "best" if arguments.best else "newest"
-    kind = arguments.kind or ("trained" if not arguments.failed and arguments.problem is None else None)
-    query = {
-        "step": arguments.step,
-        "kind": kind,
-        "row": arguments.problem,
-        "group": arguments.group,
-        "failed": arguments.failed or None,
-        "order": order,
-        "tokens": arguments.tokens or None,
-    }
-    return {name: value for name, value in query.items() if value is not None}
+def query_of(arguments: argparse.Namespace) -> SampleQuery:
+    """Translate the options; without any, trained samples are meant."""
+    order = SampleOrder.WORST if arguments.worst else SampleOrder.BEST if arguments.best else SampleOrder.NEWEST
+    kind = arguments.kind or (SampleKind.TRAINED if not arguments.failed and arguments.problem is None else None)
+    return SampleQuery(
+        step=arguments.step,
+        kinds=() if kind is None else (SampleKind(kind),),
+        row=arguments.problem,
+        group=arguments.group,
+        is_failure=arguments.failed,
+        order=order,
+    )
 
 
 def experiment_directory(arguments: argparse.Namespace) -> Path | None:
@@ -120,17 +131,20 @@ def _newest_below(path: Path, reference: str | None) -> Path:
     return max(found, key=lambda each: (each / "samples").stat().st_mtime)
 
 
-async def _from_gateway(arguments: argparse.Namespace, query: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
+async def _from_gateway(arguments: argparse.Namespace, query: SampleQuery) -> "tuple[Sequence[Sample], int]":
     from flotilla.cli.gateway import open_gateway
-    from flotilla.connection import find_experiment
 
     async with open_gateway(arguments) as client:
-        view = await find_experiment(client, arguments.experiment)
-        path, items, after = f"/v1/experiments/{view.id}/samples", list[dict[str, Any]](), None
-        while True:
-            params = {**query, "limit": min(arguments.limit - len(items), LARGEST_PAGE), "after": after}
-            page = await client.call("GET", path, params=params, deadline_seconds=READ_SECONDS)
-            items += page["items"]
-            after = page["next"]
-            if after is None or len(items) >= arguments.limit:
-                return items, page["num_unread"]
+        view = await client.experiment(arguments.experiment)
+        found = await client.with_deadline(READ_SECONDS).samples(
+            view,
+            step=query.step,
+            kinds=query.kinds,
+            row=query.row,
+            group=query.group,
+            failed=query.is_failure,
+            order=query.order,
+            tokens=arguments.tokens,
+            limit=arguments.limit,
+        )
+        return found, found.num_unread

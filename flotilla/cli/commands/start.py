@@ -7,15 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flotilla.cli.commands.continuing import FORK_SECONDS, absolute_reference, fork_of
-from flotilla.cli.gateway import open_gateway
+from flotilla.cli.commands.continuing import absolute_reference, fork_of
+from flotilla.cli.gateway import COPY_SECONDS, START_SECONDS, open_gateway
 from flotilla.cli.output import new_console, write_json
-from flotilla.connection import allow_code
 from flotilla.launch_file import LaunchFile, read_launch_file, run_prepare
 from flotilla.shared.errors import InvalidRequest
-from flotilla.shared.schemas.experiment import ExperimentView
-
-START_SECONDS = 60.0
 
 
 def _launch_file(arguments: argparse.Namespace, overrides: Sequence[str] = ()) -> LaunchFile:
@@ -41,23 +37,16 @@ async def start(arguments: argparse.Namespace) -> int:
         raise InvalidRequest("name an experiment file to start, or --from EXPERIMENT[@STEP] to begin from a checkpoint")
     async with open_gateway(arguments) as client:
         if arguments.spec is None:
-            answer = await fork_of(client, arguments)
+            view = await fork_of(client, arguments)
         else:
             origin = [] if arguments.origin is None else [await absolute_reference(client, arguments.origin)]
             launch = _launch_file(arguments, [f"checkpoint.resume_from={json.dumps(each)}" for each in origin])
             await run_prepare(launch, lambda line: print(f"prepare    {line}", file=sys.stderr))
-            allow_code(arguments.gateway, Path(arguments.data), launch.document)
-            answer = await client.call(
-                "POST",
-                "/v1/experiments",
-                body=launch.document,
-                params={"start": "true"},
-                deadline_seconds=FORK_SECONDS if launch.spec.checkpoint.resume_from else START_SECONDS,
-            )
-        if arguments.json:
-            write_json(answer)
-            return 0
-        view = ExperimentView.model_validate(answer)
+            seconds = COPY_SECONDS if launch.spec.checkpoint.resume_from else START_SECONDS
+            view = await client.with_deadline(seconds).create(launch.document, start=True)
+    if arguments.json:
+        write_json(view.model_dump(mode="json"))
+    else:
         begins = "" if view.origin is None else f" from step {view.origin.step} of {view.origin.experiment_id}"
         new_console().print(f"{view.id} ({view.name}) starts{begins}; `flotilla watch {view.id}` follows it")
     return 0

@@ -1,29 +1,24 @@
 """``flotilla token create | list | revoke``: who else may use a fleet, and for what."""
 
 import argparse
-from typing import Any
-from urllib.parse import quote
 
 from flotilla.cli.gateway import open_gateway
 from flotilla.cli.output import new_console, table_of, write_json
-from flotilla.shared.net.authorisation.token_records import NewToken, TokenView
-from flotilla.shared.schemas.experiment import Page
+from flotilla.shared.net.authorisation.token_records import TokenView
 
 COLUMNS = ("id", "name", "scope", "for", "created", "by", "expires")
-PAGE = 1000
 
 
 async def create(arguments: argparse.Namespace) -> int:
     """Make a token and print it, this once."""
-    body: dict[str, Any] = {
-        "name": arguments.name,
-        "scope": arguments.scope,
-        "kind": arguments.kind,
-        "experiment_id": arguments.experiment,
-        "expires_in_seconds": arguments.expires,
-    }
     async with open_gateway(arguments) as client:
-        made = NewToken.model_validate(await client.call("POST", "/v1/tokens", body=body))
+        made = await client.create_token(
+            arguments.name,
+            arguments.scope,
+            kind=arguments.kind,
+            experiment_id=arguments.experiment,
+            expires_in_seconds=arguments.expires,
+        )
     if arguments.json:
         write_json(made.model_dump(mode="json"))
         return 0
@@ -36,16 +31,8 @@ async def create(arguments: argparse.Namespace) -> int:
 
 async def list_tokens(arguments: argparse.Namespace) -> int:
     """List the tokens that were made and not revoked."""
-    found: list[TokenView] = []
-    after: str | None = None
     async with open_gateway(arguments) as client:
-        while True:
-            answer = await client.call("GET", "/v1/tokens", params={"limit": PAGE, "after": after})
-            page = Page[TokenView].model_validate(answer)
-            found += page.items
-            after = page.next
-            if after is None:
-                break
+        found = await client.tokens()
     if arguments.json:
         write_json([view.model_dump(mode="json") for view in found])
     elif found:
@@ -58,7 +45,7 @@ async def list_tokens(arguments: argparse.Namespace) -> int:
 async def revoke(arguments: argparse.Namespace) -> int:
     """Revoke a token: its next request is refused."""
     async with open_gateway(arguments) as client:
-        await client.call("DELETE", f"/v1/tokens/{quote(arguments.token, safe='')}")
+        await client.revoke_token(arguments.token)
     if arguments.json:
         write_json({"revoked": arguments.token})
     else:

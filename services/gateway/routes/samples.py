@@ -61,7 +61,7 @@ async def samples(
 
     def read() -> SamplePage:
         found = read_page(index, query, limit=limit, after=after, with_tokens=tokens, seconds=READ_SECONDS)
-        return SamplePage.model_validate(found._asdict())
+        return SamplePage.model_validate(found.plain())
 
     try:
         return await gateway.samples.reads.read(request.state.shown.principal.actor, read)

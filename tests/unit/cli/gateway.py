@@ -1,11 +1,13 @@
 """A gateway in memory for commands: what it answers is given, what it is asked is kept."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx
 import pytest
 
+from flotilla.client import AsyncClient
+from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.schemas.experiment import ExperimentView
 
 
@@ -30,6 +32,19 @@ class ScriptedGateway:
             done = "after" in request.url.params and path.endswith("/metrics")
             return httpx.Response(200, json={"items": [] if done else items, "next": "c" if names else None})
         return httpx.Response(200, json=answer)
+
+
+def client_of(answer: Callable[[httpx.Request], httpx.Response]) -> AsyncClient:
+    """Make a client of a gateway that is a function."""
+
+    class Transported(GatewayClient):
+        def __init__(self, base_url: str, token: str | None) -> None:
+            super().__init__(base_url, token, transport=httpx.MockTransport(answer))
+
+    class Client(AsyncClient):
+        gateway_class = Transported
+
+    return Client("http://g", "t")
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, views: list[ExperimentView], answers: Mapping[str, Any]) -> ScriptedGateway:

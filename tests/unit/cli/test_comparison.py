@@ -40,16 +40,14 @@ def ended(name: str, lr: float, **fields: Any) -> ExperimentView:
 def test_values_are_compared_at_the_last_step_that_all_have() -> None:
     runs = [a_run(reward_mean=[(1, 0.1), (2, 0.2), (3, 0.3)]), a_run(reward_mean=[(1, 0.4), (2, 0.5)])]
 
-    assert compare_metrics(runs, ["reward/*"]) == [{"name": "reward/mean", "step": 2, "values": [0.2, 0.5]}]
-    assert compare_metrics(runs, ["reward/*"], step=1)[0]["values"] == [0.1, 0.4]
+    assert compare_metrics(runs, ["reward/*"]) == [("reward/mean", 2, [0.2, 0.5])]
+    assert compare_metrics(runs, ["reward/*"], step=1)[0].values == [0.1, 0.4]
 
 
 def test_series_without_a_common_step_are_shown_by_their_last_values() -> None:
     runs = [a_run(reward_mean=[(1, 0.1), (3, 0.3)]), a_run(reward_mean=[(2, 0.4)]), a_run()]
 
-    assert compare_metrics(runs, ["reward/mean"], step=2) == [
-        {"name": "reward/mean", "step": None, "values": [0.1, 0.4, None]}
-    ]
+    assert compare_metrics(runs, ["reward/mean"], step=2) == [("reward/mean", None, [0.1, 0.4, None])]
     assert common_step([], None) is None
 
 
@@ -58,8 +56,8 @@ def test_a_series_that_was_named_is_shown_before_it_has_a_value() -> None:
 
     found = compare_metrics(runs, ["kl/mean", "reward*"], named=["kl/mean"])
 
-    assert found[0] == {"name": "kl/mean", "step": None, "values": [None, None]}
-    assert [each["name"] for each in found] == ["kl/mean", "reward"]
+    assert found[0] == ("kl/mean", None, [None, None])
+    assert [each.name for each in found] == ["kl/mean", "reward"]
 
 
 def test_a_fork_says_that_it_began_later_and_whose_tokens_it_counts() -> None:
@@ -77,9 +75,9 @@ def test_specs_differ_where_a_setting_differs_or_is_missing() -> None:
     second = {"name": "a", "model": {"path": "n"}, "parts": [{"kind": "x", "weight": 1.0}, {"kind": "y"}]}
 
     assert compare_specs([first, second]) == [
-        {"path": "model.path", "values": ["m", "n"]},
-        {"path": "model.dtype", "values": [None, "-"]},
-        {"path": "parts.1.kind", "values": ["-", "y"]},
+        ("model.path", ["m", "n"]),
+        ("model.dtype", [None, "-"]),
+        ("parts.1.kind", ["-", "y"]),
     ]
     assert compare_specs([first, first]) == []
 
@@ -88,8 +86,8 @@ def test_what_is_still_to_be_decided_is_no_difference() -> None:
     specs = [{"model": {"dtype": dtype, "path": "/m"}} for dtype in ("auto", "float32", "bfloat16")]
 
     assert compare_specs(specs[:2]) == []
-    assert [row["path"] for row in compare_specs(specs)] == ["model.dtype"]
-    assert [row["path"] for row in compare_specs([{"threads": "auto"}, {"threads": 2}])] == ["threads"]
+    assert [row.path for row in compare_specs(specs)] == ["model.dtype"]
+    assert [row.path for row in compare_specs([{"threads": "auto"}, {"threads": 2}])] == ["threads"]
 
 
 def test_a_comparison_shows_metrics_settings_and_a_plot(

@@ -3,6 +3,7 @@
 import fcntl
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from flotilla.cli.processes import OwnedProcess, ProcessSpec
 from flotilla.connection import FLEET_FILE
 from flotilla.shared.errors import Conflict, InvalidRequest, Unavailable
 from flotilla.shared.net.client.client import GatewayClient
+from tests.unit.cli.test_progress import a_rollout
 
 
 async def begin(data: Path) -> None:
@@ -56,6 +58,7 @@ class Waiting(LocalFleet):
     """A fleet of two processes that do nothing, of which the gateway knows as many as it is told."""
 
     async def _start(self) -> None:
+        self.gateway_url, self._token = "http://gateway", "token"
         for name in ("gateway", "trainer", "rollout-0"):
             spec = ProcessSpec(name, (sys.executable, "-c", "import time; time.sleep(60)"), {})
             self._processes.append(OwnedProcess(spec, self.options.data / f"{name}.log", self._say))
@@ -66,6 +69,16 @@ class Waiting(LocalFleet):
         return next(each.pid for each in self._processes if each.spec.name == name)
 
 
+def serve_services(monkeypatch: pytest.MonkeyPatch, pids: Callable[[], list[int | None]]) -> None:
+    async def call(client: GatewayClient, method: str, path: str, **_: Any) -> Any:
+        if path == "/readyz":
+            return {"status": "ready"}
+        rollouts = [a_rollout("r1").model_copy(update={"pid": pid}) for pid in pids()]
+        return {"items": [each.model_dump(mode="json") for each in rollouts]}
+
+    monkeypatch.setattr(GatewayClient, "call", call)
+
+
 @pytest.mark.parametrize(("registered", "missing"), [(("trainer",), "rollout-0"), ((), "trainer, rollout-0")])
 async def test_who_has_not_registered_is_named_while_it_is_waited_for_and_at_the_end(
     registered: tuple[str, ...], missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -73,11 +86,8 @@ async def test_who_has_not_registered_is_named_while_it_is_waited_for_and_at_the
     said: list[str] = []
     fleet = Waiting(FleetOptions(tmp_path), said.append)
 
-    async def call(client: GatewayClient, method: str, path: str, **_: Any) -> Any:
-        # Another one is of an earlier fleet on the same directory, and so are as many as are wanted.
-        return {"items": [{"pid": 1}, {"pid": 1}, *({"pid": fleet.pid_of(name)} for name in registered)]}
-
-    monkeypatch.setattr(GatewayClient, "call", call)
+    # Another one is of an earlier fleet on the same directory, and so are as many as are wanted.
+    serve_services(monkeypatch, lambda: [1, 1, *map(fleet.pid_of, registered)])
     monkeypatch.setattr(module, "TELL_SECONDS", 0.0)
     monkeypatch.setattr(module, "START_SECONDS", 0.5)
 
@@ -91,10 +101,7 @@ async def test_who_has_not_registered_is_named_while_it_is_waited_for_and_at_the
 async def test_a_fleet_is_up_once_all_have_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Waiting(FleetOptions(tmp_path), lambda line: None)
 
-    async def call(client: GatewayClient, method: str, path: str, **_: Any) -> Any:
-        return {"items": [{"pid": fleet.pid_of("trainer")}, {"pid": fleet.pid_of("rollout-0")}]}
-
-    monkeypatch.setattr(GatewayClient, "call", call)
+    serve_services(monkeypatch, lambda: [fleet.pid_of("trainer"), fleet.pid_of("rollout-0")])
 
     async with fleet:
         assert fleet.pid_of("trainer") is not None

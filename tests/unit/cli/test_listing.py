@@ -98,16 +98,16 @@ def test_newest_and_best_are_among_those_that_are_kept(tmp_path: Path) -> None:
 
     rows = describe_checkpoints(found, {1: 0.9, 2: 0.7, 3: 0.5}, tmp_path)
 
-    assert [row["is_kept"] for row in rows] == [False, True, True, True]
-    assert [row["is_best"] for row in rows] == [False, True, False, False]
-    assert [row["is_newest"] for row in rows] == [False, False, False, True]
-    assert [row["held_out"] for row in rows] == [0.9, 0.7, 0.5, None]
+    assert [row.is_kept for row in rows] == [False, True, True, True]
+    assert [row.is_best for row in rows] == [False, True, False, False]
+    assert [row.is_newest for row in rows] == [False, False, False, True]
+    assert [row.held_out for row in rows] == [0.9, 0.7, 0.5, None]
 
 
 def test_on_another_machine_nobody_knows_what_is_kept(tmp_path: Path) -> None:
     rows = describe_checkpoints(made(tmp_path / "elsewhere", 5), {}, tmp_path / "elsewhere")
 
-    assert (rows[0]["is_kept"], rows[0]["is_newest"], rows[0]["is_best"]) == (None, True, False)
+    assert (rows[0].is_kept, rows[0].is_newest, rows[0].is_best) == (None, True, False)
 
 
 def test_paths_of_checkpoints_are_printed_whole_outside_of_the_table(

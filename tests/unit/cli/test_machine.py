@@ -1,18 +1,17 @@
 """What is found on a machine is judged, and what to do is said with it."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from flotilla.cli import machine
 from flotilla.cli.__main__ import main
 from flotilla.cli.commands import doctor
-from flotilla.cli.machine import GIGABYTE, Finding, Verdict
+from flotilla.cli.machine import GIGABYTE, Finding, Gpu, TorchFacts, Verdict
 
 OK, WARNING, MISSING = Verdict.OK, Verdict.WARNING, Verdict.MISSING
-TORCH: dict[str, Any] = {"version": "2.13.0", "cuda": None, "transformers": "5.0", "devices": []}
-H200 = TORCH | {"cuda": "13.0", "devices": [{"name": "H200", "bytes": 139 * GIGABYTE}]}
+TORCH = TorchFacts("2.13.0", None, "5.0")
+H200 = TorchFacts("2.13.0", "13.0", "5.0", [Gpu("H200", 139 * GIGABYTE)])
 
 
 @pytest.mark.parametrize(

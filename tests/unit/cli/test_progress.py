@@ -12,9 +12,10 @@ from rich.console import Console
 from flotilla.cli import following
 from flotilla.cli.progress import Pace, Progress, duration, live_line, live_view
 from flotilla.cli.summary import summarise, summary_table
-from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView
 from flotilla.shared.schemas.service import Capabilities, ObservedState, ServiceKind, ServiceView, WorkState
+from flotilla.shared.streams.ledger import Ledger, TokenCounts
+from tests.unit.cli.gateway import client_of
 
 
 def a_view(**fields: Any) -> ExperimentView:
@@ -76,7 +77,7 @@ class ScriptedGateway:
 
 async def refreshed(*pages: list[dict[str, Any]]) -> Progress:
     progress = Progress(a_view())
-    async with GatewayClient("http://g", "t", transport=httpx.MockTransport(ScriptedGateway(*pages))) as client:
+    async with client_of(ScriptedGateway(*pages)) as client:
         for _ in pages:
             await progress.refresh(client)
     return progress
@@ -118,7 +119,7 @@ async def test_rewards_that_are_no_accuracy_are_not_called_one() -> None:
     console.print(summary_table(summary, took="this command took"))
 
     assert "held-out reward 3.500" in live_line(progress, elapsed=1, left=None)
-    assert (summary["accuracy_before"], summary["accuracy_after"], summary["accuracy"]) == (None, None, [])
+    assert (summary.accuracy_before, summary.accuracy_after, summary.accuracy) == (None, None, ())
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "0.500 -> 3.500" in shown and "accuracy" not in shown
 
@@ -171,8 +172,8 @@ async def test_a_summary_holds_before_and_after() -> None:
 
     summary = summarise(progress, wall_seconds=3.0, checkpoints=[], logs=None, plot=None)
 
-    assert (summary["accuracy_before"], summary["accuracy_after"], summary["max_lag_trained"]) == (0.25, 0.9, 1.0)
-    assert summary["checkpoint"] is None
+    assert (summary.accuracy_before, summary.accuracy_after, summary.max_lag_trained) == (0.25, 0.9, 1.0)
+    assert summary.checkpoint is None
 
 
 async def test_a_summary_holds_the_successes_of_episodes() -> None:
@@ -181,7 +182,7 @@ async def test_a_summary_holds_the_successes_of_episodes() -> None:
 
     summary = summarise(progress, wall_seconds=3.0, checkpoints=[], logs=None, plot=None)
 
-    assert (summary["success_before"], summary["success_after"]) == (0.25, 0.75)
+    assert (summary.success_before, summary.success_after) == (0.25, 0.75)
     assert any("25.0% -> 75.0%" in line for line in shown_to_a_person(progress))
 
 
@@ -194,7 +195,7 @@ async def test_successes_of_episodes_without_an_environment_are_those_with_the_r
         for each in (points, [*points, turns])
     ]
 
-    assert [(each["success_before"], each["success_after"]) for each in summaries] == [(None, None), (0.125, 0.75)]
+    assert [(each.success_before, each.success_after) for each in summaries] == [(None, None), (0.125, 0.75)]
 
 
 def shown_to_a_person(progress: Progress, **more: Any) -> list[str]:
@@ -208,11 +209,11 @@ def shown_to_a_person(progress: Progress, **more: Any) -> list[str]:
 
 async def test_a_summary_says_why_groups_were_not_trained_and_how_long_they_were() -> None:
     progress = await refreshed([])
-    progress.ledger = {
-        "dropped": {"stale": 4},
-        "failed": {"unheard_of": 2},
-        "lengths": {"dropped": {"stale": {"256": 3, "512": 1}}, "failed": {"unheard_of": {"0": 1, "32": 1}}},
-    }
+    progress.ledger = Ledger(
+        dropped={"stale": 4},
+        failed={"unheard_of": 2},
+        lengths={"dropped": {"stale": {256: 3, 512: 1}}, "failed": {"unheard_of": {0: 1, 32: 1}}},
+    )
 
     lines = shown_to_a_person(progress)
 
@@ -235,7 +236,7 @@ async def test_a_summary_of_a_run_that_failed_begins_with_why_and_shows_nothing_
 
 async def test_a_summary_says_what_its_reward_is_the_mean_of() -> None:
     progress = await refreshed([point("reward/mean", step, step / 10) for step in range(1, 8)])
-    progress.ledger = {"filtered": {"zero_spread": 3}, "trained": 4, "issued": 7, "balanced": True}
+    progress.ledger = Ledger(filtered={"zero_spread": 3}, trained=4, issued=7)
     progress.series["lag/max"] = [(1, 1, 1.0)]
 
     lines = shown_to_a_person(progress)
@@ -249,7 +250,7 @@ async def test_a_job_without_rewards_shows_its_losses_and_no_lag() -> None:
     losses = [point("loss/total", step, 1 / step) for step in range(1, 5)]
     held_out = [point("held_out/loss", 0, 2.0), point("held_out/loss", 4, 0.5)]
     progress = await refreshed([*losses, *held_out])
-    progress.ledger = {"tokens": {"generated": 9, "trained": 9}}
+    progress.ledger = Ledger(tokens=TokenCounts(generated=9, trained=9))
 
     lines = shown_to_a_person(progress)
 
@@ -276,7 +277,7 @@ async def test_one_evaluation_is_no_improvement() -> None:
 
     summary = summarise(progress, wall_seconds=3.0, checkpoints=[], logs=None, plot=None)
 
-    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, None)
+    assert (summary.accuracy_before, summary.accuracy_after) == (0.25, None)
 
 
 async def test_following_as_json_writes_a_line_per_change(
@@ -291,7 +292,7 @@ async def test_following_as_json_writes_a_line_per_change(
             return httpx.Response(200, content=a_view(step=step, state=state).model_dump_json())
         return ScriptedGateway([point("reward/mean", 1, 0.5)])(request)
 
-    async with GatewayClient("http://g", "t", transport=httpx.MockTransport(answer)) as client:
+    async with client_of(answer) as client:
         await following.follow_as_json(Progress(a_view()), client)
 
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -312,12 +313,12 @@ async def test_an_evaluation_alone_says_what_was_answered_and_all_that_was_found
         ]
     )
     progress.view = a_view(step=0, total_steps=0, policy_version=0)
-    progress.ledger = {"issued": 9, "outstanding": 2, "trained": 7, "balanced": True, "tokens": {"generated": 70}}
+    progress.ledger = Ledger(issued=9, outstanding=2, trained=7, tokens=TokenCounts(generated=70))
 
     assert "7 of 9 problems answered" in live_line(progress, elapsed=1, left=None)
     summary = summarise(progress, wall_seconds=3.0, checkpoints=[], logs=None, plot=None)
     counts = {"num_graded_rows": 7.0, "num_rows": 9.0}
-    assert summary["evaluation"] == {"accuracy": 0.25, "lag_versions": 0.0, "pass@4": 0.5} | counts
+    assert summary.evaluation == {"accuracy": 0.25, "lag_versions": 0.0, "pass@4": 0.5} | counts
     shown = shown_to_a_person(progress)
     assert {"accuracy │ 25.0% of 7 of 9 rows", "pass@4 │ 50.0%", "tokens │ 70 in the answers"} <= set(shown)
     assert any("9 groups issued = 7 evaluated" in line for line in shown)
@@ -342,9 +343,13 @@ async def test_an_accuracy_says_of_how_many_rows_it_is(graded: int, live: str, l
     assert " ".join(live.split()[2:]) in console.file.getvalue()  # type: ignore[attr-defined]
     assert f"held-out accuracy │ {last}" in shown_to_a_person(progress)
     summary = summarise(progress, wall_seconds=1, checkpoints=(), logs=None, plot=None)
-    assert summary["held_out"]["points"][-1] == {
-        "step": 3, "version": 3, "value": 0.5, "graded_rows": graded, "rows": 64
-    }  # fmt: skip
+    assert summary.document()["held_out"] == {
+        "metric": "accuracy",
+        "points": [
+            {"step": 0, "version": 0, "value": 0.0, "graded_rows": 64, "rows": 64},
+            {"step": 3, "version": 3, "value": 0.5, "graded_rows": graded, "rows": 64},
+        ],
+    }
     assert following.facts_of(progress)["held_out"] == {
         "metric": "accuracy",
         "value": 0.5,
@@ -359,7 +364,7 @@ def test_a_line_says_what_a_run_waits_for_before_its_first_step() -> None:
     services = [each.model_copy(update={"observed": loading}) for each in services[:2]]
     services.append(a_rollout("r3").model_copy(update={"observed": done}))
     starting = Progress(a_view(state=ExperimentState.STARTING, step=0), services=services)
-    evaluating = Progress(a_view(step=0), evaluation={"issued": 512, "outstanding": 500})
+    evaluating = Progress(a_view(step=0), evaluation=Ledger(issued=512, outstanding=500))
     troubled = Progress(
         a_view(
             state=ExperimentState.STARTING, step=0, problem={"component": "rollout", "cause": "no memory", "at": "x"}
@@ -369,4 +374,4 @@ def test_a_line_says_what_a_run_waits_for_before_its_first_step() -> None:
     assert "waits for 2 rollout to load" in live_line(starting, 1, None)
     assert "evaluates before the first step: 12 of 512 problems answered" in live_line(evaluating, 1, None)
     assert "waits" not in live_line(troubled, 1, None)
-    assert "evaluates" not in live_line(Progress(a_view(), evaluation={"issued": 512, "outstanding": 500}), 1, None)
+    assert "evaluates" not in live_line(Progress(a_view(), evaluation=Ledger(issued=512, outstanding=500)), 1, None)

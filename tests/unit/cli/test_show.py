@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +15,44 @@ from flotilla.cli.right_and_wrong import lines_of
 from flotilla.cli.sample_text import describe
 from flotilla.shared.config.sections.samples import SamplesConfig
 from flotilla.shared.samples.folder import SampleFolder, ended_name
+from flotilla.shared.samples.reading import ReadSample
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind
 from tests.unit.cli.gateway import serve
 from tests.unit.cli.test_reference import views
 from tests.unit.samples.builders import a_step
 
-SAMPLE: dict[str, Any] = {
-    "id": "step-00000030/3/1",
-    "kind": "trained",
-    "step": 30,
-    "row": 211,
-    "group_id": 487,
-    "member": 1,
-    "messages": [{"role": "user", "content": "6 times 7?"}],
-    "prompt": "What is 6 times 7?",
-    "completion": "It is\n41",
-    "label": "42",
-    "answer": "41",
-    "status": "scored",
-    "reward": 0.0,
-    "components": {"exact": 0.0, "length": -0.5},
-    "metrics": {"custom/characters": 8.0, "custom/share": 0.25},
-    "reason": "41 is not 42",
-    "ended": None,
-    "finish_reason": "stop",
-    "num_sampled": 4,
-    "newest_version": 29,
-    "lag": 1,
-    "advantage": -0.83,
-}
+SAMPLE = ReadSample(
+    id="step-00000030/3/1",
+    kind="trained",
+    step=30,
+    version=29,
+    row=211,
+    group_id=487,
+    member=1,
+    data_source=None,
+    messages=[{"role": "user", "content": "6 times 7?"}],
+    prompt="What is 6 times 7?",
+    completion="It is\n41",
+    label="42",
+    answer="41",
+    status="scored",
+    reward=0.0,
+    components={"exact": 0.0, "length": -0.5},
+    metrics={"custom/characters": 8.0, "custom/share": 0.25},
+    timings={},
+    reason="41 is not 42",
+    ended=None,
+    finish_reason="stop",
+    num_sampled=4,
+    turns=(),
+    is_baseline=False,
+    oldest_version=29,
+    newest_version=29,
+    lag=1,
+    advantage=-0.83,
+    tokens=None,
+)
 
 
 def a_run(directory: Path) -> Path:
@@ -83,7 +92,7 @@ def test_turns_are_shown_one_after_the_other_with_what_they_earned() -> None:
         {"observation": "_P\n_G", "text": "Down", "reward": 1.0},
     ]
 
-    text = describe(SAMPLE | {"turns": turns}).plain
+    text = describe(replace(SAMPLE, turns=turns)).plain
 
     lines = [line.strip() for line in text.splitlines()]
     places = [next(n for n, line in enumerate(lines) if line.startswith(part)) for part in ("turn 1", "_P", "turn 2")]
@@ -93,7 +102,7 @@ def test_turns_are_shown_one_after_the_other_with_what_they_earned() -> None:
 
 
 def test_why_a_group_was_not_trained_is_said_in_words() -> None:
-    lines = describe(SAMPLE | {"kind": "filtered", "ended": "zero_spread"}).plain.splitlines()
+    lines = describe(replace(SAMPLE, kind="filtered", ended="zero_spread")).plain.splitlines()
 
     assert lines[-1] == "  group      filtered: all answers had the same reward, which teaches nothing (zero_spread)"
 
@@ -127,26 +136,26 @@ def test_no_samples_yet_and_none_like_that_are_told_apart(
 
 
 def test_a_long_text_is_shortened_unless_it_is_wanted_whole() -> None:
-    long = SAMPLE | {"completion": "x" * 5000}
+    long = replace(SAMPLE, completion="x" * 5000)
 
     assert "[... 3500 characters more: --full ...]" in describe(long).plain
     assert "x" * 5000 in describe(long, is_whole=True).plain
 
 
 def test_two_samples_in_lines_are_called_right_and_wrong_only_where_rewards_say_so() -> None:
-    right = SAMPLE | {"reward": 1.0, "completion": "42"}
+    right = replace(SAMPLE, reward=1.0, completion="42")
 
     assert lines_of([right, SAMPLE]) == [
         ("right", "6 times 7? -> 42   (reward 1, label 42)"),
         ("wrong", "6 times 7? -> It is 41   (reward 0, label 42)"),
     ]
-    assert [name for name, _ in lines_of([right | {"reward": 0.7}, SAMPLE])] == ["best", "worst"]
+    assert [name for name, _ in lines_of([replace(right, reward=0.7), SAMPLE])] == ["best", "worst"]
 
 
 def test_a_gateway_is_asked_with_what_was_typed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = {"items": [SAMPLE], "next": None, "num_files": 1, "num_unread": 0}
+    page = {"items": [vars(SAMPLE)], "next": None, "num_files": 1, "num_unread": 0}
     gateway = serve(
         monkeypatch, views(("tiny-aa11", ExperimentState.RUNNING)), {"/experiments/tiny-aa11/samples": page}
     )

@@ -54,13 +54,13 @@ async def test_a_command_says_which_gateway_it_waits_for(
 
     async def send(client: httpx.AsyncClient, request: httpx.Request, **_: object) -> httpx.Response:
         await answered.wait()
-        return httpx.Response(200, json={}, request=request)
+        return httpx.Response(200, json={"experiments": [], "idle": {}}, request=request)
 
     monkeypatch.setattr(httpx.AsyncClient, "send", send)
     monkeypatch.setenv("FLOTILLA_TOKEN", "t")
     async with open_gateway(argparse.Namespace(gateway="http://far:1", data=str(tmp_path))) as client:
-        call = asyncio.create_task(client.call("GET", "/v1/fleet"))
+        call = asyncio.create_task(client.fleet())
         await until_told(capsys, "waiting for http://far:1: GET /v1/fleet, at most 10 s", 1)
         answered.set()
 
-        assert await call == {}
+        assert (await call).experiments == ()

@@ -45,7 +45,7 @@ def read(
 ) -> SamplePage:
     found = read_page(
         index, SampleQuery(**query), limit=limit, after=after, with_tokens=with_tokens, seconds=seconds
-    )._asdict()
+    ).plain()
     page = SamplePage.model_validate(found)
     assert page.model_dump(mode="json") == found, "it is as plain as what is sent"
     return page

@@ -1,0 +1,131 @@
+"""Calls about a fleet itself: its services, what experiments have of them, and who may use it; without waiting too."""
+
+from urllib.parse import quote
+
+from flotilla.client.blocking import BlockingCalls
+from flotilla.client.calls import Calls
+from flotilla.shared.net.authorisation.access import Scope
+from flotilla.shared.net.authorisation.token_records import DEFAULT_SECONDS, NewToken, Quota, TokenView
+from flotilla.shared.schemas.fleet import FleetView
+from flotilla.shared.schemas.service import ServiceKind, ServiceView
+
+
+class FleetCalls(Calls):
+    """What an operator asks of a fleet."""
+
+    async def check_ready(self) -> None:
+        """Return where the gateway takes calls.
+
+        Raises:
+            Unavailable: it does not yet.
+        """
+        await self._answer("GET", "/readyz")
+
+    async def services(self) -> list[ServiceView]:
+        """List the registered services."""
+        return await self._pages(ServiceView, "/v1/services")
+
+    async def service(self, service_id: str) -> ServiceView:
+        """Read one service.
+
+        Raises:
+            NotFound: it is not registered, or has left.
+        """
+        return await self._call(ServiceView, "GET", f"/v1/services/{quote(service_id, safe='')}")
+
+    async def drain(self, service_id: str, notice_seconds: float | None = None) -> ServiceView:
+        """Let a service finish or hand over its work and leave, within a notice; None: the usual one."""
+        body = {} if notice_seconds is None else {"notice_seconds": notice_seconds}
+        return await self._call(ServiceView, "POST", f"/v1/services/{quote(service_id, safe='')}/drain", body=body)
+
+    async def fleet(self) -> FleetView:
+        """Read which experiment has what share of the services, and what it waits for."""
+        return await self._call(FleetView, "GET", "/v1/fleet")
+
+    async def tokens(self) -> list[TokenView]:
+        """List the tokens that were made and not revoked."""
+        return await self._pages(TokenView, "/v1/tokens")
+
+    async def create_token(
+        self,
+        name: str,
+        scope: Scope | str,
+        *,
+        kind: ServiceKind | str | None = None,
+        experiment_id: str | None = None,
+        subject: str | None = None,
+        expires_in_seconds: float | None = DEFAULT_SECONDS,
+        quota: Quota | None = None,
+    ) -> NewToken:
+        """Make a token, which is shown this once; for what each part is, see ``TokenRequest``."""
+        body = {
+            "name": name,
+            "scope": scope,
+            "kind": kind,
+            "experiment_id": experiment_id,
+            "subject": subject,
+            "expires_in_seconds": expires_in_seconds,
+            "quota": None if quota is None else quota.model_dump(mode="json"),
+        }
+        return await self._call(NewToken, "POST", "/v1/tokens", body=body)
+
+    async def revoke_token(self, token: str) -> None:
+        """Revoke a token by its id or name: its next request is refused."""
+        await self._answer("DELETE", f"/v1/tokens/{quote(token, safe='')}")
+
+
+class BlockingFleetCalls(BlockingCalls):
+    """The same without ``await``."""
+
+    _client: FleetCalls
+
+    def check_ready(self) -> None:
+        """Return where the gateway takes calls; see :meth:`FleetCalls.check_ready`."""
+        self._run(self._client.check_ready)
+
+    def services(self) -> list[ServiceView]:
+        """List the registered services."""
+        return self._run(self._client.services)
+
+    def service(self, service_id: str) -> ServiceView:
+        """Read one service."""
+        return self._run(self._client.service, service_id)
+
+    def drain(self, service_id: str, notice_seconds: float | None = None) -> ServiceView:
+        """Let a service leave; see :meth:`FleetCalls.drain`."""
+        return self._run(self._client.drain, service_id, notice_seconds)
+
+    def fleet(self) -> FleetView:
+        """Read which experiment has what share of the services."""
+        return self._run(self._client.fleet)
+
+    def tokens(self) -> list[TokenView]:
+        """List the tokens that were made and not revoked."""
+        return self._run(self._client.tokens)
+
+    def create_token(
+        self,
+        name: str,
+        scope: Scope | str,
+        *,
+        kind: ServiceKind | str | None = None,
+        experiment_id: str | None = None,
+        subject: str | None = None,
+        expires_in_seconds: float | None = DEFAULT_SECONDS,
+        quota: Quota | None = None,
+    ) -> NewToken:
+        """Make a token, which is shown this once; see :meth:`FleetCalls.create_token`."""
+        return self._run(
+            self._client.create_token,
+            name,
+            scope,
+            kind=kind,
+            experiment_id=experiment_id,
+            subject=subject,
+            expires_in_seconds=expires_in_seconds,
+            quota=quota,
+        )
+
+    def revoke_token(self, token: str) -> None:
+        """Revoke a token by its id or name."""
+        self._run(self._client.revoke_token, token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -67,4 +68,4 @@ def histograms(ledger: Ledger) -> list[tuple[str, str, str]]:
 def first_words(cause: str) -> str:
     """Leave out the last lines of a process that a signal ended: they say nothing of it, and hide what happened."""
     what, mark, _ = cause.partition("last lines: ")
-    return what.rstrip("; ").removesuffix("; its") if mark and " signal " in what else cause
+    return what.rstrip("; ").removesuffix("; its") if mark and re.search(r" signal | \(SIG", what) else cause

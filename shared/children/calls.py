@@ -1,9 +1,11 @@
 """A child process that loads something and then answers calls, each within its deadline.
 
 Both sides speak JSON lines of a bounded size on the child's standard input and output. The first is what to load,
-answered by ``{"ready": about, "gives_up": bool}`` or by ``{"error": [code, detail]}``; then ``[number, content]`` is
-answered by ``[number, result]`` or by ``[number, null, [code, detail]]``. A child that works on many calls at a time
-``gives_up`` one on ``{"cancel": number}``; one that answers in turn is killed instead. The other side is ``serving``.
+answered by ``MARK``, before which the interpreter may have written anything, and by ``{"ready": about, "gives_up":
+bool}`` or ``{"error": error}``; then ``[number, content]`` is answered by ``[number, result]`` or by ``[number, null,
+error]``, an error being ``[code, detail, errors, context]``. Before its answer ``[number, progress, null]`` tells how
+far a call is. What has null as its number is not answered. A child that works on many calls at a time ``gives_up`` one
+on ``{"cancel": number}``; one that answers in turn is killed instead. The other side is ``serving``.
 """
 
 import asyncio
@@ -11,9 +13,10 @@ import contextlib
 import itertools
 import json
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from flotilla.shared.children.serving import MARK
 from flotilla.shared.children.spawning import Child, spawn
 from flotilla.shared.errors import DeadlineExceeded, InvalidSpec, WorkerDied, error_for_code
 from flotilla.shared.host.start_patience import start_timeout
@@ -36,7 +39,8 @@ class CallProcess:
         environment: all of its variables; None: this process's without secrets.
         start_seconds: for the start without progress; None: ``START_SECONDS``.
         max_line_bytes: of a message, either way.
-        is_quiet: whether what it writes to standard error is kept for its last words only.
+        on_line: gets each line that it writes to standard error; None: this process' own standard error does.
+        blames_opening: whether its end while it loads is the fault of what it loads; else it is the process's own.
     """
 
     def __init__(
@@ -48,11 +52,12 @@ class CallProcess:
         environment: Mapping[str, str] | None = None,
         start_seconds: float | None = None,
         max_line_bytes: int = MAX_LINE_BYTES,
-        is_quiet: bool = False,
+        on_line: Callable[[str], None] | None = None,
+        blames_opening: bool = True,
     ) -> None:
         self._command, self._opening, self._what = command, opening, what
         self._environment, self._start_seconds = environment, start_seconds
-        self._max_line_bytes, self._is_quiet = max_line_bytes, is_quiet
+        self._max_line_bytes, self._on_line, self._blames_opening = max_line_bytes, on_line, blames_opening
         self.child: Child | None = None
         self.cause = "was not started"
         """How the last process ended, as what follows its name in a sentence."""
@@ -64,6 +69,7 @@ class CallProcess:
         self._reading: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._on_progress: dict[int, Callable[[Any], None]] = {}
         self._numbers = itertools.count()
 
     @property
@@ -76,7 +82,7 @@ class CallProcess:
 
         Raises:
             InvalidSpec: it ended while it loaded; or whatever error its ``load`` raised.
-            WorkerDied: it cannot be started, or was killed meanwhile: not the fault of what it loads.
+            WorkerDied: it cannot be started, or was killed meanwhile; or it ended, and nothing that it loads is blamed.
             DeadlineExceeded: it took too long, as on a busy machine.
             Unavailable: no process can be started now, or what is needed to load is absent.
         """
@@ -89,7 +95,7 @@ class CallProcess:
                     self._command,
                     environment=self._environment,
                     max_line_bytes=self._max_line_bytes,
-                    is_quiet=self._is_quiet,
+                    on_line=self._on_line,
                 )
             except OSError as error:
                 words = f"the process of {self._what} cannot be started: {error}"
@@ -106,28 +112,28 @@ class CallProcess:
             self._reading = asyncio.create_task(self._read(child), name=self._what)
             return self._about
 
-    async def call(self, content: object, *, seconds: float | None = None) -> Any:
+    async def call(
+        self, content: object, *, seconds: float | None = None, on_progress: Callable[[Any], None] | None = None
+    ) -> Any:
         """Ask the process; whoever stops waiting gives the call up.
 
         Args:
             content: in JSON.
             seconds: longest time; None: the caller bounds it.
+            on_progress: gets what the other side says before its answer; see ``serving.progress_of_call``.
 
         Raises:
             WorkerDied: the process ended, or what is asked is too large.
             DeadlineExceeded: it did not answer in time.
             FlotillaError: what the other side's ``handle`` raised.
         """
-        child, number = self.child, next(self._numbers)
-        if child is None or child.has_ended:
-            raise WorkerDied(f"the process of {self._what} has ended")
-        line = json.dumps([number, content]).encode() + b"\n"
-        if len(line) > self._max_line_bytes:
-            raise WorkerDied(f"what {self._what} is to be given is too large")
+        number = next(self._numbers)
+        child = self._send(number, content)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        if on_progress is not None:
+            self._on_progress[number] = on_progress
         try:
             async with asyncio.timeout(seconds):
-                child.stdin.write(line)
                 with contextlib.suppress(ConnectionError):
                     await child.stdin.drain()
                 return await answer
@@ -139,6 +145,26 @@ class CallProcess:
             raise
         finally:
             self._waiting.pop(number, None)
+            self._on_progress.pop(number, None)
+
+    def tell(self, content: object) -> None:
+        """Have the process do something, after what it was told and asked before; nobody hears of the result.
+
+        Raises:
+            WorkerDied: as of ``call``.
+        """
+        self._send(None, content)
+
+    def _send(self, number: int | None, content: object) -> Child:
+        child = self.child
+        if child is None or child.has_ended:
+            how = "has ended" if child is not None and self._described is not child else self.cause
+            raise WorkerDied(f"the process of {self._what} {how}")
+        line = json.dumps([number, content]).encode() + b"\n"
+        if len(line) > self._max_line_bytes:
+            raise WorkerDied(f"what {self._what} is to be given is too large")
+        child.stdin.write(line)
+        return child
 
     async def aclose(self) -> None:
         """End the process; calls under way fail."""
@@ -158,6 +184,10 @@ class CallProcess:
 
     async def _greet(self, child: Child) -> Any:
         child.stdin.write(json.dumps(self._opening).encode() + b"\n")
+        line = b""
+        while line != MARK and not child.stdout.at_eof():
+            with contextlib.suppress(ValueError):  # too long a line
+                line = await child.stdout.readline()
         try:
             line = await child.stdout.readline()
             greeting = json.loads(line) if line.endswith(b"\n") else None
@@ -167,6 +197,8 @@ class CallProcess:
             # Its output is closed; a process that goes on without it is of no use.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(child.ended(), END_SECONDS)
+            if not self._blames_opening:
+                raise WorkerDied(f"the process of {self._what}, while it loaded, {child.cause()}")
             if child.exit_code == -signal.SIGKILL:
                 raise WorkerDied(f"the process of {self._what} was ended by SIGKILL while it loaded the file")
             raise InvalidSpec(f"{self._what}: its process ended while it loaded the file{child.words.shown()}")
@@ -205,7 +237,10 @@ class CallProcess:
             while line := await child.stdout.readline():
                 number, result, *failed = json.loads(line)
                 answer = self._waiting.get(number)
-                if answer is not None and not answer.done():
+                if failed == [None]:
+                    if (on_progress := self._on_progress.get(number)) is not None:
+                        on_progress(result)
+                elif answer is not None and not answer.done():
                     if failed:
                         answer.set_exception(_error(failed[0]))
                     else:
@@ -215,6 +250,6 @@ class CallProcess:
         return True
 
 
-def _error(told: Sequence[str]) -> Exception:
-    code, detail = told
-    return error_for_code(code)(str(detail))
+def _error(told: Sequence[Any]) -> Exception:
+    code, detail, errors, context = told
+    return error_for_code(code)(str(detail), errors=errors, **context)

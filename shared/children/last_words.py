@@ -3,6 +3,7 @@
 import signal
 import sys
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 TAIL_LINES: Final = 40
@@ -12,20 +13,20 @@ READ_BYTES: Final = 1 << 16
 
 
 class LastWords:
-    """Keeps the last lines of what a process writes, and passes all of it on to this process' standard error.
+    """Keeps the last lines of what a process writes, and passes all of it on.
 
     Args:
-        is_quiet: whether nothing is passed on.
+        on_line: gets each line, of a long one the end; None: this process' standard error gets what comes.
     """
 
-    def __init__(self, *, is_quiet: bool = False) -> None:
-        self._is_quiet = is_quiet
+    def __init__(self, on_line: Callable[[str], None] | None = None) -> None:
+        self._on_line = on_line
         self._rest = b""
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     def hear(self, data: bytes) -> None:
         """Take what was read from its standard error."""
-        if not self._is_quiet:
+        if self._on_line is None:
             sys.stderr.buffer.write(data)
             sys.stderr.buffer.flush()
         *lines, rest = (self._rest + data).split(b"\n")
@@ -37,12 +38,18 @@ class LastWords:
     def add(self, line: bytes) -> None:
         """Keep one line."""
         if line.strip():
-            self._tail.append(line.decode("utf-8", "replace")[-MAX_LINE_CHARACTERS:])
+            self._tail.append(line.decode("utf-8", "replace").rstrip()[-MAX_LINE_CHARACTERS:])
+            if self._on_line is not None:
+                self._on_line(self._tail[-1])
 
     def shown(self) -> str:
         """Return ``; its last lines: ...``, or nothing where there are none."""
         last = [*self._tail, *([self._rest.decode("utf-8", "replace")[-MAX_LINE_CHARACTERS:]] if self._rest else [])]
         return f"; its last lines: {' | '.join(last[-SHOWN_LINES:])}" if last else ""
+
+
+def unheard(line: str) -> None:
+    """Take a line that is kept for the last words alone."""
 
 
 def signal_name(code: int) -> str:

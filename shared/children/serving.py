@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from typing import Any, BinaryIO, Protocol
 
 from flotilla.shared.children.confinement import confine
@@ -15,6 +16,15 @@ from flotilla.shared.net.absence import absent_or
 
 MAX_LINE_BYTES = 1 << 30
 """Of a message of the owner's, who bounds what it sends."""
+MARK = b'"serving"\n'
+"""What the child says on a line of its own when standard output is the owner's alone."""
+
+_progress: ContextVar[Callable[[object], None]] = ContextVar("progress", default=lambda _: None)
+
+
+def progress_of_call() -> Callable[[object], None]:
+    """Return what tells the owner, in JSON, how far the call that is being handled is; any thread may call it."""
+    return _progress.get()
 
 
 class Loaded(Protocol):
@@ -47,6 +57,7 @@ def serve(load: Callable[[Any], Loaded], *, is_confined: bool = False) -> None:
         confine()
     with os.fdopen(os.dup(1), "wb") as answers, os.fdopen(os.dup(0), "rb") as asked:
         os.dup2(2, 1)
+        _write(answers, b"\n" + MARK)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
@@ -64,26 +75,30 @@ def serve(load: Callable[[Any], Loaded], *, is_confined: bool = False) -> None:
             return
         for line in asked:
             number, content = json.loads(line)
+            _progress.set(lambda progress, number=number: _write(answers, _line([number, progress, None])))  # type: ignore[misc]
             try:
                 answer = _line([number, loaded.handle(content)])
             except Exception as error:
                 answer = _line([number, None, _told(error)])
-            _write(answers, answer)
+            if number is not None:
+                _write(answers, answer)
 
 
 async def _answer_at_once(loaded: Loaded, asked: BinaryIO, answers: BinaryIO) -> None:
     lines = asyncio.StreamReader(limit=MAX_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), asked)
-    running: dict[int, asyncio.Task[None]] = {}
+    running: dict[object, asyncio.Task[None]] = {}
 
-    async def answer(number: int, content: Any) -> None:
+    async def answer(number: int | None, content: Any) -> None:
+        _progress.set(lambda progress: _write(answers, _line([number, progress, None])))
         try:
             result = loaded.handle(content)
             assert inspect.isawaitable(result)
             line = _line([number, await result])
         except Exception as error:
             line = _line([number, None, _told(error)])
-        _write(answers, line)
+        if number is not None:
+            _write(answers, line)
 
     while line := await lines.readline():
         message = json.loads(line)
@@ -92,14 +107,16 @@ async def _answer_at_once(loaded: Loaded, asked: BinaryIO, answers: BinaryIO) ->
                 task.cancel()
             continue
         number, content = message
-        task = running[number] = asyncio.create_task(answer(number, content))
-        task.add_done_callback(lambda _, number=number: running.pop(number, None))  # type: ignore[misc]
+        task = asyncio.create_task(answer(number, content))
+        key = task if number is None else number
+        running[key] = task
+        task.add_done_callback(lambda _, key=key: running.pop(key, None))  # type: ignore[misc]
 
 
-def _told(error: Exception) -> list[str]:
-    if isinstance(error, FlotillaError):
-        return [error.code, error.detail]
-    return [FlotillaError.code, f"{type(error).__name__}: {error}"]
+def _told(error: Exception) -> list[object]:
+    if not isinstance(error, FlotillaError):
+        error = FlotillaError(f"{type(error).__name__}: {error}")
+    return [error.code, error.detail, error.errors, error.context]
 
 
 def _line(message: object) -> bytes:

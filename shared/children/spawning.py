@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from flotilla.shared.children.last_words import READ_BYTES, LastWords, cause_of_death
 from flotilla.shared.children.processes import kill, reap
@@ -98,7 +98,7 @@ async def spawn(
     *,
     environment: Mapping[str, str] | None = None,
     max_line_bytes: int,
-    is_quiet: bool = False,
+    on_line: Callable[[str], None] | None = None,
     leads_session: bool = True,
 ) -> Child:
     """Start a program with pipes.
@@ -109,7 +109,7 @@ async def spawn(
         command: program and arguments.
         environment: all of its variables; None: ``child_environment()``.
         max_line_bytes: longest line of its standard output.
-        is_quiet: whether its standard error is not passed on to this process' own.
+        on_line: see ``LastWords``.
         leads_session: whether it gets a session of its own, with all that it starts: a terminal's interrupt is its
             owner's to handle then, and all of the session ends with it.
 
@@ -128,4 +128,4 @@ async def spawn(
         start_new_session=leads_session,
     )
     process = asyncio.subprocess.Process(transport, protocol, loop)
-    return Child(process, transport, LastWords(is_quiet=is_quiet), leads_session=leads_session)
+    return Child(process, transport, LastWords(on_line), leads_session=leads_session)

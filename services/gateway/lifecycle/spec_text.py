@@ -10,6 +10,7 @@ import resource
 from typing import Any, Final
 
 from flotilla.shared.children.calls import CallProcess
+from flotilla.shared.children.last_words import unheard
 from flotilla.shared.children.processes import python_module
 from flotilla.shared.children.serving import serve
 from flotilla.shared.config.load.spec_text import parse_document
@@ -37,7 +38,7 @@ async def read_document(text: str, *, seconds: float = PARSE_SECONDS) -> dict[st
         raise InvalidSpec(f"{SOURCE} has {len(text)} characters: {MAX_CHARACTERS} at most")
     if len(text) <= INLINE_CHARACTERS:
         return parse_document(text, source=SOURCE)
-    process = CallProcess(python_module(__name__), None, SOURCE, environment={}, is_quiet=True)
+    process = CallProcess(python_module(__name__), None, SOURCE, environment={}, on_line=unheard)
     try:
         async with asyncio.timeout(seconds):
             await process.start()

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from flotilla.services.reward.verifiers.base import NO_LABEL, verdict
 from flotilla.shared.children.calls import CallProcess
+from flotilla.shared.children.last_words import unheard
 from flotilla.shared.config.sections.reward import ComparedConfig
 from flotilla.shared.errors import DeadlineExceeded, FlotillaError, GradingFailed, InvalidSpec
 from flotilla.shared.schemas.grading import Grade, GradingSample
@@ -49,7 +50,7 @@ class ComparingVerifier:
                 "the comparison",
                 start_seconds=START_SECONDS,
                 max_line_bytes=MAX_LINE_BYTES,
-                is_quiet=True,
+                on_line=unheard,
             )
             for _ in range(config.processes)
         ]

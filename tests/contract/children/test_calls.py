@@ -17,6 +17,7 @@ import uvloop
 
 from flotilla.shared.children.blocking import running
 from flotilla.shared.children.calls import CallProcess
+from flotilla.shared.children.last_words import unheard
 from flotilla.shared.errors import DataError, DeadlineExceeded, FlotillaError, InvalidSpec, WorkerDied
 
 COMMAND = [sys.executable, str(Path(__file__).with_name("worker.py"))]
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.parametrize("kind", KINDS)
 
 
 def a_process(kind: str, what: str = "", **options: Any) -> CallProcess:
-    return CallProcess(COMMAND, [kind, what], "the worker", is_quiet=True, **options)
+    return CallProcess(COMMAND, [kind, what], "the worker", on_line=unheard, **options)
 
 
 @asynccontextmanager
@@ -63,7 +64,7 @@ async def test_a_child_that_fails_says_why_and_is_started_again(kind: str, what:
     async with started(kind, max_line_bytes=1 << 16) as process:
         with pytest.raises(WorkerDied, match=f"^the process of the worker ({match})"):
             await process.call(what, seconds=SECONDS)
-        with pytest.raises(WorkerDied, match="has ended"):
+        with pytest.raises(WorkerDied, match=f"^the process of the worker ({match})"):
             await process.call("again", seconds=SECONDS)
 
         await process.start()
@@ -90,8 +91,9 @@ async def test_what_it_prints_without_end_neither_blocks_it_nor_is_taken_for_an_
 
 async def test_errors_of_the_other_side_are_raised_here_and_the_next_call_is_answered(kind: str) -> None:
     async with started(kind) as process:
-        with pytest.raises(DataError, match="no such row"):
+        with pytest.raises(DataError, match="no such row") as raised:
             await process.call("refuse", seconds=SECONDS)
+        assert (raised.value.errors, raised.value.context) == ([{"field": "row"}], {"row": 7})
         with pytest.raises(FlotillaError, match="KeyError: 'x'"):
             await process.call("raise", seconds=SECONDS)
         with pytest.raises(FlotillaError, match="not JSON serializable"):
@@ -105,6 +107,35 @@ async def test_two_calls_at_once_have_each_its_answer(kind: str) -> None:
         found = await asyncio.gather(*(process.call(each, seconds=SECONDS) for each in (0.05, "a", 0.01, "b")))
 
     assert found == [0.05, "a", 0.01, "b"]
+
+
+async def test_progress_of_a_call_comes_before_its_answer(kind: str) -> None:
+    heard: list[int] = []
+    async with started(kind) as process:
+        assert await process.call("progress", seconds=SECONDS, on_progress=heard.append) == "progress"
+        assert heard == [1, 2]
+        assert await process.call("progress", seconds=SECONDS) == "progress", "nobody has to hear of it"
+
+
+async def test_what_it_is_told_is_done_in_order_and_not_answered(kind: str) -> None:
+    async with started(kind) as process:
+        for each in ("a", "refuse", "b"):
+            process.tell(each)
+
+        assert await process.call("told", seconds=SECONDS) == ["", "a", "b"]
+        await process.aclose()
+        with pytest.raises(WorkerDied, match=r"ended with code -9 \(SIGKILL\)"):
+            process.tell("c")
+
+
+async def test_lines_of_standard_error_are_passed_on_as_they_come(kind: str) -> None:
+    lines: list[str] = []
+    process = CallProcess(COMMAND, [kind, ""], "the worker", on_line=lines.append)
+    await process.start()
+    with pytest.raises(WorkerDied):
+        await process.call("die", seconds=SECONDS)
+
+    assert lines[-1] == "the reason"
 
 
 async def test_a_call_that_is_cancelled_leaves_no_stale_answer(kind: str) -> None:
@@ -176,6 +207,12 @@ async def test_what_cannot_be_loaded_is_said_at_the_start(
         await process.start()
 
     assert process.child is None
+
+
+@pytest.mark.parametrize("what", ["die", "kill"])
+async def test_an_end_is_not_what_it_loads_to_blame_for_where_the_owner_says_so(kind: str, what: str) -> None:
+    with pytest.raises(WorkerDied, match=r"^the process of the worker, while it loaded, ended with code (7|-9)"):
+        await a_process(kind, what, blames_opening=False).start()
 
 
 async def test_a_program_that_is_not_there_is_said(kind: str) -> None:

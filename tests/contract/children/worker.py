@@ -5,10 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
-from flotilla.shared.children.serving import serve
+from flotilla.shared.children.serving import progress_of_call, serve
 from flotilla.shared.errors import DataError
 
 
@@ -39,7 +40,14 @@ def do(what: str) -> Any:
             os.write(3, b"z" * (1 << 20))
             time.sleep(600)
         case "refuse":
-            raise DataError("no such row")
+            raise DataError("no such row", errors=[{"field": "row"}], row=7)
+        case "progress":
+            progress_of_call()(1)
+            thread = threading.Thread(target=progress_of_call(), args=(2,))
+            thread.start()
+            thread.join()
+        case "told":
+            return TOLD
         case "raise":
             raise KeyError("x")
         case "object":
@@ -52,7 +60,11 @@ def do(what: str) -> Any:
             return dict(os.environ)
         case "input":
             return sys.stdin.read()
+    TOLD.append(what)
     return what
+
+
+TOLD: list[Any] = []
 
 
 class InTurn:
@@ -89,4 +101,5 @@ def load(opening: Any) -> Any:
 
 
 if __name__ == "__main__":
+    print("printed before it serves, without an end of line " + "x" * 300_000, end="", flush=True)
     serve(load, is_confined=True)

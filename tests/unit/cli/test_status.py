@@ -3,6 +3,8 @@
 from datetime import UTC, datetime
 from typing import Any
 
+import pytest
+
 from flotilla.cli.commands.status import ServiceRow, remarks
 from flotilla.shared.schemas.experiment import ExperimentState, Problem
 from flotilla.shared.schemas.fleet import ExperimentShare
@@ -43,12 +45,19 @@ def a_share(experiment_id: str, waiting: str) -> ExperimentShare:
     return ExperimentShare(experiment_id=experiment_id, kinds={}, waiting=waiting, **facts)
 
 
-def test_a_service_that_does_not_work_is_told_with_what_ended_it() -> None:
-    cause = "the SGLang server ended by signal SIGKILL; last lines: [2026] Prefill batch | [2026] Prefill batch"
+@pytest.mark.parametrize(
+    ("what", "mark"),
+    [
+        ("the SGLang server ended by signal SIGKILL", "last lines"),
+        ("the process of the engine ended with code -9 (SIGKILL, by hand or for memory)", "its last lines"),
+    ],
+)
+def test_a_service_that_does_not_work_is_told_with_what_ended_it(what: str, mark: str) -> None:
+    cause = f"{what}; {mark}: [2026] Prefill batch | [2026] Prefill batch"
     services = [a_row("rollout-1", cause), a_row("rollout-2"), a_row("rollout-3", TOLD)]
 
     assert remarks([], [], services) == [
-        "failing  rollout-1: rollout engine: the SGLang server ended by signal SIGKILL",
+        f"failing  rollout-1: rollout engine: {what}",
         f"failing  rollout-3: rollout engine: {TOLD}",
     ]
 

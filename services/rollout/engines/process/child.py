@@ -1,24 +1,16 @@
-"""The engine's process: ``python -m flotilla.services.rollout.engines.process.child --socket FD --parent PID``.
+"""The engine's process: a thread computes, the main one takes commands and answers them; see ``children.serving``."""
 
-The main thread runs the engine; another reads commands from the inherited socket. The process ends when it is told
-to, when the socket is closed, or when its parent dies.
-"""
-
-import argparse
 import logging
 import os
-import signal
-import socket
 import sys
 import threading
+import traceback
 from typing import Any
 
-from flotilla.services.rollout.engines.process.commands import Close, Result, command_from_wire, result_to_wire
-from flotilla.services.rollout.engines.process.framing import encode, receive_message
+from flotilla.services.rollout.engines.process.commands import Call, Close, answer_to_wire, command_from_wire
 from flotilla.services.rollout.engines.settings import EngineSettings
 from flotilla.shared.children.interpreter import collecting_later
-from flotilla.shared.children.processes import die_with_parent
-from flotilla.shared.errors import FlotillaError
+from flotilla.shared.children.serving import serve
 from flotilla.shared.faults.armed import arm_process
 from flotilla.shared.host.cores import CoreSeat
 from flotilla.shared.telemetry.logging import STANDARD
@@ -34,63 +26,53 @@ class PlainLines(logging.Formatter):
         return f"{record.levelname.lower()}: {record.getMessage()} {facts}".rstrip() + trace
 
 
-def serve(connection: socket.socket) -> None:
-    """Load the engine that the first message describes, and serve it until told to close or the socket ends."""
-    settings = EngineSettings(**receive_message(connection))
-    with collecting_later():
-        from flotilla.services.rollout.engines.embedded.engine import TorchEngine, use_threads
-        from flotilla.services.rollout.engines.process.driver import EngineDriver
+class ServedEngine:
+    """The engine of some settings; its end ends the process, whatever else still runs there.
 
-    def send(message: dict[str, Any]) -> None:
-        connection.sendall(encode(message))
+    Raises:
+        FlotillaError: it cannot be loaded.
+        RuntimeError: it cannot be loaded for a reason that no setting names.
+    """
 
-    def reply(call: int, result: Result) -> None:
-        send({"call": call, "result": result_to_wire(result)})
+    about = None
 
-    try:
+    def __init__(self, opening: dict[str, Any]) -> None:
+        with collecting_later():
+            from flotilla.services.rollout.engines.process.in_process import THREAD, InProcessEngine
+        settings = EngineSettings(**opening)
         # One with a number takes its seat, too: others compute on what it leaves.
         cores = CoreSeat(threads=None if settings.threads == "auto" else settings.threads)
-        use_threads(cores.begin())
-        engine = TorchEngine(settings)
-    except FlotillaError as error:
-        send({"call": 0, "result": result_to_wire(error)})
-        return
-    if settings.threads == "auto" and not engine.gains_by_threads:
-        cores.fix(1)
-    driver = EngineDriver(engine, reply, cores)
-    threading.Thread(target=_read, args=(connection, driver), name="commands", daemon=True).start()
-    reply(0, None)
-    driver.run()
 
+        def end(failed: threading.ExceptHookArgs) -> None:
+            traceback.print_exception(failed.exc_value)
+            if failed.thread is not None and failed.thread.name == THREAD:
+                os._exit(1)
 
-def _read(connection: socket.socket, driver: Any) -> None:
-    try:
-        while True:
-            driver.post(command_from_wire(receive_message(connection)))
-    except EOFError:
-        pass
-    finally:
-        driver.post(Close())  # Whatever ended the reading: an engine that hears nothing more must not stay.
+        threading.excepthook = end
+        self._engine = InProcessEngine(settings, cores)
+        try:
+            self._engine.begin()
+        except (TypeError, ValueError) as error:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    async def handle(self, content: Any) -> Any:
+        """Carry out a command."""
+        command = command_from_wire(content)
+        if isinstance(command, Call):
+            return answer_to_wire(await self._engine.ask(command))
+        if isinstance(command, Close):
+            return await self._engine.close()
+        return self._engine.post(command)
 
 
 def main() -> None:
-    """Read the arguments, tie this process to its parent, and serve."""
-    parser = argparse.ArgumentParser(description="The embedded engine's process.")
-    parser.add_argument("--socket", type=int, required=True, help="file descriptor of the inherited socket")
-    parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
-    arguments = parser.parse_args()
-    die_with_parent(arguments.parent, with_signal=signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when an interrupt ends the engine.
+    """Serve an engine."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PlainLines())
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("flotilla").setLevel(logging.INFO)
     arm_process("engine")
-    with socket.socket(fileno=arguments.socket) as connection:
-        try:
-            serve(connection)
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            logging.getLogger(__name__).info("the parent closed the connection")
+    serve(ServedEngine)
     # Taking an interpreter with torch apart lasts longer than anything that is left to do here.
     logging.shutdown()
     os._exit(0)

@@ -3,17 +3,19 @@
 Every ``Call`` has a number and gets one reply with it: a result or an error. The other commands get none.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+import base64
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from pydantic import TypeAdapter
 
-from flotilla.services.rollout.engines.base import Completion, EngineLoad, GenerationRequest, SamplingParameters
-from flotilla.services.rollout.engines.resumption import Prefix, ResumeRule
+from flotilla.services.rollout.engines.base import Completion, EngineLoad, GenerationRequest
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
-from flotilla.shared.errors import FlotillaError, error_for_code
+from flotilla.shared.errors import FlotillaError
 from flotilla.shared.schemas.trajectory import FinishReason
 
 
@@ -118,139 +120,68 @@ Call = Generate | UpdateWeights | TakeLoad | Sleep | DiscardWeights | Wake
 TransferCommand = BeginTransfer | AdvanceTransfer | CompleteTransfer | AbortTransfer
 Command = Call | TransferCommand | Abort | Cancel | Close
 Result = Sequence[Completion] | EngineLoad | FlotillaError | None
+Answer = Sequence[Completion] | EngineLoad | None
+"""The result of a call that does not fail."""
+
+_READERS: dict[str, TypeAdapter[Command]] = {
+    kind.__name__: TypeAdapter(kind)
+    for kind in (*Call.__args__, *TransferCommand.__args__, Abort, Cancel, Close)  # type: ignore[attr-defined]
+}
 
 
-def command_to_wire(command: Command) -> dict[str, Any]:
-    """Make a plain mapping of a command."""
-    match command:
-        case Generate(call, request):
-            return {"do": "generate", "call": call, "request": asdict(request)}
-        case UpdateWeights(call, image, version, mode):
-            return {"do": "update", "call": call, "image": str(image), "version": version, "mode": mode.value}
-        case BeginTransfer(transfer, image, version):
-            return {"do": "begin_transfer", "transfer": transfer, "image": str(image), "version": version}
-        case AdvanceTransfer(transfer, bytes_arrived):
-            return {"do": "advance_transfer", "transfer": transfer, "bytes_arrived": bytes_arrived}
-        case CompleteTransfer(transfer):
-            return {"do": "complete_transfer", "transfer": transfer}
-        case AbortTransfer(transfer, reason):
-            return {"do": "abort_transfer", "transfer": transfer, "reason": reason}
-        case TakeLoad(call):
-            return {"do": "load", "call": call}
-        case Sleep(call):
-            return {"do": "sleep", "call": call}
-        case DiscardWeights(call):
-            return {"do": "discard", "call": call}
-        case Wake(call):
-            return {"do": "wake", "call": call}
-        case Abort(request_id):
-            return {"do": "abort", "request_id": request_id}
-        case Cancel(call):
-            return {"do": "cancel", "call": call}
-        case Close():
-            return {"do": "close"}
+def command_to_wire(command: Command) -> list[Any]:
+    """Make plain JSON values of a command."""
+    name = type(command).__name__
+    return [name, _READERS[name].dump_python(command, mode="json")]
 
 
-def command_from_wire(wire: Mapping[str, Any]) -> Command:
+def command_from_wire(wire: Sequence[Any]) -> Command:
     """Read what ``command_to_wire`` made.
 
     Raises:
-        ValueError: the mapping is no command.
+        ValueError: it is no command.
     """
-    match wire["do"]:
-        case "generate":
-            return Generate(wire["call"], _request_from_wire(wire["request"]))
-        case "update":
-            return UpdateWeights(wire["call"], Path(wire["image"]), wire["version"], OnWeightUpdate(wire["mode"]))
-        case "begin_transfer":
-            return BeginTransfer(wire["transfer"], Path(wire["image"]), wire["version"])
-        case "advance_transfer":
-            return AdvanceTransfer(wire["transfer"], wire["bytes_arrived"])
-        case "complete_transfer":
-            return CompleteTransfer(wire["transfer"])
-        case "abort_transfer":
-            return AbortTransfer(wire["transfer"], wire["reason"])
-        case "load":
-            return TakeLoad(wire["call"])
-        case "sleep":
-            return Sleep(wire["call"])
-        case "discard":
-            return DiscardWeights(wire["call"])
-        case "wake":
-            return Wake(wire["call"])
-        case "abort":
-            return Abort(wire["request_id"])
-        case "cancel":
-            return Cancel(wire["call"])
-        case "close":
-            return Close()
-        case other:
-            raise ValueError(f"no such command: {other!r}")
+    name, fields = wire
+    if name not in _READERS:
+        raise ValueError(f"no such command: {name!r}")
+    return _READERS[name].validate_python(fields)
 
 
-def _request_from_wire(wire: Mapping[str, Any]) -> GenerationRequest:
-    sampling = SamplingParameters(**wire["sampling"])
-    sampling = replace(sampling, stop=tuple(sampling.stop), stop_token_ids=tuple(sampling.stop_token_ids))
-    request = GenerationRequest(**{**wire, "sampling": sampling, "resume": ResumeRule(**wire["resume"])})
-    prefixes = tuple(None if each is None else _prefix_from_wire(each) for each in wire["prefixes"])
-    return replace(request, prompt_ids=tuple(request.prompt_ids), seeds=tuple(request.seeds), prefixes=prefixes)
+def answer_to_wire(answer: Answer) -> Any:
+    """Make plain JSON values of an answer."""
+    if answer is None:
+        return None
+    if isinstance(answer, EngineLoad):
+        return asdict(answer)
+    return [
+        [
+            _text(each.token_ids, "<i4"),
+            _text(each.log_probs, "<f4"),
+            each.versions,
+            each.finish_reason,
+            each.num_resumed,
+        ]
+        for each in answer
+    ]
 
 
-def _prefix_from_wire(wire: Mapping[str, Any]) -> Prefix:
-    versions = tuple((start, version) for start, version in wire["versions"])
-    return Prefix(tuple(wire["token_ids"]), tuple(wire["log_probs"]), versions)
+def answer_from_wire(wire: Any) -> Answer:
+    """Read what ``answer_to_wire`` made."""
+    if wire is None:
+        return None
+    if isinstance(wire, dict):
+        return EngineLoad(**wire)
+    return [
+        Completion(
+            np.frombuffer(base64.b64decode(token_ids), dtype="<i4"),
+            np.frombuffer(base64.b64decode(log_probs), dtype="<f4"),
+            tuple((start, version) for start, version in versions),
+            FinishReason(finish_reason),
+            num_resumed,
+        )
+        for token_ids, log_probs, versions, finish_reason, num_resumed in wire
+    ]
 
 
-def result_to_wire(result: Result) -> dict[str, Any]:
-    """Make a plain mapping of a reply's result."""
-    match result:
-        case None:
-            return {"is": "none"}
-        case EngineLoad():
-            return {"is": "load", **asdict(result)}
-        case FlotillaError():
-            return {"is": "error", "code": result.code, "detail": result.detail, "errors": result.errors} | {
-                "context": result.context
-            }
-        case _:
-            return {"is": "completions", "completions": [_completion_to_wire(completion) for completion in result]}
-
-
-def result_from_wire(wire: Mapping[str, Any]) -> Result:
-    """Read what ``result_to_wire`` made.
-
-    Raises:
-        ValueError: the mapping is no result.
-    """
-    fields = dict(wire)
-    match fields.pop("is"):
-        case "none":
-            return None
-        case "load":
-            return EngineLoad(**fields)
-        case "error":
-            return error_for_code(fields["code"])(fields["detail"], errors=fields["errors"], **fields["context"])
-        case "completions":
-            return [_completion_from_wire(completion) for completion in fields["completions"]]
-        case other:
-            raise ValueError(f"no such result: {other!r}")
-
-
-def _completion_to_wire(completion: Completion) -> dict[str, Any]:
-    return {
-        "token_ids": completion.token_ids.astype("<i4", copy=False).tobytes(),
-        "log_probs": completion.log_probs.astype("<f4", copy=False).tobytes(),
-        "versions": [list(run) for run in completion.versions],
-        "finish_reason": completion.finish_reason.value,
-        "num_resumed": completion.num_resumed,
-    }
-
-
-def _completion_from_wire(wire: Mapping[str, Any]) -> Completion:
-    return Completion(
-        token_ids=np.frombuffer(wire["token_ids"], dtype="<i4"),
-        log_probs=np.frombuffer(wire["log_probs"], dtype="<f4"),
-        versions=tuple((start, version) for start, version in wire["versions"]),
-        finish_reason=FinishReason(wire["finish_reason"]),
-        num_resumed=wire["num_resumed"],
-    )
+def _text(values: npt.NDArray[Any], dtype: str) -> str:
+    return base64.b64encode(values.astype(dtype, copy=False).tobytes()).decode("ascii")

@@ -1,132 +1,123 @@
 """The weight endpoint: a process that has imported torch once and forks a member for each epoch.
 
-``python -m ...group.endpoint DESCRIPTOR PARENT`` serves the unix socket with that number, inherited from its
-service, the process PARENT. It stays single-threaded and runs no torch code itself, so that forking is safe, and a fork
-costs milliseconds where a fresh import of torch costs seconds. Members are aborted by killing them. Everything ends
-with the service: its end closes the socket, and the kernel kills each child of a dead parent.
+It answers calls of its service (``children.serving``), stays single-threaded and runs no torch code itself, so that
+forking is safe, and a fork costs milliseconds where a fresh import of torch costs seconds. Members are aborted by
+killing them. Everything ends with the service.
 """
 
-import os
-import selectors
-import signal
-import socket
-import sys
-import traceback
+import asyncio
+import json
 from collections import deque
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any
 
-from flotilla.shared.children.processes import die_with_parent
+from flotilla.shared.children.forking import Forked
+from flotilla.shared.children.serving import progress_of_call, serve
+from flotilla.shared.errors import Conflict, DeadlineExceeded, FlotillaError, NotFound, WeightTransferFailed
 from flotilla.shared.faults.armed import arm_process
-from flotilla.shared.weights.group.endpoint_protocol import (
-    FROM_SERVICE,
-    NUM_FORK_DESCRIPTORS,
-    Exited,
-    Fork,
-    Forked,
-    Message,
-    Opening,
-    Started,
-)
-from flotilla.shared.weights.group.member import serve
+from flotilla.shared.weights.group import member
+from flotilla.shared.weights.group.endpoint_protocol import Opening
 
-_READ_BYTES = 1 << 16
+
+class Member:
+    """A member process: what it says becomes results. When it ends, all that are open fail with the cause."""
+
+    def __init__(self, opening: Opening) -> None:
+        loop = asyncio.get_running_loop()
+        self._epoch = opening.epoch
+        self.opened: asyncio.Future[int] = loop.create_future()
+        self.joined: asyncio.Future[None] = loop.create_future()
+        self._replies: deque[tuple[asyncio.Future[str | None], Callable[[object], None]]] = deque()
+        self._failure: FlotillaError | None = None
+        self._process = Forked(lambda control: member.serve(control, opening), self._hear)
+        self.pid = self._process.pid
+        self._watching = asyncio.create_task(self._watch(), name=f"member of epoch {opening.epoch}")
+
+    async def transfer(self, command: object, on_arrived: Callable[[object], None]) -> str | None:
+        """Have a command carried out after those before it; see ``EndpointClient.receive``."""
+        if self._failure is not None:
+            raise self._failure
+        reply: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._replies.append((reply, on_arrived))
+        try:
+            self._process.tell(json.dumps(command).encode() + b"\n")
+        except OSError as error:
+            self._fail(WeightTransferFailed(f"the member of epoch {self._epoch} cannot be told anything: {error}"))
+        return await asyncio.shield(reply)
+
+    async def close(self) -> None:
+        """Kill it, whatever it is doing; returns when it has ended."""
+        self._fail(WeightTransferFailed(f"epoch {self._epoch} was closed"))
+        self._process.kill()
+        await asyncio.shield(self._watching)
+
+    async def _watch(self) -> None:
+        cause = await self._process.cause
+        detail = f"the member process of epoch {self._epoch} {cause}"
+        self._fail(WeightTransferFailed(detail, epoch=self._epoch))
+
+    def _hear(self, line: bytes) -> None:
+        match json.loads(line):
+            case ["opened", port]:
+                _settle(self.opened, port)
+            case ["joined"]:
+                _settle(self.joined, None)
+            case ["arrived", num_bytes]:
+                self._replies[0][1](num_bytes)
+            case ["done", checksum]:
+                _settle(self._replies.popleft()[0], checksum)
+            case ["failed", detail, is_timeout]:
+                kind = DeadlineExceeded if is_timeout else WeightTransferFailed
+                self._fail(kind(f"weight group of epoch {self._epoch}: {detail}", epoch=self._epoch))
+
+    def _fail(self, error: FlotillaError) -> None:
+        """Let everything that waits for this member fail, and what is asked later too."""
+        self._failure = self._failure or error
+        waiting: list[asyncio.Future[Any]] = [self.opened, self.joined, *(reply for reply, _ in self._replies)]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(self._failure)
+                future.exception()  # retrieved, so asyncio does not warn
 
 
 class Endpoint:
-    """Forks, kills and reaps members for the service at the other end of the channel."""
+    """Forks members, one for each epoch, and passes on what they are asked and answer."""
 
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
-        self._unread = b""
-        self._descriptors: deque[int] = deque()
-        self._pids: set[int] = set()
-        self._awake, self._waker = socket.socketpair()
+    about = None
 
-    def run(self) -> None:
-        """Serve until the service closes the channel, then kill and reap the members that are left."""
-        self._waker.setblocking(False)
-        signal.set_wakeup_fd(self._waker.fileno())
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # a handler, or the wake-up byte is not written
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._channel, selectors.EVENT_READ)
-            selector.register(self._awake, selectors.EVENT_READ)
-            self._tell(Started())
-            serving = True
-            while serving:
-                for key, _ in selector.select():
-                    if key.fileobj is self._awake:
-                        self._awake.recv(_READ_BYTES)
-                        self._reap()
-                    else:
-                        serving = self._read()
-        for pid in self._pids:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+    def __init__(self, opening: None) -> None:
+        self._members: dict[int, Member] = {}
 
-    def _read(self) -> bool:
-        """Take what the service sent; False when it closed the channel."""
-        data, descriptors, _, _ = socket.recv_fds(self._channel, _READ_BYTES, NUM_FORK_DESCRIPTORS)
-        self._descriptors.extend(descriptors)
-        *lines, self._unread = (self._unread + data).split(b"\n")
-        for line in lines:
-            request = FROM_SERVICE.validate_json(line)
-            if isinstance(request, Fork):
-                self._fork(request.opening)
-            elif request.pid in self._pids:  # not reaped yet, so the number is still the member's
-                os.kill(request.pid, signal.SIGKILL)
-        return bool(data)
+    async def handle(self, content: Any) -> object:
+        """Do what ``EndpointClient`` asks for."""
+        match content:
+            case ["open", facts]:
+                opening = Opening.model_validate(facts)
+                if opening.epoch in self._members:
+                    raise Conflict(f"epoch {opening.epoch} is open already")
+                self._members[opening.epoch] = Member(opening)
+                return self._members[opening.epoch].pid
+            case ["opened", epoch]:
+                return await asyncio.shield(self._member(epoch).opened)
+            case ["joined", epoch]:
+                return await asyncio.shield(self._member(epoch).joined)
+            case ["transfer", epoch, command]:
+                return await self._member(epoch).transfer(command, progress_of_call())
+            case ["close", epoch] if epoch in self._members:
+                await self._members.pop(epoch).close()
+        return None
 
-    def _fork(self, opening: Opening) -> None:
-        control, errors = self._descriptors.popleft(), self._descriptors.popleft()
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            self._become_member(control, errors, parent, opening)
-        os.close(control)
-        os.close(errors)
-        self._pids.add(pid)
-        self._tell(Forked(pid=pid))
-
-    def _become_member(self, control: int, errors: int, parent: int, opening: Opening) -> NoReturn:
-        try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            die_with_parent(parent, with_signal=signal.SIGKILL)
-            os.dup2(errors, sys.stderr.fileno())
-            os.close(errors)
-            # The service must see each socket close when the one process that it is for ends.
-            for inherited in (self._channel, self._awake, self._waker):
-                inherited.close()
-            for descriptor in self._descriptors:
-                os.close(descriptor)
-            serve(socket.socket(fileno=control), opening)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-
-    def _reap(self) -> None:
-        for pid in list(self._pids):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                self._pids.remove(pid)
-                self._tell(Exited(pid=pid, code=os.waitstatus_to_exitcode(status)))
-
-    def _tell(self, message: Message) -> None:
-        self._channel.sendall(message.line())
+    def _member(self, epoch: int) -> Member:
+        if epoch not in self._members:
+            raise NotFound(f"epoch {epoch} is not open")
+        return self._members[epoch]
 
 
-def main(descriptor: int, parent: int) -> NoReturn:
-    """Serve the service ``parent`` over an inherited socket until it closes it or ends."""
-    die_with_parent(parent, with_signal=signal.SIGKILL)
-    # Ctrl-C reaches the whole process group; the service decides when members end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    arm_process("weights")
-    with socket.socket(fileno=descriptor) as channel:
-        Endpoint(channel).run()
-    # All that is left is to unload torch, which takes longer than everything that this process ever did.
-    os._exit(0)
+def _settle(future: "asyncio.Future[Any]", result: object) -> None:
+    if not future.done():
+        future.set_result(result)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    arm_process("weights")
+    serve(Endpoint)

@@ -6,40 +6,27 @@ cannot be told, its killing settles.
 
 import asyncio
 import os
-import socket
-import tempfile
-from collections import deque
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self, TypeVar
+from typing import Any, Self
 
-from flotilla.shared.children.processes import python_module, reap
-from flotilla.shared.errors import Conflict, DeadlineExceeded, NotFound, WeightTransferFailed
-from flotilla.shared.host.start_patience import start_timeout
+from flotilla.shared.children.calls import CallProcess
+from flotilla.shared.children.last_words import unheard
+from flotilla.shared.children.processes import python_module
+from flotilla.shared.children.spawning import child_environment
+from flotilla.shared.errors import DeadlineExceeded, WeightTransferFailed, WorkerDied
 from flotilla.shared.net.server.ports import WILDCARDS
 from flotilla.shared.schemas.publication import Rendezvous
-from flotilla.shared.weights.group.endpoint_protocol import (
-    FROM_ENDPOINT,
-    Command,
-    Direction,
-    Done,
-    Exited,
-    Fork,
-    Forked,
-    Kill,
-    Opening,
-    Started,
-)
-from flotilla.shared.weights.group.json_lines import Lines
-from flotilla.shared.weights.group.member_link import MemberLink, last_words
+from flotilla.shared.weights.group.endpoint_protocol import Command, Direction, Opening
 
 START_SECONDS = 60.0
 """Importing torch takes a second, and fifteen on a machine that is busy."""
 KILL_SECONDS = 5.0
 """A killed process is gone in milliseconds."""
-
-T = TypeVar("T")
+ENDPOINT = "flotilla.shared.weights.group.endpoint"
 
 # The endpoint only moves bytes: no compute threads, neither while forking nor after.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -75,16 +62,18 @@ class EndpointClient:
         self._device = device
         self._sends_to_engines = sends_to_engines
         self._host = advertise_host or bind_host
-        self._process: asyncio.subprocess.Process | None = None
-        self._channel: Lines | None = None
-        self._errors: IO[bytes] | None = None
-        self._started: asyncio.Future[None] | None = None
-        self._starting = asyncio.Lock()
-        self._forking: deque[MemberLink] = deque()
-        self._running: dict[int, MemberLink] = {}
-        self._members: dict[int, MemberLink] = {}
+        self._calls = CallProcess(
+            python_module(ENDPOINT),
+            None,
+            "the weight endpoint",
+            environment=child_environment(**_ENVIRONMENT, **({} if device else _NO_GPU)),
+            start_seconds=START_SECONDS,
+            on_line=unheard,
+            blames_opening=False,
+        )
+        self._pids: dict[int, int] = {}
 
-    async def start(self, deadline_seconds: float = START_SECONDS) -> None:
+    async def start(self) -> None:
         """Start the endpoint process. Opening a group does so where it is not running, also after its death.
 
         It ends with the thread that called this: start it from the thread that runs the service's event loop.
@@ -93,10 +82,12 @@ class EndpointClient:
             WeightTransferFailed: the process ended while it started.
             DeadlineExceeded: it did not start in time.
         """
-        async with self._starting:
-            if self._channel is None or self._channel.is_closed:
-                await self.close()
-                await self._spawn(deadline_seconds)
+        if not self._is_running:
+            self._pids.clear()
+        try:
+            await self._calls.start()
+        except WorkerDied as error:
+            raise WeightTransferFailed(error.detail) from None
 
     async def open_sender(self, epoch: int, world_size: int, timeout_seconds: float) -> Rendezvous:
         """Host the store of a new epoch as rank 0; returns once it listens. The group forms in the background.
@@ -123,8 +114,8 @@ class EndpointClient:
             device=self._device,
             sends_to_engines=self._sends_to_engines,
         )
-        member = await self._open(opening)
-        port = await _within(timeout_seconds, member.opened, f"hosting the store of epoch {epoch}")
+        await self._open(opening)
+        port = await self._call(["opened", epoch], timeout_seconds, f"hosting the store of epoch {epoch}")
         return Rendezvous(host=self._host, port=port, epoch=epoch, world_size=world_size)
 
     async def open_receiver(self, rendezvous: Rendezvous, rank: int, timeout_seconds: float) -> None:
@@ -152,7 +143,7 @@ class EndpointClient:
             WeightTransferFailed: a member failed, or this one's process died.
             DeadlineExceeded: somebody is missing.
         """
-        await _within(deadline_seconds, self._member(epoch).joined, f"joining the weight group of epoch {epoch}")
+        await self._call(["joined", epoch], deadline_seconds, f"joining the weight group of epoch {epoch}")
 
     async def send(
         self, epoch: int, image_path: Path, image_bytes: int, slice_bytes: int, deadline_seconds: float
@@ -189,57 +180,35 @@ class EndpointClient:
             WeightTransferFailed: a member failed or the file is not as told; the epoch is of no use any more.
             DeadlineExceeded: somebody stalled; likewise.
         """
-        done = await self._transfer(
+        checksum = await self._transfer(
             Direction.RECEIVE, epoch, image_path, image_bytes, slice_bytes, deadline_seconds, on_arrived
         )
-        assert done.checksum is not None
-        return done.checksum
+        assert checksum is not None
+        return checksum
 
     def member_pid(self, epoch: int) -> int:
         """Return which process is this service's member of the epoch, for logs and diagnosis.
 
         Raises:
-            NotFound: the epoch is not open.
+            KeyError: the epoch is not open.
         """
-        return self._member(epoch).forked.result()
+        return self._pids[epoch]
 
     async def close_epoch(self, epoch: int) -> None:
         """Kill this service's member of the epoch, whatever it is doing. Nothing happens where it is not open."""
-        member = self._members.pop(epoch, None)
-        if member is None:
-            return
-        member.fail(WeightTransferFailed(f"epoch {epoch} was closed"))
+        pid = self._pids.pop(epoch, None)
         try:
-            if member.has_process and self._channel is not None and not self._channel.is_closed:
-                self._channel.send(Kill(pid=member.forked.result()).line())
-                await _within(KILL_SECONDS, member.exited, f"killing the member of epoch {epoch}")
+            await self._call(["close", epoch], KILL_SECONDS, f"killing the member of epoch {epoch}")
         except (WeightTransferFailed, DeadlineExceeded):
-            member.kill_directly()
-        finally:
-            member.close()
+            # While the endpoint lives nobody else gets this number: members that have ended are its zombies.
+            if pid is not None and self._is_running:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     async def close(self) -> None:
         """End the endpoint and all its members. May be called twice."""
-        channel, process, errors = self._channel, self._process, self._errors
-        self._channel = self._process = self._errors = None
-        if channel is not None:
-            channel.close()
-        if process is not None:
-            try:
-                async with asyncio.timeout(KILL_SECONDS):
-                    await process.wait()
-            except TimeoutError:
-                process.kill()
-                await reap(process)
-                for member in self._running.values():
-                    member.kill_directly()
-        for member in self._members.values():
-            member.close()
-        self._members.clear()
-        self._running.clear()
-        self._forking.clear()
-        if errors is not None:
-            errors.close()
+        self._pids.clear()
+        await self._calls.aclose()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -250,46 +219,19 @@ class EndpointClient:
     ) -> None:
         await self.close()
 
-    async def _spawn(self, deadline_seconds: float) -> None:
-        self._started = asyncio.get_running_loop().create_future()
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the endpoint)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._channel = await Lines.open(ours, self._hear, self._lost)
-            self._process = await asyncio.create_subprocess_exec(
-                *python_module("flotilla.shared.weights.group.endpoint", str(theirs.fileno()), str(os.getpid())),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=self._errors,
-                stderr=self._errors,
-                pass_fds=[theirs.fileno()],
-                env=os.environ | _ENVIRONMENT | ({} if self._device else _NO_GPU),
-            )
-        try:
-            async with start_timeout(deadline_seconds, self._process.pid):
-                await asyncio.shield(self._started)
-        except BaseException as error:
-            await self.close()
-            if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(f"the weight endpoint did not start within {deadline_seconds:g} s") from None
-            raise
+    @property
+    def _is_running(self) -> bool:
+        return self._calls.child is not None and not self._calls.child.has_ended
 
-    async def _open(self, opening: Opening) -> MemberLink:
+    async def _open(self, opening: Opening) -> None:
         await self.start()
-        member = await MemberLink.open(opening.epoch)
-        if opening.epoch in self._members:
-            member.close()
-            raise Conflict(f"epoch {opening.epoch} is open already")
-        self._members[opening.epoch] = member
-        assert self._channel is not None
+        what = f"forking the member of epoch {opening.epoch}"
         try:
-            self._channel.send(Fork(opening=opening).line(), [member.theirs.fileno(), member.errors.fileno()])
-            self._forking.append(member)
-            member.theirs.close()
-            await _within(opening.timeout_seconds, member.forked, f"forking the member of epoch {opening.epoch}")
-        except BaseException:
+            pid = await self._call(["open", opening.model_dump(mode="json")], opening.timeout_seconds, what)
+            self._pids[opening.epoch] = pid
+        except (WeightTransferFailed, DeadlineExceeded, asyncio.CancelledError):
             await self.close_epoch(opening.epoch)
             raise
-        return member
 
     async def _transfer(
         self,
@@ -300,7 +242,7 @@ class EndpointClient:
         slice_bytes: int,
         deadline_seconds: float,
         on_arrived: Callable[[int], None] | None = None,
-    ) -> Done:
+    ) -> str | None:
         command = Command(
             direction=direction,
             image_path=image_path,
@@ -310,41 +252,19 @@ class EndpointClient:
             deadline_seconds=deadline_seconds - min(0.2, 0.1 * deadline_seconds),
             tells_progress=on_arrived is not None,
         )
-        reply = self._member(epoch).command(command, on_arrived)
-        return await _within(deadline_seconds, reply, f"transferring the weights in epoch {epoch}")
+        content = ["transfer", epoch, command.model_dump(mode="json")]
+        checksum: str | None = await self._call(
+            content, deadline_seconds, f"transferring the weights in epoch {epoch}", on_arrived
+        )
+        return checksum
 
-    def _member(self, epoch: int) -> MemberLink:
+    async def _call(
+        self, content: object, seconds: float, what: str, on_progress: Callable[[int], None] | None = None
+    ) -> Any:
         try:
-            return self._members[epoch]
-        except KeyError:
-            raise NotFound(f"epoch {epoch} is not open") from None
-
-    def _hear(self, line: bytes) -> None:
-        message = FROM_ENDPOINT.validate_json(line)
-        if isinstance(message, Started):
-            if self._started is not None and not self._started.done():
-                self._started.set_result(None)
-        elif isinstance(message, Forked):
-            member = self._forking.popleft()
-            self._running[message.pid] = member
-            if not member.forked.done():
-                member.forked.set_result(message.pid)
-        elif isinstance(message, Exited):
-            self._running.pop(message.pid).note_exit(message.code)
-
-    def _lost(self) -> None:
-        words = last_words(self._errors) if self._errors is not None else ""
-        error = WeightTransferFailed(f"the weight endpoint ended{words}")
-        if self._started is not None and not self._started.done():
-            self._started.set_exception(error)
-            self._started.exception()
-        for member in self._members.values():
-            member.fail(error)
-
-
-async def _within(seconds: float, future: asyncio.Future[T], what: str) -> T:
-    try:
-        async with asyncio.timeout(seconds):
-            return await asyncio.shield(future)
-    except TimeoutError:
-        raise DeadlineExceeded(f"{what} took more than {seconds} s") from None
+            async with asyncio.timeout(seconds):
+                return await self._calls.call(content, on_progress=on_progress)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{what} took more than {seconds} s") from None
+        except WorkerDied as error:
+            raise WeightTransferFailed(error.detail) from None

@@ -1,9 +1,13 @@
 """The inside of a member process: form the group, then carry out the service's commands one after the other.
 
-The main thread reads the service's socket and ends the process when it closes, also while the other thread is stuck in
+It says ``["opened", port of the store]`` as rank 0, ``["joined"]``, for each command ``["arrived", bytes]`` where that
+asks for it and ``["done", checksum]``, or once ``["failed", detail, whether it was too late]``.
+
+The main thread reads the endpoint's socket and ends the process when it closes, also while the other thread is stuck in
 a collective. After any failure the process ends: its peers then see closed connections instead of a silent member.
 """
 
+import json
 import os
 import queue
 import socket
@@ -13,16 +17,7 @@ import traceback
 from typing import NoReturn
 
 from flotilla.shared.errors import FlotillaError
-from flotilla.shared.weights.group.endpoint_protocol import (
-    Arrived,
-    Command,
-    Done,
-    Failed,
-    Joined,
-    Message,
-    Opened,
-    Opening,
-)
+from flotilla.shared.weights.group.endpoint_protocol import Command, Opening
 from flotilla.shared.weights.group.group import WeightGroup
 
 _TIMEOUT_SLACK_SECONDS = 0.1
@@ -43,25 +38,23 @@ def serve(control: socket.socket, opening: Opening) -> NoReturn:
 def _work(control: socket.socket, opening: Opening, commands: "queue.SimpleQueue[Command]") -> None:
     deadline = time.monotonic() + opening.timeout_seconds
     try:
-        group = WeightGroup(opening, on_opened=lambda port: _tell(control, Opened(port=port)))
-        _tell(control, Joined())
+        group = WeightGroup(opening, on_opened=lambda port: _tell(control, "opened", port))
+        _tell(control, "joined")
         while True:
             command = commands.get()
             deadline = time.monotonic() + command.deadline_seconds
-            _tell(
-                control, Done(checksum=group.transfer(command, lambda count: _tell(control, Arrived(num_bytes=count))))
-            )
+            _tell(control, "done", group.transfer(command, lambda count: _tell(control, "arrived", count)))
     except (RuntimeError, OSError, FlotillaError) as error:
         is_timeout = time.monotonic() > deadline - _TIMEOUT_SLACK_SECONDS
-        _tell(control, Failed(detail=_first_line(error), is_timeout=is_timeout))
+        _tell(control, "failed", _first_line(error), is_timeout)
         os._exit(1)
     except BaseException:
         traceback.print_exc()
         os._exit(2)
 
 
-def _tell(control: socket.socket, message: Message) -> None:
-    control.sendall(message.line())
+def _tell(control: socket.socket, *message: object) -> None:
+    control.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _first_line(error: Exception) -> str:

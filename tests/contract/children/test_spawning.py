@@ -14,14 +14,11 @@ SPAWNING = {
     "loop": {"subprocess_exec", "subprocess_shell"},
 }
 BY_THEMSELVES = {
-    "services/rollout/engines/process/engine.py",
     "services/rollout/engines/servers/keeper.py",
     "services/rollout/engines/servers/process.py",
     "shared/host/devices.py",
     "shared/host/native_code.py",
     "shared/models/hub.py",
-    "shared/weights/group/endpoint.py",
-    "shared/weights/group/endpoint_client.py",
     "shared/weights/pull/sender.py",
 }
 """Modules elsewhere that still start processes by themselves. None may be added."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,10 +99,10 @@ async def a_fleet(clients: list[EndpointClient], num_receivers: int, num_megabyt
 def endpoint_processes() -> list[psutil.Process]:
     """List the endpoints and members that this test process has started and that still run."""
     found = []
-    for process in psutil.process_iter(["cmdline"]):
-        command = process.info["cmdline"] or []
-        if "flotilla.shared.weights.group.endpoint" in command and command[-1] == str(psutil.Process().pid):
-            found.append(process)
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if "flotilla.shared.weights.group.endpoint" in process.cmdline():
+                found.append(process)
     return found
 
 

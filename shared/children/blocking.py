@@ -19,7 +19,7 @@ class BlockingCalls:
     def __init__(self, process: CallProcess, portal: BlockingPortal, about: Any) -> None:
         self._process, self._portal, self.about = process, portal, about
 
-    def call(self, content: object, *, seconds: float) -> Any:
+    def call(self, content: object, *, seconds: float | None) -> Any:
         """Start the process where it died, and ask it; see ``CallProcess.call``."""
 
         async def call() -> Any:

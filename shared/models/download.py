@@ -1,23 +1,18 @@
-"""Downloads a model by its hub name into the hub's cache. A process of its own: it can be killed at any moment.
+"""Downloads a model by its hub name into the hub's cache, in a process of its own: it can be killed at any moment.
 
-    python -m flotilla.shared.models.download OWNER/NAME [--revision REVISION] [--small]
-
-It writes a JSON object per line: ``{done_bytes, total_bytes}`` while it loads, then ``{commit}`` or ``{error, kind}``.
-``HF_ENDPOINT``, ``HF_HOME``, ``HF_TOKEN`` and ``HF_HUB_OFFLINE`` hold; the token is written nowhere.
+A call ``[name, revision, is_small]`` tells ``[bytes done, bytes in all]`` while it loads, and is answered by the
+commit. ``HF_ENDPOINT``, ``HF_HOME``, ``HF_TOKEN`` and ``HF_HUB_OFFLINE`` hold; the token is written nowhere.
 """
 
-import argparse
-import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from flotilla.shared.children.processes import die_with_parent
-from flotilla.shared.errors import FlotillaError, ModelError, Unavailable
+from flotilla.shared.children.serving import progress_of_call, serve
+from flotilla.shared.errors import ModelError, Unavailable
 from flotilla.shared.models.hub import cache_directory, repository_directory
 
 SMALL_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -122,7 +117,7 @@ class _Telling:
     def __init__(self, name: str, total_bytes: int) -> None:
         self._blobs = repository_directory(name) / "blobs"
         self._total_bytes = total_bytes
-        self._ended = threading.Event()
+        self._ended, self._tell = threading.Event(), progress_of_call()
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
 
     def __enter__(self) -> None:
@@ -137,40 +132,25 @@ class _Telling:
             is_last = self._ended.wait(TELL_SECONDS)
             sizes = [blob.stat().st_size for blob in self._blobs.glob("*")] if self._blobs.is_dir() else []
             # Other revisions' files may be there as well.
-            tell(done_bytes=min(sum(sizes), self._total_bytes), total_bytes=self._total_bytes)
+            self._tell([min(sum(sizes), self._total_bytes), self._total_bytes])
             if is_last:
                 return
 
 
-def tell(**line: object) -> None:
-    """Write a line for the parent."""
-    REPLIES.write(json.dumps(line) + "\n")
-    REPLIES.flush()
+class Downloads:
+    """Downloads what a call names; see above."""
 
+    about = None
 
-REPLIES = sys.stdout
-
-
-def main() -> int:
-    """Download what the command line names."""
-    die_with_parent(os.getppid())
-    parser = argparse.ArgumentParser()
-    parser.add_argument("name")
-    parser.add_argument("--revision")
-    parser.add_argument("--small", action="store_true")
-    arguments = parser.parse_args()
-    # What libraries print must not get between the lines.
-    sys.stdout = sys.stderr
-    try:
-        tell(commit=download(arguments.name, arguments.revision, is_small=arguments.small))
-    except FlotillaError as error:
-        tell(error=error.detail, kind=error.code)
-        return 1
-    except ImportError:
-        tell(error="a hub name as model.path needs huggingface_hub: pip install 'flotilla[hub]'", kind=ModelError.code)
-        return 1
-    return 0
+    def handle(self, content: Any) -> str:
+        """Download a model; errors as of ``download``, and where huggingface_hub is not installed."""
+        name, revision, is_small = content
+        try:
+            return download(name, revision, is_small=is_small)
+        except ImportError:
+            words = "a hub name as model.path needs huggingface_hub: pip install 'flotilla[hub]'"
+            raise ModelError(words) from None
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    serve(lambda _: Downloads())

@@ -5,19 +5,19 @@ several each has a cache of its own. The gateway writes the commit into the spec
 load the same files, also after a restart. A model that is whole in the cache is used without asking any network.
 """
 
-import asyncio
 import json
 import logging
 import os
 import re
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from flotilla.shared.children.blocking import running
+from flotilla.shared.children.calls import CallProcess
 from flotilla.shared.children.processes import python_module
 from flotilla.shared.config.sections.model import ModelConfig
-from flotilla.shared.errors import ModelError, Unavailable, error_for_code
+from flotilla.shared.errors import DeadlineExceeded, FlotillaError, ModelError, Unavailable, WorkerDied
 from flotilla.shared.models.overridden import overridden_directory
 
 log = logging.getLogger(__name__)
@@ -81,48 +81,15 @@ def is_whole(directory: Path) -> bool:
     return all((directory / name).is_file() for name in set(index["weight_map"].values()))
 
 
-class Download:
-    """A download in a child process.
+def _process(model: ModelConfig) -> CallProcess:
+    command = python_module("flotilla.shared.models.download")
+    return CallProcess(command, None, f"the download of {model.path}", blames_opening=False)
 
-    Args:
-        model: with a hub name.
-        is_small: config and tokenizer alone, no weights.
-    """
 
-    def __init__(self, model: ModelConfig, *, is_small: bool = False) -> None:
-        self._name = model.path
-        revision = ["--revision", model.revision] if model.revision else []
-        command = python_module(
-            "flotilla.shared.models.download", model.path, *revision, *(["--small"] if is_small else [])
-        )
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-
-    def run(self, on_progress: Progress) -> str:
-        """Wait for its end; blocks. Returns the commit.
-
-        Raises:
-            ModelError: there is no such model or revision, or the hub refuses it.
-            Unavailable: the hub cannot be reached, or the process was killed.
-        """
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
-            for line in lines:
-                said = json.loads(line)
-                if "error" in said:
-                    self._process.wait()
-                    raise error_for_code(said["kind"])(f"model.path: {said['error']}")
-                if "commit" in said:
-                    self._process.wait()
-                    return str(said["commit"])
-                on_progress(said["done_bytes"], said["total_bytes"])
-        code = self._process.wait()
-        raise Unavailable(f"model.path: the download of {self._name} ended with exit code {code}")
-
-    def kill(self) -> None:
-        """End it, if it has not ended."""
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+def _explained(error: FlotillaError) -> FlotillaError:
+    # A process that was killed says nothing of the model: another one goes on where it was.
+    kind = Unavailable if isinstance(error, WorkerDied | DeadlineExceeded) else type(error)
+    return kind(f"model.path: {error.detail}")
 
 
 async def fetched(model: ModelConfig, on_progress: Progress | None = None) -> Path:
@@ -139,11 +106,15 @@ async def fetched(model: ModelConfig, on_progress: Progress | None = None) -> Pa
         return model_directory(model)
     if _is_here(model):
         return model_directory(model)
-    download = Download(model)
+    tell = on_progress or _logging(model.path)
+    process = _process(model)
     try:
-        commit = await asyncio.to_thread(download.run, on_progress or _logging(model.path))
+        await process.start()
+        commit = await process.call([model.path, model.revision, False], on_progress=lambda told: tell(*told))
+    except FlotillaError as error:
+        raise _explained(error) from None
     finally:
-        download.kill()
+        await process.aclose()
     return model_directory(model.model_copy(update={"revision": commit}))
 
 
@@ -153,15 +124,15 @@ def fetch_small(model: ModelConfig) -> str:
     Raises:
         ModelError: as ``fetched``; also where the hub cannot be reached.
     """
-    download = Download(model, is_small=True)
     try:
-        return download.run(lambda *_: None)
-    except Unavailable as error:
+        with running(_process(model)) as calls:
+            return str(calls.call([model.path, model.revision, True], seconds=None))
+    except FlotillaError as error:
+        if not isinstance(explained := _explained(error), Unavailable):
+            raise explained from None
         if has_config(model):
             return _stored_directory(model).name
-        raise ModelError(error.detail) from None
-    finally:
-        download.kill()
+        raise ModelError(explained.detail) from None
 
 
 def has_config(model: ModelConfig) -> bool:

@@ -18,7 +18,6 @@ BY_THEMSELVES = {
     "services/rollout/engines/servers/process.py",
     "shared/host/devices.py",
     "shared/host/native_code.py",
-    "shared/models/hub.py",
     "shared/weights/pull/sender.py",
 }
 """Modules elsewhere that still start processes by themselves. None may be added."""

@@ -6,9 +6,11 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import psutil
 import pytest
 
 from flotilla.services.gateway.preflight import checks
@@ -190,24 +192,40 @@ async def test_without_a_network_the_way_around_is_named(hub: Server, monkeypatc
         fetch_small(model)
 
 
-async def test_who_is_cancelled_leaves_no_download_behind(hub: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[model_hub.Download] = []
-
-    class Seen(model_hub.Download):
-        def __init__(self, model: ModelConfig) -> None:
-            super().__init__(model)
-            made.append(self)
-
-    monkeypatch.setattr(model_hub, "Download", Seen)
+@pytest.mark.usefixtures("hub")
+async def test_who_is_cancelled_leaves_no_download_behind() -> None:
     task = asyncio.create_task(fetched(ModelConfig(path="owner/tiny")))
-    while not made:
-        await asyncio.sleep(0)
+    async with asyncio.timeout(60):
+        while not (made := downloads()):
+            await asyncio.sleep(0.01)
 
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
 
-    assert made[0]._process.poll() is not None
+    assert not any(each.is_running() for each in made)
+
+
+@pytest.mark.usefixtures("hub")
+async def test_a_download_that_is_killed_may_be_tried_again_and_says_how_it_ended() -> None:
+    task = asyncio.create_task(fetched(ModelConfig(path="owner/tiny")))
+    async with asyncio.timeout(60):
+        while not (made := downloads()):
+            await asyncio.sleep(0.01)
+
+    made[0].kill()
+
+    with pytest.raises(Unavailable, match=r"model\.path: the process of the download of owner/tiny.* code -9"):
+        await task
+
+
+def downloads() -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children():
+        with suppress(psutil.Error):
+            if "flotilla.shared.models.download" in process.cmdline():
+                found.append(process)
+    return found
 
 
 def test_what_makes_a_model_is_chosen_small_files_first() -> None:

@@ -16,7 +16,7 @@ class LastWords:
     """Keeps the last lines of what a process writes, and passes all of it on.
 
     Args:
-        on_line: gets each line, of a long one the end; None: this process' standard error gets what comes.
+        on_line: gets each line, of one without end its last part; None: this process' standard error gets what comes.
     """
 
     def __init__(self, on_line: Callable[[str], None] | None = None) -> None:
@@ -38,9 +38,10 @@ class LastWords:
     def add(self, line: bytes) -> None:
         """Keep one line."""
         if line.strip():
-            self._tail.append(line.decode("utf-8", "replace").rstrip()[-MAX_LINE_CHARACTERS:])
+            text = line.decode("utf-8", "replace").rstrip()
+            self._tail.append(text[-MAX_LINE_CHARACTERS:])
             if self._on_line is not None:
-                self._on_line(self._tail[-1])
+                self._on_line(text)
 
     def shown(self) -> str:
         """Return ``; its last lines: ...``, or nothing where there are none."""

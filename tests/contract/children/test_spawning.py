@@ -14,8 +14,6 @@ SPAWNING = {
     "loop": {"subprocess_exec", "subprocess_shell"},
 }
 BY_THEMSELVES = {
-    "services/rollout/engines/servers/keeper.py",
-    "services/rollout/engines/servers/process.py",
     "shared/host/devices.py",
     "shared/host/native_code.py",
     "shared/weights/pull/sender.py",

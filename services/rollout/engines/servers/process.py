@@ -1,8 +1,4 @@
-"""A server that is ours: started, watched, ended with all its processes.
-
-It is a program of another environment. Between it and us is a keeper (``keeper.py``), which ends when nothing of the
-server is left, ends everything when we die, and ends as the server did.
-"""
+"""A server that is ours, a program of another environment: started, watched, ended with all its processes."""
 
 import asyncio
 import contextlib
@@ -10,15 +6,14 @@ import logging
 import os
 import re
 import signal
-import sys
 from collections import deque
 from collections.abc import Mapping
-from io import FileIO
 from pathlib import Path
 
-from flotilla.services.rollout.engines.servers import keeper, leftovers
+from flotilla.services.rollout.engines.servers import leftovers
 from flotilla.services.rollout.engines.servers.dialect import Launch
-from flotilla.shared.children.processes import reap
+from flotilla.shared.children.keeper import CANNOT_START
+from flotilla.shared.children.kept import Kept
 from flotilla.shared.errors import InvalidSpec, WorkerDied
 
 log = logging.getLogger(__name__)
@@ -27,10 +22,8 @@ LAST_LINES = 20
 ERROR_LINES = 200
 """Of the last lines, in how many the error is looked for that ended a server: tracebacks are long."""
 MAX_LINE = 400
-CHUNK_BYTES = 1 << 16
 USAGE_EXIT_CODE = 2
 """Of a program that refuses its arguments."""
-KEEPER = Path(keeper.__file__)
 ERROR = re.compile(r"\b(?:\w+(?:Error|Exception): |Value error, )(?!.*(?:root cause above|for the root cause\.)).+")
 """In a line; vLLM's front ends with some that only refer to another, pydantic's is told a line after its name."""
 MISSING = re.compile(r"No module named '?([\w.]+)")
@@ -59,15 +52,13 @@ class ServerProcess:
         self._name = name
         self._variable = variable
         self.was_up = False
-        self._process: asyncio.subprocess.Process | None = None
-        self._lifeline: int | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._kept: Kept | None = None
         self._lines: deque[str] = deque(maxlen=ERROR_LINES)
 
     @property
     def process_id(self) -> int | None:
         """Of its keeper, while that runs: the server is its first child."""
-        return self._process.pid if self._process is not None and self._process.returncode is None else None
+        return self._kept.pid if self._kept is not None and not self._kept.has_ended else None
 
     @property
     def last_lines(self) -> str:
@@ -78,38 +69,20 @@ class ServerProcess:
         """Start it; it is not up yet when this returns."""
         launch = self._launch
         await asyncio.to_thread(write_private, self._place, launch.files)
-        # A pipe of our own: asyncio would call the server ended only once its last child has closed one of asyncio's.
-        reading, writing = os.pipe()
-        lifeline, self._lifeline = os.pipe()
-        command = (str(self._python), *launch.arguments)
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", str(KEEPER), str(CHILDREN_SECONDS), *command),
-                stdin=lifeline,
-                stdout=writing,
-                stderr=asyncio.subprocess.STDOUT,
-                env=launch.environment,
-                cwd=self._place,
-                start_new_session=True,
-            )
-        except BaseException:
-            os.close(reading)
-            raise
-        finally:
-            os.close(lifeline)
-            os.close(writing)
-        self._reading = asyncio.create_task(self._read(os.fdopen(reading, "rb", buffering=0)), name="server output")
+        self._kept = await Kept.start(
+            (str(self._python), *launch.arguments),
+            environment=launch.environment,
+            directory=self._place,
+            on_line=self._hear,
+            seconds=CHILDREN_SECONDS,
+        )
 
     async def ended(self) -> WorkerDied | InvalidSpec:
         """Wait until it has ended by itself, and return the cause."""
-        assert self._process is not None and self._reading is not None
-        code = await self._process.wait()
-        with contextlib.suppress(TimeoutError):
-            # Its children may hold the pipe open for a moment.
-            async with asyncio.timeout(1.0):
-                await asyncio.shield(self._reading)
+        assert self._kept is not None
+        code = await self._kept.ended()
         last = self.last_lines
-        if code == keeper.CANNOT_START:
+        if code == CANNOT_START:
             return WorkerDied(f"{self._variable} {self._python} cannot be started: {last}")
         if not self.was_up and self._lines and (missing := MISSING.search(self._lines[-1])):
             return InvalidSpec(
@@ -129,63 +102,21 @@ class ServerProcess:
 
     async def note_leftovers(self) -> None:
         """Note what it would leave behind if it were killed, or we; see ``servers.leftovers``."""
-        if self._process is not None:
-            facts = (self._place, self._process.pid, self._launch.shared_memory)
+        if self._kept is not None:
             # Where the disk is full nothing is noted; the server is watched and ended all the same.
             with contextlib.suppress(OSError):
-                await asyncio.to_thread(leftovers.note, *facts)
+                await asyncio.to_thread(leftovers.note, self._place, self._kept.pid, self._launch.shared_memory)
 
     async def close(self, seconds: float) -> None:
         """End it and its children, by force after some seconds, and remove what they left behind."""
-        process = self._process
-        if process is None:
-            self._let_go()
-            return
-        await self.note_leftovers()
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGTERM)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await process.wait()
-        self._let_go()
-        await reap(process)
-        # Somebody may have killed the keeper: a child that stays would keep its memory and its device.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.to_thread(leftovers.remove, self._place)
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.wait([self._reading])
+        if self._kept is not None:
+            await self.note_leftovers()
+            await self._kept.close(seconds)
+            await asyncio.to_thread(leftovers.remove, self._place)
 
-    def _let_go(self) -> None:
-        """Have the keeper kill whatever is left."""
-        if self._lifeline is not None:
-            os.close(self._lifeline)
-            self._lifeline = None
-
-    async def _read(self, pipe: FileIO) -> None:
-        reader = asyncio.StreamReader()
-        with pipe:
-            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-                lambda: asyncio.StreamReaderProtocol(reader), pipe
-            )
-            try:
-                await self._keep_lines(reader)
-            finally:
-                transport.close()
-
-    async def _keep_lines(self, reader: asyncio.StreamReader) -> None:
-        rest = b""
-        # By chunks, since a reader of lines gives up on a long one, and then a full pipe would block the server.
-        while chunk := await reader.read(CHUNK_BYTES):
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                text = line[:MAX_LINE].decode(errors="replace").rstrip()
-                if text:
-                    self._lines.append(text)
-                    log.info("engine output", extra={"line": text})
-            rest = rest[:MAX_LINE]
+    def _hear(self, line: str) -> None:
+        self._lines.append(line[:MAX_LINE])
+        log.info("engine output", extra={"line": line[:MAX_LINE]})
 
 
 def write_private(place: Path, files: Mapping[str, str]) -> None:

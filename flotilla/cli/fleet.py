@@ -29,12 +29,12 @@ from flotilla.connection import FLEET_FILE, FleetInfo, typed
 from flotilla.shared.children.processes import birth_of, end_family, python_module
 from flotilla.shared.environment.settings import allows_volatile_redis
 from flotilla.shared.errors import Conflict, FlotillaError, InvalidRequest, Unavailable, WorkerDied
-from flotilla.shared.host.devices import given_to, machine_devices, own_devices
 from flotilla.shared.host.start_patience import VARIABLE, StartDeadline, cpu_seconds, patience_from
 from flotilla.shared.net.authorisation.access import PassKey
 from flotilla.shared.net.authorisation.tokens import new_token, write_secret
 from flotilla.shared.net.server.ports import check_can_be_told, lasting_port
 from flotilla.shared.schemas.service import ServiceKind
+from flotilla.shared.service.devices import given_to, machine_devices, own_devices
 from flotilla.shared.streams.redis.connection import check_server
 from flotilla.shared.weights.image.files import sweep
 

@@ -22,7 +22,6 @@ from flotilla.shared.config.sections.reward_model import RewardModelConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.environment.settings import ServiceSettings
 from flotilla.shared.errors import Unavailable
-from flotilla.shared.host.devices import host_capabilities
 from flotilla.shared.locations.allowed import read_places
 from flotilla.shared.models.hub import fetched
 from flotilla.shared.net.authorisation.credentials import Credentials
@@ -32,6 +31,7 @@ from flotilla.shared.schemas.experiment import Page
 from flotilla.shared.schemas.service import SANDBOX, Assignment, Registration, ServiceKind, ServiceView
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.service.app import at_work
+from flotilla.shared.service.devices import host_capabilities
 from flotilla.shared.service.membership import Membership
 from flotilla.shared.streams.hop import holder_name
 from flotilla.shared.streams.keys import HopName

@@ -15,12 +15,12 @@ from flotilla.services.rollout.service import RolloutService
 from flotilla.services.rollout.session import SessionOpener
 from flotilla.services.rollout.tools.code_interpreter import Sandboxes
 from flotilla.shared.environment.settings import ServiceSettings
-from flotilla.shared.host.devices import host_capabilities
 from flotilla.shared.locations.allowed import read_places
 from flotilla.shared.net.authorisation.credentials import Credentials
 from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.schemas.service import Registration, ServiceKind
 from flotilla.shared.service.app import at_work
+from flotilla.shared.service.devices import host_capabilities
 from flotilla.shared.service.membership import Membership
 from flotilla.shared.streams.hop import holder_name
 from flotilla.shared.streams.redis.connection import connect

@@ -20,11 +20,11 @@ with collecting_later():
     from flotilla.services.sandbox.state import SandboxState, open_state
     from flotilla.shared.environment.settings import ServiceSettings
     from flotilla.shared.errors import InvalidRequest
-    from flotilla.shared.host.devices import host_capabilities
     from flotilla.shared.net.authorisation.credentials import Credentials
     from flotilla.shared.net.client.client import GatewayClient
     from flotilla.shared.schemas.service import DesiredState, ObservedState, Registration, ServiceKind, WorkState
     from flotilla.shared.service.app import at_work
+    from flotilla.shared.service.devices import host_capabilities
     from flotilla.shared.service.main import run_service
     from flotilla.shared.service.membership import Membership
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from flotilla.services.trainer.supervisor.served_images import ServedImages
 from flotilla.services.trainer.supervisor.supervisor import Addresses, Supervisor
 from flotilla.shared.environment.settings import ServiceSettings
-from flotilla.shared.host.devices import host_capabilities
 from flotilla.shared.net.authorisation.credentials import Credentials
 from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.schemas.service import Registration, ServiceKind
 from flotilla.shared.service.app import at_work
+from flotilla.shared.service.devices import host_capabilities
 from flotilla.shared.service.membership import Membership
 from flotilla.shared.telemetry.logging import format_for
 from flotilla.shared.weights.image.files import shared_memory_identity

@@ -4,15 +4,44 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
-from flotilla.shared.children.last_words import READ_BYTES, LastWords, cause_of_death
+from flotilla.shared.children.last_words import READ_BYTES, LastWords, cause_of_death, unheard
 from flotilla.shared.children.processes import kill, reap
 from flotilla.shared.children.secret_variables import without_secrets
 from flotilla.shared.host.control_groups import count_memory_kills
 
 LAST_WORDS_SECONDS = 1.0
 """A grandchild may hold standard error open: no more is waited for than this."""
+
+
+def output_of(command: Sequence[str], *, seconds: float) -> str:
+    """Run a program that ends by itself, and return its standard output; blocks.
+
+    Args:
+        command: program and arguments.
+        seconds: then it is killed.
+
+    Raises:
+        OSError: it cannot be started, took longer (``TimeoutError``), or failed, with its last lines.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=seconds,
+            env=child_environment(),
+        )
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"{command[0]} did not end within {seconds:g} s") from None
+    if done.returncode:
+        words = LastWords(unheard)
+        words.hear(done.stderr)
+        raise ChildProcessError(f"{command[0]} {cause_of_death(done.returncode)}{words.shown()}")
+    return done.stdout.decode(errors="replace")
 
 
 def child_environment(**changes: str) -> dict[str, str]:

@@ -12,10 +12,10 @@ from flotilla.shared.children.secret_variables import forget_secrets
 from flotilla.shared.environment.settings import ServiceSettings, read_settings
 from flotilla.shared.errors import FlotillaError
 from flotilla.shared.faults.armed import arm_process
-from flotilla.shared.host.devices import limit_devices
 from flotilla.shared.net.server.ports import check_can_be_told
 from flotilla.shared.net.server.serving import address_of, bind, serve
 from flotilla.shared.service.app import leave
+from flotilla.shared.service.devices import limit_devices
 from flotilla.shared.telemetry.logging import configure_logging
 
 CANNOT_START = 2

@@ -30,9 +30,9 @@ from flotilla.launch_file import LaunchFile, fetch_model, read_launch_file, run_
 from flotilla.packages import check_engine, check_packages, check_quantisation
 from flotilla.server_arguments import ASKING_THE_ENGINE, check_options
 from flotilla.shared.errors import Unavailable
-from flotilla.shared.host.devices import machine_devices, own_devices
 from flotilla.shared.locations.allowed import grant_code
 from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.service.devices import machine_devices, own_devices
 
 SETTLE_SECONDS = 10.0
 

@@ -23,10 +23,10 @@ from flotilla.shared.config.sections.engine import (
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.environment.settings import ENGINE_PYTHONS, LOOPBACK, IPNetwork
 from flotilla.shared.errors import InvalidSpec
-from flotilla.shared.host.devices import decided_here
 from flotilla.shared.host.start_patience import patient
 from flotilla.shared.models.hub import model_directory
 from flotilla.shared.schemas.engine import EngineCapability, EngineOffer
+from flotilla.shared.service.devices import decided_here
 
 TENSOR_PARALLEL = {"sglang": "tp_size", "vllm": "tensor_parallel_size"}
 """The argument that divides a model among devices, by the engine's kind."""

@@ -14,8 +14,6 @@ SPAWNING = {
     "loop": {"subprocess_exec", "subprocess_shell"},
 }
 BY_THEMSELVES = {
-    "shared/host/devices.py",
-    "shared/host/native_code.py",
     "shared/weights/pull/sender.py",
 }
 """Modules elsewhere that still start processes by themselves. None may be added."""

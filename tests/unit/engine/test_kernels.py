@@ -20,7 +20,7 @@ from flotilla.services.rollout.engines.decoders.matrices import PACKED_ELEMENTS,
 from flotilla.services.rollout.engines.decoders.native import kernels
 from flotilla.services.rollout.engines.decoders.native.kernels import Kernels, kernels_for
 from flotilla.services.rollout.engines.embedded.sampling import RowSampling, sample
-from flotilla.shared.host import native_code
+from flotilla.shared.models import native_code
 
 needs_compiler = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("cc", "gcc", "clang")), reason="no C compiler"

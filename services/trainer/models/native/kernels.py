@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flotilla.shared.host.native_code import load_library
+from flotilla.shared.models.native_code import load_library
 
 SOURCE = Path(__file__).with_name("training_kernels.c")
 _POINTER, _SIZE, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flotilla.shared.host.native_code import load_library
+from flotilla.shared.models.native_code import load_library
 
 SOURCE = Path(__file__).with_name("kernels.c")
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64

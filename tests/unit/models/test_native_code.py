@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flotilla.shared.host import native_code
+from flotilla.shared.models import native_code
 
 load = native_code.load_library.__wrapped__
 needs_compiler = pytest.mark.skipif(

@@ -8,13 +8,13 @@ import logging
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Mapping, MutableMapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 
+from flotilla.shared.children.spawning import output_of
 from flotilla.shared.config.load.spec_text import with_changes
 from flotilla.shared.config.rules.devices import DeviceFacts, decide
 from flotilla.shared.config.spec import ExperimentSpec
@@ -53,13 +53,10 @@ def machine_devices() -> tuple[GpuDevice, ...]:
     if program is None:
         return ()
     try:
-        done = subprocess.run(
-            [program, *QUERY], capture_output=True, text=True, timeout=QUERY_SECONDS, check=True, errors="replace"
-        )
-    except (OSError, subprocess.SubprocessError) as error:
+        return parse_devices(output_of([program, *QUERY], seconds=QUERY_SECONDS))
+    except OSError as error:
         log.warning("devices are not known, and none is declared", extra={"error": repr(error)})
         return ()
-    return parse_devices(done.stdout)
 
 
 def own_devices(machine: Sequence[GpuDevice], environment: Mapping[str, str]) -> tuple[GpuDevice, ...]:

@@ -6,8 +6,9 @@ import pytest
 
 from flotilla.cli.commands.status import devices_of
 from flotilla.shared.errors import InvalidRequest
-from flotilla.shared.host import devices
-from flotilla.shared.host.devices import (
+from flotilla.shared.schemas.service import Capabilities, GpuDevice
+from flotilla.shared.service import devices
+from flotilla.shared.service.devices import (
     given_to,
     host_capabilities,
     limit_devices,
@@ -15,7 +16,6 @@ from flotilla.shared.host.devices import (
     own_devices,
     parse_devices,
 )
-from flotilla.shared.schemas.service import Capabilities, GpuDevice
 
 LISTED = """\
 0, GPU-aaaa-1, 81559, NVIDIA H100 80GB HBM3

@@ -12,9 +12,10 @@ import os
 import platform
 import shutil
 import stat
-import subprocess
 import tempfile
 from pathlib import Path
+
+from flotilla.shared.children.spawning import output_of
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +42,8 @@ def load_library(source: Path, *, uses_threads: bool = True) -> ctypes.CDLL | No
     try:
         flags = (*FLAGS, ON_THREADS if uses_threads else ON_ONE_THREAD)
         return ctypes.CDLL(str(_built(source, compiler, flags, _cache_directory())))
-    except (OSError, subprocess.SubprocessError) as error:
-        output = getattr(error, "stderr", None) or b""
-        facts = {"cause": repr(error), "compiler_output": output[-400:].decode(errors="replace")}
+    except OSError as error:
+        facts = {"source": source.name, "cause": repr(error)}
         log.info("a C file cannot be built, so the CPU computes by torch's operators alone", extra=facts)
         return None
 
@@ -53,8 +53,7 @@ def _built(source: Path, compiler: str, flags: tuple[str, ...], directory: Path)
     if not _is_ours(library):
         with tempfile.TemporaryDirectory(dir=directory) as building:
             made = Path(building) / library.name
-            command = [compiler, *flags, str(source), "-o", str(made), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, timeout=BUILD_SECONDS)
+            output_of([compiler, *flags, str(source), "-o", str(made), "-lm"], seconds=BUILD_SECONDS)
             made.replace(library)
     return library
 

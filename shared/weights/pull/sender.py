@@ -3,30 +3,29 @@
 The service keeps its lease and its other answers on threads of ordinary priority, and none of them touches a byte.
 """
 
-import contextlib
-import itertools
+import asyncio
 import logging
-import os
 import socket
 import struct
-import subprocess
 import threading
 import time
 from concurrent.futures import Future
+from functools import cache
 from io import FileIO
 from typing import Protocol
 
+from flotilla.shared.children.calls import CallProcess
 from flotilla.shared.children.processes import python_module
-from flotilla.shared.children.secret_variables import without_secrets
+from flotilla.shared.errors import DeadlineExceeded, FlotillaError, WorkerDied
 from flotilla.shared.weights.image.image import WeightImage
 from flotilla.shared.weights.image.loopback import SEND_BUFFER_BYTES, is_loopback
-from flotilla.shared.weights.pull.sending import ORDER, RESULT, SEND_BYTES, Priority
+from flotilla.shared.weights.pull.sending import SEND_BYTES, Priority
 
 log = logging.getLogger(__name__)
 
 RANGE_SECONDS = 600.0
 """Longer than any range takes, also to a caller that is slow: then the process is stuck, and is killed."""
-KILL_SECONDS = 5.0
+COMMAND = python_module("flotilla.shared.weights.pull.sending")
 CROWDED_SECONDS = 60.0
 """For so long no idle core is looked for again."""
 
@@ -90,7 +89,7 @@ class ProcessSender:
     def pids(self) -> dict[Priority, int]:
         """Of the processes that run."""
         with self._lock:
-            return {each: running.process.pid for each, running in self._running.items() if not running.has_ended}
+            return {each: pid for each, running in self._running.items() if (pid := running.pid) is not None}
 
     def send(self, connection: socket.socket, image: WeightImage, span: range, silence_seconds: float) -> None:
         """See ``RangeSender.send``."""
@@ -121,10 +120,12 @@ class ProcessSender:
         """Move a range; gives what is left of it where no process can be started."""
         while span and (running := self._started()) is not None:
             try:
-                num, is_crowded = running.order(target, image.fileno(), span, is_local=is_local).result(RANGE_SECONDS)
-            except OSError:  # a time-out, too
+                num, is_crowded = running.order(target, image.fileno(), span, is_local=is_local).result()
+            except DeadlineExceeded as error:
                 running.end()
-                raise
+                raise TimeoutError(error.detail) from None
+            except WorkerDied as error:
+                raise ConnectionResetError(error.detail) from None
             if is_crowded:
                 self._idle_again_at = time.monotonic() + CROWDED_SECONDS
             elif num < len(span):
@@ -139,10 +140,13 @@ class ProcessSender:
                 raise ConnectionAbortedError("nothing is sent any more")
             priority = Priority.LOW if time.monotonic() < self._idle_again_at else Priority.IDLE
             running = self._running.get(priority)
-            if running is None or running.has_ended:
+            if running is not None and running.pid is None:
+                running.end()
+                running = None
+            if running is None:
                 try:
                     running = self._running[priority] = _Running(priority)
-                except OSError as error:
+                except (FlotillaError, OSError) as error:
                     # Too many processes, no memory for one more: it goes on with what there is.
                     log.warning("no process can be started to send weights", extra={"cause": repr(error)})
                     return None
@@ -150,62 +154,40 @@ class ProcessSender:
 
 
 class _Running:
-    """The process, and who waits for it."""
+    """One process. Errors of starting it are those of ``CallProcess.start``, and ``OSError``."""
 
     def __init__(self, priority: Priority) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            try:
-                self.process = subprocess.Popen(
-                    python_module("flotilla.shared.weights.pull.sending", str(theirs.fileno()), priority),
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    env=without_secrets(os.environ),
-                )
-            except BaseException:
-                self._control.close()
-                raise
+        self._process = CallProcess(COMMAND, priority, "what sends weights", blames_opening=False)
+        self._control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
-        self._numbers = itertools.count()
-        self._waiting: dict[int, Future[tuple[int, bool]]] = {}
-        self.has_ended = False
-        """Whether nothing can be ordered any more."""
-        threading.Thread(target=self._hear, name="weights sender", daemon=True).start()
+        try:
+            self._control.connect(asyncio.run_coroutine_threadsafe(self._process.start(), _loop()).result())
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None where nothing can be ordered any more."""
+        child = self._process.child
+        return None if child is None or child.has_ended else child.process.pid
 
     def order(self, target: int, image: int, span: range, *, is_local: bool) -> "Future[tuple[int, bool]]":
-        """Have a range sent; the result is what ``send_range`` returns, or the process has ended (``OSError``)."""
-        sent: Future[tuple[int, bool]] = Future()
-        with self._lock:
-            if self.has_ended:
-                raise ConnectionResetError("the sending process has ended")
-            number = next(self._numbers)
-            self._waiting[number] = sent
-        try:
-            socket.send_fds(self._control, [ORDER.pack(number, span.start, span.stop, is_local)], [target, image])
-        except OSError:
-            with self._lock:
-                self._waiting.pop(number, None)
-            raise
-        return sent
+        """Have a range sent; the result is what ``send_range`` returns. Errors are those of ``CallProcess.call``."""
+        content = [span.start, span.stop, is_local]
+        with self._lock:  # so that descriptors arrive in the order of the calls
+            socket.send_fds(self._control, [b"\0"], [target, image])
+            return asyncio.run_coroutine_threadsafe(self._process.call(content, seconds=RANGE_SECONDS), _loop())
 
     def end(self) -> None:
         """Kill the process; whoever waits hears of it."""
-        self.has_ended = True
-        self.process.kill()
-        with contextlib.suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)
+        asyncio.run_coroutine_threadsafe(self._process.aclose(), _loop()).result()
+        self._control.close()
 
-    def _hear(self) -> None:
-        with self._control, contextlib.suppress(OSError):
-            while message := self._control.recv(RESULT.size):
-                number, num, is_crowded = RESULT.unpack(message)
-                with self._lock:
-                    sent = self._waiting.pop(number)
-                sent.set_result((num, is_crowded))
-        with self._lock:
-            self.has_ended = True
-            waiting, self._waiting = self._waiting, {}
-        for sent in waiting.values():
-            sent.set_exception(ConnectionResetError("the sending process has ended"))
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(KILL_SECONDS)
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Run an event loop on a thread of its own, which lives as long as this process: children end with their thread."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="weights senders", daemon=True).start()
+    return loop

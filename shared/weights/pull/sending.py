@@ -1,30 +1,30 @@
 """The process that sends ranges of images: it moves bytes for its service, at a low priority, and decides nothing.
 
-Run with the number of a socket that it inherits, and with how it gives way (``Priority``). Each message there is one
-range, with two descriptors: where it goes, and the image, whose lock lasts as long as the descriptor. The answer tells
-how many bytes went, and whether it stopped there because no core is idle. It ends with its service, since that closes
-the socket.
+It is told how it gives way (``Priority``), and answers with the address of a socket. There each call sends two
+descriptors ahead: where its range goes, and the image, whose lock lasts as long as the descriptor. The answer tells how
+many bytes went, and whether it stopped there because no core is idle.
 
 It is a process and no thread, since a thread that gives way to training may have to do so while it holds the
 interpreter's lock: the loop that keeps the service's lease would then give way, too.
 """
 
+import asyncio
 import contextlib
 import os
 import socket
 import struct
-import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from pathlib import Path
 
+from flotilla.shared.children.serving import serve
 from flotilla.shared.weights.image.loopback import on_half_of_the_cores
 
-ORDER = struct.Struct("<QQQ?")
-"""Number, first byte, the byte after the last, and whether it goes to this host."""
-RESULT = struct.Struct("<QQ?")
-"""Number, how many bytes were sent, and whether the rest is for a process of another priority."""
+MAX_RANGES = 10_000
+"""At a time; each has a thread."""
+CREDENTIALS = struct.Struct("3i")
+"""Of the peer of a unix socket: process, user, group."""
 NICENESS = 15
 """Against training that uses every core, the sender gets some 3 % of one: little, but never nothing."""
 SEND_BYTES = 8 << 20
@@ -93,35 +93,55 @@ def _waited_seconds() -> float:
     return waiting / 1e9 if on_core else time.monotonic()
 
 
-def _serve(control: socket.socket, message: bytes, descriptors: list[int], priority: Priority) -> None:
-    number, start, stop, is_local = ORDER.unpack(message)
-    target, image = descriptors
-    num, is_crowded = 0, False
-    try:
-        needs_idle_core = priority is Priority.IDLE
-        span = range(start, stop)
-        num, is_crowded = send_range(target, image, span, needs_idle_core=needs_idle_core, is_local=is_local)
-    finally:
-        for each in descriptors:
-            os.close(each)
-        with contextlib.suppress(OSError):
-            control.send(RESULT.pack(number, num, is_crowded))
+class Sender:
+    """Sends what calls ask for, each on a thread.
 
+    Args:
+        priority: how it gives way.
 
-def main(descriptor: int, priority: Priority) -> None:
-    """Send what is ordered until the service closes its end."""
-    os.nice(NICENESS)
-    if priority is Priority.IDLE:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    control = socket.socket(fileno=descriptor)
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(control, ORDER.size, 2)
-        if len(message) != ORDER.size or len(descriptors) != 2:
-            # At once: what is on its way has nobody who would count it.
-            os._exit(0)
-        order = (control, message, list(descriptors), priority)
-        threading.Thread(target=_serve, args=order, daemon=True).start()
+    Attributes:
+        about: the address of the socket for descriptors.
+    """
+
+    def __init__(self, priority: str) -> None:
+        os.nice(NICENESS)
+        self._needs_idle_core = priority == Priority.IDLE
+        if self._needs_idle_core:
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        self._threads = ThreadPoolExecutor(MAX_RANGES)
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listening.bind("")  # Linux chooses a name, of no file
+        self._listening.listen()
+        self.about = self._listening.getsockname().decode("ascii")
+        self._control: socket.socket | None = None
+
+    async def handle(self, content: tuple[int, int, bool]) -> tuple[int, bool]:
+        """Send the bytes from one up to another, to this host or not; returns what ``send_range`` does."""
+        control = self._control = self._control or self._owners()
+        # It does not wait: they were sent before the call was.
+        _, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._send, descriptors, *content)
+
+    def _owners(self) -> socket.socket:
+        while True:
+            control, _ = self._listening.accept()
+            peer = control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+            if CREDENTIALS.unpack(peer)[0] == os.getppid():
+                return control
+            control.close()
+
+    def _send(self, descriptors: list[int], start: int, stop: int, is_local: bool) -> tuple[int, bool]:
+        target, image = descriptors
+        try:
+            return send_range(
+                target, image, range(start, stop), needs_idle_core=self._needs_idle_core, is_local=is_local
+            )
+        finally:
+            os.close(target)
+            os.close(image)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Priority(sys.argv[2]))
+    serve(Sender)
+    # At once: what is on its way has nobody who would count it.
+    os._exit(0)

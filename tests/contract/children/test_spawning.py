@@ -13,10 +13,6 @@ SPAWNING = {
     "multiprocessing": {"Process", "Pool", "get_context"},
     "loop": {"subprocess_exec", "subprocess_shell"},
 }
-BY_THEMSELVES = {
-    "shared/weights/pull/sender.py",
-}
-"""Modules elsewhere that still start processes by themselves. None may be added."""
 
 
 def modules() -> Iterator[Path]:
@@ -33,10 +29,10 @@ def spawns(path: Path) -> bool:
     )
 
 
-def test_only_named_modules_start_processes_by_themselves() -> None:
+def test_no_module_elsewhere_starts_processes_by_itself() -> None:
     # Links lead from flotilla/ to the other folders; each module counts once, by its real place.
     names = {path.resolve().relative_to(ROOT).as_posix(): path for path in modules()}
     found = {name for name, path in names.items() if spawns(path)}
 
     assert "shared/children/spawning.py" in found, "what is searched for is found"
-    assert {name for name in found if not name.startswith(ROOMS)} == BY_THEMSELVES
+    assert {name for name in found if not name.startswith(ROOMS)} == set()

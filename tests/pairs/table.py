@@ -255,3 +255,72 @@ FLEET_STATES: Mapping[str, tuple[str, ...]] = {
     "publications": ("evaluation", "staleness", "transport", "overlap", "rollouts", "event"),
 }  # fmt: skip
 """Each piece of a fleet's state, and the options that touch it."""
+
+ENGINE: Options = {
+    "model": {
+        "fused": {"model": "qwen3"},
+        "tied": {"model": "qwen3-tied"},
+        "cached": {"model": "gpt2"},
+        "with a window": {"model": "mistral-window"},
+    },
+    "dtype": {"float32": {}, "bfloat16": {"engine.dtype": "bfloat16"}},
+    "kernels": {"native": {}, "torch's": {"kernels": None}},
+    "bits": {"any": {}, "of no batch": {"engine.batch_invariant": True}},
+    "slots": {"wide": {}, "narrow": {"engine.slots": 3}},
+    "prefill": {"at once": {}, "in parts": {"engine.prefill_tokens": 8}},
+    "kept turns": {"some": {}, "none": {"engine.prefix_cache_mb": 0}},
+    "launching": {"in turn": {}, "ahead": {"goes_ahead": True}},
+    "update": {
+        "none": {},
+        "drain": {"update": "drain"},
+        "interrupt": {"update": "interrupt"},
+        "continue": {"update": "continue"},
+    },
+    "images": {"at the update": {}, "as they arrive": {"engine.overlap_load": True}},
+    "weights": {"given up": {}, "held": {"request.holds_weights": True}},
+    "beginning": {
+        "afresh": {},
+        "with tokens": {"max_lag": 9},
+        "with tokens that are too old": {"max_lag": 0},
+    },
+    "choice": {
+        "by chance": {},
+        "at a low temperature": {"sampling.temperature": 0.6},
+        "greedy": {"sampling.greedy": True},
+    },
+    "cut": {
+        "none": {},
+        "top-k and top-p": {"sampling.top_k": 9, "sampling.top_p": 0.8},
+        "min-p": {"sampling.min_p": 0.1},
+        "all": {"sampling.top_k": 20, "sampling.top_p": 0.95, "sampling.min_p": 0.05},
+    },
+    "penalties": {
+        "none": {},
+        "of repetition": {"sampling.repetition_penalty": 1.4},
+        "of the completion": {"sampling.presence_penalty": 0.5, "sampling.frequency_penalty": 0.7},
+        "rewards": {"sampling.repetition_penalty": 0.8, "sampling.frequency_penalty": -0.3},
+    },
+    "end": {
+        "length": {},
+        "tokens": {"sampling.stop_token_ids": tuple(range(10, 17))},
+        "text": {"sampling.stop": ("7 w", "w9 w")},
+        "the model's": {"sampling.ignore_eos": False},
+    },
+}
+"""What the embedded engine is asked, and what happens to it; a key is a field of settings, request or sampling."""
+
+ENGINE_STATES: Mapping[str, tuple[str, ...]] = {
+    "keys and values": (
+        "model", "dtype", "bits", "prefill", "kept turns", "launching", "update", "images", "weights", "beginning",
+    ),
+    "rows of the batch": (
+        "slots", "launching", "update", "weights", "beginning", "choice", "cut", "penalties", "end",
+    ),
+    "logits": ("model", "dtype", "kernels", "choice", "cut", "penalties"),
+}  # fmt: skip
+"""Each piece of an engine's state, and the options that touch it."""
+
+ENGINE_REFUSED: tuple[frozenset[Case], ...] = tuple(
+    frozenset({("model", model), ("bits", "of no batch")}) for model in ("cached", "with a window")
+)
+"""Models that the fused forward does not run: ``tests/integration/engine/test_agreement.py`` shows the refusal."""

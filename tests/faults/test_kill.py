@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,25 +35,28 @@ async def patiently(client: GatewayClient, path: str) -> Any:
 
 
 async def until_step(client: GatewayClient, experiment_id: str, step: int, seconds: float = 240) -> dict[str, Any]:
-    end = time.monotonic() + seconds
-    while True:
-        view: dict[str, Any] = await patiently(client, f"/v1/experiments/{experiment_id}")
-        assert view["state"] != "failed", view["problem"]
-        if view["step"] >= step or view["state"] == "completed":
-            return view
-        assert time.monotonic() < end, view
-        await asyncio.sleep(0.1)
+    """Wait for a step, or the end; for so long only while nothing gets on."""
+    return await _until(client, experiment_id, lambda view: bool(view["step"] >= step), seconds)
 
 
 async def until_completed(client: GatewayClient, experiment_id: str, seconds: float = 300) -> dict[str, Any]:
-    end = time.monotonic() + seconds
+    """Wait for the end; for so long only while nothing gets on."""
+    return await _until(client, experiment_id, lambda _: False, seconds)
+
+
+async def _until(
+    client: GatewayClient, experiment_id: str, is_there: Callable[[dict[str, Any]], bool], seconds: float
+) -> dict[str, Any]:
+    newest, end = None, 0.0
     while True:
         view: dict[str, Any] = await patiently(client, f"/v1/experiments/{experiment_id}")
         assert view["state"] != "failed", view["problem"]
-        if view["state"] == "completed":
+        if is_there(view) or view["state"] == "completed":
             return view
-        assert time.monotonic() < end, view
-        await asyncio.sleep(0.2)
+        if (seen := (view["state"], view["step"], view["policy_version"])) != newest:
+            newest, end = seen, time.monotonic() + seconds
+        assert time.monotonic() < end, f"nothing has got on for {seconds} s: {view}"
+        await asyncio.sleep(0.1)
 
 
 async def watch_balance(client: GatewayClient, experiment_id: str, seen: list[bool]) -> None:

@@ -1,7 +1,8 @@
 """Which worker runs which file: xdist's ``loadfile``, but for whole fleets, and for what it does after a crash.
 
-Fleets come first, by half of the workers, beside all other files, of which short ones fill the end; once those are
-handed out, by all workers. Fleets whose time is measured come last, each alone.
+Fleets come first, by half of the workers, beside all other files; once those are handed out, by all workers. Fleets
+whose time is measured come last, each alone. Of each kind the longest file is first, so that short ones fill the end
+(``file_seconds``).
 
 xdist 3.8 gives a worker that replaces a crashed one files that are done already, or a single test, and both wait for
 ever then; the test that crashed is run again at once, and crashes again. Here it is done, and has failed.
@@ -13,13 +14,15 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
+from tests.suite.file_seconds import seconds_of
+
 Files = dict[str, dict[str, bool]]
 """File to the ids of its tests, and whether each is done."""
 
 FEWEST_TESTS = 2
 """A worker runs a test when it knows the next one, or that there is none."""
 FOLDERS = ("integration", "contract", "unit")
-"""Files that take long come first: short ones fill the end."""
+"""What a file's folder says of how long it takes, where nothing else does."""
 FLEETS = ("e2e", "faults")
 ALONE = frozenset({"test_membership.py", "test_two_experiments.py"})
 """Files of fleets that must not be slowed by others: seconds are compared in them."""
@@ -109,10 +112,11 @@ def is_alone(nodeid: str) -> bool:
     return is_fleet(nodeid) and nodeid.partition("::")[0].rpartition("/")[2] in ALONE
 
 
-def rank(nodeid: str) -> int:
-    """Rank a test by its folder; the order of tests is kept otherwise."""
+def rank(nodeid: str) -> tuple[int, int]:
+    """Rank a test by what its file takes, then by its folder; the order of tests is kept otherwise."""
     folders = folders_of(nodeid)
-    return next((number for number, folder in enumerate(FOLDERS) if folder in folders), len(FOLDERS))
+    folder = next((number for number, folder in enumerate(FOLDERS) if folder in folders), len(FOLDERS))
+    return -seconds_of(nodeid), folder
 
 
 def folders_of(nodeid: str) -> list[str]:

@@ -28,6 +28,8 @@ from tests.agent_fleet import EXPERIMENT, TOKEN, AgentFleet, agent_fleet, begin
 from tests.unit.rollout.agents.world import a_spec
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+PATIENCE_SECONDS = 3.0
+"""For an episode that somebody has left: some leases of a second. Who finds none then leaves."""
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
@@ -327,7 +329,7 @@ async def one_agent(fleet: AgentFleet, http: httpx.AsyncClient, dice: random.Ran
     """Work on one episode, and die at a random point of it."""
     fate = dice.choice(["before", "turn", "silent", "done", "done"])
     try:
-        episode = await begin(fleet, http, 20)
+        episode = await begin(fleet, http, PATIENCE_SECONDS)
     except AssertionError:
         ends["no episode"] += 1
         return

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.suite.schedule import FileSchedule, is_alone, is_fleet
+from tests.suite.file_seconds import BY_DAY
+from tests.suite.rotation import missing
+from tests.suite.schedule import FileSchedule, is_alone, is_fleet, rank
 
 SIZES = {"unit/a.py": 3, "unit/b.py": 1, "contract/c.py": 2, "e2e/d.py": 1, "e2e/e.py": 2, "faults/f.py": 1}
 SIZES |= {"e2e/test_membership.py": 1, "faults/test_two_experiments.py": 2, "faults/test_membership.py": 3}
@@ -110,3 +112,19 @@ def test_every_test_ends_once_whatever_crashes(num_workers: int) -> None:
 
         assert not run.workers, f"seed {seed}: {[(each.queue, each.shutting_down) for each in run.workers]}"
         assert sorted(run.ended) == sorted(TESTS), seed
+
+
+def test_the_longest_file_is_handed_out_first_and_unknown_ones_by_their_folder() -> None:
+    longest = max(BY_DAY, key=BY_DAY.__getitem__)
+    known = [f"{file}::test" for file in BY_DAY]
+    others = ["tests/unit/a.py::test", "tests/pairs/b.py::test", "tests/integration/c.py::test"]
+
+    ordered = sorted([*others, *known], key=rank)
+
+    assert ordered[0] == f"{longest}::test"
+    assert ordered[-3:] == ["tests/integration/c.py::test", "tests/unit/a.py::test", "tests/pairs/b.py::test"]
+    assert [BY_DAY[each.removesuffix("::test")] for each in ordered[:-3]] == sorted(BY_DAY.values(), reverse=True)
+
+
+def test_files_whose_seconds_are_known_are_there() -> None:
+    assert missing(BY_DAY) == []

@@ -1,0 +1,38 @@
+"""How long the files of the suite take: who hands out files begins with the longest, and slots are dealt by it."""
+
+from collections.abc import Mapping
+
+BY_DAY: Mapping[str, int] = {
+    # Fleets, which half of the workers run.
+    "tests/e2e/test_examples.py": 189,
+    "tests/e2e/test_fleet_commands.py": 171,
+    "tests/faults/test_stores_disagree.py": 120,
+    "tests/e2e/test_learns.py": 79,
+    "tests/e2e/test_run.py": 55,
+    "tests/e2e/test_bad_input.py": 49,
+    "tests/e2e/test_documented_commands.py": 46,
+    # All others.
+    "tests/integration/gateway/test_faults.py": 154,
+    "tests/integration/gateway/test_agents.py": 73,
+    "tests/integration/gateway/test_sharing.py": 72,
+    "tests/pairs/test_training.py": 69,
+    "tests/pairs/test_engine.py": 60,
+    "tests/integration/gateway/test_prompt_lengths.py": 56,
+    "tests/contract/engine/test_engine_contract.py": 45,
+    "tests/contract/children/test_calls.py": 40,
+    "tests/integration/gateway/test_hub_model.py": 40,
+    "tests/integration/gateway/test_hub.py": 40,
+    "tests/integration/gateway/test_http.py": 38,
+    "tests/integration/gateway/test_refusals.py": 29,
+    "tests/unit/algorithms/test_properties.py": 28,
+    "tests/unit/examples/test_pages.py": 26,
+    "tests/unit/trainer/test_distillation.py": 26,
+    "tests/unit/trainer/test_learner.py": 24,
+}
+"""Seconds of a file without its long tests, of files that take many: on two cores with a load of 6 to 13, alone on one
+worker, so that only their order means something. The table at the end of a run has the figures."""
+
+
+def seconds_of(nodeid: str) -> int:
+    """Say how long the file of a test takes by day; 0 where that is not long."""
+    return BY_DAY.get(nodeid.partition("::")[0], 0)

@@ -41,6 +41,11 @@ class Retryable(GradingFailed):
         self.answered = answered
 
 
+def asked_pause(error: Exception) -> float:
+    """Return how long whoever failed asks to be left alone, in seconds."""
+    return error.after_seconds if isinstance(error, Retryable) else 0.0
+
+
 class Unusable(GradingFailed):
     """The answer is none that can be read. It is final for those who asked; the URL is asked less often by others."""
 

@@ -14,7 +14,7 @@ from functools import partial
 import httpx
 
 from flotilla.services.reward.endpoints import Endpoints
-from flotilla.services.reward.grader_call import GraderCall, Retryable, Unusable
+from flotilla.services.reward.grader_call import GraderCall, Retryable, Unusable, asked_pause
 from flotilla.services.reward.reachability import Reachability
 from flotilla.services.reward.reply import parse_grades, parse_openrlhf, read_json
 from flotilla.shared.clock import Clock, SystemClock
@@ -23,14 +23,17 @@ from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
 from flotilla.shared.errors import GradingFailed
 from flotilla.shared.net.authorisation.tokens import new_callback_key
 from flotilla.shared.net.client.address_policy import Resolver, resolve
-from flotilla.shared.net.retry import DATA_PLANE, Backoff, retry
+from flotilla.shared.net.retry import (
+    DATA_PLANE,
+    OTHERS_FIRST_PAUSE_SECONDS,
+    OTHERS_LONGEST_PAUSE_SECONDS,
+    Backoff,
+    retry,
+)
 from flotilla.shared.schemas.grading import Grade, GradingRequest, GradingSample
 from flotilla.shared.schemas.service import GRADER, Failure
 from flotilla.shared.schemas.trajectory import GradeStatus
 from flotilla.shared.streams.mailbox import Mailbox, wait_for_answer
-
-FIRST_BACKOFF_SECONDS = 0.5
-MAX_BACKOFF_SECONDS = 30.0
 
 
 class _AllRest(Retryable):
@@ -97,7 +100,7 @@ class RemoteVerifier:
         private: Sequence[IPNetwork] = LOOPBACK,
         resolver: Resolver = resolve,
         clock: Clock | None = None,
-        backoff_seconds: float = FIRST_BACKOFF_SECONDS,
+        backoff_seconds: float = OTHERS_FIRST_PAUSE_SECONDS,
     ) -> None:
         self._config = config
         self._experiment = experiment
@@ -265,16 +268,12 @@ class _FailOver(Backoff):
     """No pause where another URL can be asked at once."""
 
     def __init__(self, first_seconds: float, endpoints: Endpoints, asked: Sequence[str]) -> None:
-        super().__init__(first_seconds, MAX_BACKOFF_SECONDS, pause_at_least=_asked_pause)
+        super().__init__(first_seconds, OTHERS_LONGEST_PAUSE_SECONDS, pause_at_least=asked_pause)
         self._endpoints = endpoints
         self._asked = asked
 
     def after(self, error: Exception) -> float:
         return 0.0 if self._endpoints.has_other(self._asked) else super().after(error)
-
-
-def _asked_pause(error: Exception) -> float:
-    return error.after_seconds if isinstance(error, Retryable) else 0.0
 
 
 def _is_failure(error: BaseException) -> bool:

@@ -23,7 +23,7 @@ from flotilla.services.rollout.engines.base import Engine
 from flotilla.services.rollout.shutdown import GracefulShutdown, hand_over
 from flotilla.services.rollout.weights.receiver import WeightReceiver
 from flotilla.services.rollout.weights.version import VersionGate
-from flotilla.shared.children.restarts import Restarts
+from flotilla.shared.children.restarts import FIRST_PAUSE_SECONDS, Restarts
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import FlotillaError, ServerUnreachable, WeightTransferFailed, WorkerDied
 from flotilla.shared.schemas.service import Assignment, DesiredState, DeviceReport, Failure, ObservedState, WorkState
@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
 """An engine that dies this often without a group answered in between will not recover by itself."""
-FIRST_PAUSE_SECONDS = 0.5
 LOOK_SECONDS = 1.0
 """Between two looks at the engine's load, and at tasks that fail."""
 

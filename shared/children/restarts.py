@@ -5,6 +5,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from flotilla.shared.clock import pause_after
+
+FIRST_PAUSE_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 30.0
+"""Between starts, where whoever starts has no reason for others."""
+
 
 class Restarts:
     """Counts deaths. Each pause before the next start is longer than the one before.
@@ -23,7 +29,7 @@ class Restarts:
         limit: int,
         *,
         window_seconds: float = math.inf,
-        first_pause_seconds: float,
+        first_pause_seconds: float = FIRST_PAUSE_SECONDS,
         growth: float = 2.0,
         longest_pause_seconds: float = math.inf,
         now: Callable[[], float] = time.monotonic,
@@ -43,7 +49,7 @@ class Restarts:
         recent = sum(now - at < self._window_seconds for at in self._deaths)
         if recent >= self._limit:
             return None
-        return min(self._first_pause_seconds * self._growth ** (recent - 1), self._longest_pause_seconds)
+        return pause_after(recent, self._first_pause_seconds, self._longest_pause_seconds, growth=self._growth)
 
     def forget(self) -> None:
         """Let the deaths so far not count: what was started got further than before."""

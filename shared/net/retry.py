@@ -11,12 +11,17 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
+from flotilla.shared.clock import Pauses
 from flotilla.shared.errors import FlotillaError
 
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS: Final = 0.05
 LONGEST_PAUSE_SECONDS: Final = 1.0
+"""Between calls of the fleet's own servers."""
+OTHERS_FIRST_PAUSE_SECONDS: Final = 0.5
+OTHERS_LONGEST_PAUSE_SECONDS: Final = 30.0
+"""Between calls of servers that are somebody else's, such as graders."""
 REPORT_SECONDS: Final = 30.0
 """A wait is logged when it begins, and again after so long each time."""
 
@@ -27,8 +32,8 @@ GATEWAY: Final = "gateway"
 Answer = TypeVar("Answer")
 
 
-class Backoff:
-    """Pauses in seconds, each twice as long as the one before up to a bound; of each a random half may be left out.
+class Backoff(Pauses):
+    """Pauses between calls, in seconds; of each a random half may be left out, so that callers do not come together.
 
     Args:
         first_seconds, longest_seconds: of the pauses.
@@ -42,20 +47,12 @@ class Backoff:
         *,
         pause_at_least: Callable[[Exception], float] = lambda _: 0.0,
     ) -> None:
-        self._first = first_seconds
-        self._longest = longest_seconds
+        super().__init__(first_seconds, longest_seconds)
         self._pause_at_least = pause_at_least
-        self._num_pauses = 0
 
     def after(self, error: Exception) -> float:
         """Return the pause to make after an error."""
-        whole = min(self._first * 2.0 ** min(self._num_pauses, 60), self._longest)
-        self._num_pauses += 1
-        return max(whole * random.uniform(0.5, 1.0), self._pause_at_least(error))
-
-    def reset(self) -> None:
-        """Begin with the first pause again: something was achieved."""
-        self._num_pauses = 0
+        return max(self.failed() * random.uniform(0.5, 1.0), self._pause_at_least(error))
 
 
 def is_passing(error: Exception) -> bool:

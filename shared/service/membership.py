@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
+from flotilla.shared.clock import Pauses
 from flotilla.shared.errors import FlotillaError, Forbidden, NotFound, TokenExpired, Unauthorized
 from flotilla.shared.net.authorisation.credentials import Credentials
 from flotilla.shared.net.client.client import GatewayClient
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 10.0
 CALL_SECONDS = 5.0
-LONGEST_PAUSE_SECONDS = 2.0
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0
 LEAVE_SECONDS = 2.0
 
 
@@ -76,13 +77,13 @@ class Membership:
             await self._leave()
 
     async def _repeat(self, call: Callable[[str], Awaitable[None]]) -> None:
-        pause = 0.1
+        pauses = Pauses(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         while True:
             called_as: str | None = None
             try:
                 called_as = await self._registered()
                 await call(called_as)
-                pause = 0.1
+                pauses.reset()
                 continue
             except (NotFound, TokenExpired) as error:
                 # The other call may have registered again already.
@@ -99,8 +100,7 @@ class Membership:
                     log.warning("the gateway does not answer; it is asked until it does", extra=facts)
                     self._is_absence_told = True
             self.is_connected = False
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+            await asyncio.sleep(pauses.failed())
 
     async def _registered(self) -> str:
         async with self._applying:

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from flotilla.shared.children.restarts import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
+from flotilla.shared.clock import pause_after
 from flotilla.shared.errors import FlotillaError, WorkerDied
 from flotilla.shared.schemas.service import Assignment, DesiredState, Failure, ObservedState, WorkState
 from flotilla.shared.telemetry.logging import experiment_id as logged_experiment
@@ -19,10 +21,6 @@ log = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0
 STARTABLE = frozenset({WorkState.RUNNING, WorkState.PAUSED})
-
-
-FIRST_PAUSE_SECONDS = 0.5
-LONGEST_PAUSE_SECONDS = 30.0
 
 
 class StartBackoff:
@@ -46,8 +44,8 @@ class StartBackoff:
         """
         pause = pause_seconds
         if pause is None:
-            pause = min(FIRST_PAUSE_SECONDS * 2.0**self._failures, LONGEST_PAUSE_SECONDS)
-        self._failures = min(self._failures + 1, 30)
+            pause = pause_after(self._failures + 1, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+        self._failures += 1
         self._due, self.is_due = asyncio.get_running_loop().time() + pause, False
         return pause
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from flotilla.shared.clock import Pauses
 from flotilla.shared.net.retry import DATA_PLANE, Backoff, retry
 
 KEPT_SECONDS = 3600.0
@@ -72,12 +73,11 @@ async def wait_for_answer(mailbox: Mailbox, name: str) -> bytes | None:
 
     While the data plane is absent it goes on waiting: the deadline is then looked at afterwards.
     """
-    pause = FIRST_POLL_SECONDS
+    pauses = Pauses(FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS)
     while True:
         found = await retry(lambda: mailbox.find(name), waiting_for=DATA_PLANE, backoff=Backoff(longest_seconds=5.0))
         if found is None or found.answer is not None:
             return None if found is None else found.answer
         if found.seconds_left <= 0:
             return None
-        await asyncio.sleep(min(pause, found.seconds_left + FIRST_POLL_SECONDS))
-        pause = min(2 * pause, LONGEST_POLL_SECONDS)
+        await asyncio.sleep(min(pauses.failed(), found.seconds_left + FIRST_POLL_SECONDS))

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.store.base import MetricRow, Store
 from flotilla.services.gateway.tracking.base import Record, TrackedRun, Tracker
+from flotilla.shared.clock import pause_after
 from flotilla.shared.errors import FlotillaError
 
 log = logging.getLogger(__name__)
@@ -86,8 +87,8 @@ class Exporter:
         """Send what is new every two seconds until cancelled; a failure is an event, and tried again later."""
         while True:
             is_well = await self._attempt()
-            pause = PERIOD_SECONDS if is_well else min(PERIOD_SECONDS * 2**self._num_failures, LONGEST_PAUSE_SECONDS)
-            await asyncio.sleep(pause)
+            num_failures = 0 if is_well else self._num_failures
+            await asyncio.sleep(pause_after(num_failures + 1, PERIOD_SECONDS, LONGEST_PAUSE_SECONDS))
 
     async def finish(self) -> None:
         """Send all that is left and close the tracker, within a deadline."""

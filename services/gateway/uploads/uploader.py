@@ -24,7 +24,7 @@ from flotilla.services.gateway.store.writes import PutWindow
 from flotilla.services.gateway.uploads.remote import RemoteCheckpoints
 from flotilla.services.gateway.uploads.watched import WatchedCalls
 from flotilla.shared.checkpoints.folders import CHECKPOINTS, STATE_FILE, StoredCheckpoint, complete
-from flotilla.shared.clock import Clock, rfc3339
+from flotilla.shared.clock import Clock, pause_after, rfc3339
 from flotilla.shared.errors import FlotillaError
 from flotilla.shared.schemas.uploads import UploadedCheckpoint, UploadRecord
 
@@ -101,7 +101,7 @@ class Uploader:
 
     @property
     def _pause_seconds(self) -> float:
-        return min(PERIOD_SECONDS * 2.0**self._num_failures, LONGEST_PAUSE_SECONDS)
+        return pause_after(self._num_failures + 1, PERIOD_SECONDS, LONGEST_PAUSE_SECONDS)
 
     async def _attempt(self) -> bool:
         try:

@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
-from flotilla.services.reward.grader_call import GraderCall, Retryable
+from flotilla.services.reward.grader_call import GraderCall, Retryable, asked_pause
 from flotilla.services.reward.teacher.wire import (
     log_probs_of,
     most_bytes,
@@ -32,12 +32,11 @@ from flotilla.shared.config.sections.distillation import DistillationConfig, Tea
 from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
 from flotilla.shared.errors import GradingFailed, ModelError
 from flotilla.shared.net.client.address_policy import AddressRefused, Resolver, resolve
-from flotilla.shared.net.retry import Backoff, retry
+from flotilla.shared.net.retry import OTHERS_FIRST_PAUSE_SECONDS, Backoff, retry
 from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 10.0
 BROKEN_STATUS, MOST_BROKEN = 500, 4
 """A server that breaks over a sample says so with this status; after so many times it is the sample's fault."""
@@ -66,7 +65,7 @@ class Teachers:
         private: Sequence[IPNetwork] = LOOPBACK,
         resolver: Resolver = resolve,
         clock: Clock | None = None,
-        pause_seconds: float = FIRST_PAUSE_SECONDS,
+        pause_seconds: float = OTHERS_FIRST_PAUSE_SECONDS,
     ) -> None:
         self._client = client
         self._servers = [
@@ -191,11 +190,7 @@ class _Server:
             self.problem = self.problem or error.detail
             return num_broken < MOST_BROKEN
 
-        pauses = Backoff(
-            self._pause_seconds,
-            LONGEST_PAUSE_SECONDS,
-            pause_at_least=lambda error: error.after_seconds if isinstance(error, Retryable) else 0.0,
-        )
+        pauses = Backoff(self._pause_seconds, LONGEST_PAUSE_SECONDS, pause_at_least=asked_pause)
         return await retry(
             attempt, waiting_for="teacher", backoff=pauses, is_retryable=is_retryable, now=self._clock.monotonic
         )

@@ -27,7 +27,7 @@ from flotilla.services.reward.verifiers.assertions.rounds import Assertions
 from flotilla.services.reward.verifiers.base import NO_LABEL
 from flotilla.shared.config.sections.reward import CodeConfig
 from flotilla.shared.errors import GradingFailed
-from flotilla.shared.net.retry import Backoff, retry
+from flotilla.shared.net.retry import OTHERS_FIRST_PAUSE_SECONDS, OTHERS_LONGEST_PAUSE_SECONDS, Backoff, retry
 from flotilla.shared.schemas.grading import Grade, GradingSample
 from flotilla.shared.schemas.sandbox import EXPERIMENT_HEADER, CommandStatus, RunCodeRequest, RunCodeResponse, RunStatus
 from flotilla.shared.schemas.service import SANDBOX, Failure
@@ -42,7 +42,6 @@ ALIASES = {
 }
 RETRIED_STATUSES = {429, 502, 503, 504}
 ATTEMPTS = 4
-MAX_BACKOFF_SECONDS = 30.0
 QUEUE_SECONDS = 60.0
 """How long a call may wait in the sandbox's queue, beyond the time of the program itself."""
 EXTENSION_SECONDS = 60.0
@@ -150,7 +149,7 @@ class CodeVerifier:
         token: str | None,
         *,
         experiment: str = "",
-        backoff_seconds: float = 0.5,
+        backoff_seconds: float = OTHERS_FIRST_PAUSE_SECONDS,
     ) -> None:
         self._config = config
         self._client = client
@@ -250,7 +249,7 @@ class CodeVerifier:
         reply = await retry(
             attempt,
             waiting_for="sandbox",
-            backoff=Backoff(self._backoff_seconds, MAX_BACKOFF_SECONDS),
+            backoff=Backoff(self._backoff_seconds, OTHERS_LONGEST_PAUSE_SECONDS),
             is_retryable=lambda error: isinstance(error, Retryable) and attempts < ATTEMPTS,
         )
         if reply.status_code != 200:

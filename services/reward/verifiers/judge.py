@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from flotilla.services.reward.grader_call import GraderCall, Retryable
+from flotilla.services.reward.grader_call import GraderCall, Retryable, asked_pause
 from flotilla.services.reward.reachability import Reachability
 from flotilla.services.reward.reply import read_json
 from flotilla.shared.clock import Clock, SystemClock
@@ -24,12 +24,9 @@ from flotilla.shared.config.sections.judge import PLACE, JudgeConfig
 from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
 from flotilla.shared.errors import GradingFailed
 from flotilla.shared.net.client.address_policy import Resolver, resolve
-from flotilla.shared.net.retry import Backoff, retry
+from flotilla.shared.net.retry import OTHERS_FIRST_PAUSE_SECONDS, OTHERS_LONGEST_PAUSE_SECONDS, Backoff, retry
 from flotilla.shared.schemas.grading import Grade, GradingSample
 from flotilla.shared.schemas.service import JUDGE, Failure
-
-FIRST_BACKOFF_SECONDS = 0.5
-MAX_BACKOFF_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,7 @@ class JudgeVerifier:
         private: Sequence[IPNetwork] = LOOPBACK,
         resolver: Resolver = resolve,
         clock: Clock | None = None,
-        backoff_seconds: float = FIRST_BACKOFF_SECONDS,
+        backoff_seconds: float = OTHERS_FIRST_PAUSE_SECONDS,
     ) -> None:
         self._config = config
         self._client = client
@@ -161,11 +158,7 @@ class JudgeVerifier:
                 attempt,
                 waiting_for="judge",
                 deadline_seconds=config.deadline_seconds,
-                backoff=Backoff(
-                    self._backoff_seconds,
-                    MAX_BACKOFF_SECONDS,
-                    pause_at_least=lambda error: error.after_seconds if isinstance(error, Retryable) else 0.0,
-                ),
+                backoff=Backoff(self._backoff_seconds, OTHERS_LONGEST_PAUSE_SECONDS, pause_at_least=asked_pause),
                 is_retryable=lambda error: isinstance(error, Retryable) and attempts < config.max_attempts,
                 now=self._clock.monotonic,
             )

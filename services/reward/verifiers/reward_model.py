@@ -15,7 +15,7 @@ from pathlib import Path
 
 from flotilla.shared.children.calls import CallProcess
 from flotilla.shared.children.processes import python_module
-from flotilla.shared.children.restarts import Restarts
+from flotilla.shared.children.restarts import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Restarts
 from flotilla.shared.children.spawning import child_environment
 from flotilla.shared.config.sections.reward_model import RewardModelConfig
 from flotilla.shared.errors import (
@@ -35,7 +35,6 @@ START_SECONDS = 600.0
 """Large weights take long to read."""
 MAX_LINE_BYTES = 256 * 1024 * 1024
 DEATHS_OF_A_BATCH = 4
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
 START_DEATHS = sys.maxsize
 """A model that was loaded once can be loaded again, when what is in the way has gone: there is no last attempt."""
 

@@ -15,6 +15,7 @@ from flotilla.services.rollout.weights.missed import MissedVersions
 from flotilla.services.rollout.weights.reading import Reading
 from flotilla.services.rollout.weights.staged_images import StagedImage, StagedImages
 from flotilla.services.rollout.weights.version import VersionGate
+from flotilla.shared.clock import Pauses
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.errors import DeadlineExceeded, NotFound, Unavailable, WeightTransferFailed, WorkerDied
 from flotilla.shared.schemas.service import DesiredState
@@ -147,7 +148,7 @@ class VersionSwitcher:
 
     async def run(self) -> None:
         """Follow what is wanted until cancelled."""
-        pause = FIRST_PAUSE_SECONDS
+        pauses = Pauses(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         while True:
             await self._due.wait()
             self._due.clear()
@@ -156,7 +157,7 @@ class VersionSwitcher:
                 continue
             try:
                 await self._serve(target)
-                pause = FIRST_PAUSE_SECONDS
+                pauses.reset()
                 continue
             except NotFound as error:
                 log.info("version cannot be pulled yet", extra={"version": target, "error": error.detail})
@@ -165,8 +166,7 @@ class VersionSwitcher:
                 continue
             except (Unavailable, DeadlineExceeded, WeightTransferFailed) as error:
                 log.warning("version cannot be served", extra={"version": target, "error": error.detail})
-            await self._news_within(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            await self._news_within(pauses.failed())
 
     def _target(self) -> int | None:
         if self.is_asleep or self._desired is None or self._desired.policy_version is None:

@@ -28,7 +28,7 @@ from flotilla.services.trainer.wire import (
     Status,
     StoreOpened,
 )
-from flotilla.shared.children.restarts import Restarts
+from flotilla.shared.children.restarts import FIRST_PAUSE_SECONDS, Restarts
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.sections.parallelism import ParallelismConfig
 from flotilla.shared.errors import InvalidSpec
@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 
 MAX_DEATHS = 4
 DEATH_WINDOW_SECONDS = 300.0
-FIRST_PAUSE_SECONDS = 0.5
 PAUSE_GROWTH = 4.0
 STOP_SECONDS = 8.0
 LAST_CHECKPOINT_SECONDS = 25.0

@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
+from flotilla.shared.children.restarts import LONGEST_PAUSE_SECONDS
 from flotilla.shared.service import reconciling
-from flotilla.shared.service.reconciling import LONGEST_PAUSE_SECONDS, StartBackoff
+from flotilla.shared.service.reconciling import StartBackoff
 
 
 async def test_pauses_double_up_to_a_bound_and_begin_again_after_a_success() -> None:

@@ -15,7 +15,7 @@ from flotilla.importers.parameter import UNSET, Inherit, Parameter, Verdict
 from flotilla.importers.report import Entry, Report
 from flotilla.importers.source import Given, Source
 from flotilla.importers.system import System
-from flotilla.importers.values import same, shown
+from flotilla.importers.values import is_null, same, shown
 from flotilla.shared.config.load.overrides import apply_overrides
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.spec import ExperimentSpec
@@ -108,9 +108,13 @@ def _by_name(system: System, given: Sequence[Given]) -> dict[str, Given]:
     found: dict[str, Given] = {}
     for each in given:
         row = system.find(each.spelling)
-        if row is None or row.is_tree or each.refusal is not None:
+        if row is None or row.is_tree or row.verdict is Verdict.IGNORED or each.refusal is not None:
             continue
         earlier = found.get(row.name)
+        if earlier is not None and earlier.spelling != each.spelling and is_null(each.value):
+            continue  # a name of another release that its file leaves empty
+        if earlier is not None and is_null(earlier.value):
+            earlier = None
         if earlier is not None and earlier.spelling != each.spelling and not same(earlier.value, each.value):
             raise InvalidSpec(
                 f"{each.spelling}: also given as {earlier.spelling}, with another value: keep one",

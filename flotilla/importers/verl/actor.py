@@ -31,6 +31,10 @@ COMPILED = (
 MICRO = "optimisation.micro_batch_tokens alone bounds a pass: the loss does not depend on how it is cut"
 CUTTING = "optimisation.micro_batch_tokens alone bounds a pass: log-probabilities do not depend on how they are cut"
 PACKING = "sequences are packed without padding where that is cheaper: optimisation.packing"
+REMOTE_CODE = (
+    "code from a model's directory is never run: its weights are read by transformers' own class of that kind, and "
+    "where transformers has none it is refused when it is loaded"
+)
 PROFILING = "there is no profiler here"
 FOLDER = "the fleet keeps an experiment's files under its own data directory"
 WITH_GAE = {"algorithm.adv_estimator": "gae"}
@@ -59,8 +63,7 @@ MODEL_ROWS: tuple[Parameter, ...] = (
     Parameter(name=f"{MODEL}.override_config", verdict=Verdict.TRANSLATED, targets=("model.overrides",), is_tree=True,
               reason="values in the place of those of the model's config.json, for trainer and engine; in model_config "
               "below it, too"),
-    refused(f"{MODEL}.trust_remote_code", "code from a model directory is never run: use a model that transformers has",
-            default=False),
+    *unsupported(REMOTE_CODE, f"{MODEL}.trust_remote_code", "critic.model.trust_remote_code", "data.trust_remote_code"),
     translated(f"{MODEL}.lora_rank", "model.lora.rank", integer, "adapters are trained in place of the weights; 0 "
                "trains the weights", example=8, default=0),
     translated(f"{MODEL}.lora_alpha", "model.lora.alpha", number, "scale of the adapters, times their rank",
@@ -162,13 +165,18 @@ ACTOR_ROWS: tuple[Parameter, ...] = (
             example=0.5, default=None, context={f"{ACTOR}.policy_loss.loss_mode": "dro",
                                                 f"{ACTOR}.policy_loss.dro_beta": 0.2}),
     applied(f"{ACTOR}.tau_pos", "algorithm.policy_loss.tau_positive", number, "temperature of sapo's gate, A > 0",
-            example=2.0, default=1.0, context=SAPO),
+            example=2.0, default=1.0, context=SAPO, aliases=(f"{ACTOR}.policy_loss.tau_pos",)),
     applied(f"{ACTOR}.tau_neg", "algorithm.policy_loss.tau_negative", number, "temperature of sapo's gate elsewhere",
-            example=2.0, default=1.05, context=SAPO),
+            example=2.0, default=1.05, context=SAPO, aliases=(f"{ACTOR}.policy_loss.tau_neg",)),
     refused(f"{ACTOR}.policy_loss", "of the policy loss loss_mode and the options of clip_cov, kl_cov and dro are "
             "offered", is_tree=True),
     *ignored("what shuffle draws depends on the experiment's seed and the step", f"{ACTOR}.data_loader_seed"),
     *unsupported(MICRO, f"{ACTOR}.ppo_micro_batch_size"),
+    *unsupported("answers to one prompt are packed behind it, and it is computed once, wherever that is cheaper: "
+                 "optimisation.packing", f"{ACTOR}.use_prefix_grouper"),
+    translated(f"{ACTOR}.checkpoint.async_save", "checkpoint.asynchronous", flag,
+               "training goes on while a checkpoint is written; where it is silent, ours, true", example=False,
+               translate=lambda value: True if value is None else value),
     *unsupported(COMPILED, f"{ACTOR}.use_torch_compile"),
     *unsupported(KERNELS, f"{ACTOR}.entropy_from_logits_with_chunking",
              f"{ACTOR}.entropy_checkpointing"),
@@ -271,7 +279,8 @@ CRITIC_ROWS: tuple[Parameter, ...] = (
     refused("critic.model.lora_rank", "the critic trains whole", default=0),
     *ignored("only read with lora_rank", "critic.model.lora_alpha", "critic.model.target_modules"),
     *unsupported(KERNELS, "critic.model.enable_gradient_checkpointing"),
-    *unsupported(SHARDING, "critic.model.fsdp_config", "critic.megatron", is_tree=True, harmless=(1, -1)),
+    *unsupported(SHARDING, "critic.model.fsdp_config", "critic.fsdp", "critic.megatron", is_tree=True,
+                 harmless=(1, -1)),
 )  # fmt: skip
 
 OPTIM_ROWS: tuple[Parameter, ...] = (
@@ -303,6 +312,7 @@ OPTIM_ROWS: tuple[Parameter, ...] = (
 
 MEGATRON = "megatron.optim"
 LR = {f"{MEGATRON}.lr": 1e-5, f"{MEGATRON}.lr_decay_style": "cosine"}
+WSD = {f"{MEGATRON}.lr_decay_style": "WSD", f"{MEGATRON}.lr_wsd_decay_steps": 3}
 
 MEGATRON_ROWS: tuple[Parameter, ...] = (
     applied(f"{MEGATRON}.lr", "optimisation.learning_rate", number, "peak learning rate", example=3e-6,
@@ -316,18 +326,26 @@ MEGATRON_ROWS: tuple[Parameter, ...] = (
                default=Inherit(f"{OPTIM}.lr_warmup_steps")),
     translated(f"{MEGATRON}.lr_warmup_steps_ratio", "optimisation.warmup_updates", share,
                "share of the steps, in updates", example=0.2, default=Inherit(f"{OPTIM}.lr_warmup_steps_ratio")),
-    translated(f"{MEGATRON}.lr_decay_style", "optimisation.schedule", text, "constant, linear or cosine",
+    translated(f"{MEGATRON}.lr_decay_style", "optimisation.schedule", text, "constant, linear, cosine, WSD or "
+               "inverse-square-root",
                example="linear", default=Inherit(f"{OPTIM}.lr_scheduler_type"), aliases=(f"{OPTIM}.lr_decay_style",)),
     translated(f"{MEGATRON}.min_lr", "optimisation.min_learning_rate_ratio", number, "as a share of the peak",
                example=1e-6, default=None, context=LR, aliases=(f"{OPTIM}.min_lr",)),
     refused(f"{MEGATRON}.optimizer", "the optimiser is AdamW", default="adam"),
-    refused(f"{MEGATRON}.lr_warmup_init", "warm-up starts at 0", default=0.0, aliases=(f"{OPTIM}.lr_warmup_init",)),
-    refused(f"{MEGATRON}.lr_decay_steps", "the learning rate falls until the last update: leave it null",
-            default=None, aliases=(f"{OPTIM}.lr_decay_steps",)),
+    translated(f"{MEGATRON}.lr_warmup_init", "optimisation.warmup_start_ratio", number,
+               "where warm-up begins, as a share of the peak", example=1e-6, default=0.0,
+               context=LR | {f"{MEGATRON}.lr_warmup_steps": 2}, aliases=(f"{OPTIM}.lr_warmup_init",)),
+    translated(f"{MEGATRON}.lr_decay_steps", "optimisation.decay_updates", integer,
+               "steps, warm-up included, until the learning rate is at its least, in updates; null: the last one",
+               example=5, default=None, context=LR, aliases=(f"{OPTIM}.lr_decay_steps",)),
+    translated(f"{MEGATRON}.lr_wsd_decay_steps", "optimisation.wsd_decay_updates", integer,
+               "steps over which WSD falls at the end, in updates", example=4, default=None, context=WSD,
+               aliases=(f"{OPTIM}.lr_wsd_decay_steps",)),
+    translated(f"{MEGATRON}.lr_wsd_decay_style", "optimisation.wsd_decay", text,
+               "exponential, linear, cosine or minus_sqrt", example="cosine", default="exponential", context=WSD,
+               aliases=(f"{OPTIM}.lr_wsd_decay_style",)),
     refused(f"{MEGATRON}.weight_decay_incr_style", "weight decay is constant", default="constant",
             aliases=(f"{OPTIM}.weight_decay_incr_style",)),
-    *ignored("only read by lr_decay_style WSD, which is refused", f"{MEGATRON}.lr_wsd_decay_style",
-             f"{MEGATRON}.lr_wsd_decay_steps"),
     *ignored("a checkpoint always brings its schedule back", f"{MEGATRON}.use_checkpoint_opt_param_scheduler"),
     *ignored("the schedule always runs over all steps of the experiment", f"{MEGATRON}.total_training_steps"),
 )  # fmt: skip

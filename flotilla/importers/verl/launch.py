@@ -66,6 +66,9 @@ OWN: Mapping[str, Kind] = MappingProxyType(
     }
 )
 """verl's own files of defaults, which the tables know."""
+EMPTY: Mapping[str, str] = MappingProxyType({"rm_config": "fapo/config"})
+"""Files of verl's recipes that set nothing beyond ``ppo_trainer``, with the end of their folder."""
+STRATEGY: Final = "actor_rollout_ref.actor.strategy"
 NOT_TRAINERS: Mapping[str, str] = MappingProxyType(
     {
         "main_generation": "answers without training are no experiment: sample them with the section evaluation",
@@ -258,6 +261,8 @@ def config_values(launch: Launch, beside: Beside, own: frozenset[str]) -> tuple[
     for place in places:
         if (text := beside(place)) is not None:
             return Composition(beside, own).read(text, source=place, folder=posixpath.dirname(place)), []
+    if EMPTY.get(name, "-") == "/".join(posixpath.normpath(folder).split("/")[-2:]):
+        return {}, []
     why = (
         f"no file of verl's that this importer knows, and not found as {posixpath.join(folder, name)}.yaml beside the "
         "script or above it: its values are not in this report; give --config-dir DIR, the folder that it lies in"
@@ -287,6 +292,12 @@ def kind_of_keys(names: Mapping[str, Any]) -> Kind | None:
     is_async = any(name.startswith("async_training.") or name in ASYNC_ONLY for name in names)
     has_batch = names.get("data.train_batch_size") not in {None, 0}
     return Kind.ONE_STEP_OFF if ENGINES & set(names) and has_batch and not is_async else None
+
+
+def implied(kind: Kind, entries: Any) -> dict[str, Any]:
+    """Return what the file of a trainer sets beyond that of ``main_ppo``; the one of Megatron, what it trains by."""
+    is_megatron = isinstance(entries, list) and any("megatron" in str(entry) for entry in entries)
+    return {**IMPLIED[kind], **({STRATEGY: "megatron"} if is_megatron else {})}
 
 
 def kind_of_defaults(entries: Any) -> Kind | None:

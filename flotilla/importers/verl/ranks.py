@@ -9,8 +9,24 @@ from flotilla.importers.verl.actor import ACTOR
 
 Fields = dict[str, Any]
 
+NPU = (
+    "there are no kernels for NPUs: trainer and rollouts compute on GPUs, on as many as NPUs are written, which "
+    "changes speed, not what is computed"
+)
 MOST_RANKS = 64
 """Of one job."""
+
+
+def device_of(source: Source) -> str | None:
+    """Return the trainer's device where it is written and known here; an NPU stands for whatever is there."""
+    name = "trainer.device"
+    if not source.has(name):
+        return None
+    if source.value(name) == "npu":
+        source.put_aside(source.given[name].spelling, NPU)
+        return None
+    found = source.choose(name, {"cuda": "cuda:0", "cpu": "cpu"})
+    return None if found is None else str(found)
 
 
 def ranks_of(source: Source) -> Fields:
@@ -24,7 +40,7 @@ def ranks_of(source: Source) -> Fields:
     fields: Fields = {"resources.trainer.devices": ranks // nodes}
     if nodes > 1:
         fields["parallelism.nodes"] = nodes
-    is_written = source.has("trainer.device")
+    is_written = device_of(source) is not None
     if is_written:
         fields["parallelism.device"] = "cuda"
     axes = _axes(source, ranks, POLICY, is_written=is_written)

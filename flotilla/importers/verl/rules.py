@@ -12,7 +12,7 @@ from flotilla.importers.verl.algorithm import OVERLONG, RM
 from flotilla.importers.verl.data import ROLLOUT_NAME
 from flotilla.importers.verl.datasets import held_out_rows
 from flotilla.importers.verl.launch import ASYNC_ONLY, ENGINES, MODULE, TRAINERS, Kind
-from flotilla.importers.verl.ranks import ranks_of
+from flotilla.importers.verl.ranks import device_of, ranks_of
 from flotilla.importers.verl.trainer import ASYNC, ROLLOUT_ENGINE
 from flotilla.shared.config.sections.publication import MAX_SLICE_MEGABYTES
 
@@ -26,7 +26,11 @@ ONE_STEP_OFF: Fields = {
 }
 """The next batch is sampled while this one trains, and finishes before it takes new weights."""
 ON_POLICY: Fields = {"asynchrony.staleness_threshold": 0.0}
-SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
+SCHEDULES = {
+    "constant": "constant", "linear": "linear", "cosine": "cosine", "inverse-square-root": "inverse_sqrt",
+    "WSD": "wsd",
+}  # fmt: skip
+WSD_DECAYS = {"exponential": "exponential", "linear": "linear", "cosine": "cosine", "minus_sqrt": "minus_sqrt"}
 
 
 def kind_of(source: Source) -> Kind:
@@ -118,13 +122,17 @@ def schedule(source: Source) -> Fields:
         "optimisation.learning_rate": rate,
         "optimisation.weight_decay": source.required(f"{MEGATRON}.weight_decay"),
         "optimisation.max_grad_norm": source.value(f"{MEGATRON}.clip_grad"),
-        "optimisation.schedule": source.choose(f"{MEGATRON}.lr_decay_style", SCHEDULES) or "constant",
+        "optimisation.schedule": _shape(source),
     }
+    if _decays_all(source):
+        fields["optimisation.decay_all"] = True
+    updates = mini_batches(source) * source.required(f"{ACTOR}.ppo_epochs")
     if fields["optimisation.schedule"] != "constant":
         least = source.value(f"{MEGATRON}.min_lr")
         fields["optimisation.min_learning_rate_ratio"] = (
             source.required(f"{OPTIM}.min_lr_ratio") if least is None else least / rate if rate else 0.0
         )
+        fields |= _decay(source, str(fields["optimisation.schedule"]), updates)
     if not total:
         source.lack(
             "optimisation.steps: trainer.total_epochs counts passes over the data: give --rows N, the number of "
@@ -136,8 +144,37 @@ def schedule(source: Source) -> Fields:
     warmup = source.value(f"{MEGATRON}.lr_warmup_steps")
     if warmup is None or warmup <= 0:
         warmup = int(source.required(f"{MEGATRON}.lr_warmup_steps_ratio") * total)
-    updates = mini_batches(source) * source.required(f"{ACTOR}.ppo_epochs")
+    if warmup and rate and (first := source.value(f"{MEGATRON}.lr_warmup_init")):
+        fields["optimisation.warmup_start_ratio"] = first / rate
     return fields | {"optimisation.steps": total, "optimisation.warmup_updates": warmup * updates}
+
+
+def _decays_all(source: Source) -> bool:
+    """Whether weight decay reaches biases and norms, as with FSDP; Megatron leaves them out."""
+    engines = {source.value(name) for name in (f"{ACTOR}.strategy", "model_engine") if name in source.given}
+    return "megatron" not in engines and bool(source.value(f"{MEGATRON}.weight_decay"))
+
+
+def _shape(source: Source) -> str:
+    name = f"{MEGATRON}.lr_decay_style"
+    if source.value(name) is None:
+        return "constant"
+    return source.choose(name, SCHEDULES) or "constant"
+
+
+def _decay(source: Source, shape: str, updates: int) -> Fields:
+    """Make where the fall ends, and what WSD's is; verl counts in steps."""
+    fields: Fields = {}
+    if shape != "inverse_sqrt" and (end := source.value(f"{MEGATRON}.lr_decay_steps")) is not None and end > 0:
+        fields["optimisation.decay_updates"] = end * updates
+    if shape == "wsd":
+        length = source.value(f"{MEGATRON}.lr_wsd_decay_steps")
+        if not length:
+            source.lack(f"optimisation.wsd_decay_updates: lr_decay_style WSD wants {OPTIM}.lr_wsd_decay_steps")
+        else:
+            fields["optimisation.wsd_decay_updates"] = length * updates
+        fields["optimisation.wsd_decay"] = source.choose(f"{MEGATRON}.lr_wsd_decay_style", WSD_DECAYS)
+    return fields
 
 
 def _way_to_a_step(source: Source) -> str:
@@ -269,15 +306,14 @@ def beginning(source: Source) -> Fields:
 def placement(source: Source) -> Fields:
     """Make the devices, where they are written, and the number of engines."""
     fields: Fields = {}
-    if source.has("trainer.device"):
-        device = source.choose("trainer.device", {"cuda": "cuda:0", "cpu": "cpu"})
-        if device is not None:
-            fields |= {"parallelism.device": device, "rollout.engine.device": device}
-    if not source.has("trainer.device") or fields.get("parallelism.device") == "cuda:0":
+    device = device_of(source)
+    if device is not None:
+        fields |= {"parallelism.device": device, "rollout.engine.device": device}
+    if device in {None, "cuda:0"}:
         fields |= ranks_of(source)
     has_engines = kind_of(source) in {Kind.FULLY_ASYNC, Kind.ONE_STEP_OFF}
     hybrid = "actor_rollout_ref.hybrid_engine"
-    takes_turns = not source.has("trainer.device") and "resources.trainer.devices" in fields
+    takes_turns = device is None and "resources.trainer.devices" in fields
     if fields.get("parallelism.nodes", 1) > 1:
         if not has_engines and hybrid in source.given:
             source.put_aside(source.given[hybrid].spelling, "turns on the same devices are for one machine")

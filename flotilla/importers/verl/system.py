@@ -69,7 +69,8 @@ def read_verl(
     flat = Composition(beside, OWN).read(text, source=source)
     names = flat | dict(pair.lstrip("+~").split("=", 1) for pair in overrides if "=" in pair)
     kind = launch.kind_of_defaults(flat.get("defaults")) or launch.kind_of_keys(names) or launch.Kind.SYNCHRONOUS
-    given = tools.with_tools(_resolved(flat, [], overrides, kind, environment, where="file"), beside)
+    implied = launch.implied(kind, flat.get("defaults"))
+    given = tools.with_tools(_resolved(flat, [], overrides, implied, environment, where="file"), beside)
     is_said = any(each.spelling == launch.MODULE for each in given)
     return given if is_said else [*given, *launch.said(kind, None, "default")]
 
@@ -92,21 +93,22 @@ def _from_script(
     if found is None:  # a fragment without a command: its variables are all that there is
         known = {*trainer.LAUNCH_VARIABLES, *(row.name for row in trainer.LAUNCH_ROWS)}
         flat = {name: value for name, value in script.variables.items() if name in known}
-        return _resolved(flat, [], dotted, launch.Kind.SYNCHRONOUS, environment, where="script")
+        return _resolved(flat, [], dotted, {}, environment, where="script")
     flat, refusals = launch.config_values(found, beside, OWN)
     refusals = [*launch.program_given(found), *refusals, *found.refusals]
     kind = found.kind
     if kind is launch.Kind.SYNCHRONOUS:
         names = [found.options.get(launch.CONFIG, "").removesuffix(".yaml"), *(flat.get("defaults") or [])]
         kind = launch.kind_of_defaults(names) or kind
-    return [*refusals, *_resolved(flat, found.overrides, dotted, kind, environment, where="script")]
+    implied = launch.implied(kind, [found.options.get(launch.CONFIG, ""), *(flat.get("defaults") or [])])
+    return [*refusals, *_resolved(flat, found.overrides, dotted, implied, environment, where="script")]
 
 
 def _resolved(
     flat: Mapping[str, Any],
     words: Sequence[str],
     overrides: Sequence[str],
-    kind: launch.Kind,
+    implied: Mapping[str, Any],
     environment: Mapping[str, str],
     *,
     where: str,
@@ -115,7 +117,7 @@ def _resolved(
     of_file = set(flat)
     joined, of_script = apply_hydra_overrides(flat, words)
     written = {*joined, *(pair.partition("=")[0].lstrip("+~") for pair in overrides)}
-    implied = {name: value for name, value in launch.IMPLIED[kind].items() if not _is_written(name, written)}
+    implied = {name: value for name, value in implied.items() if not _is_written(name, written)}
     joined, touched = apply_hydra_overrides({**joined, **implied}, overrides)
     found = []
     for each in as_given(joined, touched, default_of, environment):

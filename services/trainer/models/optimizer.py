@@ -7,7 +7,7 @@ trained and rounded into the model after every update, and gradients of micro-ba
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,18 +39,31 @@ class UpdateResult:
 def learning_rate_at(update: int, total_updates: int, config: OptimisationConfig) -> float:
     """Compute the learning rate of an update, numbered from 0.
 
-    Warm-up gives update ``u`` the share ``(u + 1) / warmup_updates``; linear and cosine then fall and reach
-    ``min_learning_rate_ratio`` at the last update.
+    Warm-up takes update ``u`` the share ``(u + 1) / warmup_updates`` of the way from ``warmup_start_ratio`` to the
+    peak; linear, cosine and wsd reach ``min_learning_rate_ratio`` at the last update, or at that of ``decay_updates``;
+    inverse_sqrt is ``sqrt(w / (u + 1))`` with ``w = max(warmup_updates, 1)``.
     """
-    if update < config.warmup_updates:
-        return config.learning_rate * (update + 1) / config.warmup_updates
+    warmup, floor = config.warmup_updates, config.min_learning_rate_ratio
+    if update < warmup:
+        first = config.warmup_start_ratio
+        return config.learning_rate * (first + (1 - first) * (update + 1) / warmup)
     if config.schedule == "constant":
         return config.learning_rate
-    length = total_updates - 1 - config.warmup_updates
-    progress = min(1.0, (update - config.warmup_updates) / length) if length > 0 else 1.0
-    shape = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    floor = config.min_learning_rate_ratio
-    return config.learning_rate * (floor + (1 - floor) * shape)
+    if config.schedule == "inverse_sqrt":
+        return config.learning_rate * max(floor, math.sqrt(max(warmup, 1) / (update + 1)))
+    end = (config.decay_updates or total_updates) - 1
+    start = warmup if config.wsd_decay_updates is None else max(warmup, end - config.wsd_decay_updates)
+    progress = min(1.0, max(0.0, (update - start) / (end - start))) if end > start else 1.0
+    kind = config.wsd_decay if config.schedule == "wsd" else config.schedule
+    return config.learning_rate * (floor + (1 - floor) * _SHAPES[kind](progress))
+
+
+_SHAPES: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "exponential": lambda progress: 2 * 0.5**progress - 1,
+    "minus_sqrt": lambda progress: 1 - math.sqrt(progress),
+}
 
 
 class PolicyOptimizer:
@@ -76,8 +89,9 @@ class PolicyOptimizer:
         self._total_updates = total_updates
         self._masters = {name: _master_of(parameter) for name, parameter in self._parameters.items()}
         self._alike = _alike(self._masters.values())
-        decayed = [[master for master in alike if master.dim() >= 2] for alike in self._alike]
-        plain = [[master for master in alike if master.dim() < 2] for alike in self._alike]
+        least = 0 if config.decay_all else 2
+        decayed = [[master for master in alike if master.dim() >= least] for alike in self._alike]
+        plain = [[master for master in alike if master.dim() < least] for alike in self._alike]
         groups = [{"params": each, "weight_decay": config.weight_decay} for each in decayed]
         groups += [{"params": each, "weight_decay": 0.0} for each in plain]
         self._adam = torch.optim.AdamW(

@@ -21,18 +21,31 @@ class OptimisationConfig(Config):
     in the order in which they arrived. Advantages are computed before. The draw depends on the seed and the step."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What follows the warm-up: stay, or fall to ``min_learning_rate_ratio`` at the last update."""
+    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "constant"
+    """What follows the warm-up. constant: stay. linear, cosine: fall to ``min_learning_rate_ratio`` at the last update.
+    inverse_sqrt: fall as one over the root of the update's number, from the warm-up's end on. wsd: stay, and fall over
+    the last ``wsd_decay_updates``."""
     min_learning_rate_ratio: float = Field(0.0, ge=0, le=1)
-    """Share of the peak that linear and cosine end at."""
+    """Share of the peak that a schedule ends at; inverse_sqrt does not fall below it."""
     warmup_updates: int = Field(0, ge=0)
-    """Updates over which the learning rate rises linearly from 0."""
+    """Updates over which the learning rate rises linearly from ``warmup_start_ratio``."""
+    warmup_start_ratio: float = Field(0.0, ge=0, le=1)
+    """Share of the peak that the warm-up rises from."""
+    decay_updates: int | None = Field(None, ge=1)
+    """Updates, warm-up included, at whose last one linear, cosine and wsd reach ``min_learning_rate_ratio``, at which
+    they stay; null: all of the experiment."""
+    wsd_decay_updates: int | None = Field(None, ge=1)
+    """Updates over which wsd falls."""
+    wsd_decay: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
+    """How wsd falls with the share p of its fall: 1 - p, half a cosine, 2 * 0.5^p - 1, or 1 - sqrt(p)."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay of AdamW's two moments, each at least 0 and below 1."""
     epsilon: float = Field(1e-8, gt=0)
     """Added to AdamW's denominator."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay; not applied to biases and norms."""
+    """Decoupled weight decay; not applied to biases and norms, unless ``decay_all``."""
+    decay_all: bool = False
+    """Apply the weight decay to every parameter, biases and norms, too."""
     freeze: tuple[str, ...] = ()
     """Weights that are not trained, by their names in the checkpoint's model, with * and ? for any characters:
     `model.embed_tokens.*`, `*.layers.?.*`. They have no gradient and no optimiser state. A critic trains whole."""
@@ -63,4 +76,20 @@ class OptimisationConfig(Config):
                 "optimisation.min_learning_rate_ratio has no effect while optimisation.schedule is constant: "
                 "choose linear or cosine, or leave the ratio out"
             )
+        if self.decay_updates is not None and self.schedule in {"constant", "inverse_sqrt"}:
+            raise ValueError(
+                f"optimisation.decay_updates has no effect while optimisation.schedule is {self.schedule}: choose "
+                "linear, cosine or wsd, or leave it out"
+            )
+        if (self.wsd_decay_updates is None) == (self.schedule == "wsd"):
+            raise ValueError(
+                "optimisation.schedule wsd and optimisation.wsd_decay_updates, over which it falls, belong together: "
+                "give both or none"
+            )
+        if self.schedule != "wsd" and self.wsd_decay != "exponential":
+            raise ValueError("optimisation.wsd_decay has an effect with optimisation.schedule wsd only: leave it out")
+        if self.warmup_start_ratio and not self.warmup_updates:
+            raise ValueError("optimisation.warmup_start_ratio has no effect without optimisation.warmup_updates")
+        if self.decay_all and not self.weight_decay:
+            raise ValueError("optimisation.decay_all has no effect while optimisation.weight_decay is 0: leave it out")
         return self

@@ -285,7 +285,7 @@ def test_datasets_become_sources_and_sets(system: str, values: dict[str, Any], p
         ("verl", {**ASYNC, "async_training.compute_prox_log_prob": True}, "async_training.compute_prox_log_prob"),
         ("verl", {"reward_model.reward_manager": "prime"}, "reward_model.reward_manager"),
         ("verl", {"actor_rollout_ref.rollout.dtype": "float16"}, "actor_rollout_ref.rollout.dtype"),
-        ("verl", {"trainer.device": "npu"}, "trainer.device"),
+        ("verl", {"trainer.device": "tpu"}, "trainer.device"),
         ("verl", {"data.tuncation": "left"}, "data.tuncation"),
         ("openrlhf", {"--prompt_data": "a.jsonl,b.jsonl", "--prompt_data_probs": "1"}, "--prompt_data_probs"),
         ("openrlhf", {"--advantage_estimator": "rloo", "--n_samples_per_prompt": 1}, "--advantage_estimator"),

@@ -36,6 +36,78 @@ def test_the_schedule_warms_up_and_ends_at_the_last_update(settings: dict[str, o
     assert [learning_rate_at(update, 6, config) for update in range(6)] == pytest.approx(expected)
 
 
+MEGATRON_WSD = {
+    "linear": lambda share: 1 - share,
+    "cosine": lambda share: 0.5 * (math.cos(math.pi * share) + 1),
+    "exponential": lambda share: 2 * math.pow(0.5, share) - 1,
+    "minus_sqrt": lambda share: 1 - math.sqrt(share),
+}
+"""Megatron's coefficients of WSD by the share of the fall that is over."""
+
+
+@pytest.mark.parametrize("style", MEGATRON_WSD)
+def test_wsd_stays_at_its_peak_and_falls_over_the_last_updates_as_megatrons(style: str) -> None:
+    config = OptimisationConfig(steps=12, learning_rate=1.0, schedule="wsd", warmup_updates=2, wsd_decay_updates=4,
+                                wsd_decay=style, min_learning_rate_ratio=0.1)  # fmt: skip
+    falling = [0.1 + 0.9 * MEGATRON_WSD[style](number / 4) for number in range(1, 5)]
+
+    rates = [learning_rate_at(update, 12, config) for update in range(12)]
+
+    assert rates == pytest.approx([0.5, 1.0, *[1.0] * 6, *falling])
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_inverse_sqrt_falls_from_the_warm_ups_end_to_its_floor(warmup: int) -> None:
+    config = OptimisationConfig(steps=40, learning_rate=2.0, schedule="inverse_sqrt", warmup_updates=warmup,
+                                min_learning_rate_ratio=0.2)  # fmt: skip
+
+    for update in range(warmup, 40):
+        expected = max(0.4, 2.0 * math.sqrt(max(warmup, 1)) / math.sqrt(update + 1))
+        assert learning_rate_at(update, 40, config) == pytest.approx(expected)
+
+
+def test_a_fall_ends_where_it_is_said_to_and_stays_there() -> None:
+    config = OptimisationConfig(steps=8, learning_rate=1.0, schedule="linear", warmup_updates=1, decay_updates=5,
+                                min_learning_rate_ratio=0.2)  # fmt: skip
+
+    rates = [learning_rate_at(update, 8, config) for update in range(8)]
+
+    assert rates == pytest.approx([1.0, 1.0, 1 - 0.8 / 3, 1 - 1.6 / 3, 0.2, 0.2, 0.2, 0.2])
+
+
+def test_warm_up_rises_from_its_start() -> None:
+    config = OptimisationConfig(steps=5, learning_rate=1.0, warmup_updates=4, warmup_start_ratio=0.2)
+
+    rates = [learning_rate_at(update, 5, config) for update in range(5)]
+
+    assert rates == pytest.approx([0.4, 0.6, 0.8, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [({"decay_updates": 5}, "decay_updates"), ({"schedule": "inverse_sqrt", "decay_updates": 5}, "decay_updates"),
+     ({"schedule": "wsd"}, "wsd_decay_updates"), ({"wsd_decay_updates": 5}, "wsd_decay_updates"),
+     ({"wsd_decay": "linear"}, "wsd_decay"), ({"warmup_start_ratio": 0.5}, "warmup_updates"),
+     ({"decay_all": True}, "weight_decay")],
+)  # fmt: skip
+def test_a_key_of_the_schedule_without_effect_is_refused(settings: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=f"optimisation.{named}"):
+        OptimisationConfig(steps=5, **settings)
+
+
+@pytest.mark.parametrize("decays_all", [False, True])
+def test_weight_decay_reaches_biases_where_it_is_to(decays_all: bool) -> None:
+    config = OptimisationConfig(steps=3, learning_rate=0.1, weight_decay=0.5, decay_all=decays_all)
+    layer = a_layer()
+    before = layer.bias.detach().clone()
+    optimizer = PolicyOptimizer(layer.named_parameters(), config, 3)
+
+    optimizer.add_zero()
+    optimizer.update()
+
+    torch.testing.assert_close(layer.bias.detach(), before * (0.95 if decays_all else 1.0))
+
+
 def test_an_update_is_that_of_adamw_with_a_clip() -> None:
     config = OptimisationConfig(steps=3, learning_rate=0.1, weight_decay=0.5, max_grad_norm=1.0)
     layer, plain = a_layer(), a_layer()

@@ -12,7 +12,7 @@ from flotilla.services.gateway.access.caller import GATEWAY, actor
 from flotilla.services.gateway.access.quotas import UNLIMITED
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.records import AuditRecord, TokenRecord
-from flotilla.services.gateway.store.writes import AppendAudit, DeleteToken, PutToken
+from flotilla.services.gateway.store.writes import AppendAudit, DeleteRecord, PutRecord
 from flotilla.shared.clock import Clock
 from flotilla.shared.errors import Conflict, NotFound
 from flotilla.shared.net.authorisation.access import PassKey, Principal, Scope
@@ -174,7 +174,7 @@ class Tokens:
                 quota=None if request.quota is None else request.quota.model_dump(mode="json"),
             )
             facts = {"name": record.name, "scope": record.scope, "expires_at": record.expires_at}
-            change.write(PutToken(record), self._audit(record, "create", facts))
+            change.write(PutRecord(record), self._audit(record, "create", facts))
             change.then(lambda: self._made.__setitem__(record.digest, record))
         return record, token
 
@@ -188,7 +188,7 @@ class Tokens:
             record = next((each for each in self._made.values() if reference in {each.id, each.name}), None)
             if record is None:
                 raise NotFound(f"there is no token {reference!r}")
-            change.write(DeleteToken(record.id), self._audit(record, "revoke", {"name": record.name}))
+            change.write(DeleteRecord(TokenRecord, record.id), self._audit(record, "revoke", {"name": record.name}))
             change.then(lambda: self._made.pop(record.digest, None))
         return record
 
@@ -206,7 +206,9 @@ class Tokens:
         async with self._store.transaction() as change:
             for record in list(self._made.values()):
                 if record.expires_at is not None and record.expires_at <= self._clock.now():
-                    change.write(DeleteToken(record.id), self._audit(record, "expire", {"name": record.name}))
+                    change.write(
+                        DeleteRecord(TokenRecord, record.id), self._audit(record, "expire", {"name": record.name})
+                    )
                     change.then(partial(self._made.pop, record.digest, None))
 
     def all(self) -> list[TokenRecord]:

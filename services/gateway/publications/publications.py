@@ -33,7 +33,7 @@ from flotilla.services.gateway.store.answers import stage_answer
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.records import PublicationRecord
 from flotilla.services.gateway.store.transaction import Transaction
-from flotilla.services.gateway.store.writes import PutPublication
+from flotilla.services.gateway.store.writes import PutRecord
 from flotilla.shared.clock import Clock
 from flotilla.shared.errors import Conflict, NotFound, StalePolicyVersion, Unavailable
 from flotilla.shared.schemas.publication import (
@@ -325,7 +325,7 @@ class Publications:
         """Stage what a publication has come to; memory follows once it is stored."""
         before = change.staged(entry, entry.negotiation)
         change.stage(entry, after)
-        change.write(PutPublication(record_of(experiment.id, after, entry.announced_at, self._clock.now())))
+        change.write(PutRecord(record_of(experiment.id, after, entry.announced_at, self._clock.now())))
         facts = {"version": after.version, "epoch": after.epoch.number, "reason": after.reason}
         if after.phase is PublicationPhase.COMMITTED:
             self._stage_commit(change, experiment, entry, after)

@@ -20,7 +20,7 @@ from flotilla.services.gateway.signals import Signal
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.records import AuditRecord, ExperimentRecord
 from flotilla.services.gateway.store.transaction import Transaction
-from flotilla.services.gateway.store.writes import AppendAudit, DeleteExperiment, PutExperiment
+from flotilla.services.gateway.store.writes import AppendAudit, DeleteExperiment, PutRecord
 from flotilla.shared.checkpoints.folders import CHECKPOINTS, complete
 from flotilla.shared.clock import Clock, rfc3339
 from flotilla.shared.config.load.spec_text import validate_spec
@@ -224,7 +224,7 @@ class ExperimentRepository:
         check_new(record, self._records(), self._quota_of(record.created_by))
         experiment = Experiment(record, spec, self._open_plane)
         change.stage(experiment, record)
-        change.write(PutExperiment(record))
+        change.write(PutRecord(record))
         change.then(lambda: self._experiments.update({record.id: experiment}))
         return experiment
 
@@ -257,7 +257,7 @@ class ExperimentRepository:
             self._on_change(experiment.id)
 
         change.stage(experiment, record)
-        change.write(PutExperiment(record))
+        change.write(PutRecord(record))
         change.then(follow)
         return record
 

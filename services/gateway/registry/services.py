@@ -16,7 +16,7 @@ from flotilla.services.gateway.signals import Signal, fire_in_turn
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.records import ServiceRecord
 from flotilla.services.gateway.store.transaction import Transaction
-from flotilla.services.gateway.store.writes import DeleteService, PutService
+from flotilla.services.gateway.store.writes import DeleteRecord, PutRecord
 from flotilla.shared.clock import Clock, rfc3339
 from flotilla.shared.errors import Conflict, NotFound
 from flotilla.shared.schemas.service import (
@@ -236,7 +236,7 @@ class Registry:
             self._services[service.id] = service
 
         change.stage(service, record)
-        change.write(PutService(record))
+        change.write(PutRecord(record))
         change.then(follow)
         return service
 
@@ -289,7 +289,7 @@ class Registry:
             self._unindex(service)
             service.changed.fire()
 
-        change.write(DeleteService(service_id))
+        change.write(DeleteRecord(ServiceRecord, service_id))
         change.then(follow)
         return service
 
@@ -311,7 +311,7 @@ class Registry:
             service.changed.fire()
 
         change.stage(service, record)
-        change.write(PutService(record))
+        change.write(PutRecord(record))
         change.then(follow)
 
     def _index(self, service: LiveService) -> None:
@@ -339,7 +339,7 @@ class Registry:
             service.record = record
             service.changed.fire()
 
-        change.write(PutService(record))
+        change.write(PutRecord(record))
         change.then(follow)
 
     def notice(self, reason: str, seconds: float) -> Notice:

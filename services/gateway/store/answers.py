@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from flotilla.services.gateway.store.records import StoredAnswer
 from flotilla.services.gateway.store.transaction import Transaction
-from flotilla.services.gateway.store.writes import PutAnswer
+from flotilla.services.gateway.store.writes import PutRecord
 
 JSON = "application/json"
 
@@ -38,7 +38,7 @@ class AwaitedAnswer:
 
     def stage(self, change: Transaction, view: BaseModel) -> None:
         """Store a success with what it tells of."""
-        change.write(PutAnswer(self.of(self._status(), JSON, view.model_dump_json())))
+        change.write(PutRecord(self.of(self._status(), JSON, view.model_dump_json())))
         change.then(self._set_stored)
 
     def _set_stored(self) -> None:

@@ -21,16 +21,12 @@ from flotilla.services.gateway.store.writes import (
     DeleteAnswers,
     DeleteCheckpoints,
     DeleteExperiment,
-    DeleteService,
-    DeleteToken,
-    PutAnswer,
+    DeleteRecord,
     PutCheckpoint,
-    PutExperiment,
     PutMetrics,
-    PutPublication,
-    PutService,
-    PutToken,
+    PutRecord,
     PutWindow,
+    Record,
     Write,
 )
 from flotilla.shared.clock import rfc3339
@@ -67,16 +63,12 @@ class MemoryStore(TransactionalStore):
     def do(self, write: Write) -> Event | None:
         """Do one write of a transaction; return its event, if it is one."""
         match write:
-            case PutExperiment(record):
-                self._experiments[record.id] = record
+            case PutRecord(record):
+                self._put(record)
+            case DeleteRecord(kind, key):
+                (self._services if kind is ServiceRecord else self._tokens).pop(key, None)
             case DeleteExperiment(experiment_id):
                 self._delete_experiment(experiment_id)
-            case PutService(service):
-                self._services[service.id] = service
-            case DeleteService(service_id):
-                self._services.pop(service_id, None)
-            case PutPublication(publication):
-                self._publications[publication.experiment_id, publication.version] = publication
             case PutMetrics(experiment_id, points):
                 for point in points:
                     self._metrics[experiment_id, point.name, point.step] = (self._next(), point)
@@ -89,28 +81,36 @@ class MemoryStore(TransactionalStore):
             case PutCheckpoint(experiment_id, checkpoint):
                 self._checkpoints[experiment_id, checkpoint.step] = checkpoint
             case DeleteCheckpoints(experiment_id, after):
-                kept = {
-                    key: view for key, view in self._checkpoints.items() if key[0] != experiment_id or key[1] <= after
-                }
-                self._checkpoints = kept
+                self._delete_checkpoints(experiment_id, after)
             case PutWindow(experiment_id, name, data):
                 # As JSON, like the database: what differs after a restart differs here.
                 self._windows[experiment_id, name] = json.dumps(data)
-            case PutToken(token):
-                self._tokens[token.id] = token
-            case DeleteToken(token_id):
-                self._tokens.pop(token_id, None)
-            case PutAnswer(answer):
-                self._answers[answer.key] = answer
             case DeleteAnswers(earliest):
                 self._answers = {key: answer for key, answer in self._answers.items() if answer.at >= earliest}
             case _:
                 assert_never(write)
         return None
 
+    def _put(self, record: Record) -> None:
+        match record:
+            case ExperimentRecord():
+                self._experiments[record.id] = record
+            case ServiceRecord():
+                self._services[record.id] = record
+            case PublicationRecord():
+                self._publications[record.experiment_id, record.version] = record
+            case TokenRecord():
+                self._tokens[record.id] = record
+            case StoredAnswer():
+                self._answers[record.key] = record
+
     def _next(self) -> int:
         self._sequence += 1
         return self._sequence
+
+    def _delete_checkpoints(self, experiment_id: str, after: int) -> None:
+        later = [key for key in self._checkpoints if key[0] == experiment_id and key[1] > after]
+        self._checkpoints = {key: view for key, view in self._checkpoints.items() if key not in later}
 
     def _delete_experiment(self, experiment_id: str) -> None:
         self._experiments.pop(experiment_id, None)

@@ -40,16 +40,12 @@ from flotilla.services.gateway.store.writes import (
     DeleteAnswers,
     DeleteCheckpoints,
     DeleteExperiment,
-    DeleteService,
-    DeleteToken,
-    PutAnswer,
+    DeleteRecord,
     PutCheckpoint,
-    PutExperiment,
     PutMetrics,
-    PutPublication,
-    PutService,
-    PutToken,
+    PutRecord,
     PutWindow,
+    Record,
     Write,
 )
 from flotilla.shared.errors import FlotillaError, InvalidRequest, Unavailable
@@ -62,6 +58,13 @@ CONNECT_SECONDS = 10
 UPGRADE_SECONDS = 900.0
 ONLY = 1
 """Key of the one row that names the last transaction."""
+TABLES: Mapping[type[Record], Table] = {
+    ExperimentRecord: tables.experiments,
+    ServiceRecord: tables.services,
+    PublicationRecord: tables.publications,
+    TokenRecord: tables.tokens,
+    StoredAnswer: tables.idempotency,
+}
 ONE_VALUE = (tables.metrics.c.experiment_id, tables.metrics.c.name, tables.metrics.c.step)
 """No two rows of metrics have the same."""
 log = logging.getLogger(__name__)
@@ -322,25 +325,21 @@ class SqlStore(TransactionalStore):
 def _do(connection: Connection, write: Write) -> Event | None:
     """Do one write of a transaction; return its event, if it is one."""
     match write:
-        case PutExperiment(record):
-            _put(connection, tables.experiments, row_of(record))
+        case PutRecord(record):
+            _put(connection, TABLES[type(record)], row_of(record))
+        case DeleteRecord(kind, key):
+            connection.execute(sa.delete(TABLES[kind]).where(TABLES[kind].c.id == key))
         case DeleteExperiment(experiment_id):
             for table in (tables.publications, tables.metrics, tables.events, tables.checkpoints, tables.windows):
                 connection.execute(sa.delete(table).where(table.c.experiment_id == experiment_id))
             connection.execute(sa.delete(tables.experiments).where(tables.experiments.c.id == experiment_id))
-        case PutService(service):
-            _put(connection, tables.services, row_of(service))
-        case DeleteService(service_id):
-            connection.execute(sa.delete(tables.services).where(tables.services.c.id == service_id))
-        case PutPublication(publication):
-            _put(connection, tables.publications, row_of(publication))
         case PutMetrics(experiment_id, points):
             _put_metrics(connection, experiment_id, points)
         case AppendEvent(experiment_id, kind, at, data):
             row = {"experiment_id": experiment_id, "type": kind, "at": at, "data": dict(data)}
-            key = connection.execute(sa.insert(tables.events).values(row)).inserted_primary_key
-            assert key is not None
-            return event_of(int(key[0]), kind, at, data)
+            made = connection.execute(sa.insert(tables.events).values(row)).inserted_primary_key
+            assert made is not None
+            return event_of(int(made[0]), kind, at, data)
         case AppendAudit(audit):
             connection.execute(sa.insert(tables.audit).values(row_of(audit)))
         case PutCheckpoint(experiment_id, checkpoint):
@@ -350,12 +349,6 @@ def _do(connection: Connection, write: Write) -> Event | None:
             connection.execute(sa.delete(table).where(table.c.experiment_id == experiment_id, table.c.step > after))
         case PutWindow(experiment_id, name, data):
             _put(connection, tables.windows, {"experiment_id": experiment_id, "name": name, "data": _plain(data)})
-        case PutToken(token):
-            _put(connection, tables.tokens, row_of(token))
-        case DeleteToken(token_id):
-            connection.execute(sa.delete(tables.tokens).where(tables.tokens.c.id == token_id))
-        case PutAnswer(answer):
-            _put(connection, tables.idempotency, row_of(answer))
         case DeleteAnswers(before):
             connection.execute(sa.delete(tables.idempotency).where(tables.idempotency.c.at < before))
         case _:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from flotilla.services.gateway.store.records import StoredAnswer
-from flotilla.services.gateway.store.writes import AppendEvent, DeleteAnswers, PutAnswer, PutMetrics, Write
+from flotilla.services.gateway.store.writes import AppendEvent, DeleteAnswers, PutMetrics, PutRecord, Write
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.schemas.experiment import Event, MetricPoint
 
@@ -111,7 +111,7 @@ class TransactionalStore(ABC):
 
     async def put_answer(self, answer: StoredAnswer) -> None:
         """Keep the answer to an idempotency key."""
-        await self._apply_one(PutAnswer(answer))
+        await self._apply_one(PutRecord(answer))
 
     async def delete_answers(self, before: float) -> None:
         """Forget answers older than ``before``, seconds since the epoch."""

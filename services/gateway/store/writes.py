@@ -14,12 +14,22 @@ from flotilla.services.gateway.store.records import (
 )
 from flotilla.shared.schemas.experiment import CheckpointView, MetricPoint
 
+Record = ExperimentRecord | ServiceRecord | PublicationRecord | TokenRecord | StoredAnswer
+
 
 @dataclass(frozen=True, slots=True)
-class PutExperiment:
-    """Insert or replace by id."""
+class PutRecord:
+    """Insert or replace: a publication by experiment and version, an answer by its key, others by id."""
 
-    record: ExperimentRecord
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteRecord:
+    """Delete one; deleting it again does nothing."""
+
+    kind: type[ServiceRecord] | type[TokenRecord]
+    id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,27 +37,6 @@ class DeleteExperiment:
     """Delete it with its publications, metrics, events, checkpoints and windows; the audit trail stays."""
 
     experiment_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class PutService:
-    """Insert or replace by id."""
-
-    record: ServiceRecord
-
-
-@dataclass(frozen=True, slots=True)
-class DeleteService:
-    """Delete one; deleting it again does nothing."""
-
-    service_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class PutPublication:
-    """Insert or replace by experiment and version."""
-
-    record: PublicationRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,27 +90,6 @@ class PutWindow:
 
 
 @dataclass(frozen=True, slots=True)
-class PutToken:
-    """Insert or replace by id."""
-
-    token: TokenRecord
-
-
-@dataclass(frozen=True, slots=True)
-class DeleteToken:
-    """Delete one; deleting it again does nothing."""
-
-    token_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class PutAnswer:
-    """Keep the answer to an idempotency key."""
-
-    answer: StoredAnswer
-
-
-@dataclass(frozen=True, slots=True)
 class DeleteAnswers:
     """Forget answers older than ``before``, in seconds since the epoch."""
 
@@ -129,19 +97,14 @@ class DeleteAnswers:
 
 
 Write = (
-    PutExperiment
+    PutRecord
+    | DeleteRecord
     | DeleteExperiment
-    | PutService
-    | DeleteService
-    | PutPublication
     | PutMetrics
     | AppendEvent
     | AppendAudit
     | PutCheckpoint
     | DeleteCheckpoints
     | PutWindow
-    | PutToken
-    | DeleteToken
-    | PutAnswer
     | DeleteAnswers
 )

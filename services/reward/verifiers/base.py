@@ -1,5 +1,6 @@
 """What every verifier is, and how one that only compares text is made of a pure function."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
@@ -20,6 +21,21 @@ class Verifier(Protocol):
 
     async def aclose(self) -> None:
         """Release processes and connections. Nothing may be graded afterwards."""
+
+
+class SampleVerifier(ABC):
+    """A verifier that looks at one sample after the other, computes little and holds nothing."""
+
+    @abstractmethod
+    def grade(self, sample: GradingSample) -> Grade:
+        """Grade one sample."""
+
+    async def score(self, samples: Sequence[GradingSample]) -> list[Grade]:
+        """Grade each sample."""
+        return [self.grade(sample) for sample in samples]
+
+    async def aclose(self) -> None:  # noqa: B027  another one that holds something may say so
+        """Nothing is held."""
 
 
 @runtime_checkable

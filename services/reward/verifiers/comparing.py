@@ -10,13 +10,16 @@ from collections.abc import Mapping, Sequence
 from flotilla.services.reward.verifiers.base import NO_LABEL, verdict
 from flotilla.shared.children.calls import CallProcess
 from flotilla.shared.children.last_words import unheard
-from flotilla.shared.config.sections.reward import ComparedConfig
+from flotilla.shared.children.processes import python_module
+from flotilla.shared.config.sections.reward import ComparedConfig, JsonSchemaConfig, MathConfig, RegexConfig
 from flotilla.shared.errors import DeadlineExceeded, FlotillaError, GradingFailed, InvalidSpec
 from flotilla.shared.schemas.grading import Grade, GradingSample
 
 START_SECONDS = 60.0
 """The child's imports take seconds on a busy machine; they do not count against a sample's time."""
 MAX_LINE_BYTES = 1 << 20
+MATH_WORKER = python_module("flotilla.services.reward.verifiers.math_worker")
+TEXT_WORKER = python_module("flotilla.services.reward.verifiers.text_worker")
 
 
 class ComparingVerifier:
@@ -98,3 +101,31 @@ class ComparingVerifier:
         except DeadlineExceeded:
             raise GradingFailed(f"the comparison took longer than {seconds:g} s") from None
         return found
+
+
+class RegexVerifier(ComparingVerifier):
+    """Right is what matches the pattern: that of the section, else the label."""
+
+    def __init__(self, config: RegexConfig) -> None:
+        options = {"pattern": config.pattern, "whole": config.whole, "ignore_case": config.ignore_case}
+        super().__init__(config, TEXT_WORKER, config.kind, needs_label=config.pattern is None, options=options)
+
+
+class JsonSchemaVerifier(ComparingVerifier):
+    """Right is JSON that the schema allows: that of the section, else the label."""
+
+    def __init__(self, config: JsonSchemaConfig) -> None:
+        options = {"json_schema": config.json_schema}
+        super().__init__(config, TEXT_WORKER, config.kind, needs_label=config.json_schema is None, options=options)
+
+
+class MathVerifier(ComparingVerifier):
+    """Compares by math-verify.
+
+    Args:
+        config: the component's section.
+        command: how to start the child; another one only in tests.
+    """
+
+    def __init__(self, config: MathConfig, command: Sequence[str] = MATH_WORKER) -> None:
+        super().__init__(config, command)

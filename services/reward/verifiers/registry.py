@@ -1,49 +1,26 @@
 """From the reward section of a spec to one verifier that grades by all its components."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 
 from flotilla.services.reward.remote import Callbacks, RemoteVerifier
-from flotilla.services.reward.verifiers.agent import AgentVerifier
 from flotilla.services.reward.verifiers.base import AsksServer, Verifier
-from flotilla.services.reward.verifiers.choice import ChoiceVerifier
 from flotilla.services.reward.verifiers.code import CodeVerifier
-from flotilla.services.reward.verifiers.constant import ConstantVerifier
+from flotilla.services.reward.verifiers.comparing import JsonSchemaVerifier, MathVerifier, RegexVerifier
 from flotilla.services.reward.verifiers.custom_process import CustomProcessVerifier
-from flotilla.services.reward.verifiers.environment import EnvironmentVerifier
-from flotilla.services.reward.verifiers.exact import ExactVerifier
-from flotilla.services.reward.verifiers.format import FormatVerifier
+from flotilla.services.reward.verifiers.given import AgentVerifier, ConstantVerifier, EnvironmentVerifier
 from flotilla.services.reward.verifiers.ifeval import IfevalVerifier
 from flotilla.services.reward.verifiers.judge import JudgeVerifier
-from flotilla.services.reward.verifiers.math import MathVerifier
-from flotilla.services.reward.verifiers.numeric import NumericVerifier
+from flotilla.services.reward.verifiers.matching import ChoiceVerifier, ExactVerifier, FormatVerifier, NumericVerifier
 from flotilla.services.reward.verifiers.reward_model import RewardModelVerifier
-from flotilla.services.reward.verifiers.text import JsonSchemaVerifier, RegexVerifier
 from flotilla.services.reward.verifiers.verl import CODE_CASES, VerlDefaultVerifier
+from flotilla.shared.config.sections import reward as sections
 from flotilla.shared.config.sections.judge import JudgeConfig
-from flotilla.shared.config.sections.reward import (
-    AgentRewardConfig,
-    ChoiceConfig,
-    CodeConfig,
-    Component,
-    ConstantConfig,
-    CustomConfig,
-    EnvironmentRewardConfig,
-    ExactConfig,
-    FormatConfig,
-    IfevalConfig,
-    JsonSchemaConfig,
-    MathConfig,
-    NumericConfig,
-    RegexConfig,
-    RemoteConfig,
-    RewardConfig,
-    VerlDefaultConfig,
-)
 from flotilla.shared.config.sections.reward_model import RewardModelConfig
 from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
 from flotilla.shared.errors import InvalidSpec
@@ -91,64 +68,63 @@ def new_client() -> httpx.AsyncClient:
     )
 
 
-def build_component(config: Component, surroundings: Surroundings) -> Verifier:
+def build_component(config: sections.Component, surroundings: Surroundings) -> Verifier:
     """Make the verifier of one component.
 
     Raises:
         InvalidSpec: a custom file cannot be loaded, a secret is not set, or there is no sandbox to run code.
         ModelError: a hub's reward model is not on this machine.
     """
+    if (made := OF_CONFIG_ALONE.get(type(config))) is not None:
+        return made(config)
     match config:
-        case ExactConfig():
-            return ExactVerifier(config)
-        case NumericConfig():
-            return NumericVerifier(config)
-        case MathConfig():
-            return MathVerifier(config)
-        case RegexConfig():
-            return RegexVerifier(config)
-        case JsonSchemaConfig():
-            return JsonSchemaVerifier(config)
-        case ChoiceConfig():
-            return ChoiceVerifier(config)
-        case FormatConfig():
-            return FormatVerifier(config)
-        case IfevalConfig():
-            return IfevalVerifier(config)
-        case CustomConfig():
+        case sections.CustomConfig():
             return CustomProcessVerifier(config, surroundings.places)
-        case CodeConfig():
+        case sections.CodeConfig():
             return _code(config, surroundings)
-        case VerlDefaultConfig():
-            code = _code(CodeConfig(max_cases=CODE_CASES), surroundings) if config.runs_code else None
-            return VerlDefaultVerifier(config, MathVerifier(MathConfig()), code)
-        case EnvironmentRewardConfig():
-            return EnvironmentVerifier()
-        case ConstantConfig():
-            return ConstantVerifier(config)
+        case sections.VerlDefaultConfig():
+            code = _code(sections.CodeConfig(max_cases=CODE_CASES), surroundings) if config.runs_code else None
+            return VerlDefaultVerifier(config, MathVerifier(sections.MathConfig()), code)
         case JudgeConfig():
             key = secret_of(config.api_key_env, "api_key_env", surroundings)
             return JudgeVerifier(config, new_client(), key, private=surroundings.grader_networks)
         case RewardModelConfig():
             return RewardModelVerifier(config, model_directory(config.model))
-        case AgentRewardConfig():
+        case sections.AgentRewardConfig():
             if surroundings.mailbox is None:
                 raise InvalidSpec("a reward component of kind agent needs the data plane of an experiment")
             return AgentVerifier(surroundings.mailbox)
-        case RemoteConfig():
-            secret = secret_of(config.secret_env, "secret_env", surroundings)
-            networks = surroundings.grader_networks
-            callbacks = None
-            if surroundings.mailbox is not None and surroundings.gateway_url is not None:
-                callbacks = Callbacks(surroundings.mailbox, surroundings.gateway_url)
-            if config.callback_seconds is not None and callbacks is None:
-                raise InvalidSpec("callback_seconds needs a gateway that graders can call")
-            return RemoteVerifier(
-                config, surroundings.experiment, new_client(), secret, callbacks=callbacks, private=networks
-            )
+        case sections.RemoteConfig():
+            return _remote(config, surroundings)
+    raise AssertionError(f"no verifier is made of a {type(config).__name__}")
 
 
-def _code(config: CodeConfig, surroundings: Surroundings) -> CodeVerifier:
+OF_CONFIG_ALONE: Mapping[type[sections.Component], Callable[[Any], Verifier]] = {
+    sections.ExactConfig: ExactVerifier,
+    sections.NumericConfig: NumericVerifier,
+    sections.MathConfig: MathVerifier,
+    sections.RegexConfig: RegexVerifier,
+    sections.JsonSchemaConfig: JsonSchemaVerifier,
+    sections.ChoiceConfig: ChoiceVerifier,
+    sections.FormatConfig: FormatVerifier,
+    sections.IfevalConfig: IfevalVerifier,
+    sections.ConstantConfig: ConstantVerifier,
+    sections.EnvironmentRewardConfig: lambda _: EnvironmentVerifier(),
+}
+
+
+def _remote(config: sections.RemoteConfig, surroundings: Surroundings) -> RemoteVerifier:
+    secret = secret_of(config.secret_env, "secret_env", surroundings)
+    callbacks = None
+    if surroundings.mailbox is not None and surroundings.gateway_url is not None:
+        callbacks = Callbacks(surroundings.mailbox, surroundings.gateway_url)
+    if config.callback_seconds is not None and callbacks is None:
+        raise InvalidSpec("callback_seconds needs a gateway that graders can call")
+    client, networks = new_client(), surroundings.grader_networks
+    return RemoteVerifier(config, surroundings.experiment, client, secret, callbacks=callbacks, private=networks)
+
+
+def _code(config: sections.CodeConfig, surroundings: Surroundings) -> CodeVerifier:
     if surroundings.sandbox_url is None:
         raise InvalidSpec("a reward component that runs code needs a sandbox service, and the fleet has none")
     url, token = surroundings.sandbox_url, surroundings.sandbox_token
@@ -169,7 +145,7 @@ def secret_of(name: str | None, key: str, surroundings: Surroundings) -> str | N
     return secret
 
 
-def build_verifier(config: RewardConfig, surroundings: Surroundings) -> "CombinedVerifier":
+def build_verifier(config: sections.RewardConfig, surroundings: Surroundings) -> "CombinedVerifier":
     """Make the verifier of a whole reward section.
 
     Raises:
@@ -181,7 +157,7 @@ def build_verifier(config: RewardConfig, surroundings: Surroundings) -> "Combine
 class CombinedVerifier:
     """Grades by several components; the reward is the weighted sum over those that scored the sample."""
 
-    def __init__(self, parts: Sequence[tuple[Component, Verifier]]) -> None:
+    def __init__(self, parts: Sequence[tuple[sections.Component, Verifier]]) -> None:
         self._parts = list(parts)
 
     async def score(self, samples: Sequence[GradingSample]) -> list[Grade]:
@@ -216,7 +192,9 @@ class CombinedVerifier:
                 stack.push_async_callback(verifier.aclose)
 
 
-async def _score_routed(config: Component, verifier: Verifier, samples: Sequence[GradingSample]) -> list[Grade]:
+async def _score_routed(
+    config: sections.Component, verifier: Verifier, samples: Sequence[GradingSample]
+) -> list[Grade]:
     """Grade the samples whose data source the component is for; abstain from the others."""
     chosen = [
         index
@@ -229,7 +207,7 @@ async def _score_routed(config: Component, verifier: Verifier, samples: Sequence
     return grades
 
 
-def combine(parts: Sequence[tuple[Component, Grade]]) -> Grade:
+def combine(parts: Sequence[tuple[sections.Component, Grade]]) -> Grade:
     """Join one sample's grades.
 
     Returns:

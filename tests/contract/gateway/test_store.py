@@ -27,15 +27,10 @@ from flotilla.services.gateway.store.writes import (
     AppendEvent,
     DeleteCheckpoints,
     DeleteExperiment,
-    DeleteService,
-    DeleteToken,
-    PutAnswer,
+    DeleteRecord,
     PutCheckpoint,
-    PutExperiment,
     PutMetrics,
-    PutPublication,
-    PutService,
-    PutToken,
+    PutRecord,
     PutWindow,
     Write,
 )
@@ -68,9 +63,9 @@ async def test_experiments_come_back_as_they_were_oldest_first(store: Store) -> 
     young = a_record("b", created_at=2.0)
     old = a_record("c", created_at=1.0, problem={"component": "x", "cause": "y", "at": "z"}, final_ledger={"n": [1]})
     for record in (young, old):
-        await store.apply([PutExperiment(record)])
+        await store.apply([PutRecord(record)])
 
-    await store.apply([PutExperiment(replace(young, state=ExperimentState.RUNNING, step=7, evaluated_version=0))])
+    await store.apply([PutRecord(replace(young, state=ExperimentState.RUNNING, step=7, evaluated_version=0))])
 
     changed = replace(young, state=ExperimentState.RUNNING, step=7, evaluated_version=0)
     found = await store.experiments()
@@ -83,29 +78,29 @@ async def test_experiments_and_services_come_in_the_order_of_their_numbers(
 ) -> None:
     records = [a_record("first", number=1, created_at=9.0), a_record("then", number=2, created_at=1.0)]
     services = [replace(SERVICE, number=1, registered_at=9.0), replace(SERVICE, id="s0", number=2, registered_at=1.0)]
-    await store.apply([PutExperiment(record) for record in reversed(records)])
-    await store.apply([PutService(record) for record in reversed(services)])
+    await store.apply([PutRecord(record) for record in reversed(records)])
+    await store.apply([PutRecord(record) for record in reversed(services)])
 
     assert await store.experiments() == records
     assert await store.services() == services
 
 
 async def test_services_come_back_until_they_are_deleted(store: Store) -> None:
-    await store.apply([PutService(SERVICE)])
-    await store.apply([PutService(replace(SERVICE, experiment_id="a", is_draining=True, notice_ends_at=1.7e9 + 0.1))])
+    await store.apply([PutRecord(SERVICE)])
+    await store.apply([PutRecord(replace(SERVICE, experiment_id="a", is_draining=True, notice_ends_at=1.7e9 + 0.1))])
     assert await store.services() == [replace(SERVICE, experiment_id="a", is_draining=True, notice_ends_at=1.7e9 + 0.1)]
 
-    await store.apply([DeleteService("s1")])
-    await store.apply([DeleteService("s1")])
+    await store.apply([DeleteRecord(ServiceRecord, "s1")])
+    await store.apply([DeleteRecord(ServiceRecord, "s1")])
     assert await store.services() == []
 
 
 async def test_publications_are_kept_by_version(store: Store) -> None:
     second = replace(PUBLICATION, version=2, rendezvous={"host": "h", "port": 1, "epoch": 3, "world_size": 2})
     for record in (second, PUBLICATION, replace(PUBLICATION, experiment_id="b")):
-        await store.apply([PutPublication(record)])
+        await store.apply([PutRecord(record)])
     committed = replace(PUBLICATION, phase="committed", ended_at=2.0, reason="why")
-    await store.apply([PutPublication(committed)])
+    await store.apply([PutRecord(committed)])
 
     assert await store.publications("a") == [committed, second]
     assert await store.publication("a", 2) == second
@@ -176,7 +171,7 @@ async def test_ids_do_not_return_after_a_deletion(store: Store) -> None:
 
 
 async def test_the_audit_trail_is_newest_first_and_survives_its_resource(store: Store) -> None:
-    await store.apply([PutExperiment(a_record("a"))])
+    await store.apply([PutRecord(a_record("a"))])
     for n, action in enumerate(["create", "start", "delete"]):
         await store.apply([AppendAudit(AuditRecord(float(n), action, "experiments/a", {"n": n}))])
     await store.apply([AppendAudit(AuditRecord(9.0, "create", "experiments/b"))])
@@ -200,8 +195,8 @@ async def test_checkpoints_are_kept_by_step(store: Store) -> None:
 
 async def test_a_deleted_experiment_takes_everything_of_its_own_with_it(store: Store) -> None:
     for experiment_id in ("a", "b"):
-        await store.apply([PutExperiment(a_record(experiment_id))])
-        await store.apply([PutPublication(replace(PUBLICATION, experiment_id=experiment_id))])
+        await store.apply([PutRecord(a_record(experiment_id))])
+        await store.apply([PutRecord(replace(PUBLICATION, experiment_id=experiment_id))])
         await store.put_metrics(experiment_id, [a_point("loss", 1, 1.0)])
         await store.append_event(experiment_id, "kind", 0.0, {})
         await store.apply([PutCheckpoint(experiment_id, CheckpointView(step=1, version=1, path="/c", at="now"))])
@@ -234,10 +229,10 @@ async def test_answers_to_idempotency_keys_are_kept_until_they_are_old(store: St
 async def test_tokens_are_kept_until_they_are_deleted(store: Store) -> None:
     one = TokenRecord("1", "ci", "reader", None, "e", None, "d" * 64, 1.0, 2.5, "operator")
     other = TokenRecord("2", "gpu", "service", "rollout", None, None, "e" * 64, 0.5, None, "operator")
-    await store.apply([PutToken(one), PutToken(other)])
+    await store.apply([PutRecord(one), PutRecord(other)])
     assert await store.tokens() == [other, one]
 
-    await store.apply([DeleteToken("2"), DeleteToken("2")])
+    await store.apply([DeleteRecord(TokenRecord, "2"), DeleteRecord(TokenRecord, "2")])
 
     assert await store.tokens() == [one]
 
@@ -269,16 +264,16 @@ NO_WRITE = cast(Write, object())
 
 
 async def test_writes_that_belong_together_are_stored_all_or_not_at_all(store: Store) -> None:
-    await store.apply([PutExperiment(a_record("a")), AppendEvent("a", "first", 0.0, {})])
+    await store.apply([PutRecord(a_record("a")), AppendEvent("a", "first", 0.0, {})])
     writes: list[Write] = [
-        PutExperiment(a_record("a", step=7)),
-        PutExperiment(a_record("b")),
-        PutService(SERVICE),
-        PutPublication(PUBLICATION),
+        PutRecord(a_record("a", step=7)),
+        PutRecord(a_record("b")),
+        PutRecord(SERVICE),
+        PutRecord(PUBLICATION),
         PutMetrics("a", [a_point("loss", 1, 0.5)]),
         AppendAudit(AuditRecord(0.0, "create", "experiments/a")),
         PutCheckpoint("a", CheckpointView(step=1, version=1, path="/c", at="now")),
-        PutAnswer(StoredAnswer("k", "d", 200, "application/json", "{}", 1.0)),
+        PutRecord(StoredAnswer("k", "d", 200, "application/json", "{}", 1.0)),
         AppendEvent("a", "second", 0.0, {}),
         DeleteExperiment("a"),
     ]
@@ -301,18 +296,18 @@ async def test_writes_that_belong_together_are_stored_all_or_not_at_all(store: S
 async def test_memory_follows_what_is_stored_and_nothing_else(store: Store) -> None:
     memory: list[str] = []
     async with store.transaction() as change:
-        change.write(PutExperiment(a_record("a")))
+        change.write(PutRecord(a_record("a")))
         change.then(lambda: memory.append("a"))
         assert memory == []
     assert memory == ["a"]
 
     with pytest.raises(AssertionError):
         async with store.transaction() as change:
-            change.write(PutExperiment(a_record("b")), NO_WRITE)
+            change.write(PutRecord(a_record("b")), NO_WRITE)
             change.then(lambda: memory.append("b"))
     with pytest.raises(ZeroDivisionError):
         async with store.transaction() as change:
-            change.write(PutExperiment(a_record("c")))
+            change.write(PutRecord(a_record("c")))
             change.then(lambda: memory.append("c"))
             raise ZeroDivisionError
 
@@ -333,7 +328,7 @@ async def test_changes_take_turns_and_one_that_is_staged_is_seen_by_the_next(sto
                 nonlocal memory
                 memory = found
 
-            change.write(PutExperiment(a_record("a", step=found)))
+            change.write(PutRecord(a_record("a", step=found)))
             change.then(follow)
 
     await asyncio.gather(*(count() for _ in range(5)))
@@ -347,7 +342,7 @@ async def test_a_change_whose_caller_is_cancelled_is_stored_and_memory_follows(s
 
     async def change_it() -> None:
         async with store.transaction() as change:
-            change.write(PutExperiment(a_record("a")))
+            change.write(PutRecord(a_record("a")))
             change.then(lambda: memory.append("a"))
             asyncio.get_running_loop().call_soon(caller.cancel)
 
@@ -396,7 +391,7 @@ async def test_a_service_of_an_earlier_gateways_database_is_read(database_url: s
 
 async def test_a_database_is_opened_again_with_all_that_it_held(database_url: str) -> None:
     first = await SqlStore.open(database_url)
-    await first.apply([PutExperiment(a_record("a"))])
+    await first.apply([PutRecord(a_record("a"))])
     await first.close()
 
     second = await SqlStore.open(database_url)
@@ -414,7 +409,7 @@ async def test_a_database_that_a_gateway_works_on_is_refused_to_another_until_th
 
     with pytest.raises(Unavailable, match="another gateway works on this database") as refused:
         await SqlStore.open(database_url)
-    await first.apply([PutExperiment(a_record("a"))])
+    await first.apply([PutRecord(a_record("a"))])
     await first.close()
 
     second = await SqlStore.open(database_url)
@@ -438,11 +433,11 @@ async def test_who_has_lost_the_lock_of_a_postgresql_database_writes_nothing(
     second = await opened_soon(url)
 
     with pytest.raises(Unavailable, match="another gateway works on this database"):
-        await first.apply([PutExperiment(a_record("a"))])
+        await first.apply([PutRecord(a_record("a"))])
 
     assert await second.experiments() == []
     await second.close()
-    await first.apply([PutExperiment(a_record("b"))])
+    await first.apply([PutRecord(a_record("b"))])
     assert [record.id for record in await first.experiments()] == ["b"]
     await first.close()
 

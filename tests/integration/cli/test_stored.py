@@ -11,7 +11,7 @@ import pytest
 from flotilla.cli.__main__ import main
 from flotilla.cli.exit_codes import ExitCode
 from flotilla.services.gateway.store.sql import SqlStore
-from flotilla.services.gateway.store.writes import PutCheckpoint, PutExperiment, PutMetrics, PutWindow, Write
+from flotilla.services.gateway.store.writes import PutCheckpoint, PutMetrics, PutRecord, PutWindow, Write
 from flotilla.services.gateway.uploads.uploader import WINDOW
 from flotilla.shared.config.sections.samples import SamplesConfig
 from flotilla.shared.samples.folder import SampleFolder
@@ -36,7 +36,7 @@ def a_run(path: Path, name: str = "tiny-1", **changes: Any) -> Path:
     ]
     made = CheckpointView(step=2, version=2, path="/before/checkpoints/step-00000002", at="2026-01-01T00:00:00Z")
     record = a_record(name, directory="/before", **(usual | changes))
-    asyncio.run(store_in(data, [PutExperiment(record), PutMetrics(name, points), PutCheckpoint(name, made)]))
+    asyncio.run(store_in(data, [PutRecord(record), PutMetrics(name, points), PutCheckpoint(name, made)]))
     return path
 
 

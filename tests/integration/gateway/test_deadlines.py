@@ -11,7 +11,7 @@ from flotilla.services.gateway.datasets import lengths
 from flotilla.services.gateway.datasets.lengths import LengthProcess
 from flotilla.services.gateway.store import transaction
 from flotilla.services.gateway.store.sql import SqlStore
-from flotilla.services.gateway.store.writes import PutExperiment
+from flotilla.services.gateway.store.writes import PutRecord
 from flotilla.shared.children.blocking import running
 from flotilla.shared.children.calls import CallProcess
 from flotilla.shared.children.processes import reap
@@ -31,7 +31,7 @@ async def test_a_database_that_hangs_is_unavailable_and_what_was_late_is_stored_
 
         with pytest.raises(Unavailable, match=r"did not answer within 0\.1 s"):
             async with store.transaction() as change:
-                change.write(PutExperiment(a_record("late-1")))
+                change.write(PutRecord(a_record("late-1")))
                 change.then(lambda: followed.append("late-1"))
 
     assert followed == []

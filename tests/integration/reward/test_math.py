@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flotilla.services.reward.verifiers.math import MathVerifier
+from flotilla.services.reward.verifiers.comparing import MathVerifier
 from flotilla.shared.config.sections.reward import MathConfig
 from flotilla.shared.schemas.trajectory import GradeStatus
 from tests.unit.reward.builders import a_sample

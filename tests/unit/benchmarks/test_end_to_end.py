@@ -8,7 +8,7 @@ import pytest
 from benchmarks.end_to_end import ACCURACY, lines_of, per_step, row, seconds_to
 from benchmarks.end_to_end_runs import Run
 from benchmarks.plain_rewards import checksum, numeric
-from flotilla.services.reward.verifiers.numeric import NumericVerifier
+from flotilla.services.reward.verifiers.matching import NumericVerifier
 from flotilla.shared.config.sections.reward import NumericConfig
 from flotilla.shared.schemas.grading import GradingSample
 

@@ -13,7 +13,7 @@ from flotilla.services.gateway.routes.diagnosis import diagnosis
 from flotilla.services.gateway.runtime import reconciler
 from flotilla.services.gateway.state import GatewayState
 from flotilla.services.gateway.store.memory import MemoryStore
-from flotilla.services.gateway.store.writes import PutCheckpoint, PutService
+from flotilla.services.gateway.store.writes import PutCheckpoint, PutRecord
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.errors import Conflict, NotFound
 from flotilla.shared.schemas.experiment import CheckpointView, ExperimentState
@@ -436,7 +436,7 @@ async def test_a_record_that_drains_without_an_end_gets_the_usual_notice() -> No
     before = a_gateway(store)
     experiment = await add_experiment(before)
     rollout, observed = await a_working_rollout(before, experiment.id)
-    await store.apply([PutService(replace(before.registry.get(rollout).record, is_draining=True))])
+    await store.apply([PutRecord(replace(before.registry.get(rollout).record, is_draining=True))])
 
     after = a_gateway(store)
     await after.repository.load()

@@ -9,7 +9,7 @@ import pytest
 from flotilla.services.gateway.app import create_app
 from flotilla.services.gateway.state import GatewayState
 from flotilla.services.gateway.store.memory import MemoryStore
-from flotilla.services.gateway.store.writes import PutExperiment
+from flotilla.services.gateway.store.writes import PutRecord
 from flotilla.shared.config.revisions import REVISION
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.service import ServiceKind
@@ -38,7 +38,7 @@ async def gateway() -> GatewayState:
         a_record("later-1", name="later", spec_revision=REVISION + 1, number=7),
         a_record("old-1", spec=an_old_spec(), spec_revision=0, number=4),
     ]
-    await store.apply([PutExperiment(record) for record in records])
+    await store.apply([PutRecord(record) for record in records])
     return await restarted(store)
 
 
@@ -120,7 +120,7 @@ async def test_new_numbers_go_on_after_those_that_cannot_be_used(gateway: Gatewa
 async def test_its_services_are_released() -> None:
     store = MemoryStore()
     before = a_gateway(store)
-    await store.apply([PutExperiment(a_record("refused-1", state=ExperimentState.RUNNING, spec=REFUSED))])
+    await store.apply([PutRecord(a_record("refused-1", state=ExperimentState.RUNNING, spec=REFUSED))])
     service_id = (await before.fleet.register(a_registration(ServiceKind.REWARD, "one"))).service_id
     await before.registry.assign(before.registry.get(service_id), "refused-1")
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from flotilla.services.reward.verifiers.agent import AgentVerifier
+from flotilla.services.reward.verifiers.given import AgentVerifier
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.schemas.trajectory import GradeStatus

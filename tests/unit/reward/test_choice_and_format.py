@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from flotilla.services.reward.verifiers.choice import ChoiceVerifier
-from flotilla.services.reward.verifiers.format import FormatVerifier
+from flotilla.services.reward.verifiers.matching import ChoiceVerifier, FormatVerifier
 from flotilla.shared.config.sections.reward import ChoiceConfig, FormatConfig
 from flotilla.shared.schemas.grading import Grade
 from flotilla.shared.schemas.trajectory import GradeStatus

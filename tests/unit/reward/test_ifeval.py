@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from flotilla.services.reward.verifiers.ifeval import IfevalVerifier
-from flotilla.services.reward.verifiers.ifeval_rules import CHECKS, repetition_penalty
+from flotilla.services.reward.verifiers.ifeval import CHECKS, IfevalVerifier, repetition_penalty
 from flotilla.shared.config.sections.reward import IfevalConfig
 from flotilla.shared.schemas.grading import Grade
 from tests.unit.reward.builders import a_sample

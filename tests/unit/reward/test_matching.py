@@ -3,8 +3,7 @@ from decimal import Decimal
 import pytest
 from pydantic import ValidationError
 
-from flotilla.services.reward.verifiers.exact import ExactVerifier
-from flotilla.services.reward.verifiers.numeric import NumericVerifier, parse_number
+from flotilla.services.reward.verifiers.matching import ExactVerifier, NumericVerifier, parse_number
 from flotilla.shared.config.sections.reward import ExactConfig, NumericConfig
 from flotilla.shared.schemas.trajectory import GradeStatus
 from tests.unit.reward.builders import a_sample

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from flotilla.services.reward.verifiers.comparing import ComparingVerifier
-from flotilla.services.reward.verifiers.text import JsonSchemaVerifier, RegexVerifier
+from flotilla.services.reward.verifiers.comparing import ComparingVerifier, JsonSchemaVerifier, RegexVerifier
 from flotilla.shared.config.sections.reward import ExactConfig, JsonSchemaConfig, RegexConfig
 from flotilla.shared.schemas.grading import Grade
 from flotilla.shared.schemas.trajectory import GradeStatus

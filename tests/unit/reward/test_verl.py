@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flotilla.services.gateway.preflight.checks import evaluation_dataset, train_dataset
-from flotilla.services.reward.verifiers.exact import ExactVerifier
+from flotilla.services.reward.verifiers.matching import ExactVerifier
 from flotilla.services.reward.verifiers.registry import Surroundings, build_verifier
 from flotilla.services.reward.verifiers.verl import VerlDefaultVerifier
 from flotilla.shared.config.sections.reward import ExactConfig, RewardConfig, VerlDefaultConfig

@@ -1,14 +1,10 @@
 """Make the tables."""
 
-from collections.abc import Sequence
-
 import sqlalchemy as sa
 from alembic import op
 
 revision = "0001"
 down_revision = None
-branch_labels: Sequence[str] | None = None
-depends_on: Sequence[str] | None = None
 
 
 def upgrade() -> None:
@@ -135,19 +131,3 @@ def _make_fleet() -> None:
         sa.Column("experiment_id", sa.String(length=96), nullable=True),
         sa.PrimaryKeyConstraint("id"),
     )
-
-
-def downgrade() -> None:
-    """Go back."""
-    op.drop_table("services")
-    op.drop_table("publications")
-    op.drop_index("metrics_in_order", table_name="metrics")
-    op.drop_table("metrics")
-    op.drop_index("idempotency_by_age", table_name="idempotency")
-    op.drop_table("idempotency")
-    op.drop_table("experiments")
-    op.drop_index("events_in_order", table_name="events")
-    op.drop_table("events")
-    op.drop_table("checkpoints")
-    op.drop_index("audit_by_resource", table_name="audit")
-    op.drop_table("audit")

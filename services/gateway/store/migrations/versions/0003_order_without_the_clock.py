@@ -1,23 +1,13 @@
 """Number experiments and services in the order in which they came, so that a clock that is set back changes nothing."""
 
-from collections.abc import Sequence
-
 import sqlalchemy as sa
 from alembic import op
 
 revision = "0003"
 down_revision = "0002"
-branch_labels: Sequence[str] | None = None
-depends_on: Sequence[str] | None = None
 
 
 def upgrade() -> None:
     """Go forward."""
     for table, name in (("experiments", "number"), ("experiments", "start_number"), ("services", "number")):
         op.add_column(table, sa.Column(name, sa.Integer(), nullable=False, server_default="0"))
-
-
-def downgrade() -> None:
-    """Go back."""
-    for table, name in (("services", "number"), ("experiments", "start_number"), ("experiments", "number")):
-        op.drop_column(table, name)

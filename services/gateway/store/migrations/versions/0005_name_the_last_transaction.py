@@ -1,14 +1,10 @@
 """Name the last transaction: who lost the answer to its commit reads whether it was stored."""
 
-from collections.abc import Sequence
-
 import sqlalchemy as sa
 from alembic import op
 
 revision = "0005"
 down_revision = "0004"
-branch_labels: Sequence[str] | None = None
-depends_on: Sequence[str] | None = None
 
 
 def upgrade() -> None:
@@ -19,8 +15,3 @@ def upgrade() -> None:
         sa.Column("name", sa.String(length=16), nullable=False),
         sa.PrimaryKeyConstraint("number"),
     )
-
-
-def downgrade() -> None:
-    """Go back."""
-    op.drop_table("last_transaction")

@@ -1,14 +1,10 @@
 """Keep measurements that have not ended, so that a gateway that dies takes no step's series with it."""
 
-from collections.abc import Sequence
-
 import sqlalchemy as sa
 from alembic import op
 
 revision = "0006"
 down_revision = "0005"
-branch_labels: Sequence[str] | None = None
-depends_on: Sequence[str] | None = None
 
 
 def upgrade() -> None:
@@ -20,8 +16,3 @@ def upgrade() -> None:
         sa.Column("data", sa.JSON(none_as_null=True), nullable=False),
         sa.PrimaryKeyConstraint("experiment_id", "name"),
     )
-
-
-def downgrade() -> None:
-    """Go back."""
-    op.drop_table("windows")

@@ -1,14 +1,10 @@
 """Keep the digests of tokens that people make."""
 
-from collections.abc import Sequence
-
 import sqlalchemy as sa
 from alembic import op
 
 revision = "0008"
 down_revision = "0007"
-branch_labels: Sequence[str] | None = None
-depends_on: Sequence[str] | None = None
 
 
 def upgrade() -> None:
@@ -28,8 +24,3 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id"),
         sa.UniqueConstraint("name"),
     )
-
-
-def downgrade() -> None:
-    """Go back."""
-    op.drop_table("tokens")

@@ -1,23 +1,13 @@
 """Remember which token made an experiment, and what each token may have."""
 
-from collections.abc import Sequence
-
 import sqlalchemy as sa
 from alembic import op
 
 revision = "0011"
 down_revision = "0010"
-branch_labels: Sequence[str] | None = None
-depends_on: Sequence[str] | None = None
 
 
 def upgrade() -> None:
     """Go forward."""
     op.add_column("experiments", sa.Column("created_by", sa.String(64), nullable=True))
     op.add_column("tokens", sa.Column("quota", sa.JSON(none_as_null=True), nullable=True))
-
-
-def downgrade() -> None:
-    """Go back."""
-    op.drop_column("tokens", "quota")
-    op.drop_column("experiments", "created_by")

@@ -1,13 +1,38 @@
-"""The reward that an agent from outside gives its episode, at its end or within a window after it."""
+"""Rewards that are given: by the spec, by the environment, or by an agent with its episode or later."""
 
 import asyncio
 from collections.abc import Sequence
+from math import fsum
 
 from pydantic import ValidationError
 
+from flotilla.services.reward.verifiers.base import SampleVerifier
+from flotilla.shared.config.sections.reward import ConstantConfig
 from flotilla.shared.schemas.episode import EpisodeReward
 from flotilla.shared.schemas.grading import Grade, GradingSample
 from flotilla.shared.streams.mailbox import Mailbox, wait_for_answer
+
+
+class EnvironmentVerifier(SampleVerifier):
+    """Sums the rewards of an episode's turns; abstains where no environment gave any."""
+
+    def grade(self, sample: GradingSample) -> Grade:
+        """Grade one sample."""
+        rewards = [turn.reward for turn in sample.turns if turn.reward is not None]
+        if not rewards:
+            return Grade.abstained("no environment gave a reward")
+        return Grade.scored(fsum(rewards))
+
+
+class ConstantVerifier(SampleVerifier):
+    """Looks at nothing."""
+
+    def __init__(self, config: ConstantConfig) -> None:
+        self._config = config
+
+    def grade(self, sample: GradingSample) -> Grade:
+        """Grade one sample with the reward that the spec names."""
+        return Grade.scored(self._config.value)
 
 
 class AgentVerifier:

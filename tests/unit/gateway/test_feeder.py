@@ -1,6 +1,7 @@
 """The feeder over the data plane in memory."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -12,53 +13,89 @@ from flotilla.services.gateway.feeder import feeder as feeding
 from flotilla.services.gateway.feeder.feeder import Feeder
 from flotilla.services.gateway.feeder.status import FeederStatus
 from flotilla.services.gateway.lifecycle.drain_outstanding import drain_outstanding
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.memory import MemoryStore
-from flotilla.shared.clock import ManualClock
-from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.clock import Clock, ManualClock
+from flotilla.shared.schemas.experiment import ExperimentState, MetricPoint
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.streams.hop import Resolution
 from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.ledger import Ledger
 from flotilla.shared.testing.builders import a_group
 from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment, running, spec_document, until
 
 ROWS = [{"prompt": f"p{n}", "label": str(n)} for n in range(3)]
 
 
-async def a_feeder(
+class Rig:
+    """A feeder and all that it was given."""
+
+    def __init__(self, experiment: Experiment, store: Store, clock: Clock, status: FeederStatus) -> None:
+        self.experiment, self.store, self.clock, self.status = experiment, store, clock, status
+        self.feeder = self.another(store=store, status=status)
+        self.feed = self.feeder.feed
+
+    def another(
+        self,
+        dataset: Dataset | None = None,
+        store: Store | None = None,
+        status: FeederStatus | None = None,
+    ) -> Feeder:
+        """Make one of the same experiment, as a gateway does that knows nothing of the first unless it is told."""
+        dataset = dataset or Dataset(ROWS, self.experiment.spec.data, self.experiment.spec.seed)
+        return Feeder(self.experiment, dataset, store or MemoryStore(), self.clock, status or FeederStatus())
+
+    def record(self, **changes: object) -> None:
+        """Change the experiment's record, as commands and publications do."""
+        self.experiment.record = replace(self.experiment.record, **changes)  # type: ignore[arg-type]
+
+    def commit(self, version: int) -> None:
+        """Commit a publication."""
+        self.record(policy_version=version, published_step=version)
+
+    async def ledger(self) -> Ledger:
+        return await self.experiment.train.ledger()
+
+    async def points(self) -> list[MetricPoint]:
+        """Read what was stored of the experiment's series."""
+        return [point for _, point in await self.store.metrics(self.experiment.id, names=[], after=0, limit=9)]
+
+
+async def a_rig(
     clock: ManualClock | None = None, *, asynchrony: Mapping[str, object] = MappingProxyType({}), **spec: object
-) -> Feeder:
+) -> Rig:
     """Open one of an experiment that is on-policy, unless ``asynchrony`` says otherwise."""
     gateway = a_gateway(clock=clock)
     asynchrony = {"staleness_threshold": 0, **asynchrony}
     document = a_spec(asynchrony=asynchrony, **spec).model_dump(mode="json")
     experiment = await add_experiment(gateway, spec=document)
-    dataset = Dataset(ROWS, experiment.spec.data, experiment.spec.seed)
-    return Feeder(experiment, dataset, gateway.store, clock or ManualClock(), gateway.feeder_status.of(experiment))
+    return Rig(experiment, gateway.store, clock or ManualClock(), gateway.feeder_status.of(experiment))
 
 
 async def test_it_fills_the_budget_and_waits() -> None:
-    feeder = await a_feeder(
+    rig = await a_rig(
         optimisation={"steps": 10, "groups_per_mini_batch": 2},
         asynchrony={"trigger_parameter_sync_step": 2, "staleness_threshold": 0.5},
     )
 
-    assert await feeder.feed() == 0.0
-    assert await feeder.feed() > 0.0
+    assert await rig.feed() == 0.0
+    assert await rig.feed() > 0.0
 
-    ledger = await feeder._experiment.train.ledger()
+    ledger = await rig.ledger()
     assert (ledger.issued, ledger.waiting.tasks) == (6, 6), "R * T * (1 + eta) = 2 * 2 * 1.5"
 
 
 async def test_epochs_repeat_and_the_end_is_not_over_generated() -> None:
-    feeder = await a_feeder(
+    rig = await a_rig(
         optimisation={"steps": 3, "groups_per_mini_batch": 3},
         asynchrony={"trigger_parameter_sync_step": 9},
     )
 
-    await feeder.feed()
-    await feeder.feed()
+    await rig.feed()
+    await rig.feed()
 
-    hop = feeder._experiment.train.hop(HopName.TASKS, "r")
+    hop = rig.experiment.train.hop(HopName.TASKS, "r")
     claims = await hop.claim(100, wait_seconds=0.01)
     assert [claim.header.group_id for claim in claims] == list(range(9)), "3 steps of 3 groups, not a budget of 27"
     rows = [claim.task().row for claim in claims]
@@ -66,9 +103,9 @@ async def test_epochs_repeat_and_the_end_is_not_over_generated() -> None:
 
 
 async def test_on_policy_tasks_bear_the_version_that_will_sample_them() -> None:
-    feeder = await a_feeder(optimisation={"steps": 3, "groups_per_mini_batch": 2})
-    experiment = feeder._experiment
-    await feeder.feed()
+    rig = await a_rig(optimisation={"steps": 3, "groups_per_mini_batch": 2})
+    experiment = rig.experiment
+    await rig.feed()
     queue = experiment.train.trainer("t")
     await queue.take_over()
     for hop in (experiment.train.hop(HopName.TASKS, "r"), experiment.train.hop(HopName.GENERATED, "w")):
@@ -76,119 +113,108 @@ async def test_on_policy_tasks_bear_the_version_that_will_sample_them() -> None:
             await hop.forward(claim, a_group(claim.task(), version=0))
     await queue.plan(1, await queue.hop.claim(2, wait_seconds=0.01), 0)
 
-    await feeder.feed()
-    assert (await experiment.train.ledger()).issued == 2, "what was consumed counts until the publication"
+    await rig.feed()
+    assert (await rig.ledger()).issued == 2, "what was consumed counts until the publication"
 
-    await gateway_commits(feeder, version=1)
-    await feeder.feed()
+    rig.commit(version=1)
+    await rig.feed()
     tasks = [claim.task() for claim in await experiment.train.hop(HopName.TASKS, "r").claim(9, wait_seconds=0.01)]
     assert [(task.group_id, task.min_version) for task in tasks] == [(2, 1), (3, 1)]
 
 
-async def gateway_commits(feeder: Feeder, version: int) -> None:
-    from dataclasses import replace
-
-    feeder._experiment.record = replace(feeder._experiment.record, policy_version=version, published_step=version)
-
-
 async def test_what_is_filtered_is_replaced() -> None:
-    feeder = await a_feeder(optimisation={"steps": 1, "groups_per_mini_batch": 2})
-    await feeder.feed()
-    hop = feeder._experiment.train.hop(HopName.TASKS, "r")
+    rig = await a_rig(optimisation={"steps": 1, "groups_per_mini_batch": 2})
+    await rig.feed()
+    hop = rig.experiment.train.hop(HopName.TASKS, "r")
     [claim, _] = await hop.claim(2, wait_seconds=0.01)
     await hop.resolve(claim, Resolution.FILTERED, "same_reward")
 
-    await feeder.feed()
+    await rig.feed()
 
-    ledger = await feeder._experiment.train.ledger()
+    ledger = await rig.ledger()
     assert (ledger.issued, ledger.outstanding, ledger.balanced) == (3, 2, True)
 
 
 async def test_a_paused_experiment_issues_nothing_and_goes_on_when_it_is_resumed() -> None:
-    feeder = await a_feeder()
-    experiment = feeder._experiment
-    from dataclasses import replace
+    rig = await a_rig()
+    rig.record(state=ExperimentState.PAUSED)
+    async with running(rig.feeder.run()):
+        await until(lambda: rig.status.ledger is not None)
+        assert (await rig.ledger()).issued == 0
 
-    experiment.record = replace(experiment.record, state=ExperimentState.PAUSED)
-    async with running(feeder.run()):
-        await until(lambda: feeder._status.ledger is not None)
-        assert (await experiment.train.ledger()).issued == 0
+        rig.record(state=ExperimentState.RUNNING)
+        rig.experiment.changed.fire()
 
-        experiment.record = replace(experiment.record, state=ExperimentState.RUNNING)
-        experiment.changed.fire()
-
-        await until(lambda: feeder._status.ledger is not None and feeder._status.ledger.issued == 2)
+        await until(lambda: rig.status.ledger is not None and rig.status.ledger.issued == 2)
 
 
 async def test_a_publication_that_the_server_forgot_is_recorded_again() -> None:
     clock = ManualClock()
-    feeder = await a_feeder(clock)
-    await gateway_commits(feeder, version=4)
-    await feeder.feed()
-    feeder._experiment.train._store.published_version = 3  # type: ignore[attr-defined]
+    rig = await a_rig(clock)
+    rig.commit(version=4)
+    await rig.feed()
+    await rig.experiment.train.remove()
 
     clock.advance(2.0)
-    await feeder.feed()
+    await rig.feed()
 
-    assert await feeder._experiment.train.admission.published_version() == 4
+    assert await rig.experiment.train.admission.published_version() == 4
 
 
 async def test_what_the_budget_held_is_stored_with_the_version_that_ends() -> None:
     clock = ManualClock()
-    feeder = await a_feeder(clock, optimisation={"steps": 3, "groups_per_mini_batch": 2})
-    await feeder.feed()
+    rig = await a_rig(clock, optimisation={"steps": 3, "groups_per_mini_batch": 2})
+    await rig.feed()
     clock.advance(5.0)  # nothing held it yet
-    await feeder.feed()
+    await rig.feed()
     clock.advance(1.5)
-    await feeder.feed()
+    await rig.feed()
     clock.advance(0.25)
 
-    await gateway_commits(feeder, version=1)
-    await feeder.feed()
+    rig.commit(version=1)
+    await rig.feed()
 
-    [(_, point)] = await feeder._store.metrics(feeder._experiment.id, names=[], after=0, limit=9)
+    [point] = await rig.points()
     assert (point.name, point.version, point.step, point.value) == ("admission/wait_seconds", 0, 1, 1.75)
 
 
 async def test_a_killed_gateway_takes_no_versions_wait_with_it() -> None:
     clock = ManualClock()
-    killed = await a_feeder(clock)
+    rig = await a_rig(clock)
     for _ in range(3):
-        await killed.feed()
+        await rig.feed()
         clock.advance(2.0)
-    await killed.feed()
-    await gateway_commits(killed, version=1)
+    await rig.feed()
+    rig.commit(version=1)
 
-    after = Feeder(killed._experiment, killed._dataset, killed._store, clock, FeederStatus())
-    await after.feed()
+    await rig.another(store=rig.store).feed()
 
-    [(_, point)] = await after._store.metrics(after._experiment.id, names=[], after=0, limit=9)
+    [point] = await rig.points()
     assert (point.name, point.version) == ("admission/wait_seconds", 0)
     assert point.value == 4.0, "from the first look that found the budget full"
 
 
 async def test_a_feeder_that_has_issued_everything_is_not_held_by_the_budget() -> None:
     clock = ManualClock()
-    feeder = await a_feeder(clock, optimisation={"steps": 1, "groups_per_mini_batch": 2})
+    rig = await a_rig(clock, optimisation={"steps": 1, "groups_per_mini_batch": 2})
     for _ in range(3):
-        await feeder.feed()
+        await rig.feed()
         clock.advance(4.0)
 
-    await gateway_commits(feeder, version=1)
-    await feeder.feed()
+    rig.commit(version=1)
+    await rig.feed()
 
-    [(_, point)] = await feeder._store.metrics(feeder._experiment.id, names=[], after=0, limit=9)
+    [point] = await rig.points()
     assert point.value == 0.0
 
 
 async def test_the_next_gateway_goes_on_with_the_next_group() -> None:
-    feeder = await a_feeder()
-    await feeder.feed()
+    rig = await a_rig()
+    await rig.feed()
 
-    again = Feeder(feeder._experiment, feeder._dataset, MemoryStore(), ManualClock(), FeederStatus())
-    await again.feed()
+    await rig.another().feed()
 
-    ledger = await feeder._experiment.train.ledger()
+    ledger = await rig.ledger()
     assert (ledger.issued, ledger.balanced) == (2, True)
 
 
@@ -216,20 +242,20 @@ async def test_leftovers_of_every_hop_are_resolved_as_dropped(lane: Lane) -> Non
 async def test_a_flood_stops_at_the_bound_and_says_so_until_there_is_room_again() -> None:
     clock = ManualClock()
     long = [{"prompt": "p" * 100_000, "label": "1"}]
-    feeder = await a_feeder(
+    rig = await a_rig(
         clock,
         optimisation={"steps": 10_000, "groups_per_mini_batch": 2},
         asynchrony={"staleness_threshold": 10_000},
         resources={"stream_bytes": 1024**2},
     )
-    experiment = feeder._experiment
-    feeder._dataset = Dataset(long, experiment.spec.data, 0)
+    experiment = rig.experiment
+    feeder = rig.another(Dataset(long, experiment.spec.data, 0), status=rig.status)
 
     for _ in range(5):
         await feeder.feed()
         clock.advance(1.1)
-    full = feeder._status.full_stream
-    issued = (await experiment.train.ledger()).issued
+    full = rig.status.full_stream
+    issued = (await rig.ledger()).issued
 
     assert issued == 64, "one batch, issued before the stream was full"
     assert full is not None
@@ -237,22 +263,25 @@ async def test_a_flood_stops_at_the_bound_and_says_so_until_there_is_room_again(
         "stream tasks has reached resources.stream_bytes (1 MiB): nothing is issued, and nothing that would go there "
         "is claimed, until it is emptied"
     )
+    rig.record(state=ExperimentState.PAUSED)  # it looks, and issues nothing
     hop = experiment.train.hop(HopName.TASKS, "r")
     claims = await hop.claim(100, wait_seconds=0)
     for claim in claims[8:]:
         await hop.resolve(claim, Resolution.FAILED, "timeout")
-    await feeder._measure()
-    assert feeder._status.full_stream == full, "8 of 10 entries that fit are no real room"
+    clock.advance(1.1)
+    await feeder.feed()
+    assert rig.status.full_stream == full, "8 of 10 entries that fit are no real room"
     for claim in claims[:8]:
         await hop.resolve(claim, Resolution.FAILED, "timeout")
-    await feeder._measure()
-    assert feeder._status.full_stream is None
+    clock.advance(1.1)
+    await feeder.feed()
+    assert rig.status.full_stream is None
 
 
 async def test_leftovers_of_a_full_lane_are_resolved() -> None:
-    feeder = await a_feeder(resources={"stream_bytes": 1024**2})
-    experiment = feeder._experiment
-    await feeder.feed()
+    rig = await a_rig(resources={"stream_bytes": 1024**2})
+    experiment = rig.experiment
+    await rig.feed()
     rollout = experiment.train.hop(HopName.TASKS, "r")
     for claim in await rollout.claim(2, wait_seconds=0):
         await rollout.forward(claim, a_group(claim.task(), sampled_tokens=100_000))
@@ -290,18 +319,18 @@ async def test_a_gateway_that_restarts_in_the_middle_of_an_epoch_goes_on_exactly
     for name, count in (("a", 5), ("b", 3)):
         (tmp_path / f"{name}.csv").write_text("prompt,label\n" + "".join(f"{name}{n},1\n" for n in range(count)))
     sources = [{"path": str(tmp_path / f"{name}.csv"), "weight": weight} for name, weight in (("a", 2), ("b", 1))]
-    feeder = await a_feeder(
+    rig = await a_rig(
         seed=11,
         data={"sources": sources},
         optimisation={"steps": 9, "groups_per_mini_batch": 4},
         asynchrony={"trigger_parameter_sync_step": 9},
     )
-    experiment = feeder._experiment
+    experiment = rig.experiment
 
     for batch in (4, 3, 29):  # each by a gateway that knows nothing of the others, and loads the files again
         monkeypatch.setattr(feeding, "BATCH", batch)
         dataset = load_training(experiment.spec.data, seed=11)
-        await Feeder(experiment, dataset, MemoryStore(), ManualClock(), FeederStatus()).feed()
+        await rig.another(dataset).feed()
 
     claims = await experiment.train.hop(HopName.TASKS, "r").claim(99, wait_seconds=0.01)
     issued = [(claim.task().group_id, claim.task().messages[0].content) for claim in claims]
@@ -312,13 +341,13 @@ async def test_a_gateway_that_restarts_in_the_middle_of_an_epoch_goes_on_exactly
 
 
 async def test_redundant_groups_are_issued_beyond_the_budget() -> None:
-    feeder = await a_feeder(
+    rig = await a_rig(
         optimisation={"steps": 3, "groups_per_mini_batch": 2},
         asynchrony={"redundant_groups": 3, "on_max_lag": "drop"},
     )
 
-    assert await feeder.feed() == 0.0
-    assert await feeder.feed() == 0.0
-    assert await feeder.feed() > 0.0
+    assert await rig.feed() == 0.0
+    assert await rig.feed() == 0.0
+    assert await rig.feed() > 0.0
 
-    assert (await feeder._experiment.train.ledger()).issued == 3, "as many are sampled as that, and the budget is 2"
+    assert (await rig.ledger()).issued == 3, "as many are sampled as that, and the budget is 2"

@@ -50,6 +50,10 @@ class FakeWorker:
         if not self._ended.done():
             self._ended.set_result(ExitStatus(code, cause))
 
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.done()
+
     async def ended(self) -> ExitStatus:
         return await asyncio.shield(self._ended)
 
@@ -370,10 +374,17 @@ async def test_a_worker_that_keeps_a_device_that_it_does_not_need_is_ended(monke
         await follow(rig, 1, may_hold=True)
         await rig.until(lambda: bool(rig.workers))
         await follow(rig, 2, may_hold=False)
-        for wanted in (True, False):
+        needs, keeps = (has(2, held=True, wanted=wanted) for wanted in (True, False))
+
+        async def say_for_longer_than_it_may_keep_it(report: DeviceReport) -> None:
             for _ in range(2):
-                kept = has(2, held=True, wanted=wanted)
-                rig.workers[0].say(Status(state=WorkState.RUNNING, step=3, version=3, device=kept))
+                rig.workers[0].say(Status(state=WorkState.RUNNING, step=3, version=3, device=report))
                 await asyncio.sleep(0.02)
 
+        await say_for_longer_than_it_may_keep_it(needs)
+        assert not rig.workers[0].has_ended, "its work goes on"
+        await say_for_longer_than_it_may_keep_it(keeps)
+
+        await rig.until(lambda: rig.workers[0].has_ended)
         await rig.until(lambda: rig.supervisor.observe().device == has(2, held=False, wanted=True))
+        assert len(rig.workers) == 1, "the next one waits for its turn"

@@ -79,7 +79,7 @@ class Browser:
                 lambda: self.find(selector, text), seconds, f"{selector} with {text!r}", pause_seconds=0.1
             )
         except AssertionError as error:
-            raise AssertionError(f"{error}; the page says:\n{self.text()}") from None
+            raise AssertionError(f"{error}; the page says:\n{self.text()[:2000]}") from None
         return found
 
     def click(self, selector: str, text: str = "") -> None:
@@ -108,6 +108,16 @@ class Browser:
             "field.dispatchEvent(new Event('input', {bubbles: true}))",
             selector,
             text,
+        )
+
+    def choose(self, selector: str, value: str) -> None:
+        """Choose an entry of a list."""
+        self.wait(selector)
+        self.script(
+            "const list = document.querySelector(arguments[0]); list.value = arguments[1];"
+            "list.dispatchEvent(new Event('change', {bubbles: true}))",
+            selector,
+            value,
         )
 
     def keys(self, text: str) -> None:

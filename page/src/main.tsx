@@ -5,6 +5,7 @@ import { Create } from "./create";
 import { Login } from "./login";
 import { Overview } from "./overview";
 import { Run } from "./run";
+import { Samples } from "./samples";
 import "./app.css";
 
 export interface Shared {
@@ -26,7 +27,12 @@ function routeOf(hash: string): Route {
   return { view: view || "overview", ids: ids.split(",").filter(Boolean).map(decodeURIComponent), query: new URLSearchParams(query) };
 }
 
-const VIEWS = [["run", "Run"]] as const;
+const VIEWS = [
+  ["run", "Run"],
+  ["samples", "Samples"],
+] as const;
+/** Views of one experiment; the others show several over each other. */
+const OF_ONE = new Set<string>(["samples"]);
 
 function useHash(): string {
   const [hash, setHash] = useState(location.hash);
@@ -82,7 +88,7 @@ function Page({ caller, onLeave }: { caller: Caller; onLeave: () => void }) {
           </a>
           {ids.length > 0 &&
             VIEWS.map(([view, label]) => (
-              <a key={view} href={`#/${view}/${route.ids.map(encodeURIComponent).join(",")}`} aria-current={route.view === view ? "page" : undefined}>
+              <a key={view} href={`#/${view}/${(OF_ONE.has(view) ? ids.slice(0, 1) : ids).map(encodeURIComponent).join(",")}`} aria-current={route.view === view ? "page" : undefined}>
                 {label}
               </a>
             ))}
@@ -127,6 +133,7 @@ function View({ route, ids, shared }: { route: Route; ids: string[]; shared: Sha
     );
   }
   if (route.view === "run") return <Run key={ids.join()} ids={ids} route={route} shared={shared} />;
+  if (route.view === "samples") return <Samples key={ids[0]} id={ids[0]!} route={route} shared={shared} />;
   return (
     <p>
       There is no such view. <a href="#/">Overview</a>

@@ -88,7 +88,7 @@ class FoundPage(NamedTuple):
 
     def plain(self) -> dict[str, Any]:
         """Write it as ``SamplePage`` has it in JSON."""
-        return self._asdict() | {"items": [vars(each) for each in self.items]}
+        return self._asdict() | {"items": [dict(vars(each)) for each in self.items]}
 
 
 def read_page(

@@ -48,7 +48,8 @@ class SampleView(Wire):
     """Mean over the sampled tokens; None of what was not trained."""
     timings: Mapping[str, float]
     tokens: Mapping[str, Any] | None = None
-    """Per token, where asked for: the columns of lists in ``docs/samples.md``, null where there is no value."""
+    """Per token, where asked for: the columns of lists in ``docs/samples.md``, null where there is no value; and
+    ``texts`` of the tokens, where the gateway can read the model's ``tokenizer.json``."""
 
 
 class SamplePage(Wire):

@@ -91,6 +91,7 @@ def test_an_operator_creates_watches_pauses_forks_compares_and_stops(
     browser.wait(".errors li", f"line {lines['group_size']} rollout.group_size")
     assert browser.texts(".gutter .bad") == [str(each) for each in sorted(lines.values())]
     assert ask(fleet, "GET", "/v1/experiments")["items"] == []
+    assert all("422" in each for each in browser.complaints())
 
     browser.paste(".editor textarea", text)
     browser.click("button", "Create and start")
@@ -98,6 +99,29 @@ def test_an_operator_creates_watches_pauses_forks_compares_and_stops(
     browser.wait("#reward .legend", "reward/mean", LONG_SECONDS)
     browser.wait("#time .legend", "computing")
     assert len(browser.texts(".chart h3")) > 10
+
+    # What the model wrote: a list, one of it as a conversation, its tokens by version, and a link to that.
+    browser.click("nav a", "Samples")
+    browser.wait(".samples tbody tr", seconds=LONG_SECONDS)
+    browser.choose(".toolbar select", "trained")
+    browser.wait(".samples tbody td", "trained", LONG_SECONDS)
+    browser.keys("jj")
+    browser.wait(".trajectory .conversation .user", "pens, buys")
+    browser.wait(".members .member[aria-current=true]")
+    assert len(browser.texts(".members:first-of-type .member")) == 4
+    browser.choose(".trajectory .toolbar select", "version")
+    browser.wait(".tokens .sampled")
+    assert "pens, buys" in "".join(browser.texts(".tokens"))
+    coloured = browser.script(
+        "return [...document.querySelectorAll('.tokens .sampled')]"
+        ".map((each) => getComputedStyle(each).backgroundColor)"
+    )
+    assert coloured and "rgba(0, 0, 0, 0)" not in coloured
+    link = browser.script("return location.hash")
+    browser.script("location.hash = '#/'")
+    browser.wait("h1", "Experiments")
+    browser.script("location.hash = arguments[0]", link)
+    browser.wait(".tokens .sampled")
 
     # Its state is changed by buttons, and what is shown follows.
     browser.click("nav a", "Overview")

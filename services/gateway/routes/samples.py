@@ -1,12 +1,14 @@
 """What the model wrote: samples of an experiment, filtered and paged."""
 
 import sqlite3
+from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
 from flotilla.services.gateway.routes.dependencies import MAX_WHOLE, Cursor, Gateway
 from flotilla.shared.errors import InvalidRequest, Unavailable
+from flotilla.shared.models.token_texts import token_texts
 from flotilla.shared.samples.query import SampleOrder, SampleQuery
 from flotilla.shared.samples.reading import read_page
 from flotilla.shared.schemas.sample_kinds import SampleKind
@@ -61,7 +63,11 @@ async def samples(
 
     def read() -> SamplePage:
         found = read_page(index, query, limit=limit, after=after, with_tokens=tokens, seconds=READ_SECONDS)
-        return SamplePage.model_validate(found.plain())
+        page = found.plain()
+        if tokens and (texts := token_texts(Path(experiment.spec.model.path))) is not None:
+            for item in page["items"]:
+                item["tokens"] = {**item["tokens"], "texts": texts.of(item["tokens"]["token_ids"])}
+        return SamplePage.model_validate(page)
 
     try:
         return await gateway.samples.reads.read(request.state.shown.principal.actor, read)

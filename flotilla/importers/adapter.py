@@ -177,6 +177,14 @@ def verl_rows_adapter(path: str, name: str) -> str:
     return ROWS.format(path=path, name=name)
 
 
+def verl_batch_adapter(path: str, function: str) -> str:
+    """Write the same for a function of verl's manager ``batch``, which takes and gives lists: here of one answer."""
+    plain = "function(**_arguments(sample))"
+    listed = 'function(**{f"{name}s": [value] for name, value in _arguments(sample).items()})'
+    made = HEAD.format(path=path, function=function, system="verl") + VERL
+    return made.replace(f"await {plain}", f"(await {listed})[0]").replace(plain, f"{listed}[0]")
+
+
 def openrlhf_adapter(path: str) -> str:
     """Write a module whose ``score(sample)`` calls OpenRLHF's ``reward_func(queries, prompts, labels)``."""
     text = HEAD.format(path=path, function="reward_func", system="openrlhf") + OPENRLHF

@@ -90,7 +90,7 @@ def build(
     if has_server:
         entries = [replace(each, detail=each.detail.replace(EMBEDDED, OF_A_SERVER)) for each in entries]
     told = [] if has_server or spec is None else _engine_named(document, overrides_for(system.name, given))
-    report = Report(system.name, entries, problems, told)
+    report = Report(system.name, entries, problems, [*source.notes, *told])
     return Imported(document, spec, report, source.files)
 
 

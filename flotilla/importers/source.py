@@ -53,6 +53,7 @@ class Source:
         self.set_aside: dict[str, str] = {}
         self.missing: list[str] = []
         self.files: dict[str, str] = {}
+        self.notes: list[str] = []
 
     def has(self, name: str) -> bool:
         """Whether the launch file holds the parameter, be it with the system's default."""
@@ -107,6 +108,11 @@ class Source:
     def put_aside(self, spelling: str, why: str) -> None:
         """Call a parameter of a tree unsupported, by its name as written."""
         self.set_aside.setdefault(spelling, why)
+
+    def note(self, what: str) -> None:
+        """Add a line at the top of the report: what the spec as a whole is, and the file's was not."""
+        if what not in self.notes:
+            self.notes.append(what)
 
     def lack(self, what: str) -> None:
         """Return what must be known and is not."""

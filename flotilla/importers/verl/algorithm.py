@@ -1,6 +1,16 @@
 """Rows of verl's ``algorithm`` and reward sections."""
 
-from flotilla.importers.parameter import Inherit, Parameter, applied, ignored, refused, translated, unsupported
+from flotilla.importers.parameter import (
+    NOTHING,
+    Inherit,
+    Parameter,
+    Verdict,
+    applied,
+    ignored,
+    refused,
+    translated,
+    unsupported,
+)
 from flotilla.importers.values import count, flag, integer, number, text, unchanged
 from flotilla.importers.verl.actor import ACTOR, KERNELS, PROFILING, SHARDING
 
@@ -97,6 +107,15 @@ CORRECTION_ROWS: tuple[Parameter, ...] = (
     translated(f"{CORRECTION}.rollout_rs_threshold", "algorithm.correction.rejections", unchanged,
                "one bound for all tests, or one for each with commas; k1 also takes lo_hi, and alone means 1/u to u",
                example=0.5, default=None, context={f"{CORRECTION}.rollout_rs": "token_k2"}),
+    translated(f"{CORRECTION}.rollout_rs_threshold_lower", "algorithm.correction.rejections", number,
+               "least ratio of the tests token, sequence and geometric (verl 0.6.1); by itself 1/rollout_rs_threshold",
+               example=0.25, default=None,
+               context={f"{CORRECTION}.rollout_rs": "geometric", f"{CORRECTION}.rollout_rs_threshold": 2.0}),
+    translated(f"{CORRECTION}.rollout_token_veto_threshold", "algorithm.correction.veto.lower", number,
+               "one token below it removes its sequence", example=1e-4, default=None, context={}),
+    translated(f"{CORRECTION}.use_policy_gradient", "algorithm.policy_loss.kind", flag,
+               "0.6.1's name of loss_type reinforce, read in bypass mode", example=True, default=False,
+               context={f"{CORRECTION}.bypass_mode": True}),
     translated(f"{CORRECTION}.loss_type", "algorithm.policy_loss.kind", text,
                "reinforce, read in bypass mode, is policy_gradient, weighed by rollout_is", example="reinforce",
                default="ppo_clip", context={f"{CORRECTION}.bypass_mode": True}),
@@ -105,6 +124,7 @@ CORRECTION_ROWS: tuple[Parameter, ...] = (
 RM = "reward_model"
 UNSCORED = {"reward_model.model.path": "r", "custom_reward_function.path": None}
 MODEL = {"reward_model.enable": True, **UNSCORED}
+SCORED = "the reward service loads the model itself, on the device of the component: what scores is the same"
 RESERVED = "batches are cut by batch_samples and batch_tokens of the component"
 OVERLONG = f"{RM}.reward_kwargs.overlong_buffer_cfg"
 
@@ -125,7 +145,8 @@ REWARD_ROWS: tuple[Parameter, ...] = (
     refused("custom_reward_function.reward_kwargs", "the adapter passes no further arguments: give them defaults",
             default={}, harmless=(None,), is_tree=True, aliases=("reward.custom_reward_function.reward_kwargs",)),
     translated(f"{RM}.reward_manager", "reward.shaping.overlong", text,
-               "naive and dapo; dapo alone reads the overlong buffer", example="dapo", default="naive",
+               "naive, dapo, and batch, whose function gets lists of one answer; dapo alone reads the overlong buffer",
+               example="dapo", default="naive",
                context={key: value for key, value in DAPO.items() if key != f"{RM}.reward_manager"},
                aliases=("reward.reward_manager.name",)),
     translated(f"{OVERLONG}.enable", "reward.shaping.overlong", flag, "penalty near the length limit", example=True,
@@ -158,6 +179,11 @@ REWARD_ROWS: tuple[Parameter, ...] = (
     *ignored("logs the penalty, which is always done", f"{OVERLONG}.log", *_buffer("log")),
     *ignored("rewards are always computed while others are sampled", f"{RM}.launch_reward_fn_async"),
     *unsupported("how many grade is the reward services' own matter", "reward.num_workers"),
+    Parameter(name=f"{RM}.rollout", verdict=Verdict.UNSUPPORTED, reason=SCORED, is_tree=True, harmless=(*NOTHING, 1),
+              aliases=("reward.reward_model.rollout",)),
+    *(Parameter(name=f"{RM}.{name}", verdict=Verdict.UNSUPPORTED, reason=SCORED, harmless=(*NOTHING, 0),
+                aliases=(f"reward.reward_model.{name}",))
+      for name in ("enable_resource_pool", "n_gpus_per_node", "nnodes")),
     *ignored(RESERVED, f"{RM}.model.use_shm", f"{RM}.micro_batch_size_per_gpu", f"{RM}.use_dynamic_bsz",
              f"{RM}.forward_max_token_len_per_gpu"),
     *unsupported(SHARDING, f"{RM}.strategy", f"{RM}.model.fsdp_config.wrap_policy.min_num_params",

@@ -11,6 +11,8 @@ Fields = dict[str, Any]
 SECTION = "distillation"
 LOSS = f"{SECTION}.distillation_loss"
 TEACHER = f"{SECTION}.teacher_model"
+ONLY = f"{SECTION}.teacher_models.teacher_model"
+"""How newer releases name the teacher where there is one."""
 REWARDED = {f"{SECTION}.enabled": True, f"{LOSS}.loss_mode": "k1", f"{LOSS}.use_policy_gradient": True,
             f"{TEACHER}.model_path": "a-teacher"}  # fmt: skip
 """What verl is to be told for the teacher to be a reward of each token, which is what there is here."""
@@ -24,7 +26,8 @@ ROWS: tuple[Parameter, ...] = (
                "needs loss_mode k1 and use_policy_gradient", example=True, default=False,
                context={name: value for name, value in REWARDED.items() if not name.endswith("enabled")}),
     translated(f"{TEACHER}.model_path", "algorithm.distillation.path", text, "the teacher, in the trainer",
-               example="another-teacher", default=None, context=REWARDED, aliases=(f"{SECTION}.teacher_model.path",)),
+               example="another-teacher", default=None, context=REWARDED,
+               aliases=(f"{SECTION}.teacher_model.path", f"{ONLY}.model_path")),
     translated(f"{LOSS}.distillation_loss_coef", "algorithm.distillation.coefficient", number,
                "advantage per nat; 1 without task rewards, as in verl", example=0.5, default=1.0, context=REWARDED),
     translated(f"{LOSS}.use_task_rewards", "algorithm.distillation.pure", flag, "false: the teacher alone",
@@ -33,7 +36,7 @@ ROWS: tuple[Parameter, ...] = (
             default="k3", harmless=("k1",), is_judged=True),
     refused(f"{LOSS}.use_policy_gradient", "a distance that is differentiated is no reward: set it to true, with k1",
             default=False, harmless=(True,), is_judged=True),
-    refused(f"{LOSS}.loss_max_clamp", "the difference is bounded to 10 nats, either way", default=None),
+    refused(f"{LOSS}.loss_max_clamp", "the difference is bounded to 10 nats, either way", default=None, harmless=(10,)),
     refused(f"{LOSS}.log_prob_min_clamp", "the difference is bounded to 10 nats, either way", default=None),
     *ignored("read by other distances than k1", f"{LOSS}.topk", f"{LOSS}.jsd_beta"),
     refused(f"{LOSS}.policy_loss_mode", "the policy's own loss is taken: actor.policy_loss", default="vanilla"),
@@ -42,7 +45,8 @@ ROWS: tuple[Parameter, ...] = (
     *unsupported(SERVED, f"{SECTION}.num_workers", f"{SECTION}.nnodes", f"{SECTION}.n_gpus_per_node",
                  f"{SECTION}.enable_resource_pool", f"{TEACHER}.nnodes", f"{TEACHER}.n_gpus_per_node",
                  f"{TEACHER}.enable_resource_pool"),
-    *unsupported(SERVED, f"{TEACHER}.inference", is_tree=True),
+    *unsupported(SERVED, f"{TEACHER}.inference", f"{ONLY}.inference", is_tree=True, harmless=(1,)),
+    *unsupported(SERVED, f"{ONLY}.num_replicas", default=1),
 )  # fmt: skip
 
 

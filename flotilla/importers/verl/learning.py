@@ -7,7 +7,7 @@ from typing import Any
 
 from flotilla.importers.low_rank import low_rank
 from flotilla.importers.source import Source
-from flotilla.importers.values import wrong
+from flotilla.importers.values import number, wrong
 from flotilla.importers.verl.actor import ACTOR, LOW_RANK
 from flotilla.importers.verl.algorithm import ALGORITHM, CORRECTION
 from flotilla.importers.verl.distillation import is_pure
@@ -23,6 +23,8 @@ MODES = {
     name: name
     for name in ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 }
+BANDS = {"token": ("token", "mean"), "sequence": ("sequence", "sum"), "geometric": ("sequence", "mean")}
+"""Tests of older releases, which bound a ratio: what is tested, and how its tokens become one."""
 TEST = re.compile(r"(?:token|seq_(?P<reduce>sum|mean|max(?!_k1)))_(?P<statistic>k[123])")
 """A test of verl's rollout_rs."""
 ALWAYS_BY_SEQUENCE = frozenset({"sapo", "geo_mean"})
@@ -130,7 +132,8 @@ def _is_reinforce(source: Source) -> bool:
     if not source.value(f"{CORRECTION}.bypass_mode"):
         return False
     kinds = {"ppo_clip": False, "reinforce": True}
-    return bool(source.choose(f"{CORRECTION}.loss_type", kinds))
+    older = bool(source.value(f"{CORRECTION}.use_policy_gradient"))
+    return bool(source.choose(f"{CORRECTION}.loss_type", kinds)) or older
 
 
 def _aggregation(source: Source, name: str) -> Section:
@@ -215,19 +218,40 @@ def _old_log_probs(source: Source) -> str:
 
 def _bypass_correction(source: Source) -> Section | None:
     """Make what verl does within the loss, of the weights being trained: reject, and in reinforce weigh."""
-    rejections = _rejections(source)
+    rejections, veto = _rejections(source), _veto(source)
     weight = _weight(source) if _is_reinforce(source) else None
-    if weight is None and not rejections:
+    is_old = source.value(f"{CORRECTION}.rollout_rs") in BANDS or veto
+    if is_old and not _is_reinforce(source):
+        name = f"{CORRECTION}.{'rollout_token_veto_threshold' if veto else 'rollout_rs'}"
+        source.refuse(name, "the release of verl that has it reads it beside bypass_mode with use_policy_gradient only")
+    if weight is None and not rejections and not veto:
         return None
     more = {"rejections": rejections, "denominators": "original"} if rejections else {}
-    return {"numerator": "current", "weight": weight, **more}
+    return {"numerator": "current", "weight": weight, **more, **veto}
 
 
 def _correction(source: Source) -> Section | None:
-    rejections, weight = _rejections(source), _weight(source)
-    if weight is None and not rejections:
+    rejections, weight, veto = _rejections(source), _weight(source), _veto(source)
+    if weight is None and not rejections and not veto:
         return _legacy_correction(source)
-    return {"weight": weight, "rejections": rejections} if rejections else {"weight": weight}
+    return {"weight": weight, **({"rejections": rejections} if rejections else {}), **veto}
+
+
+def _veto(source: Source) -> Section:
+    least = source.value(f"{CORRECTION}.rollout_token_veto_threshold")
+    return {} if least is None else {"veto": {"lower": least}}
+
+
+def _band(source: Source, test: str) -> Section:
+    """Make the test of verl 0.6.1: a ratio within a band, whose lower end is by itself one over the upper one."""
+    name = f"{CORRECTION}.rollout_rs_threshold"
+    scope, reduce = BANDS[test]
+    upper = float(number(name, source.required(name)) or 0)
+    lower = source.value(f"{name}_lower")
+    if upper <= 0:
+        raise wrong(name, upper, "a number above 0")
+    reduced = {} if scope == "token" else {"reduce": reduce}
+    return {"scope": scope, **reduced, "lower": 1 / upper if lower is None else lower, "upper": upper}
 
 
 def _weight(source: Source) -> Section | None:
@@ -253,6 +277,12 @@ def _rejections(source: Source) -> list[Section]:
     written = source.value(name)
     if written is None:
         return []
+    if written in BANDS:
+        return [_band(source, written)]
+    if source.value(f"{name}_threshold_lower") is not None:
+        source.refuse(
+            f"{name}_threshold_lower", f"belongs to the tests {', '.join(BANDS)}: write lo_hi as the threshold"
+        )
     tests = [test.strip() for test in str(written).split(",")]
     bounds = source.value(f"{name}_threshold")
     texts = [bound.strip() for bound in str(bounds).split(",")] if bounds is not None else []
@@ -292,11 +322,10 @@ def _legacy_correction(source: Source) -> Section | None:
     upper = source.value(f"{ALGORITHM}.rollout_is_threshold")
     if upper is None or not source.value(f"{ALGORITHM}.rollout_is"):
         return None
-    levels = {"token": ("token", "mean"), "sequence": ("sequence", "sum"), "geometric": ("sequence", "mean")}
-    scope, reduce = source.choose(f"{ALGORITHM}.rollout_is_level", levels) or levels["token"]
+    scope, reduce = source.choose(f"{ALGORITHM}.rollout_is_level", BANDS) or BANDS["token"]
     mode = source.choose(f"{ALGORITHM}.rollout_is_mode", {"truncate": "truncate", "mask": "mask"})
     level = source.value(f"{ALGORITHM}.rollout_is_level")
-    section: Section = {"weight": {"level": level if level in levels else "token", "upper": upper}}
+    section: Section = {"weight": {"level": level if level in BANDS else "token", "upper": upper}}
     if mode == "mask":
         lower = source.value(f"{ALGORITHM}.rollout_is_threshold_lower")
         lower = 1 / upper if lower is None and upper else lower

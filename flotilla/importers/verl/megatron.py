@@ -27,6 +27,8 @@ TRANSFORMER_ROWS: tuple[Parameter, ...] = tuple(
         *unsupported(SHARDING, *(f"{section}.{name}" for name in SPLIT), harmless=(1,)),
         *unsupported(KERNELS, *(f"{section}.{name}" for name in COMPUTED), harmless=("none",)),
         *(refused(f"{section}.{name}", "there is no loss for a router's balance", default=0) for name in BALANCE),
+        refused(f"{section}.normalization", CHANGED, default="RMSNorm"),
+        refused(f"{section}.swiglu", CHANGED, default=True),
         refused(section, CHANGED, harmless=NOTHING, is_tree=True),
         refused(f"{holder}.override_mcore_model_config", CHANGED, harmless=NOTHING, is_tree=True),
     )

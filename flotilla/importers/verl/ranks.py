@@ -13,6 +13,8 @@ NPU = (
     "there are no kernels for NPUs: trainer and rollouts compute on GPUs, on as many as NPUs are written, which "
     "changes speed, not what is computed"
 )
+GPUS_OF_A_NODE = 8
+"""verl's default."""
 MOST_RANKS = 64
 """Of one job."""
 
@@ -105,10 +107,10 @@ def _counted(source: Source) -> tuple[int, int]:
     """Return the GPUs of all nodes, and the nodes; no GPU where their number is not written, or asks for nothing."""
     gpus, nodes = (source.given.get(f"trainer.{name}") for name in ("n_gpus_per_node", "nnodes"))
     is_one = nodes is None or nodes.value is None or same(nodes.value, 1)
-    if gpus is None or (is_one and same(gpus.value, 1)):
+    if is_one and (gpus is None or same(gpus.value, 1)):
         return 0, 1
     count = 1 if is_one else int(source.required("trainer.nnodes"))
-    return int(source.required("trainer.n_gpus_per_node")) * count, count
+    return (GPUS_OF_A_NODE if gpus is None else int(source.required("trainer.n_gpus_per_node"))) * count, count
 
 
 def _divided(source: Source, ranks: int, names: Names) -> dict[str, int]:

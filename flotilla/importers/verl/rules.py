@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from flotilla.importers.adapter import adapter_name, verl_adapter
+from flotilla.importers.adapter import adapter_name, verl_adapter, verl_batch_adapter
 from flotilla.importers.parameter import UNSET
 from flotilla.importers.source import Source
 from flotilla.importers.trackers import chosen
@@ -19,6 +19,8 @@ from flotilla.shared.config.sections.publication import MAX_SLICE_MEGABYTES
 Fields = dict[str, Any]
 
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32", "float": "float32"}
+DELTA = "delta_sharded"
+"""verl's transfer of what has changed; whole weights arrive as the same."""
 ONE_STEP_OFF: Fields = {
     "asynchrony.staleness_threshold": 1.0,
     "asynchrony.max_lag": 1,
@@ -52,7 +54,15 @@ def mini_batches(source: Source) -> int:
     """Return require_batches, the mini-batches of one step."""
     if is_fully_async(source):
         return int(source.required(f"{ASYNC}.require_batches"))
-    return max(int(source.required("data.train_batch_size")) // int(source.required(f"{ACTOR}.ppo_mini_batch_size")), 1)
+    return max(batch_of(source) // int(source.required(f"{ACTOR}.ppo_mini_batch_size")), 1)
+
+
+def batch_of(source: Source) -> int:
+    """Return the prompts of a step; without its filter the recipe dapo trains on all that it generates."""
+    drawn = "data.gen_batch_size"
+    if kind_of(source) is Kind.DAPO and not draws_more(source) and drawn in source.given:
+        return int(source.value(drawn) or source.required("data.train_batch_size"))
+    return int(source.required("data.train_batch_size"))
 
 
 def steps(source: Source) -> int | None:
@@ -79,15 +89,15 @@ def batches(source: Source) -> Fields:
     fields: Fields = {"optimisation.groups_per_mini_batch": mini, "asynchrony.require_batches": number}
     if number > 1 and source.value(f"{ACTOR}.shuffle"):
         fields["optimisation.shuffle"] = True
-    batch = source.value("data.train_batch_size")
-    _check_generated(source, batch)
+    _check_generated(source, source.value("data.train_batch_size"))
     if not is_fully_async(source):
+        batch = batch_of(source)
         if batch != mini * number:
             source.refuse(
                 "data.train_batch_size", f"{batch} is no multiple of {ACTOR}.ppo_mini_batch_size {mini}: make it one"
             )
         return fields | (ONE_STEP_OFF if kind_of(source) is Kind.ONE_STEP_OFF else ON_POLICY)
-    if source.has("data.train_batch_size") and batch:
+    if source.has("data.train_batch_size") and source.value("data.train_batch_size"):
         source.refuse("data.train_batch_size", "in fully asynchronous training it must be 0, or left out")
     threshold = source.required(f"{ASYNC}.staleness_threshold")
     fields["asynchrony.trigger_parameter_sync_step"] = source.required(f"{ASYNC}.trigger_parameter_sync_step")
@@ -105,7 +115,7 @@ def draws_more(source: Source) -> bool:
 def _check_generated(source: Source, batch: int) -> None:
     """Refuse prompts that are generated for a step and are not those that it trains on."""
     name = "data.gen_batch_size"
-    if name not in source.given or draws_more(source):
+    if name not in source.given or kind_of(source) is Kind.DAPO:
         return
     generated = integer(name, source.given[name].value)
     wanted = 1 if is_fully_async(source) else batch
@@ -317,6 +327,12 @@ def placement(source: Source) -> Fields:
     if fields.get("parallelism.nodes", 1) > 1:
         if not has_engines and hybrid in source.given:
             source.put_aside(source.given[hybrid].spelling, "turns on the same devices are for one machine")
+        if not has_engines and source.value(hybrid):
+            gpus = fields["parallelism.nodes"] * fields["resources.trainer.devices"]
+            source.note(
+                f"verl's trainer and rollouts take turns on {gpus} GPUs; on several machines they do not here: this "
+                f"spec needs {gpus} for the trainer, and others for its rollouts"
+            )
     elif not has_engines and (source.has(hybrid) or takes_turns):
         fields["resources.sharing"] = "time" if source.value(hybrid) else "none"
     if has_engines and (source.has("rollout.nnodes") or source.has("rollout.n_gpus_per_node")):
@@ -329,7 +345,9 @@ def publication(source: Source) -> Fields:
     """Make the weights' way, where it is written."""
     fields: Fields = {}
     if source.has(f"{ROLLOUT_ENGINE}.backend"):
-        backend = source.choose(f"{ROLLOUT_ENGINE}.backend", {"nccl": "auto", "naive": "auto", "gloo": "gloo"})
+        backend = source.choose(
+            f"{ROLLOUT_ENGINE}.backend", {"nccl": "auto", "naive": "auto", "gloo": "gloo", DELTA: "auto"}
+        )
         if backend is not None:
             fields["asynchrony.publication.transport"] = backend
     names = [f"{ROLLOUT_ENGINE}.update_weights_bucket_megabytes"]
@@ -391,10 +409,23 @@ def _reward_model(source: Source) -> Fields:
     if path is None:
         source.lack(f"reward.components: give {RM}.model.path")
         return {}
+    _check_room(source)
     tokenizer, limit = source.value(f"{RM}.model.input_tokenizer"), source.value(f"{RM}.max_length")
     longest = {} if limit is None else {"max_tokens": limit, "overlong": "truncate"}
     reads = "text" if tokenizer is None else "messages"
     return {"reward.components": [{"kind": "reward_model", "path": path, "reads": reads, **longest}]}
+
+
+def _check_room(source: Source) -> None:
+    """Refuse a bound on what the reward model reads that is below what the policy may write."""
+    longest = sum(int(source.required(f"data.max_{part}_length")) for part in ("prompt", "response"))
+    given = source.trees.get(f"{RM}.rollout", {})
+    found = {spelling: integer(spelling, value) for spelling, value in given.items() if spelling.endswith("_length")}
+    if len(found) == 2 and sum(value or 0 for value in found.values()) < longest:  # verl adds them up
+        for spelling in found:
+            source.refuse_written(
+                spelling, f"together below the {longest} tokens of prompt and response: give max_length"
+            )
 
 
 def function_or_default(source: Source) -> Fields:
@@ -404,7 +435,8 @@ def function_or_default(source: Source) -> Fields:
         return {"reward.components": [{"kind": "verl_default"}]}
     function = source.required("custom_reward_function.name")
     file = adapter_name(path, function)
-    source.files[file] = verl_adapter(path, function)
+    is_batch = f"{RM}.reward_manager" in source.system.parameters and source.value(f"{RM}.reward_manager") == "batch"
+    source.files[file] = (verl_batch_adapter if is_batch else verl_adapter)(path, function)
     return {"reward.components": [{"kind": "custom", "path": f"{file}:score"}]}
 
 
@@ -418,7 +450,10 @@ def rewards(source: Source) -> Fields:
             source.refuse(f"{RM}.enable", "verl hands its address to the custom function: use one of the two")
     else:
         fields |= function_or_default(source)
-    manager = source.choose(f"{RM}.reward_manager", {"naive": "naive", "dapo": "dapo"})
+    managers = {name: name for name in ("naive", "dapo", "batch")}
+    manager = source.choose(f"{RM}.reward_manager", managers)
+    if manager == "batch" and path is None:
+        source.refuse(f"{RM}.reward_manager", "batch hands lists to custom_reward_function: give one, or use naive")
     if manager == "dapo" and source.value(f"{OVERLONG}.enable"):
         limit = source.value(f"{RM}.reward_kwargs.max_resp_len")
         fields["reward.shaping.overlong"] = {

@@ -119,8 +119,9 @@ ASYNC_ROWS: tuple[Parameter, ...] = (
     *ignored("no trainer of verl reads it, though its file has it: they read actor_rollout_ref.rollout.n",
              "rollout.n"),
     translated("trainer.nnodes", "parallelism.nodes", count,
-               "machines that the trainer's processes are on, up to 64 processes in all; where trainer.device is cpu, "
-               "or n_gpus_per_node is silent, where to run is not what to run", example=2, default=1, harmless=(1,),
+               "machines that the trainer's processes are on, up to 64 processes in all, 8 on each where "
+               "n_gpus_per_node is silent; where trainer.device is cpu, where to run is not what to run",
+               example=2, default=1, harmless=(1,),
                context={"trainer.n_gpus_per_node": 4}, unread=Verdict.UNSUPPORTED),
     translated("trainer.n_gpus_per_node", ("resources.trainer.devices", "parallelism.ranks"), count,
                "GPUs of the trainer on each node, with a training process on each, that share the weights; "
@@ -132,7 +133,10 @@ ASYNC_ROWS: tuple[Parameter, ...] = (
                "size of one broadcast, at most 64: larger ones gain nothing", example=16, context={},
                aliases=("actor_rollout_ref.rollout.update_weights_bucket_megabytes",)),
     translated(f"{ROLLOUT_ENGINE}.backend", "asynchrony.publication.transport", text,
-               "nccl is auto (nccl between GPUs), gloo is gloo; others are refused", example="gloo", context={}),
+               "nccl is auto (nccl between GPUs), gloo is gloo; naive and delta_sharded, with the same weights, auto",
+               example="gloo", context={}),
+    *unsupported("how weights are packed on their way does not change them", f"{ROLLOUT_ENGINE}.engine_kwargs",
+                 is_tree=True),
     applied(f"{ASYNC}.checkpoint_engine.overlap_broadcast_and_consume", "asynchrony.publication.overlap_load", flag,
             "the engine reads new weights while it samples; where it is silent, ours, true", example=False,
             context=FULLY_ASYNC),

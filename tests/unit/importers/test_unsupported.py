@@ -37,7 +37,7 @@ LISTS = Path(__file__).parent / "parameters"
         ("verl", f"{ROLLOUT}.name", "vllm"),
         ("verl", f"{ROLLOUT}.tensor_model_parallel_size", 2),
         ("verl", f"{ROLLOUT}.gpu_memory_utilization", 0.6),
-        ("verl", "trainer.nnodes", 2),
+        ("verl", "actor_rollout_ref.actor.use_prefix_grouper", True),
         ("verl", "trainer.profile_steps", [1, 2]),
         ("verl", "global_profiler.tool", "nsys"),
         ("verl", f"{ACTOR}.profiler.all_ranks", True),
@@ -140,7 +140,9 @@ def test_no_reason_of_what_is_ignored_speaks_of_speed_or_memory(system: str) -> 
 
 def test_the_report_counts_it_apart_and_says_so_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, output = tmp_path / "launch.yaml", tmp_path / "spec.yaml"
-    path.write_text(yaml.safe_dump(nested({**BASES["verl"], "trainer.nnodes": 4, f"{ROLLOUT}.name": "sglang"})))
+    path.write_text(
+        yaml.safe_dump(nested({**BASES["verl"], "trainer.profile_steps": [4], f"{ROLLOUT}.name": "sglang"}))
+    )
     command = ["import", "verl", str(path), "--output", str(output)]
 
     assert main(command) == 0
@@ -153,7 +155,7 @@ def test_the_report_counts_it_apart_and_says_so_first(tmp_path: Path, capsys: py
 
 def test_strictness_makes_it_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, output = tmp_path / "launch.yaml", tmp_path / "spec.yaml"
-    path.write_text(yaml.safe_dump(nested({**BASES["verl"], "trainer.nnodes": 4})))
+    path.write_text(yaml.safe_dump(nested({**BASES["verl"], "trainer.profile_steps": [4]})))
     command = ["import", "verl", str(path), "--output", str(output), "--strict"]
 
     assert main(command) == 1

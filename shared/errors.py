@@ -3,8 +3,7 @@
     FlotillaError                    500  internal
     ├── InvalidRequest               422  invalid_request       (carries one entry per offending field)
     │   ├── InvalidSpec              422  invalid_spec
-    │   ├── PromptTooLong            422  prompt_too_long
-    │   └── RenderMismatch           422  render_mismatch
+    │   └── PromptTooLong            422  prompt_too_long
     ├── NotFound                     404  not_found
     ├── MethodNotAllowed             405  method_not_allowed
     ├── Unauthorized                 401  unauthorized
@@ -81,12 +80,6 @@ class PromptTooLong(InvalidRequest):
     """A prompt is longer than allowed, or does not fit the engine's context together with its completion."""
 
     code, title = "prompt_too_long", "The prompt is too long"
-
-
-class RenderMismatch(InvalidRequest):
-    """A rendered conversation does not begin with the tokens that were recorded: it would tokenise them again."""
-
-    code, title = "render_mismatch", "The conversation does not continue what was recorded"
 
 
 class NotFound(FlotillaError):

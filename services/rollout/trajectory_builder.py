@@ -1,8 +1,8 @@
 """Grows one trajectory of many turns: tokens are appended as they were made, and nothing is made twice.
 
 Whoever drives a conversation uses it: an episode of the rollout, or an agent from outside whose requests it serves.
-What the policy is shown is appended by ``show``, or by ``extend_to`` where only the whole rendered conversation is
-known; what the engine sampled by ``sample``, with the engine's own log-probabilities and versions.
+What the policy is shown is appended by ``show``, what the engine sampled by ``sample``, with the engine's own
+log-probabilities and versions.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flotilla.shared.errors import RenderMismatch
 from flotilla.shared.schemas.trajectory import Trajectory
 from flotilla.shared.schemas.turns import FinishReason, Turn
 
@@ -109,24 +108,6 @@ class TrajectoryBuilder:
         self._log_probs += [0.0] * len(token_ids)
         self._observation += text
         self._state = self._state if state is None else state
-
-    def extend_to(self, token_ids: Sequence[int], text: str = "", *, state: int | None = None) -> None:
-        """Append what a whole rendered conversation has beyond the tokens that are recorded.
-
-        Raises:
-            RenderMismatch: it does not begin with them. Nothing was appended, and the refusal is counted.
-        """
-        known = len(self._token_ids)
-        if list(token_ids[:known]) != self._token_ids:
-            self._tally.refused += 1
-            pairs = zip(token_ids, self._token_ids, strict=False)
-            at = next((place for place, (new, old) in enumerate(pairs) if new != old), min(len(token_ids), known))
-            raise RenderMismatch(
-                f"the rendered conversation differs from the recorded tokens at position {at} of {known}: a "
-                "trajectory is only appended to",
-                position=at,
-            )
-        self.show(token_ids[known:], text, state=state)
 
     def sample(
         self,

@@ -1,7 +1,7 @@
 """What a service reads from its environment; only ``__main__`` modules call this."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
@@ -82,13 +82,6 @@ def read_settings(environment: Mapping[str, str] | None = None, *, default_port:
         raise InvalidRequest(f"FLOTILLA_PORT must be a number from 0 to 65535, got {port!r}")
     gateway_url = values.get("FLOTILLA_GATEWAY_URL") or DEFAULT_GATEWAY
     check_gateway_url(gateway_url)
-    log_level = (values.get("FLOTILLA_LOG_LEVEL") or "INFO").upper()
-    if log_level not in LEVELS:
-        raise InvalidRequest(f"FLOTILLA_LOG_LEVEL must be {' or '.join(LEVELS)}, got {log_level!r}")
-    log_format = values.get("FLOTILLA_LOG_FORMAT") or "auto"
-    if log_format not in FORMATS:
-        raise InvalidRequest(f"FLOTILLA_LOG_FORMAT must be {' or '.join(FORMATS)}, got {log_format!r}")
-    parent, fleet = values.get("FLOTILLA_PARENT_PID"), values.get("FLOTILLA_FLEET_PID")
     return ServiceSettings(
         gateway_url=gateway_url,
         token=token,
@@ -96,16 +89,27 @@ def read_settings(environment: Mapping[str, str] | None = None, *, default_port:
         host=values.get("FLOTILLA_HOST") or "127.0.0.1",
         port=int(port),
         data=Path(values.get("FLOTILLA_DATA", ".flotilla")),
-        log_level=log_level,
-        log_format=log_format,
+        log_level=_one_of(LEVELS, "FLOTILLA_LOG_LEVEL", values.get("FLOTILLA_LOG_LEVEL", "").upper() or "INFO"),
+        log_format=_one_of(FORMATS, "FLOTILLA_LOG_FORMAT", values.get("FLOTILLA_LOG_FORMAT") or "auto"),
         lease_seconds=seconds_from(values, "FLOTILLA_LEASE_SECONDS", 60.0),
-        parent_pid=int(parent) if parent and parent.isdigit() else None,
-        fleet_pid=int(fleet) if fleet and fleet.isdigit() else None,
+        parent_pid=_pid_from(values, "FLOTILLA_PARENT_PID"),
+        fleet_pid=_pid_from(values, "FLOTILLA_FLEET_PID"),
         notice_seconds=seconds_from(values, "FLOTILLA_NOTICE_SECONDS", NOTICE_SECONDS, may_be_zero=True),
         engine_pythons=engine_pythons_from(values),
         grader_networks=networks_from(values, GRADER_NETWORKS, LOOPBACK),
         public_url=values.get(PUBLIC_URL) or None,
     )
+
+
+def _one_of(known: Sequence[str], name: str, value: str) -> str:
+    if value not in known:
+        raise InvalidRequest(f"{name} must be {' or '.join(known)}, got {value!r}")
+    return value
+
+
+def _pid_from(values: Mapping[str, str], name: str) -> int | None:
+    text = values.get(name, "")
+    return int(text) if text.isdigit() else None
 
 
 def check_gateway_url(url: str) -> None:

@@ -69,6 +69,11 @@ class Fault(TextConfig):
             raise ValueError(f"{' and '.join(triggers)} exclude each other: choose one")
         if self.seed and self.probability is None:
             raise ValueError("seed is that of probability: give both or neither")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_its_site(self) -> Self:
+        place = PLACES[self.site]
         if (self.kind in NEEDS_SECONDS and self.seconds is None) or (
             self.kind not in MAY_HAVE_SECONDS and self.seconds is not None
         ):

@@ -98,10 +98,6 @@ class Admission(Protocol):
         """Forget consumers that hold nothing and were silent for so long; returns how many."""
         ...
 
-    async def oldest_outstanding_version(self) -> int | None:
-        """Find the oldest version at which a group that is still outstanding was issued."""
-        ...
-
     async def outstanding_older_than(self, version: int) -> list[int]:
         """List, in ascending order, the ids of outstanding groups that were issued before ``version``."""
         ...

@@ -125,18 +125,25 @@ def refusal(method: str, path: str, who: Principal) -> str | None:
     if who.scope not in rule.scopes:
         return _wants(method, path, rule, f"this token ({who.actor}) has the scope {who.scope}")
     if who.scope is Scope.SERVICE and not rule.is_for_bound:
-        if who.kind not in rule.kinds and not (rule.is_joining and who.kind is None):
-            return _wants(method, path, rule, f"this token ({who.actor}) is for a service of kind {who.kind or 'any'}")
-        if rule.is_joining is not (who.service_id is None):
-            what = "registers" if who.service_id is None else "is of a service that has registered"
-            return _wants(method, path, rule, f"this token {what}, and does nothing else with it")
-        if rule.is_assigned and who.epoch is None:
-            return f"{method} {path} needs the token of an assignment to this experiment; this one is of the service"
-        if rule.is_own and parameters["service_id"] != who.service_id:
-            return f"this token is of {who.service_id}, not of {parameters['service_id']}"
+        of_service = _refusal_of_service(method, path, rule, parameters.get("service_id"), who)
+        if of_service is not None:
+            return of_service
     is_elsewhere = who.experiment_id is not None and parameters.get("experiment_id") != who.experiment_id
     if is_elsewhere and not rule.is_for_bound:
         return f"this token is for the experiment {who.experiment_id} alone"
+    return None
+
+
+def _refusal_of_service(method: str, path: str, rule: Rule, service_id: str | None, who: Principal) -> str | None:
+    if who.kind not in rule.kinds and not (rule.is_joining and who.kind is None):
+        return _wants(method, path, rule, f"this token ({who.actor}) is for a service of kind {who.kind or 'any'}")
+    if rule.is_joining is not (who.service_id is None):
+        what = "registers" if who.service_id is None else "is of a service that has registered"
+        return _wants(method, path, rule, f"this token {what}, and does nothing else with it")
+    if rule.is_assigned and who.epoch is None:
+        return f"{method} {path} needs the token of an assignment to this experiment; this one is of the service"
+    if rule.is_own and service_id != who.service_id:
+        return f"this token is of {who.service_id}, not of {service_id}"
     return None
 
 

@@ -81,18 +81,8 @@ def diagnose(situation: Situation) -> tuple[str, str] | None:
     Returns:
         Component and cause; None while agents from outside take no longer than the spec lets them.
     """
-    needed = {
-        ServiceKind.TRAINER: situation.trains,
-        ServiceKind.ROLLOUT: situation.samples_answers and situation.needs_rollouts,
-        ServiceKind.REWARD: situation.samples_answers,
-    }
-    for kind in (kind for kind, is_needed in needed.items() if is_needed):
-        if not situation.of(kind):
-            return kind.value, f"no live {kind} service"
-    for kind in (kind for kind, is_needed in needed.items() if is_needed):
-        unable = next((service for service in situation.of(kind) if service.cause is not None), None)
-        if unable is not None and all(service.state is not WorkState.RUNNING for service in situation.of(kind)):
-            return kind.value, f"{unable.service_id} is {unable.state}: {unable.cause}"
+    if (lacking := _lacking_service(situation)) is not None:
+        return lacking
     if situation.state is ExperimentState.STARTING:
         return _not_started(situation)
     if situation.ledger is None:
@@ -107,6 +97,24 @@ def diagnose(situation: Situation) -> tuple[str, str] | None:
     return _stuck_work(situation, situation.ledger)
 
 
+def _lacking_service(situation: Situation) -> tuple[str, str] | None:
+    """Find a kind of service that is needed and has no live one, or none that works."""
+    is_needed = {
+        ServiceKind.TRAINER: situation.trains,
+        ServiceKind.ROLLOUT: situation.samples_answers and situation.needs_rollouts,
+        ServiceKind.REWARD: situation.samples_answers,
+    }
+    needed = [kind for kind in is_needed if is_needed[kind]]
+    for kind in needed:
+        if not situation.of(kind):
+            return kind.value, f"no live {kind} service"
+    for kind in needed:
+        unable = next((service for service in situation.of(kind) if service.cause is not None), None)
+        if unable is not None and all(service.state is not WorkState.RUNNING for service in situation.of(kind)):
+            return kind.value, f"{unable.service_id} is {unable.state}: {unable.cause}"
+    return None
+
+
 def _not_started(situation: Situation) -> tuple[str, str]:
     for service in situation.services:
         if service.state is not WorkState.RUNNING:
@@ -115,6 +123,16 @@ def _not_started(situation: Situation) -> tuple[str, str]:
     if starting is not None:
         return "rollout", f"{starting.service_id} has not loaded its engine; {JUST_WAIT_START}"
     return "gateway", "every service runs, but the experiment does not"
+
+
+def _why_unclaimed(situation: Situation) -> str:
+    behind = [s for s in situation.of(ServiceKind.ROLLOUT) if (s.policy_version or 0) < situation.policy_version]
+    if not behind:
+        return "and none is claimed"
+    version = behind[0].policy_version
+    # None before it has an engine, negative before the engine has weights.
+    serves = "has not loaded any version yet" if version is None or version < 0 else f"serves version {version}"
+    return f"for version {situation.policy_version}; {behind[0].service_id} {serves}"
 
 
 def _stuck_work(situation: Situation, ledger: Ledger) -> tuple[str, str] | None:
@@ -133,14 +151,7 @@ def _stuck_work(situation: Situation, ledger: Ledger) -> tuple[str, str] | None:
     if ledger.claimed.tasks:
         return "rollout", f"{ledger.claimed.tasks} tasks are claimed and none is finished; {JUST_WAIT_ANSWERS}"
     if ledger.waiting.tasks:
-        behind = [s for s in situation.of(ServiceKind.ROLLOUT) if (s.policy_version or 0) < situation.policy_version]
-        if behind:
-            version = behind[0].policy_version
-            # None before it has an engine, negative before the engine has weights.
-            serves = "has not loaded any version yet" if version is None or version < 0 else f"serves version {version}"
-            found = f"{behind[0].service_id} {serves}"
-            return "rollout", f"{ledger.waiting.tasks} tasks wait for version {situation.policy_version}; {found}"
-        return "rollout", f"{ledger.waiting.tasks} tasks wait and none is claimed"
+        return "rollout", f"{ledger.waiting.tasks} tasks wait {_why_unclaimed(situation)}"
     used = ledger.outstanding + ledger.consumed_since_publication
     if used >= situation.budget:
         consumed = ledger.consumed_since_publication

@@ -42,10 +42,7 @@ def divided_by_use(
     """
     users = [demand for demand in demands if demand.uses(kind)]
     services = [candidate for candidate in candidates if candidate.kind is kind]
-    held: dict[str, list[Candidate]] = {demand.experiment_id: [] for demand in users}
-    for candidate in services:
-        if candidate.experiment_id in held:
-            held[candidate.experiment_id].append(candidate)
+    held = _held_by(users, services)
     room = {
         demand.experiment_id: 0 if demand.experiment_id in waiting else _room(demand, kind, held, len(services))
         for demand in users
@@ -70,6 +67,14 @@ def divided_by_use(
         free = [each for each in free if each.service_id not in taken]
         parts.append(part)
     return parts
+
+
+def _held_by(users: Sequence[Demand], services: Sequence[Candidate]) -> dict[str, list[Candidate]]:
+    held: dict[str, list[Candidate]] = {demand.experiment_id: [] for demand in users}
+    for candidate in services:
+        if candidate.experiment_id in held:
+            held[candidate.experiment_id].append(candidate)
+    return held
 
 
 def reclaimed(

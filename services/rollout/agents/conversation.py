@@ -184,11 +184,6 @@ class Conversations:
         """What the engine's context may hold."""
         return ContextBound(self.context_tokens, self.template.longest_token)
 
-    @property
-    def num_branches(self) -> int:
-        """Trajectories so far."""
-        return len(self._branches)
-
     def chat_prompt(self, messages: Messages, tools: Messages) -> Prompt:
         """Render and tokenise a chat, or what of it continues a recorded reply.
 

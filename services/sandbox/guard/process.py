@@ -131,8 +131,8 @@ class _Attendance:
         unsent, open_drains = memoryview(given), {drain.descriptor: drain for drain in drains}
         listens_from = self._started + QUIET_SECONDS
         poll = select.poll()
-        for descriptor in (self._caller, ending):
-            poll.register(descriptor, select.POLLIN)
+        poll.register(self._caller, select.POLLIN)
+        poll.register(ending, select.POLLIN)
         try:
             if given:
                 os.set_blocking(stdin, False)

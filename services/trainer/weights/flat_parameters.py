@@ -50,11 +50,6 @@ class FlatParameters:
         self._named, self._increment = named, increment
         self.layout = named.layout
 
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all parameters, tied ones counted once."""
-        return sum(buffer.numel() for buffer in self.buffers.values())
-
     @torch.no_grad()
     def copies(self, *, as_published: bool) -> dict[str, Tensor]:
         """Copy the weights, by dtype: as they are, or as receivers have them after a publication."""

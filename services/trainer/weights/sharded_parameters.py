@@ -54,11 +54,6 @@ class ShardedParameters:
     def _parameters(self) -> dict[str, Tensor]:
         return {name: tied[0] for name, tied in self._named.groups.items()}
 
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all parameters on all ranks, tied ones counted once."""
-        return sum(parameter.numel() for parameter in self._parameters.values())
-
     @torch.no_grad()
     def copies(self, *, as_published: bool) -> dict[str, Tensor]:
         """Copy this rank's elements: as they are, or as receivers have them after a publication."""

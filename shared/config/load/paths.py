@@ -30,20 +30,17 @@ def resolve_paths(document: Mapping[str, Any], folder: Path, *, made: str = "") 
     for section, field in PATH_FIELDS:
         if section != "model" or not _names_hub(resolved.get(section), folder, made):
             _resolve_path(resolved.get(section), field, folder)
-    algorithm = resolved.get("algorithm")
     for name in ("distillation", "value_loss"):
-        role = algorithm.get(name) if isinstance(algorithm, dict) else None
+        role = _within(resolved, "algorithm", name)
         if not _names_hub(role, folder, made):
             _resolve_path(role, "path", folder)
     for section, field in ROW_LISTS:
-        values = resolved.get(section)
-        rows = values.get(field) if isinstance(values, dict) else None
+        rows = _within(resolved, section, field)
         for each in rows if isinstance(rows, list) else []:
             _resolve_path(each, "path", folder)
             _resolve_code(each, "custom", folder)
             _resolve_more(each, folder)
-    job = resolved.get("job")
-    held_out = job.get("held_out") if isinstance(job, dict) else None
+    held_out = _within(resolved, "job", "held_out")
     _resolve_path(held_out, "path", folder)
     _resolve_code(held_out, "custom", folder)
     checkpoint = resolved.get("checkpoint")
@@ -52,14 +49,17 @@ def resolve_paths(document: Mapping[str, Any], folder: Path, *, made: str = "") 
         _resolve_path(checkpoint, "resume_from", folder)
     _resolve_functions(resolved.get("reward"), folder)
     _resolve_reward_models(resolved.get("reward"), folder, made)
-    rollout = resolved.get("rollout")
-    _resolve_episodes(rollout.get("episodes") if isinstance(rollout, dict) else None, folder)
-    tracking = resolved.get("tracking")
-    trackers = tracking.get("trackers") if isinstance(tracking, dict) else None
+    _resolve_episodes(_within(resolved, "rollout", "episodes"), folder)
+    trackers = _within(resolved, "tracking", "trackers")
     for tracker in trackers if isinstance(trackers, list) else []:
         if isinstance(tracker, dict) and isinstance(tracker.get("directory"), str) and tracker["directory"]:
             tracker["directory"] = _absolute(tracker["directory"], folder)
     return resolved
+
+
+def _within(document: Mapping[str, Any], section: str, field: str) -> Any:
+    values = document.get(section)
+    return values.get(field) if isinstance(values, dict) else None
 
 
 def _resolve_more(rows: Any, folder: Path) -> None:

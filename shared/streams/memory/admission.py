@@ -91,10 +91,6 @@ class MemoryAdmission:
         """See ``Admission.forget_consumers``: here a consumer that holds nothing leaves nothing behind."""
         return 0
 
-    async def oldest_outstanding_version(self) -> int | None:
-        """See ``Admission.oldest_outstanding_version``."""
-        return min(self._store.outstanding.values(), default=None)
-
     async def outstanding_older_than(self, version: int) -> list[int]:
         """See ``Admission.outstanding_older_than``."""
         return sorted(group_id for group_id, issued_at in self._store.outstanding.items() if issued_at < version)

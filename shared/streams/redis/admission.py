@@ -75,12 +75,6 @@ class RedisAdmission:
         recorded = await self._state("published_version")
         return None if recorded is None else int(recorded)
 
-    async def oldest_outstanding_version(self) -> int | None:
-        """See ``Admission.oldest_outstanding_version``."""
-        first = await self._runner.command("ZRANGE", self._keys.outstanding, 0, 0, "WITHSCORES")
-        # Pairs or a flat list, by the client's version.
-        return None if not first else int(float(first[0][1] if isinstance(first[0], list | tuple) else first[1]))
-
     async def outstanding_older_than(self, version: int) -> list[int]:
         """See ``Admission.outstanding_older_than``."""
         return sorted(

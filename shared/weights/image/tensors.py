@@ -2,7 +2,7 @@
 
 import ctypes
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from flotilla.shared.schemas.publication import TensorSpec
 from flotilla.shared.weights.image.files import open_shared
-from flotilla.shared.weights.image.image import WeightImage, layout_of
-from flotilla.shared.weights.image.layout import ImageLayout
+from flotilla.shared.weights.image.image import layout_of
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -52,43 +51,6 @@ def open_image(path: Path) -> dict[str, Tensor]:
     with open_shared(path) as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     return {spec.name: view_of(mapped, spec) for spec in layout_of(mapped).tensors}
-
-
-def layout_for(tensors: Iterable[tuple[str, Tensor]], *, wire_dtype: torch.dtype | None = None) -> ImageLayout:
-    """Lay out an image for these tensors, floating-point ones as ``wire_dtype`` where it is given.
-
-    Raises:
-        ValueError: a dtype that images do not hold, or no tensors.
-    """
-    return ImageLayout.of(
-        {name: (tuple(tensor.shape), safetensors_name(on_wire(tensor.dtype, wire_dtype))) for name, tensor in tensors}
-    )
-
-
-def write_tensors(image: WeightImage, layout: ImageLayout, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write tensors one by one, casting to the layout's dtypes. For weights that cannot be kept flat, such as shards.
-
-    Args:
-        image: of the layout's size.
-        layout: of exactly these names and shapes.
-        tensors: full tensors of any device, in any order; an iterator may gather each one when it is asked for.
-
-    Raises:
-        ValueError: a name or shape is not the layout's, or one of the layout's is missing.
-        Conflict: the image is still being read.
-    """
-    if layout.image_bytes != image.image_bytes:
-        raise ValueError(f"the layout takes {layout.image_bytes} bytes, the image has {image.image_bytes}")
-    with image.writing() as view:
-        view[: len(layout.header)] = layout.header
-        missing = {spec.name: spec for spec in layout.tensors}
-        for name, tensor in tensors:
-            spec = missing.pop(name, None)
-            if spec is None or spec.shape != tuple(tensor.shape):
-                raise ValueError(f"{name} of shape {tuple(tensor.shape)} does not belong into the layout: {spec}")
-            view_of(image.mapped, spec).copy_(tensor.detach())
-        if missing:
-            raise ValueError(f"the layout also names {', '.join(sorted(missing))}")
 
 
 def flat_view(mapped: mmap.mmap, dtype: str, start: int, num_elements: int) -> Tensor:

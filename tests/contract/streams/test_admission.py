@@ -187,17 +187,14 @@ async def test_only_newer_publications_count(plane: DataPlane) -> None:
 
 
 async def test_outstanding_groups_are_known_by_their_version(plane: DataPlane) -> None:
-    assert await plane.admission.oldest_outstanding_version() is None
     await issue(plane, 2, version=0)
     await issue(plane, 2, first=2, version=3)
     await issue(plane, 9, first=4, version=5)
 
-    assert await plane.admission.oldest_outstanding_version() == 0
     assert await plane.admission.outstanding_older_than(3) == [0, 1]
     assert await plane.admission.outstanding_older_than(6) == list(range(13))
     await move_to_scored(plane, 2)
     trainer = await a_trainer(plane)
     assert await trainer.plan(1, await trainer.hop.claim(2, wait_seconds=0), version=3)
 
-    assert await plane.admission.oldest_outstanding_version() == 3
     assert await plane.admission.outstanding_older_than(3) == []

@@ -278,17 +278,23 @@ def own_names(tree: ast.Module) -> dict[str, Any]:
     loaded = {node.id for node in names if isinstance(node.ctx, ast.Load)} - bound_names(nodes)
     own: dict[str, Any] = {}
     for name in sorted(loaded):
-        if hasattr(builtins, name):
-            own[name] = getattr(builtins, name)
-        elif name in KNOWN:
-            own[name] = KNOWN[name]
-        elif name not in bare and (name in MODULES or name in getattr(sys, "stdlib_module_names", ())):
-            own[name] = importlib.import_module(MODULES.get(name, name))
+        own |= meaning_of(name, may_be_module=name not in bare)
     if loaded and own.keys() >= loaded:
         compares = {name for name in own if name in JUDGES_FUNCTIONS or isinstance(own[name], (type, types.ModuleType))}
         for name in loaded - compares or loaded:
             del own[name]
     return own
+
+
+def meaning_of(name: str, *, may_be_module: bool) -> dict[str, Any]:
+    """Find what a name means by itself; empty if it means nothing."""
+    if hasattr(builtins, name):
+        return {name: getattr(builtins, name)}
+    if name in KNOWN:
+        return {name: KNOWN[name]}
+    if may_be_module and (name in MODULES or name in getattr(sys, "stdlib_module_names", ())):
+        return {name: importlib.import_module(MODULES.get(name, name))}
+    return {}
 
 
 def bound_names(nodes: list[ast.AST]) -> set[str]:

@@ -27,6 +27,7 @@ TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
     "time": (datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),
 }
+SCALARS = (bool, str, int, float, complex, bytes, bytearray)
 MOST_SAFE_INT = 2**53
 
 
@@ -36,16 +37,8 @@ def pack(value: Any, refer: Callable[[Any], Wire]) -> Wire:
     Only exact types are data: a subclass brings code of its own.
     """
     kind = type(value)
-    if value is None or kind in (bool, str):
-        return value
-    if kind is int:
-        return value if abs(value) < MOST_SAFE_INT else ["int", hex(value)]
-    if kind is float:
-        return ["float", value.hex()]
-    if kind is complex:
-        return ["complex", value.real.hex(), value.imag.hex()]
-    if kind in (bytes, bytearray):
-        return [kind.__name__, value.hex()]
+    if value is None or kind in SCALARS:
+        return _pack_scalar(value, kind)
     if kind in (range, slice):
         return [kind.__name__, *(pack(each, refer) for each in (value.start, value.stop, value.step))]
     if SEQUENCES.get(kind.__name__) is kind:
@@ -61,6 +54,16 @@ def pack(value: Any, refer: Callable[[Any], Wire]) -> Wire:
         plain = pack(value.tolist(), refer)
         return ["array", value.dtype.str, plain] if kind.__name__ == "ndarray" else plain
     return refer(value)
+
+
+def _pack_scalar(value: Any, kind: type) -> Wire:
+    if kind is int:
+        return value if abs(value) < MOST_SAFE_INT else ["int", hex(value)]
+    if kind is complex:
+        return ["complex", value.real.hex(), value.imag.hex()]
+    if kind in (float, bytes, bytearray):
+        return [kind.__name__, value.hex()]
+    return value
 
 
 def unpack(wire: Wire, resolve: Callable[[list[Any]], Any]) -> Any:

@@ -45,13 +45,6 @@ class Architecture:
     has_qk_norm: bool
     is_tied: bool
 
-    @property
-    def num_parameters(self) -> int:
-        """Count the parameters of the matrices that a token passes through, the head included."""
-        attention = (self.num_heads * 2 + self.num_kv_heads * 2) * self.head_dim * self.hidden_size
-        layer = attention + 3 * self.hidden_size * self.intermediate_size
-        return self.num_layers * layer + self.vocab_size * self.hidden_size
-
 
 def is_written_out(config: Mapping[str, Any]) -> bool:
     """Tell whether a configuration names all that the fused forward depends on, rather than leaving it to defaults."""

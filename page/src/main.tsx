@@ -2,6 +2,7 @@ import { render } from "preact";
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { all, call, session, usePoll, type Caller, type Experiment } from "./api";
 import { Create } from "./create";
+import { Flow } from "./flow";
 import { Login } from "./login";
 import { Overview } from "./overview";
 import { Run } from "./run";
@@ -30,9 +31,10 @@ function routeOf(hash: string): Route {
 const VIEWS = [
   ["run", "Run"],
   ["samples", "Samples"],
+  ["flow", "Flow"],
 ] as const;
 /** Views of one experiment; the others show several over each other. */
-const OF_ONE = new Set<string>(["samples"]);
+const OF_ONE = new Set<string>(["samples", "flow"]);
 
 function useHash(): string {
   const [hash, setHash] = useState(location.hash);
@@ -134,6 +136,7 @@ function View({ route, ids, shared }: { route: Route; ids: string[]; shared: Sha
   }
   if (route.view === "run") return <Run key={ids.join()} ids={ids} route={route} shared={shared} />;
   if (route.view === "samples") return <Samples key={ids[0]} id={ids[0]!} route={route} shared={shared} />;
+  if (route.view === "flow") return <Flow key={ids[0]} id={ids[0]!} shared={shared} />;
   return (
     <p>
       There is no such view. <a href="#/">Overview</a>

@@ -123,6 +123,24 @@ def test_an_operator_creates_watches_pauses_forks_compares_and_stops(
     browser.script("location.hash = arguments[0]", link)
     browser.wait(".tokens .sampled")
 
+    # The ledger adds up on the screen, whenever it is looked at.
+    browser.click("nav a", "Flow")
+    browser.wait(".stream h3", "Planned")
+    for _ in range(5):
+        shown = browser.script(
+            "return [document.querySelector('#issued'), ...document.querySelectorAll('.sum .part')]"
+            ".map((each) => Number(each.textContent.replaceAll(',', '')))"
+        )
+        assert shown[0] == sum(shown[1:]) > 0
+        browser.wait(".sum .good", "adds up")
+        until(
+            lambda issued=shown[0]: browser.texts("#issued") != [f"{issued:,}"],
+            LONG_SECONDS,
+            "more groups to be issued",
+            pause_seconds=0.1,
+        )
+    browser.wait(".panel h2", "What bounds the speed")
+
     # Its state is changed by buttons, and what is shown follows.
     browser.click("nav a", "Overview")
     shown_state(browser, "first", "running")

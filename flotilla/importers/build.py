@@ -52,7 +52,12 @@ class Imported:
 
 
 def build(
-    system: System, given: Sequence[Given], *, rows: int | None = None, overrides: Sequence[str] = ()
+    system: System,
+    given: Sequence[Given],
+    *,
+    rows: int | None = None,
+    overrides: Sequence[str] = (),
+    engine: str | None = None,
 ) -> Imported:
     """Make a spec from the parameters of a launch file.
 
@@ -61,6 +66,7 @@ def build(
         given: every parameter of the launch file, in its order.
         rows: rows of the training data, where that is known.
         overrides: ``KEY=VALUE`` on the spec's own fields, applied last.
+        engine: sglang or vllm, which samples; None: the embedded engine.
 
     Raises:
         InvalidSpec: a value cannot be read; ``errors`` names the parameter.
@@ -69,7 +75,8 @@ def build(
     fields = _direct(source)
     for rule in system.rules:
         fields |= rule(source)
-    document = apply_overrides(_nested(fields), overrides)
+    of_engine = () if engine is None else overrides_for(system.name, given, engine)
+    document = apply_overrides(_nested(fields), [*of_engine, *overrides])
     missing = [*source.missing] if not overrides else [each for each in source.missing if not _is_set(each, overrides)]
     spec, problems = None, missing
     try:

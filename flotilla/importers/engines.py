@@ -56,19 +56,31 @@ OPTIONS: Final[Mapping[str, tuple[str, str]]] = {
 """What a server calls its size and its share of the memory."""
 
 
-def overrides_for(system: str, given: Sequence[Given]) -> tuple[str, ...]:
+def named_engine(system: str, given: Sequence[Given]) -> str | None:
+    """Return the server that a launch file names; None for none, or one that the fleet does not know."""
+    names = NAMES.get(system)
+    if names is None:
+        return None
+    values = _values(given)
+    kind = _first(values, names.kinds) if names.kinds else "vllm" if _first(values, names.shows) is not None else None
+    return kind if isinstance(kind, str) and kind in OPTIONS else None
+
+
+def overrides_for(system: str, given: Sequence[Given], kind: str | None = None) -> tuple[str, ...]:
     """Return the overrides, ``KEY=VALUE``, with which a spec asks for the engine that a launch file names.
 
     They take over how many GPUs an engine is split over and its share of their memory; nothing for an engine that the
     fleet does not know.
+
+    Args:
+        system: whose file it is.
+        given: its parameters.
+        kind: ask for this server, whichever is named.
     """
-    names = NAMES.get(system)
-    if names is None:
+    names, kind = NAMES.get(system), kind or named_engine(system, given)
+    if names is None or kind is None:
         return ()
-    values = {each.spelling: each.value for each in given if each.refusal is None}
-    kind = _first(values, names.kinds) if names.kinds else "vllm" if _first(values, names.shows) is not None else None
-    if not isinstance(kind, str) or kind not in OPTIONS:
-        return ()
+    values = _values(given)
     size_option, share_option = OPTIONS[kind]
     size, share = _number(_first(values, names.sizes)), _number(_first(values, names.shares))
     is_split = size is not None and size > 1 and size.is_integer()
@@ -93,6 +105,10 @@ def suggestion(overrides: Sequence[str], why_not: str | None) -> list[str]:
         return [f"the file names {named}, with which this spec cannot sample: {why_not}"]
     words = [f"--set '{each}'" if " " in each else f"--set {each}" for each in overrides]
     return [f"the file names {named}; for it in the place of the embedded engine (docs/engines.md):", " ".join(words)]
+
+
+def _values(given: Sequence[Given]) -> dict[str, Any]:
+    return {each.spelling: each.value for each in given if each.refusal is None}
 
 
 def _first(values: Mapping[str, Any], names: Sequence[str]) -> Any:

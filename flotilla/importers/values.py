@@ -7,6 +7,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import yaml
+
+from flotilla.shared.config.load.yaml_text import read_value, too_large
 from flotilla.shared.errors import InvalidSpec
 
 Convert = Callable[[str, Any], Any]
@@ -101,11 +104,23 @@ def text(name: str, value: Any) -> str | None:
 
 
 def texts(name: str, value: Any) -> list[str] | None:
-    """Read a list of texts; one alone makes a list of one."""
+    """Read a list of texts; one alone makes a list of one, and a list that was quoted once more is one."""
     if is_null(value):
         return None
-    items = value if isinstance(value, list) else [value]
+    items = value if isinstance(value, list) else _quoted_list(value) or [value]
     return [str(text(name, item) or "") for item in items]
+
+
+def _quoted_list(value: Any) -> list[Any] | None:
+    written = str(value).strip()
+    if not (written.startswith("[") and written.endswith("]")):
+        return None
+    try:
+        found = read_value(written)
+    except (yaml.YAMLError, RecursionError):
+        return None
+    is_list = isinstance(found, list) and too_large(found) is None
+    return found if is_list and all(isinstance(each, str | int | float) for each in found) else None
 
 
 def pieces(name: str, value: Any) -> list[str] | None:

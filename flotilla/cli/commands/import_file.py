@@ -10,10 +10,13 @@ from typing import Any
 from flotilla.cli.output import write_json
 from flotilla.importers.build import Imported, build
 from flotilla.importers.coverage import UNACCOUNTED, counts, coverage, refused_share
+from flotilla.importers.engines import named_engine
 from flotilla.importers.systems import SCRIPTS, beside, read, read_launch_text, read_openrlhf, system_of
 from flotilla.shared.config.load.yaml_text import write_value
+from flotilla.shared.environment.settings import ENGINE_PYTHONS
 from flotilla.shared.errors import InvalidRequest
 
+AUTO, EMBEDDED_ENGINE = "auto", "embedded"
 HEADER = "# Imported from {system} by `flotilla import {system}`; relative paths are taken from this file's folder.\n"
 
 
@@ -52,7 +55,16 @@ def _imported(arguments: argparse.Namespace) -> Imported:
         first = None if arguments.config_dir is None else Path(arguments.config_dir)
         text, around = read_launch_text(path), beside(path.parent, read_launch_text, first=first)
         given = read(arguments.system, text, arguments.overrides, os.environ, source=arguments.file, beside=around)
-    return build(system_of(arguments.system, given), given, rows=arguments.rows, overrides=arguments.set or ())
+    system, sets = system_of(arguments.system, given), arguments.set or ()
+    if arguments.engine != AUTO:
+        engine = None if arguments.engine == EMBEDDED_ENGINE else arguments.engine
+        return build(system, given, rows=arguments.rows, overrides=sets, engine=engine)
+    named = named_engine(system.name, given)
+    if named is not None and ENGINE_PYTHONS[named] in os.environ:
+        found = build(system, given, rows=arguments.rows, overrides=sets, engine=named)
+        if found.spec is not None:
+            return found
+    return build(system, given, rows=arguments.rows, overrides=sets)
 
 
 def _report(imported: Imported, as_json: bool) -> str:

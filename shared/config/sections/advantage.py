@@ -81,7 +81,7 @@ class GaeConfig(_Estimator):
     """Generalised advantage estimation (Schulman et al. 2016); needs a critic."""
 
     kind: Literal["gae"] = "gae"
-    gamma: float = Field(1.0, gt=0, le=1)
+    gamma: float = Field(1.0, ge=0, le=1)
     """Discount per sampled token."""
     lam: float = Field(0.95, ge=0, le=1)
     """Bias (0) against variance (1). verl and OpenRLHF default to 1, ROLL to 0.95."""
@@ -94,7 +94,7 @@ class GaeConfig(_Estimator):
 class _RewardToGo(_Estimator):
     """Estimators whose advantage is the discounted sum of later rewards."""
 
-    gamma: float = Field(1.0, gt=0, le=1)
+    gamma: float = Field(1.0, ge=0, le=1)
     """Discount per sampled token."""
     masked_tokens: MaskedTokens = "skip"
     """``skip``: a token the policy did not sample costs no discount step (verl); ``step``: it does (OpenRLHF)."""
@@ -119,7 +119,7 @@ class TurnReinforceConfig(_Estimator):
     """Reward-to-go per turn: one discount step per contiguous run of sampled tokens (ROLL agentic_reinforce)."""
 
     kind: Literal["turn_reinforce"] = "turn_reinforce"
-    gamma: float = Field(1.0, gt=0, le=1)
+    gamma: float = Field(1.0, ge=0, le=1)
     """Discount per turn. A turn's reward is that of its last token."""
 
 
@@ -260,7 +260,7 @@ class TokenBaselineConfig(_Estimator):
 class _Agentic(_Estimator):
     """Estimators over steps of an environment, where each turn is a step; one completion alone is one step."""
 
-    gamma: float = Field(0.95, gt=0, le=1)
+    gamma: float = Field(0.95, ge=0, le=1)
     """Discount per environment step."""
     divide_by_std: bool = True
     """Divide centred scores by their group's unbiased standard deviation plus epsilon (ROLL: mean_std)."""

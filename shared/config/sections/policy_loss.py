@@ -70,8 +70,8 @@ class CispoConfig(_Loss):
     """
 
     kind: Literal["cispo"] = "cispo"
-    clip_low: float = Field(0.2, ge=0, le=1)
-    """How far below 1 the weight may go."""
+    clip_low: float = Field(0.2, ge=0)
+    """How far below 1 the weight may go; from 1 on there is no lower bound (MiniMax, verl: 10)."""
     clip_high: float = Field(0.28, ge=0)
     """How far above 1 the weight may go."""
     drop_outside: bool = False

@@ -26,6 +26,7 @@ from flotilla.shared.config.sections.advantage import (
     GigpoConfig,
     GpgConfig,
     GrpoConfig,
+    MaskedTokens,
     OpoConfig,
     PassAtKConfig,
     ReinforceBaselineConfig,
@@ -354,3 +355,16 @@ def test_scores_are_bounded_between_baseline_and_kl() -> None:
     found = compute_advantages(DrGrpoConfig(score_clip=(-1.0, 2.0)), inputs, kl=kl)
 
     close(found.advantages, [1.5, -1.0])
+
+
+@pytest.mark.parametrize("masked_tokens", ["skip", "step"])
+def test_without_a_future_a_token_returns_its_own_reward_and_gae_its_td_error(masked_tokens: MaskedTokens) -> None:
+    sequences = one_sequence([1, 0, 1, 1])
+    rewards, values = torch.tensor([0.5, 0.0, -1.0, 2.0]), torch.tensor([0.25, 0.0, 0.5, 1.0])
+    config = ReinforceConfig(gamma=0.0, masked_tokens=masked_tokens)
+
+    advantages, to_go = gae(rewards, values, sequences, gamma=config.gamma, lam=0.95, masked_tokens=masked_tokens)
+
+    close(discounted_returns(rewards, sequences, gamma=0.0, masked_tokens=masked_tokens), [0.5, 0, -1.0, 2.0])
+    close(advantages, [0.25, 0, -1.5, 1.0])
+    close(to_go, [0.5, 0, -1.0, 2.0])

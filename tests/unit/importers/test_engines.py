@@ -2,14 +2,17 @@
 
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from flotilla.cli.__main__ import main
 from flotilla.importers.build import Imported, build, look_up
 from flotilla.importers.engines import OF_A_SERVER
 from flotilla.importers.systems import SYSTEMS
-from tests.unit.importers.sources import BASES, import_flat
+from tests.unit.importers.sources import BASES, import_flat, nested
 
 ROLLOUT = "actor_rollout_ref.rollout"
 INFER = "actor_infer.strategy_args"
@@ -81,3 +84,40 @@ def test_an_engine_that_the_spec_cannot_have_is_named_with_the_reason() -> None:
 def test_of_an_engine_that_is_not_known_here_nothing_is_suggested(name: str) -> None:
     assert import_flat("verl", {**BASES["verl"], f"{ROLLOUT}.name": name}).report.suggestion == []
     assert build(SYSTEMS["verl"], []).report.suggestion == []
+
+
+def written(path: Path, *options: str) -> dict[str, Any]:
+    path.write_text(yaml.safe_dump(nested({**BASES["verl"], f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.n": 4})))
+    output = path.parent / "spec.yaml"
+    assert main(["import", "verl", str(path), "--output", str(output), "--force", *options]) == 0
+    found: dict[str, Any] = yaml.safe_load(output.read_text())["rollout"].get("engine", {})
+    return found
+
+
+def test_the_named_engine_samples_where_it_is_installed_or_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "launch.yaml"
+    monkeypatch.delenv("FLOTILLA_VLLM_PYTHON", raising=False)
+
+    assert "kind" not in written(path)
+    assert written(path, "--engine", "vllm")["kind"] == "vllm"
+    assert written(path, "--engine", "sglang")["kind"] == "sglang"
+
+    monkeypatch.setenv("FLOTILLA_VLLM_PYTHON", "/opt/vllm/bin/python")
+    assert written(path)["kind"] == "vllm"
+    assert "kind" not in written(path, "--engine", "embedded")
+
+
+def test_an_installed_engine_that_cannot_sample_what_is_asked_leaves_the_embedded_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, output = tmp_path / "launch.yaml", tmp_path / "spec.yaml"
+    named = {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.top_k": 20, f"{ROLLOUT}.temperature": 0.7, f"{ROLLOUT}.n": 4}
+    path.write_text(yaml.safe_dump(nested({**BASES["verl"], **named})))
+    monkeypatch.setenv("FLOTILLA_VLLM_PYTHON", "/opt/vllm/bin/python")
+    command = ["import", "verl", str(path), "--output", str(output)]
+
+    assert main([*command, "--engine", "vllm"]) == 1
+    assert main(command) == 0
+    assert "kind" not in yaml.safe_load(output.read_text())["rollout"].get("engine", {})

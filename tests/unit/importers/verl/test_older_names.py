@@ -126,3 +126,20 @@ def test_trainer_and_rollouts_of_several_machines_are_told_apart_in_the_report()
     assert found.document["parallelism"]["nodes"] == 2 and found.document["resources"]["trainer"]["devices"] == 8
     assert "needs 16 for the trainer, and others for its rollouts" in found.report.render()
     assert "take turns" not in imported({"trainer.nnodes": 2, "actor_rollout_ref.hybrid_engine": False}).report.render()
+
+
+def test_gamma_of_0_and_a_weight_without_lower_bound_are_translated() -> None:
+    found = imported({"algorithm.adv_estimator": "reinforce_plus_plus", "algorithm.gamma": 0.0,
+                      f"{ACTOR}.policy_loss.loss_mode": "cispo", f"{ACTOR}.clip_ratio_low": 10,
+                      f"{ACTOR}.clip_ratio_high": 0.2})  # fmt: skip
+
+    assert found.may_run(), found.report.render()
+    assert found.document["algorithm"]["advantage"]["gamma"] == 0.0
+    assert found.document["algorithm"]["policy_loss"] == {"kind": "cispo", "clip_low": 10.0, "clip_high": 0.2}
+
+
+@pytest.mark.parametrize("written", ["['a.parquet', 'b.parquet']", '["a.parquet","b.parquet"]'])
+def test_a_list_that_is_quoted_twice_is_a_list(written: str) -> None:
+    found = imported({"data.train_files": written})
+
+    assert [each["path"] for each in found.document["data"]["sources"]] == ["a.parquet", "b.parquet"]

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from flotilla.services.rollout.agents.requests import canonical, plain_messages
-from flotilla.services.rollout.agents.template import Template
+from flotilla.services.rollout.agents.template import ChatTemplate
 from flotilla.services.rollout.engines.base import Completion
 from flotilla.services.rollout.trajectory_builder import RenderTally, TrajectoryBuilder
 from flotilla.shared.errors import InvalidRequest
@@ -168,7 +168,7 @@ class Conversations:
         tally: counts renders.
     """
 
-    template: Template
+    template: ChatTemplate
     context_tokens: int
     max_branches: int
     tally: RenderTally = field(default_factory=RenderTally)

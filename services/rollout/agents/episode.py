@@ -21,7 +21,7 @@ from flotilla.services.rollout.agents.requests import (
     wanted_tokens,
 )
 from flotilla.services.rollout.agents.responses import ResponsesChat, ResponsesReply, read_responses, responses_reply
-from flotilla.services.rollout.agents.template import Template
+from flotilla.services.rollout.agents.template import ChatTemplate
 from flotilla.services.rollout.agents.threads import Threads
 from flotilla.services.rollout.engines.base import Completion, Engine, GenerationRequest, SamplingParameters
 from flotilla.services.rollout.episodes.special_tokens import SamplingTally
@@ -121,7 +121,7 @@ class Episode:
         index: int,
         spec: ExperimentSpec,
         engine: Engine,
-        template: Template,
+        template: ChatTemplate,
         clock: Callable[[], float],
         *,
         on_death: Callable[[WorkerDied], None],

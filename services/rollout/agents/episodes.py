@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from flotilla.services.rollout.agents.episode import Ended, Episode, EpisodeGone
-from flotilla.services.rollout.agents.template import Template
+from flotilla.services.rollout.agents.template import ChatTemplate
 from flotilla.services.rollout.agents.threads import Threads
 from flotilla.services.rollout.engines.base import Engine
 from flotilla.services.rollout.episodes.resumption import resume_rule, rule_of
@@ -116,7 +116,7 @@ class AgentEpisodes:
     def __init__(
         self,
         engine: Engine,
-        template: Template,
+        template: ChatTemplate,
         spec: ExperimentSpec,
         mailbox: Mailbox,
         prefix: Callable[[], str],

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from flotilla.services.rollout.agents.requests import ChatRequest, TextRequest
-from flotilla.services.rollout.agents.template import Template
+from flotilla.services.rollout.agents.template import ChatTemplate
 from flotilla.services.rollout.engines.base import Completion
 from flotilla.services.rollout.tools.formats import ToolCall, split_calls
 from flotilla.shared.schemas.trajectory import FinishReason
@@ -72,7 +72,7 @@ class Reply:
 def chat_reply(
     request: ChatRequest,
     completion: Completion,
-    template: Template,
+    template: ChatTemplate,
     *,
     episode_id: str,
     num_prompt: int,
@@ -103,7 +103,7 @@ def chat_reply(
 def text_reply(
     request: TextRequest,
     completion: Completion,
-    template: Template,
+    template: ChatTemplate,
     *,
     episode_id: str,
     num_prompt: int,
@@ -150,7 +150,7 @@ def _usage(num_prompt: int, completion: Completion) -> dict[str, int]:
     return {"prompt_tokens": num_prompt, "completion_tokens": sampled, "total_tokens": num_prompt + sampled}
 
 
-def _log_probs(completion: Completion, template: Template) -> list[dict[str, Any]]:
+def _log_probs(completion: Completion, template: ChatTemplate) -> list[dict[str, Any]]:
     pairs = zip(completion.token_ids.tolist(), completion.log_probs.tolist(), strict=True)
     texts = ((template.text([token], with_special_tokens=True), value) for token, value in pairs)
     return [

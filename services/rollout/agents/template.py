@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from flotilla.services.rollout.episodes.rendering import ChatRenderer
 from flotilla.shared.errors import InvalidRequest, ModelError
@@ -23,14 +23,20 @@ class Continuation(NamedTuple):
     text: str
 
 
-class Template(Protocol):
-    """Turns conversations into text, text into token ids, and tokens into text."""
+class ChatTemplate:
+    """The template of a model, by the renderer of the fleet's own episodes.
 
-    stop_token_ids: tuple[int, ...]
+    It turns conversations into text, text into token ids, and tokens into text.
+    """
 
-    @property
+    def __init__(self, renderer: ChatRenderer) -> None:
+        self._renderer = renderer
+        self.stop_token_ids = renderer.stop_token_ids
+
+    @functools.cached_property
     def longest_token(self) -> int:
         """Characters of the longest token: no text has fewer tokens than its length divided by it."""
+        return self._renderer.longest_token()
 
     def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> str:
         """Render a conversation so that what comes next is the assistant's.
@@ -38,6 +44,12 @@ class Template(Protocol):
         Raises:
             InvalidRequest: the template does not take it.
         """
+        if self._renderer.is_chat:
+            return self._render(messages, tools, opens=True)
+        if tools:
+            raise InvalidRequest("the model has no chat template, so it cannot be told of tools")
+        plain = [Message(each["role"], each["content"]) for each in messages]
+        return self.text(self._renderer.prompt_ids(plain), with_special_tokens=True)
 
     def continuation(
         self,
@@ -54,43 +66,6 @@ class Template(Protocol):
         Returns:
             None where the template renders ``history`` in another way once something follows it.
         """
-
-    def token_ids(self, text: str) -> tuple[int, ...]:
-        """Tokenise a text that special tokens may be in."""
-
-    def text(self, token_ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
-        """Decode."""
-
-
-class ChatTemplate:
-    """The template of a model, by the renderer of the fleet's own episodes."""
-
-    def __init__(self, renderer: ChatRenderer) -> None:
-        self._renderer = renderer
-        self.stop_token_ids = renderer.stop_token_ids
-
-    @functools.cached_property
-    def longest_token(self) -> int:
-        """See ``Template.longest_token``."""
-        return self._renderer.longest_token()
-
-    def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> str:
-        """See ``Template.prompt``."""
-        if self._renderer.is_chat:
-            return self._render(messages, tools, opens=True)
-        if tools:
-            raise InvalidRequest("the model has no chat template, so it cannot be told of tools")
-        plain = [Message(each["role"], each["content"]) for each in messages]
-        return self.text(self._renderer.prompt_ids(plain), with_special_tokens=True)
-
-    def continuation(
-        self,
-        history: Sequence[ChatMessage],
-        messages: Sequence[ChatMessage],
-        tools: Sequence[Mapping[str, Any]],
-        last_token: int,
-    ) -> Continuation | None:
-        """See ``Template.continuation``."""
         end = self._reply_end
         if end is None:
             return None
@@ -114,11 +89,11 @@ class ChatTemplate:
         return Continuation(token_ids, added)
 
     def token_ids(self, text: str) -> tuple[int, ...]:
-        """See ``Template.token_ids``."""
+        """Tokenise a text that special tokens may be in."""
         return self._renderer.token_ids(text)
 
     def text(self, token_ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
-        """See ``Template.text``."""
+        """Decode."""
         return self._renderer.text(token_ids, with_special_tokens=with_special_tokens)
 
     @functools.cached_property

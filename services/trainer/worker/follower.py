@@ -5,6 +5,7 @@ import mmap
 import socket
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -71,28 +72,29 @@ class Follower:
 
     def run(self) -> None:
         """Obey until the leader lets this rank go; what goes wrong, but for a model or disk, ends it and so the job."""
-        while not isinstance(command := self._channel.receive(), End):
-            failure = None
-            try:
-                with self._cores.computing():
-                    self._obey(command)
-            except ModelError as error:
-                if not isinstance(command, Restore | Find):
-                    raise
-                failure = error
-            except (OSError, SafetensorError) as error:
-                # The leader tries another checkpoint later, as where its own disk fails.
-                if not isinstance(command, Save):
-                    raise
-                failure = ModelError(f"could not write its part: {error}")
-            try:
-                self._channel.end(failure)
-            except ModelError as error:
-                # The leader tries another checkpoint, or ends.
-                log.warning("a command failed on a rank", extra={"error": error.detail})
-                continue
-            if self._on_status is not None and isinstance(command, Restore | Train):
-                self._on_status(command.step if isinstance(command, Train) else None)
+        with closing(self._cores):
+            while not isinstance(command := self._channel.receive(), End):
+                failure = None
+                try:
+                    with self._cores.computing():
+                        self._obey(command)
+                except ModelError as error:
+                    if not isinstance(command, Restore | Find):
+                        raise
+                    failure = error
+                except (OSError, SafetensorError) as error:
+                    # The leader tries another checkpoint later, as where its own disk fails.
+                    if not isinstance(command, Save):
+                        raise
+                    failure = ModelError(f"could not write its part: {error}")
+                try:
+                    self._channel.end(failure)
+                except ModelError as error:
+                    # The leader tries another checkpoint, or ends.
+                    log.warning("a command failed on a rank", extra={"error": error.detail})
+                    continue
+                if self._on_status is not None and isinstance(command, Restore | Train):
+                    self._on_status(command.step if isinstance(command, Train) else None)
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, Find):

@@ -1,37 +1,42 @@
 """What the ranks of a job do when the disk fails one of them in a checkpoint."""
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
+from flotilla.services.trainer.checkpoint.files import paths_in, reserve, shared_files
 from flotilla.services.trainer.parallel.channel import Channel
-from flotilla.services.trainer.parallel.commands import Command, End, KeepVersion, Save
+from flotilla.services.trainer.parallel.commands import Command, End, Restore, Save
 from flotilla.services.trainer.parallel.ranks import ONE_RANK
-from flotilla.services.trainer.worker import follower, leader
+from flotilla.services.trainer.worker.follower import Follower
+from flotilla.services.trainer.worker.leader import Leader
 from flotilla.shared.errors import FlotillaError, ModelError, Unavailable
-from tests.unit.trainer.builders import a_spec
-
-
-class Learner:
-    spec = a_spec()
+from tests.fleet import tiny_model
+from tests.unit.trainer.test_host_copy import a_learner
 
 
 class Ends:
-    """A channel whose followers are all well."""
+    """A channel whose followers are all well, unless ``others_failure`` says otherwise."""
 
-    def __init__(self, *received: Command, others_failure: str | None = None) -> None:
+    def __init__(
+        self,
+        *received: Command,
+        others_failure: str | None = None,
+        on_send: Callable[[], object] = lambda: None,
+    ) -> None:
         self.sent: list[Command] = []
         self.ends: list[str | None] = []
-        self._received = list(received)
-        self._others_failure = others_failure
+        self._received, self._others_failure, self._on_send = list(received), others_failure, on_send
 
     def receive(self) -> Command:
         return self._received.pop(0)
 
     def send(self, command: Command) -> None:
         self.sent.append(command)
+        self._on_send()
 
     def end(self, failure: FlotillaError | None = None) -> None:
         self.ends.append(None if failure is None else failure.detail)
@@ -40,53 +45,41 @@ class Ends:
         if self._others_failure is not None:
             raise ModelError(self._others_failure)
 
-
-def failing(*_: Any) -> None:
-    raise OSError(28, "No space left on device")
-
-
-def test_a_disk_that_fails_a_follower_is_told_to_the_leader_and_the_follower_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(follower, "shared_files", lambda *_: [])
-    monkeypatch.setattr(follower, "write_shared", failing)
-    channel = Ends(Save(paths={}), KeepVersion(version=1, oldest=0), End())
-    obeys = follower.Follower(a_spec(), ONE_RANK, cast(Channel, channel))
-    kept: list[int] = []
-    obeys._built = cast(Any, SimpleNamespace(keep_version=lambda version, _: kept.append(version)))
-
-    obeys.run()
-    obeys._cores.close()
-
-    assert len(channel.ends) == 2 and "No space left on device" in (channel.ends[0] or "")
-    assert (channel.ends[1], kept) == (None, [1])
+    def leader(self) -> Leader:
+        return Leader(ONE_RANK, cast(Channel, self))
 
 
-def test_a_checkpoint_that_a_follower_could_not_write_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("reserve", "write_shared"):
-        monkeypatch.setattr(leader, name, lambda *_: None)
-    monkeypatch.setattr(leader, "shared_files", lambda *_: [])
+def test_a_disk_that_fails_a_follower_is_told_to_the_leader_and_the_follower_goes_on(tmp_path: Path) -> None:
+    learner = a_learner(steps=0)
+    files = shared_files(learner)
+    reserve(tmp_path, files, tiny_model(), learner)
+    there = {name: str(path) for name, path in paths_in(tmp_path, files).items()}
+    gone = {name: f"{path}/gone" for name, path in there.items()}
+    channel = Ends(Restore(path=None), Save(paths=gone), Save(paths=there), End())
+
+    Follower(learner.spec, ONE_RANK, cast(Channel, channel)).run()
+
+    restored, failed, saved = channel.ends
+    assert (restored, saved) == (None, None)
+    assert failed is not None and "could not write its part: [Errno 20] Not a directory" in failed
+
+
+def test_a_checkpoint_that_a_follower_could_not_write_is_tried_again(tmp_path: Path) -> None:
     channel = Ends(others_failure="rank 1 of 2: No space left on device")
 
     with pytest.raises(Unavailable, match="rank 1 of 2: No space left on device"):
-        leader.Leader(ONE_RANK, cast(Channel, channel)).fill(cast(Any, Learner()), tmp_path)
+        channel.leader().fill(a_learner(steps=0), tmp_path)
+
+    assert channel.ends == [None], "its own part was written"
 
 
-def test_a_disk_that_fails_the_leader_leaves_no_follower_in_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError(5, "Input/output error")
+def test_a_disk_that_fails_the_leader_leaves_no_follower_in_the_command(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    channel = Ends(on_send=lambda: shutil.rmtree(directory))
 
-    monkeypatch.setattr(leader, "shared_files", lambda *_: [])
-    monkeypatch.setattr(leader, "reserve", lambda *_: None)
-    monkeypatch.setattr(leader, "write_shared", fail)
-    channel = Ends()
+    with pytest.raises(FileNotFoundError):
+        channel.leader().fill(a_learner(steps=0), directory)
 
-    with pytest.raises(OSError, match="Input/output error"):
-        leader.Leader(ONE_RANK, cast(Channel, channel)).fill(cast(Any, Learner()), tmp_path)
-
-    assert channel.sent == [Save(paths={})]
-    assert len(channel.ends) == 1 and "Input/output error" in (channel.ends[0] or "")
+    assert [type(command) for command in channel.sent] == [Save]
+    assert len(channel.ends) == 1 and "the leader could not write its part" in (channel.ends[0] or "")

@@ -41,10 +41,13 @@ LOOK_SECONDS = 1.0
 class Session(reconciling.Session, Protocol):
     """All that works for one experiment; closing it ends the engine."""
 
-    engine: Engine
     gate: VersionGate
     worker: RolloutConsumer
     receiver: WeightReceiver
+
+    @property
+    def engine(self) -> Engine:
+        """What samples."""
 
     @property
     def agents(self) -> AgentEpisodes | None:

@@ -1,4 +1,4 @@
-"""Opens all that a rollout service needs for one experiment: tokenizer, engine, hops, weight endpoint."""
+"""Opens all that a rollout service needs for one experiment: what is loaded, weights, episodes, hops."""
 
 import asyncio
 import math
@@ -11,13 +11,12 @@ from redis.asyncio import Redis
 from flotilla.services.rollout.agents.episodes import AgentEpisodes
 from flotilla.services.rollout.agents.template import ChatTemplate
 from flotilla.services.rollout.consumer import LaneConfig, RolloutConsumer
-from flotilla.services.rollout.engines.base import Engine, GroupMember
-from flotilla.services.rollout.engines.opening import make_engine
-from flotilla.services.rollout.episodes.rendering import ChatRenderer
+from flotilla.services.rollout.engines.base import Engine
 from flotilla.services.rollout.episodes.special_tokens import SamplingTally
 from flotilla.services.rollout.episodes.turns import Turns
-from flotilla.services.rollout.episodes_of import OpenedEpisodes, open_episodes
+from flotilla.services.rollout.episodes_of import open_episodes
 from flotilla.services.rollout.failed_samples import FailedSamples
+from flotilla.services.rollout.loading import Loaded, load
 from flotilla.services.rollout.tools.code_interpreter import Sandboxes
 from flotilla.services.rollout.weights.missed import Locator, MissedVersions, Puller
 from flotilla.services.rollout.weights.receiver import WeightReceiver
@@ -26,8 +25,6 @@ from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import WorkerDied
 from flotilla.shared.locations.allowed import Places
 from flotilla.shared.locations.episodes import check_episodes
-from flotilla.shared.models.hub import fetched
-from flotilla.shared.models.prompts import PromptLimit, PromptTemplate
 from flotilla.shared.samples.recorder import SampleRecorder
 from flotilla.shared.schemas.service import Assignment
 from flotilla.shared.schemas.task import Lane
@@ -35,7 +32,6 @@ from flotilla.shared.streams.hop import Hop
 from flotilla.shared.streams.keys import HopName
 from flotilla.shared.streams.redis.plane import RedisDataPlane
 from flotilla.shared.streams.settings import StreamsConfig
-from flotilla.shared.weights.group.endpoint_client import EndpointClient
 from flotilla.shared.weights.pull.kept_images import DIRECTORY as KEPT_IMAGES
 from flotilla.shared.weights.pull.server import PublishedImages
 
@@ -47,32 +43,25 @@ SURPLUS = 1.25
 class RolloutSession:
     """See ``flotilla.services.rollout.service.Session``."""
 
-    engine: Engine
+    loaded: Loaded
     gate: VersionGate
     worker: RolloutConsumer
     receiver: WeightReceiver
-    endpoint: EndpointClient
     close_episodes: Callable[[], Awaitable[None]]
     recorder: SampleRecorder | None = None
     agents: AgentEpisodes | None = None
 
+    @property
+    def engine(self) -> Engine:
+        """What samples."""
+        return self.loaded.engine
+
     async def close(self) -> None:
         """End the engine and the endpoint, delete the images that it staged, and write samples that wait."""
         await self.receiver.close()
-        await asyncio.gather(self.endpoint.close(), self.engine.close(), self.close_episodes())
+        await asyncio.gather(self.loaded.close(), self.close_episodes())
         if self.recorder is not None:
             await asyncio.to_thread(self.recorder.close)
-
-
-def turns_of(spec: ExperimentSpec) -> Turns:
-    """Read from a spec how turns are sampled."""
-    training = spec.rollout.sampling
-    return Turns(
-        train=training,
-        evaluation=spec.evaluation.sampling(training) if spec.evaluation else training,
-        prompt=PromptLimit.of(spec),
-        greedy_baseline=spec.algorithm.advantage.kind == "remax",
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,36 +101,34 @@ class SessionOpener:
         notify: Callable[[], None],
         on_engine_death: Callable[[WorkerDied], None],
     ) -> RolloutSession:
-        """Load tokenizer and engine; both at once, since each takes seconds.
+        """Load what the experiment needs; nothing of it is left where this fails.
 
         Raises:
-            ModelError: the model or its tokenizer cannot be loaded.
+            ModelError, Unavailable: as of ``load``.
             InvalidSpec: the engine is not one that this service can start, or code is where it runs none.
-            Unavailable: the model is on the hub, which cannot be reached.
         """
         check_episodes(spec.rollout.episodes, self.places)
-        directory = str(await fetched(spec.model))
-        engine = make_engine(spec, self.engine_pythons, self.places.networks, self.host)
-        endpoint = EndpointClient(bind_host=self.host, device=spec.rollout.engine.device if spec.uses_nccl else None)
-        is_member = isinstance(engine, GroupMember)
+        loaded = await load(spec, self.engine_pythons, self.places.networks, self.host)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(engine.start())
-                if spec.asynchrony.publication.may_broadcast and not is_member:
-                    tasks.create_task(endpoint.start())
-                template = PromptTemplate.of(spec.data)
-                rendering = tasks.create_task(asyncio.to_thread(ChatRenderer.from_directory, directory, template))
-        except BaseException as error:
-            await asyncio.gather(engine.close(), endpoint.close())
-            if isinstance(error, BaseExceptionGroup):
-                # One cause is enough to tell: the others are its consequences.
-                raise error.exceptions[0] from None
+            return await self._open(loaded, spec, assignment, notify, on_engine_death)
+        except BaseException:
+            await loaded.close()
             raise
+
+    async def _open(
+        self,
+        loaded: Loaded,
+        spec: ExperimentSpec,
+        assignment: Assignment,
+        notify: Callable[[], None],
+        on_engine_death: Callable[[WorkerDied], None],
+    ) -> RolloutSession:
+        engine, renderer = loaded.engine, loaded.renderer
         gate, publication = VersionGate(), spec.asynchrony.publication
         receiver = WeightReceiver(
             engine,
             gate,
-            endpoint,
+            loaded.endpoint,
             MissedVersions(
                 self.pull,
                 self.locate if publication.may_map else None,
@@ -152,11 +139,11 @@ class SessionOpener:
             on_engine_death,
             published=self.published,
         )
-        turns = turns_of(spec)
-        renderer = rendering.result()
         tally = SamplingTally(renderer.special_tokens())
-        agents = self._agents(spec, assignment, engine, renderer, tally) if spec.rollout.agents else None
-        opened = await self._opened(spec, assignment, engine, endpoint, renderer, turns, tally)
+        agents = self._agents(loaded, spec, assignment, tally) if spec.rollout.agents else None
+        sandboxes = None if self.sandboxes is None else self.sandboxes(assignment.experiment_id)
+        networks, turns = self.places.networks, Turns.of(spec)
+        opened = await open_episodes(spec, engine, renderer, turns, tally, networks, sandboxes)
         episodes = agents or opened.episodes
         recorder = None
         if spec.samples is not None:
@@ -164,37 +151,15 @@ class SessionOpener:
         failed = None if recorder is None else FailedSamples(recorder, renderer)
         lanes, most = self._lanes(spec, assignment), spec.reward.max_consecutive_failures
         worker = RolloutConsumer(lanes, episodes, gate, on_engine_death, tally, failed, most)
-        return RolloutSession(engine, gate, worker, receiver, endpoint, opened.close, recorder, agents)
-
-    async def _opened(
-        self,
-        spec: ExperimentSpec,
-        assignment: Assignment,
-        engine: Engine,
-        endpoint: EndpointClient,
-        renderer: ChatRenderer,
-        turns: Turns,
-        tally: SamplingTally,
-    ) -> OpenedEpisodes:
-        try:
-            sandboxes = None if self.sandboxes is None else self.sandboxes(assignment.experiment_id)
-            return await open_episodes(spec, engine, renderer, turns, tally, self.places.networks, sandboxes)
-        except BaseException:
-            await asyncio.gather(engine.close(), endpoint.close())
-            raise
+        return RolloutSession(loaded, gate, worker, receiver, opened.close, recorder, agents)
 
     def _agents(
-        self,
-        spec: ExperimentSpec,
-        assignment: Assignment,
-        engine: Engine,
-        renderer: ChatRenderer,
-        tally: SamplingTally,
+        self, loaded: Loaded, spec: ExperimentSpec, assignment: Assignment, tally: SamplingTally
     ) -> AgentEpisodes:
-        chat = ChatTemplate(renderer)
+        chat = ChatTemplate(loaded.renderer)
         experiment_id = assignment.experiment_id
         mailbox = RedisDataPlane(self.redis, experiment_id, Lane.TRAIN, self.streams).mailbox
-        return AgentEpisodes(engine, chat, spec, mailbox, lambda: f"{experiment_id}.{self.service_id()}", tally)
+        return AgentEpisodes(loaded.engine, chat, spec, mailbox, lambda: f"{experiment_id}.{self.service_id()}", tally)
 
     def _lanes(self, spec: ExperimentSpec, assignment: Assignment) -> list[tuple[LaneConfig, Hop]]:
         sizes = {Lane.TRAIN: spec.rollout.group_size}

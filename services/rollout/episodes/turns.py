@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from flotilla.services.rollout.engines.base import Completion, Engine, GenerationRequest, SamplingParameters
 from flotilla.shared.config.sections.rollout import SamplingConfig
+from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import FlotillaError
 from flotilla.shared.models.prompts import PromptLimit
 from flotilla.shared.schemas.task import Task
@@ -25,6 +27,17 @@ class Turns:
     evaluation: SamplingConfig
     prompt: PromptLimit = field(default_factory=PromptLimit)
     greedy_baseline: bool = False
+
+    @classmethod
+    def of(cls, spec: ExperimentSpec) -> Self:
+        """Read it from a spec."""
+        training = spec.rollout.sampling
+        return cls(
+            train=training,
+            evaluation=spec.evaluation.sampling(training) if spec.evaluation else training,
+            prompt=PromptLimit.of(spec),
+            greedy_baseline=spec.algorithm.advantage.kind == "remax",
+        )
 
     def has_baseline(self, task: Task) -> bool:
         """Whether a greedy answer belongs to the task's group."""

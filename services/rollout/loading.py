@@ -1,0 +1,56 @@
+"""An engine, what joins weight groups for it, and the tokenizer: all at once, since each takes seconds."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from flotilla.services.rollout.engines.base import Engine, GroupMember
+from flotilla.services.rollout.engines.opening import make_engine
+from flotilla.services.rollout.episodes.rendering import ChatRenderer
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.environment.settings import IPNetwork
+from flotilla.shared.models.hub import fetched
+from flotilla.shared.models.prompts import PromptTemplate
+from flotilla.shared.weights.group.endpoint_client import EndpointClient
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What was loaded; its owner ends it."""
+
+    engine: Engine
+    endpoint: EndpointClient
+    renderer: ChatRenderer
+
+    async def close(self) -> None:
+        """End the engine and the endpoint."""
+        await asyncio.gather(self.engine.close(), self.endpoint.close())
+
+
+async def load(spec: ExperimentSpec, pythons: Mapping[str, Path], networks: tuple[IPNetwork, ...], host: str) -> Loaded:
+    """Load them; what was started ends where one of them cannot be. Arguments as of ``make_engine``.
+
+    Raises:
+        ModelError: the model or its tokenizer cannot be loaded.
+        InvalidSpec: the engine is not one that this service can start.
+        Unavailable: the model is on the hub, which cannot be reached.
+    """
+    directory = str(await fetched(spec.model))
+    engine = make_engine(spec, pythons, networks, host)
+    endpoint = EndpointClient(bind_host=host, device=spec.rollout.engine.device if spec.uses_nccl else None)
+    is_member = isinstance(engine, GroupMember)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(engine.start())
+            if spec.asynchrony.publication.may_broadcast and not is_member:
+                tasks.create_task(endpoint.start())
+            template = PromptTemplate.of(spec.data)
+            rendering = tasks.create_task(asyncio.to_thread(ChatRenderer.from_directory, directory, template))
+    except BaseException as error:
+        await asyncio.gather(engine.close(), endpoint.close())
+        if isinstance(error, BaseExceptionGroup):
+            # One cause is enough to tell: the others are its consequences.
+            raise error.exceptions[0] from None
+        raise
+    return Loaded(engine, endpoint, rendering.result())

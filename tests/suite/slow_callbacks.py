@@ -1,8 +1,11 @@
 """A callback that holds an event loop for long fails the test: health, leases and streams of a service wait for it.
 
-What counts is the processor's time of the loop's own thread, without that of the garbage collector: a busy machine
-makes neither longer. It is on for the tests of services that serve. What a test does in its own task does not count; a
-request through httpx's in-process transport gets a task of its own, as a server gives it one.
+Two things count, and a busy machine makes neither longer. One is the processor's time of the loop's own thread, without
+that of the garbage collector. The other is the time that the thread slept in a system call (a file, a lock, the name of
+a host) while looks at it found that it used no processor in between: a thread that waits for a processor is runnable,
+and one that waits for the interpreter's lock wakes every 5 ms. It is on for the tests of services that serve. What a
+test does in its own task does not count; a request through httpx's in-process transport gets a task of its own, as a
+server gives it one.
 """
 
 import asyncio
@@ -22,6 +25,7 @@ import httpx
 import pytest
 
 MOST_SECONDS: Final = 0.1
+MOST_ASLEEP_SECONDS: Final = 0.5
 LOOK_SECONDS: Final = 0.02
 ROOT: Final = Path(__file__).parents[2]
 OURS: Final = tuple(f"{ROOT / 'flotilla' / top}/" for top in ("services", "shared"))
@@ -35,10 +39,21 @@ class _Callback:
     clock: int
     collecting: float = 0.0
     stack: list[traceback.FrameSummary] = field(default_factory=list)
+    asleep: float = 0.0
+    native_id: int = field(default_factory=threading.get_native_id)
+    looked: float = field(default_factory=time.monotonic)
+    used: float = 0.0
 
     @property
     def seconds(self) -> float:
         return time.clock_gettime(self.clock) - self.began - self.collecting
+
+    def look(self) -> None:
+        """Add the time since the last look to that asleep, if the thread used no processor and sleeps now."""
+        now, used = time.monotonic(), time.clock_gettime(self.clock)
+        if used == self.used and _is_asleep(self.native_id):
+            self.asleep += now - self.looked
+        self.looked, self.used = now, used
 
 
 class SlowCallbacks:
@@ -48,9 +63,10 @@ class SlowCallbacks:
         found: a report of each.
     """
 
-    def __init__(self, most_seconds: float = MOST_SECONDS) -> None:
+    def __init__(self, most_seconds: float = MOST_SECONDS, most_asleep_seconds: float = MOST_ASLEEP_SECONDS) -> None:
         self.found: list[str] = []
         self._most_seconds = most_seconds
+        self._most_asleep_seconds = most_asleep_seconds
         self._running: dict[int, _Callback] = {}
         self._collection_began = 0.0
         self._is_over = threading.Event()
@@ -69,8 +85,9 @@ class SlowCallbacks:
                 run(handle)
             finally:
                 self._running.pop(thread, None)
-                if callback.seconds > self._most_seconds and _is_ours(callback.stack):
-                    self.found.append(f"{callback.seconds:.2f} s: {handle!r}\n{''.join(_lines(callback.stack))}")
+                if self._is_too_long(callback) and _is_ours(callback.stack):
+                    took = f"{callback.seconds:.2f} s, asleep {callback.asleep:.2f} s"
+                    self.found.append(f"{took}: {handle!r}\n{''.join(_lines(callback.stack))}")
 
         handle_request = httpx.ASGITransport.handle_async_request
 
@@ -99,8 +116,22 @@ class SlowCallbacks:
     def _look(self) -> None:
         while not self._is_over.wait(LOOK_SECONDS):
             for thread, callback in list(self._running.items()):
-                if not callback.stack and callback.seconds > self._most_seconds:
+                callback.look()
+                if not callback.stack and self._is_too_long(callback):
                     callback.stack = list(_frames_of(sys._current_frames().get(thread)))
+
+    def _is_too_long(self, callback: _Callback) -> bool:
+        return callback.seconds > self._most_seconds or callback.asleep > self._most_asleep_seconds
+
+
+def _is_asleep(native_id: int) -> bool:
+    """Whether the kernel has a thread of this process asleep, for an event or a disk; False where it does not tell."""
+    try:
+        stat = Path(f"/proc/self/task/{native_id}/stat").read_text()
+    except OSError:
+        return False
+    # The name of the thread, in brackets, may have any characters.
+    return stat.rpartition(")")[2].split()[0] in "SD"
 
 
 def _frames_of(frame: FrameType | None) -> traceback.StackSummary:

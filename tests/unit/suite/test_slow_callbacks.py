@@ -2,6 +2,10 @@
 
 import asyncio
 import gc
+import os
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,8 +34,10 @@ def burning_in(path: str) -> Callable[[float], None]:
 burn = burning_in("flotilla/services/gateway/any.py")
 
 
-async def found(callback: Callable[[], object]) -> list[str]:
-    callbacks = SlowCallbacks(SHORT)
+async def found(
+    callback: Callable[[], object], *, most_seconds: float = SHORT, most_asleep_seconds: float = 60.0
+) -> list[str]:
+    callbacks = SlowCallbacks(most_seconds, most_asleep_seconds)
     with callbacks.watching():
         is_done = asyncio.Event()
         asyncio.get_running_loop().call_soon(lambda: (callback(), is_done.set()))
@@ -49,10 +55,52 @@ async def test_a_short_callback_is_not() -> None:
     assert await found(lambda: burn(0.001)) == []
 
 
-async def test_waiting_for_a_busy_machine_does_not_count() -> None:
-    sleep = compile("sleep(0.06)", str(ROOT / "flotilla/services/gateway/any.py"), "exec")
+def doing(text: str, **names: object) -> Callable[[], None]:
+    """Make a function of the gateway's that does this."""
+    code = compile(text, str(ROOT / "flotilla/services/gateway/any.py"), "exec")
+    return lambda: exec(code, dict(names))
 
-    assert await found(lambda: exec(sleep, {"sleep": time.sleep})) == []
+
+@pytest.mark.parametrize("wait", ["lock.acquire(timeout=0.4)", "os.read(pipe, 1)", "time.sleep(0.4)"])
+async def test_a_callback_that_waits_in_a_system_call_is_found_with_its_place(wait: str) -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    reading, writing = os.pipe()
+    written = threading.Timer(0.4, os.write, (writing, b"x"))
+    written.start()
+
+    try:
+        (report,) = await found(doing(wait, lock=lock, os=os, pipe=reading, time=time), most_asleep_seconds=0.1)
+    finally:
+        written.join()
+        os.close(reading)
+        os.close(writing)
+
+    assert "flotilla/services/gateway/any.py" in report
+
+
+async def test_a_short_wait_does_not_count() -> None:
+    assert await found(doing("time.sleep(0.06)", time=time), most_asleep_seconds=0.3) == []
+
+
+async def test_waiting_for_a_processor_or_for_the_interpreters_lock_does_not_count() -> None:
+    """Other threads hold the lock for most of a second, and processes that do nothing else take the processors."""
+    is_over = threading.Event()
+    others = [threading.Thread(target=lambda: sum(iter(is_over.is_set, True))) for _ in range(2)]
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    for each in others:
+        each.start()
+    try:
+        slept = await found(lambda: burn(0.3), most_seconds=60.0, most_asleep_seconds=0.1)
+    finally:
+        is_over.set()
+        for process in busy:
+            process.kill()
+            process.wait()
+        for each in others:
+            each.join()
+
+    assert slept == []
 
 
 async def test_what_tests_stand_in_for_does_not_count() -> None:

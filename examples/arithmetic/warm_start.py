@@ -11,7 +11,7 @@ working.
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -26,6 +26,7 @@ from .tokenizer import completion_ids, prompt_ids
 
 Report = Callable[[str], None]
 
+WARMUP_STEPS = 20
 WEAK_STEPS_BETWEEN_PROBES = 4
 
 
@@ -72,9 +73,20 @@ def collate(prompts: list[list[int]], completions: list[list[int]], pad_id: int)
 
 
 def completion_logits(model: Qwen3ForCausalLM, batch: Demonstrations) -> Tensor:
-    """Compute the logits [N, V] that predict ``batch.targets``, and no others."""
-    hidden = model.model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
-    logits: Tensor = model.lm_head(hidden[:, :-1][batch.is_completion])
+    """Compute the logits [N, V] that predict ``batch.targets``, and no others.
+
+    Past its attention the last layer is computed where a target follows: that is two fifths of the tokens.
+    """
+    body = model.model
+    *layers, last = body.layers
+    hidden = body.embed_tokens(batch.input_ids)
+    rotation = body.rotary_emb(hidden, torch.arange(hidden.shape[1])[None])
+    for layer in layers:
+        hidden = layer(hidden, position_embeddings=rotation)
+    attended, _ = last.self_attn(last.input_layernorm(hidden), position_embeddings=rotation, attention_mask=None)
+    hidden = (hidden + attended)[:, :-1][batch.is_completion]
+    hidden = hidden + last.mlp(last.post_attention_layernorm(hidden))
+    logits: Tensor = model.lm_head(body.norm(hidden))
     return logits
 
 
@@ -128,13 +140,14 @@ class WarmStart:
         self._settings = settings
         self._rng = random.Random(f"demonstrations {seed}")
         self._source = training_problems(problems, self._rng)
+        self._first = training_problems(settings.first_problems or problems, self._rng)
         self._optimizer = torch.optim.AdamW(
             model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True
         )
 
-    def _draw(self, worked_share: float) -> tuple[Demonstrations, Tensor]:
+    def _draw(self, worked_share: float, source: Iterator[Problem]) -> tuple[Demonstrations, Tensor]:
         """Draw one batch; also tells [B] bool which of it show their working."""
-        problems = list(islice(self._source, self._settings.batch_size))
+        problems = list(islice(source, self._settings.batch_size))
         is_worked = [self._rng.random() < worked_share for _ in problems]
         texts = [
             worked_solution(problem) if worked else terse_answer(self._guess(problem))
@@ -160,10 +173,15 @@ class WarmStart:
         return probabilities(log_probs.detach(), batch.owner, len(batch.input_ids))
 
     def learn_to_work(self, report: Report) -> tuple[int, float]:
-        """Phase 1: mostly worked solutions, until they are sampled right; returns the steps and how often they are."""
+        """Phase 1: mostly worked solutions, until they are sampled right; returns the steps and how often they are.
+
+        It begins with the first problems: how to copy a number and to count on from it is found sooner, and in shorter
+        sequences, where there is less else.
+        """
         settings = self._settings
+        step = self._learn_first(report) if settings.first_problems is not None else 0
         recent: deque[float] = deque(maxlen=640)
-        step, rate, learning_rate = 0, 0.0, settings.learning_rate
+        rate, learning_rate = 0.0, settings.learning_rate
         remaining, is_settling = settings.settle_steps, False
         while remaining > 0:
             step += 1
@@ -173,14 +191,30 @@ class WarmStart:
                 remaining -= 1
                 done = 1 - remaining / settings.settle_steps
                 learning_rate = settings.learning_rate + done * (settings.weak_learning_rate - settings.learning_rate)
-            batch, is_worked = self._draw(settings.worked_share)
-            probability = self._step(batch, learning_rate * min(1.0, step / 20))
-            recent.extend(probability[is_worked].tolist())
+            recent.extend(self._work(self._source, learning_rate * min(1.0, step / WARMUP_STEPS)))
             rate = sum(recent) / len(recent) / settings.worked_share
             report(
                 f"phase 1, learning to work it out: step {step}, right {rate:.0%}, until {settings.stop_pass_rate:.0%}"
             )
         return step, rate
+
+    def _learn_first(self, report: Report) -> int:
+        """Train on the first problems until worked solutions are sampled right often enough; return the steps."""
+        settings = self._settings
+        recent: deque[float] = deque(maxlen=320)
+        step, rate = 0, 0.0
+        while step < settings.max_steps and (len(recent) < 320 or rate < settings.first_pass_rate):
+            step += 1
+            recent.extend(self._work(self._first, settings.learning_rate * min(1.0, step / WARMUP_STEPS)))
+            rate = sum(recent) / len(recent) / settings.worked_share
+            report(f"phase 1, with one operation: step {step}, right {rate:.0%}, until {settings.first_pass_rate:.0%}")
+        return step
+
+    def _work(self, source: Iterator[Problem], learning_rate: float) -> list[float]:
+        """Train on one batch of phase 1; return the probability of each worked solution before the update."""
+        batch, is_worked = self._draw(self._settings.worked_share, source)
+        found: list[float] = self._step(batch, learning_rate)[is_worked].tolist()
+        return found
 
     def learn_to_guess(self, probe: Probe, report: Report) -> tuple[int, PassRate]:
         """Phase 2: more guesses, until answers are right as often as asked; returns the steps and the rates.
@@ -200,7 +234,7 @@ class WarmStart:
                 learning_rate, was_above = max(learning_rate / 2, settings.weak_learning_rate / 4), is_above
             for _ in range(WEAK_STEPS_BETWEEN_PROBES):
                 share = settings.weak_worked_share if is_above else settings.worked_share
-                self._step(self._draw(share)[0], learning_rate)
+                self._step(self._draw(share, self._source)[0], learning_rate)
             step += WEAK_STEPS_BETWEEN_PROBES
             rate = probe.measure(self._model)
             report(

@@ -78,6 +78,20 @@ def test_padding_does_not_change_what_a_sequence_is_given(tokenizer: PreTrainedT
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-5)
 
 
+def test_what_is_computed_for_targets_alone_is_what_the_whole_model_gives(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = build_model(ModelSettings(), tokenizer, seed=0)
+    prompts = prompt_ids(tokenizer, [problem.prompt for problem in PROBLEMS[:4]])
+    batch = collate(
+        prompts, completion_ids(tokenizer, [worked_solution(problem) for problem in PROBLEMS[:4]]), pad_id=0
+    )
+
+    found, whole = completion_logits(model, batch), model(input_ids=batch.input_ids).logits
+    torch.testing.assert_close(found, whole[:, :-1][batch.is_completion], atol=1e-5, rtol=1e-5)
+    of_whole = torch.autograd.grad(whole[:, :-1][batch.is_completion].square().mean(), list(model.parameters()))
+    for one, other in zip(torch.autograd.grad(found.square().mean(), list(model.parameters())), of_whole, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
 def test_equal_seeds_make_equal_models(tokenizer: PreTrainedTokenizerFast) -> None:
     first, second, other = (
         build_model(ModelSettings(num_layers=1), tokenizer, seed).lm_head.weight for seed in (3, 3, 4)

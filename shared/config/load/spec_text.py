@@ -293,18 +293,19 @@ def _unknown_key(location: Sequence[str], section: type[BaseModel] | None, root:
     *parents, key = location
     names = sorted(section.model_fields) if section else []
     elsewhere = [found for found in _paths_named(root, key) if found != ".".join(location)]
+    of_section = [found for found in elsewhere if found.startswith(f"{location[0]}.")]
     # The very name in another section is a better guess than a name here that is only a little like it.
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.75 if elsewhere else 0.5)
     if moved := MOVED.get(".".join(location)):
         hint = f"it is {moved} now"
     elif list(location) == ["prepare"]:
         hint = "the command line runs it: send what `flotilla prepare FILE` prints"
-    elif (meant := OTHER_NAMES.get(key)) and not elsewhere:
+    elif (meant := OTHER_NAMES.get(key)) and not of_section:
         hint = f"it is {meant} here"
     elif near:
         hint = f"did you mean {'.'.join([*parents, near[0]])}?"
     elif elsewhere:
-        hint = f"did you mean {elsewhere[0]}?"
+        hint = f"did you mean {(of_section or elsewhere)[0]}?"
     else:
         hint = f"allowed here: {', '.join(names)}" if names else "not allowed here"
     return f"unknown key {key!r}; {hint}"

@@ -63,6 +63,10 @@ def test_one_line_makes_a_spec_on_policy(zero: float) -> None:
         ("lr=1", "lr", "it is optimisation.learning_rate here"),
         ("algorithm.kl_coef=1", "algorithm.kl_coef", "it is algorithm.kl.coefficient here"),
         ("optimisation.batch_size=1", "optimisation.batch_size", "it is optimisation.groups_per_mini_batch here"),
+        ("learning_rate=1", "learning_rate", "it is optimisation.learning_rate here"),
+        ("beta=1", "beta", "it is algorithm.kl.coefficient here"),
+        ("algorithm.learning_rate=1", "algorithm.learning_rate", "did you mean algorithm.value_loss.learning_rate?"),
+        ("rollout.n=8", "rollout.n", "it is rollout.group_size here"),
         ("data.zzz=1", "data.zzz", "allowed here: chat_template_options, data_source_column"),
     ],
 )

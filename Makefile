@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt requirements.lock
 
 install: $(STAMP) ## make .venv with everything; costs nothing the second time
 
-demo: install ## a fleet comes up, a model visibly learns, the result is shown, the fleet goes down (about 2 minutes)
+demo: install ## a fleet comes up, a model visibly learns, the result is shown, the fleet goes down (about a minute)
 	@$(BIN)/flotilla run examples/arithmetic/experiment.yaml --fresh
 
 # What it writes is kept in services/gateway/page/static, so nobody else needs node; a test compares it with its source.

@@ -10,6 +10,12 @@ export type Checkpoint = Schemas["ListedCheckpoint"];
 export type SeriesPage = Schemas["SeriesPage"];
 export type SamplePage = Schemas["SamplePage"];
 export type Sample = Schemas["SampleView"];
+export type Event = Schemas["Event"];
+export type EventPage = Schemas["Page_Event_"];
+export type AuditEntry = Schemas["AuditEntry"];
+export type Step = Schemas["StepView"];
+export type FleetView = Schemas["FleetView"];
+export type Service = Schemas["ServiceView"];
 export type Diagnosis = Schemas["DiagnosisView"];
 
 const KEY = "flotilla-token";

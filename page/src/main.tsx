@@ -2,7 +2,10 @@ import { render } from "preact";
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { all, call, session, usePoll, type Caller, type Experiment } from "./api";
 import { Create } from "./create";
+import { Fleet } from "./fleet";
 import { Flow } from "./flow";
+import { Lineage } from "./lineage";
+import { Log } from "./log";
 import { Login } from "./login";
 import { Overview } from "./overview";
 import { Run } from "./run";
@@ -32,9 +35,11 @@ const VIEWS = [
   ["run", "Run"],
   ["samples", "Samples"],
   ["flow", "Flow"],
+  ["lineage", "Lineage"],
+  ["log", "Log"],
 ] as const;
 /** Views of one experiment; the others show several over each other. */
-const OF_ONE = new Set<string>(["samples", "flow"]);
+const OF_ONE = new Set<string>(["samples", "flow", "lineage", "log"]);
 
 function useHash(): string {
   const [hash, setHash] = useState(location.hash);
@@ -88,6 +93,12 @@ function Page({ caller, onLeave }: { caller: Caller; onLeave: () => void }) {
           <a href="#/" aria-current={route.view === "overview" ? "page" : undefined}>
             Overview
           </a>
+          {caller.experiment_id === null && (
+            <a href="#/fleet" aria-current={route.view === "fleet" ? "page" : undefined}>
+              Fleet
+            </a>
+          )}
+          {ids.length > 0 && <span class="divider" aria-hidden="true" />}
           {ids.length > 0 &&
             VIEWS.map(([view, label]) => (
               <a key={view} href={`#/${view}/${(OF_ONE.has(view) ? ids.slice(0, 1) : ids).map(encodeURIComponent).join(",")}`} aria-current={route.view === view ? "page" : undefined}>
@@ -126,6 +137,7 @@ function Page({ caller, onLeave }: { caller: Caller; onLeave: () => void }) {
 
 function View({ route, ids, shared }: { route: Route; ids: string[]; shared: Shared }) {
   if (route.view === "overview") return <Overview shared={shared} />;
+  if (route.view === "fleet") return <Fleet shared={shared} />;
   if (route.view === "new" && shared.isOperator) return <Create shared={shared} />;
   if (ids.length === 0) {
     return (
@@ -137,6 +149,8 @@ function View({ route, ids, shared }: { route: Route; ids: string[]; shared: Sha
   if (route.view === "run") return <Run key={ids.join()} ids={ids} route={route} shared={shared} />;
   if (route.view === "samples") return <Samples key={ids[0]} id={ids[0]!} route={route} shared={shared} />;
   if (route.view === "flow") return <Flow key={ids[0]} id={ids[0]!} shared={shared} />;
+  if (route.view === "lineage") return <Lineage key={ids[0]} id={ids[0]!} route={route} shared={shared} />;
+  if (route.view === "log") return <Log key={ids[0]} id={ids[0]!} route={route} shared={shared} />;
   return (
     <p>
       There is no such view. <a href="#/">Overview</a>

@@ -299,6 +299,22 @@ export interface components {
             };
         };
         /**
+         * Event
+         * @description Something that happened to an experiment; ``id`` grows and is the ``Last-Event-ID`` of the event stream.
+         */
+        Event: {
+            /** Id */
+            id: number;
+            /** Type */
+            type: string;
+            /** At */
+            at: string;
+            /** Data */
+            data: {
+                [key: string]: unknown;
+            };
+        };
+        /**
          * ExperimentShare
          * @description What an active experiment has of the fleet.
          */
@@ -928,6 +944,13 @@ export interface components {
             /** Next */
             next?: string | null;
         };
+        /** Page[Event] */
+        Page_Event_: {
+            /** Items */
+            items: components["schemas"]["Event"][];
+            /** Next */
+            next?: string | null;
+        };
         /** Page[ExperimentView] */
         Page_ExperimentView_: {
             /** Items */
@@ -1248,7 +1271,8 @@ export interface components {
             };
             /**
              * Tokens
-             * @description Per token, where asked for: the columns of lists in ``docs/samples.md``, null where there is no value.
+             * @description Per token, where asked for: the columns of lists in ``docs/samples.md``, null where there is no value; and
+             *     ``texts`` of the tokens, where the gateway can read the model's ``tokenizer.json``.
              */
             tokens?: {
                 [key: string]: unknown;

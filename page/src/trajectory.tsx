@@ -42,6 +42,12 @@ export function Trajectory(props: { experimentId: string; sampleId: string; samp
         </h2>
         <p class="quiet small">
           {sample.id}
+          {sample.step !== null && sample.kind === "trained" && (
+            <>
+              {" · "}
+              <a href={`#/lineage/${encodeURIComponent(props.experimentId)}?step=${sample.step}`}>all groups of its step</a>
+            </>
+          )}
           {sample.data_source && ` · ${sample.data_source}`}
           {sample.is_baseline && " · greedy baseline, not trained"}
         </p>

@@ -166,6 +166,22 @@ def test_an_operator_creates_watches_pauses_forks_compares_and_stops(
     browser.wait("h1", "first")
     browser.wait("h1", "second")
 
+    # What came of what, who did it, and who works for it.
+    browser.click("nav a", "Lineage")
+    browser.wait(".tree ul a", "second")
+    browser.type("input[name=step]", "4")
+    browser.click("button", "Show")
+    browser.wait(".panel p", "It trained 4 groups")
+    browser.click("nav a", "Log")
+    browser.wait(".narrow td", "resume")
+    browser.wait(".panel td", "publication committed")
+    browser.choose(".panel select", "checkpoint")
+    browser.wait(".panel td", "checkpoint")
+    assert browser.find(".panel td", "publication committed") is None
+    browser.click("nav a", "Fleet")
+    browser.wait(".panel td", "rollout-")
+    browser.wait(".panel td", "first")
+
     browser.click("nav a", "Overview")
     for name in ("second", "first"):
         browser.click(f".actions [aria-label='Actions on {name}'] button", "Stop")

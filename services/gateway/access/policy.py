@@ -81,6 +81,7 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("GET", f"{EXPERIMENT}/metrics"): READING,
     ("GET", f"{EXPERIMENT}/series"): READING,
     ("GET", f"{EXPERIMENT}/events"): READING,
+    ("GET", f"{EXPERIMENT}/log"): READING,
     ("GET", f"{EXPERIMENT}/checkpoints"): READING,
     ("GET", f"{EXPERIMENT}/checkpoints/{{step}}/upload"): READING,
     ("GET", f"{EXPERIMENT}/checkpoints/{{step}}/files"): READING,

@@ -6,9 +6,9 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Request
 from fastapi.responses import StreamingResponse
 
-from flotilla.services.gateway.routes.dependencies import Cursor, Gateway, number_of
+from flotilla.services.gateway.routes.dependencies import Cursor, Gateway, Limit, number_of
 from flotilla.shared.net.authorisation.tokens import bearer_of
-from flotilla.shared.schemas.experiment import Event
+from flotilla.shared.schemas.experiment import Event, Page
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
 
@@ -48,6 +48,18 @@ async def events(
 
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
+
+
+@router.get("/log")
+async def log(experiment_id: str, gateway: Gateway, after: Cursor = None, limit: Limit = 1000) -> Page[Event]:
+    """List the events as they were stored. An empty page has no ``next``: ask later with the same cursor.
+
+    Raises:
+        NotFound: there is no such experiment (404).
+    """
+    gateway.repository.record_of(experiment_id)
+    found = await gateway.store.events(experiment_id, after=number_of(after), limit=limit)
+    return Page(items=tuple(found), next=str(found[-1].id) if found else None)
 
 
 def frame_of(event: Event | None) -> str:

@@ -15,6 +15,7 @@ LISTS = {
     "/v1/tokens": "TokenView",
     f"{EXPERIMENT}/audit": "AuditEntry",
     f"{EXPERIMENT}/checkpoints": "ListedCheckpoint",
+    f"{EXPERIMENT}/log": "Event",
     f"{EXPERIMENT}/metrics": "MetricPoint",
     f"{EXPERIMENT}/publications": "Publication",
     f"{EXPERIMENT}/samples": "SampleView",

@@ -83,6 +83,22 @@ async def test_names_are_wanted_and_not_too_many() -> None:
     assert absent.status_code == 404
 
 
+async def test_events_are_listed_from_a_cursor_on() -> None:
+    gateway = a_gateway()
+    await add_experiment(gateway)
+    for version in range(3):
+        await gateway.events.append("tiny-1", "publication_announced", version=version)
+    async with client_of(gateway) as client:
+        first = (await client.get("/v1/experiments/tiny-1/log?limit=2")).json()
+        then = (await client.get("/v1/experiments/tiny-1/log", params={"after": first["next"]})).json()
+        end = (await client.get("/v1/experiments/tiny-1/log", params={"after": then["next"]})).json()
+        absent = await client.get("/v1/experiments/other/log")
+
+    assert [each["data"] for each in first["items"] + then["items"]] == [{"version": 0}, {"version": 1}, {"version": 2}]
+    assert end == {"items": [], "next": None}
+    assert absent.status_code == 404
+
+
 async def test_a_list_of_experiments_leaves_their_specs_out_where_nobody_wants_them() -> None:
     gateway = a_gateway()
     await add_experiment(gateway)

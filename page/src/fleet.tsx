@@ -1,0 +1,188 @@
+// Who works for whom: services, what they do now and did while this page was open, and the shares of the experiments.
+import { useRef, useState } from "preact/hooks";
+import { all, call, usePoll, type FleetView, type Service } from "./api";
+import { Dialog } from "./dialog";
+import { duration, number } from "./format";
+import type { Shared } from "./main";
+
+const KINDS = ["trainer", "rollout", "reward", "sandbox"];
+const KEPT = 100;
+const SECONDS = 3;
+
+/** How busy a service is now, from 0 to 1. */
+function busyOf(service: Service, before: Service | undefined): number {
+  const load = service.observed.load as Record<string, number>;
+  const earlier = before?.observed.load as Record<string, number> | undefined;
+  if (load.busy_seconds !== undefined && load.idle_seconds !== undefined && earlier?.busy_seconds !== undefined) {
+    const busy = load.busy_seconds - earlier.busy_seconds;
+    const all = busy + load.idle_seconds - (earlier.idle_seconds ?? 0);
+    if (all > 0) return Math.min(1, Math.max(0, busy / all));
+  }
+  if (load.groups_in_work !== undefined) return load.groups_in_work > 0 ? 1 : 0;
+  return service.observed.state === "running" ? 1 : 0;
+}
+
+function doingOf(service: Service): string {
+  const load = service.observed.load as Record<string, number>;
+  const has = (name: string) => load[name] !== undefined;
+  if (service.kind === "rollout" && has("slots")) return `${number(load.running!)} of ${number(load.slots!)} slots, ${number(load.tokens_per_second ?? 0)} tokens/s`;
+  if (service.kind === "reward" && has("graded_samples")) return `${number(load.graded_samples!)} samples graded, ${number(load.failed_samples ?? 0)} failed`;
+  if (service.kind === "trainer" && has("ready_groups")) return `${number(load.ready_groups!)} groups ready`;
+  return "";
+}
+
+export function Fleet({ shared }: { shared: Shared }) {
+  const history = useRef(new Map<string, number[]>());
+  const before = useRef(new Map<string, Service>());
+  const began = useRef(Date.now());
+  const { data, error, refresh } = usePoll(
+    async (signal) => {
+      const [fleet, services] = await Promise.all([call<FleetView>("/v1/fleet", { signal }), all<Service>("/v1/services", { signal })]);
+      for (const service of services) {
+        const kept = history.current.get(service.service_id) ?? [];
+        kept.push(busyOf(service, before.current.get(service.service_id)));
+        history.current.set(service.service_id, kept.slice(-KEPT));
+        before.current.set(service.service_id, service);
+      }
+      return { fleet, services };
+    },
+    SECONDS,
+    "fleet",
+  );
+  const nameOf = (id: string | null | undefined) => shared.experiments.find((each) => each.id === id)?.name ?? id ?? "";
+  if (data === null) return error ? <p class="notice bad">{error.message}</p> : <p class="quiet">Loading…</p>;
+  const services = data.services.toSorted((one, other) => KINDS.indexOf(one.kind) - KINDS.indexOf(other.kind));
+  return (
+    <section>
+      <div class="heading">
+        <h1>Fleet</h1>
+        <span class="quiet small">
+          {KINDS.map((kind) => `${services.filter((each) => each.kind === kind).length} ${kind}`).join(", ")}
+        </span>
+      </div>
+      {error && <p class="notice bad">{error.message}</p>}
+      <div class="panel">
+        <h2>Services</h2>
+        {services.length === 0 && <p class="quiet">None has registered.</p>}
+        <table>
+          <thead>
+            <tr>
+              <th scope="col">Service</th>
+              <th scope="col">Host</th>
+              <th scope="col">Works for</th>
+              <th scope="col">State</th>
+              <th scope="col">Serves</th>
+              <th scope="col" title="since this page was opened">Busy, last {duration(Math.min(KEPT * SECONDS, (Date.now() - began.current) / 1000))}</th>
+              <th scope="col">Does</th>
+              <th scope="col">Lease</th>
+              {shared.isOperator && <th scope="col" aria-label="Actions" />}
+            </tr>
+          </thead>
+          <tbody>
+            {services.map((each) => (
+              <tr key={each.service_id}>
+                <td>{each.service_id}</td>
+                <td class="quiet">{each.host}</td>
+                <td>{each.experiment_id ? <a href={`#/flow/${encodeURIComponent(each.experiment_id)}`}>{nameOf(each.experiment_id)}</a> : <span class="quiet">nobody</span>}</td>
+                <td class="wrap">
+                  {each.is_draining ? "draining" : each.observed.state}
+                  {each.leaving && <span class="quiet">, {each.leaving}</span>}
+                  {each.observed.failure && <span class="bad"> {each.observed.failure.cause}</span>}
+                </td>
+                <td>
+                  {each.observed.policy_version === null || each.observed.policy_version === undefined ? "" : `version ${each.observed.policy_version}`}
+                  {each.observed.publication?.checksum && <span class="quiet small"> {each.observed.publication.checksum}</span>}
+                </td>
+                <td>
+                  <Lane values={history.current.get(each.service_id) ?? []} name={each.service_id} />
+                </td>
+                <td>{doingOf(each)}</td>
+                <td class="quiet">{duration(each.lease_expires_in_seconds)}</td>
+                {shared.isOperator && (
+                  <td>
+                    {!each.is_draining && each.kind === "rollout" && <Drain service={each} onDone={refresh} />}
+                  </td>
+                )}
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+      <div class="panel">
+        <h2>Shares</h2>
+        {data.fleet.experiments.length === 0 ? (
+          <p class="quiet">No experiment is at work.</p>
+        ) : (
+          <table>
+            <thead>
+              <tr>
+                <th scope="col">Experiment</th>
+                <th scope="col">Weight</th>
+                <th scope="col">Priority</th>
+                {KINDS.map((kind) => (
+                  <th scope="col" key={kind}>
+                    {kind}
+                  </th>
+                ))}
+                <th scope="col">Waits for</th>
+              </tr>
+            </thead>
+            <tbody>
+              {data.fleet.experiments.map((each) => (
+                <tr key={each.experiment_id}>
+                  <td>
+                    <a href={`#/run/${encodeURIComponent(each.experiment_id)}`}>{each.name}</a> <span class={`state ${each.state}`}>{each.state}</span>
+                  </td>
+                  <td>{each.weight}</td>
+                  <td>{each.priority}</td>
+                  {KINDS.map((kind) => {
+                    const share = each.kinds[kind];
+                    return <td key={kind}>{share ? `${share.services.length} of ${share.share} (${share.min} to ${share.max ?? "any"})` : "–"}</td>;
+                  })}
+                  <td class="wrap">{each.waiting ?? ""}</td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        )}
+      </div>
+    </section>
+  );
+}
+
+/** How busy a service was: a column for each look, as high as its share. */
+function Lane({ values, name }: { values: number[]; name: string }) {
+  const mean = values.length > 0 ? values.reduce((sum, each) => sum + each, 0) / values.length : 0;
+  return (
+    <svg class="lane" viewBox={`0 0 ${KEPT} 20`} preserveAspectRatio="none" role="img" aria-label={`${name} was busy ${Math.round(100 * mean)} % of the time`}>
+      {values.map((value, at) => (
+        <rect key={at} x={KEPT - values.length + at} width={1} y={20 - 20 * value} height={20 * value} />
+      ))}
+    </svg>
+  );
+}
+
+function Drain({ service, onDone }: { service: Service; onDone: () => void }) {
+  const [isOpen, setOpen] = useState(false);
+  return (
+    <>
+      <button class="plain" onClick={() => setOpen(true)}>
+        Drain…
+      </button>
+      {isOpen && (
+        <Dialog
+          title={`Drain ${service.service_id}?`}
+          verb="Drain"
+          isDangerous
+          onClose={() => setOpen(false)}
+          onDo={async () => {
+            await call(`/v1/services/${encodeURIComponent(service.service_id)}/drain`, { method: "POST" });
+            onDone();
+          }}
+        >
+          <p>It finishes what it can in 30 seconds, hands the rest over with its tokens, and leaves. It is never assigned again.</p>
+        </Dialog>
+      )}
+    </>
+  );
+}

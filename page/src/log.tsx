@@ -1,0 +1,124 @@
+// What happened, and who changed what.
+import { useRef, useState } from "preact/hooks";
+import { call, experimentPath, usePoll, type AuditEntry, type Event, type EventPage } from "./api";
+import { clock } from "./format";
+import type { Route, Shared } from "./main";
+import { Head } from "./run";
+
+/** So many lines are drawn; the filter looks at all. */
+const SHOWN = 500;
+const TROUBLE = new Set([
+  "service_failed",
+  "service_left",
+  "stalled",
+  "rolled_back",
+  "publication_aborted",
+  "health_finding",
+  "evaluation_failed",
+  "evaluation_abandoned",
+  "tracker_failed",
+  "upload_failed",
+  "training_job_ended",
+]);
+
+function words(data: Event["data"]): string {
+  const shown = Object.entries(data).filter(
+    ([, value]) => value !== null && (typeof value !== "object" || (Array.isArray(value) && value.every((each) => typeof each !== "object"))),
+  );
+  return shown.map(([name, value]) => `${name.replaceAll("_", " ")} ${Array.isArray(value) ? value.join(", ") : String(value)}`).join(", ");
+}
+
+export function Log({ id, route, shared }: { id: string; route: Route; shared: Shared }) {
+  const experiment = shared.experiments.find((each) => each.id === id)!;
+  const events = useRef<{ items: Event[]; after: string | null }>({ items: [], after: null });
+  const isOver = ["completed", "stopped", "failed", "draft"].includes(experiment.state);
+  const { data, error } = usePoll(
+    async (signal) => {
+      const kept = events.current;
+      for (;;) {
+        const page = await call<EventPage>(`${experimentPath(id)}/log`, { query: { after: kept.after, limit: 1000 }, signal });
+        if (signal.aborted) break;
+        kept.items.push(...page.items);
+        kept.after = page.next ?? kept.after;
+        if (page.items.length < 1000) break;
+      }
+      const audit = await call<{ items: AuditEntry[] }>(`${experimentPath(id)}/audit`, { query: { limit: 200 }, signal });
+      return { items: kept.items.slice(), audit: audit.items };
+    },
+    isOver ? 30 : 3,
+    id,
+  );
+  const type = route.query.get("type") ?? "";
+  const [text, setText] = useState("");
+  const items = data?.items ?? [];
+  const types = [...new Set(items.map((each) => each.type))].sort();
+  const found = items.filter(
+    (each) => (type === "" || (type === "trouble" ? TROUBLE.has(each.type) : each.type === type)) && (text === "" || `${each.type} ${JSON.stringify(each.data)}`.toLowerCase().includes(text.toLowerCase())),
+  );
+  return (
+    <section>
+      <Head experiment={experiment} shared={shared} ids={[id]} />
+      {error && <p class="notice bad">{error.message}</p>}
+      {data === null && !error && <p class="quiet">Loading…</p>}
+      {data && (
+        <>
+          <div class="panel narrow">
+            <h2>Who changed what</h2>
+            {data.audit.length === 0 && <p class="quiet">Nothing was changed.</p>}
+            <table>
+              <tbody>
+                {data.audit.map((each, at) => (
+                  <tr key={at}>
+                    <td>{clock(each.at)}</td>
+                    <td>
+                      <b>{each.action}</b>
+                    </td>
+                    <td>{each.actor}</td>
+                    <td class="wrap quiet">{words(each.detail)}</td>
+                  </tr>
+                ))}
+              </tbody>
+            </table>
+          </div>
+          <div class="panel">
+            <div class="heading">
+              <h2>What happened</h2>
+              <div class="toolbar">
+                <label>
+                  Type{" "}
+                  <select value={type} onChange={(event) => location.replace(`#/log/${encodeURIComponent(id)}${event.currentTarget.value ? `?type=${event.currentTarget.value}` : ""}`)}>
+                    <option value="">all</option>
+                    <option value="trouble">trouble only</option>
+                    {types.map((each) => (
+                      <option key={each}>{each}</option>
+                    ))}
+                  </select>
+                </label>
+                <label>
+                  Containing <input value={text} onInput={(event) => setText(event.currentTarget.value)} />
+                </label>
+              </div>
+            </div>
+            <p class="quiet small">
+              {found.length.toLocaleString("en")} of {items.length.toLocaleString("en")} events, newest first{found.length > SHOWN ? `; the newest ${SHOWN} are shown` : ""}.
+            </p>
+            <table>
+              <tbody>
+                {found
+                  .slice(-SHOWN)
+                  .reverse()
+                  .map((each) => (
+                    <tr key={each.id}>
+                      <td>{clock(each.at)}</td>
+                      <td class={TROUBLE.has(each.type) ? "bad" : ""}>{each.type.replaceAll("_", " ")}</td>
+                      <td class="wrap quiet">{words(each.data)}</td>
+                    </tr>
+                  ))}
+              </tbody>
+            </table>
+          </div>
+        </>
+      )}
+    </section>
+  );
+}

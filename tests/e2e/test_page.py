@@ -169,6 +169,8 @@ def test_an_operator_creates_watches_pauses_forks_compares_and_stops(
     # What came of what, who did it, and who works for it.
     browser.click("nav a", "Lineage")
     browser.wait(".tree ul a", "second")
+    browser.click(".tree a", "first")
+    browser.wait("h1", "first")
     browser.type("input[name=step]", "4")
     browser.click("button", "Show")
     browser.wait(".panel p", "It trained 4 groups")

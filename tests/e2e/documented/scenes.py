@@ -274,7 +274,7 @@ ELSEWHERE: Final = {
     ("docs/faults.md", "FLOTILLA_FAULTS"): "tests/faults/test_injected.py arms faults in a fleet by this variable",
     ("docs/deadlines.md", "FLOTILLA_START_PATIENCE=3 flotilla up"): "tests/unit/host/test_start_patience.py",
     ("docs/deadlines.md", "FLOTILLA_STALL_SECONDS=60 flotilla up"): "tests/faults/test_diagnosis.py",
-    ("docs/sandbox.md", "FLOTILLA_TOKEN=secret"): "tests/integration/cli/test_service_main.py",
+    ("docs/sandbox.md", "flotilla doctor"): "as on docs/install.md",
     ("docs/survival.md", "python -m tests.survival"): "tests/faults/test_survival.py; the report takes an hour",
     ("docs/soak.md", "python -m tests.soak"): "tests/faults/test_soak.py; the report takes half an hour",
     ("docs/performance.md", "python -m benchmarks.trainer"): "tests/integration/benchmarks/test_smoke.py, in small",

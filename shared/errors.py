@@ -2,8 +2,11 @@
 
     FlotillaError                    500  internal
     ├── InvalidRequest               422  invalid_request       (carries one entry per offending field)
+    │   ├── UnreadableRequest        400  invalid_request
     │   ├── InvalidSpec              422  invalid_spec
     │   └── PromptTooLong            422  prompt_too_long
+    ├── RequestTooSlow               408  request_too_slow
+    ├── HeadersTooLarge              431  headers_too_large
     ├── NotFound                     404  not_found
     ├── MethodNotAllowed             405  method_not_allowed
     ├── Unauthorized                 401  unauthorized
@@ -68,6 +71,24 @@ class InvalidRequest(FlotillaError):
     """The request is malformed: each entry of ``errors`` names a field, the value and what is allowed."""
 
     code, title, status = "invalid_request", "The request is not valid", 422
+
+
+class UnreadableRequest(InvalidRequest):
+    """The request is no HTTP, or its body cannot be read."""
+
+    title, status = "The request cannot be read", 400
+
+
+class RequestTooSlow(FlotillaError):
+    """The head or the body of a request did not arrive in time."""
+
+    code, title, status = "request_too_slow", "The request did not arrive in time", 408
+
+
+class HeadersTooLarge(FlotillaError):
+    """A request has more headers, or more bytes of them, than are read."""
+
+    code, title, status = "headers_too_large", "The headers are too large", 431
 
 
 class InvalidSpec(InvalidRequest):
@@ -238,14 +259,12 @@ class ServerUnreachable(WorkerDied):
     code, title, status = "server_unreachable", "A server cannot be reached", 500
 
 
-def _tree(root: type[FlotillaError]) -> dict[str, type[FlotillaError]]:
-    found: dict[str, type[FlotillaError]] = {}
-    for child in root.__subclasses__():
-        found |= _tree(child)
-    # Last: a subclass that inherits its code may be made of other arguments, and does not stand for its parent.
-    return found | {root.code: root}
+def all_errors(root: type[FlotillaError] = FlotillaError) -> list[type[FlotillaError]]:
+    """List a class and all below it that are imported, each behind its subclasses."""
+    return [*(each for child in root.__subclasses__() for each in all_errors(child)), root]
 
 
 def error_for_code(code: str) -> type[FlotillaError]:
     """Find the class that sends ``code``; the base class for a code of a newer server."""
-    return _tree(FlotillaError).get(code, FlotillaError)
+    # The last: a subclass that inherits its code may be made of other arguments, and does not stand for its parent.
+    return {each.code: each for each in all_errors()}.get(code, FlotillaError)

@@ -9,7 +9,7 @@ from flotilla.shared.net.server.description import describe
 
 def describe_gateway(app: FastAPI) -> None:
     """Let the app's description name its security scheme, scopes and statuses."""
-    describe(app, lambda _method, path: path in OPEN_PATHS, _scopes, SECTION_SCHEMAS)
+    describe(app, "flotilla.services.gateway", lambda _method, path: path in OPEN_PATHS, _scopes, SECTION_SCHEMAS)
 
 
 def _scopes(method: str, path: str) -> list[str]:

@@ -20,4 +20,4 @@ class OpenRewardState(Protocol):
 
 def create_app(settings: ServiceSettings, address: str, *, open_state: OpenRewardState = open_state) -> FastAPI:
     """Make the app of a reward service that is reached at ``address``."""
-    return create_service_app("Flotilla reward", partial(open_state, settings, address))
+    return create_service_app("Flotilla reward", "flotilla.services.reward", partial(open_state, settings, address))

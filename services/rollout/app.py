@@ -36,7 +36,7 @@ def create_app(
     lets_in = Credentials(settings.token) if credentials is None else credentials
     published = PublishedImages(num_kept=1)
     opening = partial(open_state, settings, address, credentials=lets_in, published=published)
-    app = create_service_app("Flotilla rollout", opening)
+    app = create_service_app("Flotilla rollout", "flotilla.services.rollout", opening)
     app.include_router(weights_router(published, lets_in))
     app.include_router(episodes_router(_agents, lets_in.accepts))
     # Bodies are read before a route is asked: nobody else's are.

@@ -37,7 +37,7 @@ def create_app(
     app.include_router(run_code.router)
     app.include_router(sessions.router)
     add_problem_handlers(app)
-    describe(app, only_reading_is_open)
+    describe(app, "flotilla.services.sandbox", only_reading_is_open)
     credentials = credentials or Credentials(settings.token.get_secret_value())
     app.add_middleware(Gatekeeper, credentials=credentials, max_bytes=settings.max_request_bytes)
     return app

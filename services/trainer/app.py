@@ -34,6 +34,6 @@ def create_app(
     published = PublishedImages()
     credentials = credentials or Credentials(settings.token)
     opening = partial(open_state, settings, address, ServedImages(published), credentials)
-    app = create_service_app("Flotilla trainer", opening)
+    app = create_service_app("Flotilla trainer", "flotilla.services.trainer", opening)
     app.include_router(weights_router(published, credentials))
     return app

@@ -93,8 +93,8 @@ async def _end(task: asyncio.Task[None]) -> None:
         log.error("%s failed while it was ended", task.get_name(), exc_info=error)
 
 
-def create_service_app(title: str, open_state: OpenState) -> FastAPI:
-    """Make the app; nothing is opened before its lifespan starts."""
+def create_service_app(title: str, package: str, open_state: OpenState) -> FastAPI:
+    """Make the app of the service that a package is; nothing is opened before its lifespan starts."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, ServiceState]]:
@@ -105,7 +105,7 @@ def create_service_app(title: str, open_state: OpenState) -> FastAPI:
     app = FastAPI(title=title, lifespan=lifespan, docs_url=None, redoc_url=None)
     add_problem_handlers(app)
     add_health_routes(app, why_not_ready=_why_not_ready, gauges=_gauges)
-    describe(app, only_reading_is_open)
+    describe(app, package, only_reading_is_open)
     return app
 
 

@@ -41,9 +41,10 @@ async def begin(
     """Hand out a task, and the key and base URL with which an OpenAI client answers it.
 
     Raises:
-        InvalidRequest: the spec has no ``rollout.agents`` (422).
-        ActionNotAllowed: the experiment has ended (409).
-        NoTask: there is none now; ask again (503).
+        InvalidRequest: the spec has no ``rollout.agents``.
+        ActionNotAllowed: the experiment has ended.
+        NoTask: there is none now; ask again.
+        QuotaExceeded: the token has as many open as it may.
     """
     base_url = str(request.base_url).rstrip("/")
     return await gateway.episodes.open(experiment_id, wanted, _principal(request), base_url)
@@ -62,8 +63,8 @@ async def complete(
     """End an episode, with its reward or without.
 
     Raises:
-        EpisodeGone: it ended otherwise (410).
-        InvalidRequest: nothing was sampled in it, or no component takes the reward (422).
+        EpisodeGone: it ended otherwise.
+        InvalidRequest: nothing was sampled in it, or no component takes the reward.
     """
     return await gateway.episodes.complete(gateway.episodes.allowed(episode_id, _principal(request)), ending)
 
@@ -73,8 +74,8 @@ async def reward(episode_id: str, given: EpisodeReward, gateway: Gateway, reques
     """Give a completed episode its reward, within the window of the spec.
 
     Raises:
-        EpisodeGone: it is unknown, or no longer waited for (410).
-        Conflict: it had another one (409).
+        EpisodeGone: it is unknown, or no longer waited for.
+        Conflict: it had another one.
     """
     await gateway.episodes.reward(gateway.episodes.allowed(episode_id, _principal(request)), given)
 
@@ -93,7 +94,7 @@ async def chat(request: Request) -> Response:
     """Sample the reply to a chat, as OpenAI's endpoint of this name; the API key is the key of an episode.
 
     Raises:
-        EpisodeGone: the episode has ended (410).
+        EpisodeGone: the episode has ended.
         InvalidRequest: what is asked for cannot be had, or a limit of the episode is reached (400, 422).
     """
     return PassedOn("chat", await request.body())

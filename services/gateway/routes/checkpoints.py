@@ -29,9 +29,9 @@ async def put_checkpoint(experiment_id: str, checkpoint: CheckpointView, gateway
     """Record a durable checkpoint.
 
     Raises:
-        NotFound: there is no such experiment (404).
-        NotAssigned: the caller is not its trainer, or was it in an earlier epoch (409).
-        InvalidRequest: its path is not that of the step's checkpoint in the experiment's directory (422).
+        NotFound: there is no such experiment.
+        NotAssigned: the caller is not its trainer, or was it in an earlier epoch.
+        InvalidRequest: its path is not that of the step's checkpoint in the experiment's directory.
     """
     experiment = gateway.repository.get(experiment_id)
     expected = str(_path_of(experiment, checkpoint.step))
@@ -55,7 +55,7 @@ async def checkpoints(
     """List the checkpoints by step, with how far their copies at ``checkpoint.upload_to`` are.
 
     Raises:
-        NotFound: there is no such experiment (404).
+        NotFound: there is no such experiment.
     """
     experiment = gateway.repository.get(experiment_id)
     found = await gateway.store.checkpoints(experiment_id)
@@ -72,9 +72,9 @@ async def check_upload(experiment_id: str, step: int, gateway: Gateway) -> Uploa
     """Compare a checkpoint with its copy at ``checkpoint.upload_to`` as it is now: its state, and every file's size.
 
     Raises:
-        NotFound: there is no such experiment or checkpoint, it is not on the gateway's disk, or no URL is named (404).
-        InvalidSpec: the operator does not allow the URL any more (422).
-        Unavailable: the store does not answer, or refuses (503).
+        NotFound: there is no such experiment or checkpoint, it is not on the gateway's disk, or no URL is named.
+        InvalidSpec: the operator does not allow the URL any more.
+        Unavailable: the store does not answer, or refuses.
     """
     stored = await _stored(experiment_id, step, gateway)
     return await compare(gateway.repository.get(experiment_id), stored, gateway.settings.places)
@@ -85,7 +85,7 @@ async def files(experiment_id: str, step: int, gateway: Gateway) -> CheckpointFi
     """List the files of a checkpoint; those below ``model/`` are an ordinary Hugging Face directory.
 
     Raises:
-        NotFound: there is no such experiment or checkpoint, or it is not on the gateway's disk (404).
+        NotFound: there is no such experiment or checkpoint, or it is not on the gateway's disk.
     """
     stored = await _stored(experiment_id, step, gateway)
     return CheckpointFiles(
@@ -103,7 +103,7 @@ async def file(experiment_id: str, step: int, name: str, gateway: Gateway) -> Fi
     """Send one of them; a ``Range`` is honoured, so a download can go on where it broke off.
 
     Raises:
-        NotFound: there is no such experiment, checkpoint or file (404).
+        NotFound: there is no such experiment, checkpoint or file.
     """
     stored = await _stored(experiment_id, step, gateway)
     if name not in stored.state.files:

@@ -15,7 +15,7 @@ async def diagnosis(experiment_id: str, gateway: Gateway) -> DiagnosisView:
     """Name what bounds the experiment's speed now, with its evidence and what would change it.
 
     Raises:
-        NotFound: there is no such experiment (404).
+        NotFound: there is no such experiment.
     """
     experiment = gateway.repository.get(experiment_id)
     now = gateway.clock.monotonic()

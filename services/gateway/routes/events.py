@@ -27,7 +27,7 @@ async def events(
     and when the caller's token is revoked or expires.
 
     Raises:
-        NotFound: there is no such experiment (404).
+        NotFound: there is no such experiment.
     """
     experiment = gateway.repository.get(experiment_id)
     token = bearer_of(request.headers.get("authorization"))

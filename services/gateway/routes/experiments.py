@@ -36,8 +36,9 @@ async def create(
     """Create an experiment from a spec in JSON or YAML.
 
     Raises:
-        InvalidSpec: one entry per offending field (422).
-        DataError, ModelError: what the spec points to is not there (422).
+        InvalidSpec: one entry per offending field.
+        DataError, ModelError: what the spec points to is not there.
+        QuotaExceeded: the token that made it has as much as it may.
     """
     return gateway.commands.view(await gateway.commands.create(await _text_of(request), start=start))
 
@@ -61,7 +62,7 @@ async def show(experiment_id: str, gateway: Gateway) -> ExperimentView:
     """Show an experiment; one whose stored spec this release refuses, too, with the refusal as its problem.
 
     Raises:
-        NotFound: there is no such experiment (404).
+        NotFound: there is no such experiment.
     """
     return unusable.show(experiment_id, gateway.commands, gateway.repository)
 
@@ -84,8 +85,8 @@ async def change(experiment_id: str, request: Request, gateway: Gateway) -> Expe
     """Change what an experiment may take of the fleet, or raise its steps, at once; nothing else can be changed.
 
     Raises:
-        InvalidSpec: a key is unknown or its value is not allowed, or it cannot be changed (422).
-        ActionNotAllowed: the experiment has ended (409).
+        InvalidSpec: a key is unknown or its value is not allowed, or it cannot be changed.
+        ActionNotAllowed: the experiment has ended.
     """
     return gateway.commands.view(await gateway.commands.change(experiment_id, await _text_of(request)))
 
@@ -95,8 +96,8 @@ async def delete(experiment_id: str, gateway: Gateway) -> None:
     """Delete a draft or a finished experiment with all its series; its directory stays.
 
     Raises:
-        NotFound: there is no such experiment (404).
-        ActionNotAllowed: it is at work (409).
+        NotFound: there is no such experiment.
+        ActionNotAllowed: it is at work.
     """
     await unusable.delete(experiment_id, gateway.commands, gateway.repository)
 
@@ -117,8 +118,9 @@ async def start(experiment_id: str, gateway: Gateway) -> ExperimentView:
     """Start a draft as soon as the services that it needs are there.
 
     Raises:
-        ActionNotAllowed: it is no draft (409).
-        DataError, ModelError: what the spec points to is not there any more (422).
+        ActionNotAllowed: it is no draft.
+        DataError, ModelError: what the spec points to is not there any more.
+        QuotaExceeded: the token that made it has as much as it may.
     """
     return await _act(experiment_id, Action.START, gateway)
 
@@ -128,7 +130,7 @@ async def pause(experiment_id: str, gateway: Gateway) -> ExperimentView:
     """Let services finish what they have in hand and wait; nothing is issued.
 
     Raises:
-        ActionNotAllowed: it does not run (409).
+        ActionNotAllowed: it does not run.
     """
     return await _act(experiment_id, Action.PAUSE, gateway)
 
@@ -139,8 +141,9 @@ async def resume(experiment_id: str, gateway: Gateway) -> ExperimentView:
 
     Raises:
         ActionNotAllowed: it is not paused, stopped or failed, its services have not come to rest yet, or its
-            checkpoints are gone (409).
-        DataError, ModelError: what the spec points to is not there any more (422).
+            checkpoints are gone.
+        DataError, ModelError: what the spec points to is not there any more.
+        QuotaExceeded: the token that made it has as much as it may.
     """
     return await _act(experiment_id, Action.RESUME, gateway)
 
@@ -150,7 +153,7 @@ async def stop(experiment_id: str, gateway: Gateway) -> ExperimentView:
     """End it: services fall idle, and what is outstanding is dropped as experiment_ended.
 
     Raises:
-        ActionNotAllowed: it is not at work (409).
+        ActionNotAllowed: it is not at work.
     """
     return await _act(experiment_id, Action.STOP, gateway)
 
@@ -160,9 +163,10 @@ async def extend(experiment_id: str, request: ExtendRequest, gateway: Gateway) -
     """Raise its steps; one that has ended goes on from its newest checkpoint.
 
     Raises:
-        InvalidSpec: it has as many steps already (422).
-        ActionNotAllowed: it is coming to rest, or its checkpoints are gone (409).
-        DataError, ModelError: what the spec points to is not there any more (422).
+        InvalidSpec: it has as many steps already.
+        ActionNotAllowed: it is coming to rest, or its checkpoints are gone.
+        DataError, ModelError: what the spec points to is not there any more.
+        QuotaExceeded: the token that made it has as much as it may.
     """
     return gateway.commands.view(await gateway.commands.extend(experiment_id, request.steps))
 
@@ -177,8 +181,9 @@ async def fork(
     """Create an experiment that goes on from a checkpoint of this one, perhaps with other settings.
 
     Raises:
-        NotFound: there is no such experiment (404).
-        InvalidSpec: a change is not allowed, or leaves no step to train (422).
-        DataError, ModelError: the checkpoint is not there, damaged, or does not go with the spec (422).
+        NotFound: there is no such experiment.
+        InvalidSpec: a change is not allowed, or leaves no step to train.
+        DataError, ModelError: the checkpoint is not there, damaged, or does not go with the spec.
+        QuotaExceeded: the token that made it has as much as it may.
     """
     return gateway.commands.view(await gateway.commands.fork(experiment_id, request, start=start))

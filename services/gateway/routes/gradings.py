@@ -38,10 +38,10 @@ async def answer(
     """Take a grader's answer: a ``GradingResponse``; the same one again is taken again.
 
     Raises:
-        Unauthorized: the address was not given out, or the signature is not right, or old (401).
-        Conflict: another answer was taken before (409).
-        GradingOver: it came too late (410).
-        BodyTooLarge: it is longer than 1 MiB (413).
+        Unauthorized: the address was not given out, or the signature is not right, or old.
+        Conflict: another answer was taken before.
+        GradingOver: it came too late.
+        BodyTooLarge: it is longer than 1 MiB.
     """
     found = gateway.repository.find(experiment)
     expected = None if found is None else await found.train.mailbox.find(grading_id)

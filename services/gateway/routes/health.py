@@ -24,7 +24,7 @@ async def readyz(gateway: Gateway) -> dict[str, str]:
     """Report that database and data plane answer.
 
     Raises:
-        Unavailable: one of them does not; the detail says which (503).
+        Unavailable: one of them does not; the detail says which.
     """
     reason = await gateway.why_not_ready()
     if reason is not None:

@@ -20,9 +20,9 @@ async def held_out_rows(
     """Return rows of ``job.held_out`` as tokens; the trainer computes their loss.
 
     Raises:
-        NotFound: there is no such experiment, or no such row (404).
-        NotAssigned: the caller is a service, and not the experiment's trainer now (409).
-        Unavailable: the experiment's datasets are not loaded (503, try again).
+        NotFound: there is no such experiment, or no such row.
+        NotAssigned: the caller is a service, and not the experiment's trainer now.
+        Unavailable: the experiment's datasets are not loaded; try again.
     """
     rows = gateway.held_out.of(gateway.repository.get(experiment_id))
     return await asyncio.to_thread(rows.page, first)

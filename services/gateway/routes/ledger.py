@@ -14,7 +14,7 @@ async def ledger(experiment_id: str, gateway: Gateway) -> dict[str, Any]:
     """Return both lanes' ledgers, each taken in one instant; the last ones once the experiment has ended.
 
     Raises:
-        NotFound: there is no such experiment (404).
+        NotFound: there is no such experiment.
     """
     experiment = gateway.repository.get(experiment_id)
     if experiment.record.final_ledger is not None:

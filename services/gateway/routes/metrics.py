@@ -36,9 +36,9 @@ async def put_metrics(experiment_id: str, batch: MetricBatch, gateway: Gateway) 
     """Store what a service measured in one step; a step that is trained again replaces its values.
 
     Raises:
-        NotFound: there is no such experiment (404).
-        NotAssigned: the caller is not its trainer, or was it in an earlier epoch (409).
-        InvalidRequest: a value is not finite (422).
+        NotFound: there is no such experiment.
+        NotAssigned: the caller is not its trainer, or was it in an earlier epoch.
+        InvalidRequest: a value is not finite.
     """
     experiment = gateway.repository.get(experiment_id)
     wrong = [name for name, value in batch.values.items() if not math.isfinite(value)]
@@ -73,8 +73,8 @@ async def metrics(
     """List metric values in the order of writing. An empty page has no ``next``: ask later with the same cursor.
 
     Raises:
-        NotFound: there is no such experiment (404).
-        InvalidRequest: no run has a metric of such a name; the detail names those that are near (422).
+        NotFound: there is no such experiment.
+        InvalidRequest: no run has a metric of such a name; the detail names those that are near.
     """
     gateway.repository.record_of(experiment_id)
     wanted = [name for name in (names or "").split(",") if name]
@@ -99,8 +99,8 @@ async def series(
     """Return metric values as columns, each series by step. ``after`` continues; then ``next`` is the cursor again.
 
     Raises:
-        NotFound: there is no such experiment (404).
-        InvalidRequest: no name is given, or more than 100 (422).
+        NotFound: there is no such experiment.
+        InvalidRequest: no name is given, or more than 100.
     """
     gateway.repository.record_of(experiment_id)
     wanted = [name for name in names.split(",") if name]

@@ -33,10 +33,10 @@ async def announce(experiment_id: str, request: PublicationRequest, trainer: Tra
     """Announce a policy version's weights; every member confirms before the first collective.
 
     Raises:
-        StalePolicyVersion: the version is not newer than the current one (409).
-        Conflict: the experiment is not active, or has no trainer (409).
-        NotAssigned: the caller is not its trainer, or was it in an earlier epoch (409).
-        Unavailable: the gateway has just started and has not heard from every rollout (503, try again).
+        StalePolicyVersion: the version is not newer than the current one.
+        Conflict: the experiment is not active, or has no trainer.
+        NotAssigned: the caller is not its trainer, or was it in an earlier epoch.
+        Unavailable: the gateway has just started and has not heard from every rollout; try again.
     """
     return await gateway.publications.announce(experiment_id, trainer, request)
 
@@ -54,8 +54,8 @@ async def open_epoch(experiment_id: str, version: int, rendezvous: Rendezvous, g
     """Record where the present epoch meets; a rendezvous of another epoch changes nothing.
 
     Raises:
-        NotFound: the version was never announced (404).
-        NotAssigned: the caller is a service, and not the experiment's trainer now (409).
+        NotFound: the version was never announced.
+        NotAssigned: the caller is a service, and not the experiment's trainer now.
     """
     return await gateway.publications.apply_to_version(experiment_id, version, Opened(rendezvous))
 
@@ -72,8 +72,8 @@ async def show(
     """Show a publication; with ``phase`` or ``epoch``, as soon as it is at another one.
 
     Raises:
-        NotFound: the version was never announced (404).
-        NotAssigned: the caller is a service, and not the experiment's trainer now (409).
+        NotFound: the version was never announced.
+        NotAssigned: the caller is a service, and not the experiment's trainer now.
     """
     wait = min(wait, gateway.settings.longest_wait_seconds)
     return await gateway.publications.get(experiment_id, version, wait_seconds=wait, phase=phase, epoch=epoch)
@@ -84,8 +84,8 @@ async def sent(experiment_id: str, version: int, report: SentReport, gateway: Ga
     """Record that the sender is done with an epoch.
 
     Raises:
-        NotFound: the version was never announced (404).
-        NotAssigned: the caller is a service, and not the experiment's trainer now (409).
+        NotFound: the version was never announced.
+        NotAssigned: the caller is a service, and not the experiment's trainer now.
     """
     return await gateway.publications.apply_to_version(experiment_id, version, Sent(report.epoch, report.checksum))
 
@@ -95,7 +95,7 @@ async def failed(experiment_id: str, version: int, report: FailedReport, gateway
     """Record that the sender could not send: the epoch is closed and the next one is opened.
 
     Raises:
-        NotFound: the version was never announced (404).
-        NotAssigned: the caller is a service, and not the experiment's trainer now (409).
+        NotFound: the version was never announced.
+        NotAssigned: the caller is a service, and not the experiment's trainer now.
     """
     return await gateway.publications.apply_to_version(experiment_id, version, SendFailed(report.epoch, report.detail))

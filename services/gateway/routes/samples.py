@@ -43,9 +43,9 @@ async def samples(
     """List samples. ``num_unread`` files are not looked at yet: those of the newest steps always are.
 
     Raises:
-        NotFound: there is no such experiment (404).
-        InvalidRequest: a kind that is none, or a cursor of another list (422).
-        TooManyRequests: the token has as many of these open as it may (429).
+        NotFound: there is no such experiment.
+        InvalidRequest: a kind that is none, or a cursor of another list.
+        TooManyRequests: the token has as many of these open as it may.
     """
     experiment = gateway.repository.get(experiment_id)
     query = SampleQuery(

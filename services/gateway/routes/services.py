@@ -27,8 +27,8 @@ async def register(registration: Registration, gateway: Gateway, request: Reques
     """Register a service; the same incarnation gets the same id again, and each time a pass of its own.
 
     Raises:
-        Forbidden: the token is for services of another kind (403).
-        Conflict: a service of another kind has this incarnation (409).
+        Forbidden: the token is for services of another kind.
+        Conflict: a service of another kind has this incarnation.
     """
     kind = request.state.shown.principal.kind
     if kind is not None and registration.kind is not kind:
@@ -45,7 +45,7 @@ async def report(
     Answers at once when the desired state is not the acknowledged one, else when it changes or ``wait`` is over.
 
     Raises:
-        NotFound: the service is not registered: it registers again (404).
+        NotFound: the service is not registered: it registers again.
     """
     # Calls in plain order do not come here: see StatusCalls.
     with watching(request.receive) as watch:
@@ -57,7 +57,7 @@ async def drain(service_id: str, gateway: Gateway, request: DrainRequest = DEFAU
     """Let a service finish what it has in hand within a notice, hand the rest over, and leave.
 
     Raises:
-        NotFound: it is not registered (404).
+        NotFound: it is not registered.
     """
     return gateway.registry.view(await gateway.fleet.drain(service_id, request.notice_seconds))
 
@@ -67,7 +67,7 @@ async def leave(service_id: str, gateway: Gateway) -> None:
     """Forget a service; what it had claimed is taken over by others.
 
     Raises:
-        NotFound: it is not registered (404).
+        NotFound: it is not registered.
     """
     await gateway.fleet.leave(service_id, reason="it left")
 
@@ -89,6 +89,6 @@ async def show(service_id: str, gateway: Gateway) -> ServiceView:
     """Show a service.
 
     Raises:
-        NotFound: it is not registered (404).
+        NotFound: it is not registered.
     """
     return gateway.registry.view(gateway.registry.get(service_id))

@@ -30,7 +30,7 @@ async def show_step(experiment_id: str, step: Step, gateway: Gateway) -> StepVie
     """Show which groups a step trains (its plan) or trained (its lineage).
 
     Raises:
-        NotFound: the step has no plan (404).
+        NotFound: the step has no plan.
     """
     queue = gateway.repository.get(experiment_id).train.trainer(READER)
     lineage = await queue.lineage(step)

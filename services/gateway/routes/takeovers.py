@@ -14,9 +14,9 @@ async def take_over(experiment_id: str, request: TakeoverRequest, trainer: Train
     """Decide what a trainer goes on with: which versions its lineage has, and which are lost.
 
     Raises:
-        Conflict: the experiment is not active, or has no trainer (409).
-        NotAssigned: the caller is not its trainer, or was it in an earlier epoch (409).
-        Unavailable: the gateway has just started and has not heard from every rollout (503, try again).
+        Conflict: the experiment is not active, or has no trainer.
+        NotAssigned: the caller is not its trainer, or was it in an earlier epoch.
+        Unavailable: the gateway has just started and has not heard from every rollout; try again.
     """
     return await _takeovers(gateway).decide(experiment_id, trainer, request)
 
@@ -26,8 +26,8 @@ async def refused(experiment_id: str, refusal: RefusedIncarnation, trainer: Trai
     """Appoint a trainer again that the data plane takes for an earlier one: the database came back older.
 
     Raises:
-        Conflict: the experiment is not active, or has no trainer (409).
-        NotAssigned: the caller is not its trainer, or was it in an earlier epoch (409).
+        Conflict: the experiment is not active, or has no trainer.
+        NotAssigned: the caller is not its trainer, or was it in an earlier epoch.
     """
     await _takeovers(gateway).raise_epoch(experiment_id, trainer, refusal)
 

@@ -17,7 +17,7 @@ async def create(request: TokenRequest, gateway: Gateway) -> NewToken:
     """Make a token. The answer holds it, and nothing else ever does; with an idempotency key it is not kept either.
 
     Raises:
-        Conflict: there is one of this name (409).
+        Conflict: there is one of this name.
     """
     record, token = await gateway.tokens.create(request)
     return NewToken(**_facts(record, gateway.clock.now()), token=token)
@@ -51,7 +51,7 @@ async def revoke(token_id: str, gateway: Gateway) -> None:
     """Revoke a token by its id or name: from the next request on it is unknown.
 
     Raises:
-        NotFound: there is none (404).
+        NotFound: there is none.
     """
     await gateway.tokens.revoke(token_id)
 

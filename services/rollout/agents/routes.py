@@ -15,7 +15,6 @@ from flotilla.services.rollout.agents.episode import Asked, Endpoint, Episode
 from flotilla.services.rollout.agents.episodes import AgentEpisodes
 from flotilla.services.rollout.agents.replies import Reply
 from flotilla.shared.errors import FlotillaError, InvalidRequest, NotFound, Unauthorized
-from flotilla.shared.net.server.description import problem_answer
 from flotilla.shared.net.server.serving import problem_response
 from flotilla.shared.schemas.episode import (
     LONGEST_WAIT_SECONDS,
@@ -33,7 +32,6 @@ RETRIES: Final = "x-stainless-retry-count"
 """Header in which OpenAI's clients say that they send a request again."""
 
 STREAMED: Final[dict[str, Any]] = {"content": {"application/json": {}, "text/event-stream": {}}}
-ENDED: Final = problem_answer("The episode has ended.")
 
 Accepts = Callable[[str | None], bool]
 
@@ -65,17 +63,23 @@ def episodes_router(find: Callable[[Request, str], AgentEpisodes | None], accept
         """Hand out an episode."""
         return await found(request, experiment_id).open(min(wanted.wait_seconds, LONGEST_WAIT_SECONDS))
 
-    @router.post("/{episode_id}/complete", responses={410: ENDED})
+    @router.post("/{episode_id}/complete")
     async def complete(experiment_id: str, episode_id: str, ending: CompleteEpisode, request: Request) -> EndedEpisode:
-        """End an episode."""
-        reward = None
-        if ending.reward is not None:
-            reward = EpisodeReward(reward=ending.reward, metrics=ending.metrics)
+        """End an episode.
+
+        Raises:
+            EpisodeGone: the episode has ended.
+        """
+        reward = None if ending.reward is None else EpisodeReward(reward=ending.reward, metrics=ending.metrics)
         return await found(request, experiment_id).complete(episode_id, reward)
 
-    @router.post("/{episode_id}/{what}", responses={200: STREAMED, 410: ENDED})
+    @router.post("/{episode_id}/{what}", responses={200: STREAMED})
     async def ask(experiment_id: str, episode_id: str, what: str, request: Request) -> Response:
-        """Sample a reply: ``chat``, ``text`` or ``responses``."""
+        """Sample a reply: ``chat``, ``text`` or ``responses``.
+
+        Raises:
+            EpisodeGone: the episode has ended.
+        """
         try:
             if what not in set(Endpoint):
                 raise NotFound(f"an episode has no {what}")

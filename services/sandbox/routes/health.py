@@ -56,7 +56,7 @@ async def readyz(sandbox: Sandbox) -> Ready:
     """Tell whether a call would get a turn, and how many slots are out of use.
 
     Raises:
-        Unavailable: the queue is full, or no slot can be used (503).
+        Unavailable: the queue is full, or no slot can be used.
     """
     found = Ready(programs=_slots(sandbox, sandbox.pool), sessions=_slots(sandbox, sandbox.sessions.pool))
     for name, slots in (("programs", found.programs), ("sessions", found.sessions)):

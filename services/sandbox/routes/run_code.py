@@ -30,9 +30,9 @@ async def run_code(request: RunCodeRequest, sandbox: Sandbox, caller: Caller, is
     """Run a program in isolation and return what it printed.
 
     Raises:
-        InvalidRequest: the language is not available, or the files exceed the limits (422).
-        Unavailable: too many calls wait (503).
-        DeadlineExceeded: the call waited too long for its turn (504).
+        InvalidRequest: the language is not available, or the files exceed the limits.
+        Unavailable: too many calls wait.
+        DeadlineExceeded: the call waited too long for its turn.
     """
     level = sandbox.executor.isolation.level
     language = choose(sandbox.languages, request.language)

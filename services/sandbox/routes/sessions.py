@@ -9,7 +9,6 @@ from flotilla.services.sandbox.guard.job import Cell
 from flotilla.services.sandbox.routes.dependencies import Caller, Sandbox
 from flotilla.services.sandbox.routes.run_code import check_files, make_response
 from flotilla.shared.errors import FlotillaError
-from flotilla.shared.net.server.description import problem_answer
 from flotilla.shared.schemas.sandbox import CellRequest, CellResponse, RunStatus, SessionRequest, SessionView
 
 router = APIRouter(tags=["sessions"])
@@ -22,9 +21,9 @@ async def open_session(request: SessionRequest, sandbox: Sandbox, caller: Caller
     """Start an interpreter that is kept; the answer's token is the only way to use it.
 
     Raises:
-        InvalidRequest: the files exceed the limits (422).
-        Unavailable: as many as allowed live, and too many calls wait (503).
-        DeadlineExceeded: none of them ended in time (504).
+        InvalidRequest: the files exceed the limits.
+        Unavailable: as many as allowed live, and too many calls wait.
+        DeadlineExceeded: none of them ended in time.
     """
     check_files(request.files, sandbox.settings.limits)
     try:
@@ -42,14 +41,14 @@ async def open_session(request: SessionRequest, sandbox: Sandbox, caller: Caller
     )
 
 
-@router.post("/sessions/{session_id}/run", responses={410: problem_answer("The session has ended.")})
+@router.post("/sessions/{session_id}/run")
 async def run_cell(session_id: str, request: CellRequest, token: Token, sandbox: Sandbox) -> CellResponse:
     """Run a piece of code in a session and return what it printed.
 
     Raises:
-        NotFound: there is no session of this id and token (404).
-        SessionBusy: another cell of it runs (409).
-        SessionEnded: it is over; the detail says why (410).
+        NotFound: there is no session of this id and token.
+        SessionBusy: another cell of it runs.
+        SessionEnded: it is over; the detail says why.
     """
     session = sandbox.sessions.find(session_id, token)
     level = sandbox.executor.isolation.level
@@ -76,6 +75,6 @@ async def close_session(session_id: str, token: Token, sandbox: Sandbox) -> None
     """End a session and all its processes; nothing happens if it has ended.
 
     Raises:
-        NotFound: there is no session of this id and token (404).
+        NotFound: there is no session of this id and token.
     """
     await sandbox.sessions.end(sandbox.sessions.find(session_id, token))

@@ -16,12 +16,20 @@ import socket
 from collections import Counter, deque
 from dataclasses import dataclass
 from enum import Enum, auto
+from http import HTTPStatus
 from typing import Any
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from flotilla.shared.errors import TooManyRefused
+from flotilla.shared.errors import (
+    FlotillaError,
+    HeadersTooLarge,
+    RequestTooSlow,
+    TooManyRefused,
+    Unavailable,
+    UnreadableRequest,
+)
 from flotilla.shared.net.server.rate_limits import Strangers
 
 log = logging.getLogger(__name__)
@@ -32,20 +40,6 @@ KEPT_BYTES = 64 * 1024
 """A connection that has sent so much before its turn comes is not read until then."""
 EXTENSION = "flotilla.connection"
 REFUSED_OFTEN = "too many requests from your address were refused"
-TITLES = {
-    400: "Bad Request",
-    408: "Request Timeout",
-    429: "Too Many Requests",
-    431: "Request Header Fields Too Large",
-    503: "Service Unavailable",
-}
-CODES = {
-    400: "invalid_request",
-    408: "request_too_slow",
-    429: TooManyRefused.code,
-    431: "headers_too_large",
-    503: "unavailable",
-}
 
 
 class Turns:
@@ -224,7 +218,7 @@ class Connection(HttpToolsProtocol):
             self.by_address[self._address] += 1
             if self.by_address[self._address] > self.limits.per_address:
                 log.warning("an address has too many connections", extra={"address": self._address})
-                self._refuse(503, f"one address may have {self.limits.per_address} connections")
+                self._refuse(Unavailable(f"one address may have {self.limits.per_address} connections"))
                 return
         self._arm(_Part.HEAD)
 
@@ -238,7 +232,7 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._part is _Part.HEAD and self._head_bytes > self.limits.head_bytes:
-            self._refuse_stranger(431, self._largest_head)
+            self._refuse_stranger(HeadersTooLarge(self._largest_head))
         elif self._part is not _Part.NONE:
             self._arm(self._part)
         elif self.cycle is None or self.cycle.response_complete:
@@ -285,9 +279,9 @@ class Connection(HttpToolsProtocol):
         """Refuse what cannot be read."""
         too_large = self._headers_bytes > self.limits.head_bytes or len(self.headers or ()) >= self.limits.headers
         if too_large:
-            self._refuse_stranger(431, self._largest_head)
+            self._refuse_stranger(HeadersTooLarge(self._largest_head))
         else:
-            self._refuse_stranger(400, msg)
+            self._refuse_stranger(UnreadableRequest(msg))
 
     def pause_writing(self) -> None:
         """Begin to count the time in which nothing of an answer is read."""
@@ -336,28 +330,28 @@ class Connection(HttpToolsProtocol):
             return
         what = "head" if part is _Part.HEAD else "body"
         log.info("a caller took too long", extra={"part": what, "address": self._address})
-        self._refuse(408, f"the {what} of the request did not arrive in time")
+        self._refuse(RequestTooSlow(f"the {what} of the request did not arrive in time"))
 
     def _unread(self) -> None:
         log.info("a caller does not read its answer", extra={"address": self._address})
         self.transport.abort()
 
-    def _refuse_stranger(self, status: int, detail: str) -> None:
+    def _refuse_stranger(self, error: FlotillaError) -> None:
         """Refuse what no client of ours sends; many times only in a word."""
         seconds = self.refused()
         if seconds:
-            self._refuse(429, REFUSED_OFTEN, f"retry-after: {seconds}\r\n")
+            self._refuse(TooManyRefused(REFUSED_OFTEN), f"retry-after: {seconds}\r\n")
         else:
-            self._refuse(status, detail)
+            self._refuse(error)
 
-    def _refuse(self, status: int, detail: str, headers: str = "") -> None:
+    def _refuse(self, error: FlotillaError, headers: str = "") -> None:
         """Answer, unless an answer is under way, and close."""
         is_busy = self.cycle is not None and (self.cycle.response_started and not self.cycle.response_complete)
         if not is_busy:
-            title = TITLES[status]
-            problem = {"type": "about:blank", "title": title, "status": status, "code": CODES[status], "detail": detail}
-            body = json.dumps(problem).encode()
-            head = f"HTTP/1.1 {status} {title}\r\ncontent-type: application/problem+json\r\n"
+            facts = {"title": error.title, "status": error.status, "code": error.code, "detail": error.detail}
+            body = json.dumps({"type": f"urn:flotilla:problem:{error.code}", **facts}).encode()
+            head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
+            head += "content-type: application/problem+json\r\n"
             head += f"{headers}content-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(head.encode() + body)
         if self.cycle is not None:

@@ -30,6 +30,7 @@ from flotilla.shared.errors import (
     NotFound,
     Scalar,
     Unavailable,
+    UnreadableRequest,
 )
 from flotilla.shared.faults.armed import armed
 from flotilla.shared.faults.http import FaultyApp
@@ -285,6 +286,8 @@ def add_problem_handlers(app: FastAPI) -> None:
             response = problem_response(MethodNotAllowed(detail, allowed=allowed))
             response.headers["Allow"] = allowed
             return response
+        if error.status_code == UnreadableRequest.status:
+            return problem_response(UnreadableRequest(str(error.detail)))
         return problem_response(InvalidRequest(str(error.detail)), status=error.status_code)
 
 

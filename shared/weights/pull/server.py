@@ -17,7 +17,6 @@ from starlette.types import Receive, Scope, Send
 
 from flotilla.shared.errors import FlotillaError, NotFound, Unauthorized, WeightTransferFailed
 from flotilla.shared.net.authorisation.credentials import Credentials
-from flotilla.shared.net.server.description import problem_answer
 from flotilla.shared.net.server.serving import problem_response
 from flotilla.shared.weights.image.files import SHARED_MEMORY, shared_memory_identity
 from flotilla.shared.weights.image.image import WeightImage
@@ -157,12 +156,15 @@ def weights_router(images: PublishedImages, credentials: Credentials) -> APIRout
         200: {"content": {"application/octet-stream": {}}},
         204: {"description": "The caller sees the image in shared memory, where it has the name in `flotilla-image`."},
         206: {"description": "The range that was asked for.", "content": {"application/octet-stream": {}}},
-        416: problem_answer("The range begins behind the end."),
     }
 
     @router.get("/v1/weights/{version}", response_class=Response, responses=answers)
     async def weights(version: int, request: Request) -> Response:
-        """Serve a version's weights."""
+        """Serve a version's weights.
+
+        Raises:
+            RangeNotSatisfiable: the range begins behind the end.
+        """
         try:
             if not credentials.accepts_for_weights(request.headers.get("authorization")):
                 raise Unauthorized("a bearer token is needed to pull weights")

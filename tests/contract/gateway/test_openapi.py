@@ -1,5 +1,7 @@
 """The gateway answers what ``/openapi.json`` says, whatever it is asked, with each kind of token and with none."""
 
+import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,18 @@ from schemathesis.specs.openapi.checks import (
 
 from flotilla.services.gateway.app import create_app
 from flotilla.services.gateway.settings import GatewaySettings
-from flotilla.shared.net.server.description import PROBLEM
+from flotilla.shared.errors import all_errors
+from flotilla.shared.net.server.description import (
+    CHANGING,
+    EVERYWHERE,
+    OF_EXPERIMENT,
+    PROBLEM,
+    WITH_PARAMETERS,
+    WITH_TOKEN,
+    declared,
+    error_of,
+)
+from flotilla.shared.net.server.serving import PROBLEM_JSON
 from tests.unit.gateway.builders import a_gateway
 
 OPERATOR = "the-operators-token"
@@ -44,6 +57,7 @@ def an_app() -> Any:
     return with_state
 
 
+ROOT = Path(__file__).parents[3]
 SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", an_app())
 
 
@@ -107,6 +121,53 @@ def test_what_is_raised_is_among_the_answers_and_services_routes_stand_apart() -
         & internal
     )
     assert document["tags"][-1]["name"] == "internal"
+
+
+def described() -> set[tuple[int, str]]:
+    """List status and code of all refusals, but for those whose code another server chooses."""
+    found = set()
+    for operations in SCHEMA.raw_schema["paths"].values():
+        for operation in operations.values():
+            for status, answer in operation["responses"].items():
+                problem = answer.get("content", {}).get(PROBLEM_JSON)
+                schema = {} if problem is None else problem["schema"]
+                found |= {(int(status), code) for code in schema.get("properties", {}).get("code", {}).get("enum", ())}
+    return found
+
+
+def raised_in(function: ast.AST) -> set[str]:
+    """Find the classes that a function raises in its own lines."""
+    raised = [each.exc for each in ast.walk(function) if isinstance(each, ast.Raise)]
+    return {each.func.id for each in raised if isinstance(each, ast.Call) and isinstance(each.func, ast.Name)}
+
+
+def test_every_code_has_the_status_of_its_class_and_is_on_the_page() -> None:
+    pairs = described()
+    page = (ROOT / "docs" / "rest.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d{3}) \| (.*) \|$", page, re.MULTILINE)
+    known = {each.code for each in all_errors()}
+    written = {(int(status), code) for status, text in rows for code in re.findall(r"`(\w+)`", text) if code in known}
+
+    assert {(each.status, each.code) for each in all_errors()} >= pairs
+    assert written - pairs == {(422, "prompt_too_long")}, "which an episode's rollout answers"
+    assert pairs - written == set()
+
+
+def test_what_a_route_raises_itself_is_declared() -> None:
+    """What it calls may raise more: the requests above are for that."""
+    usual = {each.__name__ for each in (*EVERYWHERE, *WITH_TOKEN, *WITH_PARAMETERS, *OF_EXPERIMENT, *CHANGING)}
+    find, raised, undeclared = error_of("flotilla.services.gateway"), 0, []
+    for path in sorted((ROOT / "services" / "gateway" / "routes").glob("*.py")):
+        for route in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(route, ast.AsyncFunctionDef) and any(
+                "router." in ast.unparse(d) for d in route.decorator_list
+            ):
+                said = {each.__name__ for each in declared(ast.get_docstring(route) or "", find).refusals}
+                raised += len(raised_in(route))
+                undeclared += [(path.stem, route.name, each) for each in raised_in(route) - said - usual]
+
+    assert raised >= 5
+    assert undeclared == []
 
 
 def test_the_reference_can_be_read_without_a_script_or_another_host() -> None:

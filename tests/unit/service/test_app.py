@@ -56,7 +56,7 @@ async def test_readiness_tells_what_keeps_a_service_from_working(
     async def open_state() -> AsyncIterator[Any]:
         yield SimpleNamespace(service=ScriptedService(failure), membership=SimpleNamespace(is_connected=is_connected))
 
-    async with serving(create_service_app("trial", open_state)) as client:
+    async with serving(create_service_app("trial", "flotilla.shared.service", open_state)) as client:
         answer = await client.get("/readyz")
         alive = await client.get("/healthz")
 

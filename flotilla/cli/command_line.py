@@ -33,6 +33,7 @@ def build_parser() -> Parser:
     _add_membership(commands)
     _add_experiments(commands)
     _add_kept(commands)
+    _add_page(commands)
     _add_samples(commands)
     _add_tokens(commands)
     _add_files(commands)
@@ -199,6 +200,14 @@ def _add_samples(commands: "Commands") -> None:
     for parser in (show, replay):
         add_json(parser)
         add_gateway(parser)
+
+
+def _add_page(commands: "Commands") -> None:
+    text = "Show the gateway's page on what runs have left in their folders: for looking alone, and without a fleet."
+    parser = add_command(commands, "page", text, "page:page")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, or data directory of a fleet")
+    parser.add_argument("--port", type=parsing.at_least_zero, default=0, help="port of the page, 0 for any free one")
+    parser.add_argument("--no-browser", action="store_true", help="print the address and open nothing")
 
 
 def _add_kept(commands: "Commands") -> None:

@@ -158,10 +158,17 @@ function View({ route, ids, shared }: { route: Route; ids: string[]; shared: Sha
   );
 }
 
+/** A link of `flotilla page` brings the token along, behind the #, which no server is told. */
+function tokenOfLink(): string | null {
+  const found = /^#token=(.+)$/.exec(location.hash);
+  if (found !== null) history.replaceState(null, "", "#/");
+  return found === null ? null : decodeURIComponent(found[1]!);
+}
+
 function App() {
   const [caller, setCaller] = useState<Caller | null>(null);
   const [message, setMessage] = useState("");
-  const [isAsking, setAsking] = useState(session.token !== null);
+  const [isAsking, setAsking] = useState(session.token !== null || location.hash.startsWith("#token="));
   const enter = async (token: string) => {
     setAsking(true);
     try {
@@ -182,7 +189,8 @@ function App() {
       setCaller(null);
       setMessage("The token was revoked or has expired.");
     };
-    if (session.token !== null) void enter(session.token);
+    const token = tokenOfLink() ?? session.token;
+    if (token !== null) void enter(token);
   }, []);
   if (caller !== null) {
     return (

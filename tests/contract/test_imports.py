@@ -235,6 +235,7 @@ GATEWAY_ORDER = (
     "middleware",
     "description",
     "app",
+    "recorded",
     "__main__",
 )
 """The gateway's rooms, each above all that it may import."""

@@ -93,7 +93,7 @@ def serve(app: FastAPI, listening: socket.socket, leave: Leave | None = None) ->
         FlotillaError: what kept the app's lifespan from starting; ``Unavailable`` if it was another error, which is
             logged.
     """
-    asyncio.run(_serve(app, listening, leave))
+    asyncio.run(serve_here(app, listening, leave))
 
 
 def config_of(app: ASGIApp, limits: ConnectionLimits | None = None) -> uvicorn.Config:
@@ -128,7 +128,8 @@ def possible_limits() -> ConnectionLimits:
     return usual
 
 
-async def _serve(app: FastAPI, listening: socket.socket, leave: Leave | None) -> None:
+async def serve_here(app: FastAPI, listening: socket.socket, leave: Leave | None = None) -> None:
+    """Serve in the loop that runs already, as ``serve`` does."""
     faults = armed()
     opened: dict[str, Any] = {}
     guarded = app if faults is None else FaultyApp(app, faults, problem_response)

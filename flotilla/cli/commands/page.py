@@ -1,0 +1,62 @@
+"""``flotilla page RUN...``: the gateway's page, for looking alone, on what runs have left in their folders."""
+
+import argparse
+import secrets
+import webbrowser
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+from flotilla.cli.output import new_console
+from flotilla.cli.run_directory import FLEET
+from flotilla.services.gateway.app import create_app
+from flotilla.services.gateway.recorded import DATABASE, recorded_state
+from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.services.gateway.state import GatewayState
+from flotilla.shared.errors import NotFound
+from flotilla.shared.net.authorisation.access import Principal, Scope
+from flotilla.shared.net.server.serving import address_of, bind, serve_here
+
+SECONDS = 365 * 86_400.0
+"""Life of the token: as long as anybody leaves the command running."""
+NAME = "run folders"
+
+
+async def page(arguments: argparse.Namespace) -> int:
+    """Serve the page until Ctrl-C.
+
+    Raises:
+        NotFound: no gateway has left anything in a folder.
+    """
+    folders = list(dict.fromkeys(_data_of(Path(each)) for each in arguments.runs))
+    settings = GatewaySettings(token=secrets.token_urlsafe(32), redis_url="", data=folders[0])
+    async with recorded_state(settings, folders) as state:
+        # Nobody learns the operator's token, so nothing can be changed.
+        token = state.tokens.issue(Principal(Scope.READER, NAME), SECONDS)
+        with bind("127.0.0.1", arguments.port) as listening:
+            url = f"{address_of(listening)}/#token={token}"
+            new_console().print(f"page       {url}\nCtrl-C ends it", markup=False, soft_wrap=True)
+            if not arguments.no_browser:
+                webbrowser.open(url)
+            await serve_here(create_app(settings, open_state=lambda _: _Opened(state)), listening)
+    return 0
+
+
+def _data_of(named: Path) -> Path:
+    """Find the data directory of a run, or of a fleet."""
+    for folder in (named, named / FLEET):
+        if (folder / DATABASE).is_file():
+            return folder
+    raise NotFound(f"there are no experiments in {named}: name a run's folder, or a fleet's data directory")
+
+
+class _Opened(AbstractAsyncContextManager[GatewayState]):
+    """What is open already, and closed by who has opened it."""
+
+    def __init__(self, state: GatewayState) -> None:
+        self._state = state
+
+    async def __aenter__(self) -> GatewayState:
+        return self._state
+
+    async def __aexit__(self, *_error: object) -> None:
+        """Leave it open."""

@@ -1,0 +1,137 @@
+"""``flotilla page RUN...``: run folders in a browser, without a fleet, and with nothing that could be changed."""
+
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from flotilla.services.gateway.store.records import AuditRecord
+from flotilla.services.gateway.store.sql import SqlStore
+from flotilla.services.gateway.store.writes import AppendAudit, AppendEvent, PutCheckpoint, PutMetrics, PutRecord
+from flotilla.shared.schemas.experiment import CheckpointView, ExperimentState, MetricPoint
+from tests.browser import needs_browser, open_browser
+from tests.fleet import FLOTILLA, ROOT
+from tests.unit.gateway.builders import a_record
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+AT = "2026-01-02T03:04:05.000Z"
+LANE = {
+    "issued": 7,
+    "waiting": {"tasks": 0, "generated": 0, "scored": 0},
+    "claimed": {"tasks": 0, "generated": 0, "scored": 0},
+    "planned": 0,
+    "trained": 4,
+    "filtered": {"zero_spread": 2},
+    "dropped": {"stale": 1},
+    "failed": {},
+    "outstanding": 0,
+    "consumed_since_publication": 0,
+    "tokens": {"generated": 70, "scored": 70, "trained": 40},
+    "lengths": {},
+    "balanced": True,
+}
+
+
+async def keep_run(run: Path, name: str, rewards: list[float]) -> None:
+    """Write what a gateway leaves of an experiment that has ended."""
+    data = run / "fleet"
+    data.mkdir(parents=True)
+    record = a_record(name, name=name, state=ExperimentState.COMPLETED, step=len(rewards))
+    store = await SqlStore.open(f"sqlite:///{data / 'gateway.sqlite'}")
+    points = [
+        MetricPoint(name="reward/mean", step=step, version=step, value=value, at=AT)
+        for step, value in enumerate(rewards, start=1)
+    ]
+    await store.apply(
+        [
+            PutRecord(replace(record, final_ledger={"train": LANE, "evaluation": LANE})),
+            PutMetrics(name, points),
+            AppendEvent(name, "training_finished", 1.0, {"step": len(rewards)}),
+            AppendAudit(AuditRecord(1.0, "start", f"experiments/{name}", {}, "somebody")),
+            PutCheckpoint(name, CheckpointView(step=2, version=2, path="/nowhere/step-2", at=AT)),
+        ]
+    )
+    await store.close()
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder, rewards in zip(folders, ([0.1, 0.2, 0.4], [0.3, 0.5, 0.9]), strict=True):
+        anyio.run(keep_run, folder, folder.name, rewards)
+    return folders
+
+
+@contextmanager
+def page_of(*folders: Path) -> Iterator[tuple[str, str]]:
+    """Run the command while the block lasts; gives the page's address and its token."""
+    command = [*FLOTILLA, "page", *map(str, folders), "--no-browser", "--port", "0"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            found = re.search(r"(http://\S+)/#token=(\S+)", process.stdout.readline())
+            assert found is not None
+            yield found[1], found[2]
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+
+
+def test_several_run_folders_answer_as_a_gateway_would_and_refuse_every_change(runs: list[Path]) -> None:
+    with (
+        page_of(*runs) as (url, token),
+        httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}) as client,
+    ):
+
+        def get(path: str) -> Any:
+            answer = client.get(path)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        of_first = "/v1/experiments/first"
+        assert [each["id"] for each in get("/v1/experiments?spec=false")["items"]] == ["first", "second"]
+        assert get("/v1/tokens/self")["scope"] == "reader"
+        assert get(f"{of_first}/series?names=reward/mean")["items"][0]["values"] == [0.1, 0.2, 0.4]
+        assert [each["type"] for each in get(f"{of_first}/log")["items"]] == ["training_finished"]
+        assert [each["actor"] for each in get(f"{of_first}/audit")["items"]] == ["somebody"]
+        assert [each["step"] for each in get(f"{of_first}/checkpoints")["items"]] == [2]
+        assert get(f"{of_first}/ledger")["train"]["issued"] == 7
+        assert get(f"{of_first}/diagnosis")["component"] == "none"
+        for method, path in (("POST", f"{of_first}/resume"), ("DELETE", of_first), ("POST", "/v1/experiments")):
+            assert client.request(method, path).status_code == 403
+
+
+def test_a_folder_without_a_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [*FLOTILLA, "page", str(tmp_path), "--no-browser"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+    assert result.returncode != 0
+    assert "there are no experiments in" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@needs_browser
+def test_a_browser_shows_run_folders_over_each_other(runs: list[Path], tmp_path: Path) -> None:
+    with page_of(*runs) as (url, token), open_browser(tmp_path) as browser:
+        browser.open(f"{url}/#token={token}")
+        browser.wait(".experiment h2 a", "second")
+        assert token not in browser.script("return location.href")
+        assert browser.find(".actions") is None
+        browser.click("input[aria-label='Compare first']")
+        browser.click("input[aria-label='Compare second']")
+        browser.click("a", "Compare 2")
+        browser.wait("#reward .legend li", "first 0.4")
+        browser.wait("#reward .legend li", "second 0.9")
+        browser.click("nav a", "Flow")
+        browser.wait(".sum .good", "adds up")
+        assert browser.complaints() == []

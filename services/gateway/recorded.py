@@ -54,7 +54,7 @@ async def recorded_state(settings: GatewaySettings, folders: Sequence[Path]) -> 
         state.samples.reads.close()
 
 
-def _open_nothing(_experiment_id: str, lane: Lane, *, lease_seconds: float | None = None) -> MemoryDataPlane:
+def _open_nothing(experiment_id: str, lane: Lane, *, lease_seconds: float | None = None) -> MemoryDataPlane:
     return MemoryDataPlane(lane)
 
 

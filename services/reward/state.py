@@ -18,7 +18,7 @@ from flotilla.services.reward.verifiers.base import Verifier
 from flotilla.services.reward.verifiers.registry import Surroundings, build_verifier
 from flotilla.shared.config.sections.distillation import DistillationConfig
 from flotilla.shared.config.sections.reward import RemoteConfig, RewardConfig
-from flotilla.shared.config.sections.reward_model import RewardModelConfig
+from flotilla.shared.config.sections.reward_model import HostedModelConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.environment.settings import ServiceSettings
 from flotilla.shared.errors import Unavailable
@@ -97,7 +97,7 @@ class SessionOpener:
         """
         sandbox_url = await self._sandbox_url(assignment.experiment_id) if spec.runs_code else None
         for component in spec.reward.components:
-            if isinstance(component, RewardModelConfig):
+            if isinstance(component, HostedModelConfig):
                 await fetched(component.model)
         streams = StreamsConfig(lease_seconds=self.settings.lease_seconds)
         surroundings = Surroundings(

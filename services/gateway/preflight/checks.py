@@ -16,7 +16,7 @@ from flotilla.shared.config.rules.devices import tensor_parallel
 from flotilla.shared.config.sections.data import DataConfig, RowsConfig, is_url
 from flotilla.shared.config.sections.model import ModelConfig
 from flotilla.shared.config.sections.reward import CustomConfig, VerlDefaultConfig
-from flotilla.shared.config.sections.reward_model import RewardModelConfig
+from flotilla.shared.config.sections.reward_model import HostedModelConfig
 from flotilla.shared.config.sections.tracking import JsonlTrackerConfig, TensorboardTrackerConfig
 from flotilla.shared.config.sections.verl_sources import first_not_graded
 from flotilla.shared.config.spec import ExperimentSpec
@@ -41,7 +41,7 @@ def paths_of(spec: ExperimentSpec) -> dict[str, str]:
     for number, component in enumerate(spec.reward.components):
         if isinstance(component, CustomConfig):
             paths[f"reward.components.{number}.path"] = component.path.rpartition(":")[0]
-        if isinstance(component, RewardModelConfig) and not component.model.is_hub_name:
+        if isinstance(component, HostedModelConfig) and not component.model.is_hub_name:
             paths[f"reward.components.{number}.path"] = component.path
     paths |= files_of(spec.rollout.episodes)
     for number, tracker in enumerate(spec.tracking.trackers):
@@ -110,7 +110,7 @@ def models_of(spec: ExperimentSpec) -> dict[str, ModelConfig]:
     """List the models of a spec by the dotted field of their path: of policy, teacher, critic and reward models."""
     models = {"model.path": spec.model} | spec.algorithm.models
     for number, component in enumerate(spec.reward.components):
-        if isinstance(component, RewardModelConfig):
+        if isinstance(component, HostedModelConfig):
             models[f"reward.components.{number}.path"] = component.model
     return models
 
@@ -149,7 +149,7 @@ def pinned(spec: ExperimentSpec) -> ExperimentSpec:
         ModelError: there is no such model or revision, the hub refuses it or cannot be reached.
     """
     components = tuple(
-        each.model_copy(update={"revision": _commit_of(each.model)}) if isinstance(each, RewardModelConfig) else each
+        each.model_copy(update={"revision": _commit_of(each.model)}) if isinstance(each, HostedModelConfig) else each
         for each in spec.reward.components
     )
     model = spec.model.model_copy(update={"revision": _commit_of(spec.model)})

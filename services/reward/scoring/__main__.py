@@ -1,4 +1,4 @@
-"""The reward model's process: it loads the section and the directory, and answers batches of texts.
+"""The process of a reward model or a judge: it loads the section and the directory, and answers batches of texts.
 
 The answer to a batch is ``[score, tokens, reason]`` of each text.
 """
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.shared.children.serving import serve
+from flotilla.shared.config.sections.judge import JudgeModelConfig
 from flotilla.shared.config.sections.reward_model import RewardModelConfig
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.net.absence import absent_or
@@ -23,14 +24,19 @@ class Scoring:
     about = None
 
     def __init__(self, opening: Any) -> None:
-        config = RewardModelConfig.model_validate(opening["config"])
+        is_judge = opening["config"]["kind"] == "judge_model"
+        config = (JudgeModelConfig if is_judge else RewardModelConfig).model_validate(opening["config"])
         try:
             import torch
 
+            from flotilla.services.reward.scoring.judging import Judging
             from flotilla.services.reward.scoring.scorer import Scorer
 
             torch.set_num_threads(config.threads)
-            self._scorer = Scorer(config, Path(opening["directory"]))
+            directory = Path(opening["directory"])
+            self._scorer = (
+                Judging(config, directory) if isinstance(config, JudgeModelConfig) else Scorer(config, directory)
+            )
         except ImportError as error:
             words = f"the reward service has no torch, which a reward model needs (flotilla[torch]): {error}"
             raise InvalidSpec(f"reward model {config.path}: {words}") from error

@@ -47,14 +47,8 @@ class Scorer:
     def __init__(self, config: RewardModelConfig, directory: Path) -> None:
         check_directory(directory)
         self._config = config
-        try:
-            self._device = torch.device(config.device)
-            torch.empty(1, device=self._device)
-        except (RuntimeError, AssertionError) as error:
-            raise absent_or(
-                error, ModelError(f"device {config.device} cannot be used: {_first_line(error)}")
-            ) from error
-        self._tokenizer = _tokenizer(directory)
+        self._device = usable_device(config.device)
+        self._tokenizer = load_tokenizer(directory)
         if config.template is not None:
             self._tokenizer.chat_template = config.template
         self._model = _load(directory, DTYPES[config.dtype]).to(self._device).eval()
@@ -69,7 +63,8 @@ class Scorer:
         rows = [self._tokens(each) for each in texts]
         found = [row if isinstance(row, Scored) else None for row in rows]
         fitting = [number for number, row in enumerate(rows) if not isinstance(row, Scored)]
-        for numbers in self._batches(fitting, [len(row) if isinstance(row, list) else 0 for row in rows]):
+        lengths = [len(row) if isinstance(row, list) else 0 for row in rows]
+        for numbers in batches(fitting, lengths, self._config.batch_tokens):
             chosen = [row for number in numbers if isinstance(row := rows[number], list)]
             for number, value, row in zip(numbers, self._forward(chosen), chosen, strict=True):
                 found[number] = self._scored(value, len(row))
@@ -84,7 +79,7 @@ class Scorer:
         try:
             token_ids = self._rendered(text)
         except Exception as error:  # a chat template raises what it likes
-            return Scored(None, 0, f"the reward model's template refuses the conversation: {_first_line(error)}")
+            return Scored(None, 0, f"the reward model's template refuses the conversation: {first_line(error)}")
         limit = self._config.max_tokens
         if len(token_ids) > limit and self._config.overlong == "error":
             return Scored(None, len(token_ids), f"{len(token_ids)} tokens are more than max_tokens, which is {limit}")
@@ -113,17 +108,6 @@ class Scorer:
         assert not messages or messages[-1].role == ASSISTANT
         return [*ids, *tokenizer(answer, add_special_tokens=False)["input_ids"], *([] if end is None else [end])]
 
-    def _batches(self, numbers: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Cut into batches whose padded size stays within the budget; those of like lengths together."""
-        batch: list[int] = []
-        for number in sorted(numbers, key=lambda number: lengths[number]):
-            if batch and lengths[number] * (len(batch) + 1) > self._config.batch_tokens:
-                yield batch
-                batch = []
-            batch.append(number)
-        if batch:
-            yield batch
-
     @torch.inference_mode()
     def _forward(self, rows: Sequence[Sequence[int]]) -> list[float]:
         longest = max(map(len, rows))
@@ -150,12 +134,43 @@ class Scorer:
         return chosen[:, 0]
 
 
-def _tokenizer(directory: Path) -> Any:
+def batches(numbers: Sequence[int], lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
+    """Cut rows into batches whose padded size stays within the budget; those of like lengths together."""
+    batch: list[int] = []
+    for number in sorted(numbers, key=lambda number: lengths[number]):
+        if batch and lengths[number] * (len(batch) + 1) > most_tokens:
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch
+
+
+def usable_device(name: str) -> torch.device:
+    """Return a device that computes.
+
+    Raises:
+        ModelError: it does not.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise absent_or(error, ModelError(f"device {name} cannot be used: {first_line(error)}")) from error
+    return device
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """Return a model's tokenizer.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     # A config that contradicts itself raises an error of the hub's library, which derives from Exception.
     except Exception as error:
-        raise absent_or(error, ModelError(f"{directory}: no tokenizer can be loaded: {_first_line(error)}")) from error
+        raise absent_or(error, ModelError(f"{directory}: no tokenizer can be loaded: {first_line(error)}")) from error
 
 
 def _load(directory: Path, dtype: torch.dtype) -> nn.Module:
@@ -176,7 +191,7 @@ def _load(directory: Path, dtype: torch.dtype) -> nn.Module:
     # transformers raises whatever a broken file leads to, safetensors an error of its own that derives from Exception.
     except Exception as error:
         raise absent_or(
-            error, ModelError(f"{directory}: the reward model cannot be loaded: {_first_line(error)}")
+            error, ModelError(f"{directory}: the reward model cannot be loaded: {first_line(error)}")
         ) from error
     missing = sorted(map(str, report.get("missing_keys") or ()))
     if missing:
@@ -205,6 +220,7 @@ def _normalisation(wanted: ScoreNormalisation | str | None, directory: Path) -> 
     return float(mean), float(std)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the kind of an error and the first line of its message."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -7,7 +7,6 @@ the samples say is the policy's, so it is put into the question in one pass: not
 import asyncio
 import json
 import math
-import re
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,8 +18,9 @@ import httpx
 from flotilla.services.reward.grader_call import GraderCall, Retryable, asked_pause
 from flotilla.services.reward.reachability import Reachability
 from flotilla.services.reward.reply import read_json
+from flotilla.services.reward.verdicts import no_verdict, question_of, reward_of
 from flotilla.shared.clock import Clock, SystemClock
-from flotilla.shared.config.sections.judge import PLACE, JudgeConfig
+from flotilla.shared.config.sections.judge import JudgeConfig
 from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
 from flotilla.shared.errors import GradingFailed
 from flotilla.shared.net.client.address_policy import Resolver, resolve
@@ -71,7 +71,6 @@ class JudgeVerifier:
             client, self._clock, private=allowed, resolver=resolver, headers=headers, peer="the judge"
         )
         self._url = config.url.rstrip("/") + "/chat/completions"
-        self._pattern = re.compile(config.pattern)
         self._reachability = Reachability(JUDGE)
         self._room = asyncio.Semaphore(config.concurrency)
 
@@ -128,11 +127,7 @@ class JudgeVerifier:
 
     def _body(self, sample: GradingSample) -> bytes:
         config = self._config
-        values = {"prompt": sample.prompt, "response": sample.response, "label": sample.label or ""}
-        if sample.messages:
-            values["prompt"] = "\n\n".join(message.content for message in sample.messages)
-        question = PLACE.sub(lambda match: values[match[1]], config.template)
-        messages = [{"role": "user", "content": question}]
+        messages = [{"role": "user", "content": question_of(sample, config)}]
         if config.system is not None:
             messages.insert(0, {"role": "system", "content": config.system})
         body = {
@@ -183,22 +178,8 @@ class JudgeVerifier:
             raise GradingFailed("the judge's answer has no text at choices[0].message.content")
         usage = answer.get("usage") if isinstance(answer, Mapping) else None
         tokens = [_count(usage, name) for name in ("prompt_tokens", "completion_tokens")]
-        found = [match[1] for match in self._pattern.finditer(text) if match[1] is not None]
-        reward = self._reward_of(found[-1]) if found else None
-        reason = "" if reward is not None else f"no verdict in {text[-200:]!r}"
-        return _Vote(reward, reason, *tokens)
-
-    def _reward_of(self, verdict: str) -> float | None:
-        config = self._config
-        if config.verdicts is not None:
-            by_name = {name.casefold(): reward for name, reward in config.verdicts.items()}
-            return by_name.get(verdict.strip().casefold())
-        try:
-            number = float(verdict)
-        except ValueError:
-            return None
-        is_within = math.isfinite(number) and config.low <= number <= config.high
-        return (number - config.low) / (config.high - config.low) if is_within else None
+        reward = reward_of(text, self._config)
+        return _Vote(reward, "" if reward is not None else no_verdict(text), *tokens)
 
 
 def _count(usage: object, name: str) -> float:

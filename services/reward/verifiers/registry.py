@@ -20,7 +20,7 @@ from flotilla.services.reward.verifiers.matching import ChoiceVerifier, ExactVer
 from flotilla.services.reward.verifiers.reward_model import RewardModelVerifier
 from flotilla.services.reward.verifiers.verl import CODE_CASES, VerlDefaultVerifier
 from flotilla.shared.config.sections import reward as sections
-from flotilla.shared.config.sections.judge import JudgeConfig
+from flotilla.shared.config.sections.judge import JudgeConfig, JudgeModelConfig
 from flotilla.shared.config.sections.reward_model import RewardModelConfig
 from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
 from flotilla.shared.errors import InvalidSpec
@@ -88,7 +88,7 @@ def build_component(config: sections.Component, surroundings: Surroundings) -> V
         case JudgeConfig():
             key = secret_of(config.api_key_env, "api_key_env", surroundings)
             return JudgeVerifier(config, new_client(), key, private=surroundings.grader_networks)
-        case RewardModelConfig():
+        case RewardModelConfig() | JudgeModelConfig():
             return RewardModelVerifier(config, model_directory(config.model))
         case sections.AgentRewardConfig():
             if surroundings.mailbox is None:

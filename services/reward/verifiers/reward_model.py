@@ -1,4 +1,4 @@
-"""A reward model in a process of its own, which has torch and knows no secret of the service.
+"""A reward model, or a judge, in a process of its own, which has torch and knows no secret of the service.
 
 Samples of all groups that wait go to it in batches. A process that dies, or takes too long, is started again, and gets
 its batch again: until then samples wait. Only a batch on which it died several times is given up, as errors, never as
@@ -13,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flotilla.services.reward.verdicts import question_of
 from flotilla.shared.children.calls import CallProcess
 from flotilla.shared.children.processes import python_module
 from flotilla.shared.children.restarts import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Restarts
 from flotilla.shared.children.spawning import child_environment
+from flotilla.shared.config.sections.judge import JudgeModelConfig
 from flotilla.shared.config.sections.reward_model import RewardModelConfig
 from flotilla.shared.errors import (
     DeadlineExceeded,
@@ -57,7 +59,7 @@ class RewardModelVerifier:
 
     def __init__(
         self,
-        config: RewardModelConfig,
+        config: RewardModelConfig | JudgeModelConfig,
         directory: Path,
         *,
         command: Sequence[str] = (),
@@ -191,8 +193,10 @@ class RewardModelVerifier:
             raise Unavailable(error.detail) from error
 
 
-def text_of(sample: GradingSample, config: RewardModelConfig) -> dict[str, object]:
-    """Make what the process reads of a sample: its conversation, or prompt and response as the policy had them."""
+def text_of(sample: GradingSample, config: RewardModelConfig | JudgeModelConfig) -> dict[str, object]:
+    """Make what the process reads of a sample: its conversation, prompt and response, or the question about it."""
+    if isinstance(config, JudgeModelConfig):
+        return {"question": question_of(sample, config)}
     if config.reads == "text" or not sample.messages:
         return {"messages": [], "prompt": sample.prompt, "response": sample.response}
     messages = [{"role": each.role, "content": each.content} for each in sample.messages]

@@ -1,11 +1,12 @@
-"""A language model as judge, behind any OpenAI-compatible URL."""
+"""A language model as judge: behind any OpenAI-compatible URL, or in a process of the reward service."""
 
 import re
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from flotilla.shared.config.sections.components import AnswerPattern, ComponentConfig, GraderUrl
+from flotilla.shared.config.sections.reward_model import HostedModelConfig
 
 PLACES = ("prompt", "response", "label")
 DEFAULT_TEMPLATE = """\
@@ -20,7 +21,32 @@ Answer:
 Think it over briefly, then end with one line: Score: N, where N is a whole number from 0 (useless) to 10 (perfect)."""
 
 
-class JudgeConfig(ComponentConfig):
+class QuestionConfig(ComponentConfig):
+    """What a judge is asked, and how its reply is read."""
+
+    template: str = DEFAULT_TEMPLATE
+    """What the judge is asked; ``{prompt}``, ``{response}`` and ``{label}`` are put in."""
+    pattern: AnswerPattern = r"(?i)score\W{0,5}(-?\d+(?:\.\d+)?)"
+    """Finds the verdict in the judge's reply; the last match counts."""
+    verdicts: dict[str, float] | None = None
+    """Rewards by verdict, compared without case, such as ``{yes: 1, no: 0}``. Null: the verdict is a number."""
+    low: float = 0.0
+    """The number that means a reward of 0."""
+    high: float = 10.0
+    """The number that means a reward of 1; numbers outside of both are no verdict."""
+
+    @model_validator(mode="after")
+    def _means_something(self) -> Self:
+        if "{response}" not in self.template:
+            raise ValueError("template has no {response}, so that all samples would be judged alike: put it in")
+        if self.low >= self.high:
+            raise ValueError(f"low {self.low:g} must be below high {self.high:g}")
+        if self.verdicts is not None and not self.verdicts:
+            raise ValueError("verdicts has no entry: name at least two, or leave it out to read numbers")
+        return self
+
+
+class JudgeConfig(QuestionConfig):
     """What a language model says of the response, asked once or several times."""
 
     kind: Literal["judge"] = "judge"
@@ -32,16 +58,6 @@ class JudgeConfig(ComponentConfig):
     """Name of the reward service's environment variable that holds the API key. Null: none is sent."""
     system: str | None = None
     """System message. Null: none."""
-    template: str = DEFAULT_TEMPLATE
-    """What the judge is asked; ``{prompt}``, ``{response}`` and ``{label}`` are put in."""
-    pattern: AnswerPattern = r"(?i)score\W{0,5}(-?\d+(?:\.\d+)?)"
-    """Finds the verdict in the judge's reply; the last match counts."""
-    verdicts: dict[str, float] | None = None
-    """Rewards by verdict, compared without case, such as ``{yes: 1, no: 0}``. Null: the verdict is a number."""
-    low: float = 0.0
-    """The number that means a reward of 0."""
-    high: float = 10.0
-    """The number that means a reward of 1; numbers outside of both are no verdict."""
     votes: int = Field(1, ge=1, le=64)
     """How often the judge is asked about each sample."""
     aggregate: Literal["mean", "median", "majority"] = "mean"
@@ -66,15 +82,33 @@ class JudgeConfig(ComponentConfig):
     """As for a remote grader."""
 
     @model_validator(mode="after")
-    def _means_something(self) -> Self:
-        if "{response}" not in self.template:
-            raise ValueError("template has no {response}, so that all samples would be judged alike: put it in")
-        if self.low >= self.high:
-            raise ValueError(f"low {self.low:g} must be below high {self.high:g}")
+    def _votes_are_counted(self) -> Self:
         if self.votes == 1 and self.aggregate != "mean":
             raise ValueError(f"aggregate {self.aggregate} has no effect with one vote: raise votes, or leave it out")
-        if self.verdicts is not None and not self.verdicts:
-            raise ValueError("verdicts has no entry: name at least two, or leave it out to read numbers")
+        return self
+
+
+class JudgeModelConfig(QuestionConfig, HostedModelConfig):
+    """What a causal language model says of the response, which the reward service runs itself."""
+
+    kind: Literal["judge_model"] = "judge_model"
+    chat_template_options: dict[str, JsonValue] = Field(default_factory=dict)
+    """Variables of the judge's chat template, such as `enable_thinking: false`."""
+    temperature: float = Field(0.0, ge=0, le=2)
+    """Of the judge's sampling; 0 takes the likeliest token."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Keep the smallest set of most likely tokens whose probability reaches this."""
+    top_k: int = Field(0, ge=0)
+    """Keep this many most likely tokens; 0 keeps all."""
+    max_new_tokens: int = Field(512, ge=1)
+    """Most tokens of a reply."""
+    max_tokens: int = Field(8192, ge=2)
+    """Longest question; a sample that makes a longer one is an error."""
+
+    @model_validator(mode="after")
+    def _greedy_samples_nothing(self) -> Self:
+        if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0):
+            raise ValueError("top_p and top_k have no effect at temperature 0, which is greedy: leave them out")
         return self
 
 

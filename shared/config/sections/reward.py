@@ -11,7 +11,7 @@ from pydantic import Field, JsonValue, model_validator
 from flotilla.shared.config.base.model import Config
 from flotilla.shared.config.code_reference import CodeReference
 from flotilla.shared.config.sections.components import AnswerPattern, ComponentConfig, GraderUrl, RegularExpression
-from flotilla.shared.config.sections.judge import JudgeConfig
+from flotilla.shared.config.sections.judge import JudgeConfig, JudgeModelConfig, QuestionConfig
 from flotilla.shared.config.sections.reward_model import RewardModelConfig
 from flotilla.shared.config.sections.shaping import GroupFilterConfig, SampleMaskConfig, ShapingConfig
 
@@ -259,6 +259,7 @@ Component = Annotated[
     | ConstantConfig
     | AgentRewardConfig
     | JudgeConfig
+    | JudgeModelConfig
     | RewardModelConfig
     | RemoteConfig,
     Field(discriminator="kind"),
@@ -272,7 +273,7 @@ def may_read_label(component: ComponentConfig) -> bool:
             return component.pattern is None
         case JsonSchemaConfig():
             return component.json_schema is None
-        case JudgeConfig():
+        case QuestionConfig():
             return "{label}" in component.template
         case AgentRewardConfig() | ConstantConfig() | EnvironmentRewardConfig() | FormatConfig() | RewardModelConfig():
             return False

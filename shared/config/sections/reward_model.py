@@ -24,13 +24,12 @@ class ScoreNormalisation(Config):
         return self
 
 
-class RewardModelConfig(ComponentConfig):
-    """The score that a sequence classifier with one output gives the answer: a reward model."""
+class HostedModelConfig(ComponentConfig):
+    """A component whose model the reward service runs in a process with torch."""
 
-    kind: Literal["reward_model"] = "reward_model"
     path: str = Field(min_length=1)
-    """Directory with config.json, safetensors and a tokenizer, such as the checkpoint of a job of kind `reward_model`;
-    or a name on the Hugging Face hub, as `model.path` has it."""
+    """Directory with config.json, safetensors and a tokenizer; or a name on the Hugging Face hub, as `model.path` has
+    it."""
     revision: str | None = Field(None, min_length=1)
     """Branch, tag or commit of a hub's model; null is its main branch."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -39,22 +38,10 @@ class RewardModelConfig(ComponentConfig):
     """Torch device of the model, such as cpu or cuda:0; it must be one of the reward service's machine."""
     threads: int = Field(1, ge=1)
     """Compute threads of the model's process."""
-    reads: Literal["messages", "text"] = "messages"
-    """messages: the conversation, rendered by the reward model's own chat template; a prompt without messages counts as
-    text. text: prompt and response as the policy had them, then the end-of-sequence token (OpenRLHF)."""
-    template: str | None = Field(None, min_length=1)
-    """Chat template (Jinja) instead of that of the model's tokenizer."""
-    max_tokens: int = Field(2048, ge=2)
-    """Longest prompt and response together."""
-    overlong: Literal["error", "truncate"] = "error"
-    """error: a longer sample is an error; truncate: it loses its first tokens."""
     batch_samples: int = Field(32, ge=1)
     """Most samples that the process has at a time, of whatever groups."""
     batch_tokens: int = Field(16384, ge=2)
     """Most tokens of one forward pass, padding included; one sample may have more."""
-    normalise: Literal["stored"] | ScoreNormalisation | None = None
-    """stored: by `mean` and `std` of the model's config.json, where OpenRLHF writes them; or by two numbers; null: by
-    none."""
     timeout_seconds: float = Field(300.0, gt=0, le=3600)
     """Time for one batch; a process that takes longer is started again."""
 
@@ -64,9 +51,32 @@ class RewardModelConfig(ComponentConfig):
         return ModelConfig(path=self.path, revision=self.revision, dtype=self.dtype)
 
     @model_validator(mode="after")
+    def _revision_of_a_hub_name(self) -> Self:
+        if self.revision is not None and not is_hub_name(self.path):
+            raise ValueError("revision has an effect only where path is a name on the hub, as owner/name: leave it out")
+        return self
+
+
+class RewardModelConfig(HostedModelConfig):
+    """The score that a sequence classifier with one output gives the answer: a reward model, such as the checkpoint of
+    a job of kind `reward_model`."""
+
+    kind: Literal["reward_model"] = "reward_model"
+    reads: Literal["messages", "text"] = "messages"
+    """messages: the conversation, rendered by the reward model's own chat template; a prompt without messages counts as
+    text. text: prompt and response as the policy had them, then the end-of-sequence token (OpenRLHF)."""
+    template: str | None = Field(None, min_length=1)
+    """Chat template (Jinja) instead of that of the model's tokenizer."""
+    max_tokens: int = Field(2048, ge=2)
+    """Longest prompt and response together."""
+    overlong: Literal["error", "truncate"] = "error"
+    """error: a longer sample is an error; truncate: it loses its first tokens."""
+    normalise: Literal["stored"] | ScoreNormalisation | None = None
+    """stored: by `mean` and `std` of the model's config.json, where OpenRLHF writes them; or by two numbers; null: by
+    none."""
+
+    @model_validator(mode="after")
     def _means_something(self) -> Self:
         if self.template is not None and self.reads == "text":
             raise ValueError("template has no effect with `reads: text`, which takes the policy's text: drop one")
-        if self.revision is not None and not is_hub_name(self.path):
-            raise ValueError("revision has an effect only where path is a name on the hub, as owner/name: leave it out")
         return self

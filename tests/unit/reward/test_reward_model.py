@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from flotilla.services.reward.verifiers import reward_model
 from flotilla.services.reward.verifiers.reward_model import RewardModelVerifier, text_of
+from flotilla.shared.config.sections.judge import JudgeModelConfig
 from flotilla.shared.config.sections.reward_model import RewardModelConfig
 from flotilla.shared.errors import InvalidSpec, Unavailable
 from flotilla.shared.schemas.grading import GradingMessage, GradingTurn
@@ -183,3 +184,16 @@ async def test_a_busy_machine_gives_the_process_more_time_to_start(
         grades = await verifier.score([a_sample("aaa")])
 
     assert [grade.reward for grade in grades] == [3.0]
+
+
+def test_a_judge_is_asked_a_question_about_the_sample_with_nothing_of_it_taken_for_a_place() -> None:
+    sample = a_sample("{label}", label="7", messages=(GradingMessage(role="user", content="3+4"),))
+
+    found = text_of(sample, JudgeModelConfig(path="/m", template="{prompt}={response} or {label}"))
+
+    assert found == {"question": "3+4={label} or 7"}
+
+
+def test_a_greedy_judge_has_no_top_p() -> None:
+    with pytest.raises(ValidationError, match="temperature 0"):
+        JudgeModelConfig(path="/m", top_p=0.5)

@@ -1,0 +1,103 @@
+"""A causal language model as judge: it replies to questions, and its replies are read."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from flotilla.services.reward.scoring.scorer import (
+    DTYPES,
+    Scored,
+    batches,
+    first_line,
+    load_tokenizer,
+    usable_device,
+)
+from flotilla.services.reward.verdicts import no_verdict, reward_of
+from flotilla.shared.config.sections.judge import JudgeModelConfig
+from flotilla.shared.errors import ModelError
+from flotilla.shared.models.files import check_directory
+from flotilla.shared.net.absence import absent_or
+
+
+class Judging:
+    """Asks the model, and reads its replies.
+
+    Args:
+        config: the component's section.
+        directory: of the model's files.
+
+    Raises:
+        ModelError: the model cannot be loaded, or its tokenizer has no chat template.
+    """
+
+    def __init__(self, config: JudgeModelConfig, directory: Path) -> None:
+        check_directory(directory)
+        self._config = config
+        self._device = usable_device(config.device)
+        self._tokenizer = load_tokenizer(directory)
+        if not self._tokenizer.chat_template:
+            raise ModelError(f"{directory}: a judge is asked through its chat template, and its tokenizer has none")
+        kind: Any = AutoModelForCausalLM
+        try:
+            loaded = kind.from_pretrained(
+                directory, dtype=DTYPES[config.dtype], local_files_only=True, use_safetensors=True
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # transformers raises whatever a broken file leads to
+            detail = f"{directory}: the judge cannot be loaded: {first_line(error)}"
+            raise absent_or(error, ModelError(detail)) from error
+        self._model: Any = loaded.to(self._device).eval()
+
+    def score(self, texts: Sequence[Mapping[str, Any]]) -> list[Scored]:
+        """Judge each sample.
+
+        Args:
+            texts: each with the ``question`` about a sample.
+        """
+        rows = [self._tokens(str(each["question"])) for each in texts]
+        lengths = [len(row) + self._config.max_new_tokens for row in rows]
+        found: list[Scored] = [
+            Scored(None, len(row), f"the question has {len(row)} tokens, and max_tokens is {self._config.max_tokens}")
+            for row in rows
+        ]
+        fitting = [number for number, row in enumerate(rows) if len(row) <= self._config.max_tokens]
+        for numbers in batches(fitting, lengths, self._config.batch_tokens):
+            replies = self._replies([rows[number] for number in numbers])
+            for number, reply in zip(numbers, replies, strict=True):
+                reward = reward_of(reply, self._config)
+                found[number] = Scored(reward, len(rows[number]), None if reward is not None else no_verdict(reply))
+        return found
+
+    def _tokens(self, question: str) -> list[int]:
+        messages = [{"role": "user", "content": question}]
+        options = self._config.chat_template_options
+        return list(
+            self._tokenizer.apply_chat_template(
+                messages, tokenize=True, add_generation_prompt=True, return_dict=False, **options
+            )
+        )
+
+    @torch.inference_mode()
+    def _replies(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Return the model's reply to each question; rows are padded on the left."""
+        longest = max(map(len, rows))
+        ids = torch.zeros((len(rows), longest), dtype=torch.long)
+        mask = torch.zeros((len(rows), longest), dtype=torch.long)
+        for number, row in enumerate(rows):
+            ids[number, longest - len(row) :] = torch.tensor(row)
+            mask[number, longest - len(row) :] = 1
+        config = self._config
+        sampled = {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
+        chosen = {"do_sample": True, **sampled} if config.temperature else {"do_sample": False}
+        made = self._model.generate(
+            input_ids=ids.to(self._device),
+            attention_mask=mask.to(self._device),
+            max_new_tokens=config.max_new_tokens,
+            pad_token_id=self._tokenizer.eos_token_id or 0,
+            **chosen,
+        )
+        return [self._tokenizer.decode(row[longest:], skip_special_tokens=True).strip() for row in made]

@@ -109,7 +109,6 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         # The first that open or wire a service, then registries of variants, then what is to be divided.
         "flotilla/cli/commands/run.py": 20,
         "flotilla/cli/fleet.py": 17,
-        "flotilla/importers/roll/system.py": 17,
         "services/gateway/app.py": 26,
         "services/gateway/evaluation/evaluator.py": 20,
         "services/gateway/feeder/feeder.py": 16,
@@ -151,7 +150,6 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
     },
     "branches": {
         "flotilla/importers/openrlhf/system.py:devices": 17,
-        "flotilla/importers/roll/system.py:rewards": 17,
     },
     "string keys": {
         # JSON of others, read where it arrives: agents' requests, specs of other systems

@@ -11,14 +11,12 @@ from flotilla.importers.composition import Beside, Composition
 from flotilla.importers.datasets import FILES, held_out, training
 from flotilla.importers.hydra import apply_hydra_overrides, as_given
 from flotilla.importers.low_rank import named_layers
-from flotilla.importers.parameter import UNSET, Inherit, Parameter, Verdict
-from flotilla.importers.roll import environments, launch, learning, rows
-from flotilla.importers.roll.filtering import group_filter
+from flotilla.importers.parameter import UNSET, Inherit
+from flotilla.importers.roll import environments, graders, launch, learning, rows
 from flotilla.importers.roll.learning import response_length
 from flotilla.importers.roll.placement import placement, shares_of_the_batch
 from flotilla.importers.roll.rows import INFER, TRAIN, VALIDATION
 from flotilla.importers.source import Given, Source
-from flotilla.importers.spelling import is_private_host
 from flotilla.importers.system import System, make_system
 from flotilla.importers.trackers import chosen
 from flotilla.importers.values import number, same
@@ -33,50 +31,6 @@ DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float3
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 WITHOUT_WARMUP = re.compile(r"(?:fsdp2|deepspeed)_train")
 """Trainers whose schedule `constant` is that of transformers, which has no warm-up."""
-TEMPLATES: Mapping[str, Fields] = {"native": {}, "qwen2_5": {}, "qwen3": {"enable_thinking": True}}
-"""Variables that ROLL gives to the tokenizer's own template."""
-GRADERS: dict[str, dict[str, Any]] = {
-    "MathRuleRewardWorker": {"kind": "math"},
-    "CodeSandboxRewardWorker": {"kind": "code", "reward": "all"},
-    "GeneralRuleRewardWorker": {"kind": "ifeval", "repetition_penalty": 0.5},
-    "CrossThinkQARuleRewardWorker": {"kind": "choice", "letters": "ABCDEFGHIJ"},
-}
-"""Reward workers of ROLL that are ours under another name."""
-JUDGE = "LLMJudgeRewardWorker"
-JUDGE_TEMPLATE = """\
-Question:
-{prompt}
-
-Reference answer:
-{label}
-
-Answer:
-{response}
-
-Does the answer agree with the reference answer? Reply YES or NO."""
-JUDGE_OPTIONS = ("judge_model_type", "judge_model_name", "judge_api_url", "judge_api_key", "judge_prompt")
-OPTIONS = frozenset({"worker_cls", "tag_included", *JUDGE_OPTIONS})
-"""What of a domain is read."""
-SILENT = {"reward_type": "soft", "response_length_penalty_coef": 0.0}
-"""Options of ROLL's workers that ask for nothing as long as they have these values."""
-DOMAIN = re.compile(r"^rewards\.(\w+)\.(.+)$")
-PLACED = frozenset(
-    {"device_mapping", "world_size", "num_gpus_per_worker", "infer_batch_size", "model_args", "strategy_args",
-     "data_args", "use_local"}
-)  # fmt: skip
-"""What of a domain's worker only says where and how it runs."""
-
-REWARD_ROWS: tuple[Parameter, ...] = (
-    Parameter(
-        name="rewards",
-        verdict=Verdict.TRANSLATED,
-        reason="worker_cls MathRuleRewardWorker is kind math, CodeSandboxRewardWorker code, GeneralRuleRewardWorker "
-        "ifeval, CrossThinkQARuleRewardWorker choice, LLMJudgeRewardWorker with an api judge; tag_included names "
-        "its data sources, query_filter_config is reward.group_filter; where the worker runs does not matter",
-        targets=("reward.components",),
-        is_tree=True,
-    ),
-)
 
 
 def _groups_per_update(source: Source) -> int:
@@ -209,7 +163,7 @@ def template(source: Source) -> Fields:
     if source.value(f"{TRAIN}.data_args.messages") is None and source.value(f"{TRAIN}.data_args.prompt") is not None:
         return {}
     name = "global_template" if source.value("global_template") is not None else f"{TRAIN}.data_args.template"
-    options = source.choose(name, TEMPLATES)
+    options = source.choose(name, graders.TEMPLATES)
     return {"data.chat_template_options": options} if options else {}
 
 
@@ -316,81 +270,16 @@ def tracking(source: Source) -> Fields:
     return chosen(source, "track_with", written, **options)
 
 
-def rewards(source: Source) -> Fields:
-    """Make one component per domain; environments reward by themselves."""
-    if environments.is_agentic(source):
-        return {}
-    workers: dict[str, dict[str, Any]] = {}
-    for spelling, value in source.trees.get("rewards", {}).items():
-        match = DOMAIN.match(spelling)
-        domain, option = (match[1], match[2]) if match else ("", "")
-        if option in OPTIONS:
-            workers.setdefault(domain, {})[option] = value
-        elif option in SILENT and value in {None, SILENT[option]}:
-            source.put_aside(spelling, "asks for nothing")
-        elif option.partition(".")[0] in PLACED:
-            source.put_aside(spelling, "where and how a grader runs is the reward services' own matter")
-        elif option.partition(".")[0] != "query_filter_config":
-            source.refuse_written(
-                spelling, "of a domain only worker_cls, tag_included, query_filter_config and a judge's are offered"
-            )
-    components: list[dict[str, Any]] = []
-    for domain, options in workers.items():
-        kind = str(options.get("worker_cls", "")).rpartition(".")[2]
-        grader = _judge(source, domain, options) if kind == JUDGE else GRADERS.get(kind)
-        if grader is None and kind == JUDGE:
-            continue
-        if grader is None:
-            offered = f"{kind or 'none'} is not offered: use {', '.join(sorted([*GRADERS, JUDGE]))}, or --set"
-            source.refuse_written(f"rewards.{domain}.worker_cls", offered)
-            continue
-        tags = options.get("tag_included")
-        more = {"data_sources": [str(tag) for tag in tags]} if isinstance(tags, list) and tags else {}
-        components.append({"name": domain, **grader, **more})
-    if not components:
-        source.lack(
-            "reward.components: no domain under rewards is offered here: --set 'reward.components=[{kind: math}]'"
-        )
-        return {}
-    return {"reward.components": components, **group_filter(source)}
-
-
-def _judge(source: Source, domain: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Make the judge of a domain, which is asked behind a URL; the first yes or no of its reply counts here."""
-    prefix = f"rewards.{domain}"
-    url, model = options.get("judge_api_url"), options.get("judge_model_name")
-    if options.get("judge_model_type") != "api" or not isinstance(url, str) or not isinstance(model, str):
-        source.refuse_written(
-            f"{prefix}.judge_model_type",
-            "a judge is asked behind a URL: serve the model with any OpenAI-compatible server, and give "
-            "judge_model_type api, judge_api_url (its base URL) and judge_model_name",
-        )
-        return None
-    if options.get("judge_prompt"):
-        source.refuse_written(f"{prefix}.judge_prompt", "names a prompt of ROLL's: write it as template of the judge")
-    if options.get("judge_api_key"):
-        source.refuse_written(f"{prefix}.judge_api_key", "a key is no part of a spec: set api_key_env of the judge")
-    return {
-        "kind": "judge",
-        "url": url,
-        "model": model,
-        "template": JUDGE_TEMPLATE,
-        "pattern": r"(?is)\A.*?\b(yes|no)\b",
-        "verdicts": {"yes": 1.0, "no": 0.0},
-        "allow_private": is_private_host(url),
-    }
-
-
 ROLL: System = make_system(
     "roll",
     (
         rows.RUN, rows.BATCHES, rows.WORKERS, rows.BACKENDS, rows.AGENTIC, environments.ROWS, rows.EVALUATION,
-        learning.ROWS, learning.LOSS_ROWS, learning.REWARD_ROWS, REWARD_ROWS,
+        learning.ROWS, learning.LOSS_ROWS, learning.REWARD_ROWS, graders.ROWS,
     ),
     rules=(
         data, template, batches, placement, kernels, memory, run, adapters, lengths,
         learning.advantage, learning.policy_loss, learning.kl, learning.normalisation, learning.masks,
-        rewards, tracking, environments.environments,
+        graders.rewards, tracking, environments.environments,
     ),
     spellings=rows.GENERIC,
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -9,6 +10,8 @@ import yaml
 from flotilla.cli.__main__ import main
 from flotilla.importers.build import Imported, build
 from flotilla.importers.systems import SYSTEMS, read
+from flotilla.services.reward.verdicts import reward_of
+from flotilla.shared.config.sections.judge import JudgeModelConfig
 from flotilla.shared.errors import InvalidSpec
 from tests.unit.importers.sources import BASES, import_flat, nested
 
@@ -123,11 +126,43 @@ def test_workers_of_every_domain_become_graders_and_domains_may_be_in_several_fi
     assert second.only_data_sources == ("crossthinkqa",)
 
 
-def test_a_judge_that_roll_would_run_itself_is_refused_with_the_way_out() -> None:
+def judged(**more: Any) -> Imported:
     worker = "roll.pipeline.rlvr.rewards.llm_judge_reward_worker.LLMJudgeRewardWorker"
-    more = {"rewards.judged.worker_cls": worker, "rewards.judged.judge_model_type": "inference"}
+    given = {f"rewards.judged.{name.replace('__', '.')}": value for name, value in more.items()}
+    return import_flat("roll", {**BASES["roll"], "rewards.judged.worker_cls": worker, **given})
 
-    found = import_flat("roll", {**BASES["roll"], **more})
 
-    (entry,) = [each for each in found.report.refused if each.name.startswith("rewards.judged")]
-    assert "judge_api_url" in entry.detail
+def test_a_judge_that_roll_runs_itself_is_a_model_of_the_reward_service() -> None:
+    found = judged(
+        judge_model_type="inference", judge_prompt="Qwen2.5-7B-Instruct-RLVR-prompt", tag_included=["RLVR"],
+        model_args__model_name_or_path="owner/judge", model_args__dtype="bf16", model_args__attn_implementation="fa2",
+        generating_args__temperature=0.8, generating_args__top_p=0.8, generating_args__max_new_tokens=100,
+        generating_args__num_beams=1, data_args__template="qwen3", strategy_args__strategy_name="vllm",
+    )  # fmt: skip
+
+    assert found.may_run() and found.spec is not None, found.report.render()
+    (judge,) = [each for each in found.spec.reward.components if each.kind == "judge_model"]
+    assert isinstance(judge, JudgeModelConfig)
+    assert (judge.path, judge.dtype, judge.data_sources) == ("owner/judge", "bfloat16", ("RLVR",))
+    assert (judge.temperature, judge.top_p, judge.top_k, judge.max_new_tokens) == (0.8, 0.8, 50, 100)
+    assert judge.chat_template_options == {"enable_thinking": True}
+    assert judge.max_tokens == 1024 + 2048 + 1024
+    replies = {"YES": 1.0, "It is yes, not no": 1.0, "NO": 0.0, "I cannot say": 0.0}
+    assert {reply: reward_of(reply, judge) for reply in replies} == replies
+
+
+@pytest.mark.parametrize(
+    ("more", "name", "said"),
+    [
+        ({"judge_model_type": "cluster"}, "judge_model_type", "judge_api_url"),
+        ({"judge_model_type": "inference"}, "judge_model_type", "model_name_or_path"),
+        ({"judge_model_type": "inference", "judge_prompt": "mine"}, "judge_prompt", "template of the judge"),
+        ({"judge_model_type": "inference", "model_args__model_name_or_path": "m", "generating_args__num_beams": 4},
+         "generating_args.num_beams", "one reply"),
+    ],
+)  # fmt: skip
+def test_another_judge_is_refused_with_the_way_out(more: dict[str, Any], name: str, said: str) -> None:
+    (entry,) = [each for each in judged(**more).report.refused if each.name.startswith("rewards.judged")]
+
+    assert entry.name == f"rewards.judged.{name}"
+    assert said in entry.detail

@@ -63,6 +63,12 @@ ROWS: tuple[Parameter, ...] = tuple(
 )  # fmt: skip
 
 
+ONLY_SAMPLES: Final = (
+    "optimisation: there is no actor_train: this file only samples (start_agentic_rollout_pipeline.py), and answers "
+    "without training are no experiment; give actor_train.training_args to train"
+)
+
+
 class Tree:
     """What was written below a name: nested, and by which spelling each part was given."""
 
@@ -135,6 +141,8 @@ def environments(source: Source) -> Fields:
     """Make episodes, their rows, their reward and their evaluation; nothing where ROLL's tasks are rows, too."""
     if not is_agentic(source):
         return {}
+    if not any(name.startswith("actor_train.") for name in source.given):
+        source.lack(ONLY_SAMPLES)
     manager, custom = Tree(source, MANAGER), Tree(source, CUSTOM)
     tags, held_out = _shares(manager), _held_out_shares(source)
     made = {tag: environment for tag in {**tags, **held_out} if (environment := _environment(custom, manager, tag))}

@@ -53,6 +53,7 @@ def batches(source: Source) -> Fields:
     groups, prompts = _groups_per_update(source), source.required("rollout_batch_size")
     if environments.is_agentic(source):  # it counts trajectories there
         prompts = max(prompts // environments.group_size(source), 1)
+        groups = min(groups, prompts)  # a step that is smaller than an update is filled with copies there
     number = max(prompts // groups, 1)
     if groups * number != prompts:
         source.refuse(

@@ -160,3 +160,17 @@ def test_without_an_environment_that_is_offered_there_is_no_spec() -> None:
 
     assert not found.may_run(allow_refused=True)
     assert any("none of the environments is offered" in problem for problem in found.report.problems)
+
+
+def test_a_file_that_only_samples_is_no_experiment() -> None:
+    found = import_flat("roll", {name: value for name, value in FILE.items() if not name.startswith("actor_train.")})
+
+    assert not found.may_run(allow_refused=True)
+    assert any("only samples" in problem for problem in found.report.problems)
+
+
+def test_a_step_that_is_smaller_than_an_update_is_one_update() -> None:
+    found = imported(actor_train__training_args__gradient_accumulation_steps=256)
+
+    assert found.may_run() and found.spec is not None, found.report.render()
+    assert (found.spec.optimisation.groups_per_mini_batch, found.spec.asynchrony.require_batches) == (8, 1)

@@ -11,7 +11,7 @@ from itertools import cycle, islice
 from typing import Any, Final
 
 from flotilla.importers.parameter import Parameter, Verdict
-from flotilla.importers.roll.rows import AT_A_TIME
+from flotilla.importers.roll.rows import AT_A_TIME, INFER
 from flotilla.importers.source import Source
 
 Fields = dict[str, Any]
@@ -299,7 +299,12 @@ def _sampling(source: Source, manager: Tree, custom: Tree, tags: Sequence[str]) 
     """Make what bounds a turn, and the manager's own sampling; without it that of actor_infer holds."""
     steps = [each for tag in tags if isinstance(each := custom.get(tag, "max_tokens_per_step"), int)]
     own = manager.get("generating_args") or {}
-    most = max(steps) if steps else own.get("max_new_tokens") or source.value("response_length")
+    if any(name.startswith(f"{INFER}.generating_args.") for name in source.given):
+        own = {}  # ROLL puts what actor_infer says in its place
+    answer = f"{INFER}.generating_args.max_new_tokens"
+    whole = source.value(answer) if source.has(answer) else own.get("max_new_tokens")
+    bounds = [*([max(steps)] if steps else []), *([whole] if isinstance(whole, int) else [])]
+    most = min(bounds) if bounds else source.value("response_length")
     fields: Fields = {} if most is None else {"rollout.sampling.max_new_tokens": most}
     for key, field in (("temperature", "temperature"), ("top_p", "top_p")):
         if own.get(key) is not None:

@@ -174,3 +174,11 @@ def test_a_step_that_is_smaller_than_an_update_is_one_update() -> None:
 
     assert found.may_run() and found.spec is not None, found.report.render()
     assert (found.spec.optimisation.groups_per_mini_batch, found.spec.asynchrony.require_batches) == (8, 1)
+
+
+def test_what_actor_infer_says_of_sampling_wins_over_the_manager() -> None:
+    found = imported(actor_infer__generating_args__temperature=0.5, actor_infer__generating_args__max_new_tokens=32)
+
+    assert found.may_run() and found.spec is not None, found.report.render()
+    sampling = found.spec.rollout.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.max_new_tokens) == (0.5, 50, 32)

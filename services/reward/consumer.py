@@ -7,14 +7,14 @@ issues another in its place.
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from flotilla.services.reward.filtering import keeps, masked_group
 from flotilla.services.reward.shaping import shaped_group
-from flotilla.services.reward.tally import GradingTally
 from flotilla.services.reward.teacher.teachers import Teachers
 from flotilla.services.reward.verifiers.base import LONGEST_ANSWER, AsksServer, Verifier
 from flotilla.shared.config.sections.reward import RewardConfig
@@ -25,6 +25,7 @@ from flotilla.shared.faults.sites import Site
 from flotilla.shared.net.retry import DATA_PLANE, retry
 from flotilla.shared.samples.recorder import KeepsEnded, NothingKept
 from flotilla.shared.schemas.grading import Grade, GradingMessage, GradingSample, GradingTurn
+from flotilla.shared.schemas.health import LONGEST_TEXT, LONGEST_WORDS, GradingReport, SampleExcerpt
 from flotilla.shared.schemas.sample_kinds import SampleKind
 from flotilla.shared.schemas.service import TEACHER, Failure
 from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
@@ -38,6 +39,109 @@ HAND_BACK_SECONDS = 5.0
 GRADING_ERROR = "grading_error"
 MOST_NAMES = 32
 """Components, and metrics, that are kept of a grade: they travel with the sample."""
+
+
+LABEL_WORDS = ("label",)
+"""What an error says that a label made: the verifiers' own words."""
+MIDDLE = " [...] "
+
+
+@dataclass
+class GradingTally:
+    """The counts of one session; see ``GradingReport`` for their meaning."""
+
+    session: str = field(default_factory=lambda: secrets.token_hex(4))
+    counts: dict[str, int] = field(default_factory=dict)
+    last_reward: float | None = None
+    highest_reward: float | None = None
+    lowest_reward: float | None = None
+    last_error: str | None = None
+    last_ungraded: SampleExcerpt | None = None
+    _newest: tuple[SampleExcerpt, ...] = ()
+
+    @property
+    def num_groups(self) -> int:
+        """Groups graded so far."""
+        return self.counts.get("groups", 0)
+
+    def add(self, group: Group, *, is_filtered: bool) -> None:
+        """Count a graded group, before anything is shaped or masked.
+
+        Args:
+            group: with its grades.
+            is_filtered: whether it is filtered since it teaches nothing.
+        """
+        rewards = group.rewards()
+        is_flat = len(rewards) > 1 and max(rewards) == min(rewards)
+        self._count("groups")
+        self._count("flat_groups", is_flat)
+        texts = {tuple(turn.text for turn in each.turns) or (each.text,) for each in group.trajectories}
+        self._count("identical_groups", len(texts) == 1 < len(group.trajectories))
+        self._count("filtered_groups", is_filtered)
+        self._count("signalless_groups", is_flat or is_filtered)
+        for trajectory in group.trajectories:
+            self._add_sample(trajectory)
+            if trajectory.reward is None:
+                self.last_ungraded = excerpt(group, trajectory)
+        self._keep(group)
+
+    def _add_sample(self, trajectory: Trajectory) -> None:
+        self._count("samples")
+        self._count("truncated", trajectory.finish_reason.is_truncation)
+        self._count("empty", not any(turn.text.strip() for turn in trajectory.turns) and not trajectory.text.strip())
+        self._count("answered", trajectory.answer is not None)
+        if trajectory.status is GradeStatus.ERROR:
+            self._count("errors")
+            self.last_error = (trajectory.reason or "")[:LONGEST_WORDS]
+            self._count("label_errors", any(word in self.last_error for word in LABEL_WORDS))
+        if trajectory.reward is not None:
+            self._count("scored")
+            self._count("repeated", trajectory.reward == self.last_reward)
+            self.last_reward = reward = trajectory.reward
+            self.highest_reward = reward if self.highest_reward is None else max(reward, self.highest_reward)
+            self.lowest_reward = reward if self.lowest_reward is None else min(reward, self.lowest_reward)
+
+    def _count(self, name: str, happened: bool = True) -> None:
+        self.counts[name] = self.counts.get(name, 0) + happened
+
+    def _keep(self, group: Group) -> None:
+        """Keep the best and the worst of the newest group, or one of the last two groups where all are alike."""
+        ranked = sorted(group.trajectories, key=lambda t: t.reward if t.reward is not None else float("-inf"))
+        worst, best = excerpt(group, ranked[0]), excerpt(group, ranked[-1])
+        self._newest = (best, worst) if best.reward != worst.reward else (*self._newest[-1:], worst)
+
+    def report(self) -> GradingReport:
+        """Make what is reported."""
+        return GradingReport(
+            session=self.session,
+            last_reward=self.last_reward,
+            highest_reward=self.highest_reward,
+            lowest_reward=self.lowest_reward,
+            last_error=self.last_error,
+            samples_seen=self._newest,
+            ungraded_sample=self.last_ungraded,
+            **self.counts,
+        )
+
+
+def excerpt(group: Group, trajectory: Trajectory) -> SampleExcerpt:
+    """Cut a sample for people: beginning and end of prompt and completion."""
+    label = group.task.label
+    return SampleExcerpt(
+        prompt=_cut(group.prompt),
+        completion=_cut(trajectory.text),
+        label=None if label is None else label[:LONGEST_WORDS],
+        answer=None if trajectory.answer is None else trajectory.answer[:LONGEST_WORDS],
+        reward=trajectory.reward,
+        reason=None if trajectory.reason is None else trajectory.reason[:LONGEST_WORDS],
+        finish_reason=trajectory.finish_reason.value,
+    )
+
+
+def _cut(text: str) -> str:
+    text = text if text.isascii() else text.encode("utf-8", "replace").decode()
+    half = (LONGEST_TEXT - len(MIDDLE)) // 2
+    return text if len(text) <= LONGEST_TEXT else f"{text[:half]}{MIDDLE}{text[-half:]}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.lifecycle.commands import ExperimentCommands
 from flotilla.services.gateway.membership.training_jobs import TrainingJobs
 from flotilla.services.gateway.monitoring.health.measurements import Measurements
-from flotilla.services.gateway.monitoring.idle_ratios import IdleRatios
+from flotilla.services.gateway.monitoring.idleness import IdleRatios
 from flotilla.services.gateway.publications.negotiation import Reported
 from flotilla.services.gateway.publications.publications import Publications
 from flotilla.services.gateway.publications.transports import lacks_version, peers_of

@@ -5,13 +5,12 @@ import hashlib
 import inspect
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from flotilla.services.rollout.custom.process import CustomProcess
-from flotilla.services.rollout.environments.base import Environment
+from flotilla.services.rollout.environments.base import Environment, Info, Step
 from flotilla.services.rollout.environments.loading import load_environment, needs_no_thread
-from flotilla.services.rollout.environments.process_environment import maker_of
 from flotilla.services.rollout.episodes.conversation import Conversation, Reply, shown, with_observation
 from flotilla.shared.children.custom_code import describe
 from flotilla.shared.concurrency.daemon_threads import on_daemon_thread
@@ -22,6 +21,41 @@ from flotilla.shared.schemas.turns import FinishReason
 
 NAME = "environment"
 SECONDS = "seconds"
+
+
+class ProcessEnvironment:
+    """An environment of one episode, in that process.
+
+    Attributes:
+        name: of its class.
+    """
+
+    def __init__(self, process: CustomProcess, number: int, name: str) -> None:
+        self._process, self._number = process, number
+        self.name = name
+
+    async def reset(self, seed: int) -> tuple[str, Info]:
+        """See ``Environment.reset``."""
+        observation, info = await self._process.ask("reset", self._number, seed)
+        return observation, info
+
+    async def step(self, text: str) -> Step:
+        """See ``Environment.step``."""
+        observation, reward, is_terminated, is_truncated, info = await self._process.ask("step", self._number, text)
+        return observation, reward, is_terminated, is_truncated, info
+
+    async def close(self) -> None:
+        """Close it, if it can be closed, and forget it."""
+        await self._process.ask("close", self._number, None)
+
+
+def maker_of(process: CustomProcess, config: EnvironmentConfig) -> Callable[[], Awaitable[ProcessEnvironment]]:
+    """Return what makes an environment there, for one episode."""
+
+    async def make() -> ProcessEnvironment:
+        return ProcessEnvironment(process, await process.make(config), config.environment.rpartition(":")[2])
+
+    return make
 
 
 class EnvironmentConversation:

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from flotilla.services.gateway.store import lock, tables
+from flotilla.services.gateway.store import sql, tables
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.memory import MemoryStore
 from flotilla.services.gateway.store.records import (
@@ -404,7 +404,7 @@ async def test_a_database_is_opened_again_with_all_that_it_held(database_url: st
 async def test_a_database_that_a_gateway_works_on_is_refused_to_another_until_the_first_has_ended(
     database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock, "TAKE_OVER_SECONDS", 0.1)
+    monkeypatch.setattr(sql, "TAKE_OVER_SECONDS", 0.1)
     first = await SqlStore.open(database_url)
 
     with pytest.raises(Unavailable, match="another gateway works on this database") as refused:
@@ -424,7 +424,7 @@ async def test_who_has_lost_the_lock_of_a_postgresql_database_writes_nothing(
 ) -> None:
     import psycopg
 
-    monkeypatch.setattr(lock, "TAKE_OVER_SECONDS", 0.1)
+    monkeypatch.setattr(sql, "TAKE_OVER_SECONDS", 0.1)
     url = new_database(postgres_url)
     first = await SqlStore.open(url)
     with psycopg.connect(url, autocommit=True) as connection:

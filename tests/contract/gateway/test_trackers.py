@@ -11,9 +11,9 @@ import pytest
 from pydantic import TypeAdapter
 
 from flotilla.services.gateway.tracking.base import Record, TrackedRun, Tracker
-from flotilla.services.gateway.tracking.events_file import crc32c
 from flotilla.services.gateway.tracking.exporter import TrackerThread
 from flotilla.services.gateway.tracking.opening import open_tracker
+from flotilla.services.gateway.tracking.tensorboard import crc32c
 from flotilla.shared.config.sections.tracking import TrackerConfig
 
 CONFIGS: dict[str, Callable[[Path], dict[str, Any]]] = {

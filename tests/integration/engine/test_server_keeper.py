@@ -13,7 +13,7 @@ OWNER = """
 import asyncio, os, sys
 from pathlib import Path
 from flotilla.services.rollout.engines.servers.dialect import Launch
-from flotilla.services.rollout.engines.servers.process import ServerProcess
+from flotilla.services.rollout.engines.servers.connection import ServerProcess
 
 async def main(place, phases):
     servers = []

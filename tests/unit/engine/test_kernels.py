@@ -15,8 +15,7 @@ from torch.nn import functional
 
 from flotilla.services.rollout.engines.decoders.architecture import Architecture
 from flotilla.services.rollout.engines.decoders.fused import FusedDecoder
-from flotilla.services.rollout.engines.decoders.fused_weights import FusedWeights
-from flotilla.services.rollout.engines.decoders.matrices import PACKED_ELEMENTS, Matrix
+from flotilla.services.rollout.engines.decoders.fused_weights import PACKED_ELEMENTS, FusedWeights, Matrix
 from flotilla.services.rollout.engines.decoders.native import kernels
 from flotilla.services.rollout.engines.decoders.native.kernels import Kernels, kernels_for
 from flotilla.services.rollout.engines.embedded.sampling import RowSampling, sample

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from flotilla.services.rollout.engines.decoders.pages import PageTable
+from flotilla.services.rollout.engines.decoders.paged import PageTable
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from flotilla.services.gateway.scheduler.demands import Candidate, Demand
-from flotilla.services.gateway.scheduler.explanation import why_waiting
 from flotilla.services.gateway.scheduler.placement import Placement, WhyLeave, place
+from flotilla.services.gateway.scheduler.quota import why_waiting
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.config.rules.devices import DeviceNeed
 from flotilla.shared.config.sections.resources import QuotaConfig

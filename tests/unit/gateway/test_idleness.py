@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from flotilla.services.gateway.monitoring.idle_ratios import IdleRatios
-from flotilla.services.gateway.monitoring.idleness import Idleness
+from flotilla.services.gateway.monitoring.idleness import Idleness, IdleRatios
 from flotilla.services.gateway.store.memory import MemoryStore
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.schemas.service import ObservedState, WorkState

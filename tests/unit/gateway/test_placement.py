@@ -1,8 +1,8 @@
 import pytest
 
 from flotilla.services.gateway.scheduler.demands import Candidate, Demand, engine_to_start, quotas_of
-from flotilla.services.gateway.scheduler.explanation import why_waiting
 from flotilla.services.gateway.scheduler.placement import WhyLeave, place
+from flotilla.services.gateway.scheduler.quota import why_waiting
 from flotilla.shared.config.sections.resources import QuotaConfig
 from flotilla.shared.schemas.service import ServiceKind as Kind
 from tests.unit.gateway.builders import a_spec

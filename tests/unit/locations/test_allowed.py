@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from flotilla.services.gateway.datasets.finding import bounded_glob
 from flotilla.services.gateway.datasets.loading import load_training
+from flotilla.services.gateway.datasets.locations import bounded_glob
 from flotilla.services.gateway.preflight.checks import check_code
 from flotilla.shared.config.sections.data import DataConfig
 from flotilla.shared.errors import DataError, InvalidRequest, InvalidSpec

@@ -10,8 +10,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from flotilla.services.reward.endpoints import Endpoints
-from flotilla.services.reward.remote import RemoteVerifier
+from flotilla.services.reward.remote import Endpoints, RemoteVerifier
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.config.sections.reward import RemoteConfig
 from flotilla.shared.schemas.trajectory import GradeStatus

@@ -12,8 +12,16 @@ import numpy as np
 import pytest
 
 from flotilla.services.reward.consumer import RewardConsumer, RewardLane
-from flotilla.services.reward.teacher.teachers import MOST_BROKEN, Teachers, last_run, open_teachers
-from flotilla.services.reward.teacher.wire import log_probs_of, read_answer, reads_alike, score_request
+from flotilla.services.reward.teacher.teachers import (
+    MOST_BROKEN,
+    Teachers,
+    last_run,
+    log_probs_of,
+    open_teachers,
+    read_answer,
+    reads_alike,
+    score_request,
+)
 from flotilla.services.reward.verifiers.registry import Surroundings
 from flotilla.shared.config.sections.distillation import DistillationConfig, TeacherServerConfig
 from flotilla.shared.config.sections.reward import RewardConfig

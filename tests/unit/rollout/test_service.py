@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 import flotilla.services.rollout.service as rollout_service
-from flotilla.services.rollout import shutdown
+from flotilla.services.rollout import service as shutdown
 from flotilla.services.rollout.consumer import BusyTime, HandOverCounts
 from flotilla.services.rollout.engines.base import EngineLoad
 from flotilla.services.rollout.episodes.special_tokens import SamplingTally
-from flotilla.services.rollout.service import MAX_DEATHS, RolloutService
-from flotilla.services.rollout.shutdown import HAND_OVER_SECONDS
+from flotilla.services.rollout.service import HAND_OVER_SECONDS, MAX_DEATHS, RolloutService
 from flotilla.services.rollout.weights.version import VersionGate
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import (

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from flotilla.services.trainer.learning.opening import make_learner
-from flotilla.services.trainer.models import streamed_step
+from flotilla.services.trainer.models import optimizer as optimizer_module
 from flotilla.services.trainer.models.host_memory import ParkedTensors
 from flotilla.services.trainer.models.loading import LoadedModel
 from flotilla.services.trainer.models.optimizer import PolicyOptimizer
@@ -61,7 +61,7 @@ def test_what_is_constant_is_not_copied_back() -> None:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 30])
 def test_a_step_that_is_streamed_is_the_same_to_the_bit(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamed_step, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(optimizer_module, "BUCKET_BYTES", bucket_bytes)
     usual, streamed = parameters(), parameters()
     before = PolicyOptimizer(usual, CONFIG, 3)
     optimizer = PolicyOptimizer(streamed, CONFIG, 3, is_offloaded=True)
@@ -86,7 +86,7 @@ def test_a_step_that_is_streamed_is_the_same_to_the_bit(bucket_bytes: int, monke
 
 def test_moments_that_begin_after_updates_without_a_gradient_are_parked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A critic's warm-up updates the policy without a gradient, and an expert may get its first one later still."""
-    monkeypatch.setattr(streamed_step, "BUCKET_BYTES", 1 << 30)
+    monkeypatch.setattr(optimizer_module, "BUCKET_BYTES", 1 << 30)
     usual, streamed = parameters(), parameters()
     before = PolicyOptimizer(usual, CONFIG, 5)
     optimizer = PolicyOptimizer(streamed, CONFIG, 5, is_offloaded=True)

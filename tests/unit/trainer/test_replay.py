@@ -14,8 +14,7 @@ from flotilla.services.trainer.checkpoint.manager import CheckpointManager, Prog
 from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
 from flotilla.services.trainer.data.plan import StepGroups
 from flotilla.services.trainer.models.loading import check_device
-from flotilla.services.trainer.replay.chain import StepRecord, start_of
-from flotilla.services.trainer.replay.replay import TOLERANCE, replay
+from flotilla.services.trainer.replay.replay import TOLERANCE, StepRecord, replay, start_of
 from flotilla.services.trainer.replay.tokens import explain, take_apart
 from flotilla.services.trainer.worker.samples import StepSamples
 from flotilla.shared.checkpoints.folders import CHECKPOINTS

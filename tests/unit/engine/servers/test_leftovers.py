@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from flotilla.services.rollout.engines.servers import leftovers
+from flotilla.services.rollout.engines.servers.connection import ServerProcess
 from flotilla.services.rollout.engines.servers.dialect import Launch
 from flotilla.services.rollout.engines.servers.model import PREFIX, sweep_places
-from flotilla.services.rollout.engines.servers.process import ServerProcess
 
 PREFIXES = ("made_up_loads_",)
 MAPPING = """

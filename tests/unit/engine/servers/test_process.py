@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flotilla.services.rollout.engines.servers.connection import ServerProcess
 from flotilla.services.rollout.engines.servers.dialect import Launch
-from flotilla.services.rollout.engines.servers.process import ServerProcess
 from flotilla.shared.errors import InvalidSpec, WorkerDied
 
 

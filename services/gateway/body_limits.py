@@ -9,7 +9,7 @@ from typing import Final
 
 from starlette.routing import compile_path
 
-from flotilla.shared.net.server.request_body import BodyLimit
+from flotilla.shared.net.server.limits import BodyLimit
 
 KIBIBYTE: Final = 1024
 MEBIBYTE: Final = 1024 * KIBIBYTE

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -33,9 +33,8 @@ from flotilla.shared.errors import (
 from flotilla.shared.net.authorisation.access import RENEWED_TOKEN
 from flotilla.shared.net.authorisation.tokens import bearer_of
 from flotilla.shared.net.server.connections import connection_of
-from flotilla.shared.net.server.gatekeeper import READING, refusal_of
+from flotilla.shared.net.server.gatekeeper import READING, refuse
 from flotilla.shared.net.server.request_body import Bodies, BodyBrokenOff, BodyTooLarge, replay
-from flotilla.shared.net.server.serving import problem_response
 
 log = logging.getLogger(__name__)
 
@@ -105,13 +104,7 @@ class Guard:
         except BodyBrokenOff:
             log.info("a request broke off, nothing of it was done", extra={"path": scope["path"]})
         except _Refused as refused:
-            error: FlotillaError = refused.error
-            more: Mapping[str, str] = {}
-            if isinstance(error, Unauthorized):
-                error, more = refusal_of(scope, error, is_counted=not refused.is_ours)
-            response = problem_response(error)
-            response.headers.update(more)
-            await response(scope, receive, send)
+            await refuse(scope, receive, send, refused.error, is_counted=not refused.is_ours)
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}

@@ -7,7 +7,7 @@ from pathlib import Path
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.locations.allowed import Places
 from flotilla.shared.net.authorisation.token_records import Quota
-from flotilla.shared.net.server.request_body import MAX_HELD_BYTES
+from flotilla.shared.net.server.limits import MAX_HELD_BYTES
 
 STALL_SECONDS = 30.0
 

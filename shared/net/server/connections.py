@@ -14,7 +14,6 @@ import json
 import logging
 import socket
 from collections import Counter, deque
-from dataclasses import dataclass
 from enum import Enum, auto
 from http import HTTPStatus
 from typing import Any
@@ -30,6 +29,7 @@ from flotilla.shared.errors import (
     Unavailable,
     UnreadableRequest,
 )
+from flotilla.shared.net.server.limits import ConnectionLimits
 from flotilla.shared.net.server.rate_limits import Strangers
 
 log = logging.getLogger(__name__)
@@ -100,34 +100,6 @@ class HeadWithBody:
         """Close the connection once all is sent."""
         self._flush()
         self._transport.close()
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """What one connection may take of a server.
-
-    Attributes:
-        connections: at a time; requests on further ones are answered 503.
-        per_address: of them, from one address; further ones are closed.
-        head_bytes, headers: of one request; its path counts among the bytes.
-        head_seconds: from the connection, or the first byte of a further request, to the end of its head.
-        body_seconds: from there to the end of its body.
-        idle_seconds: between two requests.
-        unread_seconds: how long nothing of an answer may be read.
-        refusals, refusals_per_second: of requests without a token or form, that an address gets at once and in the
-            long run; further ones are answered 429.
-    """
-
-    connections: int = 4096
-    per_address: int = 3072
-    head_bytes: int = 32 * 1024
-    headers: int = 100
-    head_seconds: float = 10.0
-    body_seconds: float = 60.0
-    idle_seconds: int = 5
-    unread_seconds: float = 60.0
-    refusals: int = 100
-    refusals_per_second: float = 5.0
 
 
 class _Part(Enum):

@@ -7,27 +7,30 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from flotilla.shared.errors import FlotillaError, TooManyRefused, Unauthorized
 from flotilla.shared.net.authorisation.credentials import Credentials
 from flotilla.shared.net.server.connections import REFUSED_OFTEN, connection_of
-from flotilla.shared.net.server.request_body import Bodies, BodyBrokenOff, BodyLimit, replay
+from flotilla.shared.net.server.limits import BodyLimit
+from flotilla.shared.net.server.request_body import Bodies, BodyBrokenOff, replay
 from flotilla.shared.net.server.serving import problem_response
 
 READING = {"GET", "HEAD"}
 
 
-def refusal_of(
-    scope: Scope, error: Unauthorized, *, is_counted: bool = True
-) -> tuple[FlotillaError, Mapping[str, str]]:
-    """Refuse a request that no token lets in; returns the error, or another one if there were too many, and headers.
+async def refuse(scope: Scope, receive: Receive, send: Send, error: FlotillaError, *, is_counted: bool = True) -> None:
+    """Answer a request with a problem; one that no token lets in counts, and after too many the answer is 429.
 
     Args:
-        scope: of the request.
+        scope, receive, send: of the request.
         error: what is wrong.
-        is_counted: whether it counts; where it does not, it is never one too many.
+        is_counted: whether a request without a token that is let in counts; where not, it is never one too many.
     """
-    connection = connection_of(scope) if is_counted else None
-    seconds = 0 if connection is None else connection.refused()
-    if not seconds:
-        return error, {"WWW-Authenticate": "Bearer"}
-    return TooManyRefused(f"{REFUSED_OFTEN}: {error.detail}"), {"Retry-After": str(seconds), "Connection": "close"}
+    headers: Mapping[str, str] = {}
+    if isinstance(error, Unauthorized):
+        connection = connection_of(scope) if is_counted else None
+        seconds = 0 if connection is None else connection.refused()
+        headers = {"Retry-After": str(seconds), "Connection": "close"} if seconds else {"WWW-Authenticate": "Bearer"}
+        error = TooManyRefused(f"{REFUSED_OFTEN}: {error.detail}") if seconds else error
+    response = problem_response(error)
+    response.headers.update(headers)
+    await response(scope, receive, send)
 
 
 class Gatekeeper:
@@ -60,11 +63,6 @@ class Gatekeeper:
             except BodyBrokenOff:
                 return
             except FlotillaError as error:
-                more: Mapping[str, str] = {}
-                if isinstance(error, Unauthorized):
-                    error, more = refusal_of(scope, error)
-                response = problem_response(error)
-                response.headers.update(more)
-                await response(scope, receive, send)
+                await refuse(scope, receive, send, error)
                 return
             await self._app(scope, replay(body, receive), send)

@@ -7,17 +7,12 @@ than connections, and what keeps a fleet together (status calls, leases) is neve
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Final
 
 from starlette.types import Message, Receive
 
 from flotilla.shared.errors import FlotillaError, InvalidRequest, Unavailable
 from flotilla.shared.net.client.bounded_json import has_more_values
-
-MAX_HELD_BYTES: Final = 256 * 1024 * 1024
-SMALL_BYTES: Final = 64 * 1024
-"""Bodies up to this size are not counted: a server reads as much of each connection ahead of its app anyway."""
+from flotilla.shared.net.server.limits import MAX_HELD_BYTES, SMALL_BYTES, BodyLimit
 
 
 class BodyTooLarge(InvalidRequest):
@@ -30,20 +25,6 @@ class BodyBrokenOff(FlotillaError):
     """The caller went before the whole body had come: what arrived is not what was sent."""
 
     code, title, status = "body_broken_off", "The body broke off", 400
-
-
-@dataclass(frozen=True, slots=True)
-class BodyLimit:
-    """What one body may have.
-
-    Attributes:
-        max_bytes: of it.
-        max_values: values of its JSON: brackets, braces and commas outside of strings. None where it is not parsed as
-            JSON.
-    """
-
-    max_bytes: int
-    max_values: int | None = None
 
 
 class Bodies:

@@ -34,7 +34,8 @@ from flotilla.shared.errors import (
 )
 from flotilla.shared.faults.armed import armed
 from flotilla.shared.faults.http import FaultyApp
-from flotilla.shared.net.server.connections import ConnectionLimits, connections
+from flotilla.shared.net.server.connections import connections
+from flotilla.shared.net.server.limits import ConnectionLimits
 from flotilla.shared.telemetry.prometheus import gauge, response_of
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ import pytest
 import uvicorn
 
 from flotilla.shared.net.authorisation.credentials import Credentials
-from flotilla.shared.net.server.connections import ConnectionLimits
 from flotilla.shared.net.server.gatekeeper import Gatekeeper
+from flotilla.shared.net.server.limits import ConnectionLimits
 from flotilla.shared.net.server.serving import bind, config_of
 from tests.unit.gateway.builders import until
 

@@ -6,11 +6,10 @@ import pytest
 from starlette.types import Message, Receive
 
 from flotilla.shared.errors import Unavailable
+from flotilla.shared.net.server.limits import SMALL_BYTES, BodyLimit
 from flotilla.shared.net.server.request_body import (
-    SMALL_BYTES,
     Bodies,
     BodyBrokenOff,
-    BodyLimit,
     BodyTooLarge,
     HeldBody,
     replay,

@@ -46,10 +46,10 @@ class WarmStartSettings:
     """Part of phase 1's demonstrations that show their working; the rest are bare guesses."""
     guess_error: int = 9
     """A guess is off by at most this much, uniformly."""
-    stop_pass_rate: float = 0.45
+    stop_pass_rate: float = 0.5
     """Phase 1 settles down when a worked solution is sampled right this often."""
     max_steps: int = 2000
-    settle_steps: int = 120
+    settle_steps: int = 150
     """Steps after that, in which the learning rate falls linearly to phase 2's."""
     weak_learning_rate: float = 5e-4
     weak_worked_share: float = 0.3
@@ -102,7 +102,6 @@ def settings_of(preset: str, seed: int) -> Settings:
             problems=ProblemSettings({3: 0.5, 4: 0.25, 5: 0.12, 6: 0.07, 8: 0.04, 12: 0.02}),
             warm_start=WarmStartSettings(
                 first_problems=None,
-                stop_pass_rate=0.5,
                 settle_steps=20,
                 pinned="sampled",
                 pinned_window=(0.06, 0.1),

@@ -49,11 +49,13 @@ class Reading:
         models: by version.
         keeps_cache: whether an update leaves what was computed of a running completion as it is.
         tolerance: of the model's type.
+        is_seeded: whether a seed and a position give the random number of a token.
     """
 
     models: Mapping[int, nn.Module]
     keeps_cache: bool
     tolerance: Tolerance
+    is_seeded: bool = True
 
     def check(self, request: GenerationRequest, index: int, completion: Completion) -> None:
         """Check every token of a completion, its log-probability, its version and its end."""
@@ -86,7 +88,7 @@ class Reading:
             assert scores[token] >= scores.max() - self.tolerance.log_prob, where
             return
         below, above = interval_of(softmax(scores), token, sampling, share)
-        draw = uniform(request.seeds[index], place)
+        draw = uniform(request.seeds[index], place) if self.is_seeded else below
         assert below - share <= draw <= above + share, f"{where}: {draw} is not in {below} to {above}"
 
     def _logits(self, prompt_ids: Sequence[int], completion: Completion) -> Values:

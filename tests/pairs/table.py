@@ -235,6 +235,7 @@ FLEET: Options = {
     "rollouts": {"one": {}, "two": {"resources.rollouts.min": 2}},
     "streams": {"wide": {}, "narrow": {"resources.stream_bytes": 1024**2}},
     "samples": {"kept": {}, "none": {"samples": None}},
+    "turns": {"none": {}, "taken": {"resources.sharing": "time"}},
     "event": {
         "none": {},
         "paused": {},
@@ -250,9 +251,9 @@ FLEET: Options = {
 
 FLEET_STATES: Mapping[str, tuple[str, ...]] = {
     "ledger and lanes": (
-        "evaluation", "staleness", "too old", "durability", "rollouts", "streams", "samples", "event",
+        "evaluation", "staleness", "too old", "durability", "rollouts", "streams", "samples", "turns", "event",
     ),
-    "publications": ("evaluation", "staleness", "transport", "overlap", "rollouts", "event"),
+    "publications": ("evaluation", "staleness", "transport", "overlap", "rollouts", "turns", "event"),
 }  # fmt: skip
 """Each piece of a fleet's state, and the options that touch it."""
 

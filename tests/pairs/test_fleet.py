@@ -204,6 +204,8 @@ async def test_every_task_is_accounted_for_whatever_happens_to_the_fleet(row: Ro
     assert ledgers["train"]["trained"] == STEPS * GROUPS
     groups = [group for each in fleet.trainers for step in each.trained for group in step]
     assert len(groups) == len(set(groups)) == STEPS * GROUPS
+    turns = [shift for each in fleet.trainers for shift in each.turns]
+    assert (len(turns) >= STEPS and all(shift % 2 for shift in turns)) if row["turns"] == "taken" else turns == []
     accuracy = {each["version"]: each["value"] for each in metrics if each["name"] == "evaluation/accuracy"}
     if row["evaluation"] == "none":
         assert accuracy == {} and ledgers["evaluation"]["issued"] == 0

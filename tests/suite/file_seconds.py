@@ -17,6 +17,7 @@ BY_DAY: Mapping[str, int] = {
     "tests/e2e/test_bad_input.py": 49,
     "tests/e2e/test_documented_commands.py": 46,
     # All others.
+    "tests/pairs/test_fleet.py": 172,
     "tests/integration/gateway/test_faults.py": 154,
     "tests/integration/trainer/test_crash_replay.py": 152,
     "tests/integration/trainer/test_processes.py": 130,
@@ -38,6 +39,7 @@ BY_DAY: Mapping[str, int] = {
     "tests/integration/gateway/test_hub.py": 40,
     "tests/integration/gateway/test_http.py": 38,
     "tests/integration/trainer/test_small_streams.py": 39,
+    "tests/integration/streams/test_refusals.py": 32,
     "tests/integration/gateway/test_refusals.py": 29,
     "tests/integration/weights/test_engine_group.py": 29,
     "tests/integration/trainer/test_finished_answers.py": 28,

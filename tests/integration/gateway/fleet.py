@@ -37,6 +37,7 @@ from flotilla.shared.schemas.publication import (
 from flotilla.shared.schemas.service import (
     Capabilities,
     DesiredState,
+    DeviceReport,
     Failure,
     ObservedState,
     Registration,
@@ -147,7 +148,18 @@ class Scripted:
             step=self.step,
             publication=self.publication,
             failure=self.failure,
+            device=self.device(),
         )
+
+    @property
+    def may_compute(self) -> bool:
+        """Whether it may use the devices that trainer and rollouts share in turns, if they do."""
+        order = None if self.desired is None else self.desired.device
+        return order is None or order.may_hold
+
+    def device(self) -> DeviceReport | None:
+        """Say what it has on shared devices."""
+        return None
 
     async def apply(self, desired: DesiredState) -> None:
         self.desired = desired
@@ -220,6 +232,10 @@ class ScriptedRollout(Scripted):
     """Whether it holds what it claims and never answers."""
     holds_tasks = False
 
+    def device(self) -> DeviceReport | None:
+        order = None if self.desired is None else self.desired.device
+        return None if order is None else DeviceReport(shift=order.shift, is_held=order.may_hold)
+
     def begin(self, experiment_id: str) -> None:
         self.version = 0
         self.publication = None
@@ -246,14 +262,17 @@ class ScriptedRollout(Scripted):
     async def answer(self, plane: RedisDataPlane, lane: Lane) -> None:
         hop = plane.hop(HopName.TASKS, self.holder)
         while not self.is_leaving:
+            if not self.may_compute:
+                await asyncio.sleep(0.02)
+                continue
             for claim in await hop.claim(4, wait_seconds=0.2):
                 task = claim.task()
                 self.holds_tasks = self.is_stuck
                 while self.is_stuck or self.state is not WorkState.RUNNING or (self.version or 0) < task.min_version:
-                    if self.is_leaving:
+                    if self.is_leaving or not self.may_compute:
                         break
                     await asyncio.sleep(0.01)
-                if (self.version or 0) < task.min_version:
+                if (self.version or 0) < task.min_version or not self.may_compute:
                     assert await hop.hand_back(claim)
                     continue
                 if task.pinned_version not in {None, self.version}:
@@ -295,9 +314,34 @@ class ScriptedTrainer(Scripted):
         self.step_seconds = 0.0
         self.waits_before: int | None = None
         """Step that is not begun while this stands."""
+        self.turns: list[int] = []
+        """Shifts in which it trained, where it takes turns with the rollouts."""
+        self._is_wanted = self._is_held = False
+
+    def device(self) -> DeviceReport | None:
+        order = None if self.desired is None else self.desired.device
+        if order is None:
+            return None
+        return DeviceReport(shift=order.shift, is_held=self._is_held, is_wanted=self._is_wanted)
+
+    async def take_turn(self) -> None:
+        """Wait for the devices, where they are shared in turns."""
+        self._is_wanted = True
+        self.membership.notify()
+        while not self.may_compute:
+            await asyncio.sleep(0.01)
+        self._is_held = True
+        if self.desired is not None and self.desired.device is not None:
+            self.turns.append(self.desired.device.shift)
+
+    def end_turn(self) -> None:
+        """Give the devices back."""
+        self._is_wanted = self._is_held = False
+        self.membership.notify()
 
     def begin(self, experiment_id: str) -> None:
         self.step = 0
+        self._is_wanted = self._is_held = False
         assert self.desired is not None and self.desired.assignment is not None
         self.token = self.desired.assignment.token
         self.start(self.train(experiment_id))
@@ -334,13 +378,14 @@ class ScriptedTrainer(Scripted):
                 assert await queue.plan(step, claims, version)
                 self.trained.append(tuple(claim.header.group_id for claim in claims))
                 self.lags += [version - claim.header.oldest_version for claim in claims]
+            await self.take_turn()
             await asyncio.sleep(self.step_seconds)
             await self.publish(experiment_id, version + 1, step)
             await queue.commit([step])
             self.step, self.version = step, version + 1
             body = {"step": step, "version": version + 1, "values": {"loss": 1.0 / step}}
             await self._call("POST", f"/v1/experiments/{experiment_id}/metrics", body=body)
-            self.membership.notify()
+            self.end_turn()
 
     async def publish(self, experiment_id: str, version: int, step: int) -> None:
         path = f"/v1/experiments/{experiment_id}/publications"

@@ -325,3 +325,24 @@ ENGINE_REFUSED: tuple[frozenset[Case], ...] = tuple(
     frozenset({("model", model), ("bits", "of no batch")}) for model in ("cached", "with a window")
 )
 """Models that the fused forward does not run: ``tests/integration/engine/test_agreement.py`` shows the refusal."""
+
+AGENTS: Options = {
+    "update": {
+        "none": {},
+        "drain": {"update": "drain"},
+        "interrupt": {"update": "interrupt"},
+        "continue": {"update": "continue"},
+    },
+    "calls": {"one after another": {}, "at once": {"calls": 3}},
+    "filter": {
+        "none": {},
+        "equal rewards": {"reward.filter_zero_spread": True},
+        "little spread": {"reward.group_filter": {"kind": "spread_above", "threshold": 0.4}},
+    },
+    "rewards": {"differ": {}, "are equal": {"rewards": "equal"}},
+    "group": {"two": {}, "four": {"rollout.group_size": 4}},
+    "agents": {"stay": {}, "one vanishes": {"rollout.agents.lease_seconds": 1.0}},
+    "rollouts": {"one": {}, "two": {"rollouts": 2}},
+    "replies": {"end": {}, "are cut": {"rollout.sampling.max_new_tokens": 9}},
+}
+"""What agents from outside do, and what happens to the rollouts that answer them; undotted keys are the test's own."""

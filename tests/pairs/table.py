@@ -346,3 +346,30 @@ AGENTS: Options = {
     "replies": {"end": {}, "are cut": {"rollout.sampling.max_new_tokens": 9}},
 }
 """What agents from outside do, and what happens to the rollouts that answer them; undotted keys are the test's own."""
+
+RANKS: Options = {
+    "mesh": {
+        "shards": {"parallelism.ranks": 2},
+        "sequences": {"parallelism.ranks": 2, "parallelism.sequence_parallel": 2},
+        "tensors": {"parallelism.ranks": 2, "parallelism.tensor_parallel": 2},
+    },
+    "hosts": {"one": {}, "two": {}},
+    **{
+        name: {value: TRAINER[name][value] for value in values}
+        for name, values in {
+            "adapters": ("none", "some"),
+            "critic": ("none", "the policy's body"),
+            "kl": ("none", "in the loss"),
+            "old": ("the sampler's", "recomputed", "at each version"),
+            "average": ("none", "kept"),
+            "passes": ("one", "twice", "shuffled"),
+            "activations": ("kept", "computed again"),
+            "packing": ("auto", "packed"),
+            "seed": ("0", "7"),
+        }.items()
+    },
+}
+"""Options of the trainer whose state ranks divide among them, and how: over ranks of one host or of two."""
+
+RANKS_REFUSED: tuple[frozenset[Case], ...] = (frozenset({("mesh", "tensors"), ("adapters", "some")}),)
+"""What a spec refuses beside a mesh: adapters take the place of the layers that are divided."""

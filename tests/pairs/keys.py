@@ -42,14 +42,14 @@ APART: Mapping[str, tuple[str, ...]] = {
         "model.path", "model.revision", "model.overrides", "algorithm.distillation.revision",
         "algorithm.distillation.dtype", "algorithm.distillation.servers", "algorithm.value_loss.revision",
     ),
-    "needs several processes or GPUs, or a package that is no dependency: tests/integration/trainer": (
+    "needs several processes, GPUs, or a package that is no dependency: test_ranks.py, tests/integration/trainer": (
         "parallelism.device", "parallelism.threads", "parallelism.ranks", "parallelism.nodes", "parallelism.replicas",
         "parallelism.tensor_parallel", "parallelism.expert_parallel", "parallelism.sequence_parallel",
         "parallelism.critic.*", "parallelism.collective_timeout_seconds", "parallelism.offload.parameters",
         "parallelism.mixed_precision.*", "model.attention", "model.kernels", "model.lora.quantisation.*",
         "optimisation.compile_layers", "resources.trainer.devices", "resources.rollouts.devices",
     ),
-    "the sampled tokens and the engine's cache: tests/contract/engine, tests/unit/rollout": (
+    "the sampled tokens and the engine's cache: test_engine.py and test_agents.py here, tests/contract/engine": (
         "rollout.group_size", "rollout.sampling.*", "rollout.engine.*", "rollout.episodes.*", "rollout.requires",
         "rollout.agents.*", "rollout.task_seconds",
     ),

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from flotilla.services.reward.consumer import RewardConsumer, RewardLane
-from flotilla.services.reward.verifiers.agent import AgentVerifier
+from flotilla.services.reward.verifiers.given import AgentVerifier
 from flotilla.services.rollout.engines.base import Completion, GenerationRequest
 from flotilla.services.rollout.engines.scripted import log_prob_of
 from flotilla.shared.config.load.spec_text import validate_spec

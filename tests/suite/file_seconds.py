@@ -18,6 +18,7 @@ BY_DAY: Mapping[str, int] = {
     "tests/e2e/test_documented_commands.py": 46,
     # All others.
     "tests/pairs/test_fleet.py": 172,
+    "tests/pairs/test_ranks.py": 165,
     "tests/integration/gateway/test_faults.py": 154,
     "tests/integration/trainer/test_crash_replay.py": 152,
     "tests/integration/trainer/test_processes.py": 130,
@@ -32,6 +33,7 @@ BY_DAY: Mapping[str, int] = {
     "tests/integration/weights/test_endpoint.py": 55,
     "tests/integration/weights/test_sources.py": 55,
     "tests/integration/trainer/test_stores_disagree.py": 53,
+    "tests/pairs/test_agents.py": 50,
     "tests/contract/engine/test_engine_contract.py": 45,
     "tests/contract/children/test_calls.py": 40,
     "tests/integration/trainer/test_lora_ranks.py": 44,

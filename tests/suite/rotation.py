@@ -18,10 +18,10 @@ SECONDS: Mapping[str, int] = {
     "tests/integration/trainer/test_hosts.py": 45,
     "tests/integration/gateway/test_agents.py": 37,
     "tests/integration/gateway/test_example_agents.py": 14,
-    # Not measured yet: reckoned from what they start. The table by file at the end of a run has the figure.
-    "tests/faults/test_ranks.py": 330,
-    "tests/e2e/test_agents.py": 300,
-    "tests/e2e/test_frozen_lake.py": 200,
+    # With a load of 10: 268, 191 and 164 of these were a processor's.
+    "tests/faults/test_ranks.py": 850,  # four of its six tests took 570
+    "tests/e2e/test_agents.py": 566,  # 60 of a processor went into clients that the example's agent no longer makes
+    "tests/e2e/test_frozen_lake.py": 409,
 }
 """Seconds of the long tests of each file in the rotation: kills of ranks and hosts, rows of agents, two experiments."""
 NUM_SLOTS = 4

@@ -6,8 +6,9 @@ import pytest
 
 from tests.suite.rotation import NUM_SLOTS, SECONDS, commit_number, line_of, missing, slot_of, slots
 
-BUDGET_SECONDS = 400
-"""Of one slot, on two of four workers: with the tests by day the suite is to stay under 20 minutes on two cores."""
+BUDGET_SECONDS = 900
+"""Of one slot, as measured beside much else: a fleet has half a processor then, so that two cores need less than four
+minutes. With the tests by day the suite is to stay under 20 minutes."""
 
 
 def test_every_file_is_in_one_slot_and_slots_are_of_equal_length() -> None:

@@ -42,8 +42,8 @@ page: install ## build the gateway's page from page/src into the package; needs 
 	@cd page && npx tsc && node build.mjs
 
 # Whole fleets run beside other files, on half of the workers; what has failed runs once more, alone (tests/suite).
-# Four workers on two cores: fleets wait for leases and deadlines a third of the time.
-PYTEST := $(BIN)/python -m pytest -q -n 4 --dist loadfile --retry-failed-alone --durations=15
+# Five workers on two cores: two of them run fleets, which wait for leases and deadlines a third of the time, and so do services.
+PYTEST := $(BIN)/python -m pytest -q -n 5 --dist loadfile --retry-failed-alone --durations=15
 
 # LONG_SLOT=commit adds one of four slots of the rotating long tests, chosen by the commit's number; LONG_SLOT=N that one.
 test: install ## the whole test suite (about 15 minutes on two cores); CI adds LONG_SLOT=commit, a quarter of the rotating long tests

@@ -134,7 +134,7 @@ export function Head({ experiment, shared, ids }: { experiment: Experiment; shar
             step {experiment.step} of {experiment.total_steps}, version {experiment.policy_version}
           </span>
           {others.length > 0 && (
-            <a class="small" href={`#/run/${others.map(encodeURIComponent).join(",")}`} aria-label={`Leave ${experiment.name} out`}>
+            <a class="small" href={`#/run/${others.map(encodeURIComponent).join(",")}`} aria-label={`leave out ${experiment.name}`}>
               leave out
             </a>
           )}

@@ -174,9 +174,12 @@ def open_browser(folder: Path, *, width: int = 1280) -> Iterator[Browser]:
             made = client.post("session", json={"capabilities": {"alwaysMatch": wanted}}).json()["value"]
             assert "sessionId" in made, json.dumps(made)
             session = f"session/{made['sessionId']}"
-            with httpx.Client(base_url=f"{client.base_url}{session}/", timeout=60, trust_env=False) as of_session:
-                yield Browser(of_session)
-            client.delete(session)
+            try:
+                with httpx.Client(base_url=f"{client.base_url}{session}/", timeout=60, trust_env=False) as of_session:
+                    yield Browser(of_session)
+            finally:
+                # The browser ends with its session, not with the driver.
+                client.delete(session)
     finally:
         driver.terminate()
         try:

@@ -51,6 +51,19 @@ class Imported:
         return is_whole and is_done and (allow_refused or not self.report.refused)
 
 
+INSTEAD: Mapping[str, tuple[str, ...]] = {
+    "data.path": ("data.sources",), "data.sources": ("data.path",),
+    "evaluation.path": ("evaluation.sets",), "evaluation.sets": ("evaluation.path", "evaluation.max_rows"),
+}  # fmt: skip
+"""What a field of the spec replaces where it is set last: rows are in one place or in several."""
+
+
+def _without_replaced(fields: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Leave out what an override takes the place of."""
+    replaced = {other for each in overrides for other in INSTEAD.get(each.partition("=")[0].strip(), ())}
+    return {name: value for name, value in fields.items() if name not in replaced}
+
+
 def build(
     system: System,
     given: Sequence[Given],
@@ -76,7 +89,7 @@ def build(
     for rule in system.rules:
         fields |= rule(source)
     of_engine = () if engine is None else overrides_for(system.name, given, engine)
-    document = apply_overrides(_nested(fields), [*of_engine, *overrides])
+    document = apply_overrides(_nested(_without_replaced(fields, overrides)), [*of_engine, *overrides])
     missing = [*source.missing] if not overrides else [each for each in source.missing if not _is_set(each, overrides)]
     spec, problems = None, missing
     try:

@@ -465,3 +465,17 @@ def test_verls_reward_model_grades_alone() -> None:
     assert (component["kind"], component["path"], component["reads"]) == ("reward_model", "/rm", "messages")
     assert as_text["reads"] == "text"
     assert [entry.name for entry in with_function.report.refused] == ["reward_model.enable"]
+
+
+@pytest.mark.parametrize(
+    ("field_name", "value"),
+    [("data.path", "mine.jsonl"), ("data.sources", [{"path": "mine.jsonl"}]), ("evaluation.path", "held.jsonl")],
+)
+def test_rows_that_are_set_last_replace_all_those_of_the_file(field_name: str, value: Any) -> None:
+    given = {**BASES["openrlhf"], "--prompt_data": "a.jsonl,owner/b", "--eval_dataset": "c.jsonl,owner/d"}
+
+    found = import_flat("openrlhf", given, settings=[f"{field_name}={value}"])
+
+    assert found.may_run(), found.report.render()
+    written = field(found, field_name)
+    assert written == value or [each["path"] for each in written] == ["mine.jsonl"]

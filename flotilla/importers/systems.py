@@ -12,7 +12,8 @@ from flotilla.importers.roll.system import ROLL, read_roll
 from flotilla.importers.source import Given
 from flotilla.importers.system import System
 from flotilla.importers.verl.finished import VERL_SFT
-from flotilla.importers.verl.launch import is_fine_tuning, is_scoring
+from flotilla.importers.verl.generation import OF_PROGRAM
+from flotilla.importers.verl.launch import is_fine_tuning, is_scoring, last_name
 from flotilla.importers.verl.system import VERL, read_verl
 from flotilla.importers.verl.written import VERL_EVAL, is_file_of_answers
 from flotilla.shared.config.redaction import may_be_secret
@@ -81,6 +82,8 @@ def system_of(system: str, given: Sequence[Given]) -> System:
     names = {each.spelling for each in given}
     if system == "verl" and (is_scoring(program) if program else is_file_of_answers(names)):
         return VERL_EVAL
+    if system == "verl" and (last_name(program) in OF_PROGRAM or (not program and "data.n_samples" in names)):
+        return OF_PROGRAM[last_name(program) or "main_generation"]
     is_sft = is_fine_tuning(program) or "model.partial_pretrain" in names
     return VERL_SFT if system == "verl" and is_sft else SYSTEMS[system]
 

@@ -69,12 +69,8 @@ OWN: Mapping[str, Kind] = MappingProxyType(
 EMPTY: Mapping[str, str] = MappingProxyType({"rm_config": "fapo/config"})
 """Files of verl's recipes that set nothing beyond ``ppo_trainer``, with the end of their folder."""
 STRATEGY: Final = "actor_rollout_ref.actor.strategy"
-NOT_TRAINERS: Mapping[str, str] = MappingProxyType(
-    {
-        "main_generation": "answers without training are no experiment: sample them with the section evaluation",
-    }
-)
-"""Programs of verl that train no policy, by a part of their names."""
+GENERATORS: Final = frozenset({"main_generation", "main_generation_server"})
+"""Programs that answer problems and train nothing."""
 UNKNOWN: Final = (
     "no trainer of verl that this importer knows: what its own code and file of defaults set is not in this report; "
     f"the parameters are read as those of verl.trainer.main_ppo (known are {', '.join(TRAINERS)})"
@@ -210,24 +206,22 @@ def program_given(launch: Launch) -> list[Given]:
     """Return the program as a parameter, where it is not verl's usual one."""
     if launch.module in TRAINERS:
         return said(launch.kind, launch.module, "script")
-    if is_fine_tuning(launch.module) or is_scoring(launch.module):
-        return [Given(launch.module, MODULE, "script")]
-    last = _last(launch.module)
-    why = next((reason for part, reason in NOT_TRAINERS.items() if part in last), UNKNOWN)
-    return [Given(launch.module, MODULE, "script", refusal=why)]
+    is_known = is_fine_tuning(launch.module) or is_scoring(launch.module) or last_name(launch.module) in GENERATORS
+    return [Given(launch.module, MODULE, "script", refusal=None if is_known else UNKNOWN)]
 
 
 def is_fine_tuning(module: str) -> bool:
     """Whether a program is verl's trainer of supervised fine-tuning."""
-    return _last(module) in {"sft_trainer", "fsdp_sft_trainer"}
+    return last_name(module) in {"sft_trainer", "fsdp_sft_trainer"}
 
 
 def is_scoring(module: str) -> bool:
     """Whether a program scores answers that were written before."""
-    return _last(module) == "main_eval"
+    return last_name(module) == "main_eval"
 
 
-def _last(module: str) -> str:
+def last_name(module: str) -> str:
+    """Return the last part of a program's name."""
     return module.removesuffix(".py").replace("/", ".").rpartition(".")[2]
 
 

@@ -92,16 +92,6 @@ def test_an_unknown_trainer_is_refused_by_name_and_its_parameters_are_read(progr
     assert {"data.train_files", "actor_rollout_ref.rollout.n"} <= set(names(found, Verdict.TRANSLATED))
 
 
-@pytest.mark.parametrize(
-    ("program", "said"),
-    [
-        ("python3 -m verl.trainer.main_generation", "section evaluation"),
-    ],
-)
-def test_a_program_that_trains_no_policy_is_refused_for_what_it_is(program: str, said: str) -> None:
-    assert said in refused(imported(program))["python -m"]
-
-
 @pytest.mark.parametrize("command", ["python3 train.py", "bash inner.sh", "ray job submit -- ./go", "python3 -m mine"])
 def test_a_script_that_starts_no_trainer_is_a_message_and_not_a_list_of_variables(command: str) -> None:
     text = f"MODEL_PATH=model\nTRAIN_FILE=train.parquet\n{command} --config x\n"

@@ -126,8 +126,14 @@ async def test_no_room_for_a_process_is_waited_for(tmp_path: Path, monkeypatch: 
     [
         ("import os; os.kill(os.getpid(), 9)", Unavailable),
         ("import time; time.sleep(60)", Unavailable),
-        ('print(\'{"error": ["unavailable", "disk"]}\', flush=True); input(); input()', Unavailable),
-        ('print(\'{"error": ["invalid_spec", "no model"]}\', flush=True); input(); input()', InvalidSpec),
+        (
+            'print(\'"serving"\\n{"error": ["unavailable", "disk", [], {}]}\', flush=True); input(); input()',
+            Unavailable,
+        ),
+        (
+            'print(\'"serving"\\n{"error": ["invalid_spec", "no model", [], {}]}\', flush=True); input(); input()',
+            InvalidSpec,
+        ),
     ],
 )
 async def test_a_reward_model_whose_start_may_succeed_later_is_waited_for(

@@ -25,6 +25,7 @@ from tests.unit.reward.builders import a_sample
 
 CHILD = """
 import json, os, pathlib, sys, time
+print('"serving"', flush=True)
 folder = pathlib.Path(__file__).parent
 starts = len(list(folder.glob("start-*")))
 (folder / f"start-{starts}").touch()
@@ -105,7 +106,7 @@ async def test_a_score_that_is_none_is_an_error_of_its_sample_alone(tmp_path: Pa
 
 
 async def test_what_cannot_be_loaded_is_said_at_the_start(tmp_path: Path) -> None:
-    async with a_verifier(tmp_path, "say({'error': ['invalid_spec', 'it has two outputs']})\n") as verifier:
+    async with a_verifier(tmp_path, "say({'error': ['invalid_spec', 'it has two outputs', [], {}]})\n") as verifier:
         with pytest.raises(InvalidSpec, match="it has two outputs"):
             await verifier.start()
 

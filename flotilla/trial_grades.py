@@ -32,7 +32,7 @@ from flotilla.shared.locations.allowed import Places
 from flotilla.shared.schemas.grading import Grade, GradingMessage, GradingSample
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.schemas.trajectory import GradeStatus
-from flotilla.shared.streams.memory.mailbox import MemoryMailbox
+from flotilla.shared.streams.memory.plane import MemoryMailbox
 
 NUM_ROWS = 3
 """Of each source and each held-out set."""

@@ -52,7 +52,7 @@ seen = [torch.cuda.get_device_properties(number) for number in devices]
 print(json.dumps([
     torch.__version__, torch.version.cuda, transformers.__version__,
     [[each.name, each.total_memory] for each in seen],
-}))
+]))
 """
 
 

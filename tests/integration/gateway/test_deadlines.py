@@ -45,7 +45,7 @@ async def test_a_database_that_hangs_is_unavailable_and_what_was_late_is_stored_
 
 def test_a_process_that_counts_tokens_and_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lengths, "ANSWER_SECONDS", 0.2)
-    program = "import time; print('{\"ready\": true}', flush=True); time.sleep(60)"
+    program = 'import time; print(\'"serving"\\n{"ready": true}\', flush=True); time.sleep(60)'
     process = CallProcess([sys.executable, "-c", program], None, "what counts prompts' tokens")
     with running(process) as calls, pytest.raises(DeadlineExceeded, match=r"did not answer within 0\.2 s"):
         LengthProcess(process, calls).ask({"prompts": []})

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from flotilla.services.gateway.feeder.feeder import Feeder
 from flotilla.services.rollout.consumer import LaneConfig, RolloutConsumer
 from flotilla.services.rollout.weights.version import VersionGate
 from flotilla.services.trainer.data.group_metrics import Totals
@@ -20,7 +19,7 @@ from flotilla.shared.streams.keys import HopName
 from flotilla.shared.streams.partials import Partials
 from flotilla.shared.streams.plane import DataPlane
 from flotilla.shared.testing.builders import a_group
-from tests.unit.gateway.test_feeder import a_feeder, gateway_commits
+from tests.unit.gateway.test_feeder import Rig, a_rig
 from tests.unit.trainer.test_source import never
 
 STEPS, GROUPS, REDUNDANT_GROUPS = 4, 3, 4
@@ -54,8 +53,8 @@ async def grade(plane: DataPlane) -> None:
 
 
 @asynccontextmanager
-async def a_fleet(feeder: Feeder, gate: VersionGate, episodes: SomeNeverAnswer) -> AsyncIterator[StepPlanner]:
-    spec, plane = feeder._experiment.spec, feeder._experiment.train
+async def a_fleet(rig: Rig, gate: VersionGate, episodes: SomeNeverAnswer) -> AsyncIterator[StepPlanner]:
+    spec, plane = rig.experiment.spec, rig.experiment.train
     lanes = [(LaneConfig("train", 16, 60.0, spec.asynchrony.resolved_max_lag), plane.hop(HopName.TASKS, "rollout"))]
     consumer = RolloutConsumer(lanes, episodes, gate, lambda _: None)
     consumer.resume()
@@ -64,7 +63,7 @@ async def a_fleet(feeder: Feeder, gate: VersionGate, episodes: SomeNeverAnswer) 
     needs = Requirements(10**6, 2, (), spec.asynchrony.resolved_max_lag, too_old=REDUNDANT)
     line = VersionLine.of([INITIAL], steps_per_version=1, total_steps=STEPS)
     source = GroupSource(queue, needs, IntervalSet(), Totals(), line)
-    running = [asyncio.create_task(each) for each in (feeder.run(), consumer.run(), grade(plane), source.run())]
+    running = [asyncio.create_task(each) for each in (rig.feeder.run(), consumer.run(), grade(plane), source.run())]
     try:
         yield StepPlanner(spec, queue, plane.admission, source, line)
     finally:
@@ -74,21 +73,21 @@ async def a_fleet(feeder: Feeder, gate: VersionGate, episodes: SomeNeverAnswer) 
 
 
 async def test_no_step_waits_for_a_group_that_does_not_come_and_each_is_accounted_for() -> None:
-    feeder = await a_feeder(
+    rig = await a_rig(
         optimisation={"steps": STEPS, "groups_per_mini_batch": GROUPS},
         asynchrony={"redundant_groups": REDUNDANT_GROUPS, "on_max_lag": "drop"},
     )
-    plane, gate, episodes = feeder._experiment.train, VersionGate(), SomeNeverAnswer()
+    plane, gate, episodes = rig.experiment.train, VersionGate(), SomeNeverAnswer()
     await gate.set(0)
     trained: Counter[int] = Counter()
-    async with asyncio.timeout(60), a_fleet(feeder, gate, episodes) as planner:
+    async with asyncio.timeout(60), a_fleet(rig, gate, episodes) as planner:
         for step in range(1, STEPS + 1):
             planned = await planner.groups_of(step, ROOT, never)
             trained.update(group.task.group_id for group in planned.groups)
             assert {version for each in planned.groups for version in each.version_range()} == {step - 1}
             assert (await plane.ledger()).balanced
-            await gateway_commits(feeder, version=step)
-            feeder._experiment.changed.fire()
+            rig.commit(version=step)
+            rig.experiment.changed.fire()
             await gate.announce(step)
             await gate.set(step)
         await planner._queue.commit(range(1, STEPS + 1))

@@ -73,7 +73,7 @@ async def test_what_sympy_cannot_finish_is_an_error_and_the_next_sample_is_grade
 HANGS = """
 import json, sys, time
 input()
-print('{"ready": null}', flush=True)
+print('"serving"\\n{"ready": null}', flush=True)
 for line in sys.stdin:
     number, asked = json.loads(line)
     if "hang" in line:
@@ -95,7 +95,10 @@ async def test_an_over_time_comparison_is_an_error_and_its_process_is_replaced(t
 @pytest.mark.parametrize(
     ("child", "reason"),
     [
-        ("print('{\"ready\": null}', flush=True)\ninput()\ninput()\nraise SystemExit(3)", "ended with code 3"),
+        (
+            'print(\'"serving"\\n{"ready": null}\', flush=True)\ninput()\ninput()\nraise SystemExit(3)',
+            "ended with code 3",
+        ),
         ("raise SystemExit(1)", "did not start"),
         ("print('hello', flush=True)", "did not start"),
     ],

@@ -8,7 +8,7 @@ from flotilla.services.reward.verifiers.given import AgentVerifier
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.schemas.trajectory import GradeStatus
-from flotilla.shared.streams.memory.mailbox import MemoryMailbox
+from flotilla.shared.streams.memory.plane import MemoryMailbox
 from tests.unit.gateway.builders import spec_document
 from tests.unit.reward.builders import a_sample
 

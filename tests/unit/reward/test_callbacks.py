@@ -15,7 +15,7 @@ from flotilla.shared.config.sections.reward import RemoteConfig
 from flotilla.shared.net.authorisation.tokens import callback_key
 from flotilla.shared.schemas.trajectory import GradeStatus
 from flotilla.shared.streams.mailbox import Delivery
-from flotilla.shared.streams.memory.mailbox import MemoryMailbox
+from flotilla.shared.streams.memory.plane import MemoryMailbox
 from tests.unit.reward.builders import a_sample
 
 SAMPLES = [a_sample("good", id="7/0")]

@@ -112,7 +112,7 @@ async def test_a_process_that_died_fails_its_episodes_and_the_next_one_starts_an
         pid = int((await second.answer("pid", is_cut=False)).messages[0].content)
         with pytest.raises(EpisodeFailed, match="ended with code 7"):
             await first.answer("die", is_cut=False)
-        with pytest.raises(EpisodeFailed, match="has ended"):
+        with pytest.raises(EpisodeFailed, match="ended with code 7"):
             await second.answer("left", is_cut=False)
 
         third = await begun(conversations)

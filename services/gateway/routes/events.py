@@ -55,7 +55,7 @@ async def log(experiment_id: str, gateway: Gateway, after: Cursor = None, limit:
     """List the events as they were stored. An empty page has no ``next``: ask later with the same cursor.
 
     Raises:
-        NotFound: there is no such experiment (404).
+        NotFound: there is no such experiment.
     """
     gateway.repository.record_of(experiment_id)
     found = await gateway.store.events(experiment_id, after=number_of(after), limit=limit)

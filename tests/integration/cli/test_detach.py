@@ -44,7 +44,7 @@ async def test_ctrl_c_while_it_comes_up_leaves_no_process(tmp_path: Path, monkey
     async with asyncio.timeout(60):
         while not mark.exists():
             await asyncio.sleep(0.01)
-    (child,) = psutil.Process().children()
+    (child,) = [each for each in psutil.Process().children() if str(mark) in each.cmdline()]
 
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -10,7 +10,7 @@ from tests.fleet import ROOT
 
 FORGETFUL = """
 from flotilla import Client
-client = Client("http://127.0.0.1:9", token="t", deadline_seconds=0.1)
+client = Client("http://127.0.0.1:9", token="t", deadline_seconds=2)
 try:
     client.experiments()
 except Exception as error:

@@ -1,7 +1,11 @@
-"""Attention by name, as other systems call it."""
+"""How a model computes, as other systems say it: attention by name, and the precision of a router."""
 
-from typing import Any
+from typing import Any, Final
 
+ROUTER_DTYPE: Final = (
+    "a router's scores are computed in model.dtype, as transformers' own model has it, with their softmax in float32: "
+    "other experts may be chosen where two scores are close"
+)
 NAMES = {
     "eager": "eager",
     "sdpa": "sdpa",

@@ -1,5 +1,6 @@
 """Rows of ROLL's run, batches, lengths, workers and backends."""
 
+from flotilla.importers.attention import ROUTER_DTYPE
 from flotilla.importers.engines import EMBEDDED
 from flotilla.importers.low_rank import layers
 from flotilla.importers.parameter import Inherit, Parameter, Verdict, applied, ignored, refused, translated, unsupported
@@ -281,6 +282,7 @@ BACKENDS: tuple[Parameter, ...] = (
                "bfloat16; beside context parallelism sdpa alone", example="fa2",
                context={f"{TRAIN}.device_mapping": "list(range(0,4))"}, unread=Verdict.UNSUPPORTED),
     *unsupported(KERNELS, f"{TRAIN}.model_args.flash_attn"),
+    *unsupported(ROUTER_DTYPE, f"{TRAIN}.{CONFIG}.moe_router_dtype"),
     *ignored("how rows are loaded does not change them", f"{TRAIN}.training_args.dataloader_num_workers"),
     *unsupported(SHARDING, f"{TRAIN}.strategy_args", f"{TRAIN}.{CONFIG}", "offload_nccl", is_tree=True, harmless=(1,)),
     *unsupported(ENGINE, *(f"{INFER}.{CONFIG}.{name}" for name in SERVING), f"{INFER}.strategy_args.strategy_name"),

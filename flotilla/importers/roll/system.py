@@ -29,6 +29,8 @@ OWN = frozenset({*BACKENDS, "traj_envs", "step_envs", "vl_traj_envs"})
 """ROLL's own files: of how trainers shard, which does not matter here, and of environments, whose keys are refused."""
 DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
+STRATEGY = f"{TRAIN}.strategy_args.strategy_name"
+DECAY = f"{TRAIN}.training_args.weight_decay"
 WITHOUT_WARMUP = re.compile(r"(?:fsdp2|deepspeed)_train")
 """Trainers whose schedule `constant` is that of transformers, which has no warm-up."""
 
@@ -119,6 +121,8 @@ def run(source: Source) -> Fields:
         "checkpoint.every_steps": total if save < 1 else min(save, total),
         "model.dtype": source.choose(f"{TRAIN}.model_args.dtype", DTYPES) or "bfloat16",
     }
+    if _decays_all(source):
+        fields["optimisation.decay_all"] = True
     if isinstance(path := source.value("resume_from_checkpoint"), str):
         fields["checkpoint.resume_from"] = path
     files = source.value("validation.data_args.file_name")
@@ -133,11 +137,17 @@ def run(source: Source) -> Fields:
     return fields
 
 
+def _decays_all(source: Source) -> bool:
+    """Whether weight decay reaches biases and norms, as with ROLL's FSDP2; its other trainers leave them out."""
+    strategy = source.given.get(STRATEGY)
+    return strategy is not None and strategy.value == "fsdp2_train" and bool(source.value(DECAY))
+
+
 def _schedule(source: Source, steps: int) -> Fields:
     """Make the schedule and its warm-up."""
     name = f"{TRAIN}.training_args.lr_scheduler_type"
     schedule = source.choose(name, SCHEDULES) or "linear"
-    strategy = source.given.get(f"{TRAIN}.strategy_args.strategy_name")
+    strategy = source.given.get(STRATEGY)
     is_cut = strategy is not None and WITHOUT_WARMUP.fullmatch(str(strategy.value)) is not None
     if is_cut and source.value(name) == "constant":
         return {"optimisation.schedule": schedule}

@@ -302,8 +302,9 @@ OPTIM_ROWS: tuple[Parameter, ...] = (
     refused(f"{OPTIM}.num_cycles", "cosine falls once: leave it at 0.5", default=0.5),
     refused(f"{OPTIM}.optimizer", "the optimiser is AdamW", default="AdamW", harmless=("adam", "adamw")),
     *unsupported(SHARDING, *(f"{OPTIM}.override_optimizer_config.{name}" for name in (
-        "optimizer_offload_fraction", "optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d",
-        "use_precision_aware_optimizer"))),
+        "optimizer_offload_fraction", "optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d"))),
+    *unsupported("weights, gradients and both moments of AdamW are float32 here, never less: more memory, and not the "
+                 "rounding of fewer bits", f"{OPTIM}.override_optimizer_config.use_precision_aware_optimizer"),
     refused(f"{OPTIM}.override_optimizer_config", "the optimiser is AdamW with betas, weight_decay and lr",
             default=None, harmless=({},), is_tree=True),
     *ignored("the schedule always runs over all steps of the experiment", f"{OPTIM}.total_training_steps"),

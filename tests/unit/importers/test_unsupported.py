@@ -98,6 +98,24 @@ def test_a_way_to_run_that_is_the_fleets_own_is_not(system: str, name: str, valu
     assert report.unsupported == [] and report.refused == []
 
 
+@pytest.mark.parametrize(
+    ("system", "name", "value", "word"),
+    [
+        ("verl", f"{ACTOR}.optim.override_optimizer_config.use_precision_aware_optimizer", True, "moments"),
+        ("verl", f"{ACTOR}.megatron.override_transformer_config.moe_router_dtype", "fp32", "other experts"),
+        ("roll", "actor_train.strategy_args.strategy_config.moe_router_dtype", "fp32", "other experts"),
+    ],
+)
+def test_what_rounds_otherwise_is_unsupported_and_not_called_the_same(
+    system: str, name: str, value: Any, word: str
+) -> None:
+    found = import_flat(system, {**BASES[system], name: value})
+
+    (entry,) = found.report.unsupported
+    assert entry.name == name and word in entry.detail
+    assert "not what is computed" not in entry.detail
+
+
 GPUS = {"trainer.device": "cuda", "trainer.n_gpus_per_node": 8}
 TENSOR, EXPERT = (f"{ACTOR}.megatron.{kind}_model_parallel_size" for kind in ("tensor", "expert"))
 

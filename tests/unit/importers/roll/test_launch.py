@@ -166,3 +166,17 @@ def test_another_judge_is_refused_with_the_way_out(more: dict[str, Any], name: s
 
     assert entry.name == f"rewards.judged.{name}"
     assert said in entry.detail
+
+
+@pytest.mark.parametrize(
+    ("strategy", "decay", "expected"),
+    [("fsdp2_train", 0.1, True), ("fsdp2_train", 0, None), ("megatron_train", 0.1, None),
+     ("deepspeed_train", 0.1, None)],
+)  # fmt: skip
+def test_fsdp2_decays_all_parameters_and_the_other_trainers_leave_biases_and_norms_out(
+    strategy: str, decay: float, expected: bool | None
+) -> None:
+    named = {"actor_train.strategy_args.strategy_name": strategy, "actor_train.training_args.weight_decay": decay}
+    found = import_flat("roll", {**BASES["roll"], **named})
+
+    assert found.document["optimisation"].get("decay_all") == expected

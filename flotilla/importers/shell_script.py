@@ -154,7 +154,7 @@ class Script:
         Raises:
             InvalidSpec: it is such a name.
         """
-        if name not in self.variables and self.environment.get(name) == NOT_READ:
+        if name not in self.variables and name not in HERE and self.environment.get(name) == NOT_READ:
             why = f"{name} is not set in the script, and may be a secret, which is not read: give {name}=VALUE"
             raise problem(self.where(node), f"${name}", why)
         if name in OF_THE_SHELL and self.known(name) is None:

@@ -155,6 +155,8 @@ ROLLOUT: tuple[Parameter, ...] = (
     *ignored("only names what agent.custom_async_server.path, which is refused, would load",
              f"{ROLLOUT_NAME}.agent.custom_async_server.name"),
     *ignored("the sampler's log-probabilities are always recorded", f"{ROLLOUT_NAME}.calculate_log_probs"),
+    *unsupported("trajectories are kept with the experiment, and sent to no tracer", f"{ROLLOUT_NAME}.trace",
+                 is_tree=True),
     *unsupported(ENGINE,
              f"{ROLLOUT_NAME}.name", f"{ROLLOUT_NAME}.gpu_memory_utilization",
              f"{ROLLOUT_NAME}.free_cache_engine", f"{ROLLOUT_NAME}.load_format", f"{ROLLOUT_NAME}.enforce_eager",

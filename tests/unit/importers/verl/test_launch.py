@@ -258,6 +258,14 @@ def test_variables_that_a_script_does_not_set_are_those_of_its_environment() -> 
     assert {"trainer.experiment_name": "mine", "data.seed": 5}.items() <= {g.spelling: g.value for g in given}.items()
 
 
+def test_the_folder_where_a_shell_stands_is_no_secret() -> None:
+    script = f"D=${{D:-$PWD}}\npython3 -m verl.trainer.main_ppo {COMMON} trainer.default_local_dir=$D/kept\n"
+
+    given = read("verl", script, (), {"PWD": "/srv/verl"}, source="run.sh")
+
+    assert [(g.value, g.refusal) for g in given if g.spelling == "trainer.default_local_dir"] == [("./kept", None)]
+
+
 def test_a_folder_that_the_script_goes_to_is_not_taken_for_the_first() -> None:
     found = imported("python3 -m verl.trainer.main_ppo", "data.val_files=$PWD/x.parquet", text="cd $(nproc)")
 

@@ -7,6 +7,7 @@ from typing import Final
 
 from flotilla.importers.composition import Beside
 from flotilla.importers.hydra import problem
+from flotilla.importers.roll.distillation import PURE
 from flotilla.importers.shell import Command, read_script
 from flotilla.importers.source import Given
 
@@ -14,11 +15,12 @@ MODULE: Final = "python"
 """How the report calls the program that a script starts."""
 OTHER: Final = "the fleet trains {}, and ROLL's file of it is not read here: write the spec (docs/jobs.md)"
 PIPELINES: Mapping[str, str | None] = {
-    "rlvr": None, "agentic": None,
+    "rlvr": None, "agentic": None, "onpolicy_distill": None,
     "rlvr_vl": "there are no images, only text", "reward_fl": "there are no images, only text",
     "dpo": OTHER.format("pairs of answers by job.kind preference"),
     "sft": OTHER.format("written answers by job.kind sft"),
-    "distill": OTHER.format("the policy's own answers by a teacher, with algorithm.distillation"),
+    "distill": "a teacher's distribution of written answers is not learned, only its log-probabilities of the policy's "
+               "own: use start_onpolicy_distill_pipeline.py",
     "distill_vl": "there are no images, only text",
     "agentic_rollout": "answers without training are no experiment",
 }  # fmt: skip
@@ -34,7 +36,7 @@ def find_file(
     """Find the file that a script gives to a pipeline.
 
     Returns:
-        Its text, its folder as ``beside`` knows it, and the refusal of a pipeline that is not read.
+        Its text, its folder as ``beside`` knows it, and what the pipeline itself says: a refusal where it is not read.
 
     Raises:
         InvalidSpec: the script starts no pipeline, or several, or the file is not found.
@@ -52,10 +54,11 @@ def find_file(
     if file is None:
         raise command.problem or problem(source, name, f"give {OPTIONS[1]}: the file of the pipeline is not said")
     why = PIPELINES.get(name, "no pipeline of ROLL's that this importer knows; its file is read as that of rlvr")
-    refusals = [] if why is None else [Given(f"start_{name}_pipeline.py", MODULE, "script", refusal=why)]
+    said = [] if why is None else [Given(f"start_{name}_pipeline.py", MODULE, "script", refusal=why)]
+    said += [Given(True, PURE, "script")] if name == "onpolicy_distill" else []
     for place in _places(posixpath.dirname(command.words[position]), folder, file.removesuffix(".yaml")):
         if (config := beside(place)) is not None:
-            return config, posixpath.dirname(place), refusals
+            return config, posixpath.dirname(place), said
     raise problem(source, posixpath.join(folder, file), f"{OPTIONS[1]} is not found beside the script or above it: "
                   "give --config-dir DIR, the folder that it lies in")  # fmt: skip
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flotilla.importers.parameter import Inherit, Parameter, applied, ignored, refused, translated
+from flotilla.importers.roll.distillation import is_pure
 from flotilla.importers.roll.filtering import FILTERS, rejections
 from flotilla.importers.source import Source
 from flotilla.importers.values import count, flag, integer, number, text, unchanged
@@ -185,7 +186,7 @@ ESTIMATORS: Mapping[str, tuple[str, Callable[[Source], Section]]] = {
 def advantage(source: Source) -> Fields:
     """Make the estimator, and the critic's loss where it has a critic."""
     found = source.choose("adv_estimator", ESTIMATORS)
-    if found is None:
+    if found is None or is_pure(source):  # a teacher alone leaves nothing to estimate, whatever is written
         return {}
     whiten = {"variance": "unbiased", "floor": "add"} if source.value("whiten_advantages") else None
     section = {"kind": found[0], **found[1](source), "whiten": whiten, "clip": source.value("advantage_clip")}
@@ -281,6 +282,8 @@ def response_length(source: Source) -> int:
 def kl(source: Source) -> Fields:
     """Make the KL's place, estimator and weight."""
     in_reward, in_loss = source.value("add_token_level_kl"), source.value("use_kl_loss")
+    if is_pure(source):  # ROLL turns both off
+        return {}
     if in_reward and in_loss:
         source.refuse("use_kl_loss", "the KL goes into the loss or off the reward, not both: choose one")
     if in_reward:
@@ -303,7 +306,7 @@ def kl(source: Source) -> Fields:
 def normalisation(source: Source) -> Fields:
     """Make the normalisation of rewards, in any of ROLL's three spellings."""
     method = source.value("reward_normalization.method")
-    if source.value("adv_estimator") in STEPWISE:
+    if source.value("adv_estimator") in STEPWISE or is_pure(source):
         return {}
     if source.value("adv_estimator") == "grpo" and not _has_environments(source):
         statistics: tuple[str | None, str | None] = ("group", "group")

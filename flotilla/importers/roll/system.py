@@ -12,7 +12,7 @@ from flotilla.importers.datasets import FILES, held_out, training
 from flotilla.importers.hydra import apply_hydra_overrides, as_given
 from flotilla.importers.low_rank import named_layers
 from flotilla.importers.parameter import UNSET, Inherit
-from flotilla.importers.roll import environments, graders, launch, learning, rows
+from flotilla.importers.roll import distillation, environments, graders, launch, learning, rows
 from flotilla.importers.roll.learning import response_length
 from flotilla.importers.roll.placement import placement, shares_of_the_batch
 from flotilla.importers.roll.rows import INFER, TRAIN, VALIDATION
@@ -281,18 +281,28 @@ def tracking(source: Source) -> Fields:
     return chosen(source, "track_with", written, **options)
 
 
+TABLES = (
+    rows.RUN, rows.BATCHES, rows.WORKERS, rows.BACKENDS, rows.AGENTIC, environments.ROWS, rows.EVALUATION,
+    learning.ROWS, learning.LOSS_ROWS, learning.REWARD_ROWS, graders.ROWS, distillation.ROWS,
+)  # fmt: skip
+STUDENT = {
+    f"student_{name.removeprefix('actor_')}": row.name
+    for table in TABLES
+    for row in table
+    for name in (row.name, *row.aliases)
+    if name.startswith(("actor_train.", "actor_infer."))
+}
+"""How a file of on-policy distillation calls the policy's workers."""
+
 ROLL: System = make_system(
     "roll",
-    (
-        rows.RUN, rows.BATCHES, rows.WORKERS, rows.BACKENDS, rows.AGENTIC, environments.ROWS, rows.EVALUATION,
-        learning.ROWS, learning.LOSS_ROWS, learning.REWARD_ROWS, graders.ROWS,
-    ),
+    TABLES,
     rules=(
         data, template, batches, placement, kernels, memory, run, adapters, lengths,
         learning.advantage, learning.policy_loss, learning.kl, learning.normalisation, learning.masks,
-        graders.rewards, tracking, environments.environments,
+        distillation.distillation, graders.rewards, tracking, environments.environments,
     ),
-    spellings=rows.GENERIC,
+    spellings=rows.GENERIC | STUDENT,
 )  # fmt: skip
 
 

@@ -180,3 +180,61 @@ def test_fsdp2_decays_all_parameters_and_the_other_trainers_leave_biases_and_nor
     found = import_flat("roll", {**BASES["roll"], **named})
 
     assert found.document["optimisation"].get("decay_all") == expected
+
+
+TEACHER = {"teacher.model_args.model_name_or_path": "a-teacher", "teacher.model_args.dtype": "bf16"}
+STUDENT = {name.replace("actor_", "student_", 1): value for name, value in BASES["roll"].items()}
+
+
+def distilled(changes: Mapping[str, Any]) -> Imported:
+    return import_flat("roll", {**BASES["roll"], **TEACHER, **changes})
+
+
+@pytest.mark.parametrize(
+    ("values", "coefficient", "pure"),
+    [
+        ({**STUDENT, **TEACHER}, 1.0, True),
+        ({**BASES["roll"], **TEACHER, "is_pure_opd": True, "adv_estimator": "gae"}, 1.0, True),
+        ({**BASES["roll"], **TEACHER, "use_opd": True, "adv_estimator": "reinforce", "teacher.opd_kl_coef": 0.5},
+         0.5, False),
+    ],
+)  # fmt: skip
+def test_a_teacher_is_one_of_ours_alone_or_beside_rewards(
+    values: dict[str, Any], coefficient: float, pure: bool
+) -> None:
+    found = import_flat("roll", values)
+
+    assert found.may_run(), found.report.render()
+    assert found.spec is not None and found.spec.algorithm.distillation is not None
+    teacher = found.spec.algorithm.distillation
+    assert (teacher.path, teacher.dtype, teacher.coefficient, teacher.pure) == (
+        "a-teacher", "bfloat16", coefficient, pure
+    )  # fmt: skip
+    assert (found.spec.data.path, found.spec.optimisation.groups_per_mini_batch) == ("train.jsonl", 16)
+
+
+def test_a_teacher_that_roll_does_not_read_teaches_nothing() -> None:
+    assert "distillation" not in distilled({"adv_estimator": "reinforce"}).document.get("algorithm", {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"use_opd": True, "is_pure_opd": True}, "use_opd"),
+        ({"is_pure_opd": True, "kl_penalty": "k3"}, "kl_penalty"),
+        ({"is_pure_opd": True, "whiten_advantages": True}, "whiten_advantages"),
+        ({"use_opd": True, "adv_estimator": "reinforce", "advantage_clip": 2.0}, "advantage_clip"),
+        ({"use_opd": True, "adv_estimator": "reinforce", "use_kl_loss": True, "kl_loss_coef": 0.1}, "use_opd"),
+        ({"is_pure_opd": True, "teacher.tag_included": ["math"]}, "teacher.tag_included"),
+    ],
+)
+def test_what_a_teacher_would_do_otherwise_here_is_refused(changes: dict[str, Any], name: str) -> None:
+    assert name in [entry.name for entry in distilled(changes).report.refused]
+
+
+def test_the_script_of_distillation_says_that_the_teacher_is_alone() -> None:
+    files = {"opd": yaml.safe_dump(nested({**BASES["roll"], **TEACHER}))}
+    found = of_script("python examples/start_onpolicy_distill_pipeline.py --config_name opd\n", files)
+
+    assert found.spec is not None and found.spec.algorithm.distillation is not None, found.report.render()
+    assert found.spec.algorithm.distillation.pure

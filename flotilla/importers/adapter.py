@@ -3,6 +3,7 @@
 The file is written beside the spec; when the experiment starts it loads the user's own file, relative to its folder.
 """
 
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -72,6 +73,25 @@ else:
 
     def score(sample):
         return _grade(function(**_arguments(sample)))
+'''
+
+KEYS: Final = '''
+
+def _part(key):
+    """Make what gives one of the numbers that the function returns."""
+    if inspect.iscoroutinefunction(function):
+
+        async def part(sample):
+            return float((await function(**_arguments(sample)))[key])
+
+    else:
+
+        def part(sample):
+            return float(function(**_arguments(sample))[key])
+
+    return part
+
+
 '''
 
 OPENRLHF: Final = '''
@@ -170,6 +190,12 @@ def adapter_name(path: str, function: str) -> str:
 def verl_adapter(path: str, function: str) -> str:
     """Write a module whose ``score(sample)`` calls verl's ``function(data_source, solution_str, ...)``."""
     return HEAD.format(path=path, function=function, system="verl") + VERL
+
+
+def verl_keys_adapter(path: str, function: str, keys: Sequence[str]) -> str:
+    """Write the same, with a function besides for each key that verl's returns: ``score_0``, ``score_1``, ..."""
+    parts = "".join(f"score_{number} = _part({key!r})\n" for number, key in enumerate(keys))
+    return f"{verl_adapter(path, function)}{KEYS}{parts}"
 
 
 def verl_rows_adapter(path: str, name: str) -> str:

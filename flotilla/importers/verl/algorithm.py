@@ -145,7 +145,8 @@ REWARD_ROWS: tuple[Parameter, ...] = (
     refused("custom_reward_function.reward_kwargs", "the adapter passes no further arguments: give them defaults",
             default={}, harmless=(None,), is_tree=True, aliases=("reward.custom_reward_function.reward_kwargs",)),
     translated(f"{RM}.reward_manager", "reward.shaping.overlong", text,
-               "naive, dapo, and batch, whose function gets lists of one answer; dapo alone reads the overlong buffer",
+               "naive, dapo, batch, whose function gets lists of one answer, and gdpo, with its estimator; dapo "
+               "alone reads the overlong buffer",
                example="dapo", default="naive",
                context={key: value for key, value in DAPO.items() if key != f"{RM}.reward_manager"},
                aliases=("reward.reward_manager.name",)),

@@ -8,6 +8,7 @@ from typing import Any
 from flotilla.importers.low_rank import low_rank
 from flotilla.importers.source import Source
 from flotilla.importers.values import number, wrong
+from flotilla.importers.verl import gdpo
 from flotilla.importers.verl.actor import ACTOR, LOW_RANK
 from flotilla.importers.verl.algorithm import ALGORITHM, CORRECTION
 from flotilla.importers.verl.distillation import is_pure
@@ -29,9 +30,6 @@ TEST = re.compile(r"(?:token|seq_(?P<reduce>sum|mean|max(?!_k1)))_(?P<statistic>
 """A test of verl's rollout_rs."""
 ALWAYS_BY_SEQUENCE = frozenset({"sapo", "geo_mean"})
 """Losses that verl averages by sequence, whatever loss_agg_mode says."""
-NOT_OFFERED = {
-    "gdpo": "needs a reward per key, which the adapter of a reward function does not pass on: use grpo",
-}
 
 
 def _gamma(source: Source) -> Section:
@@ -53,6 +51,7 @@ ESTIMATORS: Mapping[str, tuple[str, Callable[[Source], Section]]] = {
     "grpo": ("grpo", lambda s: {**_grpo(s), **_raw(s)}),
     "grpo_vectorized": ("grpo", lambda s: {**_grpo(s), **_raw(s)}),
     "grpo_passk": ("grpo_passk", _grpo),
+    "gdpo": ("gdpo", gdpo.estimator),
     "rloo": ("rloo", _raw),
     "rloo_vectorized": ("rloo", lambda s: {"group_of_one": "zero"}),
     "reinforce_plus_plus": ("reinforce_plus_plus", lambda s: {**_gamma(s), "masked_tokens": "skip"}),
@@ -68,10 +67,6 @@ ESTIMATORS: Mapping[str, tuple[str, Callable[[Source], Section]]] = {
 def advantage(source: Source) -> Fields:
     """Make the estimator; a teacher alone needs none."""
     if is_pure(source):
-        return {}
-    written = source.value(f"{ALGORITHM}.adv_estimator")
-    if written in NOT_OFFERED:
-        source.refuse(f"{ALGORITHM}.adv_estimator", f"{written} {NOT_OFFERED[written]}")
         return {}
     found = source.choose(f"{ALGORITHM}.adv_estimator", ESTIMATORS)
     return {} if found is None else {"algorithm.advantage": {"kind": found[0], **found[1](source)}}

@@ -7,6 +7,7 @@ from flotilla.importers.parameter import UNSET
 from flotilla.importers.source import Source
 from flotilla.importers.trackers import chosen
 from flotilla.importers.values import integer, same
+from flotilla.importers.verl import gdpo
 from flotilla.importers.verl.actor import ACTOR, COMPUTED_IN, MEGATRON, OPTIM
 from flotilla.importers.verl.algorithm import OVERLONG, RM
 from flotilla.importers.verl.data import ROLLOUT_NAME
@@ -399,8 +400,9 @@ def _filter(source: Source) -> Fields:
     bound = _bound(source)
     if is_reward or source.value("custom_reward_function.path") is None:
         return bound | {"reward.filter_zero_spread": True}
+    component = gdpo.TOTAL if gdpo.by_key(source) else "custom"
     return bound | {"reward.filter_zero_spread": False,
-            "reward.group_filter": {"kind": "spread_above", "metric": f"custom/{metric}"}}  # fmt: skip
+            "reward.group_filter": {"kind": "spread_above", "metric": f"{component}/{metric}"}}  # fmt: skip
 
 
 def _reward_model(source: Source) -> Fields:
@@ -434,6 +436,8 @@ def function_or_default(source: Source) -> Fields:
     if path is None:
         return {"reward.components": [{"kind": "verl_default"}]}
     function = source.required("custom_reward_function.name")
+    if gdpo.by_key(source):
+        return gdpo.components(source, path, function)
     file = adapter_name(path, function)
     is_batch = f"{RM}.reward_manager" in source.system.parameters and source.value(f"{RM}.reward_manager") == "batch"
     source.files[file] = (verl_batch_adapter if is_batch else verl_adapter)(path, function)
@@ -450,7 +454,7 @@ def rewards(source: Source) -> Fields:
             source.refuse(f"{RM}.enable", "verl hands its address to the custom function: use one of the two")
     else:
         fields |= function_or_default(source)
-    managers = {name: name for name in ("naive", "dapo", "batch")}
+    managers = {name: name for name in ("naive", "dapo", "batch", *(["gdpo"] if gdpo.by_key(source) else []))}
     manager = source.choose(f"{RM}.reward_manager", managers)
     if manager == "batch" and path is None:
         source.refuse(f"{RM}.reward_manager", "batch hands lists to custom_reward_function: give one, or use naive")

@@ -16,6 +16,7 @@ from flotilla.importers.verl import (
     data,
     datasets,
     distillation,
+    gdpo,
     launch,
     learning,
     megatron,
@@ -38,7 +39,7 @@ VERL: System = make_system(
     "verl",
     (
         data.DATA, data.ROLLOUT, tools.ROWS, actor.MODEL_ROWS, actor.ACTOR_ROWS, actor.REFERENCE_ROWS,
-        actor.CRITIC_ROWS, distillation.ROWS,
+        actor.CRITIC_ROWS, distillation.ROWS, gdpo.ROWS,
         actor.OPTIM_ROWS, actor.MEGATRON_ROWS, megatron.TRANSFORMER_ROWS, algorithm.ALGORITHM_ROWS,
         algorithm.LEGACY_ROWS, algorithm.CORRECTION_ROWS, algorithm.REWARD_ROWS, trainer.TRAINER_ROWS,
         trainer.ASYNC_ROWS, trainer.OTHER_ROWS, trainer.LAUNCH_ROWS,

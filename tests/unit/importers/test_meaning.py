@@ -272,7 +272,7 @@ def test_datasets_become_sources_and_sets(system: str, values: dict[str, Any], p
         ("verl", {"data.truncation": "top"}, "data.truncation"),
         ("verl", {"data.val_files": "folder"}, "data.val_files"),
         ("verl", {"data.train_files": "org/dataset"}, "data.train_files"),
-        ("verl", {"algorithm.adv_estimator": "gdpo"}, "algorithm.adv_estimator"),
+        ("verl", {"algorithm.adv_estimator": "gdpo"}, "algorithm.gdpo_reward_keys"),
         ("verl", {"algorithm.adv_estimator": "none"}, "algorithm.adv_estimator"),
         ("verl", {"algorithm.adv_estimator": "gae", "algorithm.use_pf_ppo": True,
                   "algorithm.pf_ppo.reweight_method": "best"}, "algorithm.pf_ppo.reweight_method"),

@@ -10,12 +10,16 @@ from flotilla.importers.source import Source
 from flotilla.importers.spelling import experiment_name
 from flotilla.importers.system import System, make_system
 from flotilla.importers.values import count, flag, integer, number, numbers, pieces, share, text, texts, unchanged
+from flotilla.importers.verl.actor import REMOTE_CODE
 from flotilla.importers.verl.rules import contents
 from flotilla.shared.config.sections.data import is_data_file
 
 Fields = dict[str, Any]
 
 DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
+SCHEDULES = ("cosine", "constant", "wsd")
+STABLE = 0.9
+"""Share of the updates after warm-up that verl's wsd leaves at the peak; the rest follows a cosine to 0."""
 SHARDING = (
     "how the model is sharded is said by parallelism (ranks, replicas, tensor_parallel, expert_parallel, "
     "sequence_parallel), and what a GPU's host keeps by parallelism.offload: this changes speed and memory, not what "
@@ -35,10 +39,10 @@ ROWS: tuple[Parameter, ...] = (
       for name in ("fsdp_config.wrap_policy.min_num_params", "fsdp_config.cpu_offload", "fsdp_config.offload_params",
                    "enable_gradient_checkpointing", "use_liger")
       for row in unsupported(SHARDING, name, harmless=(0,))),
+    *(Parameter(name=row.name, verdict=row.verdict, reason=row.reason, aliases=("sft.model.trust_remote_code",))
+      for row in unsupported(REMOTE_CODE, "model.trust_remote_code")),
     refused("model.external_lib", "no code is imported into the model's process", default=None,
             aliases=("sft.model.external_lib",)),
-    refused("model.trust_remote_code", "a model's own code is never run", default=False,
-            aliases=("sft.model.trust_remote_code",)),
     translated("model.lora_rank", "model.lora.rank", integer, "adapters are trained in place of the weights; 0 trains "
                "the weights", example=8, default=0, aliases=("sft.model.lora_rank",)),
     translated("model.lora_alpha", "model.lora.alpha", number, "scale of the adapters, times their rank", example=32,
@@ -61,7 +65,7 @@ ROWS: tuple[Parameter, ...] = (
                example=0.5, default=0.1, aliases=("sft.optim.lr_warmup_steps_ratio", "optim.warmup_steps_ratio")),
     applied("optim.clip_grad", "optimisation.max_grad_norm", number, "bound of the gradient's norm", example=0.5,
             default=1.0, aliases=("sft.optim.clip_grad",)),
-    translated("optim.lr_scheduler", "optimisation.schedule", text, "cosine or constant; wsd is refused",
+    translated("optim.lr_scheduler", "optimisation.schedule", text, "cosine, or wsd: nine tenths stay at the peak",
                example="constant", default="cosine", aliases=("sft.optim.lr_scheduler",)),
     translated("data.train_files", ("data.path", "data.sources"), pieces, "one file is the path, several are sources",
                example="other.parquet", default=None),
@@ -165,9 +169,10 @@ def sizes(source: Source) -> Fields:
         "job.max_tokens": longest,
         "optimisation.groups_per_mini_batch": size,
         "optimisation.micro_batch_tokens": source.required("data.micro_batch_size_per_gpu") * longest,
-        "optimisation.schedule": source.choose("optim.lr_scheduler", {"cosine": "cosine", "constant": "constant"})
-        or "constant",
+        "optimisation.schedule": source.choose("optim.lr_scheduler", {name: name for name in SCHEDULES}) or "constant",
     }
+    if source.value("optim.weight_decay"):
+        fields["optimisation.decay_all"] = True
     held = contents(source, "trainer.checkpoint.save_contents")
     if held is not None:
         fields["checkpoint.contents"] = held
@@ -182,9 +187,16 @@ def sizes(source: Source) -> Fields:
                     "trainer.total_training_steps")  # fmt: skip
         return fields
     every = source.required("trainer.save_freq")
+    warmup = math.ceil(source.required("optim.lr_warmup_steps_ratio") * total)
+    if fields["optimisation.schedule"] == "wsd":
+        remaining = max(total - warmup, 0)
+        fields |= {
+            "optimisation.wsd_decay_updates": max(remaining - int(remaining * STABLE), 1),
+            "optimisation.wsd_decay": "cosine",
+        }
     return fields | {
         "optimisation.steps": total,
-        "optimisation.warmup_updates": math.ceil(source.required("optim.lr_warmup_steps_ratio") * total),
+        "optimisation.warmup_updates": warmup,
         "checkpoint.every_steps": total if every <= 0 else min(every, total),
     }
 

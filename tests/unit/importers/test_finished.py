@@ -131,6 +131,31 @@ def test_verls_block_of_20_parameters_is_known() -> None:
     assert len(names) == 20
 
 
+def test_verls_wsd_leaves_a_tenth_of_the_updates_after_warm_up_for_its_cosine() -> None:
+    values = {"trainer.total_training_steps": 107, "optim.lr_warmup_steps_ratio": 0.1, "optim.lr_scheduler": "wsd"}
+
+    found = imported("verl", VERL_BASE | values)
+
+    assert found.spec is not None, found.report.problems
+    ours = found.spec.optimisation
+    assert (ours.schedule, ours.warmup_updates, ours.wsd_decay, ours.wsd_decay_updates) == ("wsd", 11, "cosine", 10)
+
+
+@pytest.mark.parametrize(("decay", "expected"), [(0.01, True), (0, False)])
+def test_verls_optimiser_of_answers_decays_all_parameters(decay: float, expected: bool) -> None:
+    found = imported("verl", VERL_BASE | {"optim.weight_decay": decay})
+
+    assert found.spec is not None, found.report.problems
+    assert found.spec.optimisation.decay_all is expected
+
+
+def test_a_models_own_code_is_set_aside_in_verls_fine_tuning_as_in_its_reinforcement_learning() -> None:
+    found = imported("verl", VERL_BASE | {"model.trust_remote_code": True})
+
+    assert found.may_run()
+    assert [e.verdict for e in found.report.entries if e.name == "model.trust_remote_code"] == [Verdict.UNSUPPORTED]
+
+
 def test_a_script_of_verls_with_conversations() -> None:
     text = (
         "torchrun --standalone --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer data.train_files=$HOME/t.parquet "

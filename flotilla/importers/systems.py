@@ -8,7 +8,7 @@ from flotilla.importers.hydra import NOT_READ, problem
 from flotilla.importers.openrlhf.finished import FINISHED
 from flotilla.importers.openrlhf.launch import MODULE, read_openrlhf, read_openrlhf_script
 from flotilla.importers.openrlhf.system import OPENRLHF
-from flotilla.importers.roll.system import ROLL, read_roll
+from flotilla.importers.roll.finished import ROLL, read_roll, roll_of
 from flotilla.importers.source import Given
 from flotilla.importers.system import System
 from flotilla.importers.verl.finished import VERL_SFT
@@ -80,6 +80,8 @@ def system_of(system: str, given: Sequence[Given]) -> System:
     if system == "openrlhf":
         return FINISHED.get(program, OPENRLHF)
     names = {each.spelling for each in given}
+    if system == "roll":
+        return roll_of(given)
     if system == "verl" and (is_scoring(program) if program else is_file_of_answers(names)):
         return VERL_EVAL
     if system == "verl" and (last_name(program) in OF_PROGRAM or (not program and "data.n_samples" in names)):

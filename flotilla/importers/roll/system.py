@@ -116,12 +116,12 @@ def run(source: Source) -> Fields:
         total = 1
     fields: Fields = {
         "optimisation.steps": total,
-        **_schedule(source, total),
+        **schedule(source, total * batches(source)["asynchrony.require_batches"] * source.required("ppo_epochs")),
         "optimisation.betas": [0.9, 0.999],
         "checkpoint.every_steps": total if save < 1 else min(save, total),
         "model.dtype": source.choose(f"{TRAIN}.model_args.dtype", DTYPES) or "bfloat16",
     }
-    if _decays_all(source):
+    if decays_all(source):
         fields["optimisation.decay_all"] = True
     if isinstance(path := source.value("resume_from_checkpoint"), str):
         fields["checkpoint.resume_from"] = path
@@ -137,26 +137,24 @@ def run(source: Source) -> Fields:
     return fields
 
 
-def _decays_all(source: Source) -> bool:
+def decays_all(source: Source) -> bool:
     """Whether weight decay reaches biases and norms, as with ROLL's FSDP2; its other trainers leave them out."""
     strategy = source.given.get(STRATEGY)
     return strategy is not None and strategy.value == "fsdp2_train" and bool(source.value(DECAY))
 
 
-def _schedule(source: Source, steps: int) -> Fields:
-    """Make the schedule and its warm-up."""
+def schedule(source: Source, total: int) -> Fields:
+    """Make the schedule and its warm-up, of this many updates."""
     name = f"{TRAIN}.training_args.lr_scheduler_type"
-    schedule = source.choose(name, SCHEDULES) or "linear"
+    found = source.choose(name, SCHEDULES) or "linear"
     strategy = source.given.get(STRATEGY)
     is_cut = strategy is not None and WITHOUT_WARMUP.fullmatch(str(strategy.value)) is not None
     if is_cut and source.value(name) == "constant":
-        return {"optimisation.schedule": schedule}
+        return {"optimisation.schedule": found}
     updates = source.required(f"{TRAIN}.training_args.warmup_steps")
     if updates <= 0:
-        sizes = batches(source)
-        total = steps * sizes["asynchrony.require_batches"] * source.required("ppo_epochs")
         updates = math.ceil(total * source.required(f"{TRAIN}.training_args.warmup_ratio"))
-    return {"optimisation.schedule": schedule, "optimisation.warmup_updates": updates}
+    return {"optimisation.schedule": found, "optimisation.warmup_updates": updates}
 
 
 def memory(source: Source) -> Fields:

@@ -6,34 +6,47 @@ import pytest
 
 from flotilla.importers.build import Imported, build, look_up
 from flotilla.importers.openrlhf.finished import FINISHED
-from flotilla.importers.parameter import UNSET, Parameter, Verdict
+from flotilla.importers.parameter import UNSET, Inherit, Parameter, Verdict
+from flotilla.importers.roll.finished import ROLL_DPO
 from flotilla.importers.system import System
 from flotilla.importers.systems import read, read_openrlhf, system_of
 from flotilla.importers.verl.finished import VERL_SFT
 from flotilla.importers.verl.written import VERL_EVAL
+from flotilla.shared.config.sections.job import DpoLossConfig, PreferenceConfig
 from flotilla.shared.errors import InvalidSpec
 from tests.unit.importers.sources import label, nested, words_of
 
 ROWS = 4096
 VERL_BASE: dict[str, Any] = {"model.partial_pretrain": "owner/model", "data.train_files": "train.parquet"}
 BASE: dict[str, Any] = {"--pretrain": "owner/model", "--dataset": "train.jsonl"}
+ROLL_BASE: dict[str, Any] = {
+    "pretrain": "owner/model",
+    "actor_train.data_args.file_name": "train.jsonl",
+    "sequence_length": 512,
+    "chosen_key": "chosen",
+    "max_steps": 50,
+    "actor_train.training_args.gradient_accumulation_steps": 8,
+}
 EVAL_BASE: dict[str, Any] = {"data.path": "answered.parquet"}
-SYSTEMS: dict[str, System] = {**FINISHED, "verl": VERL_SFT, "verl eval": VERL_EVAL}
+SYSTEMS: dict[str, System] = {**FINISHED, "verl": VERL_SFT, "verl eval": VERL_EVAL, "roll dpo": ROLL_DPO}
 
 
 def imported(name: str, values: dict[str, Any]) -> Imported:
-    if name.startswith("verl"):
+    of = name.partition(" ")[0]
+    if of in {"verl", "roll"}:
         import yaml
 
-        given = read("verl", yaml.safe_dump(nested(values)), (), {}, source="sft.yaml")
+        given = read(of, yaml.safe_dump(nested(values)), (), {}, source="sft.yaml")
     else:
         given = read_openrlhf(["python", "-m", name, *words_of(values)])
-    system = system_of("verl" if name.startswith("verl") else "openrlhf", given)
+    system = system_of(of if of in {"verl", "roll"} else "openrlhf", given)
     assert system is SYSTEMS[name]
     return build(system, given, rows=ROWS, overrides=("model.path=owner/model",) if name == "verl eval" else ())
 
 
 def base_of(name: str) -> dict[str, Any]:
+    if name == "roll dpo":
+        return dict(ROLL_BASE)
     if name.startswith("verl"):
         return dict(VERL_BASE if name == "verl" else EVAL_BASE)
     return BASE | ({"--output_key": "response"} if name.endswith("sft") else {"--prompt_key": "prompt"})
@@ -68,7 +81,7 @@ def test_what_is_refused_is_refused_and_its_default_is_not(name: str, row: Param
 
     found = imported(name, {**base, row.name: "another"})
     assert row.is_judged or [entry.name for entry in found.report.refused] == [row.name]
-    if row.default not in (UNSET, None, False):
+    if row.default not in (UNSET, None, False) and not isinstance(row.default, Inherit):
         assert imported(name, {**base, row.name: row.default}).may_run()
 
 
@@ -220,3 +233,77 @@ def test_a_script_of_openrlhfs(program: str, flags: str, kind: str) -> None:
     assert found.spec is not None and found.may_run(), found.report.render()
     assert (found.spec.job.kind, found.spec.optimisation.steps) == (kind, 16)
     assert not found.spec.samples_answers
+
+
+def test_a_file_of_rolls_pairs_is_a_job_on_pairs() -> None:
+    given = {
+        **ROLL_BASE,
+        "global_template": "qwen2_5",
+        "validation.data_args.file_name": "heldout.json",
+        "eval_steps": 100,
+        "beta": 0.2,
+        "actor_train.training_args.per_device_train_batch_size": 16,
+        "actor_train.training_args.gradient_accumulation_steps": 1,
+        "actor_train.training_args.lr_scheduler_type": "constant",
+        "actor_train.training_args.warmup_steps": 20,
+        "actor_train.training_args.num_train_epochs": 3,
+        "actor_train.strategy_args.strategy_name": "megatron_train",
+        "actor_train.strategy_args.strategy_config.tensor_model_parallel_size": 2,
+        "actor_train.device_mapping": "list(range(0,8))",
+        "reference.model_args.dtype": "bf16",
+        "reference.strategy_args.strategy_name": "megatron_infer",
+    }
+    found = imported("roll dpo", {**given, "max_steps": 500})
+
+    assert found.spec is not None and found.may_run(), found.report.render()
+    job, steps = found.spec.finished_job, found.spec.optimisation
+    assert isinstance(job, PreferenceConfig) and job.held_out is not None
+    assert (found.spec.data.prompt_column, job.chosen_column, job.rejected_column, job.max_tokens, job.overlong) == (
+        "instruction", "chosen", "rejected", 512, "filter"
+    )  # fmt: skip
+    assert job.loss == DpoLossConfig(beta=0.2) and (job.held_out.path, job.held_out.every_steps) == (
+        "heldout.json",
+        100,
+    )
+    assert (steps.groups_per_mini_batch, steps.steps, steps.warmup_updates) == (64, 3 * (ROWS // 64), 20)
+    assert imported("roll dpo", {**given, "max_steps": 70}).document["optimisation"]["steps"] == 70
+
+
+@pytest.mark.parametrize(
+    ("changes", "decays", "warm"),
+    [({}, True, None), ({"actor_train.strategy_args.strategy_name": "megatron_train"}, None, 5)],
+)
+def test_the_trainer_of_rolls_pairs_decays_and_warms_up_as_it_does_elsewhere(
+    changes: dict[str, Any], decays: bool | None, warm: int | None
+) -> None:
+    worker = {"training_args.weight_decay": 0.1, "training_args.lr_scheduler_type": "constant",
+              "training_args.warmup_steps": 5, "strategy_args.strategy_name": "fsdp2_train"}  # fmt: skip
+    found = imported("roll dpo", {**ROLL_BASE, **{f"actor_train.{name}": value for name, value in worker.items()},
+                                  **changes})  # fmt: skip
+
+    section = found.document["optimisation"]
+    assert (section.get("decay_all"), section.get("warmup_updates")) == (decays, warm)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [({"sequence_length": None}, "job.max_tokens"), ({"pretrain": None}, "model.path"),
+     ({"actor_train.data_args.file_name": None}, "data.path"), ({"max_steps": 0}, "optimisation.steps")],
+)  # fmt: skip
+def test_what_rolls_pairs_need_is_named(changes: dict[str, Any], problem: str) -> None:
+    found = imported("roll dpo", {**ROLL_BASE, **changes})
+
+    assert problem in [each.partition(":")[0] for each in found.report.problems]
+
+
+def test_rolls_script_of_pairs_is_read_by_their_table() -> None:
+    import yaml
+
+    plain = {name: value for name, value in ROLL_BASE.items() if name != "chosen_key"}
+    text = "python examples/start_dpo_pipeline.py --config_path dpo --config_name mine\n"
+    files = {"mine": yaml.safe_dump(nested(plain))}
+    given = read("roll", text, (), {}, source="run.sh", beside=files.get)
+
+    assert system_of("roll", given) is ROLL_DPO
+    found = build(ROLL_DPO, given, rows=ROWS)
+    assert found.may_run(), found.report.render()

@@ -43,7 +43,7 @@ def test_the_file_of_a_pipeline_is_read(command: str, place: str) -> None:
 @pytest.mark.parametrize(
     ("pipeline", "said"),
     [
-        ("dpo", "job.kind preference"),
+        ("distill", "start_onpolicy_distill_pipeline.py"),
         ("sft", "job.kind sft"),
         ("rlvr_vl", "no images"),
         ("mine", "that this importer"),

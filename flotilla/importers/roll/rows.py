@@ -3,7 +3,17 @@
 from flotilla.importers.attention import ROUTER_DTYPE
 from flotilla.importers.engines import EMBEDDED
 from flotilla.importers.low_rank import layers
-from flotilla.importers.parameter import Inherit, Parameter, Verdict, applied, ignored, refused, translated, unsupported
+from flotilla.importers.parameter import (
+    UNSET,
+    Inherit,
+    Parameter,
+    Verdict,
+    applied,
+    ignored,
+    refused,
+    translated,
+    unsupported,
+)
 from flotilla.importers.spelling import experiment_name
 from flotilla.importers.trackers import KEY
 from flotilla.importers.values import count, flag, integer, number, pieces, share, text, texts, unchanged
@@ -233,6 +243,11 @@ WORKERS: tuple[Parameter, ...] = (
     refused(f"{INFER}.generating_args.num_return_sequences", "give num_return_sequences_in_group",
             default=Inherit("num_return_sequences_in_group")),
     refused(f"{INFER}.generating_args.num_beams", "answers are sampled", default=1),
+    translated(f"{INFER}.generating_args.stop_strings", "rollout.sampling.stop", texts, "text that ends an answer, and "
+               "stays in it", example=["</answer>"], default=None, translate=lambda value: value or UNSET,
+               aliases=("generating_args.stop_strings",)),
+    refused(f"{INFER}.generating_args.include_stop_str_in_output", "every sampled token is trained, those of a stop "
+            "string, too: leave it at true", default=True, harmless=(None,)),
     applied(f"{INFER}.generating_args.repetition_penalty", "rollout.sampling.repetition_penalty", number,
             "of tokens that prompt or completion have; log-probabilities stay the policy's own", example=1.1,
             default=1.0),

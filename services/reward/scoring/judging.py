@@ -13,7 +13,9 @@ from flotilla.services.reward.scoring.scorer import (
     batches,
     first_line,
     load_tokenizer,
+    marks_of,
     usable_device,
+    without_marks,
 )
 from flotilla.services.reward.verdicts import no_verdict, reward_of
 from flotilla.shared.config.sections.judge import JudgeModelConfig
@@ -40,6 +42,7 @@ class Judging:
         self._tokenizer = load_tokenizer(directory)
         if not self._tokenizer.chat_template:
             raise ModelError(f"{directory}: a judge is asked through its chat template, and its tokenizer has none")
+        self._marks = marks_of(self._tokenizer)
         kind: Any = AutoModelForCausalLM
         try:
             loaded = kind.from_pretrained(
@@ -73,7 +76,7 @@ class Judging:
         return found
 
     def _tokens(self, question: str) -> list[int]:
-        messages = [{"role": "user", "content": question}]
+        messages = [{"role": "user", "content": without_marks(question, self._marks)}]
         options = self._config.chat_template_options
         return list(
             self._tokenizer.apply_chat_template(

@@ -22,6 +22,8 @@ from flotilla.shared.schemas.task import Message
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HEAD = "score"
 """What transformers calls the head of its decoders' classifiers."""
+BREAK = "\u200b"
+"""A space of no width: a mark with one in it is text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class Scorer:
         self._tokenizer = load_tokenizer(directory)
         if config.template is not None:
             self._tokenizer.chat_template = config.template
+        self._marks = marks_of(self._tokenizer, specials_only=True)  # reasoning marks its thoughts by others
         self._model = _load(directory, DTYPES[config.dtype]).to(self._device).eval()
         self._mean, self._std = _normalisation(config.normalise, directory)
 
@@ -87,7 +90,9 @@ class Scorer:
 
     def _rendered(self, text: Mapping[str, Any]) -> list[int]:
         tokenizer, end = self._tokenizer, self._tokenizer.eos_token_id
-        messages = [Message(**each) for each in text["messages"]]
+        messages = [
+            Message(role=each["role"], content=without_marks(each["content"], self._marks)) for each in text["messages"]
+        ]
         if messages and tokenizer.chat_template:
             try:
                 # What a job of kind `reward_model` was trained on: up to the end of the assistant's turn.
@@ -104,7 +109,7 @@ class Scorer:
             ids = list(PromptTemplate().token_ids(tokenizer, messages[:-1]))
         else:
             ids = list(tokenizer(text["prompt"], add_special_tokens=False)["input_ids"])
-        answer = messages[-1].content if messages else text["response"]
+        answer = messages[-1].content if messages else without_marks(text["response"], self._marks)
         assert not messages or messages[-1].role == ASSISTANT
         return [*ids, *tokenizer(answer, add_special_tokens=False)["input_ids"], *([] if end is None else [end])]
 
@@ -171,6 +176,21 @@ def load_tokenizer(directory: Path) -> Any:
     # A config that contradicts itself raises an error of the hub's library, which derives from Exception.
     except Exception as error:
         raise absent_or(error, ModelError(f"{directory}: no tokenizer can be loaded: {first_line(error)}")) from error
+
+
+def marks_of(tokenizer: Any, *, specials_only: bool = False) -> list[str]:
+    """Return the texts that a tokenizer takes for one token wherever they are, such as the ends of turns."""
+    added = tokenizer.added_tokens_decoder.values()
+    found = {str(each.content) for each in added if each.special or not specials_only}
+    return sorted(mark for mark in found if len(mark.strip()) > 1 and BREAK not in mark)
+
+
+def without_marks(text: str, marks: Sequence[str]) -> str:
+    """Break the marks in a text, so that who wrote it cannot end a turn and write the next one."""
+    for mark in marks:
+        while mark in text:  # twice where it overlaps itself
+            text = text.replace(mark, f"{mark[0]}{BREAK}{mark[1:]}")
+    return text
 
 
 def _load(directory: Path, dtype: torch.dtype) -> nn.Module:

@@ -54,6 +54,7 @@ class Judging:
             detail = f"{directory}: the judge cannot be loaded: {first_line(error)}"
             raise absent_or(error, ModelError(detail)) from error
         self._model: Any = loaded.to(self._device).eval()
+        self._ends = _ends_of(self._model, self._tokenizer)
 
     def score(self, texts: Sequence[Mapping[str, Any]]) -> list[Scored]:
         """Judge each sample.
@@ -61,19 +62,31 @@ class Judging:
         Args:
             texts: each with the ``question`` about a sample.
         """
-        rows = [self._tokens(str(each["question"])) for each in texts]
-        lengths = [len(row) + self._config.max_new_tokens for row in rows]
-        found: list[Scored] = [
-            Scored(None, len(row), f"the question has {len(row)} tokens, and max_tokens is {self._config.max_tokens}")
-            for row in rows
-        ]
-        fitting = [number for number, row in enumerate(rows) if len(row) <= self._config.max_tokens]
+        rows = [self._fitting(str(each["question"])) for each in texts]
+        found = [row if isinstance(row, Scored) else None for row in rows]
+        fitting = [number for number, row in enumerate(rows) if not isinstance(row, Scored)]
+        lengths = [len(row) + self._config.max_new_tokens if isinstance(row, list) else 0 for row in rows]
         for numbers in batches(fitting, lengths, self._config.batch_tokens):
-            replies = self._replies([rows[number] for number in numbers])
-            for number, reply in zip(numbers, replies, strict=True):
-                reward = reward_of(reply, self._config)
-                found[number] = Scored(reward, len(rows[number]), None if reward is not None else no_verdict(reply))
-        return found
+            chosen = [row for number in numbers if isinstance(row := rows[number], list)]
+            for number, reply, row in zip(numbers, self._replies(chosen), chosen, strict=True):
+                found[number] = self._scored(reply, len(row))
+        return [each for each in found if each is not None]
+
+    def _scored(self, reply: str | None, num_tokens: int) -> Scored:
+        if reply is None:
+            return Scored(None, num_tokens, f"the reply was cut at max_new_tokens, {self._config.max_new_tokens}")
+        reward = reward_of(reply, self._config)
+        return Scored(reward, num_tokens, None if reward is not None else no_verdict(reply))
+
+    def _fitting(self, question: str) -> list[int] | Scored:
+        try:
+            row = self._tokens(question)
+        except Exception as error:  # a chat template raises what it likes
+            return Scored(None, 0, f"the judge's template refuses the question: {first_line(error)}")
+        limit = self._config.max_tokens
+        if len(row) > limit:
+            return Scored(None, len(row), f"the question has {len(row)} tokens, and max_tokens is {limit}")
+        return row
 
     def _tokens(self, question: str) -> list[int]:
         messages = [{"role": "user", "content": without_marks(question, self._marks)}]
@@ -85,8 +98,8 @@ class Judging:
         )
 
     @torch.inference_mode()
-    def _replies(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """Return the model's reply to each question; rows are padded on the left."""
+    def _replies(self, rows: Sequence[Sequence[int]]) -> list[str | None]:
+        """Return the model's reply to each question, None where it was cut; rows are padded on the left."""
         longest = max(map(len, rows))
         ids = torch.zeros((len(rows), longest), dtype=torch.long)
         mask = torch.zeros((len(rows), longest), dtype=torch.long)
@@ -100,7 +113,23 @@ class Judging:
             input_ids=ids.to(self._device),
             attention_mask=mask.to(self._device),
             max_new_tokens=config.max_new_tokens,
+            eos_token_id=self._ends or None,
             pad_token_id=self._tokenizer.eos_token_id or 0,
             **chosen,
         )
-        return [self._tokenizer.decode(row[longest:], skip_special_tokens=True).strip() for row in made]
+        return [self._reply(row[longest:].tolist()) for row in made]
+
+    def _reply(self, token_ids: list[int]) -> str | None:
+        if not any(end in token_ids for end in self._ends):
+            return None
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
+
+
+def _ends_of(model: Any, tokenizer: Any) -> list[int]:
+    """Return the tokens that end a reply."""
+    ends = model.generation_config.eos_token_id
+    if ends is None:
+        ends = tokenizer.eos_token_id
+    if ends is None:
+        return []
+    return list(ends) if isinstance(ends, list | tuple) else [ends]

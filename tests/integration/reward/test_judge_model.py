@@ -15,6 +15,8 @@ from tests.unit.reward.builders import a_sample
 
 ANSWERS = ("1+2", "47+8-5=50", "9", "3+3+3+3", "8", "0", "66", "5-4")
 NEW_TOKENS = 6
+ENDS = [142, 197, 208]
+"""With these some replies of the model end within so many tokens, and some do not."""
 
 
 @pytest.fixture(scope="module")
@@ -35,18 +37,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.eos_token_id,
     )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
+    judge = Qwen3ForCausalLM(config)
+    judge.generation_config.eos_token_id = [tokenizer.eos_token_id, *ENDS]
+    judge.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
 
 
-def reply_to(directory: Path, question: str) -> str:
-    """Ask transformers itself, one question at a time."""
+def reply_to(directory: Path, question: str) -> str | None:
+    """Ask transformers itself, one question at a time; None where the reply is cut."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     judge = AutoModelForCausalLM.from_pretrained(directory).eval()
     chat = [{"role": "user", "content": question}]
     ids = torch.tensor([tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)])
     made = judge.generate(ids, do_sample=False, max_new_tokens=NEW_TOKENS, attention_mask=torch.ones_like(ids))
+    if made[0, -1] not in judge.generation_config.eos_token_id:
+        return None
     return str(tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)).strip()
 
 
@@ -65,7 +71,8 @@ def a_config(model: Path, letter: str, **fields: object) -> JudgeModelConfig:
 
 async def test_a_judge_replies_as_the_model_does_alone_whatever_shares_its_batch(model: Path) -> None:
     replies = [reply_to(model, f"Is {answer} right?") for answer in ANSWERS]
-    letter = next(each for each in "".join(replies) if each.isalnum() and not all(each in one for one in replies))
+    ended = [reply for reply in replies if reply is not None]
+    letter = next(each for each in "".join(ended) if each.isalnum() and not all(each in one for one in ended))
     verifier = RewardModelVerifier(a_config(model, letter, batch_samples=5, batch_tokens=120), model)
 
     try:
@@ -73,22 +80,38 @@ async def test_a_judge_replies_as_the_model_does_alone_whatever_shares_its_batch
     finally:
         await verifier.aclose()
 
-    assert {grade.status for grade in grades} == {GradeStatus.SCORED}
-    assert [grade.reward for grade in grades] == [float(letter in reply) for reply in replies]
-    assert 0 < sum(grade.reward or 0.0 for grade in grades) < len(ANSWERS)
+    assert [grade.reward for grade in grades] == [None if each is None else float(letter in each) for each in replies]
+    assert 0 < sum(grade.reward or 0.0 for grade in grades) < len(ended)
+    cut = [grade for grade, reply in zip(grades, replies, strict=True) if reply is None]
+    assert {(grade.status, grade.reason) for grade in cut} == {
+        (GradeStatus.ERROR, f"the reply was cut at max_new_tokens, {NEW_TOKENS}")
+    }
+
+
+def test_a_question_that_the_template_refuses_is_an_error_of_its_sample_alone(model: Path) -> None:
+    judging = Judging(a_config(model, "x", max_new_tokens=24), model)
+    refusing = "{%- if '6' in messages[0].content -%}{{ raise_exception('no six') }}{%- endif -%}"
+    judging._tokenizer.chat_template = refusing + judging._tokenizer.chat_template
+
+    refused, judged = judging.score([{"question": "66"}, {"question": "9"}])
+
+    assert "the judge's template refuses the question" in str(refused.reason) and "no six" in str(refused.reason)
+    assert judged.score is not None
 
 
 def test_a_question_that_is_too_long_and_a_reply_without_a_verdict_are_errors(model: Path) -> None:
     asked = [{"question": "9" * 200}, {"question": "9"}]
 
-    long, silent = Judging(a_config(model, "x", verdicts={"x": 1.0}, max_tokens=50), model).score(asked)
+    long, silent = Judging(a_config(model, "x", verdicts={"x": 1.0}, max_tokens=50, max_new_tokens=24), model).score(
+        asked
+    )
 
     assert (long.score, silent.score) == (None, None)
     assert "max_tokens is 50" in str(long.reason) and "no verdict in" in str(silent.reason)
 
 
 def test_a_sampling_judge_samples(model: Path) -> None:
-    judging = Judging(a_config(model, "x", temperature=1.5, top_k=20, top_p=0.9), model)
+    judging = Judging(a_config(model, "x", temperature=1.5, top_k=20, top_p=0.9, max_new_tokens=24), model)
 
     assert len({tuple(judging._replies([judging._tokens("9")])) for _ in range(8)}) > 1
 

@@ -1,7 +1,7 @@
 """Rows of a class of the user's: read here, or in a child process that knows no secret of the service.
 
-As a program it loads ``[reference, options, limit, field]`` when it is first called, and answers each call with the
-next rows, in JSON each, after the last ones with none.
+As a program it loads ``[reference, options, limit, field]`` when it is first called, and answers each call, which says
+how many rows it has given, with the next ones, in JSON each, after the last ones with none.
 """
 
 import inspect
@@ -42,7 +42,7 @@ def rows_of_child(reference: str, options: dict[str, Any], limit: int | None, fi
     rows: list[Row] = []
     try:
         with running(process) as calls:
-            while batch := calls.call(None, seconds=deadline - time.monotonic()):
+            while batch := calls.call(len(rows), seconds=deadline - time.monotonic()):
                 rows += map(json.loads, batch)
     except (InvalidSpec, DataError) as error:
         raise type(error)(error.detail, path=reference) from error
@@ -96,9 +96,15 @@ class _Rows:
         self._opening = opening
         self._rows: Iterator[str] | None = None
 
-    def handle(self, _: Any) -> list[str]:
-        """Return the next rows."""
+    def handle(self, num_given: int) -> list[str]:
+        """Return the next rows.
+
+        Raises:
+            DataError: others were given by a process that has ended; what is read again may differ.
+        """
         if self._rows is None:
+            if num_given:
+                raise DataError(f"{WHAT} {self._opening[0]!r}: its process ended, and began again at row {num_given}")
             self._rows = map(self._plain, custom_rows(*self._opening))
         batch: list[str] = []
         num_characters = 0

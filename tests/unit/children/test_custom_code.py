@@ -1,14 +1,18 @@
 """What the user's code imports beside itself, in each of the processes that run it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flotilla.services.gateway.datasets.custom import rows_of_child
 from flotilla.services.reward.verifiers.custom_process import CustomProcessVerifier
 from flotilla.services.rollout.custom.process import CustomProcess
+from flotilla.shared.children import blocking
+from flotilla.shared.children.blocking import BlockingCalls
 from flotilla.shared.config.sections.episodes import EnvironmentConfig
 from flotilla.shared.config.sections.reward import CustomConfig
+from flotilla.shared.errors import DataError
 from flotilla.shared.schemas.grading import Grade, GradingSample
 
 HELPERS = "def ok():\n    return 0.5\n"
@@ -92,3 +96,21 @@ def test_a_dataset_imports_what_is_beside_it(tmp_path: Path) -> None:
     )
 
     assert rows_of_child(f"{tmp_path}/rows.py:Rows", {}, None, "data") == [{"prompt": "p"}]
+
+
+def test_a_dataset_whose_process_ends_between_two_calls_gives_no_row_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Calls(BlockingCalls):
+        def call(self, content: object, *, seconds: float | None) -> Any:
+            answer = super().call(content, seconds=seconds)
+            self._portal.call(self._process.aclose)
+            return answer
+
+    rows = "class Rows(list):\n    def __init__(self): super().__init__([{'prompt': 'p' * 4000}] * 300)\n"
+    written(tmp_path, {"rows.py": rows})
+    assert len(rows_of_child(f"{tmp_path}/rows.py:Rows", {}, None, "data")) == 300
+
+    monkeypatch.setattr(blocking, "BlockingCalls", Calls)
+    with pytest.raises(DataError, match="its process ended, and began again at row 26"):
+        rows_of_child(f"{tmp_path}/rows.py:Rows", {}, 280, "data")

@@ -68,7 +68,7 @@ class CallProcess:
         self._gives_up = False
         self._reading: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._waiting: dict[int, tuple[Child, asyncio.Future[Any]]] = {}
         self._on_progress: dict[int, Callable[[Any], None]] = {}
         self._numbers = itertools.count()
 
@@ -87,7 +87,7 @@ class CallProcess:
             Unavailable: no process can be started now, or what is needed to load is absent.
         """
         async with self._starting:
-            if self.child is not None and not self.child.has_ended:
+            if self.child is not None and not self._is_over(self.child):
                 return self._about
             await self.aclose()
             try:
@@ -129,7 +129,8 @@ class CallProcess:
         """
         number = next(self._numbers)
         child = self._send(number, content)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = child, answer
         if on_progress is not None:
             self._on_progress[number] = on_progress
         try:
@@ -157,7 +158,7 @@ class CallProcess:
 
     def _send(self, number: int | None, content: object) -> Child:
         child = self.child
-        if child is None or child.has_ended:
+        if child is None or self._is_over(child):
             how = "has ended" if child is not None and self._described is not child else self.cause
             raise WorkerDied(f"the process of {self._what} {how}")
         line = json.dumps([number, content]).encode() + b"\n"
@@ -169,12 +170,13 @@ class CallProcess:
     async def aclose(self) -> None:
         """End the process; calls under way fail."""
         child, self.child = self.child, None
+        reading, self._reading = self._reading, None
         if child is not None:
             await child.end()
-            self._describe(child)
-        if self._reading is not None:
-            await asyncio.gather(self._reading, return_exceptions=True)
-            self._reading = None
+            self._fail(child)
+        if reading is not None:
+            # Not cancelled when this is: it fails the calls of the others.
+            await asyncio.wait([reading])
 
     async def _give_up(self, child: Child, number: int) -> None:
         if self._gives_up:
@@ -191,7 +193,7 @@ class CallProcess:
         try:
             line = await child.stdout.readline()
             greeting = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise InvalidSpec(f"{self._what}: its process wrote what is no answer while it loaded") from None
         if greeting is None:
             # Its output is closed; a process that goes on without it is of no use.
@@ -220,9 +222,17 @@ class CallProcess:
             task.cancel()
         await asyncio.gather(reading, ending, return_exceptions=True)
         await child.end()
-        self._describe(child, "wrote what is no answer" if is_garbage else None)
-        for answer in self._waiting.values():
-            if not answer.done():
+        self._fail(child, "wrote what is no answer" if is_garbage else None)
+
+    def _is_over(self, child: Child) -> bool:
+        """Whether it answers no more, though the kernel may not be able to end it."""
+        return child.has_ended or self._described is child
+
+    def _fail(self, child: Child, how: str | None = None) -> None:
+        """Fail the calls that a child which is over has not answered."""
+        self._describe(child, how)
+        for its, answer in self._waiting.values():
+            if its is child and not answer.done():
                 answer.set_exception(WorkerDied(f"the process of {self._what} {self.cause}"))
 
     def _describe(self, child: Child, how: str | None = None) -> None:
@@ -236,7 +246,7 @@ class CallProcess:
         try:
             while line := await child.stdout.readline():
                 number, result, *failed = json.loads(line)
-                answer = self._waiting.get(number)
+                _, answer = self._waiting.get(number, (child, None))
                 if failed == [None]:
                     if (on_progress := self._on_progress.get(number)) is not None:
                         on_progress(result)
@@ -245,7 +255,7 @@ class CallProcess:
                         answer.set_exception(_error(failed[0]))
                     else:
                         answer.set_result(result)
-        except (ValueError, TypeError):
+        except Exception:
             return False
         return True
 

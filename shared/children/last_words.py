@@ -1,5 +1,6 @@
 """How a child process ended, for the person who has to mend it: its last lines, and what its exit code means."""
 
+import contextlib
 import signal
 import sys
 from collections import deque
@@ -27,8 +28,10 @@ class LastWords:
     def hear(self, data: bytes) -> None:
         """Take what was read from its standard error."""
         if self._on_line is None:
-            sys.stderr.buffer.write(data)
-            sys.stderr.buffer.flush()
+            # Ours may be closed or full: the child's must be read all the same, or it would wait for that.
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.buffer.write(data)
+                sys.stderr.buffer.flush()
         *lines, rest = (self._rest + data).split(b"\n")
         # A line without end is not kept whole: only its end is shown.
         self._rest = rest[-READ_BYTES:]

@@ -46,14 +46,22 @@ def python_module(name: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", name, *arguments]
 
 
-async def reap(process: asyncio.subprocess.Process, *, seconds: float = REAP_SECONDS) -> int | None:
+async def reap(
+    process: asyncio.subprocess.Process, *, seconds: float = REAP_SECONDS, exited: asyncio.Event | None = None
+) -> int | None:
     """Wait for the end of a child that was killed; return its exit code, or None if it did not end in time.
 
     SIGKILL does not end a process in uninterruptible sleep (disk, device): such processes are not awaited.
+
+    Args:
+        process: the child.
+        seconds: longest time.
+        exited: is set when it has ended; None: its pipes must be closed too, which its own children may hold open.
     """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            return await process.wait()
+            await (process.wait() if exited is None else exited.wait())
+            return process.returncode
     log.error("a killed process does not end", extra={"pid": process.pid})
     return None
 

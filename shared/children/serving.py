@@ -67,7 +67,7 @@ def serve(load: Callable[[Any], Loaded], *, is_confined: bool = False) -> None:
             greeting = _line({"ready": loaded.about, "gives_up": gives_up})
         except (FlotillaError, TypeError, ValueError) as error:
             known = error if isinstance(error, FlotillaError) else InvalidSpec(str(error))
-            _write(answers, _line({"error": _told(absent_or(error, known))}))
+            _write(answers, _line({"error": _told(absent_or(error, known))}, default=str))
             return
         _write(answers, greeting)
         if gives_up:
@@ -79,7 +79,7 @@ def serve(load: Callable[[Any], Loaded], *, is_confined: bool = False) -> None:
             try:
                 answer = _line([number, loaded.handle(content)])
             except Exception as error:
-                answer = _line([number, None, _told(error)])
+                answer = _line([number, None, _told(error)], default=str)
             if number is not None:
                 _write(answers, answer)
 
@@ -95,8 +95,13 @@ async def _answer_at_once(loaded: Loaded, asked: BinaryIO, answers: BinaryIO) ->
             result = loaded.handle(content)
             assert inspect.isawaitable(result)
             line = _line([number, await result])
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # the owner gives the call up
+            line = _line([number, None, _told(FlotillaError("what was called was cancelled by its own code"))])
         except Exception as error:
-            line = _line([number, None, _told(error)])
+            line = _line([number, None, _told(error)], default=str)
         if number is not None:
             _write(answers, line)
 
@@ -119,8 +124,8 @@ def _told(error: Exception) -> list[object]:
     return [error.code, error.detail, error.errors, error.context]
 
 
-def _line(message: object) -> bytes:
-    return json.dumps(message).encode() + b"\n"
+def _line(message: object, *, default: Callable[[object], object] | None = None) -> bytes:
+    return json.dumps(message, default=default).encode() + b"\n"
 
 
 def _write(answers: BinaryIO, line: bytes) -> None:

@@ -49,12 +49,25 @@ def child_environment(**changes: str) -> dict[str, str]:
     return without_secrets(os.environ) | changes
 
 
+class _Protocol(asyncio.subprocess.SubprocessStreamProtocol):
+    """Tells when the process has ended: ``Process.wait`` waits for its pipes too, which its children may hold open."""
+
+    def __init__(self, limit: int, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(limit, loop)
+        self.exited = asyncio.Event()
+
+    def process_exited(self) -> None:
+        super().process_exited()
+        self.exited.set()
+
+
 class Child:
     """A child process with pipes. Made by :func:`spawn`; it is ended by its owner.
 
     Args:
         process: with standard input, output and error as pipes.
         transport: of its pipes.
+        exited: is set when the process has ended, whoever holds its pipes.
         words: gets what it writes to standard error.
         leads_session: whether its process group is its own.
     """
@@ -63,13 +76,14 @@ class Child:
         self,
         process: asyncio.subprocess.Process,
         transport: asyncio.SubprocessTransport,
+        exited: asyncio.Event,
         words: LastWords,
         *,
         leads_session: bool = True,
     ) -> None:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         self.process, self.words = process, words
-        self._transport, self._leads_session = transport, leads_session
+        self._transport, self._exited, self._leads_session = transport, exited, leads_session
         self.stdin, self.stdout = process.stdin, process.stdout
         self._memory_kills = count_memory_kills()
         self.is_killed_here = self._is_over = False
@@ -93,9 +107,10 @@ class Child:
 
     async def ended(self) -> int:
         """Wait until it has ended by itself, and its last words are heard."""
-        code = await self.process.wait()
+        await self._exited.wait()
         await self._heard()
-        return code
+        assert self.exit_code is not None
+        return self.exit_code
 
     async def end(self) -> int | None:
         """Kill it, and the processes of its group, and wait for its end; a child that has ended keeps its exit code."""
@@ -106,7 +121,7 @@ class Child:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.process.pid, signal.SIGKILL)
             kill(self.process)
-        code = await reap(self.process)
+        code = await reap(self.process, exited=self._exited)
         await self._heard()
         self._transport.close()
         await asyncio.sleep(0)  # in which the pipes are closed
@@ -148,7 +163,7 @@ async def spawn(
     loop = asyncio.get_running_loop()
     # As ``create_subprocess_exec``, which keeps the transport to itself: a grandchild may hold the pipes open.
     transport, protocol = await loop.subprocess_exec(
-        lambda: asyncio.subprocess.SubprocessStreamProtocol(limit=max_line_bytes, loop=loop),
+        lambda: _Protocol(max_line_bytes, loop),
         *command,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
@@ -157,4 +172,4 @@ async def spawn(
         start_new_session=leads_session,
     )
     process = asyncio.subprocess.Process(transport, protocol, loop)
-    return Child(process, transport, LastWords(on_line), leads_session=leads_session)
+    return Child(process, transport, protocol.exited, LastWords(on_line), leads_session=leads_session)

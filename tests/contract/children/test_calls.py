@@ -57,6 +57,7 @@ def lives(pid: int) -> bool:
         ("kill", r"ended with code -9 \(SIGKILL, (by hand or for memory|killed by the kernel.*)\)"),
         ("half", "wrote what is no answer|ended with code 0"),
         ("garbage", "wrote what is no answer"),
+        ("nested", "wrote what is no answer"),
         ("large", "wrote what is no answer"),
     ],
 )
@@ -70,6 +71,38 @@ async def test_a_child_that_fails_says_why_and_is_started_again(kind: str, what:
         await process.start()
 
         assert await process.call("again", seconds=SECONDS) == "again"
+
+
+async def test_a_child_that_dies_is_noticed_while_its_own_child_holds_its_pipes(kind: str) -> None:
+    async with started(kind) as process:
+        with pytest.raises(WorkerDied, match="ended with code 7"):
+            await process.call("fork and die", seconds=SECONDS)
+
+
+async def test_a_call_made_during_a_start_that_fails_fails_with_it(kind: str) -> None:
+    process = a_process(kind, "hang")
+    starting = asyncio.create_task(process.start())
+    await until(lambda: process.child is not None)
+    calling = asyncio.create_task(process.call("again"))
+    await until(lambda: process.num_waiting)
+
+    starting.cancel()
+
+    with pytest.raises(WorkerDied):
+        await asyncio.wait_for(calling, SECONDS)
+    await asyncio.gather(starting, return_exceptions=True)
+
+
+async def test_an_error_that_json_cannot_say_is_an_error_all_the_same(kind: str) -> None:
+    async with started(kind) as process:
+        with pytest.raises(DataError, match="no such row"):
+            await process.call("odd", seconds=SECONDS)
+
+
+async def test_code_that_is_cancelled_from_within_is_an_error(kind: str) -> None:
+    async with started(kind) as process:
+        with pytest.raises((WorkerDied, FlotillaError)):
+            await process.call("cancelled", seconds=SECONDS)
 
 
 @pytest.mark.parametrize("what", ["stop", "half and silence"])

@@ -36,6 +36,18 @@ def do(what: str) -> Any:
         case "garbage":
             os.write(3, b"chatter\n")
             time.sleep(600)
+        case "nested":
+            os.write(3, b"[" * 100_000 + b"\n")
+            time.sleep(600)
+        case "fork and die":
+            if os.fork() == 0:
+                # It leads no session, yet ends no sooner than its group is killed.
+                time.sleep(600)
+            os._exit(7)
+        case "odd":
+            raise DataError("no such row", row=object())
+        case "cancelled":
+            raise asyncio.CancelledError
         case "large":
             os.write(3, b"z" * (1 << 20))
             time.sleep(600)

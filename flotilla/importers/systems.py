@@ -11,7 +11,7 @@ from flotilla.importers.openrlhf.system import OPENRLHF
 from flotilla.importers.roll.finished import ROLL, read_roll, roll_of
 from flotilla.importers.source import Given
 from flotilla.importers.system import System
-from flotilla.importers.verl.finished import VERL_SFT
+from flotilla.importers.verl.engine_sft import fine_tuning
 from flotilla.importers.verl.generation import OF_PROGRAM
 from flotilla.importers.verl.launch import is_fine_tuning, is_scoring, last_name
 from flotilla.importers.verl.system import VERL, read_verl
@@ -87,7 +87,7 @@ def system_of(system: str, given: Sequence[Given]) -> System:
     if system == "verl" and (last_name(program) in OF_PROGRAM or (not program and "data.n_samples" in names)):
         return OF_PROGRAM[last_name(program) or "main_generation"]
     is_sft = is_fine_tuning(program) or "model.partial_pretrain" in names
-    return VERL_SFT if system == "verl" and is_sft else SYSTEMS[system]
+    return fine_tuning(program, names) if system == "verl" and is_sft else SYSTEMS[system]
 
 
 __all__ = ["SYSTEMS", "beside", "read", "read_launch_text", "read_openrlhf"]

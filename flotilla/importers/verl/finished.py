@@ -1,6 +1,7 @@
 """verl's trainer of supervised fine-tuning as a system to import from."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from flotilla.importers.datasets import FILES, training
@@ -129,16 +130,27 @@ ROWS: tuple[Parameter, ...] = (
 
 def rows(source: Source) -> Fields:
     """Make the training rows, their columns, and the held-out ones."""
-    files = source.value("data.train_files") or []
-    if not files or not all(is_data_file(file) for file in files):
-        source.refuse("data.train_files", f"must be {FILES}")
-    fields: Fields = {"job.kind": "sft", "data.label_column": None}
-    fields |= training([{"path": file} for file in files] or [{"path": ""}])
+    fields = files(source)
     if source.value("data.multiturn.enable"):
         fields["data.prompt_column"] = source.required("data.multiturn.messages_key")
     else:
         fields["data.prompt_column"] = _column(source, "prompt")
         fields["job.response_column"] = _column(source, "response")
+    return fields
+
+
+def files(source: Source) -> Fields:
+    """Make the training rows and the held-out ones, whatever their columns are."""
+    written = source.value("data.train_files") or []
+    if not written or not all(is_data_file(file) for file in written):
+        source.refuse("data.train_files", f"must be {FILES}")
+    fields: Fields = {
+        "job.kind": "sft",
+        "data.label_column": None,
+        "job.max_tokens": source.required("data.max_length"),
+        "optimisation.groups_per_mini_batch": source.required("data.train_batch_size"),
+        **training([{"path": file} for file in written] or [{"path": ""}]),
+    }
     held_out = source.value("data.val_files") or []
     if len(held_out) > 1:
         source.refuse("data.val_files", "one file: job.held_out has one place")
@@ -162,18 +174,36 @@ def sizes(source: Source) -> Fields:
     path = source.value("model.partial_pretrain")
     if path is None:
         source.lack("model.path: give model.partial_pretrain")
-    longest, size = source.required("data.max_length"), source.required("data.train_batch_size")
+    longest = source.required("data.max_length")
     fields: Fields = {
         **({} if path is None else {"model.path": path}),
         "model.dtype": source.choose("model.fsdp_config.model_dtype", DTYPES) or "float32",
-        "job.max_tokens": longest,
-        "optimisation.groups_per_mini_batch": size,
         "optimisation.micro_batch_tokens": source.required("data.micro_batch_size_per_gpu") * longest,
         "optimisation.schedule": source.choose("optim.lr_scheduler", {name: name for name in SCHEDULES}) or "constant",
     }
-    if source.value("optim.weight_decay"):
-        fields["optimisation.decay_all"] = True
-    held = contents(source, "trainer.checkpoint.save_contents")
+    fields |= duration(source, "trainer.checkpoint.save_contents", _warmup)
+    if fields["optimisation.schedule"] == "wsd" and "optimisation.steps" in fields:
+        remaining = max(fields["optimisation.steps"] - fields["optimisation.warmup_updates"], 0)
+        fields |= {
+            "optimisation.wsd_decay_updates": max(remaining - int(remaining * STABLE), 1),
+            "optimisation.wsd_decay": "cosine",
+        }
+    return fields
+
+
+def _warmup(source: Source, total: int) -> int:
+    return math.ceil(float(source.required("optim.lr_warmup_steps_ratio")) * total)
+
+
+def duration(source: Source, saved: str, warmup: Callable[[Source, int], int]) -> Fields:
+    """Make decay, steps, warm-up and checkpoints.
+
+    Args:
+        saved: the parameter with the contents of a checkpoint.
+        warmup: gives its updates of so many.
+    """
+    fields: Fields = {"optimisation.decay_all": True} if source.value("optim.weight_decay") else {}
+    held = contents(source, saved)
     if held is not None:
         fields["checkpoint.contents"] = held
     keep = source.value("trainer.max_ckpt_to_keep")
@@ -181,22 +211,15 @@ def sizes(source: Source) -> Fields:
         fields["checkpoint.keep"] = keep
     total = source.value("trainer.total_training_steps")
     if total is None and source.rows is not None:
-        total = source.rows // size * source.required("trainer.total_epochs")
+        total = source.rows // source.required("data.train_batch_size") * source.required("trainer.total_epochs")
     if not total:
         source.lack("optimisation.steps: trainer.total_epochs counts passes over the data: give --rows N, or "
                     "trainer.total_training_steps")  # fmt: skip
         return fields
     every = source.required("trainer.save_freq")
-    warmup = math.ceil(source.required("optim.lr_warmup_steps_ratio") * total)
-    if fields["optimisation.schedule"] == "wsd":
-        remaining = max(total - warmup, 0)
-        fields |= {
-            "optimisation.wsd_decay_updates": max(remaining - int(remaining * STABLE), 1),
-            "optimisation.wsd_decay": "cosine",
-        }
     return fields | {
         "optimisation.steps": total,
-        "optimisation.warmup_updates": warmup,
+        "optimisation.warmup_updates": warmup(source, total),
         "checkpoint.every_steps": total if every <= 0 else min(every, total),
     }
 

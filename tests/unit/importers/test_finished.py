@@ -1,5 +1,7 @@
 """Launch files of trainers on finished answers become jobs; each row of their tables keeps its word."""
 
+import json
+import shlex
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from flotilla.importers.parameter import UNSET, Inherit, Parameter, Verdict
 from flotilla.importers.roll.finished import ROLL_DPO
 from flotilla.importers.system import System
 from flotilla.importers.systems import read, read_openrlhf, system_of
+from flotilla.importers.verl.engine_sft import VERL_ENGINE_SFT
 from flotilla.importers.verl.finished import VERL_SFT
 from flotilla.importers.verl.written import VERL_EVAL
 from flotilla.shared.config.sections.job import DpoLossConfig, PreferenceConfig
@@ -27,13 +30,23 @@ ROLL_BASE: dict[str, Any] = {
     "max_steps": 50,
     "actor_train.training_args.gradient_accumulation_steps": 8,
 }
+ENGINE_BASE: dict[str, Any] = {"model.path": "owner/model", "data.train_files": "train.parquet"}
 EVAL_BASE: dict[str, Any] = {"data.path": "answered.parquet"}
-SYSTEMS: dict[str, System] = {**FINISHED, "verl": VERL_SFT, "verl eval": VERL_EVAL, "roll dpo": ROLL_DPO}
+SYSTEMS: dict[str, System] = {
+    **FINISHED,
+    "verl": VERL_SFT,
+    "verl engine": VERL_ENGINE_SFT,
+    "verl eval": VERL_EVAL,
+    "roll dpo": ROLL_DPO,
+}
 
 
 def imported(name: str, values: dict[str, Any]) -> Imported:
     of = name.partition(" ")[0]
-    if of in {"verl", "roll"}:
+    if name == "verl engine":
+        words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+        given = read("verl", shlex.join(["torchrun", "-m", "verl.trainer.sft_trainer", *words]), (), {}, source="a.sh")
+    elif of in {"verl", "roll"}:
         import yaml
 
         given = read(of, yaml.safe_dump(nested(values)), (), {}, source="sft.yaml")
@@ -47,6 +60,8 @@ def imported(name: str, values: dict[str, Any]) -> Imported:
 def base_of(name: str) -> dict[str, Any]:
     if name == "roll dpo":
         return dict(ROLL_BASE)
+    if name == "verl engine":
+        return dict(ENGINE_BASE)
     if name.startswith("verl"):
         return dict(VERL_BASE if name == "verl" else EVAL_BASE)
     return BASE | ({"--output_key": "response"} if name.endswith("sft") else {"--prompt_key": "prompt"})
@@ -167,6 +182,16 @@ def test_a_models_own_code_is_set_aside_in_verls_fine_tuning_as_in_its_reinforce
 
     assert found.may_run()
     assert [e.verdict for e in found.report.entries if e.name == "model.trust_remote_code"] == [Verdict.UNSUPPORTED]
+
+
+def test_verls_newer_trainer_has_defaults_of_its_own() -> None:
+    found = imported("verl engine", ENGINE_BASE | {"optim.lr_warmup_steps_ratio": 0.1})
+
+    assert found.spec is not None and found.may_run(), found.report.render()
+    ours = found.spec.optimisation
+    assert (ours.learning_rate, ours.betas, ours.schedule, ours.decay_all) == (1e-3, (0.9, 0.999), "constant", True)
+    assert (ours.micro_batch_tokens, ours.warmup_updates, found.spec.model.dtype) == (8192, 6, "bfloat16")
+    assert (found.spec.job.kind, found.spec.data.prompt_column) == ("sft", "messages")
 
 
 def test_a_script_of_verls_with_conversations() -> None:

@@ -4,13 +4,14 @@ import asyncio
 import math
 from collections import defaultdict
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from flotilla.services.gateway.page.thinning import thinned
 from flotilla.services.gateway.routes.dependencies import LARGEST_PAGE, OF_TRAINER, Cursor, Gateway, number_of
 from flotilla.services.gateway.store.answers import stage_answer
+from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.writes import PutMetrics
 from flotilla.shared.clock import rfc3339
 from flotilla.shared.errors import InvalidRequest
@@ -23,6 +24,20 @@ router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
 MOST_NAMES = 100
 SLICE = 20_000
 """Rows that are read at once: the database has one thread, and a service's write waits no longer than this takes."""
+MOST_VALUES = 1_000_000
+"""Of one answer, before it is thinned: 200 MB."""
+
+
+class _Value(NamedTuple):
+    """Of a step; smaller by far than a ``MetricPoint``."""
+
+    version: int
+    value: float
+    seconds: float | None
+
+
+_Values = dict[str, dict[int, _Value]]
+"""By name and step."""
 
 
 class Stored(Wire):
@@ -90,6 +105,7 @@ async def metrics(
 async def series(
     experiment_id: str,
     gateway: Gateway,
+    request: Request,
     names: Annotated[
         str, Query(description="names, separated by commas; `reward/*` for all that begin with `reward/`")
     ],
@@ -100,42 +116,52 @@ async def series(
 
     Raises:
         NotFound: there is no such experiment.
-        InvalidRequest: no name is given, or more than 100.
+        InvalidRequest: no name is given, or more than 100; or they have more than a million values.
+        TooManyRequests: the token has as many of these and of samples open as it may.
     """
     gateway.repository.record_of(experiment_id)
     wanted = [name for name in names.split(",") if name]
     if not 0 < len(wanted) <= MOST_NAMES:
         raise InvalidRequest(f"names: 1 to {MOST_NAMES} are wanted, {len(wanted)} are given")
-    cursor = number_of(after)
-    rows: list[MetricPoint] = []
-    while True:
-        found = await gateway.store.metrics(experiment_id, names=wanted, after=cursor, limit=SLICE)
-        rows += [point for _, point in found]
-        cursor = found[-1][0] if found else cursor
-        if len(found) < SLICE:
-            break
-    following = str(cursor) if cursor else None
-    text = await asyncio.to_thread(lambda: _page_of(rows, points, following).model_dump_json())
+    async with gateway.samples.reads.turn(request.state.shown.principal.actor):
+        values, cursor = await _read(gateway.store, experiment_id, wanted, number_of(after))
+        following = str(cursor) if cursor else None
+        text = await asyncio.to_thread(lambda: _page_of(values, points, following).model_dump_json())
     return Response(text, media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
-def _page_of(rows: list[MetricPoint], points: int, following: str | None) -> SeriesPage:
-    by_name: dict[str, list[MetricPoint]] = defaultdict(list)
-    for row in sorted(rows, key=lambda row: row.step):
-        by_name[row.name].append(row)
+async def _read(store: Store, experiment_id: str, names: list[str], cursor: int) -> tuple[_Values, int]:
+    """Read to the end; a point that is written again meanwhile comes twice, and the later one counts."""
+    values: _Values = defaultdict(dict)
+    num_read = 0
+    while True:
+        found = await store.metrics(experiment_id, names=names, after=cursor, limit=SLICE)
+        num_read += len(found)
+        if num_read > MOST_VALUES:
+            raise InvalidRequest("too many values: name fewer series")
+        for _, row in found:
+            seconds = None if row.at is None else datetime.fromisoformat(row.at).timestamp()
+            values[row.name][row.step] = _Value(row.version, row.value, seconds)
+        cursor = found[-1][0] if found else cursor
+        if len(found) < SLICE:
+            return values, cursor
+
+
+def _page_of(values: _Values, points: int, following: str | None) -> SeriesPage:
     return SeriesPage(
-        items=tuple(_series_of(name, by_name[name], points) for name in sorted(by_name)),
+        items=tuple(_series_of(name, values[name], points) for name in sorted(values)),
         next=following,
     )
 
 
-def _series_of(name: str, rows: list[MetricPoint], points: int) -> Series:
-    kept = [rows[place] for place in thinned([row.value for row in rows], points)]
+def _series_of(name: str, values: dict[int, _Value], points: int) -> Series:
+    steps = sorted(values)
+    kept = [steps[place] for place in thinned([values[step].value for step in steps], points)]
     return Series(
         name=name,
-        num_points=len(rows),
-        steps=tuple(row.step for row in kept),
-        versions=tuple(row.version for row in kept),
-        values=tuple(row.value for row in kept),
-        seconds=tuple(None if row.at is None else datetime.fromisoformat(row.at).timestamp() for row in kept),
+        num_points=len(steps),
+        steps=tuple(kept),
+        versions=tuple(values[step].version for step in kept),
+        values=tuple(values[step].value for step in kept),
+        seconds=tuple(values[step].seconds for step in kept),
     )

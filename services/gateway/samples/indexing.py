@@ -4,8 +4,9 @@ import asyncio
 import logging
 import sqlite3
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -40,6 +41,7 @@ class SampleReads:
         self._max_of_one = max_of_one
         self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="samples")
         self._open: Counter[str] = Counter()
+        self._turns = asyncio.Semaphore(at_once)
 
     async def read(self, caller: str, read: Callable[[], Result]) -> Result:
         """Read when it is one's turn; a call that is cancelled before is never read.
@@ -47,13 +49,29 @@ class SampleReads:
         Raises:
             TooManyRequests: the caller has as many others open as it may.
         """
+        with self._counted(caller):
+            return await asyncio.get_running_loop().run_in_executor(self._threads, read)
+
+    @asynccontextmanager
+    async def turn(self, caller: str) -> AsyncIterator[None]:
+        """Wait for one's turn to read from a store: as many have one at once as there are threads.
+
+        Raises:
+            TooManyRequests: the caller has as many others open as it may.
+        """
+        with self._counted(caller):
+            async with self._turns:
+                yield
+
+    @contextmanager
+    def _counted(self, caller: str) -> Iterator[None]:
         if self._open[caller] >= self._max_of_one:
             raise TooManyRequests(
-                f"a token may have {self._max_of_one} requests for samples open: wait for their answers"
+                f"a token may have {self._max_of_one} requests for samples and series open: wait for their answers"
             )
         self._open[caller] += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, read)
+            yield
         finally:
             self._open[caller] -= 1
             if not self._open[caller]:

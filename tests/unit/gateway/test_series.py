@@ -1,5 +1,6 @@
 """Metrics as columns, and experiments without their specs: what the page polls."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import httpx
 
 from flotilla.services.gateway.app import create_app
 from flotilla.services.gateway.routes import metrics
+from flotilla.services.gateway.samples.indexing import AT_ONCE, MAX_OF_ONE
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.schemas.experiment import MetricPoint
@@ -81,6 +83,75 @@ async def test_names_are_wanted_and_not_too_many() -> None:
 
     assert [answer.status_code for answer in answers] == [422, 422]
     assert absent.status_code == 404
+
+
+async def test_too_many_values_are_refused_before_all_are_read(monkeypatch: Any) -> None:
+    monkeypatch.setattr(metrics, "SLICE", 10)
+    monkeypatch.setattr(metrics, "MOST_VALUES", 25)
+    gateway = a_gateway()
+    await add_experiment(gateway)
+    await gateway.store.put_metrics("tiny-1", points("kl", [0.0] * 25))
+    async with client_of(gateway) as client:
+        allowed = await client.get("/v1/experiments/tiny-1/series?names=*")
+        await gateway.store.put_metrics("tiny-1", points("loss", [0.0]))
+        refused = await client.get("/v1/experiments/tiny-1/series?names=*")
+
+    assert allowed.status_code == 200
+    assert (refused.status_code, refused.json()["detail"]) == (422, "too many values: name fewer series")
+
+
+async def test_a_point_that_is_written_again_between_slices_comes_once(monkeypatch: Any) -> None:
+    monkeypatch.setattr(metrics, "SLICE", 2)
+    gateway = a_gateway()
+    await add_experiment(gateway)
+    await gateway.store.put_metrics("tiny-1", points("loss", [0.1, 0.2, 0.3]))
+    read, is_written = gateway.store.metrics, False
+
+    async def read_and_write(*args: Any, **options: Any) -> Any:
+        nonlocal is_written
+        found = await read(*args, **options)
+        if not is_written:
+            is_written = True
+            await gateway.store.put_metrics("tiny-1", points("loss", [0.9]))
+        return found
+
+    monkeypatch.setattr(gateway.store, "metrics", read_and_write)
+    async with client_of(gateway) as client:
+        found = (await client.get("/v1/experiments/tiny-1/series?names=loss")).json()["items"][0]
+
+    assert (found["steps"], found["values"], found["num_points"]) == ([1, 2, 3], [0.9, 0.2, 0.3], 3)
+
+
+async def test_a_token_has_so_many_series_open_at_once(monkeypatch: Any) -> None:
+    gateway = a_gateway()
+    await add_experiment(gateway)
+    await gateway.store.put_metrics("tiny-1", points("loss", [0.1]))
+    read, may_end = gateway.store.metrics, asyncio.Event()
+    num_reading = most_reading = 0
+
+    async def read_slowly(*args: Any, **options: Any) -> Any:
+        nonlocal num_reading, most_reading
+        num_reading += 1
+        most_reading = max(most_reading, num_reading)
+        await may_end.wait()
+        num_reading -= 1
+        return await read(*args, **options)
+
+    monkeypatch.setattr(gateway.store, "metrics", read_slowly)
+    async with client_of(gateway) as client:
+        asked = [asyncio.create_task(client.get("/v1/experiments/tiny-1/series?names=loss")) for _ in range(MAX_OF_ONE)]
+        while most_reading < AT_ONCE:
+            await asyncio.sleep(0)
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        last = asyncio.create_task(client.get("/v1/experiments/tiny-1/series?names=loss"))
+        done, _ = await asyncio.wait([last], timeout=5)
+        may_end.set()
+        answers = await asyncio.gather(*asked, last)
+
+    assert done == {last}
+    assert [answer.status_code for answer in answers] == [200] * MAX_OF_ONE + [429]
+    assert most_reading == AT_ONCE
 
 
 async def test_events_are_listed_from_a_cursor_on() -> None:

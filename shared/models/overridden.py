@@ -7,6 +7,7 @@ the values alone, so processes that make it at once make the same.
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -42,12 +43,15 @@ def overridden_directory(directory: Path, overrides: Mapping[str, JsonValue]) ->
     try:
         made.mkdir(parents=True, exist_ok=True)
         # Each time: a hub's model comes file by file, the weights last.
+        for link in made.iterdir():
+            if link.is_symlink() and not link.exists():  # the model has lost that file
+                link.unlink(missing_ok=True)
         for file in directory.resolve().iterdir():
             if file.name != CONFIG:
                 with suppress(FileExistsError):
                     (made / file.name).symlink_to(file)
         if not (made / CONFIG).is_file():
-            unfinished = made / f".{CONFIG}.{os.getpid()}"
+            unfinished = made / f".{CONFIG}.{secrets.token_hex(8)}"
             unfinished.write_text(text, encoding="utf-8")
             unfinished.replace(made / CONFIG)
     except OSError as error:

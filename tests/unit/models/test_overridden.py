@@ -1,7 +1,9 @@
 """``model.overrides``: other values in a model's config, for everything that loads it."""
 
 import json
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,34 @@ def test_files_that_come_later_are_there_too(tmp_path: Path) -> None:
     assert model_directory(overridden({"a": 1}, tmp_path)) == first
     assert (first / "model.safetensors").read_bytes() == b"weights"
     assert model_directory(overridden({"a": 2}, tmp_path)) != first
+
+
+def test_a_file_that_the_model_has_lost_is_gone(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model-1.safetensors").write_bytes(b"old")
+    directory = model_directory(overridden({"a": 1}, model))
+    (model / "model-1.safetensors").rename(model / "model-2.safetensors")
+
+    assert model_directory(overridden({"a": 1}, model)) == directory
+    assert sorted(file.name for file in directory.iterdir()) == ["config.json", "model-2.safetensors"]
+
+
+def test_threads_make_a_directory_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    both, write = threading.Barrier(2, timeout=30), Path.write_text
+
+    def write_together(path: Path, *given: Any, **named: Any) -> int:
+        num = write(path, *given, **named)
+        both.wait()
+        return num
+
+    monkeypatch.setattr(Path, "write_text", write_together)
+    with ThreadPoolExecutor(2) as threads:
+        made = [threads.submit(model_directory, overridden({"a": 1}, tmp_path)) for _ in range(2)]
+
+    assert made[0].result() == made[1].result()
 
 
 def test_a_model_that_is_not_there_stays_so(tmp_path: Path) -> None:

@@ -81,6 +81,11 @@ class OptimisationConfig(Config):
                 f"optimisation.decay_updates has no effect while optimisation.schedule is {self.schedule}: choose "
                 "linear, cosine or wsd, or leave it out"
             )
+        if self.decay_updates is not None and self.decay_updates <= self.warmup_updates:
+            raise ValueError(
+                f"optimisation.decay_updates ({self.decay_updates}) counts the warm-up, too, and has to be more than "
+                f"optimisation.warmup_updates ({self.warmup_updates}): the learning rate would end with the warm-up"
+            )
         if (self.wsd_decay_updates is None) == (self.schedule == "wsd"):
             raise ValueError(
                 "optimisation.schedule wsd and optimisation.wsd_decay_updates, over which it falls, belong together: "

@@ -88,7 +88,9 @@ def test_warm_up_rises_from_its_start() -> None:
     [({"decay_updates": 5}, "decay_updates"), ({"schedule": "inverse_sqrt", "decay_updates": 5}, "decay_updates"),
      ({"schedule": "wsd"}, "wsd_decay_updates"), ({"wsd_decay_updates": 5}, "wsd_decay_updates"),
      ({"wsd_decay": "linear"}, "wsd_decay"), ({"warmup_start_ratio": 0.5}, "warmup_updates"),
-     ({"decay_all": True}, "weight_decay")],
+     ({"decay_all": True}, "weight_decay"),
+     ({"schedule": "linear", "decay_updates": 4, "warmup_updates": 4},
+      r"decay_updates \(4\).*optimisation.warmup_updates \(4\)")],
 )  # fmt: skip
 def test_a_key_of_the_schedule_without_effect_is_refused(settings: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=f"optimisation.{named}"):

@@ -36,6 +36,7 @@ PROCESS = "flotilla.services.reward.scoring"
 START_SECONDS = 600.0
 """Large weights take long to read."""
 MAX_LINE_BYTES = 256 * 1024 * 1024
+CLOSED = "the reward model was closed"
 DEATHS_OF_A_BATCH = 4
 START_DEATHS = sys.maxsize
 """A model that was loaded once can be loaded again, when what is in the way has gone: there is no last attempt."""
@@ -78,6 +79,7 @@ class RewardModelVerifier:
         )
         self._scoring: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
+        self._is_closed = False
         self._deaths = Restarts(
             START_DEATHS, first_pause_seconds=first_pause_seconds, longest_pause_seconds=LONGEST_PAUSE_SECONDS
         )
@@ -93,10 +95,13 @@ class RewardModelVerifier:
 
         Raises:
             InvalidSpec: the model cannot be loaded, or the process ended by itself.
-            Unavailable: the process was killed or took too long, or something else is in the way that passes.
+            Unavailable: the process was killed or took too long, or something else is in the way that passes; or this
+                was closed.
         """
         async with self._starting:
-            if self._scoring is None:
+            if self._is_closed:
+                raise Unavailable(CLOSED)
+            if self._scoring is None or self._scoring.done():
                 await self._load()
                 self._scoring = asyncio.create_task(self._score_batches(), name="reward model")
 
@@ -113,17 +118,22 @@ class RewardModelVerifier:
         return list(await asyncio.gather(*(each.grade for each in waiting)))
 
     async def aclose(self) -> None:
-        """End the process; what waits is an error."""
+        """End the process, for good; what waits is an error."""
+        self._is_closed = True
+        await self._end()
+        async with self._starting:  # whoever was starting it has heard of that
+            await self._end()
+
+    async def _end(self) -> None:
         if self._scoring is not None:
             self._scoring.cancel()
             await asyncio.gather(self._scoring, return_exceptions=True)
         await self._process.aclose()
-        for each in self._waiting:
-            _settle(each, Grade.error("the reward model was closed"))
-        self._waiting.clear()
+        self._settle_all([], CLOSED)
 
     async def _score_batches(self) -> None:
         batch: list[_Waiting] = []
+        reason = CLOSED
         try:
             while True:
                 self._arrived.clear()
@@ -134,9 +144,16 @@ class RewardModelVerifier:
                 grades = await self._graded([each.text for each in batch])
                 for each, grade in zip(batch, grades, strict=True):
                     _settle(each, grade)
+        except Exception as error:
+            log.exception("the reward model's batches ended")
+            reason = f"the reward model failed: {error!r}"
         finally:
-            for each in batch:
-                _settle(each, Grade.error("the reward model was closed"))
+            self._settle_all(batch, reason)
+
+    def _settle_all(self, batch: Sequence[_Waiting], reason: str) -> None:
+        for each in (*batch, *self._waiting):
+            _settle(each, Grade.error(reason))
+        self._waiting.clear()
 
     def _next_batch(self) -> list[_Waiting]:
         batch: list[_Waiting] = []

@@ -124,6 +124,46 @@ async def test_closing_it_leaves_nobody_waiting_and_no_process(tmp_path: Path) -
     assert child is not None and child.has_ended
 
 
+async def test_closing_it_while_two_start_it_leaves_no_process(tmp_path: Path) -> None:
+    async with a_verifier(tmp_path, f"time.sleep(0.5)\n{FIRST}answer(line)\nsys.stdin.readline()\n") as verifier:
+        scoring = [asyncio.create_task(verifier.score([a_sample("a")])) for _ in range(2)]
+        while not list(tmp_path.glob("start-*")):
+            await asyncio.sleep(0.01)
+        await verifier.aclose()
+        async with asyncio.timeout(20):
+            grades = [grade for each in scoring for grade in await each]
+        pid = verifier.pid
+
+    assert [grade.status for grade in grades] == [GradeStatus.ERROR] * 2
+    assert pid is None and len(list(tmp_path.glob("start-*"))) == 1
+
+
+async def test_what_is_asked_of_a_closed_one_is_an_error(tmp_path: Path) -> None:
+    async with a_verifier(tmp_path, f"{FIRST}answer(line)\nsys.stdin.readline()\n") as verifier:
+        await verifier.score([a_sample("a")])
+        await verifier.aclose()
+        async with asyncio.timeout(20):
+            (grade,) = await verifier.score([a_sample("a")])
+
+    assert (grade.status, grade.reason) == (GradeStatus.ERROR, "the reward model was closed")
+
+
+async def test_an_error_that_nobody_expected_is_one_of_what_waits_and_the_next_is_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = "say({'ready': None})\nfor line in sys.stdin: answer(line)\n"
+
+    async with a_verifier(tmp_path, body, batch_samples=1) as verifier, asyncio.timeout(20):
+        with monkeypatch.context() as broken:
+            broken.setattr(verifier, "_ask", 0)
+            failed = await verifier.score([a_sample("a"), a_sample("b")])
+        (grade,) = await verifier.score([a_sample("aaa")])
+
+    assert {each.status for each in failed} == {GradeStatus.ERROR}
+    assert "the reward model failed: TypeError" in str(failed[0].reason)
+    assert grade.reward == 3.0
+
+
 async def test_its_environment_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOTILLA_SERVICE_TOKEN", "secret")
     body = f"{FIRST}reply(line, [[float('secret' in os.environ.values()), 1, None]])\nsys.stdin.readline()\n"

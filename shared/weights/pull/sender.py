@@ -16,7 +16,7 @@ from typing import Protocol
 
 from flotilla.shared.children.calls import CallProcess
 from flotilla.shared.children.processes import python_module
-from flotilla.shared.errors import DeadlineExceeded, FlotillaError, WorkerDied
+from flotilla.shared.errors import DeadlineExceeded, FlotillaError
 from flotilla.shared.weights.image.image import WeightImage
 from flotilla.shared.weights.image.loopback import SEND_BUFFER_BYTES, is_loopback
 from flotilla.shared.weights.pull.sending import SEND_BYTES, Priority
@@ -124,7 +124,7 @@ class ProcessSender:
             except DeadlineExceeded as error:
                 running.end()
                 raise TimeoutError(error.detail) from None
-            except WorkerDied as error:
+            except FlotillaError as error:
                 raise ConnectionResetError(error.detail) from None
             if is_crowded:
                 self._idle_again_at = time.monotonic() + CROWDED_SECONDS
@@ -185,9 +185,17 @@ class _Running:
         self._control.close()
 
 
-@cache
+_LOOP_LOCK = threading.Lock()
+
+
 def _loop() -> asyncio.AbstractEventLoop:
     """Run an event loop on a thread of its own, which lives as long as this process: children end with their thread."""
+    with _LOOP_LOCK:  # a cache calls once for each thread that asks meanwhile
+        return _only_loop()
+
+
+@cache
+def _only_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="weights senders", daemon=True).start()
     return loop

@@ -19,6 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from flotilla.shared.children.serving import serve
+from flotilla.shared.errors import Unavailable
 from flotilla.shared.weights.image.loopback import on_half_of_the_cores
 
 MAX_RANGES = 10_000
@@ -116,10 +117,18 @@ class Sender:
         self._control: socket.socket | None = None
 
     async def handle(self, content: tuple[int, int, bool]) -> tuple[int, bool]:
-        """Send the bytes from one up to another, to this host or not; returns what ``send_range`` does."""
+        """Send the bytes from one up to another, to this host or not; returns what ``send_range`` does.
+
+        Raises:
+            Unavailable: this process cannot have two more descriptors now.
+        """
         control = self._control = self._control or self._owners()
         # It does not wait: they were sent before the call was.
         _, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+        if len(descriptors) != 2:
+            for each in descriptors:
+                os.close(each)
+            raise Unavailable(f"what sends weights got {len(descriptors)} of 2 descriptors")
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._send, descriptors, *content)
 
     def _owners(self) -> socket.socket:

@@ -1,6 +1,6 @@
 import { render } from "preact";
 import { useEffect, useMemo, useState } from "preact/hooks";
-import { all, call, session, usePoll, type Caller, type Experiment } from "./api";
+import { all, call, Refused, session, usePoll, type Caller, type Experiment } from "./api";
 import { Create } from "./create";
 import { Fleet } from "./fleet";
 import { Flow } from "./flow";
@@ -25,10 +25,19 @@ export interface Route {
   query: URLSearchParams;
 }
 
+/** What a link says, which anybody may have written: as it is where it is no encoding. */
+function decoded(text: string): string {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
 function routeOf(hash: string): Route {
   const [path = "", query = ""] = hash.replace(/^#\/?/, "").split("?");
   const [view = "", ids = ""] = path.split("/");
-  return { view: view || "overview", ids: ids.split(",").filter(Boolean).map(decodeURIComponent), query: new URLSearchParams(query) };
+  return { view: view || "overview", ids: ids.split(",").filter(Boolean).map(decoded), query: new URLSearchParams(query) };
 }
 
 const VIEWS = [
@@ -162,7 +171,7 @@ function View({ route, ids, shared }: { route: Route; ids: string[]; shared: Sha
 function tokenOfLink(): string | null {
   const found = /^#token=(.+)$/.exec(location.hash);
   if (found !== null) history.replaceState(null, "", "#/");
-  return found === null ? null : decodeURIComponent(found[1]!);
+  return found === null ? null : decoded(found[1]!);
 }
 
 function App() {
@@ -178,7 +187,8 @@ function App() {
       setMessage("");
       setCaller(found);
     } catch (error) {
-      session.token = null;
+      // A gateway that does not answer now, such as one that restarts, may know the token later.
+      if (error instanceof Refused && error.status === 401) session.token = null;
       setMessage(error instanceof Error ? error.message : String(error));
     }
     setAsking(false);
@@ -189,8 +199,12 @@ function App() {
       setCaller(null);
       setMessage("The token was revoked or has expired.");
     };
-    const token = tokenOfLink() ?? session.token;
-    if (token !== null) void enter(token);
+    // A link is anybody's: it logs in who is not, or no longer, and changes nobody's login. It is taken out of the address all the same.
+    const ofLink = tokenOfLink();
+    void (async () => {
+      if (session.token !== null) await enter(session.token);
+      if (session.token === null && ofLink !== null) await enter(ofLink);
+    })();
   }, []);
   if (caller !== null) {
     return (

@@ -1,7 +1,9 @@
 """The text of single tokens, read from a model's ``tokenizer.json`` without the library that made it."""
 
 import codecs
+import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -42,8 +44,7 @@ def token_texts(model: Path) -> TokenTexts | None:
     """
     path = model / FILE
     try:
-        facts = path.stat()
-        return _read(str(path), facts.st_mtime_ns) if facts.st_size <= MOST_BYTES else None
+        return _read(str(path), path.stat().st_mtime_ns)
     except (OSError, ValueError):
         return None
 
@@ -76,13 +77,28 @@ class _TokenizerFile(BaseModel):
 
 
 @lru_cache(VOCABULARIES_KEPT)
-def _read(path: str, _mtime_ns: int) -> TokenTexts:
-    file = _TokenizerFile.model_validate_json(Path(path).read_bytes())
+def _read(path: str, _mtime_ns: int) -> TokenTexts | None:
+    text = _text_of(path)
+    try:
+        file = _TokenizerFile.model_validate_json(text) if text is not None else None
+    except ValueError:
+        file = None
+    if file is None:
+        return None
     of_bytes = _byte_letters() if file.decoder is not None and file.decoder.is_byte_level else None
     vocab = file.model.vocab
     numbered = vocab if isinstance(vocab, dict) else {text: number for number, (text, _) in enumerate(vocab)}
     pieces = {number: _bytes_of(text, of_bytes) for text, number in numbered.items()}
     return TokenTexts(pieces | {each.id: each.content.encode() for each in file.added_tokens})
+
+
+def _text_of(path: str) -> bytes | None:
+    """Read a plain file that is not too long; a pipe or a device is not waited for."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return None
+        text = file.read(MOST_BYTES + 1)
+    return text if len(text) <= MOST_BYTES else None
 
 
 def _bytes_of(text: str, of_bytes: Mapping[str, int] | None) -> bytes:

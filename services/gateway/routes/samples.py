@@ -1,14 +1,15 @@
 """What the model wrote: samples of an experiment, filtered and paged."""
 
 import sqlite3
-from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
 from flotilla.services.gateway.routes.dependencies import MAX_WHOLE, Cursor, Gateway
-from flotilla.shared.errors import InvalidRequest, Unavailable
-from flotilla.shared.models.token_texts import token_texts
+from flotilla.shared.config.sections.model import ModelConfig
+from flotilla.shared.errors import InvalidRequest, ModelError, Unavailable
+from flotilla.shared.models.hub import model_directory
+from flotilla.shared.models.token_texts import TokenTexts, token_texts
 from flotilla.shared.samples.query import SampleOrder, SampleQuery
 from flotilla.shared.samples.reading import read_page
 from flotilla.shared.schemas.sample_kinds import SampleKind
@@ -64,7 +65,7 @@ async def samples(
     def read() -> SamplePage:
         found = read_page(index, query, limit=limit, after=after, with_tokens=tokens, seconds=READ_SECONDS)
         page = found.plain()
-        if tokens and (texts := token_texts(Path(experiment.spec.model.path))) is not None:
+        if tokens and (texts := _texts_of(experiment.spec.model)) is not None:
             for item in page["items"]:
                 item["tokens"] = {**item["tokens"], "texts": texts.of(item["tokens"]["token_ids"])}
         return SamplePage.model_validate(page)
@@ -73,6 +74,14 @@ async def samples(
         return await gateway.samples.reads.read(request.state.shown.principal.actor, read)
     except (OSError, sqlite3.Error) as error:
         raise Unavailable(f"the samples of {experiment_id} cannot be read: {error}") from error
+
+
+def _texts_of(model: ModelConfig) -> TokenTexts | None:
+    """Read the vocabulary where preflight has put the files of a hub's model; overrides do not change it."""
+    try:
+        return token_texts(model_directory(model.model_copy(update={"overrides": {}})))
+    except ModelError:
+        return None
 
 
 def _kinds(text: str | None) -> tuple[SampleKind, ...]:

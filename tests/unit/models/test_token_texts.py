@@ -2,11 +2,13 @@
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flotilla.shared.models import token_texts as reading
 from flotilla.shared.models.token_texts import token_texts
 
 
@@ -74,3 +76,38 @@ def test_a_vocabulary_that_was_replaced_is_read_again(tmp_path: Path) -> None:
 
     assert first is not None and then is not None and last is not None
     assert (first.of([0]), last.of([0])) == (["a"], ["b"])
+
+
+def test_neither_a_pipe_nor_a_device_is_read(tmp_path: Path) -> None:
+    (tmp_path / "pipe").mkdir()
+    (tmp_path / "device").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "tokenizer.json")
+    (tmp_path / "device" / "tokenizer.json").symlink_to("/dev/zero")
+    found: list[object] = []
+    reader = threading.Thread(target=lambda: found.append(token_texts(tmp_path / "pipe")), daemon=True)
+    reader.start()
+    reader.join(10)
+
+    assert found == [None]
+    assert token_texts(tmp_path / "device") is None
+
+
+def test_a_longer_file_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "MOST_BYTES", 10)
+
+    assert token_texts(write(tmp_path, model={"vocab": {"a": 0}})) is None
+
+
+def test_a_broken_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    read = reading._text_of
+
+    def counted(path: str) -> bytes | None:
+        reads.append(path)
+        return read(path)
+
+    monkeypatch.setattr(reading, "_text_of", counted)
+    (tmp_path / "tokenizer.json").write_text("[]")
+
+    assert [token_texts(tmp_path), token_texts(tmp_path)] == [None, None]
+    assert len(reads) == 1

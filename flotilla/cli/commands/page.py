@@ -4,7 +4,9 @@ import argparse
 import secrets
 import webbrowser
 from contextlib import AbstractAsyncContextManager
+from html import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from flotilla.cli.output import new_console
 from flotilla.cli.run_directory import FLEET
@@ -32,13 +34,27 @@ async def page(arguments: argparse.Namespace) -> int:
     async with recorded_state(settings, folders) as state:
         # Nobody learns the operator's token, so nothing can be changed.
         token = state.tokens.issue(Principal(Scope.READER, NAME), SECONDS)
-        with bind("127.0.0.1", arguments.port) as listening:
+        with bind("127.0.0.1", arguments.port) as listening, TemporaryDirectory(prefix="flotilla-page-") as private:
             url = f"{address_of(listening)}/#token={token}"
             new_console().print(f"page       {url}\nCtrl-C ends it", markup=False, soft_wrap=True)
             if not arguments.no_browser:
-                webbrowser.open(url)
+                open_browser(url, Path(private))
             await serve_here(create_app(settings, open_state=lambda _: _Opened(state)), listening)
     return 0
+
+
+def open_browser(url: str, private: Path) -> None:
+    """Open a browser at an address that others must not read: it gets a file that leads there.
+
+    Its command line, with all that stands there, can be read by every user of the machine.
+
+    Args:
+        url: holds a token.
+        private: a folder that only this user can read; it must stay until the browser has read the file.
+    """
+    leading = private / "page.html"
+    leading.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={escape(url)}">', encoding="utf-8")
+    webbrowser.open(leading.as_uri())
 
 
 def _data_of(named: Path) -> Path:

@@ -101,7 +101,8 @@ async def test_an_error_that_json_cannot_say_is_an_error_all_the_same(kind: str)
 
 async def test_code_that_is_cancelled_from_within_is_an_error(kind: str) -> None:
     async with started(kind) as process:
-        with pytest.raises((WorkerDied, FlotillaError)):
+        ends = {"in turn": "the process of the worker ended with code", "at once": "was cancelled by its own code"}
+        with pytest.raises(FlotillaError, match=ends[kind]):
             await process.call("cancelled", seconds=SECONDS)
 
 

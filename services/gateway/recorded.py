@@ -1,17 +1,23 @@
 """A gateway of runs that are over: their databases, read into memory, and nothing that works on them.
 
 The same routes answer as of a gateway at work, so the page looks at run folders as at a fleet. Nothing is written but
-the samples' index beside the samples, and what nobody kept is empty, such as the ledger of what had not ended.
+the samples' index beside the samples, and what nobody kept is empty, such as the ledger of what had not ended. A
+database may come from somebody else: of what it says, no folder outside its own is believed.
 """
 
-import sqlite3
+import asyncio
+import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Final
+
+from alembic.util import CommandError
+from sqlalchemy.exc import SQLAlchemyError
 
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.services.gateway.state import GatewayState
@@ -20,7 +26,7 @@ from flotilla.services.gateway.store.memory import MemoryStore
 from flotilla.services.gateway.store.sql import SqlStore
 from flotilla.services.gateway.store.writes import AppendAudit, AppendEvent, PutCheckpoint, PutMetrics, PutRecord, Write
 from flotilla.shared.clock import SystemClock
-from flotilla.shared.errors import Conflict
+from flotilla.shared.errors import Conflict, FlotillaError, Unavailable
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
 
@@ -28,6 +34,10 @@ DATABASE: Final = "gateway.sqlite"
 EXPERIMENTS: Final = "experiments"
 PAGE: Final = 20_000
 AUDITS: Final = 1000
+QUIET_SECONDS: Final = 0.03
+"""Files' times have ticks of a hundredth of a second at most: what is written later than this has another time."""
+COPY_SECONDS: Final = 20.0
+"""Longest time to find a moment in which nobody writes the database itself; its log of writes may grow meanwhile."""
 
 
 @asynccontextmanager
@@ -39,8 +49,8 @@ async def recorded_state(settings: GatewaySettings, folders: Sequence[Path]) -> 
         folders: each with a ``gateway.sqlite``. One that a fleet works on is read as it is now.
 
     Raises:
-        Conflict: two of them have an experiment of the same id.
-        Unavailable: one cannot be read, or is of a later release.
+        Conflict: two of them have an experiment of the same id, or a link leads out of one to an experiment's files.
+        Unavailable: one cannot be read, is of a later release, or is written all the time.
     """
     store = MemoryStore()
     for folder in folders:
@@ -65,30 +75,93 @@ async def _ping_nothing() -> None:
 async def _read(folder: Path, store: MemoryStore) -> None:
     """Add all of one database; the copy that is opened may be brought up to date, the database itself stays."""
     with tempfile.TemporaryDirectory(prefix="flotilla-page-") as place:
-        copy = Path(place) / DATABASE
-        with (
-            closing(sqlite3.connect(f"{(folder / DATABASE).absolute().as_uri()}?mode=rw", uri=True)) as source,
-            closing(sqlite3.connect(copy)) as target,
-        ):
-            source.backup(target)
-        kept = await SqlStore.open(f"sqlite:///{copy}")
+        copied = Path(place) / DATABASE
         try:
-            known = {record.id for record in await store.experiments()}
-            for record in await kept.experiments():
-                if record.id in known:
-                    raise Conflict(f"{record.id} is in {folder} and in another of the folders: name one of them")
-                await store.apply(
-                    [PutRecord(replace(record, directory=_directory(folder, record.id, record.directory)))]
-                )
-                await _read_series(kept, store, record.id)
-        finally:
-            await kept.close()
+            await asyncio.to_thread(_copy, folder / DATABASE, copied)
+            kept = await SqlStore.open(f"sqlite:///{copied}")
+            try:
+                await _read_all(folder, kept, store)
+            finally:
+                await kept.close()
+        except Conflict:
+            raise
+        except (OSError, SQLAlchemyError, CommandError, FlotillaError, ValueError, TypeError) as error:
+            cause = error.detail if isinstance(error, FlotillaError) else str(error)
+            raise Unavailable(f"{folder / DATABASE} cannot be read: {' '.join(cause.split())}") from error
 
 
-def _directory(folder: Path, experiment_id: str, recorded: str) -> str:
-    """Find an experiment's files below the folder, which may have been moved since."""
-    here = folder.absolute() / EXPERIMENTS / experiment_id
-    return str(here) if here.is_dir() else recorded
+def _copy(database: Path, copied: Path) -> None:
+    """Copy a database with what SQLite keeps beside it, as of one moment, without a lock or a write of ours.
+
+    Write-ahead frames have checksums, and count up to the last commit that is whole: those may be added meanwhile, as
+    long as none is moved to the database. A rollback journal belongs to one state of the database.
+
+    Raises:
+        OSError: a file cannot be read.
+        Unavailable: there was no quiet moment.
+    """
+    end = time.monotonic() + COPY_SECONDS
+    while time.monotonic() < end:
+        before = _state_of(database)
+        time.sleep(QUIET_SECONDS)
+        if _state_of(database) != before:
+            continue
+        for suffix in ("", "-journal", "-wal"):
+            _beside(copied, suffix).unlink(missing_ok=True)
+            try:
+                shutil.copyfile(_beside(database, suffix), _beside(copied, suffix))
+            except FileNotFoundError:
+                if not suffix:
+                    raise
+        if _state_of(database) == before:
+            return
+    raise Unavailable("it is written all the time: look at the page of the fleet that works on it")
+
+
+def _beside(database: Path, suffix: str) -> Path:
+    return database.with_name(f"{database.name}{suffix}")
+
+
+def _state_of(database: Path) -> list[tuple[int, int, int] | None]:
+    """Return what differs once the database, or a journal of it, was written."""
+    found: list[tuple[int, int, int] | None] = []
+    for suffix in ("", "-journal"):
+        try:
+            facts = _beside(database, suffix).stat()
+        except FileNotFoundError:
+            found.append(None)
+        else:
+            found.append((facts.st_ino, facts.st_size, facts.st_mtime_ns))
+    return found
+
+
+async def _read_all(folder: Path, kept: Store, store: MemoryStore) -> None:
+    known = {record.id for record in await store.experiments()}
+    for record in await kept.experiments():
+        if record.id in known:
+            raise Conflict(f"{record.id} is in {folder} and in another of the folders: name one of them")
+        directory = _directory(folder, record.id, record.directory)
+        await store.apply([PutRecord(replace(record, directory=str(directory)))])
+        await _read_series(kept, store, record.id)
+
+
+def _directory(folder: Path, experiment_id: str, recorded: str) -> Path:
+    """Find an experiment's files below the folder, which may have been moved since.
+
+    Returns:
+        An absolute path below the folder, where there is nothing if nothing was left.
+
+    Raises:
+        Conflict: what has its name in the folder is elsewhere.
+    """
+    within, here = folder.resolve(), folder.resolve() / EXPERIMENTS / experiment_id
+    for each in (here, Path(recorded)):
+        place = each.resolve()
+        if place.is_dir() and place != within and place.is_relative_to(within):
+            return place
+    if here.resolve() == within or not here.resolve().is_relative_to(within):
+        raise Conflict(f"{here} leads out of {folder}, from where no files are shown: put them into the folder")
+    return here
 
 
 async def _read_series(kept: Store, store: MemoryStore, experiment_id: str) -> None:

@@ -12,7 +12,13 @@ with collecting_later():
     from flotilla.services.gateway.store.sql import SqlStore
 from flotilla.shared.children.processes import die_with_parent
 from flotilla.shared.children.secret_variables import forget_secrets
-from flotilla.shared.environment.settings import allows_volatile_redis, read_settings, seconds_from
+from flotilla.shared.environment.settings import (
+    allows_volatile_redis,
+    read_settings,
+    seconds_from,
+    secret_from,
+    token_from,
+)
 from flotilla.shared.errors import FlotillaError
 from flotilla.shared.faults.armed import arm_process
 from flotilla.shared.locations.allowed import read_places
@@ -40,9 +46,9 @@ def main() -> int:
             token=common.token,
             redis_url=common.redis_url,
             data=common.data,
-            service_token=os.environ.get("FLOTILLA_SERVICE_TOKEN") or None,
+            service_token=token_from(os.environ, "FLOTILLA_SERVICE_TOKEN") or None,
             places=read_places(os.environ, common.data),
-            database_url=os.environ.get("FLOTILLA_DATABASE_URL") or None,
+            database_url=secret_from(os.environ, "FLOTILLA_DATABASE_URL") or None,
             allow_volatile_redis=allows_volatile_redis(os.environ),
             quota=read_quota(os.environ),
             stall_seconds=seconds_from(os.environ, "FLOTILLA_STALL_SECONDS", STALL_SECONDS),

@@ -100,7 +100,8 @@ def create_member_app(settings: ServiceSettings, address: str) -> FastAPI:
 
 def main() -> int:
     """Serve; a refusal is one sentence and exit code 2."""
-    return run_service("sandbox", create_member_app)
+    # It runs programs that nobody trusts: what it does not know cannot be taken from it.
+    return run_service("sandbox", create_member_app, needs_redis=False)
 
 
 @contextlib.asynccontextmanager

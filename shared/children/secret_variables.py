@@ -5,14 +5,10 @@ import os
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-SECRETS = (
-    "FLOTILLA_TOKEN",
-    "FLOTILLA_TOKEN_FILE",
-    "FLOTILLA_SERVICE_TOKEN",
-    "FLOTILLA_REDIS_URL",
-    "FLOTILLA_DATABASE_URL",
-)
+VALUES = ("FLOTILLA_TOKEN", "FLOTILLA_SERVICE_TOKEN", "FLOTILLA_REDIS_URL", "FLOTILLA_DATABASE_URL")
 """The last two hold passwords."""
+SECRETS = (*VALUES, *(f"{name}_FILE" for name in VALUES))
+"""Also where the files are that hold them."""
 STAT = Path("/proc/self/stat")
 START_FIELD, END_FIELD = 47, 48
 """``env_start`` and ``env_end`` in proc(5), counted from 0 after the process's name."""

@@ -33,7 +33,7 @@ class ServiceSettings:
         gateway_url: where to register.
         token: bearer token of the fleet.
         public_url: the gateway as graders outside reach it; None: as this service does.
-        redis_url: the data plane's server.
+        redis_url: the data plane's server; empty for a service that has nothing to do with it.
         host, port: where its own HTTP interface listens; port 0 takes a free one.
         data: directory for files that outlive the process.
         log_level: least severe level that is logged.
@@ -63,8 +63,15 @@ class ServiceSettings:
     public_url: str | None = None
 
 
-def read_settings(environment: Mapping[str, str] | None = None, *, default_port: int = 0) -> ServiceSettings:
+def read_settings(
+    environment: Mapping[str, str] | None = None, *, default_port: int = 0, needs_redis: bool = True
+) -> ServiceSettings:
     """Read ``FLOTILLA_*``.
+
+    Args:
+        environment: what to read; None for that of this process.
+        default_port: where nothing says which port.
+        needs_redis: whether the service talks to the data plane; one that does not is not asked for its address.
 
     Raises:
         InvalidRequest: a variable is missing or malformed; the detail names it.
@@ -73,9 +80,11 @@ def read_settings(environment: Mapping[str, str] | None = None, *, default_port:
     token = token_from(values)
     if not token:
         raise InvalidRequest("FLOTILLA_TOKEN or FLOTILLA_TOKEN_FILE must be set: no service runs without a token")
-    redis_url = values.get("FLOTILLA_REDIS_URL", "")
-    if not redis_url:
-        raise InvalidRequest("FLOTILLA_REDIS_URL must be set, such as redis://127.0.0.1:6379/0")
+    redis_url = secret_from(values, "FLOTILLA_REDIS_URL") if needs_redis else ""
+    if needs_redis and not redis_url:
+        raise InvalidRequest(
+            "FLOTILLA_REDIS_URL or FLOTILLA_REDIS_URL_FILE must be set, such as redis://127.0.0.1:6379/0"
+        )
     patience_from(values)  # read where something is started; a wrong one is said here
     port = values.get("FLOTILLA_PORT", str(default_port))
     if not port.isdigit() or int(port) > 65535:
@@ -127,26 +136,38 @@ def check_gateway_url(url: str) -> None:
         raise InvalidRequest(f"{url!r} is no address of a gateway: it is written http://HOST:PORT or https://HOST:PORT")
 
 
-def token_from(values: Mapping[str, str]) -> str:
-    """Read ``FLOTILLA_TOKEN``, else the file that ``FLOTILLA_TOKEN_FILE`` names; empty where neither is set.
+def token_from(values: Mapping[str, str], name: str = "FLOTILLA_TOKEN") -> str:
+    """Read a token: the variable, else the file that ``NAME_FILE`` names; empty where neither is set.
 
     Raises:
         InvalidRequest: the file cannot be read, or what is there is no token; the detail does not repeat it.
     """
-    token, name, path = values.get("FLOTILLA_TOKEN", "").strip(), "FLOTILLA_TOKEN", values.get("FLOTILLA_TOKEN_FILE")
-    if not token and path:
-        name = f"{path} (FLOTILLA_TOKEN_FILE)"
-        try:
-            token = Path(path).read_text(encoding="utf-8").strip()
-        except UnicodeDecodeError:
-            raise InvalidRequest(f"{name} holds no token: it is no text") from None
-        except OSError as error:
-            raise InvalidRequest(f"{name} cannot be read: {error.strerror}") from None
-        if not token:
-            raise InvalidRequest(f"{name} is empty: it must hold a token")
+    token = secret_from(values, name)
     if not (token.isascii() and token.isprintable()) or " " in token:
-        raise InvalidRequest(f"{name} holds no token: a token is one word of ASCII characters")
+        source = name if values.get(name, "").strip() else f"{values.get(f'{name}_FILE')} ({name}_FILE)"
+        raise InvalidRequest(f"{source} holds no token: a token is one word of ASCII characters")
     return token
+
+
+def secret_from(values: Mapping[str, str], name: str) -> str:
+    """Read a secret: the variable, else the file that ``NAME_FILE`` names; empty where neither is set.
+
+    Raises:
+        InvalidRequest: the file cannot be read, is no text, or is empty; the detail does not repeat what it holds.
+    """
+    secret, path = values.get(name, "").strip(), values.get(f"{name}_FILE")
+    if secret or not path:
+        return secret
+    source = f"{path} ({name}_FILE)"
+    try:
+        secret = Path(path).read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"{source} cannot be read: it is no text") from None
+    except OSError as error:
+        raise InvalidRequest(f"{source} cannot be read: {error.strerror}") from None
+    if not secret:
+        raise InvalidRequest(f"{source} is empty: it must hold what {name} would")
+    return secret
 
 
 def networks_from(values: Mapping[str, str], name: str, default: tuple[IPNetwork, ...]) -> tuple[IPNetwork, ...]:

@@ -21,18 +21,19 @@ from flotilla.shared.telemetry.logging import configure_logging
 CANNOT_START = 2
 
 
-def run_service(name: str, create_app: Callable[[ServiceSettings, str], FastAPI]) -> int:
+def run_service(name: str, create_app: Callable[[ServiceSettings, str], FastAPI], *, needs_redis: bool = True) -> int:
     """Read the settings, configure logging, bind, serve until told to end.
 
     Args:
         name: of the service, in its log lines and refusals.
         create_app: makes the app from the settings and the address that it is reached at.
+        needs_redis: whether it talks to the data plane, and so must be told where that is.
 
     Returns:
         0 after an orderly end; 2, with one sentence on standard error, if it cannot start.
     """
     try:
-        settings = read_settings()
+        settings = read_settings(needs_redis=needs_redis)
         forget_secrets()
         limit_devices()
         if settings.parent_pid is not None:

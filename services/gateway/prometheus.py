@@ -44,6 +44,7 @@ def metrics_of(gateway: GatewayState, *, with_experiments: bool = True) -> Itera
     yield from _progress(shown, gateway.feeder_status)
     yield from _streams(shown, gateway.measurements)
     yield _lags(shown, gateway.measurements)
+    yield _values(shown, gateway.measurements)
     yield from _speed(shown, gateway)
 
 
@@ -112,6 +113,14 @@ def _lags(experiments: Iterable[Experiment], measured: PerExperiment[Measurement
         buckets = [(str(bound), float(count)) for bound, count in lags.cumulative()]
         histogram.add_metric((experiment.id,), [*buckets, ("+Inf", lags.num_tokens)], lags.sum_of_lags)
     return histogram
+
+
+def _values(experiments: Iterable[Experiment], measured: PerExperiment[Measurements]) -> Metric:
+    values = gauge("experiment_value", "A value of the last step, by its name in docs/metrics.md", "experiment", "name")
+    for experiment in experiments:
+        for name, value in sorted(measured.of(experiment).latest.items()):
+            values.add_metric((experiment.id, name), value)
+    return values
 
 
 def _speed(experiments: Iterable[Experiment], gateway: GatewayState) -> Iterator[Metric]:

@@ -5,6 +5,7 @@ Health alone outlives the gateway's process; the rest begins with nothing.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from flotilla.services.gateway.monitoring.agents import LastAsked
 from flotilla.services.gateway.monitoring.bottleneck import Bottleneck
@@ -13,6 +14,20 @@ from flotilla.services.gateway.monitoring.lags import LagHistogram
 from flotilla.services.gateway.monitoring.window import Window
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.schemas.service import ObservedState
+
+SHOWN_VALUES: Final = (
+    "reward/mean",
+    "loss/total",
+    "entropy",
+    "kl/mean",
+    "grad_norm",
+    "ratio/clip_fraction",
+    "completion_tokens/mean",
+    "groups/flat_fraction",
+    "samples/without_reward",
+    "tokens/trained",
+)
+"""What a step measures that is worth an alert or a panel; a fixed number, since each is a series in Prometheus."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +39,14 @@ class Measurements:
         lags: of the tokens that it has trained.
         health: what the training-health checks look at.
         asked: when an agent from outside last asked for an episode.
+        latest: values of the last step that was reported, of ``SHOWN_VALUES``.
     """
 
     window: Window = field(default_factory=Window)
     lags: LagHistogram = field(default_factory=LagHistogram)
     health: HealthWindow = field(default_factory=HealthWindow)
     asked: LastAsked = field(default_factory=LastAsked)
+    latest: dict[str, float] = field(default_factory=dict)
 
     def add_step(self, at: float, step: int, values: Mapping[str, float]) -> None:
         """Record a step's metrics.
@@ -42,6 +59,7 @@ class Measurements:
         self.window.add_step(at, values)
         self.lags.add_step(step, values)
         self.health.add_step(step, values)
+        self.latest.update((name, values[name]) for name in SHOWN_VALUES if name in values)
 
     def add_reports(self, observed: ObservedState) -> None:
         """Record what a service has graded or sampled."""

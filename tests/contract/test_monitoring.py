@@ -1,0 +1,115 @@
+"""The dashboard and the alert rules name series and labels that are served, and values that a step reports."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flotilla.services.gateway.monitoring.health.measurements import SHOWN_VALUES
+from flotilla.services.gateway.prometheus import metrics_of
+from flotilla.services.sandbox.metrics import SandboxMetrics
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.sandbox import IsolationLevel, RunStatus
+from flotilla.shared.schemas.service import ServiceKind
+from flotilla.shared.streams.ledger import Ledger
+from flotilla.shared.telemetry.prometheus import page_of
+from tests.prometheus import parse_page
+from tests.unit.gateway.builders import add_service
+from tests.unit.gateway.test_prometheus import a_running_gateway
+
+FOLDER = Path(__file__).parents[2] / "deploy" / "monitoring"
+SELECTOR = re.compile(r"\b((?:flotilla|up)\w*)(?:\{([^}]*)\})?")
+GROUPING = re.compile(r"\bby \(([^)]*)\)")
+SCRAPERS_LABELS = {"job", "instance"}
+BY_PROMETHEUS = {"up"}
+
+
+def rules() -> list[dict[str, Any]]:
+    return [rule for group in yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"] for rule in group["rules"]]
+
+
+def panels() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((FOLDER / "dashboard.json").read_text())["panels"]
+    return found
+
+
+def expressions() -> Iterator[tuple[str, str, str]]:
+    """Give each expression with its place, and what is written with its labels."""
+    for rule in rules():
+        annotations = " ".join(rule["annotations"].values())
+        yield rule["alert"], rule["expr"], " ".join(re.findall(r"\$labels\.(\w+)", annotations))
+    for panel in panels():
+        for target in panel["targets"]:
+            yield panel["title"], target["expr"], " ".join(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+
+
+@pytest.fixture
+async def served() -> dict[str, set[str]]:
+    """Scrape a gateway with all that it can have, and a sandbox; gives the labels of each series."""
+    gateway = await a_running_gateway()
+    (experiment,) = gateway.repository
+    gateway.feeder_status.of(experiment).ledger = Ledger(issued=4, outstanding=2)
+    gateway.measurements.of(experiment).add_step(0.0, 1, dict.fromkeys(SHOWN_VALUES, 0.5) | {"lag/tokens/1": 4.0})
+    await add_service(gateway, ServiceKind.REWARD, "reward", None)
+    sandbox = SandboxMetrics()
+    sandbox.count_run("python", RunStatus.SUCCESS, 0.25)
+    families = sandbox.families(
+        IsolationLevel.C, num_running=1, num_waiting=1, num_out_of_use=0, num_spoiled=0, num_servers_lost=0,
+        num_servers_ended=0, num_backing_off=0, num_sessions=0,
+    )  # fmt: skip
+    labels: dict[str, set[str]] = {}
+    for page in (page_of(metrics_of(gateway)), page_of(families)):
+        for name, given in parse_page(page):
+            labels.setdefault(name, set()).update(label for label, _ in given)
+    return labels
+
+
+async def test_every_expression_names_what_is_served(served: dict[str, set[str]]) -> None:
+    for place, expression, written in expressions():
+        named = SELECTOR.findall(expression)
+        assert named, f"{place} names no series: {expression}"
+        known = set(SCRAPERS_LABELS)
+        for name, matchers in named:
+            assert name in served or name in BY_PROMETHEUS, f"{place}: {name} is not served"
+            own = served.get(name, set()) | SCRAPERS_LABELS
+            known |= own
+            for label in re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers):
+                assert label in own, f"{place}: {name} has no label {label}"
+        for labels in GROUPING.findall(expression):
+            assert set(labels.replace(" ", "").split(",")) <= known, f"{place}: by ({labels})"
+        assert set(written.split()) <= known, f"{place} writes {written}"
+
+
+async def test_every_value_that_is_chosen_by_name_is_reported_by_a_step_or_is_a_state() -> None:
+    for place, expression, _ in expressions():
+        for name in re.findall(r'\bname="([^"]*)"', expression):
+            assert name in SHOWN_VALUES, f"{place}: {name}"
+        for state in re.findall(r'\bstate="([^"]*)"', expression):
+            assert state in set(ExperimentState), f"{place}: {state}"
+
+
+def test_every_value_is_a_metric_that_is_documented() -> None:
+    metrics = (FOLDER.parents[1] / "docs" / "metrics.md").read_text()
+
+    assert [name for name in SHOWN_VALUES if f"`{name}`" not in metrics] == []
+
+
+def test_panels_do_not_lie_over_each_other() -> None:
+    taken: dict[tuple[int, int], str] = {}
+    for panel in panels():
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        for x in range(place["x"], place["x"] + place["w"]):
+            for y in range(place["y"], place["y"] + place["h"]):
+                assert taken.setdefault((x, y), panel["title"]) == panel["title"]
+
+
+def test_every_alert_says_what_to_do_and_how_bad_it_is() -> None:
+    assert len({rule["alert"] for rule in rules()}) == len(rules())
+    for rule in rules():
+        assert rule["annotations"].keys() == {"summary", "description"}
+        assert rule["labels"]["severity"] in {"warning", "critical"}

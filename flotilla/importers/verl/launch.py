@@ -12,6 +12,7 @@ from flotilla.importers.composition import Beside, Composition
 from flotilla.importers.hydra import OVERRIDE, problem
 from flotilla.importers.shell import Command, Script
 from flotilla.importers.source import Given
+from flotilla.importers.verl.carried import carried
 from flotilla.shared.errors import InvalidSpec
 
 MODULE: Final = "python -m"
@@ -45,6 +46,8 @@ TRAINERS: Mapping[str, Kind] = MappingProxyType(
     {
         "verl.trainer.main_ppo": Kind.SYNCHRONOUS,
         "verl.trainer.main_ppo_sync": Kind.SYNCHRONOUS,
+        "recipe.transfer_queue.main_ppo": Kind.SYNCHRONOUS,
+        "examples.split_placement.main_ppo_split": Kind.SYNCHRONOUS,
         "recipe.dapo.main_dapo": Kind.DAPO,
         "recipe.one_step_off_policy.main_ppo": Kind.ONE_STEP_OFF,
         "recipe.one_step_off_policy.async_main_ppo": Kind.ONE_STEP_OFF,
@@ -57,6 +60,8 @@ OWN: Mapping[str, Kind] = MappingProxyType(
     {
         "ppo_trainer": Kind.SYNCHRONOUS,
         "ppo_megatron_trainer": Kind.SYNCHRONOUS,
+        "transfer_queue_ppo_trainer": Kind.SYNCHRONOUS,
+        "ppo_trainer_split": Kind.SYNCHRONOUS,
         "dapo_trainer": Kind.DAPO,
         "dapo_megatron_trainer": Kind.DAPO,
         "one_step_off_ppo_trainer": Kind.ONE_STEP_OFF,
@@ -257,6 +262,8 @@ def config_values(launch: Launch, beside: Beside, own: frozenset[str]) -> tuple[
             return Composition(beside, own).read(text, source=place, folder=posixpath.dirname(place)), []
     if EMPTY.get(name, "-") == "/".join(posixpath.normpath(folder).split("/")[-2:]):
         return {}, []
+    if (text := carried(posixpath.join(folder, name))) is not None:
+        return Composition(beside, own).read(text, source=name), []
     why = (
         f"no file of verl's that this importer knows, and not found as {posixpath.join(folder, name)}.yaml beside the "
         "script or above it: its values are not in this report; give --config-dir DIR, the folder that it lies in"

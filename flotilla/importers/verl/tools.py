@@ -9,7 +9,8 @@ from flotilla.importers.composition import Beside
 from flotilla.importers.hydra import read_yaml
 from flotilla.importers.parameter import Parameter, Verdict, translated
 from flotilla.importers.source import Given, Source
-from flotilla.importers.values import count, flag, integer, text
+from flotilla.importers.values import count, flag, integer, number, text
+from flotilla.importers.verl.carried import carried
 from flotilla.importers.verl.data import SINGLE
 
 Fields = dict[str, Any]
@@ -20,7 +21,7 @@ MAX_ABOVE: Final = 8
 MOST_TURNS: Final = 64
 """Where verl bounds an episode by its tokens alone."""
 CELL_SECONDS: Final = 30.0
-KNOWN: Final = "Gsm8kTool, SandboxFusionTool and CustomSandboxFusionTool"
+KNOWN: Final = "Gsm8kTool, SearchTool, SandboxFusionTool and CustomSandboxFusionTool"
 SANDBOXES: Final = ("SandboxFusionTool", "CustomSandboxFusionTool")
 GSM8K: Final = '''"""verl's Gsm8kTool: says whether an answer is that of the row. Written by `flotilla import verl`."""
 
@@ -44,6 +45,57 @@ def truth_of(row: dict) -> object:
     except ValueError:
         column = None
     return column["ground_truth"] if isinstance(column, dict) and "ground_truth" in column else row["label"]
+
+
+{name}.schema = {schema!r}
+'''
+SEARCH: Final = '''"""verl's SearchTool: asks a service for passages. Written by `flotilla import verl`."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+
+URL = {url!r}
+PASSAGES = {passages}
+SECONDS = {seconds}
+TRIES = 10
+
+
+def {name}(query_list: object = None) -> str:
+    if not query_list or not isinstance(query_list, list):
+        return _said("Error: 'query_list' is missing, empty, or not a list in parameters.")
+    found = _asked({{"queries": query_list, "topk": PASSAGES, "return_scores": True}}).get("result") or []
+    return _said("\\n---\\n".join(map(_listed, found)) if found else "No search results found.")
+
+
+def _said(text: str) -> str:
+    return json.dumps({{"result": text}}, ensure_ascii=False)
+
+
+def _asked(body: dict) -> dict:
+    """Post it; a service that is away is asked again, and then is an error of the episode."""
+    headers = {{"Content-Type": "application/json", "Accept": "application/json"}}
+    for number in range(1, TRIES + 1):
+        request = urllib.request.Request(URL, json.dumps(body).encode(), headers)
+        try:
+            with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            if error.code not in (500, 502, 503, 504) or number == TRIES:
+                raise ConnectionError(f"{{URL}} answers {{error.code}}") from error
+        except OSError as error:
+            if number == TRIES:
+                raise ConnectionError(f"{{URL}} cannot be asked: {{error}}") from error
+        time.sleep(number)
+
+
+def _listed(passages: list) -> str:
+    made = ""
+    for number, passage in enumerate(passages, 1):
+        title, _, text = passage["document"]["contents"].partition("\\n")
+        made += f"Doc {{number}} (Title: {{title}})\\n{{text}}\\n\\n"
+    return made.strip()
 
 
 {name}.schema = {schema!r}
@@ -80,7 +132,8 @@ def with_tools(given: Sequence[Given], beside: Beside) -> list[Given]:
         if each.spelling != PATH or not isinstance(each.value, str) or each.refusal is not None:
             made.append(each)
             continue
-        content = next((found for place in _places(each.value) if (found := beside(place)) is not None), None)
+        lying = (found for place in _places(each.value) if (found := beside(place)) is not None)
+        content = next(lying, None) or carried(each.value)
         if content is None:
             why = (
                 "the file is not found beside the launch file or above it, and without it an import makes single "
@@ -104,9 +157,9 @@ def _places(path: str) -> Iterator[str]:
 
 def _tools(content: str, path: Given) -> Iterator[Given]:
     tools = read_yaml(content, source=str(path.value)).get("tools")
-    for number, tool in enumerate(tools if isinstance(tools, list) else ()):
+    for position, tool in enumerate(tools if isinstance(tools, list) else ()):
         name = _name(tool) if isinstance(tool, Mapping) else None
-        yield Given(tool, f"{TOOLS}.{name or number}", path.where)
+        yield Given(tool, f"{TOOLS}.{name or position}", path.where)
 
 
 def _name(tool: Mapping[str, Any]) -> str | None:
@@ -168,9 +221,27 @@ def _tool(source: Source, spelling: str, tool: Any) -> Fields | None:
         file = f"{name}_tool.py"
         source.files[file] = GSM8K.format(name=name, schema=tool["tool_schema"])
         return {"kind": "python", "path": f"{file}:{name}"}
+    if kind == "SearchTool" and name is not None:
+        return _search(source, spelling, name, tool)
     source.refuse_written(
         spelling,
         f"{kind or 'what is no class'} is no tool of verl's that is known here ({KNOWN}): give a function, a URL or an "
         "MCP server with --set 'rollout.episodes.tools=[...]'",
     )
     return None
+
+
+def _search(source: Source, spelling: str, name: str, tool: Mapping[str, Any]) -> Fields | None:
+    config = tool.get("config") or {}
+    url = config.get("retrieval_service_url")
+    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+        source.refuse_written(spelling, "config.retrieval_service_url is the address of a service: give one")
+        return None
+    source.files[f"{name}_tool.py"] = SEARCH.format(
+        name=name,
+        schema=tool["tool_schema"],
+        url=url,
+        passages=integer(spelling, config.get("topk", 3)),
+        seconds=float(number(spelling, config.get("timeout", 30)) or 30),
+    )
+    return {"kind": "python", "path": f"{name}_tool.py:{name}"}

@@ -150,6 +150,9 @@ OFFLINE = "of verl's main_eval, which scores answers made before and whose files
 SFT = "of verl's trainer of supervised fine-tuning, whose files are imported by themselves (they name partial_pretrain)"
 
 OTHER_ROWS: tuple[Parameter, ...] = (
+    *unsupported("a step's samples come over the fleet's streams, and are held by the trainer",
+                 "trainer.num_global_batch", "trainer.num_data_storage_units", "trainer.num_data_controllers",
+                 "transfer_queue.enable"),
     *(refused(f"evaluation.{name}", OFFLINE, default=default,
               aliases=(name,) if name in {"data.path", "data.data_source_key", "data.reward_model_key"} else ())
       for name, default in (

@@ -61,6 +61,8 @@ def refused(found: Imported) -> dict[str, str]:
         "nohup python3 -m verl.trainer.main_ppo --config-path=config --config-name=ppo_trainer.yaml",
         "python3 -m verl.trainer.main_ppo --config-path ./config --config-name ppo_megatron_trainer",
         "python3 -m verl.trainer.main_ppo -cn ppo_trainer",
+        "python3 -m recipe.transfer_queue.main_ppo --config-name=transfer_queue_ppo_trainer",
+        "python3 main_ppo_split.py",
         "python3 -m verl.trainer.main_ppo --config-path=/opt/verl/verl/trainer/config --config-name=ppo_trainer",
     ],
 )
@@ -76,8 +78,6 @@ def test_verls_usual_trainer_is_read_whatever_starts_it(program: str) -> None:
     "program",
     [
         "python3 -m recipe.spin.main_spin",
-        "python3 -m recipe.transfer_queue.main_ppo --config-name=transfer_queue_ppo_trainer",
-        "python3 main_ppo_split.py",
         "python3 -m mine.main_ppo",
         "torchrun --nproc_per_node=8 -m mine.train",
         "python3 /root/mine/main_ppo.py",

@@ -1,6 +1,10 @@
 """verl's file of tools: known classes become tools of ours, others are refused by name."""
 
 import importlib.util
+import json
+import threading
+import types
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +83,78 @@ def test_an_unknown_class_is_refused_by_name_and_the_others_are_kept() -> None:
     assert "ImageZoomInTool is no tool" in refused[f"{MULTI}.tool_config.zoom"]
     assert found.spec is not None and isinstance(found.spec.rollout.episodes, ToolEpisodesConfig)
     assert len(found.spec.rollout.episodes.tools) == 1
+
+
+def of_script(*words: str, module: str = "verl.trainer.main_ppo") -> Imported:
+    line = " ".join(f"{name}={value}" for name, value in BASES["verl"].items())
+    given = read("verl", f"python3 -m {module} {' '.join(words)} {line}\n", (), {}, source="run.sh")
+    return build(SYSTEMS["verl"], given, rows=100_000)
+
+
+def test_verls_own_files_need_not_lie_beside_the_script() -> None:
+    folder = "/src/examples/sglang_multiturn/config"
+    words = (f"--config-path={folder}", "--config-name=search_multiturn_grpo")
+
+    found = of_script(*words, f"{MULTI}.tool_config_path={folder}/tool_config/search_tool_config.yaml")
+
+    assert found.may_run(), found.report.render()
+    assert found.spec is not None and isinstance(found.spec.rollout.episodes, ToolEpisodesConfig)
+    assert (found.spec.rollout.episodes.max_turns, found.spec.rollout.episodes.format) == (2, "qwen")
+    assert found.spec.data.shuffle is False
+    assert "http://127.0.0.1:8000/retrieve" in found.files["search_tool.py"]
+
+
+def test_a_users_file_of_that_name_wins_over_verls_own() -> None:
+    found = imported(tool("Gsm8kTool", "check"), at="recipe/retool/sandbox_fusion_tool_config.yaml")
+    assert f"{MULTI}.tool_config_path" in {entry.name for entry in found.report.refused}
+    path = "recipe/retool/sandbox_fusion_tool_config.yaml"
+    files = {path: yaml.safe_dump({"tools": [tool("Gsm8kTool", "check")]})}
+    values = {**BASES["verl"], f"{MULTI}.tool_config_path": path, f"{MULTI}.enable": True}
+
+    given = read("verl", yaml.safe_dump(nested(values)), (), {}, source="launch.yaml", beside=files.get)
+
+    assert "check_tool.py" in build(SYSTEMS["verl"], given, rows=100_000).files
+
+
+@pytest.mark.parametrize("module", ["recipe.transfer_queue.main_ppo", "examples.split_placement.main_ppo_split"])
+def test_programs_that_only_place_or_move_otherwise_are_the_synchronous_trainer(module: str) -> None:
+    assert of_script(module=module).document == of_script().document
+
+
+def test_the_search_tool_asks_the_service_as_verls_does(tmp_path: Path) -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Passages(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            passage = {"document": {"contents": "Lakes\nSome are frozen."}, "score": 0.5}
+            body = json.dumps({"result": [[passage, passage], [passage]]}).encode()
+            self.send_response(503 if len(asked) == 1 else 200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Passages) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/retrieve"
+        module = loaded(tmp_path, imported(tool("SearchTool", "search", retrieval_service_url=url)), "search_tool.py")
+        module.time = types.SimpleNamespace(sleep=lambda seconds: None)
+        said = json.loads(module.search(["where", "what"]))
+        server.shutdown()
+
+    assert asked[-1] == {"queries": ["where", "what"], "topk": 3, "return_scores": True} and len(asked) == 2
+    lake = "Doc 1 (Title: Lakes)\nSome are frozen."
+    assert said == {"result": f"{lake}\n\nDoc 2{lake[5:]}\n---\n{lake}"}
+    assert "is missing" in module.search("where")
+
+
+def loaded(folder: Path, found: Imported, name: str) -> Any:
+    path = folder / name
+    path.write_text(found.files[name])
+    made = importlib.util.spec_from_file_location(path.stem, path)
+    assert made is not None and made.loader is not None
+    module = importlib.util.module_from_spec(made)
+    made.loader.exec_module(module)
+    return module

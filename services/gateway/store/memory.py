@@ -1,9 +1,14 @@
-"""The store's twin in memory, for tests."""
+"""The store's twin in memory: for tests, and for what runs have left (``recorded.py``).
+
+A transaction that fails is undone change by change, the last one first.
+"""
 
 import json
-from collections.abc import Mapping, Sequence
-from copy import copy
-from typing import Any, assert_never
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, TypeVar, assert_never
 
 from flotilla.services.gateway.store.base import MetricRow
 from flotilla.services.gateway.store.records import (
@@ -30,7 +35,63 @@ from flotilla.services.gateway.store.writes import (
     Write,
 )
 from flotilla.shared.clock import rfc3339
-from flotilla.shared.schemas.experiment import CheckpointView, Event
+from flotilla.shared.schemas.experiment import CheckpointView, Event, MetricPoint
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+Undo = Callable[[], object]
+
+
+class Series:
+    """The points of one experiment in the order of writing; of one name and step the last.
+
+    A point that was replaced leaves a gap, so that pages are found by bisection. Gaps are closed once they are the
+    larger part.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        self._points: list[MetricPoint | None] = []
+        self._places: dict[tuple[str, int], int] = {}
+
+    def put(self, number: int, point: MetricPoint) -> Undo:
+        """Add a point under a number above all others; return what takes it back, while it is the last."""
+        key = (point.name, point.step)
+        before = self._places.get(key)
+        replaced = None if before is None else self._points[before]
+        if before is not None:
+            self._points[before] = None
+        self._places[key] = len(self._points)
+        self._numbers.append(number)
+        self._points.append(point)
+
+        def undo() -> None:
+            self._numbers.pop()
+            self._points.pop()
+            if before is None:
+                del self._places[key]
+            else:
+                self._places[key] = before
+                self._points[before] = replaced
+
+        return undo
+
+    def close_gaps(self) -> None:
+        """Forget the gaps if they are the larger part. No change of before can be taken back after this."""
+        if len(self._points) > 2 * len(self._places):
+            kept = list(self.after(0))
+            self._numbers, self._points = [number for number, _ in kept], [point for _, point in kept]
+            self._places = {(point.name, point.step): place for place, (_, point) in enumerate(kept)}
+
+    def after(self, number: int) -> Iterator[MetricRow]:
+        """Go through the points whose number is larger."""
+        for place in range(bisect_right(self._numbers, number), len(self._numbers)):
+            if (point := self._points[place]) is not None:
+                yield self._numbers[place], point
+
+    def names(self) -> set[str]:
+        """Return the names of its points."""
+        return {name for name, _ in self._places}
 
 
 class MemoryStore(TransactionalStore):
@@ -41,24 +102,30 @@ class MemoryStore(TransactionalStore):
         self._experiments: dict[str, ExperimentRecord] = {}
         self._services: dict[str, ServiceRecord] = {}
         self._publications: dict[tuple[str, int], PublicationRecord] = {}
-        self._metrics: dict[tuple[str, str, int], MetricRow] = {}
-        self._events: list[tuple[str, Event]] = []
+        self._metrics: defaultdict[str, Series] = defaultdict(Series)
+        self._events: defaultdict[str, list[Event]] = defaultdict(list)
         self._audit: list[AuditRecord] = []
         self._checkpoints: dict[tuple[str, int], CheckpointView] = {}
         self._windows: dict[tuple[str, str], str] = {}
         self._answers: dict[str, StoredAnswer] = {}
         self._tokens: dict[str, TokenRecord] = {}
         self._sequence = 0
+        self._undo: list[Undo] = []
+        """What takes back the changes of the transaction under way."""
 
     async def apply(self, writes: Sequence[Write]) -> list[Event]:
         """Store all of them or none; return the events among them."""
-        before = {name: copy(value) for name, value in vars(self).items() if isinstance(value, dict | list)}
         try:
-            return [event for write in writes if (event := self.do(write)) is not None]
+            events = [event for write in writes if (event := self.do(write)) is not None]
         except BaseException:
             # Only the numbers go on: like a database's, they never come back.
-            vars(self).update(before)
+            while self._undo:
+                self._undo.pop()()
             raise
+        self._undo.clear()
+        for changed in {write.experiment_id for write in writes if isinstance(write, PutMetrics)}:
+            self._metrics[changed].close_gaps()
+        return events
 
     def do(self, write: Write) -> Event | None:
         """Do one write of a transaction; return its event, if it is one."""
@@ -66,27 +133,27 @@ class MemoryStore(TransactionalStore):
             case PutRecord(record):
                 self._put(record)
             case DeleteRecord(kind, key):
-                (self._services if kind is ServiceRecord else self._tokens).pop(key, None)
+                self._remove(self._services if kind is ServiceRecord else self._tokens, lambda each: each == key)
             case DeleteExperiment(experiment_id):
                 self._delete_experiment(experiment_id)
             case PutMetrics(experiment_id, points):
                 for point in points:
-                    self._metrics[experiment_id, point.name, point.step] = (self._next(), point)
+                    self._undo.append(self._metrics[experiment_id].put(self._next(), point))
             case AppendEvent(experiment_id, kind, at, data):
                 event = event_of(self._next(), kind, at, data)
-                self._events.append((experiment_id, event))
+                self._append(self._events[experiment_id], event)
                 return event
             case AppendAudit(audit):
-                self._audit.append(audit)
+                self._append(self._audit, audit)
             case PutCheckpoint(experiment_id, checkpoint):
-                self._checkpoints[experiment_id, checkpoint.step] = checkpoint
+                self._set(self._checkpoints, (experiment_id, checkpoint.step), checkpoint)
             case DeleteCheckpoints(experiment_id, after):
-                self._delete_checkpoints(experiment_id, after)
+                self._remove(self._checkpoints, lambda key: key[0] == experiment_id and key[1] > after)
             case PutWindow(experiment_id, name, data):
                 # As JSON, like the database: what differs after a restart differs here.
-                self._windows[experiment_id, name] = json.dumps(data)
+                self._set(self._windows, (experiment_id, name), json.dumps(data))
             case DeleteAnswers(earliest):
-                self._answers = {key: answer for key, answer in self._answers.items() if answer.at >= earliest}
+                self._remove(self._answers, lambda key: self._answers[key].at < earliest)
             case _:
                 assert_never(write)
         return None
@@ -94,31 +161,47 @@ class MemoryStore(TransactionalStore):
     def _put(self, record: Record) -> None:
         match record:
             case ExperimentRecord():
-                self._experiments[record.id] = record
+                self._set(self._experiments, record.id, record)
             case ServiceRecord():
-                self._services[record.id] = record
+                self._set(self._services, record.id, record)
             case PublicationRecord():
-                self._publications[record.experiment_id, record.version] = record
+                self._set(self._publications, (record.experiment_id, record.version), record)
             case TokenRecord():
-                self._tokens[record.id] = record
+                self._set(self._tokens, record.id, record)
             case StoredAnswer():
-                self._answers[record.key] = record
+                self._set(self._answers, record.key, record)
 
     def _next(self) -> int:
         self._sequence += 1
         return self._sequence
 
-    def _delete_checkpoints(self, experiment_id: str, after: int) -> None:
-        later = [key for key in self._checkpoints if key[0] == experiment_id and key[1] > after]
-        self._checkpoints = {key: view for key, view in self._checkpoints.items() if key not in later}
+    def _set(self, rows: dict[Key, Value], key: Key, value: Value) -> None:
+        before = {key: rows[key]} if key in rows else {}
+        rows[key] = value
+
+        def undo() -> None:
+            del rows[key]
+            rows.update(before)
+
+        self._undo.append(undo)
+
+    def _append(self, rows: list[Value], value: Value) -> None:
+        rows.append(value)
+        self._undo.append(rows.pop)
+
+    def _remove(self, rows: dict[Key, Any], is_meant: Callable[[Key], bool]) -> None:
+        removed = {key: value for key, value in rows.items() if is_meant(key)}
+        for key in removed:
+            del rows[key]
+        self._undo.append(lambda: rows.update(removed))
 
     def _delete_experiment(self, experiment_id: str) -> None:
-        self._experiments.pop(experiment_id, None)
-        self._publications = {k: v for k, v in self._publications.items() if k[0] != experiment_id}
-        self._metrics = {k: v for k, v in self._metrics.items() if k[0] != experiment_id}
-        self._checkpoints = {k: v for k, v in self._checkpoints.items() if k[0] != experiment_id}
-        self._windows = {k: v for k, v in self._windows.items() if k[0] != experiment_id}
-        self._events = [row for row in self._events if row[0] != experiment_id]
+        self._remove(self._experiments, lambda key: key == experiment_id)
+        self._remove(self._publications, lambda key: key[0] == experiment_id)
+        self._remove(self._metrics, lambda key: key == experiment_id)
+        self._remove(self._checkpoints, lambda key: key[0] == experiment_id)
+        self._remove(self._windows, lambda key: key[0] == experiment_id)
+        self._remove(self._events, lambda key: key == experiment_id)
 
     async def ping(self) -> None:
         """Answer."""
@@ -150,17 +233,19 @@ class MemoryStore(TransactionalStore):
     async def metrics(self, experiment_id: str, *, names: Sequence[str], after: int, limit: int) -> list[MetricRow]:
         """List up to ``limit`` points written after the cursor ``after``; no ``names`` means all."""
         begins = tuple(name[:-1] for name in names if name.endswith("*"))
-        rows = [row for key, row in self._metrics.items() if key[0] == experiment_id and row[0] > after]
+        rows = self._metrics[experiment_id].after(after) if experiment_id in self._metrics else iter(())
         found = (row for row in rows if not names or row[1].name in names or row[1].name.startswith(begins))
-        return sorted(found, key=lambda row: row[0])[:limit]
+        return list(islice(found, limit))
 
     async def metric_names(self, experiment_id: str) -> set[str]:
         """List the names that an experiment has points of."""
-        return {name for owner, name, _ in self._metrics if owner == experiment_id}
+        return self._metrics[experiment_id].names() if experiment_id in self._metrics else set()
 
     async def events(self, experiment_id: str, *, after: int, limit: int) -> list[Event]:
         """List up to ``limit`` events with an id above ``after``."""
-        return [event for owner, event in self._events if owner == experiment_id and event.id > after][:limit]
+        events = self._events.get(experiment_id, [])
+        first = bisect_right(events, after, key=lambda event: event.id)
+        return events[first : first + limit]
 
     async def audit(self, resource: str, *, limit: int) -> list[AuditRecord]:
         """List the newest audit records of a resource, newest first."""

@@ -25,6 +25,7 @@ from flotilla.services.gateway.store.sql import SqlStore, open_engine, upgrade
 from flotilla.services.gateway.store.writes import (
     AppendAudit,
     AppendEvent,
+    DeleteAnswers,
     DeleteCheckpoints,
     DeleteExperiment,
     DeleteRecord,
@@ -291,6 +292,73 @@ async def test_writes_that_belong_together_are_stored_all_or_not_at_all(store: S
     events = await store.apply(writes)
     assert [event.type for event in events] == ["second"]
     assert [record.id for record in await store.experiments()] == ["b"]
+
+
+async def test_what_a_failed_change_replaced_or_deleted_is_there_again(store: Store) -> None:
+    answer = StoredAnswer("k", "d", 200, "application/json", "{}", 1.0)
+    checkpoint = CheckpointView(step=1, version=1, path="/c", at="now")
+    kept: list[Write] = [
+        PutRecord(a_record("a")),
+        PutRecord(SERVICE),
+        PutRecord(PUBLICATION),
+        PutMetrics("a", [a_point("loss", step, 0.5) for step in (1, 2, 3)]),
+        PutCheckpoint("a", checkpoint),
+        PutRecord(answer),
+        PutWindow("a", "w", {"begun": 1}),
+        AppendEvent("a", "first", 0.0, {}),
+    ]
+    await store.apply(kept)
+    changes: list[Write] = [
+        PutMetrics("a", [a_point("loss", 2, 0.1), a_point("kl", 1, 0.1), a_point("loss", 2, 0.2)]),
+        PutMetrics("a", [a_point("loss", 2, 0.3)]),
+        PutCheckpoint("a", checkpoint.model_copy(update={"version": 9})),
+        PutWindow("a", "w", {"begun": 2}),
+        AppendEvent("a", "second", 0.0, {}),
+        DeleteCheckpoints("a", 0),
+        DeleteRecord(ServiceRecord, SERVICE.id),
+        DeleteAnswers(2.0),
+        DeleteExperiment("a"),
+        PutMetrics("a", [a_point("loss", 2, 0.4)]),
+        AppendEvent("a", "third", 0.0, {}),
+    ]
+
+    async def rows() -> list[object]:
+        return [
+            await store.experiments(),
+            await store.services(),
+            await store.publications("a"),
+            await store.metrics("a", names=[], after=0, limit=9),
+            await store.metric_names("a"),
+            await store.checkpoints("a"),
+            await store.answer("k"),
+            await store.window("a", "w"),
+            await store.events("a", after=0, limit=9),
+        ]
+
+    before = await rows()
+    for number in range(len(changes) + 1):
+        with pytest.raises(AssertionError):
+            await store.apply([*changes[:number], NO_WRITE])
+        assert await rows() == before
+
+    await store.apply(changes)
+    points = [point for _, point in await store.metrics("a", names=[], after=0, limit=9)]
+    assert points == [a_point("loss", 2, 0.4)]
+    assert [event.type for event in await store.events("a", after=0, limit=9)] == ["third"]
+
+
+async def test_points_that_are_written_again_and_again_are_each_read_once_in_the_order_of_writing(
+    store: Store,
+) -> None:
+    for value in range(5):
+        await store.put_metrics("a", [a_point("loss", step, float(value)) for step in (3, 1, 2)])
+    first = await store.metrics("a", names=[], after=0, limit=2)
+    await store.put_metrics("a", [a_point("loss", 3, 9.0)])
+
+    rest = await store.metrics("a", names=[], after=first[-1][0], limit=9)
+
+    assert [point.step for _, point in first] == [3, 1]
+    assert [(point.step, point.value) for _, point in rest] == [(2, 4.0), (3, 9.0)]
 
 
 async def test_memory_follows_what_is_stored_and_nothing_else(store: Store) -> None:

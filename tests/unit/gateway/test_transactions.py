@@ -350,7 +350,7 @@ def closed(phase: str) -> Callable[[World], bool]:
 
 def happened(kind: str) -> Callable[[World], bool]:
     """Whether an event is there, once."""
-    return lambda world: [event.type for _, event in world.store._events].count(kind) == 1
+    return lambda world: [event.type for event in all_events(world.store)].count(kind) == 1
 
 
 STATES = ExperimentState
@@ -406,7 +406,12 @@ CASES = (
         happened("publication_epoch_closed"),
     ),
     Case("checkpoint", AT_WORK, post(f"{PATH}/checkpoints", CHECKPOINT), lambda w: w.experiment.record.step == 1),
-    Case("metrics", AT_WORK, post(f"{PATH}/metrics", METRICS), lambda world: len(world.store._metrics) == 1),
+    Case(
+        "metrics",
+        AT_WORK,
+        post(f"{PATH}/metrics", METRICS),
+        lambda world: len(list(world.store._metrics[ID].after(0))) == 1,
+    ),
     Case(
         "training ends",
         AT_WORK,
@@ -423,12 +428,16 @@ CASES = (
 )
 
 
+def all_events(store: MemoryStore) -> list[Event]:
+    return sorted((event for events in store._events.values() for event in events), key=lambda event: event.id)
+
+
 async def check(world: World) -> None:
     """Compare memory with the store, and the store with itself."""
     gateway, store = world.gateway, world.store
     assert {e.id: e.record for e in gateway.repository} == store._experiments
     assert {s.id: s.record for s in gateway.registry} == store._services
-    events = [event for _, event in store._events]
+    events = all_events(store)
     for experiment in gateway.repository:
         record = experiment.record
         rows = await store.publications(record.id)
@@ -437,7 +446,7 @@ async def check(world: World) -> None:
         committed = [row for row in rows if row.phase == "committed"]
         first_version = 0 if record.origin is None else record.origin["version"]
         assert record.policy_version == max((row.version for row in committed), default=first_version)
-        mine = [event for experiment_id, event in store._events if experiment_id == record.id]
+        mine = store._events[record.id]
         moved = [event.data["state"] for event in mine if event.type == "experiment_state"]
         assert not moved or moved[-1] == record.state.value
         assert (record.problem is not None) == (len(events_of(events, "stalled", "waiting")) > 0 or "failed" in moved)

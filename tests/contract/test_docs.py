@@ -16,7 +16,7 @@ from tests.contract.shell_text import blocks, commands, inline
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 GUIDES = [page for page in PAGES if page.name != "CHANGELOG.md"] + sorted((ROOT / "examples").glob("*/README.md"))
-OURS = ("flotilla", "services", "shared", "tests", "benchmarks", "examples", "docker", "docs")
+OURS = ("flotilla", "services", "shared", "tests", "benchmarks", "examples", "docker", "deploy", "docs")
 FILE = re.compile(rf"`((?:{'|'.join(OURS)})/[\w./-]+)(?::\w+)?`")
 SHORT = re.compile(r"`([\w.]+(?:/[\w.-]+)+\.(?:py|lua|md))`")
 """The end of a path, such as ``redis/hop.py``."""

@@ -339,6 +339,10 @@ NOT_HERE: Final = {
     ("examples/verifiers/README.md", "flotilla "): "tests/e2e/test_verifiers.py",
     ("examples/agent/README.md", "pip install openai"): "pyproject.toml: the tests' own packages have it",
     ("README.md", "git clone ADDRESS"): "Docker is not on the machines of the tests",
+    (
+        "docs/deploy.md",
+        "kubectl",
+    ): "no cluster is on the machines of the tests; what is applied, tests/contract/deploy checks",
     ("README.md", "docker compose"): "Docker is not on the machines of the tests",
     ("docs/containers.md", ""): "Docker is not on the machines of the tests; tests/contract/test_compose.py reads it",
     (

@@ -33,7 +33,7 @@ from fastapi import FastAPI
 from benchmarks.weight_pause import Pause, measure_pause
 from flotilla.services.rollout.weights.staged_images import StagedImages
 from flotilla.shared.config.sections.publication import DeltaConfig
-from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.schemas.publication import Manifest
 from flotilla.shared.weights.group.endpoint_client import EndpointClient
 from flotilla.shared.weights.image.delta import apply_patch, changed_blocks, patch_bytes, write_patch

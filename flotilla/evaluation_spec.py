@@ -7,7 +7,7 @@ from flotilla.shared.checkpoints.folders import CHECKPOINTS, MODEL, complete
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec, ModelError
-from flotilla.shared.models.files import ADAPTER_CONFIG
+from flotilla.shared.models.hub import ADAPTER_CONFIG
 
 KEPT = ("name", "seed", "model", "rollout", "reward", "samples", "tracking", "resources")
 """Sections that say how problems are answered and graded, and how that is kept."""

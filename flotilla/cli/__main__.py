@@ -11,7 +11,7 @@ from typing import Any
 
 from flotilla.cli.command_line import build_parser
 from flotilla.cli.exit_codes import ExitCode, exit_code_of
-from flotilla.shared.children.interpreter import collecting_later
+from flotilla.shared.children.processes import collecting_later
 from flotilla.shared.errors import FlotillaError
 
 Command = Callable[[argparse.Namespace], Coroutine[Any, Any, int]]

@@ -18,11 +18,17 @@ from flotilla.client.views import Samples
 from flotilla.connection import FleetInfo, choose_experiment
 from flotilla.shared.errors import NotFound, Unavailable
 from flotilla.shared.samples.query import SampleOrder, SampleQuery
-from flotilla.shared.schemas.experiment import ExperimentView, MetricPoint, Page
+from flotilla.shared.schemas.experiment import (
+    ExperimentView,
+    ListedCheckpoint,
+    MetricPoint,
+    Page,
+    UploadCheck,
+    UploadRecord,
+)
 from flotilla.shared.schemas.sample_kinds import SampleKind
 from flotilla.shared.schemas.samples import SampleView
 from flotilla.shared.schemas.service import ServiceView
-from flotilla.shared.schemas.uploads import ListedCheckpoint, UploadCheck, UploadRecord
 
 DATABASE = "gateway.sqlite"
 EXPERIMENTS = "experiments"

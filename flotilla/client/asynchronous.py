@@ -24,12 +24,13 @@ from flotilla.shared.schemas.experiment import (
     DiagnosisView,
     Event,
     ExperimentView,
+    ListedCheckpoint,
     MetricPoint,
     Page,
+    UploadCheck,
 )
 from flotilla.shared.schemas.sample_kinds import SampleKind
 from flotilla.shared.schemas.samples import SamplePage
-from flotilla.shared.schemas.uploads import ListedCheckpoint, UploadCheck
 from flotilla.shared.streams.ledger import Ledger
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ from flotilla.client.asynchronous import AsyncClient, Ledgers, Reference, Spec
 from flotilla.client.fleet import BlockingFleetCalls
 from flotilla.client.views import Experiment, Experiments, Metrics, Samples
 from flotilla.shared.samples.query import SampleOrder
-from flotilla.shared.schemas.experiment import DiagnosisView, Event, MetricPoint, Page
+from flotilla.shared.schemas.experiment import DiagnosisView, Event, ListedCheckpoint, MetricPoint, Page, UploadCheck
 from flotilla.shared.schemas.sample_kinds import SampleKind
-from flotilla.shared.schemas.uploads import ListedCheckpoint, UploadCheck
 
 
 class Client(BlockingFleetCalls):

@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 
-from flotilla.shared.children.interpreter import collecting_later
+from flotilla.shared.children.processes import collecting_later
 
 with collecting_later():
     from flotilla.services.gateway.app import create_app

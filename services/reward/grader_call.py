@@ -13,7 +13,7 @@ from flotilla.shared.environment.settings import IPNetwork
 from flotilla.shared.errors import GradingFailed
 from flotilla.shared.net.authorisation.tokens import signature
 from flotilla.shared.net.client.address_policy import Resolver, permitted_address, resolve
-from flotilla.shared.net.client.bounded_reply import ReplyTooLong, at_most, is_packed
+from flotilla.shared.net.client.bounded_json import ReplyTooLong, at_most, is_packed
 
 RETRIED_STATUSES: Final = {408, 425, 429, 500, 502, 503, 504}
 ASKS_FOR_PAUSE: Final = 429

@@ -24,7 +24,7 @@ from flotilla.shared.environment.settings import ServiceSettings
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.locations.allowed import read_places
 from flotilla.shared.models.hub import fetched
-from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.samples.recorder import SampleRecorder
 from flotilla.shared.schemas.experiment import Page

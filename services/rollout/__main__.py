@@ -2,7 +2,7 @@
 
 import sys
 
-from flotilla.shared.children.interpreter import collecting_later
+from flotilla.shared.children.processes import collecting_later
 
 with collecting_later():
     from flotilla.services.rollout.app import create_app

@@ -10,7 +10,7 @@ from flotilla.services.rollout.agents.episodes import AgentEpisodes
 from flotilla.services.rollout.agents.routes import MAX_BODY_BYTES, episodes_router
 from flotilla.services.rollout.state import RolloutState, open_state
 from flotilla.shared.environment.settings import ServiceSettings
-from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.net.server.gatekeeper import Gatekeeper
 from flotilla.shared.service.app import create_service_app
 from flotilla.shared.weights.pull.server import PublishedImages, weights_router

@@ -11,8 +11,8 @@ import httpx
 
 from flotilla.shared.environment.settings import GRADER_NETWORKS, IPNetwork
 from flotilla.shared.net.client.address_policy import AddressRefused, permitted_address
-from flotilla.shared.net.client.bounded_reply import ReplyTooLong, at_most, is_packed
-from flotilla.shared.net.client.tls import tls_context
+from flotilla.shared.net.client.bearer_client import tls_context
+from flotilla.shared.net.client.bounded_json import ReplyTooLong, at_most, is_packed
 
 PORTS = {"http": 80, "https": 443}
 MAX_ANSWER_BYTES: Final = 1024 * 1024

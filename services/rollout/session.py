@@ -23,8 +23,7 @@ from flotilla.services.rollout.weights.receiver import WeightReceiver
 from flotilla.services.rollout.weights.version import VersionGate
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import WorkerDied
-from flotilla.shared.locations.allowed import Places
-from flotilla.shared.locations.episodes import check_episodes
+from flotilla.shared.locations.allowed import Places, check_episodes
 from flotilla.shared.samples.recorder import SampleRecorder
 from flotilla.shared.schemas.service import Assignment
 from flotilla.shared.schemas.task import Lane

@@ -16,7 +16,7 @@ from flotilla.services.rollout.session import SessionOpener
 from flotilla.services.rollout.tools.code_interpreter import Sandboxes
 from flotilla.shared.environment.settings import ServiceSettings
 from flotilla.shared.locations.allowed import read_places
-from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.schemas.service import Registration, ServiceKind
 from flotilla.shared.service.app import at_work

@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 
-from flotilla.shared.children.interpreter import collecting_later
+from flotilla.shared.children.processes import collecting_later
 
 with collecting_later():
     from fastapi import FastAPI
@@ -20,7 +20,7 @@ with collecting_later():
     from flotilla.services.sandbox.state import SandboxState, open_state
     from flotilla.shared.environment.settings import ServiceSettings
     from flotilla.shared.errors import InvalidRequest
-    from flotilla.shared.net.authorisation.credentials import Credentials
+    from flotilla.shared.net.authorisation.tokens import Credentials
     from flotilla.shared.net.client.client import GatewayClient
     from flotilla.shared.schemas.service import DesiredState, ObservedState, Registration, ServiceKind, WorkState
     from flotilla.shared.service.app import at_work

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from flotilla.services.sandbox.routes import health, run_code, sessions
 from flotilla.services.sandbox.settings import SandboxSettings
 from flotilla.services.sandbox.state import SandboxState, open_state
-from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.net.server.description import describe, only_reading_is_open
 from flotilla.shared.net.server.gatekeeper import Gatekeeper
 from flotilla.shared.net.server.serving import add_problem_handlers

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from flotilla.services.trainer.state import TrainerState, open_state
 from flotilla.services.trainer.supervisor.served_images import ServedImages
 from flotilla.shared.environment.settings import ServiceSettings
-from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.service.app import create_service_app
 from flotilla.shared.weights.pull.server import PublishedImages, weights_router
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from flotilla.services.trainer.supervisor.served_images import ServedImages
 from flotilla.services.trainer.supervisor.supervisor import Addresses, Supervisor
 from flotilla.shared.environment.settings import ServiceSettings
-from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.schemas.service import Registration, ServiceKind
 from flotilla.shared.service.app import at_work

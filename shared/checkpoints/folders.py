@@ -18,8 +18,8 @@ from pydantic import ConfigDict, Field, ValidationError
 from flotilla.shared.errors import ModelError
 from flotilla.shared.files.beneath import read_beneath, sizes_beneath
 from flotilla.shared.net.absence import absent_or
-from flotilla.shared.schemas.described import Described
 from flotilla.shared.schemas.plain_name import PlainName
+from flotilla.shared.schemas.wire import Described
 
 CHECKPOINTS = "checkpoints"
 """Folder of an experiment's directory."""

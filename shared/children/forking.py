@@ -14,8 +14,14 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from flotilla.shared.children.last_words import READ_BYTES, LastWords, cause_of_death, unheard
-from flotilla.shared.children.processes import POLL_SECONDS, die_with_parent
+from flotilla.shared.children.processes import (
+    POLL_SECONDS,
+    READ_BYTES,
+    LastWords,
+    cause_of_death,
+    die_with_parent,
+    unheard,
+)
 from flotilla.shared.host.control_groups import count_memory_kills
 
 LAST_WORDS_SECONDS = 1.0

@@ -14,8 +14,7 @@ from io import FileIO
 from pathlib import Path
 
 from flotilla.shared.children import keeper
-from flotilla.shared.children.last_words import READ_BYTES, LastWords
-from flotilla.shared.children.processes import reap
+from flotilla.shared.children.processes import READ_BYTES, LastWords, reap
 
 LAST_WORDS_SECONDS = 1.0
 """Its children may hold its output open: no more is waited for than this."""

@@ -7,8 +7,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
-from flotilla.shared.children.last_words import READ_BYTES, LastWords, cause_of_death, unheard
-from flotilla.shared.children.processes import kill, reap
+from flotilla.shared.children.processes import READ_BYTES, LastWords, cause_of_death, kill, reap, unheard
 from flotilla.shared.children.secret_variables import without_secrets
 from flotilla.shared.host.control_groups import count_memory_kills
 

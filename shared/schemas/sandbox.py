@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from flotilla.shared.schemas.described import Described
+from flotilla.shared.schemas.wire import Described
 
 MAX_TIMEOUT_SECONDS = 300.0
 EXPERIMENT_HEADER = "Flotilla-Experiment"

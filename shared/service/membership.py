@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from flotilla.shared.clock import Pauses
 from flotilla.shared.errors import FlotillaError, Forbidden, NotFound, TokenExpired, Unauthorized
-from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.schemas.service import DesiredState, ObservedState, Registered, Registration
 

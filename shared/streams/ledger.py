@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
-from flotilla.shared.schemas.described import Described
+from flotilla.shared.schemas.wire import Described
 from flotilla.shared.streams.keys import HopName
 
 REASONED = ("filtered", "dropped", "failed")

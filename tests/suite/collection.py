@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flotilla.shared.children.interpreter import collecting_later
+from flotilla.shared.children.processes import collecting_later
 
 MADE_BY_NIGHT = frozenset({"test_openapi_at_length.py", "test_services_openapi_at_length.py"})
 """Files whose cases take seconds to make, in each worker, whether they are run or not."""

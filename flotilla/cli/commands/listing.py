@@ -14,8 +14,7 @@ from flotilla.cli.output import new_console, short_path, table_of, write_json
 from flotilla.cli.progress import number, of_rows
 from flotilla.cli.stored import Source, open_source
 from flotilla.connection import is_active
-from flotilla.shared.schemas.experiment import ExperimentView
-from flotilla.shared.schemas.uploads import ListedCheckpoint, UploadCheck, UploadView
+from flotilla.shared.schemas.experiment import ExperimentView, ListedCheckpoint, UploadCheck, UploadView
 
 COLUMNS = ("id", "name", "state", "step", "version", "created")
 

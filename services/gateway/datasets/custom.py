@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.services.gateway.datasets.columns import Row
-from flotilla.shared.children.blocking import running
-from flotilla.shared.children.calls import CallProcess
+from flotilla.shared.children.calls import CallProcess, running
 from flotilla.shared.children.custom_code import describe, load_callable
 from flotilla.shared.children.processes import python_module
 from flotilla.shared.children.serving import serve

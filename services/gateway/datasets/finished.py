@@ -19,9 +19,8 @@ from flotilla.shared.config.sections.data import DataConfig
 from flotilla.shared.config.sections.job import FinishedJob, SftConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import DataError
-from flotilla.shared.models.conversations import ASSISTANT
 from flotilla.shared.models.hub import model_directory
-from flotilla.shared.models.prompts import PromptTemplate
+from flotilla.shared.models.prompts import ASSISTANT, PromptTemplate
 from flotilla.shared.schemas.task import Message, Task, sample_seed
 from flotilla.shared.schemas.trajectory import NO_VERSION, FinishReason, GradeStatus, Group, Trajectory
 

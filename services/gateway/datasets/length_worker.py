@@ -32,7 +32,7 @@ def count(tokenizer: Any, template: Any, prompts: list[list[list[str]]], *, show
 
 def render(tokenizer: Any, template: Any, conversations: list[list[list[str]]], starts: list[int]) -> dict[str, Any]:
     """Render whole conversations."""
-    from flotilla.shared.models.conversations import render as rendered_by
+    from flotilla.shared.models.prompts import render as rendered_by
     from flotilla.shared.schemas.task import Message
 
     rendered: list[tuple[tuple[int, ...], tuple[int, ...]]] = []

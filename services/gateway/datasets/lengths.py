@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
-from flotilla.shared.children.blocking import BlockingCalls, running
-from flotilla.shared.children.calls import CallProcess
+from flotilla.shared.children.calls import BlockingCalls, CallProcess, running
 from flotilla.shared.children.processes import python_module
 from flotilla.shared.children.spawning import child_environment
 from flotilla.shared.errors import DataError, InvalidSpec, ModelError, Unavailable, WorkerDied

@@ -14,7 +14,7 @@ from flotilla.shared.environment.settings import GRADER_NETWORKS, IPNetwork
 from flotilla.shared.errors import DataError, Unavailable
 from flotilla.shared.net.absence import BUSY_STATUS
 from flotilla.shared.net.client.address_policy import AddressRefused, permitted_address
-from flotilla.shared.net.client.tls import tls_context
+from flotilla.shared.net.client.bearer_client import tls_context
 
 WEB: Final = frozenset({"http", "https"})
 PORTS: Final = {"http": 80, "https": 443}

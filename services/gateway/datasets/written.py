@@ -14,9 +14,8 @@ from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.datasets.lengths import LengthProcess, running_process
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import DataError
-from flotilla.shared.models.conversations import ASSISTANT
 from flotilla.shared.models.hub import model_directory
-from flotilla.shared.models.prompts import PromptTemplate
+from flotilla.shared.models.prompts import ASSISTANT, PromptTemplate
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.schemas.trajectory import NO_VERSION, FinishReason, Group, Trajectory
 

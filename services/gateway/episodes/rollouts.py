@@ -10,8 +10,8 @@ import httpx
 from flotilla.services.gateway.episodes.connection import CONNECT_SECONDS, KEPT_OPEN_SECONDS, Connection, Connections
 from flotilla.services.gateway.registry.services import LiveService, Registry
 from flotilla.shared.errors import DeadlineExceeded, FlotillaError, Unavailable
+from flotilla.shared.net.client.bearer_client import tls_context
 from flotilla.shared.net.client.client import problem_to_error
-from flotilla.shared.net.client.tls import tls_context
 from flotilla.shared.schemas.service import ServiceKind, WorkState
 
 CALL_SECONDS: Final = 10.0

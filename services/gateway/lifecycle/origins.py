@@ -29,7 +29,7 @@ from flotilla.shared.checkpoints.folders import (
     folders,
 )
 from flotilla.shared.config.load.spec_text import with_changes
-from flotilla.shared.config.sections.lora import with_later_keys
+from flotilla.shared.config.sections.model import with_later_keys
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec, ModelError, Unavailable
 from flotilla.shared.files.beneath import link_to

@@ -10,8 +10,7 @@ import resource
 from typing import Any, Final
 
 from flotilla.shared.children.calls import CallProcess
-from flotilla.shared.children.last_words import unheard
-from flotilla.shared.children.processes import python_module
+from flotilla.shared.children.processes import python_module, unheard
 from flotilla.shared.children.serving import serve
 from flotilla.shared.config.load.spec_text import parse_document
 from flotilla.shared.errors import FlotillaError, InvalidSpec

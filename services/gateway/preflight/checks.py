@@ -21,8 +21,7 @@ from flotilla.shared.config.sections.tracking import JsonlTrackerConfig, Tensorb
 from flotilla.shared.config.sections.verl_sources import first_not_graded
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import DataError, InvalidSpec, ModelError, Scalar
-from flotilla.shared.locations.allowed import Places, checkpoint_urls_of, code_of, written_of
-from flotilla.shared.locations.episodes import check_episodes, files_of
+from flotilla.shared.locations.allowed import Places, check_episodes, checkpoint_urls_of, code_of, files_of, written_of
 from flotilla.shared.models.hub import COMMIT, fetch_small, has_config, model_directory
 from flotilla.shared.net.absence import absent_or
 

@@ -16,7 +16,7 @@ from flotilla.services.gateway.uploads.remote import check_protocol
 from flotilla.shared.config.sections.data import RowsConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import FlotillaError, Scalar
-from flotilla.shared.models.files import check_directory
+from flotilla.shared.models.hub import check_directory
 
 
 @dataclass(frozen=True, slots=True)

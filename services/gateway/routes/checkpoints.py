@@ -16,8 +16,14 @@ from flotilla.services.gateway.uploads.uploads import compare, record_of
 from flotilla.shared.checkpoints.folders import CHECKPOINTS, StoredCheckpoint, state_of
 from flotilla.shared.errors import InvalidRequest, NotFound
 from flotilla.shared.files.beneath import same_file
-from flotilla.shared.schemas.experiment import CheckpointFile, CheckpointFiles, CheckpointView, Page
-from flotilla.shared.schemas.uploads import ListedCheckpoint, UploadCheck
+from flotilla.shared.schemas.experiment import (
+    CheckpointFile,
+    CheckpointFiles,
+    CheckpointView,
+    ListedCheckpoint,
+    Page,
+    UploadCheck,
+)
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
 

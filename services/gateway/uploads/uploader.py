@@ -26,7 +26,7 @@ from flotilla.services.gateway.uploads.watched import WatchedCalls
 from flotilla.shared.checkpoints.folders import CHECKPOINTS, STATE_FILE, StoredCheckpoint, complete
 from flotilla.shared.clock import Clock, pause_after, rfc3339
 from flotilla.shared.errors import FlotillaError
-from flotilla.shared.schemas.uploads import UploadedCheckpoint, UploadRecord
+from flotilla.shared.schemas.experiment import UploadedCheckpoint, UploadRecord
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from flotilla.shared.checkpoints.folders import StoredCheckpoint
 from flotilla.shared.clock import Clock
 from flotilla.shared.errors import FlotillaError, NotFound, Unavailable
 from flotilla.shared.locations.allowed import Places
-from flotilla.shared.schemas.uploads import UploadCheck, UploadRecord
+from flotilla.shared.schemas.experiment import UploadCheck, UploadRecord
 
 COMPARE_SECONDS = 25.0
 """What a store has for its answer to who asks whether a copy is whole."""

@@ -20,7 +20,7 @@ from flotilla.services.reward.scoring.scorer import (
 from flotilla.services.reward.verdicts import no_verdict, reward_of
 from flotilla.shared.config.sections.judge import JudgeModelConfig
 from flotilla.shared.errors import ModelError
-from flotilla.shared.models.files import check_directory
+from flotilla.shared.models.hub import check_directory
 from flotilla.shared.net.absence import absent_or
 
 

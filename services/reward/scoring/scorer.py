@@ -13,9 +13,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from flotilla.shared.config.sections.reward_model import RewardModelConfig, ScoreNormalisation
 from flotilla.shared.errors import ModelError
-from flotilla.shared.models.conversations import ASSISTANT, render
-from flotilla.shared.models.files import check_directory
-from flotilla.shared.models.prompts import PromptTemplate
+from flotilla.shared.models.hub import check_directory
+from flotilla.shared.models.prompts import ASSISTANT, PromptTemplate, render
 from flotilla.shared.net.absence import absent_or
 from flotilla.shared.schemas.task import Message
 

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from flotilla.services.reward.verifiers.base import NO_LABEL, verdict
 from flotilla.shared.children.calls import CallProcess
-from flotilla.shared.children.last_words import unheard
-from flotilla.shared.children.processes import python_module
+from flotilla.shared.children.processes import python_module, unheard
 from flotilla.shared.config.sections.reward import ComparedConfig, JsonSchemaConfig, MathConfig, RegexConfig
 from flotilla.shared.errors import DeadlineExceeded, FlotillaError, GradingFailed, InvalidSpec
 from flotilla.shared.schemas.grading import Grade, GradingSample

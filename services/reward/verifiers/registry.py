@@ -26,7 +26,7 @@ from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.locations.allowed import Places
 from flotilla.shared.models.hub import model_directory
-from flotilla.shared.net.client.tls import tls_context
+from flotilla.shared.net.client.bearer_client import tls_context
 from flotilla.shared.schemas.grading import Grade, GradingSample
 from flotilla.shared.schemas.service import Failure
 from flotilla.shared.schemas.trajectory import GradeStatus

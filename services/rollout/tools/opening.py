@@ -24,8 +24,8 @@ from flotilla.shared.config.sections.episodes import (
 from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
 from flotilla.shared.errors import EpisodeFailed, InvalidSpec, Unavailable
 from flotilla.shared.net.absence import BUSY_STATUS, may_pass
+from flotilla.shared.net.client.bearer_client import tls_context
 from flotilla.shared.net.client.bounded_json import parse_json
-from flotilla.shared.net.client.tls import tls_context
 from flotilla.shared.schemas.task import Task
 
 MOST_ATTEMPTS = 3

@@ -17,11 +17,9 @@ from flotilla.services.trainer.models.loading import LoadedModel, load_model
 from flotilla.services.trainer.models.lora import Adapters
 from flotilla.services.trainer.models.quantised import read_description
 from flotilla.shared.checkpoints.folders import AVERAGE
-from flotilla.shared.config.sections.lora import LoraConfig
-from flotilla.shared.config.sections.model import ModelConfig
+from flotilla.shared.config.sections.model import LoraConfig, ModelConfig
 from flotilla.shared.errors import InvalidRequest, ModelError
-from flotilla.shared.models.files import ADAPTER, ADAPTER_CONFIG
-from flotilla.shared.models.hub import model_directory
+from flotilla.shared.models.hub import ADAPTER, ADAPTER_CONFIG, model_directory
 from flotilla.shared.net.absence import absent_or
 
 NOTHING: Mapping[str, Tensor] = {}

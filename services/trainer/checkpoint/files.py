@@ -33,7 +33,7 @@ from flotilla.services.trainer.weights.parts import (
 from flotilla.services.trainer.weights.sharded_parameters import ShardedParameters
 from flotilla.shared.checkpoints.folders import AVERAGE, CRITIC, MODEL, OPTIMIZER, VERSIONS
 from flotilla.shared.config.sections.checkpoint import EVERYTHING, Content
-from flotilla.shared.models.files import ADAPTER, ADAPTER_CONFIG
+from flotilla.shared.models.hub import ADAPTER, ADAPTER_CONFIG
 from flotilla.shared.weights.image.layout import ImageLayout
 from flotilla.shared.weights.image.tensors import safetensors_name
 

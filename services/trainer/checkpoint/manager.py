@@ -43,13 +43,12 @@ from flotilla.shared.checkpoints.folders import (
 from flotilla.shared.checkpoints.lineage import ROOT, Published, VersionLine, follow
 from flotilla.shared.config.sections.checkpoint import EVERYTHING, Content
 from flotilla.shared.config.sections.job import RewardModelJobConfig
-from flotilla.shared.config.sections.lora import with_later_keys
+from flotilla.shared.config.sections.model import with_later_keys
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import ModelError, Unavailable
 from flotilla.shared.faults.armed import armed
 from flotilla.shared.faults.sites import Site
-from flotilla.shared.models.files import ADAPTER
-from flotilla.shared.models.hub import model_directory
+from flotilla.shared.models.hub import ADAPTER, model_directory
 from flotilla.shared.net.absence import absent_or
 from flotilla.shared.streams.intervals import IntervalSet
 from flotilla.shared.streams.plans import RECENT_STEPS, Plan

@@ -9,8 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from flotilla.shared.children.interpreter import collecting_later
-from flotilla.shared.children.processes import die_with_parent
+from flotilla.shared.children.processes import collecting_later, die_with_parent
 
 with collecting_later():
     from flotilla.services.trainer.job.launcher import run_job

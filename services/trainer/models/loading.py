@@ -21,9 +21,9 @@ from transformers import (
 from flotilla.services.trainer.models.installed_kernels import apply_kernels, check_attention
 from flotilla.services.trainer.models.quantised import check_installed, quantise
 from flotilla.services.trainer.models.stored_weights import StoredWeights, without_memory
-from flotilla.shared.config.sections.lora import QuantisationConfig
+from flotilla.shared.config.sections.model import QuantisationConfig
 from flotilla.shared.errors import ModelError
-from flotilla.shared.models.files import check_directory
+from flotilla.shared.models.hub import check_directory
 from flotilla.shared.net.absence import absent_or
 
 log = logging.getLogger(__name__)

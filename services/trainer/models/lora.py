@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from flotilla.services.trainer.models.quantised import HEADS, QuantisedConv1D, QuantisedLinear, packed_layers, unpack
 from flotilla.services.trainer.weights.parts import Index, index_of, localized
-from flotilla.shared.config.sections.lora import LoraConfig
+from flotilla.shared.config.sections.model import LoraConfig
 from flotilla.shared.errors import ModelError
 
 A, B = "lora_a", "lora_b"

@@ -25,7 +25,7 @@ from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
 from flotilla.services.trainer.models.stored_weights import StoredWeights
-from flotilla.shared.config.sections.lora import QuantisationConfig
+from flotilla.shared.config.sections.model import QuantisationConfig
 from flotilla.shared.errors import ModelError
 
 PACKAGE = "bitsandbytes"

@@ -6,8 +6,7 @@ import signal
 import sys
 from typing import IO
 
-from flotilla.shared.children.interpreter import collecting_later
-from flotilla.shared.children.processes import die_with_parent
+from flotilla.shared.children.processes import collecting_later, die_with_parent
 from flotilla.shared.faults.armed import arm_process
 
 with collecting_later():

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from flotilla.shared.config.spec import ExperimentSpec
-from flotilla.shared.schemas.described import descriptions_of
+from flotilla.shared.schemas.wire import descriptions_of
 
 HEAD = """# Configuration
 

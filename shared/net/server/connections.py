@@ -29,8 +29,7 @@ from flotilla.shared.errors import (
     Unavailable,
     UnreadableRequest,
 )
-from flotilla.shared.net.server.limits import ConnectionLimits
-from flotilla.shared.net.server.rate_limits import Strangers
+from flotilla.shared.net.server.limits import ConnectionLimits, Strangers
 
 log = logging.getLogger(__name__)
 

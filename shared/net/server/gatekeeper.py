@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flotilla.shared.errors import FlotillaError, TooManyRefused, Unauthorized
-from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.net.server.connections import REFUSED_OFTEN, connection_of
 from flotilla.shared.net.server.limits import BodyLimit
 from flotilla.shared.net.server.request_body import Bodies, BodyBrokenOff, replay

@@ -14,8 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from flotilla.shared.children.calls import CallProcess
-from flotilla.shared.children.last_words import unheard
-from flotilla.shared.children.processes import python_module
+from flotilla.shared.children.processes import python_module, unheard
 from flotilla.shared.children.spawning import child_environment
 from flotilla.shared.errors import DeadlineExceeded, WeightTransferFailed, WorkerDied
 from flotilla.shared.net.server.ports import WILDCARDS

@@ -16,9 +16,9 @@ from pathlib import Path
 import httpx
 
 from flotilla.shared.errors import FlotillaError
-from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.authorisation.tokens import Credentials
+from flotilla.shared.net.client.bearer_client import tls_context
 from flotilla.shared.net.client.client import problem_to_error
-from flotilla.shared.net.client.tls import tls_context
 from flotilla.shared.schemas.service import ServiceKind
 from flotilla.shared.weights.image.files import PREFIX, SHARED_MEMORY, SUFFIX, shared_memory_identity
 

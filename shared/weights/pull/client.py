@@ -18,8 +18,8 @@ import httpx
 
 from flotilla.shared.concurrency.cancelling import to_the_end
 from flotilla.shared.errors import DeadlineExceeded, FlotillaError, NotFound, Unavailable, WeightTransferFailed
-from flotilla.shared.net.authorisation.credentials import Credentials
-from flotilla.shared.net.client.tls import tls_context
+from flotilla.shared.net.authorisation.tokens import Credentials
+from flotilla.shared.net.client.bearer_client import tls_context
 from flotilla.shared.net.retry import Backoff, retry
 from flotilla.shared.schemas.service import ServiceKind
 from flotilla.shared.weights.pull.http_source import CONNECT_SECONDS, HttpSource

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from flotilla.shared.errors import FlotillaError, NotFound, Unauthorized, WeightTransferFailed
-from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.net.server.serving import problem_response
 from flotilla.shared.weights.image.files import SHARED_MEMORY, shared_memory_identity
 from flotilla.shared.weights.image.image import WeightImage

@@ -15,9 +15,8 @@ import psutil
 import pytest
 import uvloop
 
-from flotilla.shared.children.blocking import running
-from flotilla.shared.children.calls import CallProcess
-from flotilla.shared.children.last_words import unheard
+from flotilla.shared.children.calls import CallProcess, running
+from flotilla.shared.children.processes import unheard
 from flotilla.shared.errors import DataError, DeadlineExceeded, FlotillaError, InvalidSpec, WorkerDied
 
 COMMAND = [sys.executable, str(Path(__file__).with_name("worker.py"))]

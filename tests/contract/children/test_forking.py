@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flotilla.shared.children.calls import CallProcess
-from flotilla.shared.children.last_words import unheard
+from flotilla.shared.children.processes import unheard
 from tests.contract.children.test_calls import SECONDS, lives, until
 
 COMMAND = [sys.executable, str(Path(__file__).with_name("forker.py"))]

@@ -24,8 +24,8 @@ from flotilla.services.sandbox.settings import SandboxSettings
 from flotilla.services.trainer import app as trainer
 from flotilla.shared.environment.settings import ServiceSettings
 from flotilla.shared.net.authorisation.access import Principal, Scope
-from flotilla.shared.net.authorisation.credentials import Credentials
 from flotilla.shared.net.authorisation.token_records import TokenRequest
+from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.schemas.service import Registered, ServiceKind
 from flotilla.shared.streams.plans import WORKERS_PER_EPOCH
 from tests.unit.gateway.builders import a_gateway, a_request, add_experiment, add_service

@@ -26,7 +26,7 @@ from flotilla.shared.clock import SystemClock
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.config.sections.publication import PublicationConfig
 from flotilla.shared.errors import FlotillaError
-from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.schemas.publication import PublicationPhase, PublicationReport
 from flotilla.shared.schemas.service import Capabilities, ObservedState, ServiceKind, WorkState
 from flotilla.shared.weights.group.endpoint_client import EndpointClient

@@ -15,8 +15,13 @@ from flotilla.services.gateway.store.writes import PutCheckpoint, PutMetrics, Pu
 from flotilla.services.gateway.uploads.uploader import WINDOW
 from flotilla.shared.config.sections.samples import SamplesConfig
 from flotilla.shared.samples.folder import SampleFolder
-from flotilla.shared.schemas.experiment import CheckpointView, ExperimentState, MetricPoint
-from flotilla.shared.schemas.uploads import UploadedCheckpoint, UploadRecord
+from flotilla.shared.schemas.experiment import (
+    CheckpointView,
+    ExperimentState,
+    MetricPoint,
+    UploadedCheckpoint,
+    UploadRecord,
+)
 from tests.unit.gateway.builders import a_record
 from tests.unit.samples.builders import a_step
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.net.server.gatekeeper import Gatekeeper
 from flotilla.shared.net.server.limits import ConnectionLimits
 from flotilla.shared.net.server.serving import bind, config_of

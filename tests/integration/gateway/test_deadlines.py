@@ -12,8 +12,7 @@ from flotilla.services.gateway.datasets.lengths import LengthProcess
 from flotilla.services.gateway.store import transaction
 from flotilla.services.gateway.store.sql import SqlStore
 from flotilla.services.gateway.store.writes import PutRecord
-from flotilla.shared.children.blocking import running
-from flotilla.shared.children.calls import CallProcess
+from flotilla.shared.children.calls import CallProcess, running
 from flotilla.shared.children.processes import reap
 from flotilla.shared.errors import DeadlineExceeded, Unavailable
 from tests.unit.gateway.builders import a_record

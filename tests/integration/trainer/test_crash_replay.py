@@ -12,7 +12,7 @@ from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
 from flotilla.services.trainer.learning.learner import Learner
 from flotilla.services.trainer.worker.checkpoint_writer import CheckpointWriter
 from flotilla.services.trainer.worker.images import ImagePool
-from flotilla.shared.config.sections.lora import LoraConfig
+from flotilla.shared.config.sections.model import LoraConfig
 from flotilla.shared.errors import ClaimLost
 from flotilla.shared.schemas.publication import PublicationRequest
 from flotilla.shared.streams.memory.plane import MemoryDataPlane

@@ -15,7 +15,7 @@ from flotilla.services.trainer.parallel.ranks import MeshShape, Ranks
 from flotilla.services.trainer.weights.sharded_parameters import ShardedParameters
 from flotilla.services.trainer.worker.follower import send_image, write_image
 from flotilla.shared.checkpoints.folders import AVERAGE, CRITIC, MODEL, OPTIMIZER, VERSIONS
-from flotilla.shared.models.files import ADAPTER
+from flotilla.shared.models.hub import ADAPTER
 from flotilla.shared.weights.image.image import WeightImage
 from tests.integration.trainer.architectures import ARCHITECTURES
 from tests.integration.trainer.ranks import run_ranks

@@ -11,7 +11,7 @@ from flotilla.services.trainer.models.loading import LoadedModel
 from flotilla.services.trainer.parallel.ranks import Ranks
 from flotilla.services.trainer.weights.flat_parameters import FlatParameters
 from flotilla.shared.checkpoints.folders import AVERAGE, MODEL, OPTIMIZER
-from flotilla.shared.models.files import ADAPTER
+from flotilla.shared.models.hub import ADAPTER
 from tests.integration.trainer.architectures import ARCHITECTURES
 from tests.integration.trainer.ranks import image_of_one, image_of_ranks, run_ranks, stored
 from tests.unit.trainer.builders import a_spec, uneven_groups

@@ -16,7 +16,7 @@ from flotilla.services.trainer.worker.images import ImagePool
 from flotilla.shared.checkpoints.folders import AVERAGE, MODEL, OPTIMIZER
 from flotilla.shared.config.load.spec_text import with_changes
 from flotilla.shared.config.spec import ExperimentSpec
-from flotilla.shared.models.files import ADAPTER
+from flotilla.shared.models.hub import ADAPTER
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from tests.fleet import tiny_model
 from tests.integration.trainer.fleet import YesGateway, a_spec, save_tiny_model, train

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from flotilla.shared.errors import Conflict, WeightTransferFailed
-from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.weights.image.image import WeightImage
 from flotilla.shared.weights.image.prefix_checksum import PrefixChecksum
 from flotilla.shared.weights.pull import direct as direct_module

@@ -11,7 +11,7 @@ import pytest
 
 from flotilla.services.trainer.supervisor.served_images import ServedImages
 from flotilla.shared.errors import NotFound, WeightTransferFailed
-from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.weights.image.image import WeightImage
 from flotilla.shared.weights.image.layout import ImageLayout
 from flotilla.shared.weights.pull import client as pull_client

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.weights.image.files import HOST_ID, SHARED_MEMORY
 from flotilla.shared.weights.image.image import WeightImage
 from flotilla.shared.weights.mapped import locate as locate_module

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flotilla.shared.errors import Conflict, DeadlineExceeded, NotFound, Unauthorized, Unavailable, WeightTransferFailed
-from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.weights.image.image import WeightImage
 from flotilla.shared.weights.image.tensors import open_image
 from flotilla.shared.weights.pull.client import WeightPuller

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.weights.image.image import WeightImage
 from flotilla.shared.weights.image.loopback import on_half_of_the_cores
 from flotilla.shared.weights.pull import sender as sender_module

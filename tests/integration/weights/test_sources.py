@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from flotilla.shared.errors import FlotillaError, WeightTransferFailed
-from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.weights.image.image import WeightImage
 from flotilla.shared.weights.pull import client as pull_client
 from flotilla.shared.weights.pull import direct as direct_module

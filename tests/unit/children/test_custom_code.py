@@ -8,8 +8,8 @@ import pytest
 from flotilla.services.gateway.datasets.custom import rows_of_child
 from flotilla.services.reward.verifiers.custom_process import CustomProcessVerifier
 from flotilla.services.rollout.custom.process import CustomProcess
-from flotilla.shared.children import blocking
-from flotilla.shared.children.blocking import BlockingCalls
+from flotilla.shared.children import calls
+from flotilla.shared.children.calls import BlockingCalls
 from flotilla.shared.config.sections.episodes import EnvironmentConfig
 from flotilla.shared.config.sections.reward import CustomConfig
 from flotilla.shared.errors import DataError
@@ -111,6 +111,6 @@ def test_a_dataset_whose_process_ends_between_two_calls_gives_no_row_twice(
     written(tmp_path, {"rows.py": rows})
     assert len(rows_of_child(f"{tmp_path}/rows.py:Rows", {}, None, "data")) == 300
 
-    monkeypatch.setattr(blocking, "BlockingCalls", Calls)
+    monkeypatch.setattr(calls, "BlockingCalls", Calls)
     with pytest.raises(DataError, match="its process ended, and began again at row 26"):
         rows_of_child(f"{tmp_path}/rows.py:Rows", {}, 280, "data")

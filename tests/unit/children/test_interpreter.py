@@ -1,6 +1,6 @@
 import gc
 
-from flotilla.shared.children.interpreter import collecting_later
+from flotilla.shared.children.processes import collecting_later
 
 
 def test_nothing_is_collected_while_modules_are_imported_and_they_are_not_looked_at_afterwards() -> None:

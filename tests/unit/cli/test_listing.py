@@ -10,8 +10,7 @@ from flotilla.cli.__main__ import main
 from flotilla.cli.command_line import STATES
 from flotilla.cli.commands.listing import describe_checkpoints
 from flotilla.cli.exit_codes import ExitCode
-from flotilla.shared.schemas.experiment import ExperimentState
-from flotilla.shared.schemas.uploads import ListedCheckpoint, UploadCheck, UploadView
+from flotilla.shared.schemas.experiment import ExperimentState, ListedCheckpoint, UploadCheck, UploadView
 from tests.unit.cli.gateway import serve
 from tests.unit.cli.test_progress import a_view
 from tests.unit.cli.test_reference import DRAFT, ENDED, RUNNING, views

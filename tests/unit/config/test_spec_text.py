@@ -9,8 +9,7 @@ from pydantic import BaseModel
 
 from flotilla.shared.config.load.overrides import apply_overrides
 from flotilla.shared.config.load.paths import resolve_paths
-from flotilla.shared.config.load.spec_text import load_spec, parse_document, validate_spec
-from flotilla.shared.config.other_names import OTHER_NAMES
+from flotilla.shared.config.load.spec_text import OTHER_NAMES, load_spec, parse_document, validate_spec
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec
 

@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from flotilla.launch_file import read_launch_file
-from flotilla.shared.config.base.strict_types import NUMBERS, _options, check_exact, is_guessed
+from flotilla.shared.config.base.model import NUMBERS, _options, check_exact, is_guessed
 from flotilla.shared.config.load.spec_text import parse_document, validate_spec
 from flotilla.shared.config.load.yaml_text import read_value, write_value
 from flotilla.shared.config.spec import ExperimentSpec

@@ -21,7 +21,7 @@ from flotilla.services.gateway.uploads.uploader import WINDOW, Uploader
 from flotilla.shared.checkpoints.folders import STATE_FILE, StoredCheckpoint, complete
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.errors import InvalidSpec, ModelError, Unavailable
-from flotilla.shared.schemas.uploads import UploadRecord, UploadView
+from flotilla.shared.schemas.experiment import UploadRecord, UploadView
 from tests.unit.gateway.builders import a_spec
 from tests.unit.gateway.stored import store_checkpoint
 

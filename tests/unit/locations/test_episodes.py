@@ -16,8 +16,7 @@ from flotilla.shared.config.load.paths import resolve_paths
 from flotilla.shared.config.sections.episodes import EpisodesConfig, ToolEpisodesConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import DataError, EpisodeFailed, FlotillaError, InvalidSpec
-from flotilla.shared.locations.allowed import Places, grant_code, read_places
-from flotilla.shared.locations.episodes import check_episodes
+from flotilla.shared.locations.allowed import Places, check_episodes, grant_code, read_places
 from flotilla.shared.schemas.service import Assignment
 from flotilla.shared.testing.builders import a_task
 from tests.unit.gateway.builders import a_spec

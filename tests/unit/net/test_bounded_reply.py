@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from flotilla.shared.net.client.bounded_reply import ReplyTooLong, at_most, is_packed
+from flotilla.shared.net.client.bounded_json import ReplyTooLong, at_most, is_packed
 
 
 async def pieces_of(*pieces: bytes) -> AsyncIterator[bytes]:

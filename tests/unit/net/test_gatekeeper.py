@@ -1,7 +1,7 @@
 import httpx
 import pytest
 
-from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.net.server.gatekeeper import Gatekeeper
 
 TOKEN = "the right token"

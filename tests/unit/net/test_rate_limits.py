@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from flotilla.shared.clock import ManualClock
-from flotilla.shared.net.server.rate_limits import MOST_ADDRESSES, Strangers
+from flotilla.shared.net.server.limits import MOST_ADDRESSES, Strangers
 
 
 def test_an_address_has_a_burst_and_then_a_rate() -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from flotilla.services.reward.verifiers.registry import new_client
 from flotilla.services.rollout.checked_transport import CheckedAddresses
+from flotilla.shared.net.client.bearer_client import tls_context
 from flotilla.shared.net.client.client import GatewayClient
-from flotilla.shared.net.client.tls import tls_context
 
 
 async def test_clients_share_what_was_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

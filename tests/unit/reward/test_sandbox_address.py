@@ -8,7 +8,7 @@ from flotilla.services.reward.state import SessionOpener
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.environment.settings import ServiceSettings
 from flotilla.shared.errors import DeadlineExceeded, FlotillaError, Unavailable
-from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.schemas.service import Assignment
 
 SPEC = {

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from flotilla.shared.schemas.described import Described, descriptions_of
+from flotilla.shared.schemas.wire import Described, descriptions_of
 
 
 class Parent(Described):

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.schemas.service import DesiredState, ObservedState, Registration, ServiceKind, WorkState
 from flotilla.shared.service import membership

@@ -17,10 +17,10 @@ from flotilla.services.trainer.models.log_probs import Policy
 from flotilla.services.trainer.models.lora import Adapters
 from flotilla.services.trainer.weights.flat_parameters import FlatParameters
 from flotilla.shared.checkpoints.folders import MODEL, OPTIMIZER, CheckpointState, StoredCheckpoint
-from flotilla.shared.config.sections.lora import LoraConfig
+from flotilla.shared.config.sections.model import LoraConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import ModelError
-from flotilla.shared.models.files import ADAPTER, check_directory
+from flotilla.shared.models.hub import ADAPTER, check_directory
 from flotilla.shared.weights.image.image import WeightImage
 from tests.fleet import tiny_model
 from tests.integration.trainer.architectures import ARCHITECTURES

@@ -22,10 +22,10 @@ from flotilla.services.trainer.weights.flat_parameters import FlatParameters
 from flotilla.services.trainer.weights.streamed_parameters import StreamedParameters
 from flotilla.shared.checkpoints.folders import MODEL, OPTIMIZER, StoredCheckpoint
 from flotilla.shared.checkpoints.lineage import Published
-from flotilla.shared.config.sections.lora import QuantisationConfig
+from flotilla.shared.config.sections.model import QuantisationConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import ModelError
-from flotilla.shared.models.files import ADAPTER
+from flotilla.shared.models.hub import ADAPTER
 from flotilla.shared.weights.image.image import WeightImage
 from tests.fleet import tiny_model
 from tests.integration.trainer.architectures import ARCHITECTURES

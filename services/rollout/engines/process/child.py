@@ -9,7 +9,7 @@ from typing import Any
 
 from flotilla.services.rollout.engines.process.commands import Call, Close, answer_to_wire, command_from_wire
 from flotilla.services.rollout.engines.settings import EngineSettings
-from flotilla.shared.children.interpreter import collecting_later
+from flotilla.shared.children.processes import collecting_later
 from flotilla.shared.children.serving import serve
 from flotilla.shared.faults.armed import arm_process
 from flotilla.shared.host.cores import CoreSeat

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from flotilla.services.trainer.learning.learner import Learner
 from flotilla.services.trainer.models.loading import LoadedModel
-from flotilla.shared.models.files import ADAPTER, ADAPTER_CONFIG
+from flotilla.shared.models.hub import ADAPTER, ADAPTER_CONFIG
 from tests.unit.trainer.builders import a_spec, uneven_groups
 from tests.unit.trainer.peft.models import LORA, MODELS
 

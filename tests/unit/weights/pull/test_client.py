@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from flotilla.shared.errors import NotFound
-from flotilla.shared.net.authorisation.credentials import Credentials
+from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.weights.image.image import WeightImage
 from flotilla.shared.weights.image.layout import ImageLayout
 from flotilla.shared.weights.pull import client as pull_client

@@ -6,8 +6,9 @@ weights and cache sets. ``fleet``: a whole fleet for twenty steps on one GPU, en
 and its ledger. ``training``: steps in bfloat16 with one rank, whole, in FSDP2, and of a mixture of experts, beside
 the same steps in float32 on the CPU. ``resume``: an optimiser and a whole run that go on from what was saved.
 ``sharing``: a fleet in turns, with the memory of both. ``update``: how long sampling pauses while new weights are
-served, from shared memory and from the disk, with a spare copy and without. ``lora``: adapters. ``servers``: SGLang
-and vLLM as engines, where their interpreters are named.
+served, from shared memory and from the disk, with a spare copy and without. ``lora``: adapters. ``options``: compiled
+layers, memory kept on the host, stale answers. ``example``: the README's main example. ``servers``: SGLang and vLLM as
+engines, where their interpreters are named.
 
 ``python -m benchmarks.gpu [--part NAME] [--seconds 560] [--cpu-rehearsal] [--json FILE]``; the rehearsal runs every
 part in small on the CPU, so that the script itself is tried without one. Each part is a process of its own: one
@@ -37,6 +38,8 @@ MODULES = {
     "sharing": "gpu_fleets",
     "update": "gpu_engine",
     "lora": "gpu_fleets",
+    "options": "gpu_fleets",
+    "example": "gpu_fleets",
     "servers": "gpu_fleets",
 }
 ROOT = Path(__file__).resolve().parents[1]

@@ -37,6 +37,7 @@ import zlib
 def score(sample):
     return float(zlib.crc32((sample.id + sample.response).encode()) % 2)
 """
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "arithmetic" / "experiment.yaml"
 SERVERS = {"sglang": "FLOTILLA_SGLANG_PYTHON", "vllm": "FLOTILLA_VLLM_PYTHON"}
 
 
@@ -147,6 +148,7 @@ def run_fleet(
         "tokens_trained": summary["tokens_trained"],
         "tokens_generated": summary["tokens_generated"],
         "losses": losses_of(run),
+        "last_step": last_step_of(run),
         "ledger": ledger,
         "engine": [line for path in (run / "fleet" / "logs").glob("rollout*.log") for line in said(path, LOADED)],
     }
@@ -164,6 +166,15 @@ def losses_of(run_directory: Path) -> list[float]:
         rows = database.execute("SELECT step, value FROM metrics WHERE name = 'loss/total' ORDER BY sequence")
         found = dict(rows.fetchall())
     return [found[step] for step in sorted(found)]
+
+
+def last_step_of(run_directory: Path) -> dict[str, float]:
+    """Read every metric of the last step that has a loss."""
+    (path,) = run_directory.rglob("gateway.sqlite")
+    last = "SELECT MAX(step) FROM metrics WHERE name = 'loss/total'"
+    with closing(sqlite3.connect(path)) as database:
+        rows = database.execute(f"SELECT name, value FROM metrics WHERE step = ({last}) ORDER BY sequence")
+        return dict(rows.fetchall())
 
 
 def tail_of(path: Path) -> str:
@@ -214,6 +225,47 @@ def part_lora(place: Place) -> Found:
         adapters = sorted((Path(folder) / "runs").rglob("adapter_model.safetensors"))
         assert adapters, "there is no checkpoint of adapters"
         yield "checkpoint_megabytes", adapters[-1].stat().st_size / 1e6
+
+
+def part_options(place: Place) -> Found:
+    """Run fleets with what a trainer on a GPU is asked for: memory kept on the host, compiled layers, stale answers."""
+    kept = {"reference": True, "optimiser": True, "activations": True}
+    ways: dict[str, dict[str, Any]] = {
+        "interrupted and stale answers, two rollouts": {
+            "asynchrony": {"staleness_threshold": 1.0, "on_weight_update": "interrupt"},
+            "resources": {"rollouts": {"min": 2, "max": 2}},
+        },
+        "reference, moments and activations on the host": {
+            "algorithm": {"kl": {"placement": "loss", "estimator": "k3", "coefficient": 0.001}},
+            # What is on a CPU is on the host already: refused there.
+            "parallelism": {"offload": kept} if place.is_gpu else {},
+        },
+        "checkpointed activations": {"optimisation": {"activation_checkpointing": True}},
+        "compiled layers": {"optimisation": {"compile_layers": True}},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        spec = write_experiment(place, Path(folder))
+        spec["optimisation"]["steps"] = place.fleet.short_steps
+        for number, (name, sections) in enumerate(ways.items()):
+            chosen = {**spec, **{key: {**spec.get(key, {}), **changes} for key, changes in sections.items()}}
+            yield name, attempted(partial(run_fleet, place, Path(folder), chosen, f"options-{number}"))
+
+
+def part_example(place: Place) -> Found:
+    """Run the README's main example as it stands, but for its device: what the held-out accuracy rises to."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "flotilla", "run", str(EXAMPLE), "--runs", folder, "--plain", "--fresh"]
+        for key in ("rollout.engine.device", "parallelism.device"):
+            command += ["--set", f"{key}={place.device}"]
+        command += [] if place.is_gpu else ["--set", "optimisation.steps=5", "--set", "evaluation.every_versions=2"]
+        started = time.perf_counter()
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=FLEET_SECONDS, check=False)
+        taken = time.perf_counter() - started
+        if ended.returncode:
+            yield "example", {"failed": (ended.stdout + ended.stderr)[-LAST_CHARACTERS:], "seconds": taken}
+            return
+        (path,) = Path(folder).rglob("summary.json")
+        yield "example", {"seconds": taken, "summary": json.loads(path.read_text(encoding="utf-8"))}
 
 
 def part_servers(place: Place) -> Found:

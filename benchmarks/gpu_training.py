@@ -5,11 +5,14 @@ import time
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu_place import Figures, Found, Place, Shape, attempted
+from flotilla.services.trainer.data.places import places_of
+from flotilla.services.trainer.models.attention import attended_by_sequence, takes_all_lengths
 from flotilla.services.trainer.parallel.fsdp import shard_layers
 from flotilla.services.trainer.parallel.ranks import MeshShape, joined
 
@@ -22,6 +25,7 @@ TOLERANCES = {"float32": 1e-5, "bfloat16": 3e-3}
 
 def part_training(place: Place) -> Found:
     """Train some steps with one rank, and compare the losses with float32 on the CPU."""
+    yield "packed attention", attempted(partial(attended, place))
     shape = next(iter(place.shapes.values()))
     ways: dict[str, tuple[Shape, dict[str, bool]]] = {
         "whole": (shape, {}),
@@ -34,6 +38,38 @@ def part_training(place: Place) -> Found:
     for name, (of, how) in ways.items():
         yield name, attempted(partial(trained, place, of, **how))
         place.free()
+
+
+def attended(place: Place) -> Figures:
+    """Attend to packed sequences that share a prompt, forwards and backwards, beside float32 on the CPU."""
+    dims, width = 128 if place.is_gpu else 16, 256 if place.is_gpu else 16
+    prompt = np.arange(width // 2)
+    answers = [(width // 2, width), (width, width + width // 4), (width + width // 4, 2 * width)]
+    sequences = [np.concatenate([prompt, np.arange(*each)]) for each in answers]
+    places = places_of(sequences, 2 * width)
+    torch.manual_seed(0)
+    shapes = [(1, heads, 2 * width, dims) for heads in (8, 2, 2)]
+    drawn = [torch.randn(shape).to(place.torch_dtype).float() for shape in shapes]
+    weights = torch.randn(1, 2 * width, 8, dims)
+    found = []
+    for device, dtype in ((torch.device("cpu"), torch.float32), (torch.device(place.device), place.torch_dtype)):
+        inputs = [each.to(device, dtype).requires_grad_() for each in drawn]
+        result = attended_by_sequence(inputs[0], inputs[1], inputs[2], places.to(device), None)
+        (result.float() * weights.to(device)).sum().backward()
+        gradients = [each.grad for each in inputs if each.grad is not None]
+        found.append([result.detach().float().cpu(), *(each.float().cpu() for each in gradients)])
+    names = ("result", "query", "key", "value")
+    differences = {
+        name: float((one - other).norm() / one.norm())
+        for name, one, other in zip(names, found[0], found[1], strict=True)
+    }
+    figures = {
+        "relative_differences": differences,
+        "in_one_call": takes_all_lengths(torch.device(place.device), place.torch_dtype, dims),
+    }
+    assert max(differences.values()) <= (1e-5 if place.dtype == "float32" else 2e-2), figures
+    assert figures["in_one_call"] == place.is_gpu, figures
+    return figures
 
 
 def trained(place: Place, shape: Shape, *, shards: bool = False, offloads: bool = False) -> Figures:

@@ -53,9 +53,9 @@ def attended(place: Place) -> Figures:
     weights = torch.randn(1, 2 * width, 8, dims)
     found = []
     for device, dtype in ((torch.device("cpu"), torch.float32), (torch.device(place.device), place.torch_dtype)):
-        inputs = [each.to(device, dtype).requires_grad_() for each in drawn]
+        inputs = [each.clone().to(device, dtype).requires_grad_() for each in drawn]
         result = attended_by_sequence(inputs[0], inputs[1], inputs[2], places.to(device), None)
-        (result.float() * weights.to(device)).sum().backward()
+        (result.float() * weights.to(device)).sum().backward()  # type: ignore[no-untyped-call]
         gradients = [each.grad for each in inputs if each.grad is not None]
         found.append([result.detach().float().cpu(), *(each.float().cpu() for each in gradients)])
     names = ("result", "query", "key", "value")

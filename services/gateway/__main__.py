@@ -14,6 +14,7 @@ from flotilla.shared.children.processes import die_with_parent
 from flotilla.shared.children.secret_variables import forget_secrets
 from flotilla.shared.environment.settings import (
     allows_volatile_redis,
+    read_for_libraries,
     read_settings,
     seconds_from,
     secret_from,
@@ -53,6 +54,7 @@ def main() -> int:
             quota=read_quota(os.environ),
             stall_seconds=seconds_from(os.environ, "FLOTILLA_STALL_SECONDS", STALL_SECONDS),
         )
+        read_for_libraries(os.environ)
         forget_secrets()
         listening = bind(common.host, common.port)
         with listening:

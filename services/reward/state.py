@@ -20,7 +20,7 @@ from flotilla.shared.config.sections.distillation import DistillationConfig
 from flotilla.shared.config.sections.reward import RemoteConfig, RewardConfig
 from flotilla.shared.config.sections.reward_model import HostedModelConfig
 from flotilla.shared.config.spec import ExperimentSpec
-from flotilla.shared.environment.settings import ServiceSettings
+from flotilla.shared.environment.settings import Secrets, ServiceSettings
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.locations.allowed import read_places
 from flotilla.shared.models.hub import fetched
@@ -105,7 +105,7 @@ class SessionOpener:
             sandbox_url=sandbox_url,
             sandbox_token=self.credentials.for_peer(ServiceKind.SANDBOX),
             grader_networks=self.settings.grader_networks,
-            secrets=os.environ,
+            secrets=Secrets(os.environ),
             gateway_url=self.settings.public_url or self.settings.gateway_url,
             mailbox=RedisDataPlane(self.redis, assignment.experiment_id, Lane.TRAIN, streams).mailbox,
             places=read_places(os.environ, self.settings.data),

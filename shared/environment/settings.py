@@ -1,7 +1,7 @@
 """What a service reads from its environment; only ``__main__`` modules call this."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
@@ -22,6 +22,8 @@ VOLATILE_REDIS = "FLOTILLA_ALLOW_VOLATILE_REDIS"
 ENGINE_PYTHONS: Mapping[str, str] = {"sglang": "FLOTILLA_SGLANG_PYTHON", "vllm": "FLOTILLA_VLLM_PYTHON"}
 """Variables that name the interpreters of engines in environments of their own, by ``rollout.engine.kind``."""
 DEFAULT_GATEWAY = "http://127.0.0.1:8470"
+OF_LIBRARIES = ("HF_TOKEN", "WANDB_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+"""Secrets that libraries read from the environment by themselves."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -168,6 +170,36 @@ def secret_from(values: Mapping[str, str], name: str) -> str:
     if not secret:
         raise InvalidRequest(f"{source} is empty: it must hold what {name} would")
     return secret
+
+
+def read_for_libraries(values: MutableMapping[str, str]) -> None:
+    """Set the variables that libraries read, where a file holds one.
+
+    Raises:
+        InvalidRequest: as of ``secret_from``.
+    """
+    for name in OF_LIBRARIES:
+        if values.get(f"{name}_FILE") and (text := secret_from(values, name)):
+            values[name] = text
+
+
+class Secrets(Mapping[str, str]):
+    """Secrets that a spec names, such as by ``secret_env``: read when they are asked for, from variable or file."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self._values = values
+
+    def __getitem__(self, name: str) -> str:
+        text = secret_from(self._values, name)
+        if not text:
+            raise KeyError(name)
+        return text
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
 
 
 def networks_from(values: Mapping[str, str], name: str, default: tuple[IPNetwork, ...]) -> tuple[IPNetwork, ...]:

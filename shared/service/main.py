@@ -1,6 +1,7 @@
 """What the ``__main__`` of a service does; called by nothing else."""
 
 import gc
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +10,7 @@ from fastapi import FastAPI
 
 from flotilla.shared.children.processes import die_with_parent, end_after
 from flotilla.shared.children.secret_variables import forget_secrets
-from flotilla.shared.environment.settings import ServiceSettings, read_settings
+from flotilla.shared.environment.settings import ServiceSettings, read_for_libraries, read_settings
 from flotilla.shared.errors import FlotillaError
 from flotilla.shared.faults.armed import arm_process
 from flotilla.shared.net.server.ports import check_can_be_told
@@ -34,6 +35,7 @@ def run_service(name: str, create_app: Callable[[ServiceSettings, str], FastAPI]
     """
     try:
         settings = read_settings(needs_redis=needs_redis)
+        read_for_libraries(os.environ)
         forget_secrets()
         limit_devices()
         if settings.parent_pid is not None:

@@ -26,7 +26,7 @@ from flotilla.defaults import DEFAULT_PORT
 from flotilla.services.sandbox.settings import SandboxSettings
 from flotilla.services.sandbox.state import open_state
 from flotilla.shared.children.processes import reap
-from flotilla.shared.environment.settings import allows_volatile_redis
+from flotilla.shared.environment.settings import allows_volatile_redis, secret_from
 from flotilla.shared.errors import FlotillaError
 from flotilla.shared.host.control_groups import available_bytes
 from flotilla.shared.streams.redis.connection import check_server
@@ -147,8 +147,9 @@ async def _sandbox() -> Finding:
 
 
 async def _redis() -> Finding:
-    url = os.environ.get("FLOTILLA_REDIS_URL") or None
+    url: str | None = None
     try:
+        url = secret_from(os.environ, "FLOTILLA_REDIS_URL") or None
         if url is not None:
             found = await check_server(url, may_be_volatile=allows_volatile_redis(os.environ))
             return machine.judge_redis(found, "", url)

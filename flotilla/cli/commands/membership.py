@@ -14,6 +14,7 @@ from flotilla.client.asynchronous import AsyncClient
 from flotilla.connection import FleetInfo
 from flotilla.packages import check_packages
 from flotilla.shared.children.processes import python_module
+from flotilla.shared.environment.settings import secret_from
 from flotilla.shared.errors import InvalidRequest, NotFound, Unavailable
 from flotilla.shared.net.authorisation.access import PassKey
 from flotilla.shared.schemas.service import ServiceKind, ServiceView
@@ -35,7 +36,7 @@ async def rollout(arguments: argparse.Namespace) -> int:
         environment = dict(os.environ)
         if arguments.gateway:
             environment["FLOTILLA_GATEWAY_URL"] = arguments.gateway
-        if not environment.get("FLOTILLA_REDIS_URL"):
+        if not secret_from(environment, "FLOTILLA_REDIS_URL"):
             raise InvalidRequest("FLOTILLA_REDIS_URL must name the fleet's Redis server, beside its gateway")
     else:
         info = FleetInfo.read(Path(arguments.data))

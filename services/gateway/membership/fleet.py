@@ -14,6 +14,7 @@ from typing import Any
 from flotilla.services.gateway.access.tokens import Tokens
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.lifecycle.commands import ExperimentCommands
+from flotilla.services.gateway.membership.returning import Returning
 from flotilla.services.gateway.membership.training_jobs import TrainingJobs
 from flotilla.services.gateway.monitoring.health.measurements import Measurements
 from flotilla.services.gateway.monitoring.idleness import IdleRatios
@@ -22,14 +23,13 @@ from flotilla.services.gateway.publications.publications import Publications
 from flotilla.services.gateway.publications.transports import lacks_version, peers_of
 from flotilla.services.gateway.records.per_experiment import PerExperiment
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, document_of
-from flotilla.services.gateway.registry.desired import DesiredBodies, DesiredStates, ExperimentFacts
+from flotilla.services.gateway.registry.desired import DesiredBodies, DesiredStates, ExperimentFacts, may_move_others
 from flotilla.services.gateway.registry.services import LiveService, Registry, wake_services
 from flotilla.services.gateway.registry.shifts import SHARERS, holder_of, is_clear
 from flotilla.services.gateway.signals import Signal, wait_for_any
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.transaction import Transaction
 from flotilla.shared.clock import Clock
-from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.service import (
     DRAIN_NOTICE_SECONDS,
     DesiredState,
@@ -91,6 +91,7 @@ class Fleet:
         self.left = PerExperiment(Signal)
         self.bodies = DesiredBodies()
         self.jobs = TrainingJobs(registry, repository, events)
+        self.returning = Returning(registry, repository, events)
 
     async def register(self, registration: Registration) -> Registered:
         """Add a service to the fleet.
@@ -99,7 +100,7 @@ class Fleet:
             Conflict: a service of another kind has this incarnation.
         """
         async with self._store.transaction() as change:
-            service = self._registry.stage_registration(change, registration)
+            service = self.returning.stage_registration(change, registration)
             for dead in self._registry.superseded_by(change.staged(service, service.record)):
                 self._stage_leave(change, dead.id, "another process was started in its place")
         log.info("service registered", extra={"service_id": service.id, "kind": service.kind.value})
@@ -216,7 +217,7 @@ class Fleet:
             if observed.experiment_id == experiment.id:
                 self._measurements.of(experiment).add_reports(observed)
                 await self._compare(service, before, experiment)
-        if not was_observed or _may_move_others(before, observed, experiment):
+        if not was_observed or may_move_others(before, observed, None if experiment is None else experiment.state):
             self._on_change()
 
     async def _compare(self, service: LiveService, before: ObservedState, experiment: Experiment) -> None:
@@ -281,6 +282,17 @@ class Fleet:
                 self._events.stage(change, service.experiment_id, "service_draining", **facts)
         self._on_change()
         return service
+
+    async def give_up(self, service: LiveService) -> None:
+        """Forget a service whose lease has ended; one that was only out of reach may come back to its work.
+
+        Raises:
+            NotFound: it is not registered any more.
+        """
+        async with self._store.transaction() as change:
+            self.returning.remember(service)
+            self._stage_leave(change, service.id, "its lease ended")
+        self._on_change()
 
     async def leave(self, service_id: str, *, reason: str) -> None:
         """Forget a service; what it had claimed is taken over by others.
@@ -352,18 +364,3 @@ class Fleet:
                 **facts,
             )
             change.then(self.left.of(experiment).fire)
-
-
-def _may_move_others(before: ObservedState, observed: ObservedState, experiment: Experiment | None) -> bool:
-    """Whether placement or an experiment's life may depend on the difference.
-
-    That a service has followed a pause or a resume is no reason to look at all of a thousand services: each of them
-    says so, within a fraction of a second.
-    """
-    if before.experiment_id != observed.experiment_id:
-        return True
-    if (before.policy_version is None) != (observed.policy_version is None):
-        return True
-    is_starting = experiment is not None and experiment.state is ExperimentState.STARTING
-    follows = not is_starting and {before.state, observed.state} <= {WorkState.RUNNING, WorkState.PAUSED}
-    return before.state is not observed.state and not follows

@@ -11,7 +11,15 @@ from flotilla.services.gateway.digest import digest
 from flotilla.services.gateway.registry.shifts import SHARERS
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.publication import PublicationOrder
-from flotilla.shared.schemas.service import Assignment, DesiredState, DeviceOrder, JobNode, ServiceKind, WorkState
+from flotilla.shared.schemas.service import (
+    Assignment,
+    DesiredState,
+    DeviceOrder,
+    JobNode,
+    ObservedState,
+    ServiceKind,
+    WorkState,
+)
 
 MOST_BODIES = 64
 """How many encoded answers are kept: a few kilobytes each."""
@@ -179,3 +187,18 @@ def weights_url(experiment: ExperimentFacts) -> str | None:
 def url_at(address: str, version: int) -> str:
     """Return the URL of a version at a service."""
     return f"{address.rstrip('/')}/v1/weights/{version}"
+
+
+def may_move_others(before: ObservedState, observed: ObservedState, state: ExperimentState | None) -> bool:
+    """Whether placement or an experiment's life may depend on the difference.
+
+    That a service has followed a pause or a resume is no reason to look at all of a thousand services: each of them
+    says so, within a fraction of a second.
+    """
+    if before.experiment_id != observed.experiment_id:
+        return True
+    if (before.policy_version is None) != (observed.policy_version is None):
+        return True
+    is_starting = state is ExperimentState.STARTING
+    follows = not is_starting and {before.state, observed.state} <= {WorkState.RUNNING, WorkState.PAUSED}
+    return before.state is not observed.state and not follows

@@ -211,8 +211,15 @@ class Registry:
         same = [s for s in self if s.id != record.id and (s.record.kind, s.record.host, s.record.address) == at]
         return [service for service in same if service.is_cut_off or service.lease_ends <= now]
 
-    def stage_registration(self, change: Transaction, registration: Registration) -> LiveService:
+    def stage_registration(
+        self, change: Transaction, registration: Registration, former: ServiceRecord | None = None
+    ) -> LiveService:
         """Add a service; the same process gets the same id again.
+
+        Args:
+            change: what it is part of.
+            registration: how it presents itself.
+            former: what it was before it was given up for its silence.
 
         Raises:
             Conflict: a service of another kind has this incarnation.
@@ -223,6 +230,8 @@ class Registry:
         fields = registration.model_dump(mode="json")
         if known is not None:
             record = replace(known.record, **fields)
+        elif former is not None:
+            record = replace(former, **fields, experiment_id=None)
         else:
             service_id = f"{registration.kind}-{secrets.token_hex(4)}"
             number = 1 + max((each.record.number for each in self), default=0)

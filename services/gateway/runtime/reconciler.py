@@ -123,7 +123,7 @@ class Reconciler:
         await self._publications.check_deadlines()
         for service in expired:
             with contextlib.suppress(FlotillaError):
-                await self._fleet.leave(service.id, reason="its lease ended")
+                await self._fleet.give_up(service)
         for service in self._registry:
             if service.experiment_id is None:
                 continue

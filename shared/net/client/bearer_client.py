@@ -5,6 +5,8 @@ from functools import cache
 
 import httpx
 
+from flotilla.shared.net.dead_peers import SOCKET_OPTIONS
+
 
 @cache
 def tls_context() -> ssl.SSLContext:
@@ -23,11 +25,12 @@ def bearer_client(
         limits: of its connections.
         transport: another one than sockets.
     """
+    sockets = transport or httpx.AsyncHTTPTransport(
+        limits=limits, verify=tls_context(), trust_env=False, socket_options=SOCKET_OPTIONS
+    )
     return httpx.AsyncClient(
         base_url=base_url,
         headers={"Authorization": f"Bearer {token}"} if token else {},
-        transport=transport,
-        limits=limits,
+        transport=sockets,
         trust_env=False,
-        verify=tls_context(),
     )

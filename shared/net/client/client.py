@@ -33,7 +33,8 @@ from flotilla.shared.net.retry import retry
 
 log = logging.getLogger(__name__)
 
-CONNECT_SECONDS = 5.0
+CONNECT_SECONDS = 2.5
+"""Time for the second of the kernel's attempts: one that began in a cut network is made anew soon after the mend."""
 
 
 def problem_to_error(status: int, body: bytes, request: str = "") -> FlotillaError:

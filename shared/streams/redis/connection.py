@@ -29,6 +29,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from flotilla.shared.environment.settings import VOLATILE_REDIS
 from flotilla.shared.errors import InvalidRequest, Unavailable
+from flotilla.shared.net.dead_peers import TCP_OPTIONS
 from flotilla.shared.net.retry import retry
 from flotilla.shared.streams.redis.connection_io import PACKING
 
@@ -91,6 +92,8 @@ def connect(url: str) -> Redis:
     Raises:
         InvalidRequest: it is no such address.
     """
+    is_local = url.startswith("unix:")
+    keeping = {} if is_local else {"socket_keepalive": True, "socket_keepalive_options": TCP_OPTIONS}
     try:
         client = Redis.from_url(
             url,
@@ -100,6 +103,7 @@ def connect(url: str) -> Redis:
             socket_connect_timeout=CONNECT_SECONDS,
             socket_read_size=256 * 1024,
             retry=Retry(NoBackoff(), 0),
+            **keeping,
         )
     except ValueError:
         # Not repeated: it may hold a password.

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from flotilla.shared.environment.settings import read_settings, secret_from, token_from
+from flotilla.shared.environment.settings import Secrets, read_for_libraries, read_settings, secret_from, token_from
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.streams.redis.connection import connect
 
@@ -93,3 +93,19 @@ def test_a_service_without_a_data_plane_is_not_asked_for_one() -> None:
     assert read_settings(NEEDED, needs_redis=False).redis_url == "", "nor does it keep what it is told"
     with pytest.raises(InvalidRequest, match="FLOTILLA_REDIS_URL or FLOTILLA_REDIS_URL_FILE must be set"):
         read_settings({"FLOTILLA_TOKEN": "t"})
+
+
+def test_a_secret_that_a_spec_names_is_read_from_variable_or_file(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("s3cret\n")
+    secrets = Secrets({"ONE": "1", "KEY_FILE": str(tmp_path / "key")})
+
+    assert (secrets["ONE"], secrets["KEY"], secrets.get("OTHER")) == ("1", "s3cret", None)
+
+
+def test_libraries_find_their_secrets_in_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("hf_1\n")
+    values = {"HF_TOKEN_FILE": str(tmp_path / "key")}
+
+    read_for_libraries(values)
+
+    assert values["HF_TOKEN"] == "hf_1"

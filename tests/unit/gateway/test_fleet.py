@@ -612,3 +612,57 @@ async def test_a_service_that_follows_a_pause_or_resume_wakes_no_reconciliation(
 
     await say(gateway, service_id, ObservedState(experiment_id=experiment.id, state=WorkState.FINISHED))
     assert len(counted) == wakes + 1
+
+
+@pytest.mark.parametrize("kind", list(ServiceKind))
+async def test_a_service_that_was_out_of_reach_comes_back_to_what_it_did(kind: ServiceKind) -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock)
+    experiment = await add_experiment(gateway, trainer_epoch=3)
+    service_id = await add_service(gateway, kind, "one", experiment.id)
+    tag = gateway.fleet.desired(gateway.registry.get(service_id)).tag
+
+    clock.advance(40.0)
+    await gateway.reconciler.reconcile()
+    assert gateway.registry.find(service_id) is None
+    again = await gateway.fleet.register(a_registration(kind, "one"))
+
+    assert again.service_id == service_id
+    assert gateway.fleet.desired(gateway.registry.get(service_id)).tag == tag
+    assert experiment.record.trainer_epoch == 3
+    await stop(gateway)
+
+
+async def test_a_trainer_that_was_out_of_reach_begins_anew_where_another_has_had_its_place() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock)
+    experiment = await add_experiment(gateway, trainer_epoch=3)
+    lost = await add_service(gateway, ServiceKind.TRAINER, "lost", experiment.id)
+    clock.advance(20.0)
+    await gateway.reconciler.reconcile()
+    spare = await add_service(gateway, ServiceKind.TRAINER, "spare")
+    for kind in (ServiceKind.ROLLOUT, ServiceKind.REWARD):
+        await add_service(gateway, kind, kind.value)
+    await gateway.reconciler.reconcile()
+    assert (gateway.registry.get(spare).experiment_id, experiment.record.trainer_epoch) == (experiment.id, 4)
+
+    await gateway.fleet.register(a_registration(ServiceKind.TRAINER, "lost"))
+    assert gateway.registry.get(lost).experiment_id is None
+    clock.advance(20.0)
+    await gateway.reconciler.reconcile()
+    await gateway.fleet.register(a_registration(ServiceKind.TRAINER, "lost"))
+
+    assert gateway.registry.get(lost).experiment_id is None, "the epoch was another's"
+    await stop(gateway)
+
+
+async def test_a_service_that_left_by_itself_or_was_removed_does_not_come_back_to_its_work() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway)
+    first = await add_service(gateway, ServiceKind.ROLLOUT, "one", experiment.id)
+
+    await gateway.fleet.leave(first, reason="an operator removed it")
+    again = await gateway.fleet.register(a_registration(ServiceKind.ROLLOUT, "one"))
+
+    assert again.service_id != first
+    assert gateway.registry.get(again.service_id).experiment_id is None

@@ -1,0 +1,83 @@
+"""Services that were given up for their silence and come back: who they were, and what they worked for.
+
+A host that cannot be reached for half a minute has lost nothing. Its service registers again as the same process, gets
+the same id, and, where nobody has taken its place, the same assignment: so it keeps worker, engine and weight endpoint.
+What it had claimed was released meanwhile and is fenced; a trainer keeps its epoch, since no other one had it.
+"""
+
+from dataclasses import dataclass
+
+from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.records.repository import ExperimentRepository
+from flotilla.services.gateway.registry.services import LiveService, Registry
+from flotilla.services.gateway.store.records import ServiceRecord
+from flotilla.services.gateway.store.transaction import Transaction
+from flotilla.shared.schemas.service import Registration, ServiceKind
+
+REMEMBERED_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class CutOff:
+    """A service at the moment when it was given up.
+
+    Attributes:
+        record: with what it was assigned to.
+        epoch: of the trainers of that experiment then; None where it had none.
+        until: when it is forgotten, by the registry's clock in seconds.
+    """
+
+    record: ServiceRecord
+    epoch: int | None
+    until: float
+
+
+class Returning:
+    """Remembers those that were given up, by their incarnation, and lets them go on."""
+
+    def __init__(self, registry: Registry, repository: ExperimentRepository, events: EventLog) -> None:
+        self._registry, self._repository, self._events = registry, repository, events
+        self._cut_off: dict[str, CutOff] = {}
+
+    def remember(self, service: LiveService) -> None:
+        """Remember one that is given up now, before it is forgotten."""
+        experiment = self._repository.find(service.experiment_id)
+        epoch, now = None if experiment is None else experiment.record.trainer_epoch, self._registry.now()
+        self._cut_off = {name: each for name, each in self._cut_off.items() if each.until > now}
+        self._cut_off[service.record.incarnation] = CutOff(service.record, epoch, now + REMEMBERED_SECONDS)
+
+    def stage_registration(self, change: Transaction, registration: Registration) -> LiveService:
+        """Add a service; one that was out of reach gets back its id, and its assignment if that is still free.
+
+        Raises:
+            Conflict: a service of another kind has this incarnation.
+        """
+        found = self._cut_off.get(registration.incarnation)
+        if found is None or found.record.kind != registration.kind or found.until <= self._registry.now():
+            return self._registry.stage_registration(change, registration)
+        service = self._registry.stage_registration(change, registration, found.record)
+        change.then(lambda: self._cut_off.pop(registration.incarnation, None))
+        if found.record.experiment_id is not None and self._is_free(service, found):
+            self._registry.stage_assignment(change, service, found.record.experiment_id)
+            self._events.stage(
+                change,
+                found.record.experiment_id,
+                "service_assigned",
+                service_id=service.id,
+                service_kind=service.kind.value,
+                returns=True,
+            )
+        return service
+
+    def _is_free(self, service: LiveService, found: CutOff) -> bool:
+        """Whether nobody has its place, so that it may go on as if it had never been away."""
+        experiment = self._repository.find(found.record.experiment_id)
+        if experiment is None or not experiment.is_active or found.record.is_draining:
+            return False
+        if service.kind is ServiceKind.TRAINER:
+            # Another trainer has had a later epoch, or this one's job has ended: then it begins anew.
+            is_last = found.epoch == experiment.record.trainer_epoch
+            if not is_last or self._registry.trainer_of(experiment.id) is not None:
+                return False
+        others = (each for each in self._registry if each.experiment_id not in {None, experiment.id})
+        return not any(each.devices & service.devices for each in others)

@@ -1,0 +1,63 @@
+"""Hosts that lose each other for a while: nothing is loaded again, the next step comes soon, nobody counts twice."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.netns.fleet import ThreeHosts, a_trial, three_hosts
+from tests.netns.hosts import Hosts, both_ways, hosts
+
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(580)]
+
+STEP_SECONDS, ONE_WAY_STEP_SECONDS = 5.0, 10.0
+"""From the mend to the next step."""
+NAMED_SECONDS = 15.0
+CUTS = {
+    "the rollout": both_ways("sampler", "hub", "learner"),
+    "the trainer": both_ways("learner", "hub", "sampler"),
+    "from the rollout": [("sampler", "hub"), ("sampler", "learner")],
+    "to the rollout": [("hub", "sampler"), ("learner", "sampler")],
+    "from the trainer": [("learner", "hub"), ("learner", "sampler")],
+    "to the trainer": [("hub", "learner"), ("sampler", "learner")],
+}
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Hosts]:
+    with hosts("hub", "sampler", "learner") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def fleet(network: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreeHosts]:
+    folder = tmp_path_factory.mktemp("fleet")
+    with three_hosts(network, folder, rollouts=("sampler",), trainers=("learner",)) as made:
+        yield made
+
+
+@pytest.fixture
+def folder(fleet: ThreeHosts, tmp_path: Path) -> Path:
+    found = fleet.folder / tmp_path.name
+    found.mkdir()
+    return found
+
+
+@pytest.mark.parametrize("seconds", [8, 20, 40])
+@pytest.mark.parametrize("what", CUTS)
+async def test_a_cut_costs_its_length_and_no_more(fleet: ThreeHosts, folder: Path, what: str, seconds: float) -> None:
+    async with a_trial(fleet, folder, transport="auto") as watch:
+        before = {host: fleet.loaded(host) for host in ("sampler", "learner")}
+        assert all(before.values()), before
+        fleet.hosts.cut(*CUTS[what])
+        await asyncio.sleep(seconds)
+        fleet.hosts.cut()
+
+        took = await watch.until_step_after(time.monotonic(), 120)
+
+        after = {host: fleet.loaded(host) for host in ("sampler", "learner")}
+        print(f"\n{what}, {seconds} s: next step after {took:.1f} s; kept {before == after}; {watch.causes}")
+        assert after == before, "something was loaded again"
+        assert took < (STEP_SECONDS if "the" in what.split()[0] else ONE_WAY_STEP_SECONDS)

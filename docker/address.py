@@ -1,4 +1,4 @@
-"""Which address a container's service listens on and registers with: decided here, for entry point and health check."""
+"""Which address a container's service listens on and registers with: decided once, by the entry point."""
 
 import ipaddress
 import os
@@ -30,3 +30,8 @@ def own_address() -> str:
         return host
     found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     return choose_address(str(entry[4][0]) for entry in found)
+
+
+def in_url(host: str) -> str:
+    """Write an address as a URL has it: one of IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host

@@ -1,13 +1,12 @@
 """The compose file as a stranger runs it: what is built, restarted, published and mounted, and what it asks for."""
 
-import ast
 import importlib.util
-import os
 import re
 import shlex
 import shutil
 import stat
 import subprocess
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +18,7 @@ from flotilla.cli.command_line import build_parser
 from flotilla.services.trainer.supervisor.supervisor import STOP_SECONDS as WORKER_STOP_SECONDS
 from flotilla.shared.environment.settings import NOTICE_SECONDS
 from flotilla.shared.service.app import STOP_SECONDS
+from tests.contract.deploy.variables import unread_variables
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
@@ -78,15 +78,7 @@ def test_using_an_image_never_builds_it_so_no_running_service_is_recreated(name:
 
 @pytest.mark.parametrize("name", OURS)
 def test_every_variable_is_one_that_the_code_reads(name: str) -> None:
-    read = "\n".join(
-        path.read_text(encoding="utf-8")
-        for top in ("shared", "services", "flotilla")
-        for path in (ROOT / top).rglob("*.py")
-    )
-
-    unknown = [key for key in SERVICES[name]["environment"] if key.startswith("FLOTILLA_") and f'"{key}"' not in read]
-
-    assert unknown == []
+    assert unread_variables(SERVICES[name]["environment"]) == []
 
 
 def test_a_rollout_has_time_to_hand_over_its_work() -> None:
@@ -135,7 +127,7 @@ def test_health_is_given_time_at_the_start_and_told_soon_afterwards(name: str) -
     assert seconds(check["interval"]) * check["retries"] <= 20
     if name != "redis":
         is_readiness = name != "sandbox"
-        assert check["test"] == ["CMD", "python", "/app/docker/health.py", "/readyz" if is_readiness else "/healthz"]
+        assert check["test"] == ["CMD", "/app/docker/health.sh", "/readyz" if is_readiness else "/healthz"]
 
 
 def test_only_the_sandbox_has_capabilities_and_only_those_that_give_programs_a_uid_of_their_own() -> None:
@@ -158,60 +150,81 @@ def test_the_data_plane_survives_a_crash_and_never_evicts() -> None:
 
     assert "--appendonly yes" in command
     assert "--maxmemory-policy noeviction" in command
-    assert "--requirepass ${FLOTILLA_REDIS_PASSWORD}" in command
+    assert "--include /tmp/password.conf" in command
 
 
-def required() -> set[str]:
-    """Variables without a default, which would otherwise stop `ps`, `logs` and `down`."""
-    return {name for name, default in re.findall(r"\$\{(\w+)(:-[^}]*)?", TEXT) if not default}
+def test_nothing_but_files_holds_a_secret() -> None:
+    assert re.findall(r"\$\{(\w*(?:TOKEN|PASSWORD|SECRET)\w*)", TEXT) == []
+    assert "--requirepass" not in TEXT, "it would be in the list of processes, and in what `inspect` shows"
+    for name, service in SERVICES.items():
+        for key, value in service.get("environment", {}).items():
+            if key.endswith("_FILE") and name != "cli":
+                assert value.removeprefix("/run/secrets/") in service["secrets"], f"{name} is told of {value}"
+    assert {each["file"] for each in COMPOSE["secrets"].values()} == {f"./secrets/{each}" for each in SECRETS}
 
 
-def test_what_has_no_default_is_a_secret_and_refused_with_the_way_out() -> None:
-    assert required() == {"FLOTILLA_TOKEN", "FLOTILLA_SERVICE_TOKEN", "FLOTILLA_REDIS_PASSWORD"}
-    for name in required():
-        assert f"${{{name}:?write .env first with sh docker/env.sh}}" in TEXT
+def test_a_container_is_given_the_secrets_that_it_needs_and_no_others() -> None:
+    assert {name: set(service["secrets"]) for name, service in SERVICES.items()} == {
+        "redis": {"redis-password"},
+        "gateway": {"token", "service-token", "redis-url"},
+        "reward": {"service-token", "redis-url"},
+        "rollout": {"service-token", "redis-url"},
+        "trainer": {"service-token", "redis-url"},
+        "sandbox": {"service-token"},
+        "cli": {"token"},
+    }
 
 
-def test_the_script_writes_every_secret_once_for_its_owner_alone(tmp_path: Path) -> None:
-    (tmp_path / "docker").mkdir()
-    shutil.copy(ROOT / "docker" / "env.sh", tmp_path / "docker")
-    command = ["sh", str(tmp_path / "docker" / "env.sh")]
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_the_root_of_a_container_is_read_only_and_what_is_temporary_has_its_place(name: str) -> None:
+    assert SERVICES[name]["read_only"] is True
+    [place] = SERVICES[name]["tmpfs"]
+    assert place.startswith("/tmp:")
+    assert "exec" in place or name == "redis", "kernels and a sandbox's programs are compiled there"
 
-    subprocess.run(command, check=True, timeout=30)
-    first = (tmp_path / ".env").read_text()
-    subprocess.run(command, check=True, timeout=30, capture_output=True)
 
-    values = dict(line.split("=", 1) for line in first.splitlines())
-    assert set(values) == required()
-    assert len(set(values.values())) == len(values), "Redis has a password of its own"
-    assert all(re.fullmatch(r"[0-9a-f]{64}", value) for value in values.values())
-    assert (tmp_path / ".env").read_text() == first
+SECRETS = ("redis-password", "redis-url", "service-token", "token")
+
+
+def write_secrets(folder: Path) -> dict[str, str]:
+    (folder / "docker").mkdir(exist_ok=True)
+    shutil.copy(ROOT / "docker" / "env.sh", folder / "docker")
+    subprocess.run(["sh", str(folder / "docker" / "env.sh")], check=True, timeout=30)
+    return {path.name: path.read_text() for path in (folder / "secrets").iterdir()}
+
+
+def test_the_script_writes_every_secret_once_into_a_folder_of_its_owner_alone(tmp_path: Path) -> None:
+    first = write_secrets(tmp_path)
+
+    assert sorted(first) == sorted(SECRETS)
+    made = {name: value for name, value in first.items() if name != "redis-url"}
+    assert all(re.fullmatch(r"[0-9a-f]{64}", value) for value in made.values())
+    assert len(set(made.values())) == len(made), "Redis has a password of its own"
+    assert first["redis-url"] == f"redis://:{first['redis-password']}@redis:6379/0"
+    assert write_secrets(tmp_path) == first
+    assert stat.S_IMODE((tmp_path / "secrets").stat().st_mode) == 0o700
+    assert {stat.S_IMODE((tmp_path / "secrets" / name).stat().st_mode) for name in SECRETS} == {0o644}, (
+        "the users of containers read them, through a mount of each file"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["docker", "secrets"]
+
+
+def test_the_script_moves_the_secrets_of_an_earlier_release_and_keeps_all_else(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("FLOTILLA_TOKEN=mine\nFLOTILLA_REDIS_PASSWORD=old\nFLOTILLA_PORT=9000\n")
+
+    found = write_secrets(tmp_path)
+
+    assert (found["token"], found["redis-password"]) == ("mine", "old")
+    assert re.fullmatch(r"[0-9a-f]{64}", found["service-token"])
+    assert (tmp_path / ".env").read_text() == "FLOTILLA_PORT=9000\n"
     assert stat.S_IMODE((tmp_path / ".env").stat().st_mode) == 0o600
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [".env"]
-
-
-def test_the_script_adds_what_an_older_file_lacks_and_changes_nothing_in_it(tmp_path: Path) -> None:
-    (tmp_path / "docker").mkdir()
-    shutil.copy(ROOT / "docker" / "env.sh", tmp_path / "docker")
-    old = "FLOTILLA_TOKEN=mine\nFLOTILLA_REDIS_PASSWORD=old\nFLOTILLA_PORT=9000"
-    (tmp_path / ".env").write_text(old)
-
-    subprocess.run(["sh", str(tmp_path / "docker" / "env.sh")], check=True, timeout=30)
-
-    found = (tmp_path / ".env").read_text()
-    assert found.startswith(old + "\n")
-    assert re.fullmatch(r"FLOTILLA_SERVICE_TOKEN=[0-9a-f]{64}\n", found.removeprefix(old + "\n"))
-
-
-def test_services_know_only_the_token_that_registers_them() -> None:
-    knowing = {name for name, service in SERVICES.items() if "{FLOTILLA_TOKEN:" in str(service.get("environment"))}
-
-    assert knowing == {"gateway", "cli"}
 
 
 @pytest.mark.parametrize("file", [".gitignore", ".dockerignore"])
 def test_secrets_are_neither_committed_nor_copied_into_an_image(file: str) -> None:
-    assert ".env" in (ROOT / file).read_text(encoding="utf-8").splitlines()
+    ignored = [line.strip("/") for line in (ROOT / file).read_text(encoding="utf-8").splitlines()]
+
+    assert {".env", "secrets"} <= set(ignored)
 
 
 def test_every_copied_path_exists() -> None:
@@ -254,15 +267,23 @@ def test_a_container_without_an_address_says_what_to_set() -> None:
         script("address").choose_address(["127.0.0.1", "::1", "fe80::1"])
 
 
-@pytest.mark.parametrize("name", ["entrypoint", "health"])
-def test_entry_point_and_health_check_ask_the_same_function_for_the_address(name: str) -> None:
-    tree = ast.parse((ROOT / "docker" / f"{name}.py").read_text(encoding="utf-8"))
-    imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
-    called = [node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+def test_bases_and_tools_have_versions() -> None:
+    assert re.search(r"^ARG PYTHON_IMAGE=python:3\.11\.\d+-slim-\w+$", DOCKERFILE, re.MULTILINE)
+    assert re.findall(r"^FROM (\S+:\S+)", DOCKERFILE, re.MULTILINE) == [], "a base is an argument"
+    assert re.search(r"'uv==\d+\.\d+\.\d+'", DOCKERFILE)
+    assert re.fullmatch(r"valkey/valkey:\d+\.\d+\.\d+-alpine", SERVICES["redis"]["image"])
 
-    assert imported == ["own_address"]
-    assert called.count("own_address") == 1
-    assert "gethostby" not in ast.unparse(tree)
+
+@pytest.mark.parametrize("stage", ["control", "compute"])
+def test_an_image_says_what_it_is_and_has_bytecode(stage: str) -> None:
+    body = DOCKERFILE.split(f" AS {stage}\n")[1].split("\nFROM ")[0]
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+
+    assert f'org.opencontainers.image.title="flotilla-{stage}"' in body
+    assert f'org.opencontainers.image.version="{version}"' in body
+    assert "compileall" in body and "UV_COMPILE_BYTECODE=1" in DOCKERFILE
+    assert 'ENTRYPOINT ["tini", "--", "python", "/app/docker/entrypoint.py"]' in body
+    assert "USER flotilla" in body
 
 
 def commands_of_the_readme() -> list[str]:
@@ -293,11 +314,8 @@ def has_compose() -> bool:
 
 @pytest.mark.skipif(not has_compose(), reason="the docker command has no compose plugin here")
 def test_compose_takes_the_file() -> None:
-    secrets = dict.fromkeys(required(), "secret")
-
     result = subprocess.run(
         ["docker", "compose", "--file", str(ROOT / "docker-compose.yml"), "--profile", "tools", "config", "--quiet"],
-        env={**os.environ, **secrets},
         capture_output=True,
         text=True,
         timeout=60,

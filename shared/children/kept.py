@@ -9,7 +9,8 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from flotilla.shared.children.processes import READ_BYTES, LastWords, reap
 
 LAST_WORDS_SECONDS = 1.0
 """Its children may hold its output open: no more is waited for than this."""
+TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 class Kept:
@@ -31,6 +33,8 @@ class Kept:
 
     def __init__(self, process: asyncio.subprocess.Process, lifeline: int, reading: "asyncio.Task[None]") -> None:
         self._process, self._lifeline, self._reading = process, lifeline, reading
+        self._ended_at: float | None = None
+        self._ending = asyncio.create_task(self._note_end(), name="end")
 
     @classmethod
     async def start(
@@ -111,11 +115,43 @@ class Kept:
         if lifeline >= 0:
             os.close(lifeline)
         await reap(self._process)
+        await asyncio.wait([self._ending], timeout=LAST_WORDS_SECONDS)
         # Somebody may have killed the keeper: a child that stays would keep its memory and its device.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        if self._ended_at is not None and _is_group_of(self.pid, self._ended_at):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+        self._ending.cancel()
         self._reading.cancel()
-        await asyncio.wait([self._reading])
+        await asyncio.wait([self._ending, self._reading])
+
+    async def _note_end(self) -> None:
+        await self._process.wait()
+        self._ended_at = time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _is_group_of(leader: int, ended_at: float) -> bool:
+    """Tell whether a process group is the one of a leader that has ended: its number may have been given again.
+
+    The number stays taken while a member lives, so of that group one was born before the leader's end; of a later one
+    none was, and its own leader may live.
+
+    Args:
+        leader: its process id, which is the group's.
+        ended_at: when it had ended; seconds since the boot.
+    """
+    births = dict(_births_in(leader))
+    return leader not in births and any(birth <= ended_at for birth in births.values())
+
+
+def _births_in(group: int) -> Iterator[tuple[int, float]]:
+    """Find the members of a process group that have not ended, and when they were born, in seconds since the boot."""
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            with contextlib.suppress(OSError):
+                # The program's name is in brackets, and may hold any.
+                fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
+                if int(fields[2]) == group and fields[0] not in {b"Z", b"X"}:
+                    yield int(process.name), int(fields[19]) / TICKS_A_SECOND
 
 
 async def _read(output: FileIO, words: LastWords) -> None:

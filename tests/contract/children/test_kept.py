@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
@@ -103,6 +104,51 @@ async def test_where_its_keeper_is_killed_closing_ends_what_is_left_of_its_sessi
 
     await until(lambda: not lives(first))
     os.kill(lines.child, signal.SIGKILL)  # it left the session, and lost the only one that knew it
+
+
+LEADER = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+if sys.argv[1] == "lives":
+    child.wait()
+"""
+
+
+class Ended:
+    """A process that has ended, and whose number another one has now."""
+
+    returncode = 0
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    async def wait(self) -> int:
+        return self.returncode
+
+
+@pytest.mark.parametrize("leader", ["lives", "has ended"])
+async def test_a_group_of_others_that_has_the_number_now_is_left_alone(leader: str) -> None:
+    ended = Ended(0)
+    program = Kept(cast(asyncio.subprocess.Process, ended), -1, asyncio.create_task(asyncio.sleep(0.05)))
+    assert await program.ended() == 0
+    other = subprocess.Popen(
+        [sys.executable, "-c", LEADER, leader], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    ended.pid = other.pid
+    assert other.stdout is not None
+    child = int(await asyncio.to_thread(other.stdout.readline))
+    if leader == "has ended":
+        other.wait()
+    try:
+        await program.close(0.1)
+
+        await asyncio.sleep(0.1)
+        assert lives(child)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        other.wait()
+        other.stdout.close()
 
 
 async def test_a_program_that_is_not_there_is_said(tmp_path: Path) -> None:

@@ -41,22 +41,36 @@ def overridden_directory(directory: Path, overrides: Mapping[str, JsonValue]) ->
     name = hashlib.sha256(f"{directory.resolve()}\n{text}".encode()).hexdigest()[:32]
     made = cache_directory() / name
     try:
-        made.mkdir(parents=True, exist_ok=True)
-        # Each time: a hub's model comes file by file, the weights last.
-        for link in made.iterdir():
-            if link.is_symlink() and not link.exists():  # the model has lost that file
-                link.unlink(missing_ok=True)
-        for file in directory.resolve().iterdir():
-            if file.name != CONFIG:
-                with suppress(FileExistsError):
-                    (made / file.name).symlink_to(file)
-        if not (made / CONFIG).is_file():
-            unfinished = made / f".{CONFIG}.{secrets.token_hex(8)}"
-            unfinished.write_text(text, encoding="utf-8")
-            unfinished.replace(made / CONFIG)
+        link_with_config(directory, text, made)
     except OSError as error:
         raise ModelError(f"model.overrides: {made} cannot be made: {error.strerror or error}") from error
     return made
+
+
+def link_with_config(directory: Path, config: str, made: Path) -> None:
+    """Fill a directory with links to a model's files beside another config.json.
+
+    Args:
+        directory: of the model.
+        config: text of the config.json; one that is there stays.
+        made: made if it is not there.
+
+    Raises:
+        OSError: it cannot be filled.
+    """
+    made.mkdir(parents=True, exist_ok=True)
+    # Each time: a hub's model comes file by file, the weights last.
+    for link in made.iterdir():
+        if link.is_symlink() and not link.exists():  # the model has lost that file
+            link.unlink(missing_ok=True)
+    for file in directory.resolve().iterdir():
+        if file.name != CONFIG:
+            with suppress(FileExistsError):
+                (made / file.name).symlink_to(file)
+    if not (made / CONFIG).is_file():
+        unfinished = made / f".{CONFIG}.{secrets.token_hex(8)}"
+        unfinished.write_text(config, encoding="utf-8")
+        unfinished.replace(made / CONFIG)
 
 
 def cache_directory() -> Path:

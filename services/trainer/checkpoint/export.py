@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from flotilla.shared.checkpoints.folders import AVERAGE
 from flotilla.shared.config.sections.model import LoraConfig, ModelConfig
 from flotilla.shared.errors import InvalidRequest, ModelError
 from flotilla.shared.models.hub import ADAPTER, ADAPTER_CONFIG, model_directory
+from flotilla.shared.models.overridden import link_with_config
 from flotilla.shared.net.absence import absent_or
 
 NOTHING: Mapping[str, Tensor] = {}
@@ -67,17 +69,42 @@ def merged(source: Path, averages: Mapping[str, Tensor] = NOTHING) -> LoadedMode
         tensors = load_file(source / ADAPTER)
         config = _config_of(found)
         base = ModelConfig(path=found["base_model_name_or_path"], revision=found.get("revision"))
-        dtype, quantisation = _dtype_of(source, tensors), read_description(_model_config(source))
+        trained = _model_config(source)
+        dtype, quantisation = _dtype_of(source, tensors), read_description(trained)
     except (OSError, ValueError, KeyError, TypeError, ValidationError, SafetensorError) as error:
         raise absent_or(error, ModelError(f"the adapter in {source} cannot be read: {error}")) from error
     is_scored = found.get("task_type") == "SEQ_CLS"
-    cpu = torch.device("cpu")
-    loaded = load_model(model_directory(base), dtype=dtype, device=cpu, scores=is_scored, quantisation=quantisation)
+    with TemporaryDirectory(prefix="flotilla-export-") as place:
+        directory = _with_trained_config(model_directory(base), trained, Path(place))
+        cpu = torch.device("cpu")
+        loaded = load_model(directory, dtype=dtype, device=cpu, scores=is_scored, quantisation=quantisation)
     adapters = Adapters(loaded.model, config, seed=0)
     adapters.load(tensors)
     _put(averages, loaded.model)
     adapters.merge()
     return loaded
+
+
+def _with_trained_config(base: Path, trained: dict[str, Any], place: Path) -> Path:
+    """Return the base with the config that the adapter was trained under, which ``model.overrides`` may have changed.
+
+    Args:
+        base: directory of the model.
+        trained: config.json beside the adapter; empty where there is none, as peft leaves it.
+        place: empty directory for links.
+
+    Raises:
+        ModelError: the links cannot be made.
+    """
+    if not trained or not base.is_dir():
+        return base
+    # What packs the weights is told apart.
+    config = {key: value for key, value in trained.items() if key != "quantization_config"}
+    try:
+        link_with_config(base, json.dumps(config), place)
+    except OSError as error:
+        raise ModelError(f"{place} cannot be made: {error.strerror or error}") from error
+    return place
 
 
 def _averaged(source: Path, averages: Mapping[str, Tensor]) -> LoadedModel:

@@ -13,7 +13,10 @@ import torch
 from flotilla.services.rollout.engines.decoders.architecture import architecture_of
 from flotilla.services.rollout.engines.decoders.checkpoint import read_config, safetensors_files
 from flotilla.services.rollout.engines.servers.model import read_served_model
+from flotilla.services.trainer.checkpoint.export import export
 from flotilla.services.trainer.checkpoint.manager import beginning, fill_alone
+from flotilla.services.trainer.models.loading import load_model
+from flotilla.shared.checkpoints.folders import MODEL
 from flotilla.shared.config.sections.model import ModelConfig
 from flotilla.shared.errors import InvalidSpec, ModelError
 from flotilla.shared.models.hub import has_config, model_directory
@@ -148,3 +151,21 @@ def test_overrides_do_not_reach_a_server_that_runs_already() -> None:
 
     with pytest.raises(InvalidSpec, match=r"model.overrides does not reach the server at rollout.engine.url"):
         a_spec(model={"path": "m", "overrides": {"a": 1}}, rollout={"engine": engine})
+
+
+def test_an_exported_adapter_keeps_the_config_that_it_was_trained_under(tmp_path: Path) -> None:
+    base = tiny_model()
+    theta = {"rope_type": "default", "rope_theta": 77.0}
+    model = {"path": str(base), "overrides": {"rope_parameters": theta, "max_position_embeddings": 64}}
+    learner = beginning(a_spec(model=model | {"lora": {"rank": 2}}), CPU).learner
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    fill_alone(learner, folder)
+
+    export(folder / MODEL, tmp_path / "exported")
+
+    config = read_config(tmp_path / "exported")
+    assert (config["rope_parameters"]["rope_theta"], config["max_position_embeddings"]) == (77.0, 64)
+    ids = torch.arange(5, 25)[None]
+    exported = load_model(tmp_path / "exported", dtype="float32", device=CPU).model
+    torch.testing.assert_close(exported(ids).logits, learner.loaded.model(ids).logits)

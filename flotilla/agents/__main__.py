@@ -6,13 +6,14 @@ import json
 import logging
 import os
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import httpx
 
 from flotilla.agents.episodes import Play, play_all
 from flotilla.agents.openrlhf import OpenRlhfAgent, load_agent
-from flotilla.agents.verifiers import VerifiersAgent, load_environment, write_rows
+from flotilla.agents.verifiers import VerifiersAgent, load_environment, new_client, write_rows
 from flotilla.shared.errors import FlotillaError
 from flotilla.shared.schemas.task import Lane
 
@@ -44,12 +45,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 async def _run(arguments: argparse.Namespace, token: str) -> int:
-    async with httpx.AsyncClient(limits=httpx.Limits(max_connections=arguments.parallel)) as client:
+    async with AsyncExitStack() as stack:
         play: Play
         if arguments.kind == "openrlhf":
-            play = OpenRlhfAgent(load_agent(arguments.file), client)
+            limits = httpx.Limits(max_connections=arguments.parallel)
+            play = OpenRlhfAgent(
+                load_agent(arguments.file), await stack.enter_async_context(httpx.AsyncClient(limits=limits))
+            )
         else:
-            play = VerifiersAgent(load_environment(arguments.environment, arguments.options))
+            environment = load_environment(arguments.environment, arguments.options)
+            play = VerifiersAgent(environment, await stack.enter_async_context(new_client(arguments.gateway)))
         return await play_all(arguments.gateway, arguments.experiment, token, play, parallel=arguments.parallel)
 
 

@@ -8,11 +8,14 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flotilla.agents.episodes import Episode, EpisodeLost, Verdict
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.schemas.task import Lane
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 ROW = "example_id"
 """Column of an environment's dataset that numbers its rows."""
@@ -61,15 +64,24 @@ def write_rows(environment: Any, path: Path, lane: Lane = Lane.TRAIN) -> int:
     return len(lines)
 
 
+def new_client(gateway: str) -> "AsyncOpenAI":
+    """Make the client whose connections all episodes share; each sends the key of its own."""
+    from openai import AsyncOpenAI
+
+    return AsyncOpenAI(base_url=gateway, api_key="of each episode")
+
+
 class VerifiersAgent:
     """Plays episodes as rollouts of one environment, with its own rubric's reward.
 
     Args:
         environment: as ``load_environment`` made it.
+        client: see ``new_client``.
     """
 
-    def __init__(self, environment: Any) -> None:
+    def __init__(self, environment: Any, client: "AsyncOpenAI") -> None:
         self._environment = environment
+        self._client = client
         self._rows = {Lane.TRAIN: _numbered(environment, Lane.TRAIN)}
 
     async def __call__(self, episode: Episode) -> Verdict:
@@ -79,14 +91,11 @@ class VerifiersAgent:
             EpisodeLost: the rollout failed, so that it has no reward.
             KeyError: the task is of another dataset.
         """
-        from openai import AsyncOpenAI
         from verifiers.clients import OpenAIChatCompletionsClient
 
         row = self.row_of(episode.task)
-        async with AsyncOpenAI(base_url=episode.base_url, api_key=episode.key) as client:
-            output = await self._environment.run_rollout(
-                row, OpenAIChatCompletionsClient(client), episode.model, sampling_args={}
-            )
+        client = OpenAIChatCompletionsClient(self._client.with_options(base_url=episode.base_url, api_key=episode.key))
+        output = await self._environment.run_rollout(row, client, episode.model, sampling_args={})
         if output.get("error") or output.get("reward") is None:
             raise EpisodeLost(str(output.get("error") or "the rollout has no reward"))
         metrics = {str(name): float(value) for name, value in dict(output.get("metrics") or {}).items()}

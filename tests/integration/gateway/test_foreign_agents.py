@@ -1,15 +1,18 @@
 """Agents that were written for other frameworks, played against a gateway and rollouts behind sockets."""
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
 import pytest
+from openai import AsyncOpenAI
 
 from flotilla.agents.episodes import Episode, EpisodeLost, Verdict, play_all
 from flotilla.agents.openrlhf import OpenRlhfAgent, load_agent
-from flotilla.agents.verifiers import VerifiersAgent, write_rows
+from flotilla.agents.verifiers import VerifiersAgent, new_client, write_rows
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.schemas.trajectory import FinishReason
@@ -134,9 +137,39 @@ def test_held_out_rows_of_verifiers_are_told_from_those_of_training(tmp_path: Pa
     environment = HoldsOut()
     write_rows(environment, tmp_path / "train.jsonl")
     write_rows(environment, tmp_path / "held_out.jsonl", Lane.EVALUATION)
-    agent = VerifiersAgent(environment)
+    agent = VerifiersAgent(environment, new_client("http://nowhere"))
 
     for name, split in (("train", "train"), ("held_out", "evaluation")):
         written = json.loads((tmp_path / f"{name}.jsonl").read_text())
         row = agent.row_of({"split": split, "metadata": {"example_id": written["example_id"]}})
         assert (row["answer"], written["prompt"][0]["content"]) == (written["answer"], name.replace("_", " "))
+
+
+class Rollouts(HoldsOut):
+    """An environment of verifiers that only looks at the client it is given."""
+
+    def __init__(self) -> None:
+        self.clients: list[AsyncOpenAI] = []
+
+    async def run_rollout(self, row: Any, client: AsyncOpenAI, model: str, sampling_args: Any) -> dict[str, Any]:
+        self.clients.append(client)
+        return {"reward": 1.0}
+
+
+async def test_episodes_of_verifiers_share_connections_and_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = ModuleType("verifiers.clients")
+    package.OpenAIChatCompletionsClient = lambda client: client  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "verifiers", ModuleType("verifiers"))
+    monkeypatch.setitem(sys.modules, "verifiers.clients", package)
+    environment = Rollouts()
+    task = {"split": "train", "metadata": {"example_id": 0}}
+
+    async with new_client("http://gateway") as client:
+        agent = VerifiersAgent(environment, client)
+        for name in ("a", "b"):
+            await agent(Episode(name, f"key-{name}", f"http://gateway/{name}/v1", "m", task))
+
+        assert [each.api_key for each in environment.clients] == ["key-a", "key-b"]
+        assert [each.base_url.path for each in environment.clients] == ["/a/v1/", "/b/v1/"]
+        assert {id(each._client) for each in environment.clients} == {id(client._client)}
+        assert not client.is_closed()

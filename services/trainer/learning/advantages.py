@@ -5,7 +5,7 @@ from torch import Tensor
 
 from flotilla.services.trainer.algorithms.advantages import AdvantageInputs, Advantages, compute_advantages
 from flotilla.services.trainer.algorithms.advantages.distillation import distilled
-from flotilla.services.trainer.algorithms.importance import importance_weights
+from flotilla.services.trainer.algorithms.importance import correct
 from flotilla.services.trainer.data.batch import TrainingBatch
 from flotilla.services.trainer.data.turns import TurnLayout, environment_steps, turn_rewards
 from flotilla.shared.config.sections.advantage import GdpoConfig, GigpoConfig, StepReinforceConfig
@@ -76,9 +76,11 @@ def advantage_inputs(
     config, weight = spec.algorithm.advantage, spec.environment_weight
     components = _component_scores(batch, config) if isinstance(config, GdpoConfig) else None
     importance, correction = None, spec.algorithm.resolved_correction
-    if sum_pi_squared is not None and correction is not None and correction.weight is not None:
+    if sum_pi_squared is not None and correction is not None:
         assert old_log_probs is not None
-        importance = importance_weights(old_log_probs - batch.rollout_log_probs, batch.sequences, correction.weight)
+        corrected = correct(correction, old_log_probs, batch.rollout_log_probs, batch.sequences)
+        # What is rejected has no gradient, so none of its variance either.
+        importance = torch.where(corrected.response_mask, corrected.weights, 0.0)
     sequences, scores, group_index, rewards, steps = batch.sequences, batch.rewards, batch.group_index, None, None
     if isinstance(config, GigpoConfig | StepReinforceConfig):
         layout = TurnLayout.of(batch)

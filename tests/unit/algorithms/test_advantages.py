@@ -184,6 +184,25 @@ def test_groups_need_not_be_neighbours() -> None:
     close(groups.mean(torch.tensor([1.0, 10, 3, 20])), [2, 15, 2, 15])
 
 
+@pytest.mark.parametrize("positions", ["all", "sampled"])
+def test_where_no_token_has_weight_yet_the_token_baseline_is_the_members_mean(positions: Any) -> None:
+    # Two members of three sampled tokens; a correction keeps the last of one and the last two of the other.
+    sequences = PackedSequences.of(torch.tensor([0, 0, 0, 1, 1, 1]), torch.ones(6, dtype=torch.long))
+    inputs = AdvantageInputs(
+        sequences=sequences,
+        scores=torch.tensor([1.0, 0.0]),
+        group_index=torch.tensor([0, 0]),
+        old_log_probs=torch.full((6,), 0.5).log(),
+        sum_pi_squared=torch.full((6,), 0.5),
+        importance_weights=torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0, 1.0]),
+    )
+
+    found = compute_advantages(TokenBaselineConfig(positions=positions, whiten=None), inputs).advantages
+
+    # Last position: energies 1 and 1 + 1 make a baseline of 1/3. The second has that of the one member with weight.
+    close(found, [0.5, 1.0, 2 / 3, -0.5, 0.0, -1 / 3])
+
+
 def test_gae_skips_masked_tokens_as_published() -> None:
     rewards, values = torch.tensor([0, 0, 0, 0, 1.0]), torch.tensor([0.5, 0.4, 0.9, 0.3, 0.6])
     sequences = one_sequence([1, 1, 0, 1, 1])

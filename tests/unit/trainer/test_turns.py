@@ -194,3 +194,21 @@ def test_branches_share_the_weight_of_one_and_their_mean_reward() -> None:
     taken, _ = batch.take(torch.tensor([2, 1]))
     assert taken.sequences.shares is not None and taken.sequences.shares.tolist() == [0.5, 1.0]
     assert make_batch([group]).sequences.shares is None
+
+
+def test_rejected_tokens_add_nothing_to_the_energy_of_the_token_baseline() -> None:
+    rejection = {"scope": "token", "statistic": "ratio", "lower": 0.5, "upper": 2.0}
+    advantage = {"kind": "optimal_token_baseline"}
+    correction = {"rejections": [rejection]}
+    algorithm = {"advantage": advantage, "old_log_probs": "recompute", "correction": correction}
+    spec = a_spec(algorithm=algorithm, reward={"components": [{"kind": "numeric"}]}, rollout={"group_size": 2})
+    batch = make_batch([a_group(an_episode([1.0], [None]), an_episode([0.0], [None]))])
+    # The first sampled token of the first member is ten times as likely under the trainer.
+    old = batch.rollout_log_probs.clone()
+    old[int(batch.sequences.response_mask.nonzero()[0])] += 2.3
+
+    inputs = advantage_inputs(spec, batch, **NOTHING | {"old_log_probs": old, "sum_pi_squared": torch.zeros_like(old)})
+
+    assert inputs.importance_weights is not None
+    assert inputs.importance_weights[batch.sequences.response_mask].tolist()[0] == 0
+    assert (inputs.importance_weights > 0).sum() == batch.sequences.response_mask.sum() - 1

@@ -67,6 +67,10 @@ asyncio.run(main(*sys.argv[1:]))
 NUM_UPDATES = 200
 BUCKET_BYTES = 30_000
 PROMPT = (5, 6, 7, 8)
+ENDLESS = 30_000
+"""Tokens that take a server a minute at least: no such answer has ended by itself before a test acts, however late it
+hears of it on a busy machine."""
+CONTEXT = 32_768
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +80,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_long_model(tmp_path_factory.mktemp("model"))
+    return save_long_model(tmp_path_factory.mktemp("model"), positions=CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +107,8 @@ def records(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
 
 
 def an_engine(kind: str, model_path: Path, **changes: Any) -> ServerEngine:
-    return ServerEngine(server_settings(model_path, kind, **changes), DIALECTS[kind]())
+    settings = server_settings(model_path, kind, **{"context_tokens": CONTEXT, **changes})
+    return ServerEngine(settings, DIALECTS[kind]())
 
 
 @pytest.fixture(scope="module")
@@ -249,11 +254,14 @@ async def test_an_update_in_place_keeps_the_cache_and_its_spans_begin_within_a_t
     engine: ServerEngine, images: list[Path], models: tuple[nn.Module, nn.Module]
 ) -> None:
     version = (await engine.load()).version
-    running = asyncio.create_task(engine.generate(a_request(PROMPT, seeds=(1, 2), max_new_tokens=1000)))
+    request = a_request(PROMPT, seeds=(1, 2), request_id="endless", max_new_tokens=ENDLESS)
+    running = asyncio.create_task(engine.generate(request))
     await until_running(engine, running=2, new_tokens=80)
 
     await engine.load_weights(images[(version + 1) % 2], version + 1, OnWeightUpdate.CONTINUE)
 
+    await until_running(engine, running=2, new_tokens=80)
+    await engine.abort("endless")
     blurred = EngineCapability.EXACT_SPANS not in engine.capabilities
     for completion in await running:
         (_, old), (start, new) = completion.versions
@@ -268,15 +276,15 @@ async def test_an_update_in_place_keeps_the_cache_and_its_spans_begin_within_a_t
 
 
 async def test_an_abort_gives_what_there_is(engine: ServerEngine, models: tuple[nn.Module, nn.Module]) -> None:
-    request = a_request(PROMPT, seeds=(1, 2), request_id="long", max_new_tokens=1000)
+    request = a_request(PROMPT, seeds=(1, 2), request_id="endless", max_new_tokens=ENDLESS)
     running = asyncio.create_task(engine.generate(request))
     await until_running(engine, running=2, new_tokens=60)
 
-    await engine.abort("long")
+    await engine.abort("endless")
 
     completions = await running
     assert {completion.finish_reason for completion in completions} == {FinishReason.ABORTED}
-    assert all(20 <= completion.token_ids.size < 1000 for completion in completions)
+    assert all(20 <= completion.token_ids.size < ENDLESS for completion in completions)
     assert farthest(models, completions) < 1e-4
 
 
@@ -333,7 +341,7 @@ async def test_a_wrong_image_is_refused_and_the_server_lives(engine: ServerEngin
 async def test_a_killed_server_is_a_death_with_its_cause(kind: str, model_path: Path) -> None:
     engine = an_engine(kind, model_path)
     await engine.start()
-    running = asyncio.create_task(engine.generate(a_request(PROMPT, max_new_tokens=1500)))
+    running = asyncio.create_task(engine.generate(a_request(PROMPT, max_new_tokens=ENDLESS)))
     async with asyncio.timeout(60):
         while not (await engine.load()).running:
             await asyncio.sleep(0.01)

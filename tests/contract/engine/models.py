@@ -130,11 +130,13 @@ def save_model(family: str, directory: Path, *, seed: int = 0) -> nn.Module:
     return model
 
 
-def save_long_model(directory: Path) -> Path:
+def save_long_model(directory: Path, positions: int = 4096) -> Path:
     """Save the model that engines and servers are tested with, whose context has room for long samples."""
     save_model("qwen3-32", directory)
     config = directory / "config.json"
-    config.write_text(config.read_text().replace('"max_position_embeddings": 128', '"max_position_embeddings": 4096'))
+    config.write_text(
+        config.read_text().replace('"max_position_embeddings": 128', f'"max_position_embeddings": {positions}')
+    )
     return directory
 
 

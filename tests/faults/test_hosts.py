@@ -1,4 +1,7 @@
-"""A trainer of two nodes, one rank each, as two hosts have them: it learns what one host's two ranks learn."""
+"""Services on several hosts: a trainer of two nodes, one rank each, learns what one host's two ranks learn.
+
+What it publishes reaches the rollouts of other hosts, adapters merged.
+"""
 
 import asyncio
 import json
@@ -23,31 +26,33 @@ from tests.faults.test_kill import until_completed, until_step
 from tests.faults.test_ranks import NAMED_SECONDS, TOLERANCE, an_experiment, check_ledger, curve_of, start
 from tests.fleet import ROOT, RunningFleet, running_fleet
 
+FEW_STEPS = 4
+
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(580)]
 
 
 class SecondHost:
-    """A trainer service that says that it is on another host; started again whenever it is gone."""
+    """A service that says that it is on another host; a trainer is started again whenever it is gone."""
 
-    def __init__(self, fleet: RunningFleet, data: Path) -> None:
+    def __init__(self, fleet: RunningFleet, data: Path, kind: ServiceKind) -> None:
         redis_url = json.loads((fleet.data / "fleet.json").read_text())["redis_url"]
         self._environment = {
             **os.environ,
-            HOST_ID: "second",
+            HOST_ID: data.name,
             "FLOTILLA_GATEWAY_URL": fleet.url,
-            "FLOTILLA_TOKEN": PassKey(fleet.token).joining(ServiceKind.TRAINER),
+            "FLOTILLA_TOKEN": PassKey(fleet.token).joining(kind),
             "FLOTILLA_REDIS_URL": redis_url,
             "FLOTILLA_DATA": str(data),
             "FLOTILLA_PORT": "0",
         }
+        self._command = [sys.executable, "-P", "-m", f"flotilla.services.{kind.value}"]
         self._log = data.with_suffix(".log")
         self.start()
 
     def start(self) -> None:
         with self._log.open("ab") as log:
-            command = [sys.executable, "-m", "flotilla.services.trainer"]
             self.process = subprocess.Popen(
-                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment
+                self._command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment
             )
 
     def rank(self) -> psutil.Process:
@@ -60,8 +65,8 @@ class SecondHost:
 
 
 @contextmanager
-def second_host(fleet: RunningFleet, data: Path) -> Iterator[SecondHost]:
-    host = SecondHost(fleet, data)
+def second_host(fleet: RunningFleet, data: Path, kind: ServiceKind = ServiceKind.TRAINER) -> Iterator[SecondHost]:
+    host = SecondHost(fleet, data, kind)
     try:
         yield host
     finally:
@@ -142,3 +147,35 @@ async def test_the_host_that_leads_is_lost_and_the_other_one_leads(tmp_path: Pat
                 assert host.rank().environ()["RANK"] == "0"
                 await until_completed(client, experiment)
                 await check_ledger(client, experiment, spec)
+
+
+async def test_adapters_of_two_hosts_reach_a_rollout_of_a_third_one(tmp_path: Path) -> None:
+    publication = {"transport": "auto"}
+
+    def adapted(rollouts: int, **parallelism: int) -> dict[str, Any]:
+        spec = an_experiment(tmp_path, **parallelism)
+        spec["model"]["lora"] = {"rank": 4}
+        spec["asynchrony"]["publication"] = publication
+        spec["optimisation"]["steps"] = FEW_STEPS
+        spec["resources"] = {"rollouts": {"min": rollouts, "max": rollouts}}
+        return spec
+
+    with running_fleet(tmp_path / "fleet") as fleet:
+        async with fleet.client() as client:
+            alone = await start(client, adapted(1, ranks=2))
+            await until_completed(client, alone)
+            expected = await curve_of(client, alone)
+            spec = adapted(2, ranks=2, nodes=2)
+            with (
+                second_host(fleet, tmp_path / "second"),
+                second_host(fleet, tmp_path / "third", ServiceKind.ROLLOUT),
+            ):
+                several = await start(client, spec)
+                await until_completed(client, several)
+                published = await client.call("GET", f"/v1/experiments/{several}/publications")
+            await compare(client, expected, several)
+            await check_ledger(client, several, spec)
+
+    assert [each["phase"] for each in published["items"]] == ["committed"] * FEW_STEPS
+    for each in published["items"]:
+        assert sorted(member["transport"] for member in each["members"]) == ["gloo", "shared_memory"]

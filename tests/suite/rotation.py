@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SECONDS: Mapping[str, int] = {
     # Run alone, on two cores with a load of 10 to 16: an idle machine takes less.
-    "tests/faults/test_hosts.py": 278,
+    "tests/faults/test_hosts.py": 400,
     "tests/faults/test_two_experiments.py": 153,
     "tests/integration/trainer/test_hosts.py": 45,
     "tests/integration/gateway/test_agents.py": 37,

@@ -16,7 +16,7 @@ from torch.nn import functional
 from flotilla.services.rollout.engines.decoders import paged
 from flotilla.services.rollout.engines.decoders.architecture import architecture_of
 from flotilla.services.rollout.engines.decoders.checkpoint import read_config, safetensors_files
-from flotilla.services.rollout.engines.decoders.flash_attention import FlashAttention
+from flotilla.services.rollout.engines.decoders.flash_attention import Bounds, FlashAttention
 from flotilla.services.rollout.engines.decoders.fused import FusedDecoder
 from flotilla.services.rollout.engines.decoders.host_arrays import on_device
 from flotilla.services.rollout.engines.decoders.paged import WARM_UPS, Graphs, PagedDecoder, works
@@ -40,7 +40,13 @@ class PlainAttention:
             parts.append(functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True))
         return torch.cat(parts, dim=1).transpose(0, 1)
 
-    def paged(self, queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+    def bounds(self, table: Tensor, lengths: Tensor, page_tokens: int) -> Bounds:
+        return lengths, table
+
+    def paged(
+        self, queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, bounds: Bounds
+    ) -> Tensor:
+        assert bounds[0] is lengths and bounds[1] is table
         parts = []
         for query, pages, length in zip(queries, table, lengths.tolist(), strict=True):
             assert length <= pages.numel() * keys.shape[1]
@@ -188,8 +194,13 @@ def test_rows_that_are_computed_again_take_no_more_memory(directory: Path) -> No
 class Forgetful(PlainAttention):
     """Reads one page too few."""
 
-    def paged(self, queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
-        return super().paged(queries, keys, values, table, lengths.clamp(max=4))
+    def bounds(self, table: Tensor, lengths: Tensor, page_tokens: int) -> Bounds:
+        return lengths.clamp(max=4), table
+
+    def paged(
+        self, queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, bounds: Bounds
+    ) -> Tensor:
+        return super().paged(queries, keys, values, table, bounds[0], bounds)
 
 
 @pytest.mark.parametrize(("attention", "expected"), [(PlainAttention, True), (Forgetful, False)])
@@ -206,8 +217,10 @@ def test_a_device_that_reads_pages_wrongly_is_found_out(
 class Rounded(PlainAttention):
     """Reads the right pages, and rounds what it computes."""
 
-    def paged(self, queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
-        return super().paged(queries, keys, values, table, lengths).bfloat16().float()
+    def paged(
+        self, queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, bounds: Bounds
+    ) -> Tensor:
+        return super().paged(queries, keys, values, table, lengths, bounds).bfloat16().float()
 
 
 def test_a_model_that_is_sure_of_its_tokens_is_not_refused_for_rounding(directory: Path) -> None:
@@ -246,9 +259,10 @@ def test_flash_attention_is_asked_for_pages_as_it_takes_them(monkeypatch: pytest
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     queries, pool = torch.zeros(3, 8, 16), torch.zeros(7, 256, 2, 16)
     table, lengths = torch.zeros((3, 4), dtype=torch.int32), torch.tensor([1, 300, 5], dtype=torch.int32)
-    FlashAttention().paged(queries, pool, pool, table, lengths)
+    flash = FlashAttention()
+    flash.paged(queries, pool, pool, table, lengths, flash.bounds(table, lengths, 256))
     packed, keys = torch.zeros(9, 8, 16), torch.zeros(9, 2, 16)
-    FlashAttention().packed(packed, keys, keys, torch.tensor([0, 4, 9], dtype=torch.int32), 5)
+    flash.packed(packed, keys, keys, torch.tensor([0, 4, 9], dtype=torch.int32), 5)
 
     (paged, options), (whole, causal) = asked
     assert [each.tolist() for each in paged[3:5]] == [[0, 1, 2, 3], [0, 1, 301, 306]]

@@ -20,6 +20,9 @@ BY_TABLE = frozenset({"enable_gqa", "seqused_k", "block_table", "num_splits"})
 """What torch's ``varlen_attn`` takes where it reads pages."""
 
 
+Bounds = tuple[Tensor, Tensor]
+
+
 class Attention(Protocol):
     """Attention over packed sequences, and over pages."""
 
@@ -35,7 +38,19 @@ class Attention(Protocol):
             [T, H, D].
         """
 
-    def paged(self, queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+    def bounds(self, table: Tensor, lengths: Tensor, page_tokens: int) -> Bounds:
+        """Compute what ``paged`` needs in every layer, of ``table`` and ``lengths`` as it takes them.
+
+        Args:
+            page_tokens: tokens of a page.
+
+        Returns:
+            [B + 1] int32 each: the ends of the rows' queries, and where their keys begin.
+        """
+
+    def paged(
+        self, queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, bounds: Bounds
+    ) -> Tensor:
         """Attend from one token of each row to all that its pages hold.
 
         Args:
@@ -43,6 +58,7 @@ class Attention(Protocol):
             keys, values: [pages, page tokens, Hkv, D].
             table: [B, P] int32.
             lengths: [B] int32, tokens of each row, at least 1.
+            bounds: from ``bounds``.
 
         Returns:
             [B, H, D].
@@ -71,7 +87,13 @@ class FlashAttention:
         assert isinstance(mixed, Tensor)
         return mixed
 
-    def paged(self, queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+    def bounds(self, table: Tensor, lengths: Tensor, page_tokens: int) -> Bounds:
+        """Add the lengths up, which nothing reads where there are tables; see ``Attention.bounds``."""
+        return _one_each(lengths), functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+    def paged(
+        self, queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, bounds: Bounds
+    ) -> Tensor:
         """Attend from one token of each row; see ``Attention.paged``.
 
         One split: more are not the same to the bit for other neighbours, and gave NaN in FlashAttention-2 over pages.
@@ -82,8 +104,7 @@ class FlashAttention:
             queries,
             keys,
             values,
-            _one_each(queries),
-            functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)),
+            *bounds,
             1,
             table.shape[1] * keys.shape[1],
             enable_gqa=queries.shape[1] != keys.shape[2],
@@ -104,19 +125,22 @@ class FlashAttentionByRow:
         mixed: Tensor = attend(queries, keys, values, starts, starts, longest, longest, 0.0, True, False)[0]
         return mixed
 
-    def paged(self, queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
-        """Attend from one token of each row; see ``Attention.paged``. ``table`` is [B, 1]."""
-        page_tokens = keys.shape[1]
+    def bounds(self, table: Tensor, lengths: Tensor, page_tokens: int) -> Bounds:
+        """Find where pages begin; see ``Attention.bounds``."""
         # The last of N + 1 ends the last row, which is not asked for: lengths are told.
-        begins = functional.pad(table[:, 0] * page_tokens, (0, 1))
+        return _one_each(lengths), functional.pad(table[:, 0] * page_tokens, (0, 1))
+
+    def paged(
+        self, queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, bounds: Bounds
+    ) -> Tensor:
+        """Attend from one token of each row; see ``Attention.paged``. ``table`` is [B, 1]."""
         mixed: Tensor = torch.ops.aten._flash_attention_forward(
             queries,
             keys.flatten(0, 1),
             values.flatten(0, 1),
-            _one_each(queries),
-            begins,
+            *bounds,
             1,
-            page_tokens,
+            keys.shape[1],
             0.0,
             False,
             False,
@@ -143,6 +167,6 @@ def attention_here(context_tokens: int) -> tuple[Attention, int]:
     return (FlashAttention(), PAGE_TOKENS) if reads_tables() else (FlashAttentionByRow(), context_tokens)
 
 
-def _one_each(queries: Tensor) -> Tensor:
+def _one_each(lengths: Tensor) -> Tensor:
     """Bounds of sequences of one query each: [B + 1] int32."""
-    return torch.arange(queries.shape[0] + 1, dtype=torch.int32, device=queries.device)
+    return torch.arange(lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)

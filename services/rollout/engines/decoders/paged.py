@@ -26,6 +26,7 @@ from flotilla.services.rollout.engines.decoders.checkpoint import open_tensors
 from flotilla.services.rollout.engines.decoders.flash_attention import PAGE_TOKENS, Attention
 from flotilla.services.rollout.engines.decoders.fused_weights import FusedWeights
 from flotilla.services.rollout.engines.decoders.host_arrays import on_device
+from flotilla.services.rollout.engines.decoders.step_layers import StepLayers, TritonStep, step_layers
 from flotilla.services.rollout.engines.decoders.torch_layers import TorchLayers, rotations
 
 WARM_UPS = 2
@@ -269,6 +270,10 @@ class PagedDecoder(KeepsNothing):
         self._sent = -1
         self._empty()
         self.restore()
+        assert self._weights is not None
+        self._steps: StepLayers = step_layers(architecture, self._rotations, dtype, self._weights.layers[0])
+        if isinstance(self._steps, TritonStep):
+            self.description += ", Triton"
 
     def stage(self, image: Path, arrival: Arrival | None = None) -> None:
         """Read a weight image into the spare weights; see ``Decoder.stage``."""
@@ -400,13 +405,11 @@ class PagedDecoder(KeepsNothing):
         token_ids, positions, slots = self._inputs[:, :rows]
         table, lengths = self._tables[:rows, :pages], self._lengths[:rows]
         hidden = functional.embedding(token_ids, self._weights.embedding)
-        rotation = self._rotations[positions].view(rows, 1, 1, -1)
-        for number, layer in enumerate(self._weights.layers):
-            queries_keys, values = self._layers.project(hidden, layer, rotation, (rows, 1))
-            queries, keys = queries_keys[:, 0].tensor_split((self._sizes.num_heads,), dim=1)
-            self._write(number, slots, keys, values[:, 0])
-            mixed = self._attention.paged(queries, self._keys[number], self._values[number], table, lengths)
-            self._layers.feed(hidden, mixed.reshape(rows, -1), layer)
+        bounds = self._attention.bounds(table, lengths, self.page_tokens)
+        for layer, keys, values in zip(self._weights.layers, self._keys, self._values, strict=True):
+            queries = self._steps.project(hidden, layer, positions, slots, (keys, values))
+            mixed = self._attention.paged(queries, keys, values, table, lengths, bounds)
+            self._steps.feed(hidden, mixed.reshape(rows, -1), layer)
         # One place for all graphs: of each its own would be kept as long as the graph.
         return self._layers.logits(hidden, self._weights, self._logits[:rows])
 

@@ -4,7 +4,11 @@ So a completion depends neither on its neighbours in the batch nor on a restart.
 sampled: the cumulative sum is float64 and the threshold lies strictly below its last value.
 """
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +17,12 @@ from torch import Tensor
 
 from flotilla.services.rollout.engines.decoders.native.kernels import kernels_for
 from flotilla.services.rollout.engines.embedded.penalties import RowPenalties
+
+log = logging.getLogger(__name__)
+
+PlainSample = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+PROBE_ROWS = 8
+PROBE_VOCABULARY = 10_000
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
@@ -89,9 +99,43 @@ def sample(logits: Tensor, draws: Tensor, rows: RowSampling) -> tuple[Tensor, Te
         Token ids [B] int64, and their log-probabilities [B] float32 under ``softmax(logits / temperature)`` over the
         whole vocabulary, without penalties. The log-probability of a row whose logits are not finite is not finite.
     """
-    kernels = kernels_for(logits.device, logits.dtype) if rows.is_plain else None
-    if kernels is not None and logits.is_contiguous():
-        return kernels.sample(logits, draws, rows.temperatures)
+    if rows.is_plain and logits.is_contiguous():
+        kernels = kernels_for(logits.device, logits.dtype)
+        if kernels is not None:
+            return kernels.sample(logits, draws, rows.temperatures)
+        if logits.device.type == "cuda" and (by_triton := _triton_sample(logits.device)) is not None:
+            return by_triton(logits, draws, rows.temperatures)
+    return _sample_by_torch(logits, draws, rows)
+
+
+@cache
+def _triton_sample(device: torch.device) -> PlainSample | None:
+    """Give Triton's kernel, if it is found by trying that it works on a device; None: it does not."""
+    if find_spec("triton") is None:
+        return None
+    try:
+        from flotilla.services.rollout.engines.decoders import triton_kernels
+
+        if _samples_alike(triton_kernels.sample, device):
+            return triton_kernels.sample
+        log.warning("Triton's kernel samples other tokens than torch's operators")
+    except Exception as error:  # No compiler for its launchers, a folder that cannot be written, an unknown GPU.
+        log.warning("Triton's kernel for sampling does not work on this device", extra={"error": repr(error)})
+    return None
+
+
+def _samples_alike(sample_plainly: PlainSample, device: torch.device) -> bool:
+    """Whether it samples what torch's operators do, of rows longer than one block of its kernel."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn((PROBE_ROWS, PROBE_VOCABULARY), generator=generator).to(device)
+    draws = torch.rand(PROBE_ROWS, generator=generator, dtype=torch.float64).to(device)
+    temperatures = torch.linspace(0.5, 2.0, PROBE_ROWS, device=device)
+    found = sample_plainly(logits, draws, temperatures)
+    wanted = _sample_by_torch(logits, draws, RowSampling(temperatures=temperatures))
+    return torch.equal(found[0], wanted[0]) and torch.allclose(found[1], wanted[1], atol=1e-4, rtol=1e-4)
+
+
+def _sample_by_torch(logits: Tensor, draws: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor]:
     scores = logits.float()
     if rows.temperatures is not None:
         scores = scores / rows.temperatures.unsqueeze(1)

@@ -46,7 +46,8 @@ async def load(spec: ExperimentSpec, pythons: Mapping[str, Path], networks: tupl
             if spec.asynchrony.publication.may_broadcast and not is_member:
                 tasks.create_task(endpoint.start())
             template = PromptTemplate.of(spec.data)
-            rendering = tasks.create_task(asyncio.to_thread(ChatRenderer.from_directory, directory, template))
+            loading = asyncio.to_thread(ChatRenderer.from_directory, directory, template, spec.data.images)
+            rendering = tasks.create_task(loading)
     except BaseException as error:
         await asyncio.gather(engine.close(), endpoint.close())
         if isinstance(error, BaseExceptionGroup):

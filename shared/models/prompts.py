@@ -20,7 +20,8 @@ from flotilla.shared.config.sections.data import PLACE, DataConfig, ErrorOverlon
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import ModelError, PromptTooLong
 from flotilla.shared.net.absence import absent_or
-from flotilla.shared.schemas.task import Message
+from flotilla.shared.schemas.task import IMAGE_MARK, Message
+from flotilla.shared.vision.processor import ImageProcessor
 
 
 def keep_torch_out() -> None:
@@ -77,6 +78,21 @@ class PromptTemplate:
         chat = [{"role": message.role, "content": message.content} for message in messages]
         return tuple(tokenizer(self.render(tokenizer, chat), add_special_tokens=False)["input_ids"])
 
+    def illustrated_ids(
+        self, tokenizer: Any, messages: Sequence[Message], images: Sequence[bytes], processor: ImageProcessor
+    ) -> tuple[int, ...]:
+        """Do what ``token_ids`` does for a prompt with images, each where a message has ``IMAGE_MARK``.
+
+        Raises:
+            DataError: an image cannot be read, or the prompt has not one place for each.
+            ModelError: the template has no place for images.
+        """
+        if self.input_template is not None or not tokenizer.chat_template:
+            raise ModelError("prompts with images need the model's chat template: leave data.input_template out")
+        chat = [{"role": message.role, "content": parts_of(message.content)} for message in messages]
+        text = processor.expand(self.render(tokenizer, chat), images)
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
     def render(self, tokenizer: Any, chat: Sequence[Mapping[str, Any]], *, opens: bool = True, **options: Any) -> str:
         """Render messages by the model's chat template; raises whatever that program raises.
 
@@ -86,6 +102,18 @@ class PromptTemplate:
         """
         variables = {**self.options, **options}
         return str(tokenizer.apply_chat_template(list(chat), tokenize=False, add_generation_prompt=opens, **variables))
+
+
+def parts_of(content: str) -> str | list[dict[str, str]]:
+    """Divide a message at its marks into the parts that chat templates know; one without marks stays text."""
+    texts = content.split(IMAGE_MARK)
+    if len(texts) == 1:
+        return content
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(texts):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +136,10 @@ class PromptLimit:
             return cls(spec.data.max_prompt_tokens)
         return cls(spec.max_prompt_tokens, overlong.side if isinstance(overlong, TruncateOverlongConfig) else None)
 
-    def fit(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    def fit(self, token_ids: tuple[int, ...], *, has_images: bool = False) -> tuple[int, ...]:
         """Cut a prompt to its limit L: left keeps the last L tokens, right the first, middle L // 2 and the rest last.
+
+        One with images is never cut: the tokens of an image are whole, or mean nothing.
 
         Raises:
             PromptTooLong: it is too long, and is not to be cut.
@@ -117,7 +147,7 @@ class PromptLimit:
         limit, num_tokens = self.max_tokens, len(token_ids)
         if limit is None or num_tokens <= limit:
             return token_ids
-        match self.side:
+        match None if has_images else self.side:
             case "left":
                 return token_ids[num_tokens - limit :]
             case "right":

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 TASK_SCHEMA = 1
+IMAGE_MARK = "<image>"
 
 
 class Lane(StrEnum):
@@ -44,6 +45,8 @@ class Task:
         pinned_version: if set, every token is sampled by exactly this version (evaluation).
         greedy: take the most likely token instead of sampling (evaluation).
         issued_at: seconds since the epoch.
+        images: encoded pictures of the prompt, in order, once for the whole group; each stands where a message has
+            ``IMAGE_MARK``. Without any, such a mark is text like any other.
     """
 
     group_id: int
@@ -58,6 +61,7 @@ class Task:
     pinned_version: int | None = None
     greedy: bool = False
     issued_at: float = 0.0
+    images: tuple[bytes, ...] = ()
 
     @property
     def lane(self) -> Lane:
@@ -66,7 +70,7 @@ class Task:
 
     def to_wire(self) -> dict[str, Any]:
         """Make a plain mapping of it, for msgpack."""
-        return {
+        wire = {
             "schema": TASK_SCHEMA,
             "group_id": self.group_id,
             "row": self.row,
@@ -81,6 +85,11 @@ class Task:
             "greedy": self.greedy,
             "issued_at": self.issued_at,
         }
+        # Text alone is the same bytes as before there were images. A picture that comes twice is there once.
+        if self.images:
+            distinct = list(dict.fromkeys(self.images))
+            wire |= {"images": distinct, "image_order": [distinct.index(image) for image in self.images]}
+        return wire
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> "Task":
@@ -93,8 +102,10 @@ class Task:
             raise ValueError(f"task has schema {wire.get('schema')!r}, this version reads {TASK_SCHEMA}")
         fields = dict(wire)
         del fields["schema"]
+        distinct, order = fields.pop("images", ()), fields.pop("image_order", ())
         messages: Sequence[Sequence[str]] = fields.pop("messages")
-        return cls(messages=tuple([Message(role, content) for role, content in messages]), **fields)
+        images = tuple([distinct[number] for number in order])
+        return cls(messages=tuple([Message(role, content) for role, content in messages]), images=images, **fields)
 
 
 def sample_seed(seed: int, index: int) -> int:

@@ -180,7 +180,7 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         "services/rollout": 6.8,
         "shared/checkpoints": 4.5,
         "shared/config": 6.3,
-        "shared/models": 3.3,
+        "shared/models": 2.2,
         "shared/net": 5.9,
         "shared/samples": 10.1,
         "shared/schemas": 10.8,

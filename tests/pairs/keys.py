@@ -47,7 +47,7 @@ APART: Mapping[str, tuple[str, ...]] = {
         "parallelism.tensor_parallel", "parallelism.expert_parallel", "parallelism.sequence_parallel",
         "parallelism.critic.*", "parallelism.collective_timeout_seconds", "parallelism.offload.parameters",
         "parallelism.mixed_precision.*", "model.attention", "model.kernels", "model.lora.quantisation.*",
-        "optimisation.compile_layers", "resources.trainer.devices", "resources.rollouts.devices",
+        "optimisation.compile_layers", "resources.trainer.devices", "resources.rollouts.devices", "model.vision_tower",
     ),
     "the sampled tokens and the engine's cache: test_engine.py and test_agents.py here, tests/contract/engine": (
         "rollout.group_size", "rollout.sampling.*", "rollout.engine.*", "rollout.episodes.*", "rollout.requires",

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flotilla.services.gateway.datasets.columns import ABSENT, Row, messages_of, plain, text_of, value_at
+from flotilla.services.gateway.datasets.illustrated import images_of
 from flotilla.services.gateway.datasets.mixture import Mixture
 from flotilla.shared.config.sections.data import DataConfig
 from flotilla.shared.schemas.task import Task, sample_seed
@@ -82,7 +83,9 @@ class Dataset:
         values, config = self.rows[row], self.config
         label = self._value(values, config.label_column)
         source = self._value(values, config.data_source_column)
+        images = config.images
         used = {config.prompt_column, config.label_column, config.data_source_column}
+        used |= set() if images is None else {images.column}
         return Task(
             group_id=group_id,
             row=row,
@@ -96,6 +99,7 @@ class Dataset:
             pinned_version=pinned_version,
             greedy=greedy,
             issued_at=issued_at,
+            images=images_of(values, config),
         )
 
     @staticmethod

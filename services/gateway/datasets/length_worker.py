@@ -6,6 +6,7 @@ It loads ``{model, input_template, options}``, and says whether the tokenizer ha
 which the assistant's turns from the start on are learned; or by ``{error, index}``.
 """
 
+from base64 import b64decode
 from typing import Any
 
 from flotilla.shared.children.serving import serve
@@ -13,15 +14,31 @@ from flotilla.shared.errors import ModelError
 from flotilla.shared.net.absence import absent_or
 
 
-def count(tokenizer: Any, template: Any, prompts: list[list[list[str]]], *, show: bool = False) -> dict[str, Any]:
-    """Count the tokens of each prompt, as the model would be given them; ``show`` returns them as text, too."""
+def count(
+    tokenizer: Any,
+    template: Any,
+    prompts: list[list[list[str]]],
+    *,
+    show: bool = False,
+    images: list[list[str]] | None = None,
+    processor: Any = None,
+) -> dict[str, Any]:
+    """Count the tokens of each prompt, as the model would be given them; ``show`` returns them as text, too.
+
+    ``images`` are those of each prompt, in base64, which ``processor`` processes.
+    """
     from flotilla.shared.schemas.task import Message
 
     lengths: list[int] = []
     texts: list[str] = []
     for index, prompt in enumerate(prompts):
         try:
-            token_ids = template.token_ids(tokenizer, [Message(*message) for message in prompt])
+            messages = [Message(*message) for message in prompt]
+            if images is not None and images[index]:
+                shown = [b64decode(image) for image in images[index]]
+                token_ids = template.illustrated_ids(tokenizer, messages, shown, processor)
+            else:
+                token_ids = template.token_ids(tokenizer, messages)
             lengths.append(len(token_ids))
             if show:
                 texts.append(tokenizer.decode(token_ids))
@@ -53,12 +70,18 @@ class Tokens:
     """
 
     def __init__(self, opening: Any) -> None:
+        from flotilla.shared.config.sections.images import ImagesConfig
         from flotilla.shared.models.prompts import PromptTemplate, keep_torch_out, load_tokenizer
+        from flotilla.shared.vision.processor import processor_of
 
         keep_torch_out()
         self._template = PromptTemplate(opening["input_template"], opening["options"])
         try:
             self._tokenizer = load_tokenizer(opening["model"])
+            images = opening.get("images")
+            self._processor = None if images is None else processor_of(opening["model"], ImagesConfig(**images))
+        except ModelError:
+            raise
         except ImportError as error:
             words = f"{error}: counting tokens needs transformers: install flotilla[tokenizer]"
             raise ModelError(words) from error
@@ -70,7 +93,9 @@ class Tokens:
         """Count or render."""
         if "conversations" in asked:
             return render(self._tokenizer, self._template, asked["conversations"], asked["starts"])
-        return count(self._tokenizer, self._template, asked["prompts"], show=asked.get("show", False))
+        images, show = asked.get("images"), asked.get("show", False)
+        processor = self._processor
+        return count(self._tokenizer, self._template, asked["prompts"], show=show, images=images, processor=processor)
 
 
 if __name__ == "__main__":

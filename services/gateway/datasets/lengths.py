@@ -7,7 +7,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
@@ -15,6 +16,7 @@ from typing import Any, Final
 from flotilla.shared.children.calls import BlockingCalls, CallProcess, running
 from flotilla.shared.children.processes import python_module
 from flotilla.shared.children.spawning import child_environment
+from flotilla.shared.config.sections.images import ImagesConfig
 from flotilla.shared.errors import DataError, InvalidSpec, ModelError, Unavailable, WorkerDied
 from flotilla.shared.models.prompts import PromptTemplate
 from flotilla.shared.schemas.task import Message
@@ -22,6 +24,8 @@ from flotilla.shared.schemas.task import Message
 log = logging.getLogger(__name__)
 
 BATCH: Final = 256
+IMAGE_BATCH: Final = 4
+"""Prompts with images that are sent together: they are megabytes."""
 QUIET_SECONDS: Final = 2.0
 """What takes longer says how far it is, this often."""
 ANSWER_SECONDS: Final = 300.0
@@ -59,8 +63,10 @@ class LengthProcess:
 
 
 @contextmanager
-def running_process(model_path: str, template: PromptTemplate) -> Iterator[LengthProcess]:
-    """Start a child process and load the tokenizer in it; ends it afterwards.
+def running_process(
+    model_path: str, template: PromptTemplate, images: ImagesConfig | None = None
+) -> Iterator[LengthProcess]:
+    """Start a child process and load the tokenizer in it, and the processor of images; ends it afterwards.
 
     What it knows of the tokenizer is in ``has_chat_template``.
 
@@ -69,6 +75,7 @@ def running_process(model_path: str, template: PromptTemplate) -> Iterator[Lengt
         Unavailable, DeadlineExceeded: it cannot be loaded now.
     """
     opening = {"model": model_path, "input_template": template.input_template, "options": dict(template.options)}
+    opening |= {"images": None if images is None else images.model_dump(mode="json")}
     process = CallProcess(
         python_module("flotilla.services.gateway.datasets.length_worker"),
         opening,
@@ -88,6 +95,14 @@ def running_process(model_path: str, template: PromptTemplate) -> Iterator[Lengt
         yield LengthProcess(process, calls)
 
 
+def asked(prompts: Sequence[Sequence[Message]], images: Sequence[Sequence[bytes]] = ()) -> dict[str, Any]:
+    """Make a request that counts prompts, with the images of each."""
+    request: dict[str, Any] = {"prompts": [[[m.role, m.content] for m in prompt] for prompt in prompts]}
+    if any(images):
+        request["images"] = [[b64encode(image).decode() for image in each] for each in images]
+    return request
+
+
 def prompt_lengths(
     prompts: Sequence[Sequence[Message]],
     model_path: str,
@@ -95,6 +110,8 @@ def prompt_lengths(
     *,
     workers: int,
     stop: threading.Event | None = None,
+    images: ImagesConfig | None = None,
+    images_of: Callable[[int], Sequence[bytes]] = lambda _: (),
 ) -> list[int]:
     """Count the tokens of each prompt.
 
@@ -104,13 +121,16 @@ def prompt_lengths(
         template: what is put around them.
         workers: child processes.
         stop: ends the count early.
+        images: how they are processed; None where prompts have none.
+        images_of: returns those of a prompt, by its number.
 
     Raises:
         ModelError: the tokenizer cannot be loaded.
         DataError: the chat template refuses a prompt, a process died, or ``stop`` was set.
         Unavailable: a process was killed, or something else is in the way that passes.
     """
-    starts = range(0, len(prompts), BATCH)
+    size = BATCH if images is None else IMAGE_BATCH
+    starts = range(0, len(prompts), size)
     workers = max(min(workers, len(starts)), 1)
     idle: queue.SimpleQueue[LengthProcess] = queue.SimpleQueue()
     begun = reported_at = time.monotonic()
@@ -120,8 +140,8 @@ def prompt_lengths(
             raise DataError("counting prompts' tokens was stopped")
         child = idle.get()
         try:
-            batch = [[[m.role, m.content] for m in prompt] for prompt in prompts[start : start + BATCH]]
-            answer = child.ask({"prompts": batch})
+            numbers = range(start, min(start + size, len(prompts)))
+            answer = child.ask(asked([prompts[n] for n in numbers], [images_of(n) for n in numbers]))
         finally:
             idle.put(child)
         if "error" in answer:
@@ -131,16 +151,19 @@ def prompt_lengths(
     lengths: list[int] = []
     with ExitStack() as processes, ThreadPoolExecutor(workers, "prompt lengths") as pool:
         processes.callback(pool.shutdown, cancel_futures=True)
-        opening = [pool.submit(processes.enter_context, running_process(model_path, template)) for _ in range(workers)]
+        opening = [
+            pool.submit(processes.enter_context, running_process(model_path, template, images)) for _ in range(workers)
+        ]
         for each in opening:
             idle.put(each.result())
         for found in pool.map(measure, starts):
             lengths += found
             if time.monotonic() - reported_at > QUIET_SECONDS:
                 reported_at = time.monotonic()
-                seconds = round(reported_at - begun, 1)
-                log.info(
-                    "counting prompts' tokens",
-                    extra={"counted": len(lengths), "prompts": len(prompts), "seconds": seconds, "workers": workers},
-                )
+                _say(len(lengths), len(prompts), reported_at - begun, workers)
     return lengths
+
+
+def _say(counted: int, num_prompts: int, seconds: float, workers: int) -> None:
+    facts = {"counted": counted, "prompts": num_prompts, "seconds": round(seconds, 1), "workers": workers}
+    log.info("counting prompts' tokens", extra=facts)

@@ -3,15 +3,18 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 
 from flotilla.services.gateway.datasets.columns import ABSENT, Row, columns_of, messages_of, value_at, with_columns_of
 from flotilla.services.gateway.datasets.custom import rows_of_child
 from flotilla.services.gateway.datasets.dataset import Dataset, Part
+from flotilla.services.gateway.datasets.illustrated import ImageFolder, illustrated
 from flotilla.services.gateway.datasets.locations import files_of
 from flotilla.services.gateway.datasets.mixture import Mixture
 from flotilla.services.gateway.datasets.row_readers import read_rows
-from flotilla.shared.config.sections.data import DataConfig, RowsConfig
+from flotilla.shared.config.sections.data import DataConfig, RowsConfig, is_url
 from flotilla.shared.config.sections.evaluation import EvaluationConfig, HeldOutConfig
+from flotilla.shared.config.sections.images import ImagesConfig
 from flotilla.shared.errors import DataError
 from flotilla.shared.locations.allowed import Places
 
@@ -126,10 +129,15 @@ def load_rows(
     limit = min(limits) if limits else None
     # Which rows are taken is only known once their data sources are.
     try:
-        read = _read(source, None if source.only_data_sources else limit, field, places)
+        read = _read(source, None if source.only_data_sources else limit, field, places, config.images)
     except DataError as error:
         raise DataError(f"{field}: {error.detail}", path=error.context.get("path", location)) from error
     rows: list[Row] = [with_columns_of(row, config, source) for row in read]
+    if config.images is not None:
+        try:
+            rows = [illustrated(row, config, config.images, number) for number, row in enumerate(rows)]
+        except DataError as error:
+            raise DataError(f"{field}: {location}: {error.detail}", path=location) from error
     if not rows:
         raise DataError(f"{field}: {location} has no rows", path=location)
     needed = columns_of(config)
@@ -146,17 +154,27 @@ def load_rows(
     return Loaded(rows, location, source.name if isinstance(source, HeldOutConfig) else None)
 
 
-def _read(source: RowsConfig, limit: int | None, field: str, places: Places | None) -> list[Row]:
+def _read(
+    source: RowsConfig, limit: int | None, field: str, places: Places | None, images: ImagesConfig | None
+) -> list[Row]:
     if source.custom is not None:
         if places is not None:
             places.check_code(source.custom, f"{field}.custom")
-        return rows_of_child(source.custom, source.options or {}, limit, field)
+        made = rows_of_child(source.custom, source.options or {}, limit, field)
+        return made if images is None else _with_images(made, ImageFolder(images, None, places))
     rows: list[Row] = []
     each_place = [source, *(source.model_copy(update={"path": path}) for path in source.more_paths)]
     for path in (path for place in each_place for path in files_of(place, places)):
         if limit is None or len(rows) < limit:
-            rows += read_rows(path, None if limit is None else limit - len(rows), places)
+            found = read_rows(path, None if limit is None else limit - len(rows), places)
+            if images is not None:
+                found = _with_images(found, ImageFolder(images, None if is_url(path) else Path(path).parent, places))
+            rows += found
     return rows
+
+
+def _with_images(rows: Sequence[Row], folder: ImageFolder) -> list[Row]:
+    return [folder.with_images(row, number) for number, row in enumerate(rows)]
 
 
 def _check_columns(

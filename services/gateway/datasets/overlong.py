@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from flotilla.services.gateway.datasets.columns import messages_of, value_at
 from flotilla.services.gateway.datasets.dataset import Dataset, Part
+from flotilla.services.gateway.datasets.illustrated import images_of
 from flotilla.services.gateway.datasets.lengths import prompt_lengths
 from flotilla.shared.config.sections.data import FilterOverlongConfig
 from flotilla.shared.config.spec import ExperimentSpec
@@ -58,7 +59,13 @@ def without_overlong(
         messages_of(value_at(row, config.prompt_column), config, number) for number, row in enumerate(dataset.rows)
     ]
     lengths = prompt_lengths(
-        prompts, str(model_directory(spec.model)), PromptTemplate.of(config), workers=overlong.workers, stop=stop
+        prompts,
+        str(model_directory(spec.model)),
+        PromptTemplate.of(config),
+        workers=overlong.workers,
+        stop=stop,
+        images=config.images,
+        images_of=lambda number: images_of(dataset.rows[number], config),
     )
     kept = kept_rows(dataset, lengths, spec.max_prompt_tokens, what)
     num_dropped = num_rows - len(kept.rows)

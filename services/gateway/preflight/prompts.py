@@ -7,7 +7,8 @@ from typing import Any
 
 from flotilla.services.gateway.datasets.columns import messages_of, value_at
 from flotilla.services.gateway.datasets.dataset import Dataset
-from flotilla.services.gateway.datasets.lengths import LengthProcess, running_process
+from flotilla.services.gateway.datasets.illustrated import images_of
+from flotilla.services.gateway.datasets.lengths import BATCH, IMAGE_BATCH, LengthProcess, asked, running_process
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import DataError
 from flotilla.shared.models.hub import model_directory
@@ -57,14 +58,18 @@ def look_at_prompts(
     template = PromptTemplate.of(spec.data)
     lengths: list[int] = []
     texts: list[str] = []
-    with running_process(str(model_directory(spec.model)), template) as child:
+    with running_process(str(model_directory(spec.model)), template, spec.data.images) as child:
         if begun:
             answer = _ask(child, begun, show=True)
             lengths, texts = list(answer["lengths"]), list(answer["texts"])
         for dataset in datasets:
             first = _messages(dataset)
-            lengths += _ask(child, first)["lengths"]
-            texts = texts or _ask(child, first[:1], show=True)["texts"]
+            images = [images_of(row, dataset.config) for row in dataset.rows[: len(first)]]
+            size = BATCH if spec.data.images is None else IMAGE_BATCH
+            for start in range(0, len(first), size):
+                part = slice(start, start + size)
+                lengths += _ask(child, first[part], images[part])["lengths"]
+            texts = texts or _ask(child, first[:1], images[:1], show=True)["texts"]
         rendered_by = _named(template, has_chat_template=child.has_chat_template)
     limit = spec.max_prompt_tokens
     too_long = sum(length > limit for length in lengths)
@@ -115,8 +120,14 @@ def _messages(dataset: Dataset) -> list[tuple[Message, ...]]:
     return [tuple(messages_of(value_at(row, config.prompt_column), config, number)) for number, row in enumerate(rows)]
 
 
-def _ask(child: LengthProcess, prompts: Sequence[Sequence[Message]], *, show: bool = False) -> dict[str, Any]:
-    answer = child.ask({"prompts": [[[m.role, m.content] for m in prompt] for prompt in prompts], "show": show})
+def _ask(
+    child: LengthProcess,
+    prompts: Sequence[Sequence[Message]],
+    images: Sequence[Sequence[bytes]] = (),
+    *,
+    show: bool = False,
+) -> dict[str, Any]:
+    answer = child.ask(asked(prompts, images) | {"show": show})
     if "error" in answer:
         raise DataError(f"the template refuses the prompt of row {answer['index']}: {answer['error']}")
     return answer

@@ -6,19 +6,33 @@ change is the caller's choice (``OnWeightUpdate``). New weights come in two part
 read an image while it arrives, ``load_weights`` makes it serve.
 """
 
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BeforeValidator, PlainSerializer
 
 from flotilla.services.rollout.engines.resumption import UNMIXED, Prefix, ResumeRule
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.schemas.engine import EngineCapability
 from flotilla.shared.schemas.publication import PublicationOrder
 from flotilla.shared.schemas.trajectory import FinishReason
+
+
+def _decoded(value: Any) -> Any:
+    return base64.b64decode(value, validate=True) if isinstance(value, str) else value
+
+
+def _encoded(value: bytes) -> str:
+    return base64.b64encode(value).decode("ascii")
+
+
+EncodedBytes = Annotated[bytes, BeforeValidator(_decoded), PlainSerializer(_encoded, return_type=str, when_used="json")]
+"""Bytes that are base64 where they are written as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +77,21 @@ class SamplingParameters:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptImage:
+    """An image of a prompt.
+
+    Attributes:
+        start: position of its first token in the prompt.
+        num_tokens: that stand for it.
+        data: as it was encoded.
+    """
+
+    start: int
+    num_tokens: int
+    data: EncodedBytes
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A prompt to be completed ``len(seeds)`` times; the prompt is prefilled once.
 
@@ -79,6 +108,7 @@ class GenerationRequest:
             ``max_new_tokens``, and a token's random number goes by its position behind them.
         resume: which of them may be kept under the version that serves when the sample joins the batch; the others
             are sampled afresh.
+        images: of the prompt, in order.
     """
 
     request_id: str
@@ -89,6 +119,7 @@ class GenerationRequest:
     is_turn: bool = False
     prefixes: tuple[Prefix | None, ...] = ()
     resume: ResumeRule = UNMIXED
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

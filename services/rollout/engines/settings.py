@@ -23,6 +23,8 @@ class EngineSettings:
         start_seconds: deadline of ``start``.
         call_seconds: deadline of a call that waits for no sampling.
         close_seconds: how long ``close`` waits before it kills the engine's process.
+        image_pixels: least and most pixels of an image, each None where the model's processor says it; None where
+            prompts have no images.
     """
 
     model_path: str
@@ -39,6 +41,7 @@ class EngineSettings:
     start_seconds: float = 120.0
     call_seconds: float = 60.0
     close_seconds: float = 5.0
+    image_pixels: tuple[int | None, int | None] | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in {"float32", "bfloat16"}:

@@ -3,12 +3,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
+import numpy as np
+
+from flotilla.services.rollout.engines.base import PromptImage
 from flotilla.services.rollout.episodes.special_tokens import SpecialTokens
+from flotilla.shared.config.sections.images import ImagesConfig
 from flotilla.shared.errors import ModelError
 from flotilla.shared.models.prompts import PromptTemplate, load_tokenizer
-from flotilla.shared.schemas.task import Message
+from flotilla.shared.schemas.task import Message, Task
+from flotilla.shared.vision.processor import ImageProcessor, processor_of
 
 ANY_MESSAGE = Message("user", ".")
 
@@ -23,6 +28,20 @@ class Renderer(Protocol):
 
     def text(self, token_ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
         """Decode tokens for people and graders."""
+
+
+class IllustratedRenderer(Renderer, Protocol):
+    """A renderer of prompts with images."""
+
+    def illustrated(
+        self, messages: Sequence[Message], images: Sequence[bytes]
+    ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
+        """Render a prompt with images, each where a message has ``IMAGE_MARK``: token ids, and where the images are.
+
+        Raises:
+            DataError: an image cannot be read, or the prompt has not one place for each.
+            ModelError: the model takes no images.
+        """
 
 
 class TurnRenderer(Renderer, Protocol):
@@ -54,17 +73,28 @@ MARK = "Answer-4f1c"
 class ChatRenderer:
     """Renders with the model's tokenizer, through its chat template or the input template that the spec gives."""
 
-    def __init__(self, tokenizer: Any, stop_token_ids: tuple[int, ...], template: PromptTemplate | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop_token_ids: tuple[int, ...],
+        template: PromptTemplate | None = None,
+        processor: ImageProcessor | None = None,
+    ) -> None:
+        self._processor = processor
         self._tokenizer = tokenizer
         self._template = template or PromptTemplate()
         self.stop_token_ids = stop_token_ids
 
     @classmethod
-    def from_directory(cls, path: str, template: PromptTemplate | None = None) -> "ChatRenderer":
-        """Load the tokenizer of a model directory; takes seconds, so call it on a thread.
+    def from_directory(
+        cls, path: str, template: PromptTemplate | None = None, images: ImagesConfig | None = None
+    ) -> "ChatRenderer":
+        """Load the tokenizer of a model directory, and its image processor where prompts have images.
+
+        It takes seconds, so call it on a thread.
 
         Raises:
-            ModelError: there is no tokenizer that can be loaded.
+            ModelError: there is none that can be loaded.
         """
         from transformers import GenerationConfig
 
@@ -75,7 +105,8 @@ class ChatRenderer:
         except (OSError, ValueError):
             configured = None
         stops |= set(configured if isinstance(configured, list) else [configured]) - {None}
-        return cls(tokenizer, tuple(sorted(int(token) for token in stops)), template)
+        processor = None if images is None else processor_of(path, images)
+        return cls(tokenizer, tuple(sorted(int(token) for token in stops)), template, processor)
 
     @property
     def is_chat(self) -> bool:
@@ -93,6 +124,17 @@ class ChatRenderer:
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Render a prompt so that the next token is the assistant's first."""
         return self._template.token_ids(self._tokenizer, messages)
+
+    def illustrated(
+        self, messages: Sequence[Message], images: Sequence[bytes]
+    ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
+        """Render a prompt with images; see ``IllustratedRenderer``."""
+        if self._processor is None:
+            raise ModelError("a task has images, and data.images is not set")
+        token_ids = self._template.illustrated_ids(self._tokenizer, messages, images, self._processor)
+        spans = self._processor.spans(np.asarray(token_ids), None, images)
+        placed = zip(spans, images, strict=True)
+        return token_ids, tuple(PromptImage(span.start, span.num_tokens, image) for span, image in placed)
 
     def continuation_ids(self, messages: Sequence[Message], last: int) -> tuple[int, ...]:
         """Render what follows a completion; see ``TurnRenderer``.
@@ -116,7 +158,7 @@ class ChatRenderer:
     def with_tools(self, schemas: Sequence[Mapping[str, Any]]) -> "ChatRenderer":
         """Make one that shows these tools in the first prompt."""
         template = replace(self._template, options={**self._template.options, "tools": list(schemas)})
-        return ChatRenderer(self._tokenizer, self.stop_token_ids, template)
+        return ChatRenderer(self._tokenizer, self.stop_token_ids, template, self._processor)
 
     def check_continuation(self, message: Message = ANY_MESSAGE) -> None:
         """See whether a turn can follow another; see ``TurnRenderer``."""
@@ -172,3 +214,24 @@ class ChatRenderer:
     def text(self, token_ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
         """Decode tokens for people and graders."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=not with_special_tokens))
+
+
+def condensed(token_ids: Sequence[int], images: Sequence[PromptImage]) -> tuple[int, ...]:
+    """Leave one token of each image: what people read, and what engines' servers expand again."""
+    found: list[int] = []
+    at = 0
+    for image in images:
+        found += token_ids[at : image.start + 1]
+        at = image.start + image.num_tokens
+    return (*found, *token_ids[at:])
+
+
+def rendered(renderer: Renderer, task: Task) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
+    """Render the prompt of a task: token ids, and its images among them.
+
+    Raises:
+        DataError, ModelError: its images cannot be shown; see ``IllustratedRenderer``.
+    """
+    if not task.images:
+        return renderer.prompt_ids(task.messages), ()
+    return cast("IllustratedRenderer", renderer).illustrated(task.messages, task.images)

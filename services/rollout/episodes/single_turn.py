@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from flotilla.services.rollout.engines.base import Completion, Engine, GenerationRequest
+from flotilla.services.rollout.engines.base import Completion, Engine, GenerationRequest, PromptImage
 from flotilla.services.rollout.engines.resumption import ResumeRule
-from flotilla.services.rollout.episodes.rendering import Renderer
+from flotilla.services.rollout.episodes.rendering import Renderer, condensed, rendered
 from flotilla.services.rollout.episodes.resumption import Begun, begun, rule_of
 from flotilla.services.rollout.episodes.special_tokens import SamplingTally
 from flotilla.services.rollout.episodes.turns import GENERATION_SECONDS, Requests, Turns, request_name
@@ -49,19 +49,27 @@ class SingleTurnEpisodes:
         """Sample the task's group; see ``Episodes.run``."""
         started = time.perf_counter()
         # Long texts take the tokenizer longer than health and leases may wait for the loop.
-        prompt_ids = self._turns.prompt.fit(await asyncio.to_thread(self._renderer.prompt_ids, task.messages))
+        prompt_ids, images = await asyncio.to_thread(rendered, self._renderer, task)
+        prompt_ids = self._turns.prompt.fit(prompt_ids, has_images=bool(images))
         num_members = task.group_size + self._turns.has_baseline(task)
         max_new_tokens = self._turns.sampling_of(task).max_new_tokens
         had = begun(task, partials, prompt_ids, rule_of(task, self._resume), serving, max_new_tokens)
         wanted = [index for index in range(num_members) if index not in had.finished]
-        completions = await self._complete(task, request_name(task, delivery), prompt_ids, had, wanted)
+        completions = await self._complete(task, request_name(task, delivery), prompt_ids, images, had, wanted)
         if task.pinned_version is None:
-            self._tally.add_prompt(prompt_ids)
+            self._tally.add_prompt(condensed(prompt_ids, images))
             for completion in completions:
                 self._tally.add_completion(completion.token_ids)
         seconds = time.perf_counter() - started
         return await asyncio.to_thread(
-            self._group, task, prompt_ids, had, dict(zip(wanted, completions, strict=True)), partials, seconds
+            self._group,
+            task,
+            prompt_ids,
+            condensed(prompt_ids, images),
+            had,
+            dict(zip(wanted, completions, strict=True)),
+            partials,
+            seconds,
         )
 
     async def interrupt(self) -> None:
@@ -69,7 +77,13 @@ class SingleTurnEpisodes:
         await self._requests.abort_all()
 
     async def _complete(
-        self, task: Task, request_id: str, prompt_ids: tuple[int, ...], had: Begun, wanted: Sequence[int]
+        self,
+        task: Task,
+        request_id: str,
+        prompt_ids: tuple[int, ...],
+        images: tuple[PromptImage, ...],
+        had: Begun,
+        wanted: Sequence[int],
     ) -> Sequence[Completion]:
         """Sample the wanted members; the one behind the group, if any, is answered greedily."""
         parts = []
@@ -85,6 +99,7 @@ class SingleTurnEpisodes:
                 holds_weights=task.pinned_version is not None,
                 prefixes=tuple(had.prefixes.get(index) for index in members) if had.prefixes else (),
                 resume=rule_of(task, self._resume),
+                images=images,
             )
             parts.append(self._requests.generate(request))
         return [completion for part in await all_of(parts) for completion in part]
@@ -93,6 +108,7 @@ class SingleTurnEpisodes:
         self,
         task: Task,
         prompt_ids: tuple[int, ...],
+        shown: tuple[int, ...],
         had: Begun,
         completions: Mapping[int, Completion],
         partials: Partials,
@@ -105,7 +121,7 @@ class SingleTurnEpisodes:
             made = self._trajectory(prompt_ids, completion, spent)
             members[index] = made if index < task.group_size else replace(made, is_baseline=True)
         trajectories = tuple(members[index] for index in range(len(members)))
-        return Group(task, trajectories, prompt=self._renderer.text(prompt_ids, with_special_tokens=True))
+        return Group(task, trajectories, prompt=self._renderer.text(shown, with_special_tokens=True))
 
     def _trajectory(self, prompt_ids: Sequence[int], completion: Completion, seconds: float) -> Trajectory:
         num_prompt, num_sampled = len(prompt_ids), completion.token_ids.shape[0]

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from flotilla.services.trainer.algorithms.sequences import PackedSequences
+from flotilla.services.trainer.data.illustrations import Illustration, illustration_of
 from flotilla.shared.errors import DataError
 from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
 from flotilla.shared.schemas.turns import Turn
+from flotilla.shared.vision.processor import ImageProcessor
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +41,7 @@ class TrainingBatch:
         teacher_log_probs: [T] float32 nats of teachers behind URLs, 0 where not sampled; None unless all samples have
             them.
         difficulty: [S] float32, of the tasks, from 0 to 1; None unless it weighs losses.
+        illustrations: per sequence, its images, or None; None where no sequence has any.
     """
 
     token_ids: tuple[npt.NDArray[np.int64], ...]
@@ -56,6 +59,7 @@ class TrainingBatch:
     episode_index: Tensor | None = None
     teacher_log_probs: Tensor | None = None
     difficulty: Tensor | None = None
+    illustrations: tuple[Illustration | None, ...] | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -109,6 +113,7 @@ class TrainingBatch:
             episode_index=_taken(self.episode_index, members),
             teacher_log_probs=_taken(self.teacher_log_probs, tokens),
             difficulty=_taken(self.difficulty, members),
+            illustrations=None if (shown := self.illustrations) is None else tuple(shown[number] for number in numbers),
         )
         return made, tokens
 
@@ -135,6 +140,7 @@ class TrainingBatch:
             None if self.episode_index is None else self.episode_index.to(device),
             None if self.teacher_log_probs is None else self.teacher_log_probs.to(device),
             None if self.difficulty is None else self.difficulty.to(device),
+            self.illustrations,
         )
 
 
@@ -172,7 +178,11 @@ def check_group(group: Group, vocabulary: int) -> None:
 
 
 def make_batch(
-    groups: Sequence[Group], *, joins_branches: bool = False, difficulty: str | None = None
+    groups: Sequence[Group],
+    *,
+    joins_branches: bool = False,
+    difficulty: str | None = None,
+    processor: ImageProcessor | None = None,
 ) -> TrainingBatch:
     """Lay the scored trajectories of groups end to end, in order.
 
@@ -180,10 +190,11 @@ def make_batch(
         groups: whole ones.
         joins_branches: whether the trajectories of one episode count as one.
         difficulty: column of the dataset that says how hard each task is, if losses are weighed by it.
+        processor: of images; None where prompts have none.
 
     Raises:
         ValueError: no group has a scored trajectory.
-        DataError: a task has no number in that column.
+        DataError: a task has no number in that column, or the tokens of its images are not those of the processor.
     """
     members = [(number, group, t) for number, group in enumerate(groups) for t in scored_trajectories(group)]
     if not members:
@@ -194,6 +205,7 @@ def make_batch(
     starts = tuple(_span_start(trajectory) for trajectory in trajectories)
     spans = [t.token_ids.shape[0] - start for t, start in zip(trajectories, starts, strict=True)]
     cuts = list(zip(trajectories, starts, strict=True))
+    shown = tuple(illustration_of(group, t, processor) for _, group, t in members)
     mask = torch.from_numpy(np.concatenate([t.loss_mask[start:].astype(bool) for t, start in cuts]))
     index = torch.from_numpy(np.repeat(np.arange(len(members)), spans))
     log_probs = torch.from_numpy(np.concatenate([t.log_probs[start:].astype(np.float32) for t, start in cuts]))
@@ -215,6 +227,7 @@ def make_batch(
         difficulty=None
         if difficulty is None
         else torch.tensor([_difficulty(each, difficulty) for _, each, _ in members]),
+        illustrations=shown if any(shown) else None,
     )
 
 

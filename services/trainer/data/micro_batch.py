@@ -103,6 +103,9 @@ def _prompts_of(batch: TrainingBatch, members: Sequence[int]) -> list[Prompt]:
     for member in members:
         tokens = batch.span_starts[member]
         content = batch.token_ids[member][:tokens].tobytes()
+        # Tokens stand for any image.
+        if batch.illustrations is not None and (shown := batch.illustrations[member]) is not None:
+            content += shown.name
         found.append(Prompt(numbers.setdefault(content, len(numbers)), tokens))
     return found
 
@@ -136,7 +139,7 @@ def _filled(
         counted = None if shares is None else shares[numbers]
         yield MicroBatch(
             layout=layout,
-            inputs=build(layout, batch.token_ids, sampled).to(device),
+            inputs=build(layout, batch.token_ids, sampled, illustrations=batch.illustrations).to(device),
             members=numbers,
             tokens=torch.from_numpy(tokens).to(device),
             sequences=PackedSequences(index, torch.from_numpy(is_sampled).to(device), len(members), counted),

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from flotilla.services.trainer.algorithms.balancing import balanced_partition, workload
+from flotilla.services.trainer.data.illustrations import Illustration, PlacedRows
 from flotilla.services.trainer.data.places import SequencePlaces, places_of
+from flotilla.shared.vision.tower import PlacedImages
 
 Packing = Literal["auto", "packed", "padded"]
 
@@ -302,6 +304,7 @@ class ModelInput:
         places: where the sequences are, for attention that goes one by one; there is no mask then.
         is_varlen: whether sequences begin where positions do, for attention that finds them by that in a single row;
             there is no mask then.
+        images: what stands in place of some tokens; positions have three axes then, [3, rows, width].
     """
 
     token_ids: Tensor
@@ -311,6 +314,7 @@ class ModelInput:
     labels: Tensor
     places: SequencePlaces | None = None
     is_varlen: bool = False
+    images: PlacedImages | None = None
 
     def to(self, device: torch.device) -> "ModelInput":
         """Move the tensors."""
@@ -323,6 +327,7 @@ class ModelInput:
             self.labels.to(device),
             None if self.places is None else self.places.to(device),
             self.is_varlen,
+            None if self.images is None else self.images.to(device),
         )
 
 
@@ -333,6 +338,7 @@ def build_input(
     *,
     attends_apart: bool = False,
     is_varlen: bool = False,
+    illustrations: Sequence[Illustration | None] | None = None,
 ) -> ModelInput:
     """Fill the rows of a layout.
 
@@ -342,24 +348,28 @@ def build_input(
         sampled: by number of the sequence, positions of the tokens that the policy sampled, each at least 1.
         attends_apart: whether packed rows get places for a mask.
         is_varlen: whether they get neither, but are to be read as one row; no prompt is shared then.
+        illustrations: per sequence of the whole batch, its images; None where no sequence has any.
 
     Returns:
         The input; predictors and labels run over the layout's members in order.
     """
     shape = (len(layout.rows), layout.width)
-    ids, positions = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    shown = {number: each for number in layout.members if illustrations and (each := illustrations[number])}
+    ids, positions = np.zeros(shape, dtype=np.int64), np.zeros((3, *shape) if shown else shape, dtype=np.int64)
+    placed = PlacedRows()
     owner, unit, lends = (np.full(shape, value, dtype=np.int64) for value in (-1, -1, -2))
     predictors, labels, sequences = [], [], []
     for row, members in enumerate(layout.rows):
-        start = begin = 0
-        leader = -1
+        start, begin, leader = 0, 0, -1
         for number in members:
             tokens, chosen, prefix = token_ids[number], sampled[number], layout.shared.get(number, 0)
             if not prefix:
                 begin, leader = start, number
             end = start + len(tokens) - prefix
             ids[row, start:end] = tokens[prefix:]
-            positions[row, start:end] = np.arange(prefix, len(tokens))
+            positions[..., row, start:end] = np.arange(prefix, len(tokens))
+            if number in shown:
+                positions[:, row, start:end] = placed.add(shown[number], row * layout.width + start, prefix)
             owner[row, start:end], unit[row, start:end] = number, leader
             lends[row, begin : begin + prefix] = leader
             # The first token after a shared prompt is predicted at the prompt's end, wherever that is.
@@ -369,14 +379,8 @@ def build_input(
             own = np.arange(start, end), np.arange(begin, begin + prefix)
             sequences.append(row * layout.width + np.concatenate(own[::-1]))
             start = end
-    mask = places = None
-    if layout.is_packed and attends_apart:
-        places = places_of(sequences, ids.size)
-    elif layout.is_packed and not is_varlen:
-        owners = torch.from_numpy(owner)
-        mask = _block_causal(owners, owners)
-        if layout.shared:
-            mask |= _block_causal(torch.from_numpy(unit), torch.from_numpy(lends))
+    places = places_of(sequences, ids.size) if layout.is_packed and attends_apart else None
+    mask = _mask(owner, unit, lends) if layout.is_packed and not (attends_apart or is_varlen) else None
     return ModelInput(
         token_ids=torch.from_numpy(ids),
         position_ids=torch.from_numpy(positions),
@@ -385,7 +389,17 @@ def build_input(
         labels=torch.from_numpy(np.concatenate(labels)),
         places=places,
         is_varlen=layout.is_packed and is_varlen,
+        images=placed.placed(),
     )
+
+
+def _mask(owner: npt.NDArray[np.int64], unit: npt.NDArray[np.int64], lends: npt.NDArray[np.int64]) -> Tensor:
+    """Allow attention within a sequence, and to the prompt that it shares: [rows, 1, W, W]."""
+    owners = torch.from_numpy(owner)
+    mask = _block_causal(owners, owners)
+    if (lends >= 0).any():
+        mask |= _block_causal(torch.from_numpy(unit), torch.from_numpy(lends))
+    return mask
 
 
 def _block_causal(queries: Tensor, keys: Tensor) -> Tensor:

@@ -27,7 +27,14 @@ from flotilla.services.trainer.learning.metrics import algorithm_names, mean_of_
 from flotilla.services.trainer.learning.mini_batches import MiniBatch, Prepared, passes_over, split_by_groups
 from flotilla.services.trainer.learning.pass_sizes import Cut, PassSizes, need_of
 from flotilla.services.trainer.learning.trace import TokenTrace, TracedStep
-from flotilla.services.trainer.learning.trainable import Weights, choose_trained, image_weights, kept_weights
+from flotilla.services.trainer.learning.trainable import (
+    Weights,
+    choose_trained,
+    image_weights,
+    kept_weights,
+    processor_for,
+    tower_of,
+)
 from flotilla.services.trainer.models.critic import Critic, make_critic
 from flotilla.services.trainer.models.loading import LoadedModel
 from flotilla.services.trainer.models.log_probs import Policy
@@ -99,10 +106,14 @@ class Learner:
                 each.split_sequences(SequenceParallel(group))
         # After the critic's copy, which trains whole.
         self.adapters = choose_trained(loaded.model, spec)
+        self.processor = processor_for(spec, loaded)
         for module in [loaded.model, *([] if self.critic is None else [self.critic.body])]:
             prepare_layers(module, spec, self.device)
         self.weights = self._lay_out(spec.asynchrony.publication.wire_dtype)
         self._packing = self.policy.resolve_packing(spec.optimisation.packing)
+        if self.processor is not None:
+            for shown in filter(None, (self.policy, self.reference)):
+                shown.show_images(tower_of(shown.base, self.processor))
         parameters = loaded.model.named_parameters()
         self.optimizer = PolicyOptimizer(parameters, spec.optimisation, total, is_offloaded=moments)
         decay = spec.optimisation.average_decay
@@ -145,7 +156,9 @@ class Learner:
         config = self.spec.algorithm
         self.sizes.begin(step)
         difficulty = None if config.sequence_weights is None else config.sequence_weights.difficulty
-        batch = make_batch(groups, joins_branches=self.spec.joins_branches, difficulty=difficulty).to(self.device)
+        joins = self.spec.joins_branches
+        batch = make_batch(groups, joins_branches=joins, difficulty=difficulty, processor=self.processor)
+        batch = batch.to(self.device)
         prepared, advantages = self._prepare(batch)
         trace = TokenTrace(prepared) if self.spec.samples is not None else None
         seed = self.spec.seed * 1_000_003 + step

@@ -1,10 +1,12 @@
 """Which weights of the policy train, and how all of them are laid out for images and kept versions."""
 
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
 
+from flotilla.services.trainer.models.loading import LoadedModel
 from flotilla.services.trainer.models.lora import Adapters
 from flotilla.services.trainer.models.quantised import PackedWeight, packed_layers
 from flotilla.services.trainer.parallel.ranks import Ranks
@@ -13,6 +15,8 @@ from flotilla.services.trainer.weights.sharded_parameters import ShardedParamete
 from flotilla.services.trainer.weights.streamed_parameters import StreamedParameters
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import ModelError
+from flotilla.shared.vision.processor import ImageProcessor, processor_of
+from flotilla.shared.vision.tower import Tower
 
 Weights = FlatParameters | ShardedParameters
 
@@ -23,8 +27,27 @@ def choose_trained(model: nn.Module, spec: ExperimentSpec) -> Adapters | None:
     Raises:
         ModelError: the spec names weights or layers that are not there, or leaves nothing to train.
     """
+    if spec.model.vision_tower == "frozen" and (tower := getattr(model.base_model, "visual", None)) is not None:
+        tower.requires_grad_(False)
     _freeze(model, spec.optimisation.freeze)
     return None if spec.model.lora is None else Adapters(model, spec.model.lora, seed=spec.seed)
+
+
+def processor_for(spec: ExperimentSpec, loaded: LoadedModel) -> ImageProcessor | None:
+    """Load the processor of the images that prompts have; None where they have none.
+
+    Raises:
+        ModelError: the model takes no images.
+    """
+    images = spec.data.images
+    if images is None:
+        return None
+    return processor_of(loaded.source, images)
+
+
+def tower_of(body: Any, processor: ImageProcessor) -> Tower:
+    """Make what computes images with a model, once it is known what of it trains."""
+    return Tower(body, processor, is_frozen=not any(each.requires_grad for each in body.visual.parameters()))
 
 
 def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
@@ -25,6 +26,7 @@ from flotilla.shared.config.sections.model import QuantisationConfig
 from flotilla.shared.errors import ModelError
 from flotilla.shared.models.hub import check_directory
 from flotilla.shared.net.absence import absent_or
+from flotilla.shared.vision.kinds import takes_images
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +159,7 @@ def without_weights(path: Path, config: Any, dtype: torch.dtype, *, scores: bool
         dtype: of the weights.
         scores: see ``load_model``.
     """
-    kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    kind = _kind_of(path, scores=scores)
     try:
         with without_memory():
             model = kind.from_config(config, dtype=dtype)
@@ -175,8 +177,14 @@ def without_weights(path: Path, config: Any, dtype: torch.dtype, *, scores: bool
     return None if stored is None else LoadedModel(model.eval(), path, stored)
 
 
+def _kind_of(path: Path, *, scores: bool) -> Any:
+    if scores:
+        return AutoModelForSequenceClassification
+    return AutoModelForImageTextToText if takes_images(path) else AutoModelForCausalLM
+
+
 def _load_weights(path: Path, config: Any, dtype: torch.dtype, *, scores: bool) -> nn.Module:
-    kind: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    kind = _kind_of(path, scores=scores)
     try:
         model, report = kind.from_pretrained(
             path,

@@ -41,12 +41,16 @@ from flotilla.services.trainer.parallel.ranks import ONE_RANK, Ranks
 from flotilla.services.trainer.parallel.sequence import SequenceParallel
 from flotilla.services.trainer.parallel.tensor import divide_layers
 from flotilla.shared.errors import ModelError
+from flotilla.shared.vision.tower import Tower
 
 log = logging.getLogger(__name__)
 
 
-def hidden_states(body: Any, inputs: ModelInput, split: SequenceParallel | None) -> Tensor:
+def hidden_states(body: Any, inputs: ModelInput, split: SequenceParallel | None, tower: Tower | None = None) -> Tensor:
     """Compute the last hidden states: [rows, W, H]."""
+    if inputs.images is not None:
+        shown: Tensor = body.language_model(**arguments_of(inputs, tower)).last_hidden_state
+        return shown
     if split is not None:
         return split.hidden(body, inputs)
     hidden: Tensor = body(**arguments_of(inputs)).last_hidden_state
@@ -80,6 +84,8 @@ class Policy:
         if self.device.type == "cpu":
             fuse_layers(model)
         self._split: SequenceParallel | None = None
+        self.tower: Tower | None = None
+        """What computes images, where prompts have any."""
         self._parked: ParkedTensors | None = None
         self._traits: Traits | None = None
         if stored is None:
@@ -144,6 +150,17 @@ class Policy:
         self.attends_apart = False
         split.install(self.base, attended_by_sequence)
         self._split = split
+
+    def show_images(self, tower: Tower) -> None:
+        """Take images, which a tower of the model computes; before rows are computed.
+
+        Raises:
+            ModelError: the model's way to compute rows does not go with them.
+        """
+        if not self.has_plain_head or self.is_varlen:
+            what = "model.attention flash" if self.is_varlen else f"a head as that of {self._kind}"
+            raise ModelError(f"data.images does not go with {what}: leave one of them out")
+        self.tower = tower
 
     def park(self) -> None:
         """Keep the weights, which nobody changes, in the host's memory but for ``on_device``; after ``shard``."""
@@ -221,7 +238,7 @@ class Policy:
             chosen = logits.reshape(-1, logits.shape[-1]).index_select(0, inputs.predictors)
             found = statistics_from_logits(chosen, inputs.labels, self.temperature)
         else:
-            hidden = hidden_states(self.base, inputs, self._split)
+            hidden = hidden_states(self.base, inputs, self._split, self.tower)
             chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, inputs.predictors)
             weight = self.model.get_output_embeddings().weight
             found = log_probs_and_entropy(

@@ -241,7 +241,10 @@ def _chosen(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
         ModelError: a name means no linear layer, or there is none left.
     """
     modules = dict(model.named_modules())
-    linear = {name: module for name, module in modules.items() if type(module) in ADAPTED}
+    # The tower of a vision-language model has layers of the same names, which are left alone where it is frozen.
+    tower = getattr(getattr(model, "base_model", None), "visual", None)
+    frozen = () if tower is None or any(each.requires_grad for each in tower.parameters()) else tuple(tower.modules())
+    linear = {name: each for name, each in modules.items() if type(each) in ADAPTED and each not in frozen}
     if config.targets == "all-linear":
         wanted = [name for name in linear if not _is_any(name, HEADS)]
     else:

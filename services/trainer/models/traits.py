@@ -16,6 +16,7 @@ from flotilla.services.trainer.models.attention import ATTENTION as BY_SEQUENCE
 from flotilla.services.trainer.models.attention import attend_by_sequence
 from flotilla.services.trainer.models.native.kernels import kernels_for
 from flotilla.services.trainer.parallel.sequence import ATTENTION as ULYSSES
+from flotilla.shared.vision.tower import Tower
 
 log = logging.getLogger(__name__)
 
@@ -193,8 +194,13 @@ class _Probing:
         return probe(self._model, seed, self._device)
 
 
-def arguments_of(inputs: ModelInput) -> dict[str, Any]:
-    """Return what a model is called with."""
+def arguments_of(inputs: ModelInput, tower: Tower | None = None) -> dict[str, Any]:
+    """Return what a model is called with; for an input with images its language model, which ``tower`` belongs to."""
+    if inputs.images is not None:
+        assert tower is not None
+        shown = {"position_ids": inputs.position_ids, "attention_mask": inputs.attention_mask, "use_cache": False}
+        placed = {} if inputs.places is None else {"places": inputs.places}
+        return {**tower.arguments(inputs.token_ids, inputs.images), **shown, **placed}
     arguments: dict[str, Any] = {"input_ids": inputs.token_ids, "use_cache": False}
     if inputs.is_varlen:
         rows = {"input_ids": inputs.token_ids, "position_ids": inputs.position_ids}

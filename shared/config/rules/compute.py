@@ -1,7 +1,10 @@
 """What of the trainer's memory and kernels goes together, and what has no effect."""
 
+from flotilla.shared.config.sections.algorithm import AlgorithmConfig
+from flotilla.shared.config.sections.episodes import SingleTurnConfig
 from flotilla.shared.config.sections.model import ModelConfig
 from flotilla.shared.config.sections.parallelism import OffloadConfig, ParallelismConfig
+from flotilla.shared.config.sections.rollout import RolloutConfig
 
 
 def check_compute(model: ModelConfig, parallelism: ParallelismConfig) -> None:
@@ -70,3 +73,25 @@ def check_offload(offload: OffloadConfig, *, shares_devices: bool, has_adapters:
     if offload.reference and (has_adapters or not needs_reference):
         why = "the reference is the model without model.lora" if has_adapters else "no reference model is used"
         raise ValueError(f"parallelism.offload.reference has no effect, since {why}: leave it out")
+
+
+def check_images(
+    parallelism: ParallelismConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig, *, finished: bool
+) -> None:
+    """Check what does not go with images in prompts.
+
+    Raises:
+        ValueError: something of it is asked for.
+    """
+    teacher = algorithm.distillation
+    for is_asked, name, way in (
+        (finished, "job.kind sft, preference or reward_model", "train with reinforcement"),
+        (rollout.engine.kind != "torch", f"rollout.engine.kind {rollout.engine.kind}", "use torch"),
+        (not isinstance(rollout.episodes, SingleTurnConfig), "episodes of several turns", "leave rollout.episodes out"),
+        (rollout.agents is not None, "rollout.agents", "leave it out"),
+        (parallelism.ranks > 1, "parallelism.ranks above 1", "train on one rank"),
+        (algorithm.needs_critic, "a critic (algorithm.advantage.kind gae)", "choose an estimator without one"),
+        (teacher is not None, "algorithm.distillation", "leave it out"),
+    ):
+        if is_asked:
+            raise ValueError(f"data.images does not go with {name}: {way}, or leave images out")

@@ -5,7 +5,7 @@ Each names both fields and the way out.
 
 from typing import Protocol
 
-from flotilla.shared.config.rules.compute import check_compute, check_offload, check_quantisation
+from flotilla.shared.config.rules.compute import check_compute, check_images, check_offload, check_quantisation
 from flotilla.shared.config.rules.devices import pipeline_stages
 from flotilla.shared.config.sections.advantage import GdpoConfig, RemaxConfig
 from flotilla.shared.config.sections.algorithm import AlgorithmConfig
@@ -102,6 +102,8 @@ def check_sections(spec: Sections) -> None:
         has_adapters=spec.model.lora is not None,
         needs_reference=spec.needs_reference,
     )
+    if spec.data.images is not None:
+        check_images(spec.parallelism, spec.rollout, spec.algorithm, finished=spec.finished_job is not None)
     if not spec.samples_answers:
         return
     _engine(spec)

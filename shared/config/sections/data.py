@@ -7,6 +7,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from flotilla.shared.config.base.model import Config
 from flotilla.shared.config.code_reference import CodeReference
+from flotilla.shared.config.sections.images import ImagesConfig
 
 DATA_SUFFIXES: Final = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
 """Formats of files of rows, by the ending of their names."""
@@ -161,6 +162,8 @@ class DataConfig(Config):
     is. Escapes are YAML's: `"Q: {}\\nA:"`. No special tokens are added."""
     chat_template_options: dict[str, JsonValue] = Field(default_factory=dict)
     """Variables of the model's chat template, such as `enable_thinking: false`."""
+    images: ImagesConfig | None = None
+    """Images in the prompts; null: `<image>` is text like any other."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Longest prompt in tokens; null is what the engine's context leaves beside a completion."""
     overlong: OverlongConfig = ErrorOverlongConfig()
@@ -211,6 +214,8 @@ class DataConfig(Config):
         for name in ("system_prompt", "chat_template_options"):
             if self.input_template is not None and getattr(self, name):
                 raise ValueError(f"{name} has no effect beside input_template, which has no messages: drop one")
+        if self.input_template is not None and self.images is not None:
+            raise ValueError("images have no place in input_template: drop one")
         taken = next((name for name in self.chat_template_options if name in RENDERING), None)
         if taken is not None:
             raise ValueError(f"chat_template_options.{taken} is what the fleet itself gives to the template: remove it")

@@ -104,6 +104,9 @@ class ModelConfig(Config):
     kernels: Literal["auto", "liger"] = "auto"
     """What computes norms, gates and rotations in the trainer. liger: Liger's Triton kernels, on a GPU, where that
     package is installed. auto: ours on a CPU, torch's elsewhere."""
+    vision_tower: Literal["frozen", "trained"] = "frozen"
+    """Whether what computes images trains with the rest of a vision-language model. A frozen one computes an image once
+    in a run of the trainer."""
     lora: LoraConfig | None = None
     """Adapters that are trained in place of the weights; null trains the weights themselves. See docs/lora.md."""
 

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from flotilla.services.rollout.engines.base import PromptImage
 from flotilla.services.rollout.engines.decoders.arrival import Arrival
 
 Tokens = npt.NDArray[np.int64]
@@ -117,6 +118,23 @@ class Decoder(Protocol):
         Raises:
             WeightTransferFailed: the model's files are not what they were.
         """
+
+
+@runtime_checkable
+class IllustratedDecoder(Protocol):
+    """A ``Decoder`` whose sequences may contain images, beside what ``Decoder`` has."""
+
+    def check_images(self, images: Sequence[PromptImage]) -> None:
+        """Process images ahead of ``prefill_illustrated``.
+
+        Raises:
+            DataError: one cannot be read, or has another number of tokens.
+        """
+
+    def prefill_illustrated(
+        self, sequences: Sequence[Tokens], rows: Sequence[Sequence[int]], images: Sequence[Sequence[PromptImage]]
+    ) -> Tensor:
+        """Do what ``prefill`` does, with the images of each sequence; none for some."""
 
 
 class KeepsNothing:

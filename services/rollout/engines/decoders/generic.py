@@ -8,14 +8,14 @@ token.
 import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.utils import logging as transformers_logging
 
@@ -24,6 +24,7 @@ from flotilla.services.rollout.engines.decoders.base import KeepsNothing, KeptRo
 from flotilla.services.rollout.engines.decoders.checkpoint import check_headers, open_tensors
 from flotilla.shared.errors import ModelError, WeightTransferFailed
 from flotilla.shared.net.absence import absent_or
+from flotilla.shared.vision.kinds import takes_images
 from flotilla.shared.weights.image.checkpoint_names import pieces_of
 
 log = logging.getLogger(__name__)
@@ -145,7 +146,8 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> nn.
     """
     transformers_logging.disable_progress_bar()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, output_loading_info=True)
+        kind = AutoModelForImageTextToText if takes_images(directory) else AutoModelForCausalLM
+        model, info = kind.from_pretrained(directory, local_files_only=True, output_loading_info=True)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError) as error:
         raise absent_or(error, ModelError(f"model {directory} cannot be loaded by transformers: {error}")) from error
     if info["missing_keys"]:
@@ -278,13 +280,9 @@ class CachedDecoder(KeepsNothing):
         kept: Sequence[tuple[KeptRow, int] | None] = (),
     ) -> Tensor:
         """Compute sequences, padded on the left to the longest; see ``Decoder.prefill``."""
-        lengths = [sequence.shape[0] for sequence in sequences]
-        longest = max(lengths)
-        padded = np.zeros((len(sequences), longest), dtype=np.int64)
-        for index, sequence in enumerate(sequences):
-            padded[index, longest - lengths[index] :] = sequence
-        starts = longest - torch.tensor(lengths, device=self._device).unsqueeze(1)
-        columns = torch.arange(longest, device=self._device)
+        lengths, padded = padded_left(sequences)
+        starts = padded.shape[1] - torch.tensor(lengths, device=self._device).unsqueeze(1)
+        columns = torch.arange(padded.shape[1], device=self._device)
         computed = DynamicCache()
         logits = self._forward(
             torch.from_numpy(padded).to(self._device),
@@ -303,10 +301,14 @@ class CachedDecoder(KeepsNothing):
         return self._forward(
             token_ids.unsqueeze(1),
             attention_mask=(columns >= longest - lengths.unsqueeze(1)).long(),
-            position_ids=lengths.unsqueeze(1),
+            position_ids=self._next_positions(lengths).unsqueeze(1),
             past_key_values=self._cache.appending(token_ids.shape[0], longest),
             use_cache=True,
         )
+
+    def _next_positions(self, lengths: Tensor) -> Tensor:
+        """Return the position of the token behind so many cached ones of each of the first rows: [B]."""
+        return lengths
 
 
 class RecomputingDecoder(KeepsNothing):
@@ -372,27 +374,40 @@ class RecomputingDecoder(KeepsNothing):
         return logits
 
 
+def padded_left(sequences: Sequence[Tokens]) -> tuple[list[int], Tokens]:
+    """Lay sequences into rows that end together: their lengths, and [N, longest] token ids, 0 before each."""
+    lengths = [sequence.shape[0] for sequence in sequences]
+    padded = np.zeros((len(sequences), max(lengths)), dtype=np.int64)
+    for index, sequence in enumerate(sequences):
+        padded[index, padded.shape[1] - lengths[index] :] = sequence
+    return lengths, padded
+
+
 def limits(model: nn.Module) -> tuple[int, int]:
     """Find the vocabulary size and the number of positions of a model."""
-    config: Any = model.config
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     vocab_size: int = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     return vocab_size, int(positions or 2**31 - 1)
 
 
 def choose_decoder(
-    model: nn.Module, dtype: torch.dtype, num_rows: int, files: Sequence[Path] = ()
+    model: nn.Module,
+    dtype: torch.dtype,
+    num_rows: int,
+    files: Sequence[Path] = (),
+    make_cached: Callable[[nn.Module, ModelWeights, int], CachedDecoder] = CachedDecoder,
 ) -> CachedDecoder | RecomputingDecoder:
     """Take the cached decoder if it agrees with the plain forward on a few sequences, else the one that recomputes."""
     weights = ModelWeights(model, files)
     plain = RecomputingDecoder(model, weights, len(PROBE_LENGTHS))
     try:
-        difference = _largest_difference(CachedDecoder(model, weights, len(PROBE_LENGTHS)), plain)
+        difference = _largest_difference(make_cached(model, weights, len(PROBE_LENGTHS)), plain)
     except Exception as error:  # Whatever a foreign model raises on our cache, it works without one.
         log.warning("model does not work with a cache", extra={"error": repr(error)})
     else:
         if difference < PROBE_TOLERANCE[dtype]:
-            return CachedDecoder(model, weights, num_rows)
+            return make_cached(model, weights, num_rows)
         log.warning("model computes otherwise with a cache", extra={"largest_difference": difference})
     return RecomputingDecoder(model, weights, num_rows)
 

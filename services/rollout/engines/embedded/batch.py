@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from flotilla.services.rollout.engines.base import Completion, GenerationRequest
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest, PromptImage
 from flotilla.services.rollout.engines.embedded.penalties import History, RowPenalties
 from flotilla.services.rollout.engines.embedded.sampling import RowSampling, seed_keys, uniforms
 from flotilla.services.rollout.engines.resumption import Prefix
@@ -27,6 +27,21 @@ NO_PENALTIES = (1.0, 0.0, 0.0)
 """Of repetition, presence, frequency."""
 
 Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Start:
+    """What some rows begin with.
+
+    Attributes:
+        tokens: [T] int64.
+        rows: [N] int64.
+        images: among the tokens.
+    """
+
+    tokens: Rows
+    rows: Rows
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -57,14 +72,16 @@ class ActiveRequest:
         prefix = self.request.prefixes[index] if self.request.prefixes else None
         return prefix if prefix is not None and self.request.resume.allows(prefix.versions, version) else None
 
-    def starts(self, rows: Rows, version: int) -> list[tuple[Rows, Rows]]:
+    def starts(self, rows: Rows, version: int) -> list[Start]:
         """List what the next seeds begin with, and their rows: the prompt once, each kept prefix by itself."""
+        images = self.request.images
         prompt = np.array(self.request.prompt_ids, dtype=np.int64)
         prefixes = [self.prefix_of(index, version) for index in range(self.admitted, self.admitted + rows.size)]
         fresh = np.array([prefix is None for prefix in prefixes])
         begun = [(prefix, rows[place : place + 1]) for place, prefix in enumerate(prefixes) if prefix is not None]
         resumed = [(np.concatenate([prompt, np.array(prefix.token_ids, dtype=np.int64)]), row) for prefix, row in begun]
-        return ([(prompt, rows[fresh])] if fresh.any() else []) + resumed
+        found = ([(prompt, rows[fresh])] if fresh.any() else []) + resumed
+        return [Start(tokens, taken, images) for tokens, taken in found]
 
     @property
     def is_finished(self) -> bool:
@@ -379,6 +396,12 @@ class Batch:
         assert sample is not None
         prompt = np.array(sample.owner.request.prompt_ids, dtype=np.int64)
         return np.concatenate([prompt, self._token_ids[row, : max(self._counts[row] - 1, 0)].astype(np.int64)])
+
+    def images_of(self, row: int) -> tuple[PromptImage, ...]:
+        """List the images of a row's prompt."""
+        sample = self.samples[row]
+        assert sample is not None
+        return sample.owner.request.images
 
     def broken(self) -> list[ActiveRequest]:
         """List the requests with a sample whose last log-probability is not finite."""

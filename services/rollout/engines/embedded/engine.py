@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from flotilla.services.rollout.engines.admission import group_sizes, prefill_batches
-from flotilla.services.rollout.engines.base import EngineLoad, GenerationRequest
+from flotilla.services.rollout.engines.base import EngineLoad, GenerationRequest, PromptImage
 from flotilla.services.rollout.engines.decoders.arrival import Arrival
-from flotilla.services.rollout.engines.decoders.base import KeptRow
+from flotilla.services.rollout.engines.decoders.base import IllustratedDecoder, KeptRow
 from flotilla.services.rollout.engines.decoders.checkpoint import read_eos_token_ids
 from flotilla.services.rollout.engines.decoders.host_arrays import on_device
-from flotilla.services.rollout.engines.embedded.batch import ActiveRequest, Batch, Rows
+from flotilla.services.rollout.engines.embedded.batch import ActiveRequest, Batch, Rows, Start
 from flotilla.services.rollout.engines.embedded.loading import load_decoder
 from flotilla.services.rollout.engines.embedded.outcomes import Generated, GenerationFailed, Outcome, Updated
 from flotilla.services.rollout.engines.embedded.prefix_cache import KeptTurns
@@ -30,7 +30,7 @@ from flotilla.services.rollout.engines.requests import check_request, unstarted_
 from flotilla.services.rollout.engines.settings import EngineSettings
 from flotilla.services.rollout.engines.stop_text import StopText, TextDecoder, load_text_decoder
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
-from flotilla.shared.errors import ModelError, RequestInFlight, Unavailable
+from flotilla.shared.errors import DataError, InvalidRequest, ModelError, RequestInFlight, Unavailable
 from flotilla.shared.host.freed_memory import return_freed_memory
 from flotilla.shared.schemas.trajectory import FinishReason
 
@@ -151,6 +151,8 @@ class TorchEngine:
         if not self._has_weights:
             raise Unavailable("the engine is asleep" if self._is_asleep else "the engine has no weights yet")
         check_request(request, self.context_tokens, self._decoder.vocab_size)
+        if request.images:
+            self._check_images(request)
         if request.request_id in self._requests:
             raise RequestInFlight(f"request {request.request_id} is in flight already")
         sampling = request.sampling
@@ -160,6 +162,19 @@ class TorchEngine:
         active.completions = [None] * len(request.seeds)
         self._requests[request.request_id] = active
         self._waiting.append(active)
+
+    def _check_images(self, request: GenerationRequest) -> None:
+        """Process a request's images, so that none fails the batch that it is in.
+
+        Raises:
+            InvalidRequest: the model takes none, or one of them is not what the prompt has tokens for.
+        """
+        if not isinstance(self._decoder, IllustratedDecoder):
+            raise InvalidRequest(f"the model takes no images here: it is computed as {self._decoder.description}")
+        try:
+            self._decoder.check_images(request.images)
+        except DataError as error:
+            raise InvalidRequest(error.detail) from error
 
     def abort(self, request_id: str) -> None:
         """End a request now, with what it has; unknown ids are ignored."""
@@ -273,7 +288,13 @@ class TorchEngine:
             self._batch.tag(update.version)
             if update.mode is OnWeightUpdate.INTERRUPT and self._batch.num_running:
                 rows = self._batch.alive()
-                self._prefill([self._batch.cached_tokens(row) for row in rows.tolist()], list(rows[:, None]))
+                held = self._batch
+                self._prefill(
+                    [
+                        Start(held.cached_tokens(row), rows[at : at + 1], held.images_of(row))
+                        for at, row in enumerate(rows.tolist())
+                    ]
+                )
                 self._batch.kv_versions[rows] = update.version
             self._outcomes.append(Updated(update.update_id, None))
             log.info("weights updated", extra={"version": update.version, "on_update": update.mode.value})
@@ -283,23 +304,25 @@ class TorchEngine:
             return True
         return any(active.request.holds_weights and active.admitted for active in self._requests.values())
 
-    def _prefill(
-        self, sequences: Sequence[Rows], rows: Sequence[Rows], kept: Sequence[tuple[KeptRow, int] | None] = ()
-    ) -> Tensor:
-        """Compute sequences in batches of similar length: [len(sequences), V] logits after the last tokens."""
-        kept = kept or [None] * len(sequences)
-        new = [tokens.size - (had[1] if had else 0) for tokens, had in zip(sequences, kept, strict=True)]
+    def _prefill(self, starts: Sequence[Start], kept: Sequence[tuple[KeptRow, int] | None] = ()) -> Tensor:
+        """Compute sequences in batches of similar length: [len(starts), V] logits after the last tokens."""
+        kept = kept or [None] * len(starts)
+        new = [start.tokens.size - (had[1] if had else 0) for start, had in zip(starts, kept, strict=True)]
         self._prefilled_tokens += sum(new)
         if self._is_padded:
-            batches = [[index] for index in range(len(sequences))]
+            batches = [[index] for index in range(len(starts))]
         else:
             batches = prefill_batches(new, self._settings.prefill_tokens)
-        parts = [
-            self._decoder.prefill([sequences[i] for i in b], [rows[i].tolist() for i in b], [kept[i] for i in b])
-            for b in batches
-        ]
+        parts = [self._prefill_batch([starts[i] for i in b], [kept[i] for i in b]) for b in batches]
         order = torch.tensor([index for batch in batches for index in batch], device=self._device)
         return torch.cat(parts)[order.argsort()]
+
+    def _prefill_batch(self, starts: Sequence[Start], kept: Sequence[tuple[KeptRow, int] | None]) -> Tensor:
+        sequences, rows = [start.tokens for start in starts], [start.rows.tolist() for start in starts]
+        if any(start.images for start in starts):
+            assert isinstance(self._decoder, IllustratedDecoder)
+            return self._decoder.prefill_illustrated(sequences, rows, [start.images for start in starts])
+        return self._decoder.prefill(sequences, rows, kept)
 
     def _admissible(self) -> list[ActiveRequest]:
         """List the waiting requests that may join, oldest first, given the update that waits."""
@@ -317,16 +340,17 @@ class TorchEngine:
             return
         rows = np.split(batch.free_rows(sum(sizes)), np.cumsum(sizes)[:-1])
         joining = candidates[: len(sizes)]
-        starts: list[tuple[Rows, Rows]] = []
+        starts: list[Start] = []
         for active, group in zip(joining, rows, strict=True):
             starts += active.starts(group, self.version)
             batch.join(group, active, self.version)
         starts = merged(starts)
-        kept = [self._turns.kept_of(tokens) for tokens, _ in starts]
-        logits = self._prefill([tokens for tokens, _ in starts], [group for _, group in starts], kept)
+        # What was kept is known by its tokens alone, which stand for any image.
+        kept = [None if start.images else self._turns.kept_of(start.tokens) for start in starts]
+        logits = self._prefill(starts, kept)
         self._waiting = [active for active in self._waiting if active.num_waiting]
-        flat = np.concatenate([group for _, group in starts])
-        places = np.repeat(np.arange(len(starts)), [group.size for _, group in starts])
+        flat = np.concatenate([start.rows for start in starts])
+        places = np.repeat(np.arange(len(starts)), [start.rows.size for start in starts])
         origins = torch.from_numpy(places).to(self._device)
         self._sample(logits[origins], flat, batch.draws(flat), batch.sampling_of(flat))
 
@@ -413,12 +437,14 @@ class TorchEngine:
             self._waiting.remove(active)
 
 
-def merged(starts: Sequence[tuple[Rows, Rows]]) -> list[tuple[Rows, Rows]]:
-    """Join the rows of those that start with the same tokens, which are then computed once."""
-    found: dict[bytes, tuple[Rows, list[Rows]]] = {}
-    for tokens, rows in starts:
-        found.setdefault(tokens.tobytes(), (tokens, []))[1].append(rows)
-    return [(tokens, np.concatenate(groups)) for tokens, groups in found.values()]
+def merged(starts: Sequence[Start]) -> list[Start]:
+    """Join the rows of those that start with the same tokens and images, which are then computed once."""
+    found: dict[tuple[bytes, tuple[PromptImage, ...]], list[Start]] = {}
+    for start in starts:
+        found.setdefault((start.tokens.tobytes(), start.images), []).append(start)
+    return [
+        Start(same[0].tokens, np.concatenate([each.rows for each in same]), same[0].images) for same in found.values()
+    ]
 
 
 def use_threads(num: int) -> None:

@@ -1,8 +1,9 @@
 """Opens a model directory: chooses the decoder that can run it, and names the cause when none can."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from flotilla.services.rollout.engines.decoders.paged import PagedDecoder, works
 from flotilla.services.rollout.engines.settings import EngineSettings
 from flotilla.shared.errors import ModelError, WeightTransferFailed
 from flotilla.shared.net.absence import absent_or
+from flotilla.shared.vision.processor import ImageProcessor
 
 log = logging.getLogger(__name__)
 
@@ -108,11 +110,17 @@ def _paged(
 
 def _by_transformers(directory: Path, settings: EngineSettings, device: torch.device) -> Decoder:
     # Imported here: transformers takes seconds to import, and the fused forward does without it.
-    from flotilla.services.rollout.engines.decoders.generic import choose_decoder, load_model
+    from flotilla.services.rollout.engines.decoders.generic import CachedDecoder, choose_decoder, load_model
+    from flotilla.services.rollout.engines.decoders.illustrated import VisionDecoder
 
     dtype = DTYPES[settings.dtype]
     files = safetensors_files(directory)
-    return choose_decoder(load_model(directory, dtype, device), dtype, settings.slots, files)
+    make_cached: Callable[..., CachedDecoder] = CachedDecoder
+    if settings.image_pixels is not None:
+        least, most = settings.image_pixels
+        processor = ImageProcessor.from_directory(directory, min_pixels=least, max_pixels=most)
+        make_cached = partial(VisionDecoder, processor)
+    return choose_decoder(load_model(directory, dtype, device), dtype, settings.slots, files, make_cached)
 
 
 def _device(name: str) -> torch.device:

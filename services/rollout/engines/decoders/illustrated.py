@@ -1,0 +1,121 @@
+"""A decoder of vision-language models: what ``CachedDecoder`` does, with images in prompts.
+
+The tokens of an image take fewer positions than there are of them, so the position of a sampled token is told by the
+number of cached tokens and a difference that its row keeps.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+
+from flotilla.services.rollout.engines.base import PromptImage
+from flotilla.services.rollout.engines.decoders.base import KeptRow, Tokens
+from flotilla.services.rollout.engines.decoders.generic import CachedDecoder, ModelWeights, padded_left
+from flotilla.shared.errors import DataError
+from flotilla.shared.vision.processor import ImageProcessor
+from flotilla.shared.vision.spans import ImageSpan, grid_positions
+from flotilla.shared.vision.tower import PlacedImages, Tower
+
+
+class VisionDecoder(CachedDecoder):
+    """An ``IllustratedDecoder``.
+
+    Args:
+        processor: of the model's folder.
+        model: of transformers, with a tower.
+        weights: the same model's.
+        num_rows: rows of the cache.
+    """
+
+    def __init__(self, processor: ImageProcessor, model: nn.Module, weights: ModelWeights, num_rows: int) -> None:
+        super().__init__(model, weights, num_rows)
+        self.description = f"{self.description}, with images"
+        self._model: Any = model
+        self._tower = Tower(model.base_model, processor, is_frozen=True)
+        self._processor = processor
+        self._differences = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
+        self._move_cached = self.move_rows
+        self.move_rows = self._move_rows
+        self._switch_weights, self._restore_weights = self.switch, self.restore
+        self.switch, self.restore = self._switch, self._restore
+
+    def check_images(self, images: Sequence[PromptImage]) -> None:
+        """Process images ahead of their prefill; see ``IllustratedDecoder.check_images``."""
+        for image in images:
+            rows, columns = self._processor.grid_of(image.data)
+            if rows * columns != image.num_tokens:
+                raise DataError(f"an image has {image.num_tokens} tokens in the prompt, and {rows * columns} here")
+
+    def prefill(
+        self,
+        sequences: Sequence[Tokens],
+        rows: Sequence[Sequence[int]],
+        kept: Sequence[tuple[KeptRow, int] | None] = (),
+    ) -> Tensor:
+        """Compute sequences of text; see ``Decoder.prefill``."""
+        self._differences[[row for targets in rows for row in targets]] = 0
+        return super().prefill(sequences, rows, kept)
+
+    @torch.inference_mode()
+    def prefill_illustrated(
+        self, sequences: Sequence[Tokens], rows: Sequence[Sequence[int]], images: Sequence[Sequence[PromptImage]]
+    ) -> Tensor:
+        """Compute sequences with images, padded on the left; see ``IllustratedDecoder.prefill_illustrated``."""
+        lengths, padded = padded_left(sequences)
+        width = padded.shape[1]
+        positions = np.zeros((3, len(sequences), width), dtype=np.int64)
+        for number, (length, had, targets) in enumerate(zip(lengths, images, rows, strict=True)):
+            spans = [ImageSpan(image.start, *self._processor.grid_of(image.data)) for image in had]
+            own = grid_positions(length, spans)
+            positions[:, number, width - length :] = own
+            self._differences[list(targets)] = int(own[:, -1].max()) + 1 - length
+        token_ids = torch.from_numpy(padded).to(self._device)
+        columns = torch.arange(width, device=self._device)
+        computed = DynamicCache()
+        found = self._model.base_model.language_model(
+            **self._tower.arguments(token_ids, _placed(images, lengths, width).to(self._device)),
+            attention_mask=(columns >= width - torch.tensor(lengths, device=self._device).unsqueeze(1)).long(),
+            position_ids=torch.from_numpy(positions).to(self._device),
+            past_key_values=computed,
+            use_cache=True,
+        )
+        self._cache.write(computed, lengths, rows)
+        logits: Tensor = self._model.get_output_embeddings()(found.last_hidden_state[:, -1])
+        return logits
+
+    def _next_positions(self, lengths: Tensor) -> Tensor:
+        return lengths + self._differences[: lengths.shape[0]]
+
+    def _move_rows(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
+        self._move_cached(sources, targets, longest)
+        self._differences[list(targets)] = self._differences[list(sources)]
+
+    def _switch(self) -> None:
+        self._switch_weights()
+        self._tower.forget()
+
+    def _restore(self) -> None:
+        self._restore_weights()
+        self._tower.forget()
+
+
+def _placed(images: Sequence[Sequence[PromptImage]], lengths: Sequence[int], width: int) -> PlacedImages:
+    """Place the images of rows that end together; each distinct one is computed once."""
+    distinct: dict[bytes, int] = {}
+    num_features = 0
+    places, sources = [], []
+    for number, (had, length) in enumerate(zip(images, lengths, strict=True)):
+        for image in had:
+            if image.data not in distinct:
+                distinct[image.data] = num_features
+                num_features += image.num_tokens
+            tokens = np.arange(image.num_tokens)
+            places.append(number * width + width - length + image.start + tokens)
+            sources.append(distinct[image.data] + tokens)
+    return PlacedImages(
+        tuple(distinct), torch.from_numpy(np.concatenate(places)), torch.from_numpy(np.concatenate(sources))
+    )

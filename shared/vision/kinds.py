@@ -1,0 +1,25 @@
+"""Which models take images; no torch, and no Pillow, here."""
+
+import json
+from pathlib import Path
+from typing import Final
+
+GRID_MODELS: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
+"""Kinds of models whose images are grids of patches with positions of three axes."""
+
+
+def kind_of(directory: Path) -> tuple[str | None, int | None]:
+    """Read a model's kind and the id of the token that stands for a part of an image.
+
+    What is wrong with the directory is said where it is loaded: then both are None.
+    """
+    try:
+        described = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        return described.get("model_type"), described.get("image_token_id")
+    except (OSError, ValueError, AttributeError):
+        return None, None
+
+
+def takes_images(directory: Path) -> bool:
+    """Whether a model directory has a vision-language model."""
+    return kind_of(directory)[0] in GRID_MODELS

@@ -1,0 +1,153 @@
+"""The image processor of a model's folder: pixels, grids and token ids, the same wherever they are made.
+
+It is transformers' own processor, on Pillow and NumPy: gateway and rollout count an image's tokens by it without torch,
+the engine and the trainer compute its pixels. Transformers' ``AutoProcessor`` of these models also makes a processor
+of videos, which needs torchvision; token ids here are those that it writes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flotilla.shared.config.sections.images import ImagesConfig
+from flotilla.shared.errors import DataError, ModelError
+from flotilla.shared.net.absence import absent_or
+from flotilla.shared.vision.files import pixels_of
+from flotilla.shared.vision.kinds import GRID_MODELS, kind_of
+from flotilla.shared.vision.spans import ImageSpan, find_spans
+
+CACHED_IMAGES = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProcessedImage:
+    """An image as a model reads it.
+
+    Attributes:
+        pixel_values: [patches, values] float32.
+        grid: patches in time (1), height and width.
+        rows, columns: of its tokens.
+    """
+
+    pixel_values: npt.NDArray[np.float32]
+    grid: tuple[int, int, int]
+    rows: int
+    columns: int
+
+
+class ImageProcessor:
+    """Processes images for one model, under bounds on their pixels.
+
+    Args:
+        processor: transformers' image processor.
+        token: the special token that stands for a part of an image.
+        token_id: its id.
+        merge: patches of each side that make one token.
+    """
+
+    def __init__(self, processor: Any, token: str, token_id: int, merge: int) -> None:
+        self._processor = processor
+        self.token, self.token_id = token, token_id
+        self._merge = merge
+        # Members of a group, and passes over a batch, ask for the same few images one after the other.
+        self.process = lru_cache(maxsize=CACHED_IMAGES)(self._process)
+        self.grid_of = lru_cache(maxsize=64 * CACHED_IMAGES)(self._grid_of)
+
+    @classmethod
+    def from_directory(
+        cls, path: str | Path, *, min_pixels: int | None = None, max_pixels: int | None = None
+    ) -> "ImageProcessor":
+        """Load the processor of a model directory; takes seconds.
+
+        Args:
+            path: of the directory.
+            min_pixels, max_pixels: of an image as the model sees it; None: what the processor has.
+
+        Raises:
+            ModelError: the model takes no images, its processor cannot be loaded, or it cannot have these bounds.
+        """
+        directory = Path(path)
+        kind, token_id = kind_of(directory)
+        if kind not in GRID_MODELS or token_id is None:
+            raise ModelError(
+                f"data.images: model.path {path} is a {kind}, and images are taken by {', '.join(sorted(GRID_MODELS))}"
+            )
+        try:
+            from transformers import AutoImageProcessor, AutoTokenizer
+            from transformers.utils import logging as transformers_logging
+
+            # It says that torchvision would be faster, which no part here needs.
+            transformers_logging.set_verbosity_error()
+            processor = AutoImageProcessor.from_pretrained(directory, local_files_only=True, backend="pil")
+            token = AutoTokenizer.from_pretrained(directory, local_files_only=True).convert_ids_to_tokens(token_id)
+        except ImportError as error:
+            raise ModelError(f"images need Pillow: install flotilla[images] ({error})") from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise absent_or(error, ModelError(f"no image processor can be loaded from {path}: {error}")) from error
+        for name, bound in (("shortest_edge", min_pixels), ("longest_edge", max_pixels)):
+            if bound is not None:
+                setattr(processor.size, name, bound)
+        if processor.size.shortest_edge > processor.size.longest_edge:
+            raise ModelError(
+                f"data.images: min_pixels {processor.size.shortest_edge} is above max_pixels "
+                f"{processor.size.longest_edge}, of the model's own processor where data.images has none"
+            )
+        return cls(processor, str(token), token_id, int(processor.merge_size))
+
+    def _process(self, data: bytes) -> ProcessedImage:
+        """Compute the pixels of an encoded image.
+
+        Raises:
+            DataError: it cannot be read, or is too narrow for the model.
+        """
+        try:
+            found = self._processor(images=[pixels_of(data)], return_tensors="np")
+        except ValueError as error:
+            raise DataError(f"an image cannot be processed for the model: {error}") from error
+        time, height, width = (int(each) for each in found.image_grid_thw[0])
+        pixels = np.ascontiguousarray(found.pixel_values, dtype=np.float32)
+        return ProcessedImage(pixels, (time, height, width), height // self._merge, width // self._merge)
+
+    def _grid_of(self, data: bytes) -> tuple[int, int]:
+        """Count rows and columns of an image's tokens; raises as ``process``."""
+        processed = self.process(data)
+        return processed.rows, processed.columns
+
+    def expand(self, text: str, images: Sequence[bytes]) -> str:
+        """Write each image's token as often as the image has tokens.
+
+        Raises:
+            DataError: the text has another number of them than there are images.
+        """
+        parts = text.split(self.token)
+        if len(parts) != len(images) + 1:
+            raise DataError(
+                f"the prompt has {len(parts) - 1} places for images ({self.token}), and {len(images)} images: the "
+                "model's chat template must write one for each image, and the row's text none"
+            )
+        grids = [self.grid_of(each) for each in images]
+        counted = [self.token * (rows * columns) for rows, columns in grids]
+        return "".join(part + image for part, image in zip(parts, [*counted, ""], strict=True))
+
+    def spans(
+        self, token_ids: npt.NDArray[np.integer], is_sampled: npt.NDArray[np.bool_] | None, images: Sequence[bytes]
+    ) -> tuple[ImageSpan, ...]:
+        """Find the images' tokens in a sequence; those that were sampled are none, whatever their id.
+
+        Raises:
+            DataError: they are not those of the images.
+        """
+        is_placeholder = token_ids == self.token_id
+        if is_sampled is not None:
+            is_placeholder &= ~is_sampled
+        return find_spans(is_placeholder, [self.grid_of(each) for each in images], what="a sequence")
+
+
+def processor_of(path: str | Path, images: ImagesConfig) -> ImageProcessor:
+    """Load the processor of a model directory as a spec's section says; see ``ImageProcessor.from_directory``."""
+    return ImageProcessor.from_directory(path, min_pixels=images.min_pixels, max_pixels=images.max_pixels)

@@ -1,0 +1,204 @@
+"""Pictures in prompts: the engine and the trainer compute the same of them, whatever else is in a batch."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest, SamplingParameters
+from flotilla.services.rollout.engines.embedded.engine import TorchEngine
+from flotilla.services.rollout.engines.embedded.outcomes import Generated
+from flotilla.services.rollout.engines.settings import EngineSettings
+from flotilla.services.rollout.episodes.rendering import ChatRenderer
+from flotilla.services.trainer.data.batch import make_batch
+from flotilla.services.trainer.data.micro_batch import make_micro_batches
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.models.loading import load_model
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import DataError
+from flotilla.shared.schemas.task import Message, Task
+from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
+from flotilla.shared.vision.processor import ImageProcessor
+from tests.vision_models import IMAGE_TOKEN, KINDS, a_picture, save_vision_model
+
+CPU = torch.device("cpu")
+NEW_TOKENS = 10
+PROMPTS = (
+    (a_picture(seed=1, size=(40, 24)), a_picture(seed=2, size=(16, 48))),
+    (a_picture(seed=3, size=(24, 24)),),
+    (a_picture(seed=4, size=(24, 24)),),
+    (),
+)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_vision_model(tmp_path_factory.mktemp("model"), request.param)
+
+
+def a_spec(folder: Path, **model: Any) -> ExperimentSpec:
+    return validate_spec(
+        {
+            "name": "pictures",
+            "model": {"path": str(folder), "dtype": "float32", **model},
+            "data": {"path": "unused.jsonl", "images": {}},
+            "rollout": {"group_size": 4, "sampling": {"max_new_tokens": NEW_TOKENS}},
+            "reward": {"components": [{"kind": "exact"}]},
+            "optimisation": {"steps": 2, "groups_per_mini_batch": 4, "learning_rate": 1e-2},
+        }
+    )
+
+
+def an_engine(folder: Path) -> TorchEngine:
+    return TorchEngine(EngineSettings(model_path=str(folder), slots=16, context_tokens=128, image_pixels=(None, None)))
+
+
+def sampled(engine: TorchEngine, requests: Sequence[GenerationRequest], image: Path | None = None) -> list[Any]:
+    """Answer requests; ``image`` has weights that take over after some tokens."""
+    for request in requests:
+        engine.submit(request)
+    done: dict[str, Sequence[Completion]] = {}
+    steps = 0
+    while not engine.is_idle:
+        if image is not None and steps == 4:
+            engine.request_update(1, image, 1, OnWeightUpdate.INTERRUPT)
+        steps += 1
+        for outcome in engine.step():
+            if isinstance(outcome, Generated):
+                done[outcome.request_id] = outcome.completions
+    return [done[request.request_id] for request in requests]
+
+
+def answered(folder: Path, image: Path | None = None) -> list[Group]:
+    renderer = ChatRenderer.from_directory(str(folder), images=a_spec(folder).data.images)
+    requests, tasks = [], []
+    for number, images in enumerate(PROMPTS):
+        task = Task(number, number, (Message("user", "which " + "<image> " * len(images) + "colour ?"),), 4, 1)
+        task = replace(task, images=images)
+        ids, placed = (
+            renderer.illustrated(task.messages, images) if images else (renderer.prompt_ids(task.messages), ())
+        )
+        sampling = SamplingParameters(NEW_TOKENS, ignore_eos=True)
+        requests.append(GenerationRequest(f"r{number}", ids, (1, 2, 3, 4), sampling, images=placed))
+        tasks.append(Task.from_wire(task.to_wire()))
+    groups = []
+    for task, request, completions in zip(tasks, requests, sampled(an_engine(folder), requests, image), strict=True):
+        members = [a_trajectory(request.prompt_ids, each, reward=n % 2) for n, each in enumerate(completions)]
+        groups.append(Group(task, tuple(members)))
+    return groups
+
+
+def a_trajectory(prompt: Sequence[int], completion: Completion, reward: float) -> Trajectory:
+    num = len(prompt)
+    ids = np.concatenate([np.array(prompt, np.int32), completion.token_ids])
+    mask, log_probs = np.zeros(len(ids), np.uint8), np.zeros(len(ids), np.float32)
+    mask[num:], log_probs[num:] = 1, completion.log_probs
+    versions = tuple((start + num if start else 0, version) for start, version in completion.versions)
+    return Trajectory(ids, mask, log_probs, versions, FinishReason.LENGTH).graded(GradeStatus.SCORED, reward)
+
+
+def a_learner(folder: Path, **model: Any) -> Learner:
+    return Learner(a_spec(folder, **model), load_model(folder, dtype="float32", device=CPU))
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"packing": "padded"},
+    {"packing": "packed"},
+    {"packing": "packed", "shares_prompts": True},
+    {"packing": "packed", "shares_prompts": True, "attends_apart": True},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(layout))
+@pytest.mark.parametrize("max_tokens", [60, 8192])
+def test_the_trainer_gives_sampled_tokens_the_engines_log_probs(
+    folder: Path, layout: dict[str, Any], max_tokens: int
+) -> None:
+    learner = a_learner(folder)
+    batch = make_batch(answered(folder), processor=learner.processor)
+    if layout.get("attends_apart"):
+        assert learner.policy.attends_apart
+
+    found = torch.zeros_like(batch.rollout_log_probs)
+    micros = make_micro_batches(batch, range(batch.num_sequences), max_tokens=max_tokens, device=CPU, **layout)
+    for micro in micros:
+        with torch.no_grad():
+            found[micro.tokens] = micro.spread(learner.policy.statistics(micro.inputs, with_entropy=False).log_probs)
+
+    torch.testing.assert_close(found, batch.rollout_log_probs, atol=1e-5, rtol=0)
+
+
+def test_the_policy_samples_ids_of_image_tokens_as_any_others(folder: Path) -> None:
+    sampled_ids = np.concatenate([t.token_ids[t.loss_mask == 1] for g in answered(folder) for t in g.trajectories])
+
+    assert IMAGE_TOKEN in sampled_ids
+
+
+def test_samples_that_go_on_under_new_weights_see_their_pictures(folder: Path, tmp_path: Path) -> None:
+    other = save_vision_model(tmp_path / "other", folder_kind(folder), seed=1)
+    learners = [a_learner(folder), a_learner(other)]
+    groups = answered(folder, other / "model.safetensors")
+    batch = make_batch(groups, processor=learners[0].processor)
+    assert set(batch.versions.tolist()) == {0, 1}
+
+    [micro] = make_micro_batches(batch, range(batch.num_sequences), max_tokens=8192, device=CPU, packing="packed")
+    with torch.no_grad():
+        old, new = (each.policy.statistics(micro.inputs, with_entropy=False).log_probs for each in learners)
+
+    labels = batch.rollout_log_probs[micro.tokens]
+    expected = torch.where(batch.versions[micro.tokens] == 1, new, old)
+    torch.testing.assert_close(labels, expected, atol=1e-5, rtol=0)
+
+
+def folder_kind(folder: Path) -> str:
+    return str(AutoModelForImageTextToText.from_pretrained(folder).config.model_type)
+
+
+@pytest.mark.parametrize("tower", ["frozen", "trained"])
+def test_the_tower_trains_where_the_spec_says_so(folder: Path, tower: str) -> None:
+    learner = a_learner(folder, vision_tower=tower)
+    before = {name: each.clone() for name, each in learner.loaded.model.named_parameters()}
+
+    learner.train(answered(folder), 1)
+
+    moved = {name for name, each in learner.loaded.model.named_parameters() if not torch.equal(each, before[name])}
+    assert any("language_model" in name for name in moved)
+    assert any(".visual." in name for name in moved) is (tower == "trained")
+
+
+def test_other_bounds_on_pixels_than_the_rollouts_are_refused(folder: Path) -> None:
+    processor = ImageProcessor.from_directory(folder, max_pixels=256)
+
+    with pytest.raises(DataError, match="bounds on pixels"):
+        make_batch(answered(folder), processor=processor)
+
+
+def test_ids_and_pixels_of_500_rows_are_those_of_transformers_processor(folder: Path) -> None:
+    renderer = ChatRenderer.from_directory(str(folder), images=a_spec(folder).data.images)
+    ours = ImageProcessor.from_directory(folder)
+    theirs = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    generator = np.random.default_rng(0)
+    for row in range(500):
+        sizes = [tuple(int(each) for each in generator.integers(8, 100, 2)) for _ in range(generator.integers(1, 4))]
+        images = tuple(a_picture(seed=row, size=size) for size in sizes)
+
+        ids, placed = renderer.illustrated((Message("user", "which " + "<image> " * len(images)),), images)
+
+        grids = [theirs(images=[pixels(image)], return_tensors="np")["image_grid_thw"][0] for image in images]
+        expected = [int(grid.prod()) // 4 for grid in grids]
+        assert [image.num_tokens for image in placed] == expected
+        assert ids.count(IMAGE_TOKEN) == sum(expected)
+        assert [ours.process(image).grid for image in images] == [tuple(grid) for grid in grids]
+
+
+def pixels(data: bytes) -> Any:
+    from flotilla.shared.vision.files import pixels_of
+
+    return pixels_of(data)

@@ -1,0 +1,136 @@
+"""Tiny random vision-language models, with tokenizer and processor, and pictures to show them."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 50, 220), "yellow": (230, 220, 40)}
+SPECIAL = [
+    "<pad>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
+WORDS = [
+    *COLOURS,
+    "user",
+    "assistant",
+    "system",
+    "which",
+    "colour",
+    "is",
+    "this",
+    "?",
+    "first",
+    "second",
+    "a",
+    "b",
+    "c",
+]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|> {{ m.role }} "
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
+)
+PATCH = 4
+END = SPECIAL.index("<|im_end|>")
+IMAGE_TOKEN = SPECIAL.index("<|image_pad|>")
+KINDS = ("qwen2_5_vl", "qwen3_vl")
+
+
+def save_vision_model(
+    directory: Path, kind: str = "qwen2_5_vl", *, seed: int = 0, hidden: int = 32, **text: Any
+) -> Path:
+    """Write a random model of 2 layers over a tower of 2."""
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": len(SPECIAL) + len(WORDS),
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.1,
+        "eos_token_id": END,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, hidden // 8 - 2]},
+    } | text
+    tower = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": hidden,
+        "initializer_range": 0.1,
+    }
+    ids = {
+        "image_token_id": IMAGE_TOKEN,
+        "video_token_id": SPECIAL.index("<|video_pad|>"),
+        "vision_start_token_id": SPECIAL.index("<|vision_start|>"),
+        "vision_end_token_id": SPECIAL.index("<|vision_end|>"),
+        "tie_word_embeddings": True,
+        "eos_token_id": END,
+    }
+    model: Any
+    if kind == "qwen2_5_vl":
+        tower |= {"window_size": 16, "fullatt_block_indexes": [1]}
+        model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=sizes, vision_config=tower, **ids))
+    else:
+        tower |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+        sizes["head_dim"] = hidden // 4
+        model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=sizes, vision_config=tower, **ids))
+    model.save_pretrained(directory)
+    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<pad>")
+    wrapped.add_special_tokens({"additional_special_tokens": SPECIAL[1:]})
+    wrapped.chat_template = TEMPLATE
+    wrapped.save_pretrained(directory)
+    described = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": PATCH,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "min_pixels": 64,
+        "max_pixels": 4096,
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(described))
+    return directory
+
+
+def a_picture(
+    colour: str | None = None, size: tuple[int, int] = (16, 16), *, seed: int = 0, form: str = "PNG"
+) -> bytes:
+    """Draw a picture of one colour, or of noise."""
+    if colour is None:
+        values = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+        image = Image.fromarray(values)
+    else:
+        image = Image.new("RGB", size, COLOURS[colour])
+    file = io.BytesIO()
+    image.save(file, form)
+    return file.getvalue()

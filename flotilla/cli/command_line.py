@@ -196,6 +196,7 @@ def _add_samples(commands: "Commands") -> None:
     show.add_argument("--group", type=parsing.at_least_zero, metavar="ID", help="all answers of this group")
     show.add_argument("--limit", "-n", type=parsing.at_least_one, default=4, help="most samples (%(default)s)")
     show.add_argument("--full", action="store_true", help="write long texts to their end")
+    show.add_argument("--html", metavar="FILE", help="write them as a page with the images of their prompts")
     show.add_argument("--tokens", action="store_true", help="with --json: token ids, log-probabilities, advantages")
     for parser in (show, replay):
         add_json(parser)

@@ -140,6 +140,27 @@ def read_samples(folder: Path, found: Sequence[Found], *, with_tokens: bool) -> 
     return [views[number] for number in sorted(views)]
 
 
+def images_of(folder: Path, samples: Sequence[ReadSample]) -> dict[str, list[bytes]]:
+    """Read the images of samples' prompts, by the sample's id; without those whose file went, or that have none."""
+    from pyarrow import ArrowException, parquet
+
+    found: dict[str, list[bytes]] = {}
+    for sample in samples:
+        name, place, _ = sample.id.rsplit("/", 2)
+        try:
+            with open_samples_file(folder, f"{name}.parquet") as file:
+                stored = parquet.ParquetFile(file)
+                if "images" not in stored.schema_arrow.names:
+                    continue
+                rows = stored.read(columns=["place", "member", "images"]).to_pylist()
+        except (OSError, ArrowException):
+            continue
+        first = next((row["images"] for row in rows if row["place"] == int(place) and not row["member"]), None)
+        if first:
+            found[sample.id] = first
+    return found
+
+
 def _view(file: str, row: Mapping[str, Any], *, with_tokens: bool) -> ReadSample:
     messages, versions, lags = json.loads(row["messages"]), row["versions"], row["lags"]
     advantages = [value for value in row["advantages"] or () if not math.isnan(value)]

@@ -43,6 +43,10 @@ def to_table(file: SampleFile) -> pa.Table:
     }
     for name, kind, read in _of_tasks():
         columns[name] = pa.array([read(kept.group.task) for kept, _ in pairs], kind)
+    if any(kept.group.task.images for kept in file.groups):
+        # With the first of a group alone: they are its prompt's.
+        shown = [list(kept.group.task.images) if member == 0 else None for kept, member in pairs]
+        columns["images"] = pa.array(shown, pa.list_(pa.binary()))
     columns["prompt"] = pa.array([kept.group.prompt for kept, _ in pairs], pa.string())
     columns["ended"] = pa.array([kept.reason for kept, _ in pairs], pa.string())
     trajectories = [kept.group.trajectories[member] for kept, member in pairs]
@@ -179,6 +183,7 @@ def _group(rows: Sequence[Mapping[str, Any]]) -> KeptGroup:
         pinned_version=first["pinned_version"],
         greedy=first["greedy"],
         issued_at=first["issued_at"],
+        images=tuple(first.get("images") or ()),
     )
     trajectories = tuple(_trajectory(row) for row in rows)
     tokens = [_tokens(row) for row in rows]

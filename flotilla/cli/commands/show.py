@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flotilla.cli.sample_files import READ_SECONDS, import_pyarrow_alone, read_files
-from flotilla.shared.errors import NotFound, Unavailable
+from flotilla.shared.errors import InvalidRequest, NotFound, Unavailable
 from flotilla.shared.samples.query import SampleOrder, SampleQuery
 from flotilla.shared.schemas.sample_kinds import SampleKind
 
@@ -43,6 +43,8 @@ async def show(arguments: argparse.Namespace) -> int:
     from flotilla.cli.output import new_console, write_json
     from flotilla.cli.sample_text import describe
 
+    if arguments.html:
+        return await asyncio.to_thread(_write_page, Path(arguments.html), directory, items)
     if arguments.json:
         write_json([_plain(item) for item in items])
         return 0
@@ -53,6 +55,28 @@ async def show(arguments: argparse.Namespace) -> int:
         console.print(NOTHING_LIKE_THAT if _is_chosen(arguments) else NOTHING_YET)
     if unread:
         console.print(f"{unread} files are not in the index yet: ask again in a moment for what may be in them")
+    return 0
+
+
+def _write_page(path: Path, directory: Path | None, items: "Sequence[Sample]") -> int:
+    """Write samples of files as a page of HTML.
+
+    Raises:
+        InvalidRequest: a gateway was asked, which does not hand images out, or the page cannot be written.
+    """
+    from flotilla.cli.sample_page import page_of
+    from flotilla.shared.samples.reading import ReadSample, images_of
+
+    if directory is None:
+        raise InvalidRequest(
+            "--html reads the files of a run: name its directory, such as runs/mine, in place of the fleet"
+        )
+    read = [item for item in items if isinstance(item, ReadSample)]
+    try:
+        path.write_text(page_of(items, images_of(directory / "samples", read)), encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequest(f"{path} cannot be written: {error.strerror}") from error
+    print(f"{len(items)} samples in {path}")
     return 0
 
 

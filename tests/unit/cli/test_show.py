@@ -1,5 +1,6 @@
 """`flotilla show`: samples of a running fleet, or of files where none runs."""
 
+import base64
 import json
 import subprocess
 import sys
@@ -10,17 +11,21 @@ from typing import Any
 import pytest
 
 from flotilla.cli.__main__ import main
+from flotilla.cli.commands.show import _write_page
 from flotilla.cli.exit_codes import ExitCode
 from flotilla.cli.right_and_wrong import lines_of
 from flotilla.cli.sample_text import describe
 from flotilla.shared.config.sections.samples import SamplesConfig
+from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.samples.folder import SampleFolder, ended_name
 from flotilla.shared.samples.reading import ReadSample
+from flotilla.shared.samples.table import to_groups, to_table
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind
 from tests.unit.cli.gateway import serve
 from tests.unit.cli.test_reference import views
 from tests.unit.samples.builders import a_step
+from tests.vision_models import a_picture
 
 SAMPLE = ReadSample(
     id="step-00000030/3/1",
@@ -216,3 +221,43 @@ def test_files_are_shown_without_libraries_that_they_do_not_need(tmp_path: Path)
     samples, loaded = shown.rstrip("\n").rsplit("\n", 1)
     assert len(json.loads(samples)) == 4
     assert set(loaded.split()).isdisjoint({"numpy", "pandas", "pydantic", "pyarrow.compute", "httpx", "torch"})
+
+
+def with_images(file: SampleFile, *images: bytes) -> SampleFile:
+    groups = []
+    for kept in file.groups:
+        group = replace(kept.group, task=replace(kept.group.task, images=images), prompt="<b>which?</b>")
+        groups.append(replace(kept, group=group))
+    return replace(file, groups=groups)
+
+
+def test_a_page_shows_the_images_of_prompts_and_no_markup_of_theirs(tmp_path: Path) -> None:
+    experiment = tmp_path / "fleet" / "experiments" / "tiny-aa11"
+    experiment.mkdir(parents=True)
+    folder = SampleFolder(experiment, SamplesConfig())
+    folder.write(with_images(a_step(1), a_picture("red"), b"<script>alert(1)</script>"))
+    page = tmp_path / "samples.html"
+
+    assert main(["show", str(tmp_path), "--html", str(page)]) == 0
+
+    written = page.read_text()
+    assert written.count(base64.b64encode(a_picture("red")).decode()) == 4
+    assert "&lt;b&gt;which?&lt;/b&gt;" in written
+    assert "<b>" not in written
+    assert "<script" not in written
+    assert "a format that is not shown" in written
+
+
+def test_a_page_of_a_fleet_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="name its directory"):
+        _write_page(tmp_path / "page.html", None, [SAMPLE])
+
+
+def test_images_are_kept_once_for_a_group_and_come_back(tmp_path: Path) -> None:
+    file = with_images(a_step(1, num_groups=2), a_picture("red"), a_picture("blue"))
+
+    table = to_table(file)
+
+    assert table.column("images").null_count == table.num_rows - 2
+    assert [kept.group.task.images for kept in to_groups(table)] == [(a_picture("red"), a_picture("blue"))] * 2
+    assert "images" not in to_table(a_step(1)).column_names

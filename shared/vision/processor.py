@@ -134,18 +134,13 @@ class ImageProcessor:
         counted = [self.token * (rows * columns) for rows, columns in grids]
         return "".join(part + image for part, image in zip(parts, [*counted, ""], strict=True))
 
-    def spans(
-        self, token_ids: npt.NDArray[np.integer], is_sampled: npt.NDArray[np.bool_] | None, images: Sequence[bytes]
-    ) -> tuple[ImageSpan, ...]:
-        """Find the images' tokens in a sequence; those that were sampled are none, whatever their id.
+    def spans(self, token_ids: npt.NDArray[np.integer], images: Sequence[bytes]) -> tuple[ImageSpan, ...]:
+        """Find the images' tokens in a prompt.
 
         Raises:
             DataError: they are not those of the images.
         """
-        is_placeholder = token_ids == self.token_id
-        if is_sampled is not None:
-            is_placeholder &= ~is_sampled
-        return find_spans(is_placeholder, [self.grid_of(each) for each in images], what="a sequence")
+        return find_spans(token_ids == self.token_id, [self.grid_of(each) for each in images], what="a prompt")
 
 
 def processor_of(path: str | Path, images: ImagesConfig) -> ImageProcessor:

@@ -6,10 +6,10 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from flotilla.services.rollout.engines.base import Completion, GenerationRequest
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest, PromptImage
 from flotilla.services.rollout.engines.resumption import Prefix, ResumeRule
 from flotilla.services.rollout.episodes.conversation import Conversation, Reply
-from flotilla.services.rollout.episodes.rendering import TurnRenderer
+from flotilla.services.rollout.episodes.rendering import TurnRenderer, rendered
 from flotilla.services.rollout.episodes.turns import GENERATION_SECONDS, Requests, Turns
 from flotilla.services.rollout.trajectory_builder import RenderTally, TrajectoryBuilder
 from flotilla.shared.errors import EnvironmentDiverged, EpisodeFailed, PromptTooLong
@@ -59,6 +59,7 @@ class Member:
     _builder: TrajectoryBuilder = field(init=False)
     _sampling_seconds: float = 0.0
     _resumed: int = 0
+    _images: tuple[PromptImage, ...] = ()
 
     async def play(self) -> Trajectory:
         """Play the episode to its end, or to the interruption.
@@ -85,7 +86,8 @@ class Member:
     async def _play(self) -> FinishReason:
         opening = await self._wait_for(self.conversation.begin())
         # Long texts take the tokenizer longer than health and leases may wait for the loop.
-        prompt = self.turns.prompt.fit(await asyncio.to_thread(self.renderer.prompt_ids, opening.messages))
+        prompt, self._images = await asyncio.to_thread(rendered, self.renderer, self.task, opening.messages)
+        prompt = self.turns.prompt.fit(prompt, has_images=bool(self._images))
         if len(prompt) >= self.max_tokens:
             raise PromptTooLong(
                 f"a prompt of {len(prompt)} tokens leaves no room in the {self.max_tokens} of an episode"
@@ -142,6 +144,7 @@ class Member:
             is_turn=number + 1 < self.max_turns,
             prefixes=(prefix,) if prefix is not None else (),
             resume=self.rule,
+            images=self._images,
         )
         started = time.perf_counter()
         (completion,) = await self.requests.generate(request)
@@ -223,7 +226,8 @@ class Member:
     async def _failed(self, error: EpisodeFailed) -> Trajectory:
         if not self._builder.num_tokens:
             messages = self.task.messages or (Message("user", ""),)
-            self._builder.show(await asyncio.to_thread(self.renderer.prompt_ids, messages))
+            prompt, _ = await asyncio.to_thread(rendered, self.renderer, self.task, messages)
+            self._builder.show(prompt)
         return self._built(FinishReason.STOP, status=GradeStatus.ERROR, reason=error.detail)
 
 

@@ -15,7 +15,7 @@ from flotilla.services.rollout.engines.base import Engine
 from flotilla.services.rollout.engines.resumption import ResumeRule
 from flotilla.services.rollout.episodes.conversation import ConversationOpener
 from flotilla.services.rollout.episodes.member import Member
-from flotilla.services.rollout.episodes.rendering import TurnRenderer
+from flotilla.services.rollout.episodes.rendering import TurnRenderer, shown_ids
 from flotilla.services.rollout.episodes.resumption import rule_of
 from flotilla.services.rollout.episodes.special_tokens import SamplingTally
 from flotilla.services.rollout.episodes.turns import Requests, Turns, request_name
@@ -102,8 +102,8 @@ class MultiTurnEpisodes:
             made = made if index in played else replace(made, resumed_tokens=made.num_sampled)
             trajectories.append(made if index < task.group_size else replace(made, is_baseline=True))
         if task.pinned_version is None:
-            self._count(trajectories)
-        return Group(task, tuple(trajectories), prompt=await asyncio.to_thread(self._prompt, trajectories))
+            self._count(task, trajectories)
+        return Group(task, tuple(trajectories), prompt=await asyncio.to_thread(self._prompt, task, trajectories))
 
     async def interrupt(self) -> None:
         """End what is being sampled or waited for now: each ``run`` returns with what it has."""
@@ -149,18 +149,22 @@ class MultiTurnEpisodes:
         # Nothing is added to what is finished, so it mixes nothing.
         return member if (is_finished(member) and not is_pinned) or rule.allows(runs, serving) else None
 
-    def _count(self, trajectories: Sequence[Trajectory]) -> None:
+    def _count(self, task: Task, trajectories: Sequence[Trajectory]) -> None:
         for number, trajectory in enumerate(trajectories):
             for turn in trajectory.turns:
                 if number == 0 and turn.start == 0:
-                    self._tally.add_prompt(trajectory.token_ids[: turn.sampled].tolist())
+                    self._tally.add_prompt(
+                        shown_ids(self._renderer, trajectory.token_ids[: turn.sampled].tolist(), task)
+                    )
                 self._tally.add_completion(trajectory.token_ids[turn.sampled : turn.end])
 
-    def _prompt(self, trajectories: Sequence[Trajectory]) -> str:
+    def _prompt(self, task: Task, trajectories: Sequence[Trajectory]) -> str:
         """Decode what the first turn began with; members may begin with different words, then the first counts."""
         first = trajectories[0]
         end = first.turns[0].sampled if first.turns else len(first.token_ids)
-        return self._renderer.text(first.token_ids[:end].tolist(), with_special_tokens=True)
+        return self._renderer.text(
+            shown_ids(self._renderer, first.token_ids[:end].tolist(), task), with_special_tokens=True
+        )
 
 
 async def first_finished(

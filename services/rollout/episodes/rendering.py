@@ -43,6 +43,9 @@ class IllustratedRenderer(Renderer, Protocol):
             ModelError: the model takes no images.
         """
 
+    def placed(self, token_ids: Sequence[int], images: Sequence[bytes]) -> tuple[PromptImage, ...]:
+        """Find images in a prompt that ``illustrated`` rendered."""
+
 
 class TurnRenderer(Renderer, Protocol):
     """A renderer that also goes on behind a completion."""
@@ -132,9 +135,14 @@ class ChatRenderer:
         if self._processor is None:
             raise ModelError("a task has images, and data.images is not set")
         token_ids = self._template.illustrated_ids(self._tokenizer, messages, images, self._processor)
-        spans = self._processor.spans(np.asarray(token_ids), None, images)
-        placed = zip(spans, images, strict=True)
-        return token_ids, tuple(PromptImage(span.start, span.num_tokens, image) for span, image in placed)
+        return token_ids, self.placed(token_ids, images)
+
+    def placed(self, token_ids: Sequence[int], images: Sequence[bytes]) -> tuple[PromptImage, ...]:
+        """Find images in a prompt; see ``IllustratedRenderer``."""
+        if self._processor is None:
+            return ()
+        spans = self._processor.spans(np.asarray(token_ids), images)
+        return tuple(PromptImage(s.start, s.num_tokens, image) for s, image in zip(spans, images, strict=True))
 
     def continuation_ids(self, messages: Sequence[Message], last: int) -> tuple[int, ...]:
         """Render what follows a completion; see ``TurnRenderer``.
@@ -226,12 +234,22 @@ def condensed(token_ids: Sequence[int], images: Sequence[PromptImage]) -> tuple[
     return (*found, *token_ids[at:])
 
 
-def rendered(renderer: Renderer, task: Task) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
-    """Render the prompt of a task: token ids, and its images among them.
+def rendered(
+    renderer: Renderer, task: Task, messages: Sequence[Message] | None = None
+) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
+    """Render the prompt of a task, or messages in its place: token ids, and the task's images among them.
 
     Raises:
         DataError, ModelError: its images cannot be shown; see ``IllustratedRenderer``.
     """
+    messages = task.messages if messages is None else messages
     if not task.images:
-        return renderer.prompt_ids(task.messages), ()
-    return cast("IllustratedRenderer", renderer).illustrated(task.messages, task.images)
+        return renderer.prompt_ids(messages), ()
+    return cast("IllustratedRenderer", renderer).illustrated(messages, task.images)
+
+
+def shown_ids(renderer: Renderer, prompt_ids: Sequence[int], task: Task) -> tuple[int, ...]:
+    """Leave one token of each image in a prompt of a task."""
+    if not task.images:
+        return tuple(prompt_ids)
+    return condensed(prompt_ids, cast("IllustratedRenderer", renderer).placed(prompt_ids, task.images))

@@ -42,7 +42,10 @@ def illustration_of(group: Group, trajectory: Trajectory, processor: ImageProces
     images = group.task.images
     if not images or processor is None:
         return None
-    spans = processor.spans(trajectory.token_ids, trajectory.loss_mask.astype(bool), images)
+    # The prompt's alone: what a tool or an environment writes later may have the text of such a token.
+    sampled = np.flatnonzero(trajectory.loss_mask)
+    prompt = trajectory.token_ids[: sampled[0]] if sampled.size else trajectory.token_ids
+    spans = processor.spans(prompt, images)
     return Illustration(images, spans, grid_positions(len(trajectory.token_ids), spans))
 
 

@@ -1,7 +1,6 @@
 """What of the trainer's memory and kernels goes together, and what has no effect."""
 
 from flotilla.shared.config.sections.algorithm import AlgorithmConfig
-from flotilla.shared.config.sections.episodes import SingleTurnConfig
 from flotilla.shared.config.sections.model import ModelConfig
 from flotilla.shared.config.sections.parallelism import OffloadConfig, ParallelismConfig
 from flotilla.shared.config.sections.rollout import RolloutConfig
@@ -87,7 +86,6 @@ def check_images(
     for is_asked, name, way in (
         (finished, "job.kind sft, preference or reward_model", "train with reinforcement"),
         (rollout.engine.kind != "torch", f"rollout.engine.kind {rollout.engine.kind}", "use torch"),
-        (not isinstance(rollout.episodes, SingleTurnConfig), "episodes of several turns", "leave rollout.episodes out"),
         (rollout.agents is not None, "rollout.agents", "leave it out"),
         (parallelism.ranks > 1, "parallelism.ranks above 1", "train on one rank"),
         (algorithm.needs_critic, "a critic (algorithm.advantage.kind gae)", "choose an estimator without one"),

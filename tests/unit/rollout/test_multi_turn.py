@@ -3,11 +3,12 @@
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 
-from flotilla.services.rollout.engines.base import Engine
+from flotilla.services.rollout.engines.base import Completion, Engine, GenerationRequest, PromptImage
 from flotilla.services.rollout.engines.resumption import UNMIXED, ResumeRule
 from flotilla.services.rollout.engines.scripted import ScriptedEngine, rolling_token
 from flotilla.services.rollout.environments.conversation import EnvironmentConversation
@@ -388,3 +389,44 @@ async def test_an_interrupted_group_keeps_what_redundant_members_have_finished()
 
     assert [member.finish_reason for member in again.trajectories] == [FinishReason.STOP] * 2
     assert again.trajectories[0].token_ids.tolist() == left.trajectories[0].token_ids.tolist()
+
+
+IMAGE = 250
+
+
+class Illustrated(Characters):
+    """Writes two tokens for each image, at the beginning."""
+
+    def illustrated(
+        self, messages: Sequence[Message], images: Sequence[bytes]
+    ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
+        token_ids = (IMAGE, IMAGE) * len(images) + self.prompt_ids(messages)
+        return token_ids, self.placed(token_ids, images)
+
+    def placed(self, token_ids: Sequence[int], images: Sequence[bytes]) -> tuple[PromptImage, ...]:
+        return tuple(PromptImage(2 * number, 2, image) for number, image in enumerate(images))
+
+
+class Watched(ScriptedEngine):
+    """Remembers the images of its requests."""
+
+    seen: ClassVar[list[tuple[PromptImage, ...]]] = []
+
+    async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
+        self.seen.append(request.images)
+        return await super().generate(request)
+
+
+async def test_every_turn_is_sampled_with_the_images_of_the_task() -> None:
+    engine, turns = Watched(eos_token_id=END), Turns(SAMPLING, SAMPLING)
+    await engine.start()
+    limits = Limits(max_turns=3, max_tokens=500)
+    several = MultiTurnEpisodes(engine, Illustrated(), turns, limits, a_conversation(), MIXED)
+
+    group = await several.run(replace(a_task(0, group_size=2), images=(b"one", b"two")))
+    await engine.close()
+
+    assert len(engine.seen) == 6
+    assert set(engine.seen) == {(PromptImage(0, 2, b"one"), PromptImage(2, 2, b"two"))}
+    assert [each.token_ids[:4].tolist() for each in group.trajectories] == [[IMAGE] * 4] * 2
+    assert group.prompt.split().count(str(IMAGE)) == 2

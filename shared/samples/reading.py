@@ -145,6 +145,7 @@ def images_of(folder: Path, samples: Sequence[ReadSample]) -> dict[str, list[byt
     from pyarrow import ArrowException, parquet
 
     found: dict[str, list[bytes]] = {}
+    names = ("place", "member", "images")
     for sample in samples:
         name, place, _ = sample.id.rsplit("/", 2)
         try:
@@ -152,10 +153,11 @@ def images_of(folder: Path, samples: Sequence[ReadSample]) -> dict[str, list[byt
                 stored = parquet.ParquetFile(file)
                 if "images" not in stored.schema_arrow.names:
                     continue
-                rows = stored.read(columns=["place", "member", "images"]).to_pylist()
+                table = stored.read(columns=list(names))
         except (OSError, ArrowException):
             continue
-        first = next((row["images"] for row in rows if row["place"] == int(place) and not row["member"]), None)
+        rows = zip(*(table.column(each).to_pylist() for each in names), strict=True)
+        first = next((images for at, member, images in rows if (at, member) == (int(place), 0)), None)
         if first:
             found[sample.id] = first
     return found

@@ -46,7 +46,7 @@ def to_table(file: SampleFile) -> pa.Table:
     if any(kept.group.task.images for kept in file.groups):
         # With the first of a group alone: they are its prompt's.
         shown = [list(kept.group.task.images) if member == 0 else None for kept, member in pairs]
-        columns["images"] = pa.array(shown, pa.list_(pa.binary()))
+        columns |= {"images": pa.array(shown, pa.list_(pa.binary()))}
     columns["prompt"] = pa.array([kept.group.prompt for kept, _ in pairs], pa.string())
     columns["ended"] = pa.array([kept.reason for kept, _ in pairs], pa.string())
     trajectories = [kept.group.trajectories[member] for kept, member in pairs]

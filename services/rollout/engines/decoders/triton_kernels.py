@@ -155,8 +155,21 @@ def sample(logits: Tensor, draws: Tensor, temperatures: Tensor | None) -> tuple[
     weigh(logits, divisors, largest, sums, vocabulary, SAMPLED_BLOCK, has_temperatures, num_warps=8)
     draw: Any = _draw[(rows,)]
     blocks = triton.next_power_of_2(num_blocks)
-    told = (vocabulary, num_blocks, SAMPLED_BLOCK, blocks, has_temperatures)
-    draw(logits, divisors, largest, sums, draws, tokens, log_probs, *told, num_warps=8)
+    draw(
+        logits,
+        divisors,
+        largest,
+        sums,
+        draws,
+        tokens,
+        log_probs,
+        vocabulary,
+        num_blocks,
+        SAMPLED_BLOCK,
+        blocks,
+        has_temperatures,
+        num_warps=8,
+    )
     return tokens, log_probs
 
 

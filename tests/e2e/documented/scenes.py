@@ -101,6 +101,7 @@ RUNS: Final[Scene] = (
         {"experiment.yaml": "own/experiment.yaml"},
     ),
     Typed(OWN, "flotilla show runs/mine"),
+    Typed("docs/images.md", "flotilla show runs/mine --worst -n 20 --html samples.html"),
     Typed(
         DEBUG,
         f"flotilla run {ARITHMETIC} --name wrong-pattern --set "

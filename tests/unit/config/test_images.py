@@ -1,0 +1,45 @@
+"""What a spec with images may not ask for besides, and what images may not ask for."""
+
+from typing import Any
+
+import pytest
+
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidSpec
+
+
+def a_spec(images: dict[str, Any] | None = None, data: dict[str, Any] | None = None, **sections: Any) -> ExperimentSpec:
+    return validate_spec(
+        {
+            "name": "pictures",
+            "model": {"path": "/models/vl"},
+            "data": {"path": "rows.parquet", "images": images or {}, **(data or {})},
+            "reward": {"components": [{"kind": "exact"}]},
+            "optimisation": {"steps": 3},
+            **sections,
+        }
+    )
+
+
+def test_images_need_no_more_than_their_section() -> None:
+    spec = a_spec()
+
+    assert spec.data.images is not None
+    assert (spec.data.images.column, spec.model.vision_tower) == ("images", "frozen")
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"rollout": {"engine": {"kind": "sglang"}}}, "rollout.engine.kind sglang"),
+        ({"rollout": {"agents": {}}}, "rollout.agents"),
+        ({"parallelism": {"ranks": 2}}, "parallelism.ranks"),
+        ({"algorithm": {"advantage": {"kind": "gae"}}}, "a critic"),
+        ({"images": {"min_pixels": 10, "max_pixels": 5}}, "min_pixels 10 is above"),
+        ({"data": {"input_template": "Q: {}"}}, "images have no place"),
+    ],
+)
+def test_what_does_not_go_with_images_is_refused_by_name(sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidSpec, match=words):
+        a_spec(**sections)

@@ -39,7 +39,7 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         "services/trainer/algorithms/objective.py:policy_objective": 89,
     },
     "parameters": {
-        # Constructors that wire one part, tensors of one formula, and the filters of one listing.
+        # Constructors that wire one part, tensors of one formula or of a kernel, and the filters of one listing.
         "flotilla/client/asynchronous.py:AsyncClient.samples": 11,
         # Kernels: tensors and sizes one by one, since the compiler takes nothing else.
         "services/rollout/engines/decoders/triton_kernels.py:_draw": 12,
@@ -50,6 +50,8 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         "services/gateway/routes/samples.py:samples": 15,
         "services/reward/remote.py:RemoteVerifier.__init__": 9,
         "services/rollout/agents/episode.py:Episode.__init__": 11,
+        "services/rollout/engines/decoders/triton_kernels.py:_draw": 12,
+        "services/rollout/engines/decoders/triton_kernels.py:_rotate_and_keep": 14,
         "services/rollout/weights/missed.py:Puller.__call__": 9,
         "services/sandbox/metrics.py:SandboxMetrics.families": 9,
         "services/trainer/algorithms/advantages/token_baseline.py:optimal_token_baseline": 9,

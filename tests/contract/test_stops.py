@@ -50,8 +50,6 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         "services/gateway/routes/samples.py:samples": 15,
         "services/reward/remote.py:RemoteVerifier.__init__": 9,
         "services/rollout/agents/episode.py:Episode.__init__": 11,
-        "services/rollout/engines/decoders/triton_kernels.py:_draw": 12,
-        "services/rollout/engines/decoders/triton_kernels.py:_rotate_and_keep": 14,
         "services/rollout/weights/missed.py:Puller.__call__": 9,
         "services/sandbox/metrics.py:SandboxMetrics.families": 9,
         "services/trainer/algorithms/advantages/token_baseline.py:optimal_token_baseline": 9,

@@ -174,6 +174,10 @@ class Hop(Protocol):
         """End the group's way, counted under the resolution and its reason; False if the claim was lost."""
         ...
 
+    async def resolve_many(self, claims: Sequence[Claim], resolution: Resolution, reason: str) -> list[bool]:
+        """Resolve several under one reason, in few round trips; each stands alone."""
+        ...
+
     async def hand_back(self, claim: Claim) -> bool:
         """Give the claim up at once, so that anyone claims the entry next; this delivery does not count."""
         ...

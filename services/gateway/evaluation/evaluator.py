@@ -10,6 +10,7 @@ returns of an evaluation that is over is dropped. One that lost tasks of its own
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from flotilla.services.gateway.datasets.dataset import Dataset
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 
 BATCH = 64
 COLLECT_SECONDS = 0.5
+GATHER_SECONDS = 0.05
+"""How long answers gather between two looks: taken one by one, each costs two round trips of its own."""
 LEFTOVERS_SECONDS = 5.0
 """How often the lane is searched, between evaluations, for what returned of those that are over."""
 EVALUATION_OVER = "evaluation_over"
@@ -208,12 +211,12 @@ class Evaluator:
         looked_at = self._clock.monotonic()
         while left > 0:
             claims = await hop.claim(BATCH, wait_seconds=COLLECT_SECONDS)
-            for claim in claims:
-                group = await _resolved(hop, claim, group_ids, version)
-                if group is not None:
-                    groups.setdefault(group.task.group_id, group)
+            for group in await _resolved(hop, claims, group_ids, version):
+                groups.setdefault(group.task.group_id, group)
             if len(groups) == len(group_ids):
                 return list(groups.values())
+            if 0 < len(claims) < BATCH:
+                await asyncio.sleep(GATHER_SECONDS)
             if not claims:
                 # In this order: a lane that went back before the first answer shows in the second.
                 is_empty = (await plane.ledger()).outstanding == 0
@@ -228,19 +231,25 @@ class Evaluator:
         return None
 
 
-async def _resolved(hop: Hop, claim: Claim, group_ids: range, version: int) -> Group | None:
-    """Resolve a claim; return the group if it belongs to the evaluation of these ids and this version."""
-    try:
-        group = claim.group()
-    except ValueError as error:
-        # From before an upgrade, perhaps: one answer less, and no end of the experiment.
-        log.warning("group is unreadable", extra={"entry_id": claim.entry_id, "error": repr(error)})
-        await hop.resolve(claim, Resolution.FAILED, "unreadable")
-        return None
-    if group.task.group_id not in group_ids or group.task.pinned_version != version:
-        await hop.resolve(claim, Resolution.DROPPED, EVALUATION_OVER)
-        return None
-    return group if await hop.resolve(claim, Resolution.TRAINED, "evaluated") else None
+async def _resolved(hop: Hop, claims: Sequence[Claim], group_ids: range, version: int) -> list[Group]:
+    """Resolve claims; return the groups that belong to the evaluation of these ids and this version."""
+    unreadable: list[Claim] = []
+    over: list[Claim] = []
+    wanted: list[Claim] = []
+    for claim in claims:
+        try:
+            task = claim.group().task
+        except ValueError as error:
+            # From before an upgrade, perhaps: one answer less, and no end of the experiment.
+            log.warning("group is unreadable", extra={"entry_id": claim.entry_id, "error": repr(error)})
+            unreadable.append(claim)
+            continue
+        is_wanted = task.group_id in group_ids and task.pinned_version == version
+        (wanted if is_wanted else over).append(claim)
+    await hop.resolve_many(unreadable, Resolution.FAILED, "unreadable")
+    await hop.resolve_many(over, Resolution.DROPPED, EVALUATION_OVER)
+    answers = await hop.resolve_many(wanted, Resolution.TRAINED, "evaluated")
+    return [claim.group() for claim, is_resolved in zip(wanted, answers, strict=True) if is_resolved]
 
 
 def _came_back_earlier() -> Unavailable:

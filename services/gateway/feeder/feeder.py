@@ -69,6 +69,8 @@ class Feeder:
         origin = experiment.record.origin
         self._first_group_id = 0 if origin is None else origin["first_group_id"]
         self._first_step = 0 if origin is None else origin["step"]
+        self._next_group_id: int | None = None
+        """As the last issue left it; a server that lost its tail answers the next one with its own."""
         self._recorded_version: int | None = None
         self._recorded_at = 0.0
         self._tidied_at = clock.monotonic()
@@ -131,10 +133,18 @@ class Feeder:
                 self._status.wait.hold(now)
             return BLOCKED_SECONDS
         # A server that has lost everything is told the beginning again before anything is issued.
-        first = max(self._first_group_id, await self._admission.next_group_id())
+        if self._next_group_id is None:
+            self._next_group_id = await self._admission.next_group_id()
+        first = max(self._first_group_id, self._next_group_id)
         limit = max(spec.admission_budget, ledger.outstanding + ledger.consumed_since_publication + room)
         result = await self._issue(range(first, first + min(room, BATCH)), version, limit)
-        return 0.0 if result.count else BLOCKED_SECONDS
+        self._next_group_id = result.next_group_id
+        if result.count and (result.count < room or spec.asynchrony.redundant_groups):
+            return 0.0
+        if result.count and self._finished is None and groups_left(ledger, **wanted) > result.count:
+            # Known without another look: all that the budget admitted was issued.
+            self._status.wait.hold(self._clock.monotonic())
+        return BLOCKED_SECONDS
 
     async def _issue(self, group_ids: range, version: int, limit: int) -> IssueResult:
         finished = self._finished

@@ -92,6 +92,10 @@ class MemoryHop:
         self._finish(claim, counter)
         return True
 
+    async def resolve_many(self, claims: Sequence[Claim], resolution: Resolution, reason: str) -> list[bool]:
+        """See ``Hop.resolve_many``."""
+        return [await self.resolve(claim, resolution, reason) for claim in claims]
+
     async def hand_back(self, claim: Claim) -> bool:
         """See ``Hop.hand_back``."""
         if not self._holds(claim):

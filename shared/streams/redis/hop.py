@@ -159,8 +159,13 @@ class RedisHop:
 
     async def resolve(self, claim: Claim, resolution: Resolution, reason: str) -> bool:
         """See ``Hop.resolve``."""
-        ended = _Ended(check_hop(claim, self.name), claim.header.token_count)
-        return (await self._finish(counter_of(resolution, reason), [ended]))[0]
+        return (await self.resolve_many([claim], resolution, reason))[0]
+
+    async def resolve_many(self, claims: Sequence[Claim], resolution: Resolution, reason: str) -> list[bool]:
+        """See ``Hop.resolve_many``."""
+        counter = counter_of(resolution, reason)
+        ended = [_Ended(check_hop(claim, self.name), claim.header.token_count) for claim in claims]
+        return await self._finish(counter, ended) if ended else []
 
     async def hand_back(self, claim: Claim) -> bool:
         """See ``Hop.hand_back``."""
@@ -312,11 +317,11 @@ class TrainerHop(RedisHop):
             self._next_sweep = 0.0  # which also finds out whether this is still the trainer
             return await super().claim(count, wait_seconds=wait_seconds)
 
-    async def resolve(self, claim: Claim, resolution: Resolution, reason: str) -> bool:
-        """See ``Hop.resolve``."""
-        is_resolved = await super().resolve(claim, resolution, reason)
-        self._held.discard(claim.entry_id)
-        return is_resolved
+    async def resolve_many(self, claims: Sequence[Claim], resolution: Resolution, reason: str) -> list[bool]:
+        """See ``Hop.resolve_many``."""
+        are_resolved = await super().resolve_many(claims, resolution, reason)
+        self.release(claim.entry_id for claim in claims)
+        return are_resolved
 
     async def hand_back(self, claim: Claim) -> bool:
         """See ``Hop.hand_back``."""

@@ -106,6 +106,20 @@ async def test_more_than_one_script_forwards_is_forwarded(plane: DataPlane) -> N
     assert await claim_ids(reward, 300) == list(range(300))
 
 
+async def test_many_are_resolved_at_once_and_each_stands_alone(plane: DataPlane) -> None:
+    await issue(plane, 4)
+    rollout = plane.hop(HopName.TASKS, "rollout")
+    claims = await rollout.claim(4, wait_seconds=0)
+    await rollout.hand_back(claims[1])
+
+    done = await rollout.resolve_many([*claims, claims[3]], Resolution.DROPPED, "test")
+
+    assert done == [True, False, True, True, True]
+    ledger = await ledger_of(plane)
+    assert (ledger.dropped, ledger.outstanding, ledger.balanced) == ({"test": 3}, 1, True)
+    assert await rollout.resolve_many([], Resolution.DROPPED, "test") == []
+
+
 async def test_a_claim_of_another_hop_is_refused(plane: DataPlane) -> None:
     await issue(plane, 1)
     rollout, reward = plane.hop(HopName.TASKS, "rollout"), plane.hop(HopName.GENERATED, "reward")

@@ -230,3 +230,36 @@ async def test_each_held_out_set_has_series_of_its_own() -> None:
     assert found["evaluation/num_scored"] == 2 and found["evaluation/num_errors"] == 1
     assert (found["evaluation/easy/num_scored"], found["evaluation/easy/num_errors"]) == (1, 1)
     assert (found["evaluation/hard/accuracy"], found["evaluation/hard/num_errors"]) == (1.0, 0)
+
+
+async def test_answers_that_come_one_by_one_are_taken_and_ended_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    _gateway, experiment, evaluator = await an_evaluator()
+    collected: list[int] = []
+    plane = experiment.evaluation
+    original = plane.hop
+
+    def watched(name: HopName, service_id: str) -> Any:
+        hop = original(name, service_id)
+        if name is HopName.SCORED:
+            resolve_many = hop.resolve_many
+
+            async def counted(claims: Any, resolution: Resolution, reason: str) -> list[bool]:
+                collected.extend([len(claims)] if claims else [])
+                return await resolve_many(claims, resolution, reason)
+
+            monkeypatch.setattr(hop, "resolve_many", counted)
+        return hop
+
+    monkeypatch.setattr(plane, "hop", watched)
+    async with running(evaluator.run()):
+        rollout, reward = original(HopName.TASKS, "r"), original(HopName.GENERATED, "w")
+        claims = await rollout.claim(9, wait_seconds=5)
+        for claim in claims:
+            await rollout.forward(claim, a_group(claim.task()))
+            [made] = await reward.claim(1, wait_seconds=1)
+            await reward.forward(made, a_group(claim.task(), rewards=[1.0]))
+            await asyncio.sleep(0.005)
+        await until(lambda: experiment.record.evaluated_version == 0)
+
+    assert (len(claims), sum(collected)) == (3, 3)
+    assert len(collected) <= 2, "the first wakes the evaluator, the others gather meanwhile"

@@ -1,0 +1,138 @@
+"""How much of a core the gateway takes while the arithmetic example trains, against the trainer beside it.
+
+The example runs as ``flotilla run`` starts it. Over the steps between the first few and the last, the processor time
+of each service is read twice: the gateway's share of one core, and its part of what the trainer used in the same time.
+With ``--pages N`` so many Chromium windows show the page's Run view meanwhile (needs Chromium with ChromeDriver).
+
+``python -m benchmarks.gateway_share [--pages 0] [--steps 60] [--json FILE]``
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from flotilla.cli.run_directory import FLEET
+from flotilla.connection import FleetInfo
+from tests.browser import open_browser
+from tests.fleet import FLOTILLA, ROOT
+
+SPEC = ROOT / "examples" / "arithmetic" / "experiment.yaml"
+NAME = "share"
+BAR_PERCENT = 6.0
+WAIT_SECONDS = 400.0
+POLL_SECONDS = 1.0
+FIRST_STEP = 5
+SERVICE = re.compile(r"flotilla\.services\.(\w+)")
+
+
+@contextmanager
+def example(directory: Path, steps: int) -> Iterator[psutil.Process]:
+    """Run the example until the block ends."""
+    words = (*FLOTILLA, "run", str(SPEC), "--runs", str(directory), "--name", NAME, "--plain")
+    words += ("--set", f"optimisation.steps={steps}")
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL) as run:
+        try:
+            yield psutil.Process(run.pid)
+        finally:
+            run.terminate()
+            run.wait(60)
+
+
+class Run:
+    """The example's experiment, asked over REST."""
+
+    def __init__(self, fleet: Path) -> None:
+        info = FleetInfo.read(fleet)
+        self.url, self.token = info.gateway_url, info.token
+        self._client = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.token}"})
+
+    def view(self) -> dict[str, Any]:
+        """Read it; empty as long as there is none."""
+        found: list[dict[str, Any]] = self._client.get("/v1/experiments").raise_for_status().json()["items"]
+        return found[0] if found else {}
+
+
+def until(found: Callable[[], Any], what: str) -> Any:
+    """Look until something is there."""
+    end = time.monotonic() + WAIT_SECONDS
+    while not (answer := found()):
+        if time.monotonic() > end:
+            raise SystemExit(f"waited {WAIT_SECONDS:g} s for {what}")
+        time.sleep(POLL_SECONDS)
+    return answer
+
+
+def seconds_of(owner: psutil.Process) -> dict[str, float]:
+    """Sum the processor time of a fleet's processes by service."""
+    sums: dict[str, float] = {}
+    for child in owner.children(recursive=True):
+        try:
+            words, times = " ".join(child.cmdline()), child.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        found = SERVICE.search(words)
+        name = found[1] if found else "redis" if "valkey" in words else "other"
+        sums[name] = sums.get(name, 0.0) + times.user + times.system
+    return sums
+
+
+def measure(directory: Path, steps: int, pages: int) -> dict[str, Any]:
+    """Run the example once and give the shares."""
+    fleet = directory / NAME / FLEET
+    with example(directory, steps) as owner, ExitStack() as windows:
+        until((fleet / "fleet.json").is_file, "the fleet")
+        run = Run(fleet)
+        view = until(run.view, "the experiment")
+        for number in range(pages):
+            place = directory / f"window-{number}"
+            place.mkdir()
+            window = windows.enter_context(open_browser(place))
+            window.open(f"{run.url}/#token={run.token}")
+            window.wait("h1", "Experiments")
+            window.script("location.hash = arguments[0]", f"#/run/{view['id']}")
+        until(lambda: run.view()["step"] >= FIRST_STEP, "the first steps")
+        began, first, before = time.monotonic(), run.view()["step"], seconds_of(owner)
+        until(lambda: run.view()["step"] >= steps - 1, "the last steps")
+        seconds, last, after = time.monotonic() - began, run.view()["step"], seconds_of(owner)
+        used = {name: after[name] - before.get(name, 0.0) for name in after}
+    return {
+        "pages": pages,
+        "steps": last - first,
+        "seconds": round(seconds, 1),
+        "gateway_percent_of_a_core": round(100 * used["gateway"] / seconds, 2),
+        "gateway_milliseconds_per_step": round(1e3 * used["gateway"] / (last - first), 1),
+        "gateway_percent_of_trainer": round(100 * used["gateway"] / used["trainer"], 1),
+        "processor_seconds": {name: round(each, 2) for name, each in sorted(used.items())},
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--pages", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="flotilla-share-") as folder:
+        found = measure(Path(folder), arguments.steps, arguments.pages)
+    share = found["gateway_percent_of_a_core"]
+    print(json.dumps(found, indent=2))
+    print(
+        f"gateway: {share:g} % of a core ({'below' if share < BAR_PERCENT else 'above'} the {BAR_PERCENT:g} % wanted)"
+    )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

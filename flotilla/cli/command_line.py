@@ -209,6 +209,14 @@ def _add_page(commands: "Commands") -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, or data directory of a fleet")
     parser.add_argument("--port", type=parsing.at_least_zero, default=0, help="port of the page, 0 for any free one")
     parser.add_argument("--no-browser", action="store_true", help="print the address and open nothing")
+    text = "Write a run's timeline for Chrome and Perfetto: services as rows, the way of each group as a flow."
+    timeline = add_command(commands, "timeline", text, "timeline:timeline")
+    text = "folder of a run, of a fleet's data, or of an experiment; a run that goes on is read as it is now"
+    timeline.add_argument("run", metavar="RUN", help=text)
+    timeline.add_argument("--output", "-o", metavar="FILE", help="to write (default: NAME-timeline.json)")
+    text = "the newest N steps and what else happened since they began, 0 for the whole run (%(default)s)"
+    timeline.add_argument("--steps", type=parsing.at_least_zero, default=200, metavar="N", help=text)
+    add_json(timeline)
 
 
 def _add_kept(commands: "Commands") -> None:

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from flotilla.cli.gateway import READ_SECONDS
+from flotilla.cli.timeline import Occurrence
 from flotilla.client.asynchronous import AsyncClient, Ledgers, Reference
 from flotilla.client.calls import PAGE
 from flotilla.client.views import Samples
@@ -96,11 +97,8 @@ def open_source(gateway: str | None, data: Path, reference: str | None) -> tuple
     """
     named = Path(reference) if reference else None
     if named is not None and (named.is_dir() or len(named.parts) > 1):  # No name of an experiment has a slash.
-        places = {named: None, named / "fleet": None, named.absolute().parent.parent: named.absolute().name}
-        for place, inside in places.items():
-            if (place / DATABASE).is_file():
-                return _of_data(place), inside
-        raise NotFound(f"there are no experiments in {named}" if named.is_dir() else f"there is no directory {named}")
+        place, inside = _place_of(named)
+        return _of_data(place), inside
     try:
         return AsyncClient(gateway, data=data, deadline_seconds=READ_SECONDS), reference
     except Unavailable:
@@ -109,12 +107,41 @@ def open_source(gateway: str | None, data: Path, reference: str | None) -> tuple
         return StoredExperiments(data), reference
 
 
+def stored_at(named: Path) -> "tuple[StoredExperiments, str | None]":
+    """Open the files of a directory, whether or not a fleet works on them; see ``open_source``.
+
+    Raises:
+        NotFound: there is no such directory, or no experiment in it.
+    """
+    place, inside = _place_of(named)
+    return StoredExperiments(place), inside
+
+
+def _place_of(named: Path) -> tuple[Path, str | None]:
+    """Find the data directory that belongs to a directory, and the experiment if that is one's own."""
+    places = {named: None, named / "fleet": None, named.absolute().parent.parent: named.absolute().name}
+    for place, inside in places.items():
+        if (place / DATABASE).is_file():
+            return place, inside
+    raise NotFound(f"there are no experiments in {named}" if named.is_dir() else f"there is no directory {named}")
+
+
 def _of_data(data: Path) -> Source:
     try:
         info = FleetInfo.read(data)
     except Unavailable:
         return StoredExperiments(data)
     return AsyncClient(info.gateway_url, info.token, deadline_seconds=READ_SECONDS)
+
+
+class StoredPublication(NamedTuple):
+    """A publication that has ended; times in seconds since the epoch."""
+
+    version: int
+    step: int
+    phase: str
+    announced_at: float
+    ended_at: float
 
 
 class StoredExperiments:
@@ -215,6 +242,20 @@ class StoredExperiments:
     async def services(self) -> list[ServiceView]:
         """Return none: they ended with the fleet."""
         return []
+
+    def publications(self, experiment: ExperimentView) -> list[StoredPublication]:
+        """List the publications that have ended, by version."""
+        query = (
+            "SELECT version, step, phase, announced_at, ended_at FROM publications "
+            "WHERE experiment_id = ? AND ended_at IS NOT NULL ORDER BY version"
+        )
+        return [StoredPublication(*row) for row in self._database.execute(query, (experiment.id,))]
+
+    def events(self, experiment: ExperimentView) -> list[Occurrence]:
+        """List the events, in their order."""
+        query = "SELECT type, at, data FROM events WHERE experiment_id = ? ORDER BY id"
+        rows = self._database.execute(query, (experiment.id,))
+        return [Occurrence(type=type_, at=at, data=json.loads(data)) for type_, at, data in rows]
 
     def _views(self) -> Iterator[ExperimentView]:
         query = (

@@ -433,7 +433,8 @@ class RewardConsumer:
                 self.last_error = grade.reason
             else:
                 self.graded_samples += 1
-        return with_grades(group, grades, time.perf_counter() - started, used_names(self._config))
+        graded = with_grades(group, grades, time.perf_counter() - started, used_names(self._config))
+        return graded.timed("graded_after_seconds", time.time())
 
     async def _send_on(self, lane: RewardLane, claim: Claim, group: Group, failure: str) -> None:
         if not lane.is_filtered:

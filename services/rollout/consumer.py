@@ -370,6 +370,7 @@ class RolloutConsumer:
     async def _end(self, hop: Hop, claim: Claim, group: Group) -> None:
         """Forward a group that is finished; hand another one over with what it has."""
         if all(is_finished(member) for member in group.trajectories):
+            group = group.timed("generated_after_seconds", time.time())
             is_forwarded = await retry(partial(hop.forward, claim, group), waiting_for=DATA_PLANE)
             self.answered += is_forwarded
             self.failures_in_a_row = 0

@@ -7,6 +7,7 @@ policy version under which it was sampled.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
@@ -39,7 +40,8 @@ class Trajectory:
         status, reward, components, reason: the grade; ``reward`` is None unless ``status`` is scored.
         metrics: what graders measured besides the reward, by ``COMPONENT/METRIC``.
         answer: what a grader took for the answer in the text; None if it found none, or does not say.
-        timings: durations in seconds by name (``generation_seconds``, ``grading_seconds``).
+        timings: durations in seconds by name: ``generation_seconds``, ``grading_seconds``; from the task's issue to
+            the end of either by the machines' clocks, ``generated_after_seconds`` and ``graded_after_seconds``.
         resumed_tokens: sampled tokens that came from an earlier rollout, which handed the task over.
         turns: of an episode, one after the other; empty where there is one prompt and one completion.
         episode: of an agent from outside, to whom it belongs; several trajectories may be branches of one.
@@ -140,6 +142,12 @@ class Trajectory:
             self.teacher_log_probs,
         )
 
+    def timed(self, name: str, seconds: float) -> "Trajectory":
+        """Make a copy with one more of the timings."""
+        values = [get(self) for get in _GETTERS]
+        values[_TIMINGS] = {**self.timings, name: seconds}
+        return _assembled(*values)
+
     def has_sampled_of(self, other: "Trajectory") -> bool:
         """Return, without reading an array, whether all but the grade is surely the other's."""
         if self is other:
@@ -226,6 +234,8 @@ class Trajectory:
 
 
 _SETTERS = tuple(getattr(Trajectory, each.name).__set__ for each in fields(Trajectory))
+_GETTERS = tuple(attrgetter(each.name) for each in fields(Trajectory))
+_TIMINGS = [each.name for each in fields(Trajectory)].index("timings")
 
 
 def _assembled(*values: Any) -> Trajectory:
@@ -270,6 +280,18 @@ class Group:
         if not sampled:
             return self.task.min_version, self.task.min_version
         return min(int(v.min()) for v in sampled), max(int(v.max()) for v in sampled)
+
+    def timed(self, name: str, now: float) -> "Group":
+        """Record in each trajectory how long ago the task was issued; the same group where nobody recorded that.
+
+        Args:
+            name: of the timing.
+            now: seconds since the epoch.
+        """
+        if not self.task.issued_at:
+            return self
+        seconds = max(0.0, now - self.task.issued_at)
+        return Group(self.task, tuple(each.timed(name, seconds) for each in self.trajectories), self.prompt)
 
     def rewards(self) -> list[float]:
         """List the rewards of the scored trajectories, a baseline's left out."""

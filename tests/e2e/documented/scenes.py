@@ -53,6 +53,25 @@ def cli(line: str, **more: object) -> Typed:
     return Typed(CLI, line, **more)  # type: ignore[arg-type]
 
 
+def timeline_is_whole(reader: Reader) -> None:
+    """Groups lead from their issue through sampling and grading into the step that trained them, in this order."""
+    import json
+
+    (file,) = reader.home.rglob("arithmetic-timeline.json")
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {(each["pid"]): each["args"]["name"] for each in events if each["name"] == "process_name"}
+    assert list(names.values()) == ["gateway", "rollout", "reward", "trainer"]
+    flows: dict[int, list[tuple[str, str, float]]] = {}
+    for each in (each for each in events if each["ph"] in {"s", "t", "f"}):
+        flows.setdefault(each["id"], []).append((each["ph"], names[each["pid"]], each["ts"]))
+    trained = [flow for flow in flows.values() if flow[-1][1] == "trainer"]
+    assert len(trained) >= 10, "of each step some groups"
+    for flow in trained:
+        way = [("s", "gateway"), ("t", "rollout"), ("t", "reward"), ("f", "trainer")]
+        assert [(phase, name) for phase, name, _ in flow] == way
+        assert [at for *_, at in flow] == sorted(at for *_, at in flow)
+
+
 def waits(name: str, **wanted: object) -> Callable[[Reader], None]:
     """Wait for an experiment."""
     return lambda reader: reader.waits(name, **wanted)  # type: ignore[arg-type]
@@ -94,6 +113,8 @@ RUNS: Final[Scene] = (
     cli("flotilla logs trainer --tail 5 --json --data runs/arithmetic/fleet"),
     lambda reader: reader.known.update(sample=sample_of(reader)),
     cli("flotilla replay runs/arithmetic 5 --sample 71.0", swap={"71.0": "{sample}"}),
+    Typed("docs/monitoring.md", "flotilla timeline runs/arithmetic"),
+    timeline_is_whole,
     Typed(OWN, "flotilla spec check experiment.yaml --data", {"experiment.yaml": "own/experiment.yaml"}),
     Typed(
         OWN,

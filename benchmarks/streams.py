@@ -32,7 +32,7 @@ from pathlib import Path
 from redis.asyncio import Redis
 
 from flotilla.cli.redis_server import LocalRedis
-from flotilla.services.reward.consumer import with_grades
+from flotilla.services.reward.grading import with_grades
 from flotilla.shared.schemas.grading import Grade
 from flotilla.shared.schemas.trajectory import Group
 from flotilla.shared.streams.codec import encode_body, encode_grades, group_header

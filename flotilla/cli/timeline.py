@@ -6,7 +6,7 @@ The format is the Trace Event Format in JSON: slices (``X``) on the rows of a pr
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Required, TypedDict
 
 GATEWAY, ROLLOUT, REWARD, TRAINER = 1, 2, 3, 4
 PROCESSES: Final = {GATEWAY: "gateway", ROLLOUT: "rollout", REWARD: "reward", TRAINER: "trainer"}
@@ -17,6 +17,33 @@ STEP_PARTS: Final = ("wait", "compute", "publish", "checkpoint")
 PUBLICATION_PARTS: Final = ("prepare", "transfer", "commit")
 ISSUE_SECONDS: Final = 0.0005
 """A slice, since a flow begins at one; issuing takes no longer than that."""
+
+
+Fact = str | int | float | bool | None
+
+
+class TraceEvent(TypedDict, total=False):
+    """An event of the format; times in seconds until the end, then in microseconds."""
+
+    ph: Required[str]
+    pid: Required[int]
+    tid: Required[int]
+    name: Required[str]
+    ts: float
+    dur: float
+    args: Mapping[str, Fact]
+    id: int
+    cat: str
+    bp: str
+    s: str
+
+
+class Timeline(TypedDict):
+    """The whole document."""
+
+    traceEvents: list[TraceEvent]
+    displayTimeUnit: str
+    otherData: Mapping[str, Fact]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +82,9 @@ class GroupTimes:
         """As it is called on the rows."""
         return f"{'evaluated group' if self.kind == 'evaluation' else 'group'} {self.group_id}"
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Fact]:
         """What a tip says of it."""
-        facts = {"kind": self.kind, "step": self.step, "version": self.version, "ended": self.ended}
+        facts: dict[str, Fact] = {"kind": self.kind, "step": self.step, "version": self.version, "ended": self.ended}
         facts |= {"reward": self.reward, "samples": self.num_samples, "tokens": self.num_tokens}
         return {name: value for name, value in facts.items() if value is not None}
 
@@ -97,7 +124,7 @@ def timeline_of(
     steps: Sequence[StepTimes],
     publications: Sequence[PublicationTimes],
     events: Sequence[Occurrence],
-) -> dict[str, Any]:
+) -> Timeline:
     """Make the document.
 
     Returns:
@@ -115,23 +142,28 @@ def timeline_of(
     return {"traceEvents": [*_names(used), *made], "displayTimeUnit": "ms", "otherData": {"began": began}}
 
 
-def _slice(pid: int, tid: int, name: str, at: float, seconds: float, **facts: Any) -> dict[str, Any]:
-    return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": at, "dur": max(0.0, seconds), "args": facts}
+def _slice(
+    pid: int, tid: int, name: str, at: float, seconds: float, facts: Mapping[str, Fact] | None = None
+) -> TraceEvent:
+    return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": at, "dur": max(0.0, seconds), "args": facts or {}}
 
 
-def _flow(phase: str, group: GroupTimes, pid: int, tid: int, at: float) -> dict[str, Any]:
-    made = {"ph": phase, "pid": pid, "tid": tid, "name": group.name, "cat": "group", "id": group.flow, "ts": at}
-    return made if phase != "f" else made | {"bp": "e"}
+def _flow(phase: str, group: GroupTimes, pid: int, tid: int, at: float) -> TraceEvent:
+    made: TraceEvent = {"ph": phase, "pid": pid, "tid": tid, "name": group.name, "cat": "group", "id": group.flow}
+    made["ts"] = at
+    if phase == "f":
+        made["bp"] = "e"
+    return made
 
 
-def _of_groups(groups: Sequence[GroupTimes], steps: Sequence[StepTimes]) -> Iterator[dict[str, Any]]:
+def _of_groups(groups: Sequence[GroupTimes], steps: Sequence[StepTimes]) -> Iterator[TraceEvent]:
     """Make the slices of each group, and the flow through them; one whose times nobody recorded is only issued."""
     computed_at = {each.step: _begin(each) + each.seconds.get("wait", 0.0) for each in steps}
     sampled, graded = _Rows(ROLLOUT), _Rows(REWARD)
     ordered = sorted(groups, key=lambda each: (each.generated_at or 0.0) - each.generation_seconds)
     for each in ordered:
         name, facts = each.name, each.facts()
-        yield _slice(GATEWAY, ISSUES, name, each.issued_at, ISSUE_SECONDS, **facts)
+        yield _slice(GATEWAY, ISSUES, name, each.issued_at, ISSUE_SECONDS, facts)
         stops = [(GATEWAY, ISSUES, each.issued_at)]
         for rows, ended_at, seconds in (
             (sampled, each.generated_at, each.generation_seconds),
@@ -140,7 +172,7 @@ def _of_groups(groups: Sequence[GroupTimes], steps: Sequence[StepTimes]) -> Iter
             if ended_at is not None:
                 at = max(each.issued_at, ended_at - seconds)
                 row = rows.take(at, ended_at)
-                yield _slice(rows.pid, row, name, at, ended_at - at, **facts)
+                yield _slice(rows.pid, row, name, at, ended_at - at, facts)
                 stops.append((rows.pid, row, at))
         if each.kind == "trained" and each.step in computed_at:
             stops.append((TRAINER, 1, computed_at[each.step]))
@@ -170,34 +202,34 @@ def _begin(step: StepTimes) -> float:
     return step.ended_at - sum(step.seconds.get(part, 0.0) for part in STEP_PARTS)
 
 
-def _of_steps(steps: Iterable[StepTimes]) -> Iterator[dict[str, Any]]:
+def _of_steps(steps: Iterable[StepTimes]) -> Iterator[TraceEvent]:
     for step in steps:
         at = _begin(step)
-        yield _slice(TRAINER, 1, f"step {step.step}", at, step.ended_at - at, version=step.version)
+        yield _slice(TRAINER, 1, f"step {step.step}", at, step.ended_at - at, {"version": step.version})
         for part in STEP_PARTS:
             if seconds := step.seconds.get(part, 0.0):
                 yield _slice(TRAINER, 1, part, at, seconds)
                 at += seconds
 
 
-def _of_publications(publications: Iterable[PublicationTimes]) -> Iterator[dict[str, Any]]:
+def _of_publications(publications: Iterable[PublicationTimes]) -> Iterator[TraceEvent]:
     for each in publications:
         at = each.announced_at
-        yield _slice(GATEWAY, PUBLICATIONS, f"version {each.version}", at, each.ended_at - at, phase=each.phase)
+        yield _slice(GATEWAY, PUBLICATIONS, f"version {each.version}", at, each.ended_at - at, {"phase": each.phase})
         for part in PUBLICATION_PARTS:
             # Rollouts switch after the commit is recorded: that part may end later than the publication.
             if seconds := min(each.seconds.get(part, 0.0), max(0.0, each.ended_at - at)):
-                yield _slice(GATEWAY, PUBLICATIONS, part, at, seconds, whole_seconds=each.seconds[part])
+                yield _slice(GATEWAY, PUBLICATIONS, part, at, seconds, {"whole_seconds": each.seconds[part]})
                 at += seconds
 
 
-def _of_events(events: Iterable[Occurrence]) -> Iterator[dict[str, Any]]:
+def _of_events(events: Iterable[Occurrence]) -> Iterator[TraceEvent]:
     for each in events:
         if each.type == "evaluation":
             seconds = float(each.data["seconds"])
             facts = {"accuracy": each.data["metrics"].get("evaluation/accuracy")}
             name = f"evaluation of version {each.data['version']}"
-            yield _slice(GATEWAY, EVALUATIONS, name, each.at - seconds, seconds, **facts)
+            yield _slice(GATEWAY, EVALUATIONS, name, each.at - seconds, seconds, facts)
         elif not each.type.startswith("publication_"):
             facts = {name: value for name, value in each.data.items() if isinstance(value, str | int | float)}
             yield {
@@ -205,7 +237,7 @@ def _of_events(events: Iterable[Occurrence]) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
-def _names(used: set[tuple[int, int]]) -> Iterator[dict[str, Any]]:
+def _names(used: set[tuple[int, int]]) -> Iterator[TraceEvent]:
     for pid in sorted({pid for pid, _ in used}):
         yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": PROCESSES[pid]}}
         yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": pid}}

@@ -26,6 +26,7 @@ from flotilla.shared.locations.allowed import read_places
 from flotilla.shared.net.server.serving import address_of, bind, serve
 from flotilla.shared.streams.redis.connection import check_server
 from flotilla.shared.telemetry.logging import configure_logging
+from flotilla.shared.telemetry.tracing.recording import trace_process
 
 DEFAULT_PORT = 8470
 CANNOT_START = 2
@@ -41,6 +42,7 @@ def main() -> int:
         common = read_settings(default_port=DEFAULT_PORT)
         configure_logging("gateway", common.log_level, common.log_format)
         arm_process("gateway")
+        trace_process("gateway")
         if common.parent_pid is not None:
             die_with_parent(common.parent_pid)
         settings = GatewaySettings(

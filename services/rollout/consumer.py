@@ -28,6 +28,7 @@ from flotilla.shared.schemas.trajectory import Group
 from flotilla.shared.streams.holding import holding
 from flotilla.shared.streams.hop import REDUNDANT, Claim, Hop, Renewal, Resolution
 from flotilla.shared.streams.partials import is_finished
+from flotilla.shared.telemetry.tracing.recording import group_span
 
 log = logging.getLogger(__name__)
 
@@ -313,7 +314,9 @@ class RolloutConsumer:
             try:
                 with self.busy.sampling():
                     async with sampling, self._while_young(config, oldest):
-                        group = await self._episodes.run(task, partials, version, delivery=claim.token)
+                        with group_span("rollout", task, {"flotilla.version": version}) as facts:
+                            group = await self._episodes.run(task, partials, version, delivery=claim.token)
+                            facts["flotilla.tokens"] = group.num_sampled
             except FlotillaError as error:
                 if error.retryable:
                     await self._hold(UNAVAILABLE_PAUSE_SECONDS)

@@ -18,6 +18,7 @@ from flotilla.shared.net.server.serving import address_of, bind, serve
 from flotilla.shared.service.app import leave
 from flotilla.shared.service.devices import limit_devices
 from flotilla.shared.telemetry.logging import configure_logging
+from flotilla.shared.telemetry.tracing.recording import trace_process
 
 CANNOT_START = 2
 
@@ -44,6 +45,7 @@ def run_service(name: str, create_app: Callable[[ServiceSettings, str], FastAPI]
             end_after(settings.fleet_pid)
         configure_logging(name, settings.log_level, settings.log_format)
         arm_process(name)
+        trace_process(name)
         listening = bind(settings.host, settings.port)
         check_can_be_told(listening, f"FLOTILLA_HOST={settings.host}")
         serve(create_app(settings, address_of(listening)), listening, partial(leave, settings.notice_seconds))

@@ -6,23 +6,43 @@ import contextlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TypedDict
 
 from flotilla.cli.exit_codes import ExitCode
 from flotilla.cli.output import new_console, telling, write_json
 from flotilla.cli.sample_files import import_pyarrow_alone
 from flotilla.cli.stored import StoredExperiments, stored_at
-from flotilla.cli.timeline import PUBLICATION_PARTS, STEP_PARTS, GroupTimes, PublicationTimes, StepTimes, timeline_of
+from flotilla.cli.timeline import (
+    PUBLICATION_PARTS,
+    STEP_PARTS,
+    GroupTimes,
+    PublicationTimes,
+    StepTimes,
+    Timeline,
+    timeline_of,
+)
 from flotilla.shared.samples.folder import SAMPLES, open_samples_file, stored_files
 from flotilla.shared.schemas.experiment import ExperimentView
 
-COLUMNS = (
-    "kind", "step", "version", "group_id", "issued_at", "ended", "reward", "num_sampled", "timings",
-)  # fmt: skip
+
+class Row(TypedDict):
+    """What is read of a sample."""
+
+    kind: str
+    step: int | None
+    version: int
+    group_id: int
+    issued_at: float | None
+    ended: str | None
+    reward: float | None
+    num_sampled: int
+    timings: list[tuple[str, float]]
+
+
 STEP_SERIES = tuple(f"time/{part}_seconds" for part in STEP_PARTS)
 PUBLICATION_SERIES = tuple(f"publication/{part}_seconds" for part in PUBLICATION_PARTS)
 
@@ -54,7 +74,7 @@ async def timeline(arguments: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-async def _timeline_of(source: StoredExperiments, experiment: ExperimentView, num_steps: int) -> dict[str, Any]:
+async def _timeline_of(source: StoredExperiments, experiment: ExperimentView, num_steps: int) -> Timeline:
     first = experiment.step - num_steps + 1 if num_steps else 0
     values: dict[str, dict[int, float]] = defaultdict(dict)
     ended_at: dict[int, tuple[float, int]] = {}
@@ -106,10 +126,10 @@ def _groups(directory: Path, first: int, begin: float) -> Iterator[GroupTimes]:
             continue
         try:
             with open_samples_file(directory / SAMPLES, stored.name) as file:
-                rows = parquet.ParquetFile(file).read(columns=list(COLUMNS)).to_pylist()
+                rows = parquet.ParquetFile(file).read(columns=list(Row.__annotations__)).to_pylist()
         except (OSError, ArrowException):
             continue  # it went meanwhile: the folder has a bound
-        members: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        members: dict[int, list[Row]] = defaultdict(list)
         for row in rows:
             members[row["group_id"]].append(row)
         for each in members.values():
@@ -119,8 +139,9 @@ def _groups(directory: Path, first: int, begin: float) -> Iterator[GroupTimes]:
                 yield made
 
 
-def _group_of(members: list[dict[str, Any]]) -> GroupTimes:
-    task, timings = members[0], [dict(each["timings"]) for each in members]
+def _group_of(members: Sequence[Row]) -> GroupTimes:
+    task, issued_at = members[0], members[0]["issued_at"] or 0.0
+    timings = [dict(each["timings"]) for each in members]
     rewards = [each["reward"] for each in members if each["reward"] is not None]
 
     def longest(name: str) -> float | None:
@@ -128,14 +149,14 @@ def _group_of(members: list[dict[str, Any]]) -> GroupTimes:
 
     def at(name: str) -> float | None:
         seconds = longest(name)
-        return None if seconds is None else task["issued_at"] + seconds
+        return None if seconds is None else issued_at + seconds
 
     return GroupTimes(
         group_id=task["group_id"],
         kind=task["kind"],
         step=task["step"],
         version=task["version"],
-        issued_at=task["issued_at"] or 0.0,
+        issued_at=issued_at,
         generated_at=at("generated_after_seconds"),
         generation_seconds=longest("generation_seconds") or 0.0,
         graded_at=at("graded_after_seconds"),
@@ -147,7 +168,7 @@ def _group_of(members: list[dict[str, Any]]) -> GroupTimes:
     )
 
 
-def _counts(made: Mapping[str, Any]) -> dict[str, int]:
+def _counts(made: Timeline) -> dict[str, int]:
     names = [each["name"] for each in made["traceEvents"] if each["ph"] == "X"]
     issued = {
         each["name"] for each in made["traceEvents"] if each["ph"] == "X" and (each["pid"], each["tid"]) == (1, 1)
@@ -161,7 +182,7 @@ def _counts(made: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def _write(output: Path, made: Mapping[str, Any]) -> None:
+def _write(output: Path, made: Timeline) -> None:
     fresh = output.with_name(f"{output.name}.{os.getpid()}.tmp")
     try:
         with fresh.open("x", encoding="utf-8") as file:

@@ -128,23 +128,31 @@ class Feeder:
             # What no policy sampled does not get old, however many steps a version has.
             ledger = ledger.model_copy(update={"consumed_since_publication": 0})
         room = admitted(ledger, budget=spec.admission_budget, redundant=spec.asynchrony.redundant_groups, **wanted)
+        left = groups_left(ledger, **wanted) if self._finished is None else 0
         if room == 0:
-            if self._finished is None and groups_left(ledger, **wanted):
+            if left:
                 self._status.wait.hold(now)
             return BLOCKED_SECONDS
         # A server that has lost everything is told the beginning again before anything is issued.
-        if self._next_group_id is None:
-            self._next_group_id = await self._admission.next_group_id()
-        first = max(self._first_group_id, self._next_group_id)
+        first = max(self._first_group_id, await self._next_group())
         limit = max(spec.admission_budget, ledger.outstanding + ledger.consumed_since_publication + room)
         result = await self._issue(range(first, first + min(room, BATCH)), version, limit)
         self._next_group_id = result.next_group_id
-        if result.count and (result.count < room or spec.asynchrony.redundant_groups):
+        return self._pause_after(result.count, room, left)
+
+    def _pause_after(self, count: int, room: int, left: int) -> float:
+        """Say how long to wait after so many groups were issued of those that were admitted, and of those left."""
+        if count and (count < room or self._experiment.spec.asynchrony.redundant_groups):
             return 0.0
-        if result.count and self._finished is None and groups_left(ledger, **wanted) > result.count:
+        if 0 < count < left:
             # Known without another look: all that the budget admitted was issued.
             self._status.wait.hold(self._clock.monotonic())
         return BLOCKED_SECONDS
+
+    async def _next_group(self) -> int:
+        if self._next_group_id is None:
+            self._next_group_id = await self._admission.next_group_id()
+        return self._next_group_id
 
     async def _issue(self, group_ids: range, version: int, limit: int) -> IssueResult:
         finished = self._finished

@@ -16,6 +16,7 @@ from flotilla.shared.errors import EnvironmentDiverged, EpisodeFailed, PromptToo
 from flotilla.shared.schemas.task import Message, Task, sample_seed
 from flotilla.shared.schemas.trajectory import GradeStatus, Trajectory
 from flotilla.shared.schemas.turns import FinishReason, Turn
+from flotilla.shared.telemetry.tracing.recording import inner_span
 
 Value = TypeVar("Value")
 
@@ -110,7 +111,8 @@ class Member:
 
     async def _answer(self, turn: Turn) -> Reply:
         is_cut = turn.finish_reason is FinishReason.LENGTH
-        return await self._wait_for(self.conversation.answer(turn.text, is_cut=is_cut))
+        with inner_span("tool", {"flotilla.member": self.index, "flotilla.turn": len(self._builder.turns) - 1}):
+            return await self._wait_for(self.conversation.answer(turn.text, is_cut=is_cut))
 
     async def _take(self, reply: Reply, turn: Turn) -> FinishReason | None:
         """Record what came of a turn, and show what is next; return why the episode ends, if it does."""
@@ -147,7 +149,9 @@ class Member:
             images=self._images,
         )
         started = time.perf_counter()
-        (completion,) = await self.requests.generate(request)
+        with inner_span("turn", {"flotilla.member": self.index, "flotilla.turn": number}) as facts:
+            (completion,) = await self.requests.generate(request)
+            facts["flotilla.tokens"] = len(completion.token_ids)
         self._sampling_seconds += time.perf_counter() - started
         self._resumed += completion.num_resumed
         text = await asyncio.to_thread(self.renderer.text, completion.token_ids.tolist())

@@ -8,6 +8,7 @@ from typing import IO
 
 from flotilla.shared.children.processes import collecting_later, die_with_parent
 from flotilla.shared.faults.armed import arm_process
+from flotilla.shared.telemetry.tracing.recording import trace_process
 
 with collecting_later():
     from transformers.utils import logging as transformers_logging
@@ -27,6 +28,8 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     place = Place.of(os.environ)
     arm_process("trainer-worker" if place is None or place.rank == 0 else "trainer-follower")
+    if place is None or place.rank == 0:
+        trace_process("trainer-worker")
     # What libraries print must not get between the messages.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

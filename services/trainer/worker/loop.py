@@ -9,9 +9,7 @@ Computation runs on one thread of its own, so leases, publications and reports g
 """
 
 import asyncio
-import copy
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
@@ -29,9 +27,15 @@ from flotilla.services.trainer.worker.images import ImagePool
 from flotilla.services.trainer.worker.publisher import Publisher
 from flotilla.services.trainer.worker.reporter import Reporter
 from flotilla.services.trainer.worker.samples import StepSamples
+from flotilla.services.trainer.worker.step_times import (
+    GradientWatch,
+    StepMoments,
+    StepTimes,
+    describe_step,
+    record_step,
+)
 from flotilla.shared.checkpoints.lineage import VersionLine
 from flotilla.shared.config.spec import ExperimentSpec
-from flotilla.shared.errors import ModelError
 from flotilla.shared.faults.armed import armed
 from flotilla.shared.faults.sites import Site
 from flotilla.shared.schemas.experiment import MetricBatch
@@ -42,86 +46,6 @@ from flotilla.shared.telemetry.reward_metrics import SeriesNames, describe_rewar
 log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
-
-
-MAX_BROKEN_STEPS = 3
-
-
-class GradientWatch:
-    """Ends training that has stopped to learn anything."""
-
-    def __init__(self) -> None:
-        self._broken_steps = 0
-
-    def check(self, result: StepResult, step: int) -> None:
-        """Record what a step gave.
-
-        Raises:
-            ModelError: for several steps in a row, no gradient was finite.
-        """
-        is_broken = not any(update.is_applied for update in result.updates)
-        self._broken_steps = self._broken_steps + 1 if is_broken else 0
-        if self._broken_steps == MAX_BROKEN_STEPS:
-            raise ModelError(f"the gradient was not finite in {MAX_BROKEN_STEPS} steps, the last one being step {step}")
-
-
-class StepTimes:
-    """Durations of the last step, and of the version that it belongs to."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, float] = {}
-        self._waited = 0.0
-        self._elapsed = 0.0
-
-    def with_step(self, planned: StepGroups, compute: float, publish: float, checkpoint: float | None) -> "StepTimes":
-        """Return what ``add`` would make of this."""
-        times = copy.copy(self)
-        times.add(planned, compute, publish, checkpoint)
-        return times
-
-    def add(self, planned: StepGroups, compute: float, publish: float, checkpoint: float | None) -> None:
-        """Record a step's durations in seconds; ``checkpoint`` is None while that is not over."""
-        step = planned.wait_seconds + compute + publish + (checkpoint or 0.0)
-        self._waited += planned.wait_seconds
-        self._elapsed += step
-        self.values = {
-            "time/wait_seconds": planned.wait_seconds,
-            "time/pace_seconds": planned.pace_seconds,
-            "time/compute_seconds": compute,
-            "time/publish_seconds": publish,
-            "time/step_seconds": step,
-        }
-        if checkpoint is not None:
-            self.values["time/checkpoint_seconds"] = checkpoint
-
-    def idle_ratio(self) -> float:
-        """Divide the time waited for groups by all time since the last call; a version's, if called once for each."""
-        ratio = self._waited / self._elapsed if self._elapsed else 0.0
-        self._waited = self._elapsed = 0.0
-        return ratio
-
-
-def describe_step(
-    result: StepResult, times: StepTimes, publication_seconds: float, *, ends_version: bool
-) -> dict[str, float]:
-    """Put together what computing a step gave and how long it took.
-
-    ``trainer/idle_ratio`` is reported once per version, over all of its steps; a gradient that is not finite is left
-    out of ``grad_norm`` and counted in ``updates/skipped``.
-    """
-    norms = [update.grad_norm for update in result.updates if update.is_applied]
-    values = dict(result.metrics) | times.values
-    values |= {
-        "learning_rate": result.updates[-1].learning_rate,
-        "updates/in_step": float(len(result.updates)),
-        "updates/skipped": float(len(result.updates) - len(norms)),
-        "time/publication_seconds": publication_seconds,
-    }
-    if norms:
-        values["grad_norm"] = sum(norms) / len(norms)
-    if ends_version:
-        values["trainer/idle_ratio"] = times.idle_ratio()
-    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 class StepLearner(Protocol):
@@ -216,9 +140,12 @@ class TrainingLoop:
         self._samples.trained(planned, result, version, self.progress.lineage, partial(self.line.lag, version))
         self.progress.add(planned.plan)
         values |= await self._measure(step)
+        measured = time.monotonic()
         if self.is_at_version:
             await self._publish()
         published = time.monotonic()
+        made = self.version if self.is_at_version else None
+        record_step(planned, version, made, StepMoments(started, computed, measured, published))
         spent = computed - started, published - computed
         # Nobody trains a step again that a checkpoint contains: its figures are kept before.
         values |= self._describe(result, self._times.with_step(planned, *spent, None))

@@ -9,6 +9,7 @@ from flotilla.shared.streams.codec import encode_body, encode_grades, encode_tas
 from flotilla.shared.streams.keys import HopName, StreamKeys
 from flotilla.shared.streams.ledger import token_counters
 from flotilla.shared.streams.redis.scripts import Argument, ScriptRunner
+from flotilla.shared.telemetry.tracing.recording import record_issues
 
 
 class RedisAdmission:
@@ -28,7 +29,9 @@ class RedisAdmission:
         entries: list[Argument] = []
         for task in tasks:
             entries += [task_header(task).to_bytes(), encode_task(task), task.min_version]
-        return await self._issue([task.group_id for task in tasks], entries, HopName.TASKS, limit)
+        result = await self._issue([task.group_id for task in tasks], entries, HopName.TASKS, limit)
+        record_issues(self._keys.experiment_id, tasks[: result.count])
+        return result
 
     async def issue_groups(self, groups: Sequence[Group], *, hop: HopName, limit: int) -> IssueResult:
         """See ``Admission.issue_groups``."""
@@ -38,7 +41,9 @@ class RedisAdmission:
             header = group_header(group)
             entries += [header.to_bytes(), encode_body(group), group.task.min_version]
             entries += [encode_grades(group), header.token_count]
-        return await self._issue([group.task.group_id for group in groups], entries, hop, limit)
+        result = await self._issue([group.task.group_id for group in groups], entries, hop, limit)
+        record_issues(self._keys.experiment_id, [group.task for group in groups[: result.count]])
+        return result
 
     async def _issue(
         self, group_ids: Sequence[int], entries: Sequence[Argument], hop: HopName, limit: int

@@ -16,7 +16,7 @@ from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessa
 
 from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.evaluation.evaluator import Evaluator
-from flotilla.services.reward.consumer import grading_samples
+from flotilla.services.reward.grading import grading_samples
 from flotilla.services.reward.verifiers.given import AgentVerifier
 from flotilla.services.rollout.engines.scripted import log_prob_of
 from flotilla.shared.schemas.task import Lane

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flotilla.services.reward.consumer import grading_samples
+from flotilla.services.reward.grading import grading_samples
 from flotilla.services.reward.verifiers.given import AgentVerifier
 from flotilla.shared.schemas.trajectory import Group
 from tests.agent_fleet import EXPERIMENT, TOKEN, AgentFleet, agent_fleet

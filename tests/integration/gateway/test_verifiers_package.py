@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flotilla.services.reward.consumer import grading_samples
+from flotilla.services.reward.grading import grading_samples
 from flotilla.services.reward.verifiers.given import AgentVerifier
 from flotilla.shared.schemas.task import Message
 from flotilla.shared.testing.builders import a_task

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from flotilla.services.reward.consumer import MOST_NAMES, RewardConsumer, RewardLane
+from flotilla.services.reward.consumer import RewardConsumer, RewardLane
+from flotilla.services.reward.grading import MOST_NAMES
 from flotilla.services.reward.verifiers.base import LONGEST_ANSWER
 from flotilla.shared.config.sections.reward import RewardConfig
 from flotilla.shared.schemas.grading import Grade, GradingSample

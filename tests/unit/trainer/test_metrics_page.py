@@ -10,7 +10,7 @@ from flotilla.services.trainer.data.plan import StepGroups
 from flotilla.services.trainer.learning.learner import StepResult
 from flotilla.services.trainer.learning.metrics import RENAMED
 from flotilla.services.trainer.models.optimizer import UpdateResult
-from flotilla.services.trainer.worker.loop import StepTimes, describe_step
+from flotilla.services.trainer.worker.step_times import StepTimes, describe_step
 from flotilla.shared.schemas.trajectory import GradeStatus, Group
 from flotilla.shared.streams.plans import Plan
 from flotilla.shared.telemetry.reward_metrics import SeriesNames, describe_rewards

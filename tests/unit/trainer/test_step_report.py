@@ -6,7 +6,7 @@ from flotilla.services.trainer.data.group_metrics import Totals, describe_groups
 from flotilla.services.trainer.data.plan import StepGroups
 from flotilla.services.trainer.learning.learner import StepResult
 from flotilla.services.trainer.models.optimizer import UpdateResult
-from flotilla.services.trainer.worker.loop import MAX_BROKEN_STEPS, GradientWatch, StepTimes, describe_step
+from flotilla.services.trainer.worker.step_times import MAX_BROKEN_STEPS, GradientWatch, StepTimes, describe_step
 from flotilla.shared.errors import ModelError
 from flotilla.shared.schemas.trajectory import Group
 from flotilla.shared.streams.plans import Plan

@@ -1,0 +1,99 @@
+"""Grading one group: what a verifier sees of it, and its grades on the trajectories."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from flotilla.services.reward.verifiers.base import LONGEST_ANSWER, Verifier
+from flotilla.shared.faults.armed import armed
+from flotilla.shared.faults.sites import Site
+from flotilla.shared.schemas.grading import Grade, GradingMessage, GradingSample, GradingTurn
+from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
+from flotilla.shared.telemetry.tracing.recording import group_span
+
+MOST_NAMES = 32
+"""Components, and metrics, that are kept of a grade: they travel with the sample."""
+
+
+async def grades_of(verifier: Verifier, group: Group) -> list[Grade]:
+    """Grade what can be graded of a group; one grade for each trajectory."""
+    samples = grading_samples(group)
+    wanted = [index for index, trajectory in enumerate(group.trajectories) if is_gradable(trajectory)]
+    grades = [ungraded(trajectory) for trajectory in group.trajectories]
+    if wanted:
+        if (faults := armed()) is not None:
+            await faults.reach(Site.REWARD_SCORE)
+        with group_span("reward", group.task, {"flotilla.samples": len(wanted)}):
+            scored = await verifier.score([samples[index] for index in wanted])
+        for index, grade in zip(wanted, scored, strict=True):
+            grades[index] = grade
+    return grades
+
+
+def grading_samples(group: Group) -> list[GradingSample]:
+    """Make what a verifier sees of each trajectory."""
+    messages = tuple(GradingMessage(role=each.role, content=each.content) for each in group.task.messages)
+    return [
+        GradingSample(
+            id=f"{group.task.group_id}/{index}",
+            prompt=group.prompt,
+            messages=messages,
+            response=trajectory.text,
+            label=group.task.label,
+            data_source=group.task.data_source,
+            metadata=dict(group.task.metadata),
+            turns=tuple(
+                GradingTurn(observation=turn.observation, response=turn.text, reward=turn.reward)
+                for turn in trajectory.turns
+            ),
+            finish_reason=trajectory.finish_reason.value,
+            measured=dict(trajectory.metrics),
+            episode=trajectory.episode,
+        )
+        for index, trajectory in enumerate(group.trajectories)
+    ]
+
+
+def with_grades(group: Group, grades: Sequence[Grade], seconds: float, kept: Collection[str] = ()) -> Group:
+    """Write each grade onto its trajectory.
+
+    Args:
+        group: as sampled.
+        grades: one per trajectory.
+        seconds: that grading took.
+        kept: names of components and metrics that are never left out, however many a grader gives.
+
+    Raises:
+        ValueError: there are not as many grades as trajectories.
+    """
+    graded = []
+    for trajectory, grade in zip(group.trajectories, grades, strict=True):
+        graded.append(
+            trajectory.graded(
+                grade.status,
+                grade.reward,
+                components=_bounded(grade.components, kept),
+                reason=grade.reason,
+                timings={**trajectory.timings, "grading_seconds": seconds},
+                metrics={**trajectory.metrics, **_bounded(grade.metrics, kept)},
+                answer=None if grade.answer is None else grade.answer[:LONGEST_ANSWER],
+            )
+        )
+    return Group(group.task, tuple(graded), group.prompt)
+
+
+def _bounded(values: Mapping[str, float], kept: Collection[str]) -> dict[str, float]:
+    if len(values) <= MOST_NAMES:
+        return dict(values)
+    others = [name for name in values if name not in kept][:MOST_NAMES]
+    return {name: values[name] for name in (*others, *kept) if name in values}
+
+
+def is_gradable(trajectory: Trajectory) -> bool:
+    """Whether the policy finished it: an aborted one, or one whose episode failed, says nothing about the policy."""
+    return trajectory.finish_reason is not FinishReason.ABORTED and trajectory.status is not GradeStatus.ERROR
+
+
+def ungraded(trajectory: Trajectory) -> Grade:
+    """Make the grade of a trajectory that is not gradable."""
+    if trajectory.status is GradeStatus.ERROR:
+        return Grade.error(trajectory.reason or "the episode failed")
+    return Grade.abstained("the completion was aborted")

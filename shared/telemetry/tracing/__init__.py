@@ -1,0 +1,1 @@
+"""Traces: one follows a group through feeder, rollout, reward, trainer and publication."""

@@ -3,7 +3,8 @@ import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
 import type { ChartDefinition, Line } from "./charts";
 import { duration, number, ticks } from "./format";
-import { colours } from "./palette";
+import type { Mark } from "./marks";
+import { colours, type Ink } from "./palette";
 import type { SeriesOf } from "./series";
 
 export type Axis = "step" | "version" | "time" | "tokens";
@@ -23,12 +24,18 @@ interface Drawn {
   dash: number[];
   xs: number[];
   ys: (number | null)[];
+  isSparse: boolean;
   /** Lowest and highest of several runs. */
   band?: [(number | null)[], (number | null)[]];
 }
 
 const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3], [1, 5]];
 const HEIGHT = 220;
+/** Of fewer values each is seen by itself, such as those of evaluations: a mean over them would only lag behind. */
+export const SPARSE = 30;
+/** Publications closer together than so many pixels are not drawn. */
+const TICK_ROOM = 4;
+const NEAR = 6;
 
 /** Values of the horizontal axis, ascending; of several values in one place the last stays. */
 function along(run: RunLines, line: Line, axis: Axis): { xs: number[]; ys: number[] } {
@@ -69,8 +76,28 @@ function tokensAt(steps: number[], run: RunLines): (number | null)[] {
   });
 }
 
+/** Where a run's steps and publications lie along an axis. */
+export function placesOf(series: SeriesOf, axis: Axis): { at: (step: number) => number | null; start: number; publications: number[] } {
+  const columns = [...series.columns.values()];
+  const column = columns.reduce((best, each) => (each.steps.length > best.steps.length ? each : best));
+  const run: RunLines = { id: "", label: "", series, lines: [] };
+  const { xs } = along(run, { label: "", column: { ...column, values: column.steps } }, axis);
+  const { xs: steps } = along(run, { label: "", column: { ...column, values: column.steps } }, "step");
+  const start = Math.min(...columns.map((each) => each.seconds[0] ?? Infinity));
+  const isAlike = xs.length === steps.length;
+  const at = (step: number): number | null => {
+    if (axis === "step") return step;
+    if (!isAlike) return axis === "version" ? (column.versions[column.steps.indexOf(step)] ?? null) : null;
+    const place = steps.findIndex((each) => each >= step);
+    return place < 0 ? null : xs[place]!;
+  };
+  const publications = column.steps.flatMap((step, place) => (place > 0 && column.versions[place]! > column.versions[place - 1]! ? [at(step)] : []));
+  return { at, start, publications: publications.filter((each) => each !== null) };
+}
+
 /** Exponential moving average without the pull of its start. */
 export function smoothed(values: (number | null)[], strength: number): (number | null)[] {
+  if (values.length < SPARSE) return values;
   let sum = 0;
   let weight = 0;
   return values.map((value) => {
@@ -114,6 +141,7 @@ function drawnOf(runs: RunLines[], axis: Axis, strength: number, isMean: boolean
         dash: isOne ? [] : DASHES[name % DASHES.length]!,
         xs,
         ys: keepsLines ? ys : smoothed(ys, strength),
+        isSparse: ys.length < SPARSE,
       };
     }),
   );
@@ -207,6 +235,37 @@ function csvOf(runs: RunLines[]): string {
   return ["experiment,series,step,version,value,at", ...rows, ""].join("\n");
 }
 
+/** Lines where something happened, and short ticks at the axis where a version was published. */
+function drawMarks(plot: uPlot, marks: Mark[], publications: number[], ink: Ink): void {
+  const { ctx, bbox } = plot;
+  const scale = devicePixelRatio;
+  const inside = (x: number) => x >= bbox.left && x <= bbox.left + bbox.width;
+  const bottom = bbox.top + bbox.height;
+  ctx.save();
+  ctx.lineWidth = scale;
+  const ticks = publications.map((x) => plot.valToPos(x, "x", true)).filter(inside);
+  if (ticks.length * TICK_ROOM * scale <= bbox.width) {
+    ctx.strokeStyle = ink.text;
+    ctx.beginPath();
+    for (const x of ticks) {
+      ctx.moveTo(x, bottom);
+      ctx.lineTo(x, bottom - 6 * scale);
+    }
+    ctx.stroke();
+  }
+  for (const mark of marks) {
+    const x = plot.valToPos(mark.x, "x", true);
+    if (!inside(x)) continue;
+    ctx.strokeStyle = ink.marks[mark.kind];
+    ctx.setLineDash(mark.kind === "change" ? [2 * scale, 4 * scale] : [6 * scale, 3 * scale]);
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x, bottom);
+    ctx.stroke();
+  }
+  ctx.restore();
+}
+
 export function Chart(props: {
   chart: ChartDefinition;
   runs: RunLines[];
@@ -216,19 +275,25 @@ export function Chart(props: {
   zoom: Zoom;
   onZoom: (zoom: Zoom) => void;
   theme: number;
+  marks: Mark[];
+  /** Where versions were published, ascending. */
+  publications: number[];
 }) {
   const { chart, runs, axis, zoom, onZoom } = props;
   const box = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
   const zooming = useRef(onZoom);
   zooming.current = onZoom;
+  const shown = useRef({ marks: props.marks, publications: props.publications });
+  shown.current = { marks: props.marks, publications: props.publications };
+  const [near, setNear] = useState<string[]>([]);
   const [isLog, setLog] = useState(false);
   const [place, setPlace] = useState<number | null>(null);
   const isStack = Boolean(chart.isStacked) && runs.length === 1;
   const plan = useMemo(() => {
     const ink = colours();
     const drawn = drawnOf(runs, axis, props.strength, props.isMean && runs.length > 1, false);
-    const raw = props.strength > 0 && !isStack && !props.isMean ? drawnOf(runs, axis, 0, false, true) : null;
+    const raw = props.strength > 0 && !isStack && !props.isMean ? drawnOf(runs, axis, 0, false, true).filter((each) => !each.isSparse) : null;
     return planOf(isStack ? stacked(drawn) : drawn, raw, isStack, isLog, ink.lines);
   }, [runs, axis, props.strength, props.isMean, isLog, isStack, props.theme]);
   const shape = plan.series.map((each) => `${String(each.stroke)}${each.dash?.join()}`).join();
@@ -250,7 +315,15 @@ export function Chart(props: {
         series: plan.series,
         bands: plan.bands,
         hooks: {
-          setCursor: [(u) => setPlace(u.cursor.idx ?? null)],
+          draw: [(u) => drawMarks(u, shown.current.marks, shown.current.publications, ink)],
+          setCursor: [
+            (u) => {
+              setPlace(u.cursor.idx ?? null);
+              const left = u.cursor.left ?? -1;
+              const found = left < 0 ? [] : shown.current.marks.filter((each) => Math.abs(u.valToPos(each.x, "x") - left) <= NEAR).map((each) => each.label);
+              setNear((before) => (before.join() === found.join() ? before : found));
+            },
+          ],
           setSelect: [
             (u) => {
               if (u.select.width > 4) zooming.current([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]);
@@ -278,6 +351,8 @@ export function Chart(props: {
     plot.current?.setData(plan.data, zoom === null);
     if (zoom) plot.current?.setScale("x", { min: zoom[0], max: zoom[1] });
   }, [plan, zoom]);
+
+  useEffect(() => plot.current?.redraw(false), [props.marks, props.publications]);
 
   const valueAt = (column: number): number | null => {
     const values = plan.data[column] as (number | null | undefined)[] | undefined;
@@ -324,6 +399,14 @@ export function Chart(props: {
           );
         })}
       </ul>
+      {near.length > 0 && (
+        <ul class="near small">
+          {near.slice(0, 4).map((each, at) => (
+            <li key={at}>{each}</li>
+          ))}
+          {near.length > 4 && <li>and {near.length - 4} more</li>}
+        </ul>
+      )}
       <details class="small">
         <summary>When to worry, and the same over REST</summary>
         <p>{chart.worry}</p>

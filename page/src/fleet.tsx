@@ -1,13 +1,19 @@
 // Who works for whom: services, what they do now and did while this page was open, and the shares of the experiments.
-import { useRef, useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
+import type { ComponentChildren } from "preact";
 import { all, call, usePoll, type FleetView, type Service } from "./api";
 import { Dialog } from "./dialog";
 import { duration, number } from "./format";
 import type { Shared } from "./main";
+import { colours } from "./palette";
+import { useTheme } from "./run";
 
 const KINDS = ["trainer", "rollout", "reward", "sandbox"];
 const KEPT = 100;
 const SECONDS = 3;
+/** More services than these are a heat map, and the table is folded up. */
+const MOST_LANES = 64;
+const ROW = 4;
 
 /** How busy a service is now, from 0 to 1. */
 function busyOf(service: Service, before: Service | undefined): number {
@@ -64,6 +70,8 @@ export function Fleet({ shared }: { shared: Shared }) {
       <div class="panel">
         <h2>Services</h2>
         {services.length === 0 && <p class="quiet">None has registered.</p>}
+        {services.length > MOST_LANES && <HeatMap services={services} history={history.current} />}
+        <Folded is={services.length > MOST_LANES} summary={`All ${services.length} services`}>
         <table>
           <thead>
             <tr>
@@ -107,6 +115,7 @@ export function Fleet({ shared }: { shared: Shared }) {
             ))}
           </tbody>
         </table>
+        </Folded>
       </div>
       <div class="panel">
         <h2>Shares</h2>
@@ -147,6 +156,62 @@ export function Fleet({ shared }: { shared: Shared }) {
         )}
       </div>
     </section>
+  );
+}
+
+function Folded({ is, summary, children }: { is: boolean; summary: string; children: ComponentChildren }) {
+  return is ? (
+    <details>
+      <summary>{summary}</summary>
+      {children}
+    </details>
+  ) : (
+    <>{children}</>
+  );
+}
+
+/** How busy many services were: a row for each, a column for each look, the fuller the busier. */
+function HeatMap({ services, history }: { services: Service[]; history: Map<string, number[]> }) {
+  const canvas = useRef<HTMLCanvasElement>(null);
+  const [shown, setShown] = useState("");
+  const theme = useTheme();
+  const looks = Math.max(0, ...services.map((each) => history.get(each.service_id)?.length ?? 0));
+  const last = services.map((each) => history.get(each.service_id)?.at(-1) ?? 0).join();
+  useEffect(() => {
+    const context = canvas.current!.getContext("2d")!;
+    context.clearRect(0, 0, KEPT, services.length * ROW);
+    context.fillStyle = colours().lines[0]!;
+    services.forEach((each, row) => {
+      const values = history.get(each.service_id) ?? [];
+      values.forEach((value, at) => {
+        context.globalAlpha = 0.08 + 0.92 * value;
+        context.fillRect(KEPT - values.length + at, row * ROW, 1, ROW - 1);
+      });
+    });
+  }, [looks, last, services.length, theme]);
+  const mean = (kind: string) => {
+    const values = services.filter((each) => each.kind === kind).flatMap((each) => history.get(each.service_id) ?? []);
+    return values.length > 0 ? `${kind} ${Math.round((100 * values.reduce((sum, each) => sum + each, 0)) / values.length)} %` : null;
+  };
+  const means = KINDS.map(mean).filter((each) => each !== null).join(", ");
+  return (
+    <>
+      <p class="small quiet">Busy since this page was opened: {means}. A row is a service, in the order of the table; a column is a look{shown ? `. ${shown}` : ""}</p>
+      <canvas
+        class="heat"
+        ref={canvas}
+        width={KEPT}
+        height={services.length * ROW}
+        style={{ height: `${services.length * ROW}px` }}
+        role="img"
+        aria-label={`how busy ${services.length} services were: ${means}`}
+        onMouseMove={(event) => {
+          const each = services[Math.floor(event.offsetY / ROW)];
+          setShown(each ? `${each.service_id}: ${Math.round(100 * (history.get(each.service_id)?.at(-1) ?? 0))} % now` : "");
+        }}
+        onMouseLeave={() => setShown("")}
+      />
+    </>
   );
 }
 

@@ -6,6 +6,7 @@ export interface Ink {
   text: string;
   grid: string;
   ground: string;
+  marks: Record<"trouble" | "change" | "fork", string>;
 }
 
 /** As hexadecimal, so that an opacity can be appended. */
@@ -26,6 +27,7 @@ export function colours(): Ink {
     text: read("--quiet"),
     grid: read("--line"),
     ground: read("--panel"),
+    marks: { trouble: read("--bad"), change: read("--quiet"), fork: read("--accent") },
   };
   probe.remove();
   return ink;

@@ -1,9 +1,10 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { usePoll, type Experiment } from "./api";
 import { Actions } from "./actions";
-import { Chart, type Axis, type Zoom } from "./chart";
+import { Chart, placesOf, type Axis, type Zoom } from "./chart";
 import { ALL_NAMES, linesOf, SECTIONS } from "./charts";
 import type { Route, Shared } from "./main";
+import { forksOf, Happenings, marksOf } from "./marks";
 import { Notices } from "./notices";
 import { SeriesOf } from "./series";
 
@@ -41,6 +42,20 @@ export function Run({ ids, route, shared }: { ids: string[]; route: Route; share
     isOver ? 30 : 3,
     ids.join(),
   );
+  const happened = useRef(new Map<string, Happenings>());
+  const hasMarks = route.query.get("marks") !== "0";
+  const { data: marked } = usePoll(
+    async (signal) => {
+      for (const id of hasMarks ? ids : []) {
+        const each = happened.current.get(id) ?? new Happenings(id);
+        happened.current.set(id, each);
+        await each.update(signal);
+      }
+      return { count: [...happened.current.values()].reduce((sum, each) => sum + each.items.length, 0) };
+    },
+    isOver ? 60 : 10,
+    `${ids.join()} ${hasMarks}`,
+  );
   const [zoom, setZoom] = useState<Zoom>(null);
   const theme = useTheme();
   const axis = AXES.find((each) => each === route.query.get("x")) ?? "step";
@@ -70,6 +85,20 @@ export function Run({ ids, route, shared }: { ids: string[]; route: Route; share
       })).filter((section) => section.charts.length > 0),
     [data, ids.join()],
   );
+  const { marks, publications } = useMemo(() => {
+    const found = { marks: [] as ReturnType<typeof marksOf>, publications: [] as number[] };
+    if (!hasMarks) return found;
+    ids.forEach((id, at) => {
+      const series = kept.current.get(id);
+      if (!series || series.columns.size === 0) return;
+      const places = placesOf(series, axis);
+      const own = [...(happened.current.get(id)?.items ?? []), ...forksOf(experiments[at]!, shared.experiments)];
+      const labelled = ids.length > 1 ? own.map((each) => ({ ...each, label: `${labels[at]}: ${each.label}` })) : own;
+      found.marks.push(...marksOf(labelled, series, axis, places.at, places.start));
+      if (ids.length === 1) found.publications = places.publications;
+    });
+    return found;
+  }, [data, marked?.count, hasMarks, axis, ids.join(), shared.experiments.length]);
   return (
     <section>
       {experiments.map((each) => (
@@ -100,6 +129,10 @@ export function Run({ ids, route, shared }: { ids: string[]; route: Route; share
             <input type="checkbox" checked={isMean} onChange={(event) => set("mean", event.currentTarget.checked ? "1" : null)} /> mean and spread
           </label>
         )}
+        <label title="red: trouble; dotted: changes of state, services that left; blue: forks; ticks at the axis: publications">
+          <input type="checkbox" checked={hasMarks} onChange={(event) => set("marks", event.currentTarget.checked ? null : "0")} /> marks
+          {hasMarks && marks.length > 0 ? ` (${marks.length})` : ""}
+        </label>
         {zoom ? (
           <button onClick={() => setZoom(null)}>Show all</button>
         ) : (
@@ -114,7 +147,7 @@ export function Run({ ids, route, shared }: { ids: string[]; route: Route; share
           <h2 class="section">{section.title}</h2>
           <div class="charts">
             {section.charts.map(({ chart, runs }) => (
-              <Chart key={chart.id} chart={chart} runs={runs} axis={axis} strength={strength} isMean={isMean} zoom={zoom} onZoom={setZoom} theme={theme} />
+              <Chart key={chart.id} chart={chart} runs={runs} axis={axis} strength={strength} isMean={isMean} zoom={zoom} onZoom={setZoom} theme={theme} marks={marks} publications={publications} />
             ))}
           </div>
         </section>

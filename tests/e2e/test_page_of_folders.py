@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from flotilla.services.gateway.store.sql import SqlStore
 from flotilla.services.gateway.store.writes import AppendAudit, AppendEvent, PutCheckpoint, PutMetrics, PutRecord
 from flotilla.shared.schemas.experiment import CheckpointView, ExperimentState, MetricPoint
 from tests.browser import needs_browser, open_browser
-from tests.fleet import FLOTILLA, ROOT
+from tests.fleet import FLOTILLA, ROOT, until
 from tests.unit.gateway.builders import a_record
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 AT = "2026-01-02T03:04:05.000Z"
+AFTER = datetime.fromisoformat(AT).timestamp() + 10
 LANE = {
     "issued": 7,
     "waiting": {"tasks": 0, "generated": 0, "scored": 0},
@@ -56,6 +58,7 @@ async def keep_run(run: Path, name: str, rewards: list[float]) -> None:
             PutRecord(replace(record, final_ledger={"train": LANE, "evaluation": LANE})),
             PutMetrics(name, points),
             AppendEvent(name, "training_finished", 1.0, {"step": len(rewards)}),
+            AppendEvent(name, "service_failed", AFTER, {"service_id": "reward-1", "cause": "it was killed"}),
             AppendAudit(AuditRecord(1.0, "start", f"experiments/{name}", {}, "somebody")),
             PutCheckpoint(name, CheckpointView(step=2, version=2, path="/nowhere/step-2", at=AT)),
         ]
@@ -101,7 +104,11 @@ def test_several_run_folders_answer_as_a_gateway_would_and_refuse_every_change(r
         assert [each["id"] for each in get("/v1/experiments?spec=false")["items"]] == ["first", "second"]
         assert get("/v1/tokens/self")["scope"] == "reader"
         assert get(f"{of_first}/series?names=reward/mean")["items"][0]["values"] == [0.1, 0.2, 0.4]
-        assert [each["type"] for each in get(f"{of_first}/log")["items"]] == ["training_finished"]
+        assert [each["type"] for each in get(f"{of_first}/log")["items"]] == ["training_finished", "service_failed"]
+        chosen = get(f"{of_first}/log?types=stalled,service_failed")
+        assert [each["type"] for each in chosen["items"]] == ["service_failed"]
+        assert get(f"{of_first}/log?types=stalled&after={chosen['next']}") == {"items": [], "next": None}
+        assert client.get(f"{of_first}/log?types=Stalled!").status_code == 422
         assert [each["actor"] for each in get(f"{of_first}/audit")["items"]] == ["somebody"]
         assert [each["step"] for each in get(f"{of_first}/checkpoints")["items"]] == [2]
         assert get(f"{of_first}/ledger")["train"]["issued"] == 7
@@ -132,6 +139,10 @@ def test_a_browser_shows_run_folders_over_each_other(runs: list[Path], tmp_path:
         browser.click("a", "Compare 2")
         browser.wait("#reward .legend li", "first 0.4")
         browser.wait("#reward .legend li", "second 0.9")
+        browser.wait(".toolbar label", "marks (2)")
+        browser.click(".toolbar label", "marks")
+        until(lambda: browser.find(".toolbar label", "marks (") is None, 20, "no marks")
+        assert "marks=0" in browser.script("return location.hash")
         browser.click("nav a", "Flow")
         browser.wait(".sum .good", "adds up")
         assert browser.complaints() == []

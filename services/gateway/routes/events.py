@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Request
+from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import StreamingResponse
 
 from flotilla.services.gateway.routes.dependencies import Cursor, Gateway, Limit, number_of
@@ -11,6 +11,8 @@ from flotilla.shared.net.authorisation.tokens import bearer_of
 from flotilla.shared.schemas.experiment import Event, Page
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
+
+Types = Annotated[str | None, Query(max_length=1000, pattern=r"^[a-z_]+(,[a-z_]+)*$")]
 
 
 @router.get("/events", response_class=StreamingResponse)
@@ -51,14 +53,19 @@ async def events(
 
 
 @router.get("/log")
-async def log(experiment_id: str, gateway: Gateway, after: Cursor = None, limit: Limit = 1000) -> Page[Event]:
+async def log(
+    experiment_id: str, gateway: Gateway, after: Cursor = None, limit: Limit = 1000, types: Types = None
+) -> Page[Event]:
     """List the events as they were stored. An empty page has no ``next``: ask later with the same cursor.
+
+    ``types`` chooses some, such as ``stalled,service_failed``.
 
     Raises:
         NotFound: there is no such experiment.
     """
     gateway.repository.record_of(experiment_id)
-    found = await gateway.store.events(experiment_id, after=number_of(after), limit=limit)
+    chosen = frozenset(types.split(",")) if types else frozenset[str]()
+    found = await gateway.store.events(experiment_id, after=number_of(after), limit=limit, types=chosen)
     return Page(items=tuple(found), next=str(found[-1].id) if found else None)
 
 

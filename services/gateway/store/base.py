@@ -3,7 +3,7 @@
 Every change is durable when its call returns. Nothing here is called per token, per trajectory or per heartbeat.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
@@ -75,8 +75,8 @@ class Store(Protocol):
     async def append_event(self, experiment_id: str, kind: str, at: float, data: Mapping[str, Any]) -> Event:
         """Store an event under the next id."""
 
-    async def events(self, experiment_id: str, *, after: int, limit: int) -> list[Event]:
-        """List up to ``limit`` events with an id above ``after``."""
+    async def events(self, experiment_id: str, *, after: int, limit: int, types: Collection[str] = ()) -> list[Event]:
+        """List up to ``limit`` events with an id above ``after``, of some types or of all."""
 
     async def audit(self, resource: str, *, limit: int) -> list[AuditRecord]:
         """List the newest audit records of a resource, newest first."""

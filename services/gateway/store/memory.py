@@ -6,7 +6,7 @@ A transaction that fails is undone change by change, the last one first.
 import json
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeVar, assert_never
 
@@ -241,11 +241,13 @@ class MemoryStore(TransactionalStore):
         """List the names that an experiment has points of."""
         return self._metrics[experiment_id].names() if experiment_id in self._metrics else set()
 
-    async def events(self, experiment_id: str, *, after: int, limit: int) -> list[Event]:
-        """List up to ``limit`` events with an id above ``after``."""
+    async def events(self, experiment_id: str, *, after: int, limit: int, types: Collection[str] = ()) -> list[Event]:
+        """List up to ``limit`` events with an id above ``after``, of some types or of all."""
         events = self._events.get(experiment_id, [])
         first = bisect_right(events, after, key=lambda event: event.id)
-        return events[first : first + limit]
+        if not types:
+            return events[first : first + limit]
+        return list(islice((event for event in islice(events, first, None) if event.type in types), limit))
 
     async def audit(self, resource: str, *, limit: int) -> list[AuditRecord]:
         """List the newest audit records of a resource, newest first."""

@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from enum import StrEnum
@@ -369,10 +369,12 @@ class SqlStore(TransactionalStore):
         query = sa.select(table.c.name).where(table.c.experiment_id == experiment_id).distinct()
         return {row["name"] for row in await self._rows(query)}
 
-    async def events(self, experiment_id: str, *, after: int, limit: int) -> list[Event]:
-        """List up to ``limit`` events with an id above ``after``."""
+    async def events(self, experiment_id: str, *, after: int, limit: int, types: Collection[str] = ()) -> list[Event]:
+        """List up to ``limit`` events with an id above ``after``, of some types or of all."""
         table = tables.events
         query = sa.select(table).where(table.c.experiment_id == experiment_id, table.c.id > after)
+        if types:
+            query = query.where(table.c.type.in_(sorted(types)))
         rows = await self._rows(query.order_by(table.c.id).limit(limit))
         return [event_of(row["id"], row["type"], row["at"], row["data"]) for row in rows]
 

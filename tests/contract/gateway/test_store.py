@@ -161,6 +161,8 @@ async def test_event_ids_grow_and_events_are_replayed_from_any_of_them(store: St
     assert [event.id for event in events] == sorted({event.id for event in events})
     assert await store.events("a", after=events[0].id, limit=10) == events[1:]
     assert await store.events("a", after=0, limit=2) == events[:2]
+    assert await store.events("a", after=0, limit=1, types={"kind1", "kind2"}) == [events[1]]
+    assert await store.events("a", after=events[1].id, limit=9, types={"kind1", "kind2"}) == [events[2]]
     assert events[1].at == "1970-01-01T00:00:01.000Z" and events[1].data == {"n": 1}
 
 

@@ -206,7 +206,8 @@ def _add_samples(commands: "Commands") -> None:
 def _add_page(commands: "Commands") -> None:
     text = "Show the gateway's page on what runs have left in their folders: for looking alone, and without a fleet."
     parser = add_command(commands, "page", text, "page:page")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, or data directory of a fleet")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="folder of a run, or data directory of a fleet")
+    parser.add_argument("--demo", action="store_true", help="show a recorded run that comes with the package")
     parser.add_argument("--port", type=parsing.at_least_zero, default=0, help="port of the page, 0 for any free one")
     parser.add_argument("--no-browser", action="store_true", help="print the address and open nothing")
     text = "Write a run's timeline for Chrome and Perfetto: services as rows, the way of each group as a flow."

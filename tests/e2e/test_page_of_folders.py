@@ -14,6 +14,7 @@ import anyio
 import httpx
 import pytest
 
+from flotilla.cli.demo.unpacking import ARCHIVE
 from flotilla.services.gateway.store.records import AuditRecord
 from flotilla.services.gateway.store.sql import SqlStore
 from flotilla.services.gateway.store.writes import AppendAudit, AppendEvent, PutCheckpoint, PutMetrics, PutRecord
@@ -75,7 +76,7 @@ def runs(tmp_path: Path) -> list[Path]:
 
 
 @contextmanager
-def page_of(*folders: Path) -> Iterator[tuple[str, str]]:
+def page_of(*folders: Path | str) -> Iterator[tuple[str, str]]:
     """Run the command while the block lasts; gives the page's address and its token."""
     command = [*FLOTILLA, "page", *map(str, folders), "--no-browser", "--port", "0"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
@@ -125,6 +126,30 @@ def test_a_folder_without_a_run_is_refused_in_a_sentence(tmp_path: Path) -> None
     assert result.returncode != 0
     assert "there are no experiments in" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_the_recorded_run_has_series_samples_and_texts_of_their_tokens_and_is_small() -> None:
+    assert ARCHIVE.stat().st_size < 1_000_000
+    with (
+        page_of("--demo") as (url, token),
+        httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=60) as client,
+    ):
+        (experiment,) = client.get("/v1/experiments").json()["items"]
+        path = f"/v1/experiments/{experiment['id']}"
+        (reward,) = client.get(f"{path}/series?names=reward/mean").json()["items"]
+        samples: dict[str, Any] = {}
+        until(
+            lambda: (
+                samples.update(client.get(f"{path}/samples?step=60&tokens=true&limit=2").json()) or samples["items"]
+            ),
+            30,
+            "the samples to be indexed",
+        )
+
+    assert (experiment["name"], experiment["state"], experiment["step"]) == ("arithmetic", "completed", 60)
+    assert len(reward["values"]) == 60 and reward["values"][-1] > reward["values"][0] + 0.2
+    sample = samples["items"][0]
+    assert sample["prompt"] + sample["completion"] in "".join(sample["tokens"]["texts"])
 
 
 @needs_browser

@@ -1,20 +1,23 @@
 """``flotilla page RUN...``: the gateway's page, for looking alone, on what runs have left in their folders."""
 
 import argparse
+import asyncio
 import secrets
 import webbrowser
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from flotilla.cli.demo.unpacking import unpack
 from flotilla.cli.output import new_console
 from flotilla.cli.run_directory import FLEET
 from flotilla.services.gateway.app import create_app
 from flotilla.services.gateway.recorded import DATABASE, recorded_state
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.services.gateway.state import GatewayState
-from flotilla.shared.errors import NotFound
+from flotilla.shared.errors import InvalidRequest, NotFound
 from flotilla.shared.net.authorisation.access import Principal, Scope
 from flotilla.shared.net.server.serving import address_of, bind, serve_here
 
@@ -27,9 +30,20 @@ async def page(arguments: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C.
 
     Raises:
+        InvalidRequest: there is nothing to show.
         NotFound: no gateway has left anything in a folder.
     """
-    folders = list(dict.fromkeys(_data_of(Path(each)) for each in arguments.runs))
+    if not arguments.runs and not arguments.demo:
+        raise InvalidRequest("name the folder of a run, or take --demo to look at a recorded one")
+    with TemporaryDirectory(prefix="flotilla-demo-") as demo:
+        folders = list(dict.fromkeys(_data_of(Path(each)) for each in arguments.runs))
+        if arguments.demo:
+            folders.append(await asyncio.to_thread(unpack, Path(demo)))
+        await _show(folders, arguments)
+    return 0
+
+
+async def _show(folders: Sequence[Path], arguments: argparse.Namespace) -> None:
     settings = GatewaySettings(token=secrets.token_urlsafe(32), redis_url="", data=folders[0])
     async with recorded_state(settings, folders) as state:
         # Nobody learns the operator's token, so nothing can be changed.
@@ -40,7 +54,6 @@ async def page(arguments: argparse.Namespace) -> int:
             if not arguments.no_browser:
                 open_browser(url, Path(private))
             await serve_here(create_app(settings, open_state=lambda _: _Opened(state)), listening)
-    return 0
 
 
 def open_browser(url: str, private: Path) -> None:

@@ -1,17 +1,16 @@
 """ROLL's pipeline on pairs of answers, DPO, as a system to import from."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from flotilla.importers.datasets import FILES, training
 from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
 from flotilla.importers.roll import graders
-from flotilla.importers.roll.launch import DPO, MODULE
+from flotilla.importers.roll.launch import MODULE
 from flotilla.importers.roll.placement import shares_of_the_batch
 from flotilla.importers.roll.rows import CONFIG, KERNELS, PLACEMENT, TRAIN
-from flotilla.importers.roll.system import DTYPES, ROLL, adapters, decays_all, read_roll, schedule, tracking
-from flotilla.importers.source import Given, Source
+from flotilla.importers.roll.system import DTYPES, ROLL, adapters, decays_all, schedule, tracking
+from flotilla.importers.source import Source
 from flotilla.importers.system import System, make_system
 from flotilla.importers.values import count, flag, integer, number, text, texts, unchanged
 from flotilla.shared.config.sections.data import is_data_file
@@ -51,7 +50,8 @@ MEASURED = {"validation.data_args.file_name": "heldout.jsonl"}
 UNREAD_LOSS = "ROLL's newest trainer takes its default, whatever is written"
 
 
-def _sized(name: str) -> Parameter:
+def sized(name: str) -> Parameter:
+    """Return the row of a size that multiplies the batch."""
     return replace(ROLL.parameters[f"{TRAIN}.{name}"], targets=("optimisation.groups_per_mini_batch",))
 
 
@@ -59,7 +59,7 @@ ROWS: tuple[Parameter, ...] = (
     *(ROLL.parameters[name] for name in SHARED),
     *(ROLL.parameters[f"{TRAIN}.{name}"] for name in OF_WORKER),
     *(ROLL.parameters[name] for name in REFERENCE),
-    *(_sized(name) for name in SIZES),
+    *(sized(name) for name in SIZES),
     *ignored("the program is the job: job.kind", MODULE),
     translated(f"{TRAIN}.device_mapping", "optimisation.groups_per_mini_batch", unchanged, "the number of devices "
                "multiplies the batch; which the trainer has is said by resources.trainer and parallelism",
@@ -113,15 +113,20 @@ def pairs(source: Source) -> Fields:
         source.refuse(name, f"must be {FILES}")
     else:
         fields |= training([{"path": file} for file in files])
-    measured = source.value("validation.data_args.file_name") or []
-    if len(measured) > 1:
-        source.refuse("validation.data_args.file_name", "one file: job.held_out has one place")
-    if measured:
-        every = source.required("eval_steps")
-        fields["job.held_out"] = {"path": measured[0], "every_steps": every if every > 0 else None}
     template = "global_template" if source.value("global_template") is not None else f"{TRAIN}.data_args.template"
     options = source.choose(template, graders.TEMPLATES)
-    return fields | ({"data.chat_template_options": options} if options else {})
+    return fields | measured(source) | ({"data.chat_template_options": options} if options else {})
+
+
+def measured(source: Source) -> Fields:
+    """Make the rows that are held out."""
+    files = source.value("validation.data_args.file_name") or []
+    if len(files) > 1:
+        source.refuse("validation.data_args.file_name", "one file: job.held_out has one place")
+    if not files:
+        return {}
+    every = source.required("eval_steps")
+    return {"job.held_out": {"path": files[0], "every_steps": every if every > 0 else None}}
 
 
 def sizes(source: Source) -> Fields:
@@ -154,12 +159,3 @@ def sizes(source: Source) -> Fields:
 
 
 ROLL_DPO: System = make_system("roll dpo", (ROWS,), rules=(pairs, sizes, adapters, tracking))
-
-
-def roll_of(given: Sequence[Given]) -> System:
-    """Find the tables that parameters of ROLL's belong to, by the script's pipeline or by their names."""
-    is_dpo = any(each.spelling in OF_PAIRS or (each.spelling, each.value) == (MODULE, DPO) for each in given)
-    return ROLL_DPO if is_dpo else ROLL
-
-
-__all__ = ["ROLL", "ROLL_DPO", "read_roll", "roll_of"]

@@ -62,6 +62,25 @@ def with_columns_of(row: Row, config: DataConfig, rows: RowsConfig) -> Row:
     return changed
 
 
+def prompt_of(values: Mapping[str, Any], config: DataConfig, row: int) -> tuple[Message, ...]:
+    """Make the prompt of a row of what its columns hold: see ``messages_of``.
+
+    Raises:
+        DataError: as there; or ``data.input_column`` holds what is no text, or has no text before it.
+    """
+    prompt = value_at(values, config.prompt_column)
+    more = ABSENT if config.input_column is None else value_at(values, config.input_column)
+    if more is ABSENT or more is None or more == "":
+        return messages_of(prompt, config, row)
+    if not isinstance(prompt, str) or not isinstance(more, str):
+        raise DataError(
+            f"row {row} has text in one alone of columns {config.prompt_column!r} and {config.input_column!r}, which "
+            "data.input_column joins: both must hold text",
+            row=row,
+        )
+    return messages_of(f"{prompt}\n{more}", config, row)
+
+
 def messages_of(prompt: Any, config: DataConfig, row: int) -> tuple[Message, ...]:
     """Make the prompt of a row: messages; with an input template, one message that is its text.
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flotilla.services.gateway.datasets.columns import ABSENT, Row, messages_of, plain, text_of, value_at
+from flotilla.services.gateway.datasets.columns import ABSENT, Row, plain, prompt_of, text_of, value_at
 from flotilla.services.gateway.datasets.illustrated import images_of
 from flotilla.services.gateway.datasets.mixture import Mixture
 from flotilla.shared.config.sections.data import DataConfig
@@ -84,12 +84,12 @@ class Dataset:
         label = self._value(values, config.label_column)
         source = self._value(values, config.data_source_column)
         images = config.images
-        used = {config.prompt_column, config.label_column, config.data_source_column}
+        used = {config.prompt_column, config.input_column, config.label_column, config.data_source_column}
         used |= set() if images is None else {images.column}
         return Task(
             group_id=group_id,
             row=row,
-            messages=messages_of(value_at(values, config.prompt_column), config, row),
+            messages=prompt_of(values, config, row),
             group_size=group_size,
             seed=sample_seed(self.seed, group_id),
             label=None if label is None else text_of(label),

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from flotilla.services.gateway.datasets.columns import ABSENT, messages_of, structure_of, value_at
+from flotilla.services.gateway.datasets.columns import ABSENT, messages_of, prompt_of, structure_of, value_at
 from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.datasets.lengths import LengthProcess, running_process
 from flotilla.shared.config.sections.data import DataConfig
@@ -57,7 +57,7 @@ def conversations_of(values: Mapping[str, Any], job: FinishedJob, config: DataCo
         if is_whole:
             found = [_chat(values, column, config, row) for column in columns if column is not None]
             return [Conversation(each, _last(each)) for each in found]
-    prompt = messages_of(value_at(values, config.prompt_column), config, row)
+    prompt = prompt_of(values, config, row)
     if columns == (None,):
         _check_ends(prompt, config.prompt_column, row)
         return [Conversation(prompt, 0 if is_all else _last(prompt))]

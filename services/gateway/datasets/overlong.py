@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from flotilla.services.gateway.datasets.columns import messages_of, value_at
+from flotilla.services.gateway.datasets.columns import prompt_of
 from flotilla.services.gateway.datasets.dataset import Dataset, Part
 from flotilla.services.gateway.datasets.illustrated import images_of
 from flotilla.services.gateway.datasets.lengths import prompt_lengths
@@ -55,9 +55,7 @@ def without_overlong(
     num_rows = len(dataset.rows)
     if not isinstance(overlong, FilterOverlongConfig):
         return Filtered(dataset, num_rows, 0)
-    prompts = [
-        messages_of(value_at(row, config.prompt_column), config, number) for number, row in enumerate(dataset.rows)
-    ]
+    prompts = [prompt_of(row, config, number) for number, row in enumerate(dataset.rows)]
     lengths = prompt_lengths(
         prompts,
         str(model_directory(spec.model)),

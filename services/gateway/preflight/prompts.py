@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flotilla.services.gateway.datasets.columns import messages_of, value_at
+from flotilla.services.gateway.datasets.columns import prompt_of
 from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.datasets.illustrated import images_of
 from flotilla.services.gateway.datasets.lengths import BATCH, IMAGE_BATCH, LengthProcess, asked, running_process
@@ -117,7 +117,7 @@ def _own_context(spec: ExperimentSpec) -> int | None:
 def _messages(dataset: Dataset) -> list[tuple[Message, ...]]:
     config = dataset.config
     rows = dataset.rows[:NUM_ROWS]
-    return [tuple(messages_of(value_at(row, config.prompt_column), config, number)) for number, row in enumerate(rows)]
+    return [tuple(prompt_of(row, config, number)) for number, row in enumerate(rows)]
 
 
 def _ask(

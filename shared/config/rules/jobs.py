@@ -171,6 +171,11 @@ def _check_columns(job: FinishedJob, data: DataConfig) -> None:
             "data.input_template has one place, for a prompt, and rows hold whole conversations: remove it, or name "
             "the answer's column"
         )
+    if data.input_column is not None and is_whole:
+        raise ValueError(
+            "data.input_column follows a prompt's text, and rows hold whole conversations: remove it, or name the "
+            "answer's column"
+        )
     if isinstance(job, SftConfig) and job.response_column == data.prompt_column:
         raise ValueError(f"job.response_column is data.prompt_column too, {answer!r}: name the answer's column")
     if isinstance(job, SftConfig) and job.train_on == "last" and data.input_template is not None:

@@ -150,6 +150,9 @@ class DataConfig(Config):
     """`verl`: rows as verl's `data_source, prompt, ability, reward_model, extra_info`; it names the three columns."""
     prompt_column: str = Field("prompt", min_length=1)
     """Column with the user's text, or with a list of {role, content} messages. A dot reaches into a structure."""
+    input_column: str | None = Field(None, min_length=1)
+    """Column with text that follows the prompt's on a new line, as Alpaca's `input` follows its `instruction`; a row
+    in which it is empty or absent has the prompt alone. Null: the prompt is one column."""
     label_column: str | None = Field("label", min_length=1)
     """Column that verifiers compare with, such as `reward_model.ground_truth`; null if the dataset has none. Rows may
     lack `label` where nothing reads it, as under an environment that grades its own episodes."""

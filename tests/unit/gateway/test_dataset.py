@@ -119,3 +119,21 @@ def test_what_is_wrong_with_a_dataset_is_said(tmp_path: Path, name: str, content
 def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no file"):
         read_rows(str(tmp_path / "absent.jsonl"))
+
+
+def test_text_of_the_input_column_follows_the_prompt_on_a_new_line() -> None:
+    rows = [{"prompt": "Sort.", "input": "2 1", "label": "1"}, {"prompt": "Wait.", "input": "", "label": "2"},
+            {"prompt": "Go.", "label": "3"}]  # fmt: skip
+    dataset = Dataset(rows, config(input_column="input", shuffle=False), 0)
+
+    tasks = [dataset.task(number, group_size=1) for number in range(3)]
+    assert [task.messages[-1].content for task in tasks] == ["Sort.\n2 1", "Wait.", "Go."]
+    assert all("input" not in task.metadata for task in tasks)
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": [{"role": "user", "content": "a"}], "input": "b"}, {"prompt": "a", "input": 3}]
+)
+def test_an_input_column_without_text_on_both_sides_is_refused(row: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="both must hold text"):
+        Dataset([{**row, "label": "1"}], config(input_column="input"), 0).task(0, group_size=1)

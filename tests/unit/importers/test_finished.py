@@ -9,13 +9,14 @@ import pytest
 from flotilla.importers.build import Imported, build, look_up
 from flotilla.importers.openrlhf.finished import FINISHED
 from flotilla.importers.parameter import UNSET, Inherit, Parameter, Verdict
+from flotilla.importers.roll.fine_tuning import ROLL_SFT
 from flotilla.importers.roll.finished import ROLL_DPO
 from flotilla.importers.system import System
 from flotilla.importers.systems import read, read_openrlhf, system_of
 from flotilla.importers.verl.engine_sft import VERL_ENGINE_SFT
 from flotilla.importers.verl.finished import VERL_SFT
 from flotilla.importers.verl.written import VERL_EVAL
-from flotilla.shared.config.sections.job import DpoLossConfig, PreferenceConfig
+from flotilla.shared.config.sections.job import DpoLossConfig, PreferenceConfig, SftConfig
 from flotilla.shared.errors import InvalidSpec
 from tests.unit.importers.sources import label, nested, words_of
 
@@ -30,6 +31,13 @@ ROLL_BASE: dict[str, Any] = {
     "max_steps": 50,
     "actor_train.training_args.gradient_accumulation_steps": 8,
 }
+SFT_BASE: dict[str, Any] = {
+    "pretrain": "owner/model",
+    "actor_train.data_args.file_name": "train.jsonl",
+    "sequence_length": 512,
+    "actor_train.training_args.gradient_accumulation_steps": 8,
+    "response_key": "output",
+}
 ENGINE_BASE: dict[str, Any] = {"model.path": "owner/model", "data.train_files": "train.parquet"}
 EVAL_BASE: dict[str, Any] = {"data.path": "answered.parquet"}
 SYSTEMS: dict[str, System] = {
@@ -38,6 +46,7 @@ SYSTEMS: dict[str, System] = {
     "verl engine": VERL_ENGINE_SFT,
     "verl eval": VERL_EVAL,
     "roll dpo": ROLL_DPO,
+    "roll sft": ROLL_SFT,
 }
 
 
@@ -60,6 +69,8 @@ def imported(name: str, values: dict[str, Any]) -> Imported:
 def base_of(name: str) -> dict[str, Any]:
     if name == "roll dpo":
         return dict(ROLL_BASE)
+    if name == "roll sft":
+        return dict(SFT_BASE)
     if name == "verl engine":
         return dict(ENGINE_BASE)
     if name.startswith("verl"):
@@ -332,3 +343,39 @@ def test_rolls_script_of_pairs_is_read_by_their_table() -> None:
     assert system_of("roll", given) is ROLL_DPO
     found = build(ROLL_DPO, given, rows=ROWS)
     assert found.may_run(), found.report.render()
+
+
+def test_a_file_of_rolls_fine_tuning_is_a_job_on_answers_that_joins_two_columns() -> None:
+    given = {
+        **{name.replace("actor_train", "sft_train"): value for name, value in SFT_BASE.items()},
+        "query_key": "input",
+        "eval_steps": 20,
+        "validation.data_args.file_name": "heldout.json",
+        "validation.data_args.template": "qwen2_5",
+        "sft_train.training_args.num_train_epochs": 3,
+        "sft_train.training_args.per_device_train_batch_size": 2,
+        "sft_train.training_args.lr_scheduler_type": "cosine",
+        "sft_train.strategy_args.strategy_name": "megatron_train",
+        "sft_train.strategy_args.strategy_config.tensor_model_parallel_size": 2,
+        "sft_train.use_sequence_packing": True,
+        "sft_train.device_mapping": "list(range(0,6))",
+    }
+    found = imported("roll sft", given)
+
+    assert found.spec is not None and found.may_run(), found.report.render()
+    job, rows, steps = found.spec.finished_job, found.spec.data, found.spec.optimisation
+    assert isinstance(job, SftConfig) and job.held_out is not None
+    assert (rows.prompt_column, rows.input_column, job.response_column) == ("instruction", "input", "output")
+    assert (rows.shuffle, job.overlong, job.max_tokens, job.held_out.every_steps) == (False, "truncate", 512, 20)
+    assert (steps.groups_per_mini_batch, steps.steps) == (48, 3 * (ROWS // 48))
+    assert (steps.schedule, steps.decay_updates) == ("cosine", 3 * ROWS // 48)
+
+
+def test_rolls_script_of_fine_tuning_is_read_by_its_table() -> None:
+    import yaml
+
+    text = "python examples/start_sft_pipeline.py --config_path sft --config_name mine\n"
+    plain = {name: value for name, value in SFT_BASE.items() if name != "response_key"}
+    given = read("roll", text, (), {}, source="run.sh", beside={"mine": yaml.safe_dump(nested(plain))}.get)
+
+    assert system_of("roll", given) is ROLL_SFT

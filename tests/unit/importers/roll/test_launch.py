@@ -44,7 +44,7 @@ def test_the_file_of_a_pipeline_is_read(command: str, place: str) -> None:
     ("pipeline", "said"),
     [
         ("distill", "start_onpolicy_distill_pipeline.py"),
-        ("sft", "job.kind sft"),
+        ("distill_vl", "no images"),
         ("rlvr_vl", "no images"),
         ("mine", "that this importer"),
     ],

@@ -8,11 +8,7 @@ from flotilla.importers.hydra import NOT_READ, problem
 from flotilla.importers.openrlhf.finished import FINISHED
 from flotilla.importers.openrlhf.launch import MODULE, read_openrlhf, read_openrlhf_script
 from flotilla.importers.openrlhf.system import OPENRLHF
-from flotilla.importers.roll.fine_tuning import OF_ANSWERS, ROLL_SFT, WORKER
-from flotilla.importers.roll.finished import OF_PAIRS, ROLL_DPO
-from flotilla.importers.roll.launch import DPO, SFT
-from flotilla.importers.roll.launch import MODULE as PIPELINE
-from flotilla.importers.roll.system import ROLL, read_roll
+from flotilla.importers.roll.pipelines import ROLL, read_roll, roll_of
 from flotilla.importers.source import Given
 from flotilla.importers.system import System
 from flotilla.importers.verl.engine_sft import fine_tuning
@@ -85,23 +81,13 @@ def system_of(system: str, given: Sequence[Given]) -> System:
         return FINISHED.get(program, OPENRLHF)
     names = {each.spelling for each in given}
     if system == "roll":
-        return _roll_of(given)
+        return roll_of(given)
     if system == "verl" and (is_scoring(program) if program else is_file_of_answers(names)):
         return VERL_EVAL
     if system == "verl" and (last_name(program) in OF_PROGRAM or (not program and "data.n_samples" in names)):
         return OF_PROGRAM[last_name(program) or "main_generation"]
     is_sft = is_fine_tuning(program) or "model.partial_pretrain" in names
     return fine_tuning(program, names) if system == "verl" and is_sft else SYSTEMS[system]
-
-
-def _roll_of(given: Sequence[Given]) -> System:
-    """Find the tables of ROLL's pipeline, which a script names, and a file shows by names that it alone has."""
-    started = {each.value for each in given if each.spelling == PIPELINE}
-    names = {each.spelling for each in given}
-    if DPO in started or names & OF_PAIRS:
-        return ROLL_DPO
-    is_sft = SFT in started or names & OF_ANSWERS or any(name.startswith(f"{WORKER}.") for name in names)
-    return ROLL_SFT if is_sft else ROLL
 
 
 __all__ = ["SYSTEMS", "beside", "read", "read_launch_text", "read_openrlhf"]

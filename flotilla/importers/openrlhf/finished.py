@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from flotilla.importers.datasets import file_or_hub, takes_split, training
-from flotilla.importers.openrlhf.flags import ROUTER
+from flotilla.importers.openrlhf.flags import router, router_row
 from flotilla.importers.openrlhf.system import (
     DTYPES,
     OPENRLHF,
@@ -82,7 +82,7 @@ COMMON: tuple[Parameter, ...] = (
             aliases=("--eval.split",)),
     translated("--train_batch_size", "optimisation.groups_per_mini_batch", count, "rows of one update", example=64,
                default=128, aliases=("--train.batch_size",)),
-    refused("--aux_loss_coef", ROUTER, default=0, aliases=("--model.aux_loss_coef",)),
+    router_row("--model.aux_loss_coef"),
     refused("--tokenizer_chat_template", "the model's own chat template is used: write it into the tokenizer's "
             "directory", default=None, aliases=("--data.tokenizer_chat_template",)),
     refused("--optim", "the optimiser is AdamW", default="adam", harmless=("Adam", "adamw")),
@@ -243,7 +243,7 @@ def _reward_model(source: Source) -> Fields:
 
 
 def _system(name: str, rows: tuple[Parameter, ...], *rules: Rule) -> System:
-    return make_system(f"openrlhf {name}", (COMMON, rows), rules=(model, _rows, _sizes, *rules, tracking))
+    return make_system(f"openrlhf {name}", (COMMON, rows), rules=(model, _rows, _sizes, router, *rules, tracking))
 
 
 FINISHED: Mapping[str, System] = {

@@ -1,8 +1,11 @@
 """Rows of OpenRLHF's flags: models, data, sampling, batches, optimiser, checkpoints."""
 
+from typing import Any
+
 from flotilla.importers.engines import EMBEDDED
 from flotilla.importers.low_rank import LowRank, layers
 from flotilla.importers.parameter import Parameter, Verdict, applied, ignored, refused, translated, unsupported
+from flotilla.importers.source import Source
 from flotilla.importers.spelling import experiment_name
 from flotilla.importers.trackers import KEY
 from flotilla.importers.values import count, flag, integer, number, numbers, pieces, share, text, unchanged
@@ -21,11 +24,27 @@ SHARDING = (
 ENGINE = EMBEDDED
 KERNELS = "activations are kept and kernels are torch's own: this changes speed and memory, not what is computed"
 ROLES = ("critic", "ref", "reward")
-ROUTER = "there is no loss for a router's balance"
 IMAGES = "needs images, and there is only text here"
 ON_FOUR_GPUS = {"--actor_num_gpus_per_node": 4}
 WANDB = {"--use_wandb": "key"}
 EVALUATED = {"--eval_dataset": "heldout.jsonl"}
+
+BALANCE = "--aux_loss_coef"
+
+
+def router_row(alias: str) -> Parameter:
+    """Make the row of the balance of a mixture's experts."""
+    return translated(
+        BALANCE, "optimisation.router.balance", number, "coefficient of the balance of experts, over all layers",
+        example=0.01, default=0, context={}, aliases=(alias,),
+    )  # fmt: skip
+
+
+def router(source: Source) -> dict[str, Any]:
+    """Make the loss of a mixture's routers, which is transformers' own."""
+    balance = source.value(BALANCE)
+    return {"optimisation.router.balance": balance, "optimisation.router.scope": "model"} if balance else {}
+
 
 MODELS: tuple[Parameter, ...] = (
     applied("--pretrain", "model.path", text, "a directory, or a name on the hub", example="other-model",
@@ -54,7 +73,7 @@ MODELS: tuple[Parameter, ...] = (
     translated("--target_modules", "model.lora.targets", layers, "all-linear, or names of layers; a pattern is "
                "refused", example=["q_proj"], default="all-linear", context=WITH_LORA,
                aliases=("--ds.lora.target_modules",)),
-    refused("--aux_loss_coef", ROUTER, default=0, aliases=("--actor.aux_loss_coef",)),
+    router_row("--actor.aux_loss_coef"),
     *(refused(name, IMAGES, default=default, harmless=(None, False, 0)) for name, default in (
         ("--data.image_key", "images"), ("--data.max_images_per_prompt", 0), ("--actor.freeze_visual_encoder", False))),
     translated("--enable_ema", "optimisation.average_decay", flag, "a moving average of the weights",

@@ -396,6 +396,7 @@ OPENRLHF: System = make_system(
     (flags.MODELS, flags.DATA, flags.SAMPLING, flags.BATCHES, flags.OPTIMISER, flags.RUNNING, learning.ROWS),
     rules=(
         model, critic, average, data, batches, asynchrony, devices, sharing, kernels, publication, schedule, lengths,
+        flags.router,
         learning.advantage, learning.policy_loss, learning.kl, rewards, evaluation, tracking,
     ),
 )  # fmt: skip

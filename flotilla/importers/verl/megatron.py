@@ -1,7 +1,11 @@
 """Rows of what verl passes on to Megatron's own configuration of a model."""
 
+from typing import Any
+
 from flotilla.importers.attention import ROUTER_DTYPE
-from flotilla.importers.parameter import NOTHING, Parameter, refused, unsupported
+from flotilla.importers.parameter import NOTHING, Parameter, ignored, refused, translated, unsupported
+from flotilla.importers.source import Source
+from flotilla.importers.values import number, text
 from flotilla.importers.verl.actor import ACTOR, KERNELS, REF, SHARDING
 
 HOLDERS = (f"{ACTOR}.megatron", f"{REF}.megatron", "critic.megatron")
@@ -17,7 +21,10 @@ COMPUTED = (
     "use_fused_rmsnorm", "use_fused_swiglu", "moe_permute_fusion", "moe_grouped_gemm", "moe_enable_deepep",
     "moe_token_dispatcher_type", "moe_shared_expert_overlap",
 )  # fmt: skip
-BALANCE = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+OVERRIDES = f"{ACTOR}.megatron.override_transformer_config"
+BALANCE, SQUARE = f"{OVERRIDES}.moe_aux_loss_coeff", f"{OVERRIDES}.moe_z_loss_coeff"
+BALANCING = f"{OVERRIDES}.moe_router_load_balancing_type"
+OF_ROUTERS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type")
 CHANGED = "the model is what its config.json says: change it there"
 
 TRANSFORMER_ROWS: tuple[Parameter, ...] = tuple(
@@ -28,10 +35,42 @@ TRANSFORMER_ROWS: tuple[Parameter, ...] = tuple(
         *unsupported(SHARDING, *(f"{section}.{name}" for name in SPLIT), harmless=(1,)),
         *unsupported(KERNELS, *(f"{section}.{name}" for name in COMPUTED), harmless=("none",)),
         *unsupported(ROUTER_DTYPE, f"{section}.moe_router_dtype"),
-        *(refused(f"{section}.{name}", "there is no loss for a router's balance", default=0) for name in BALANCE),
+        *(
+            (
+                refused(f"{section}.{name}", "routers' losses are the policy's alone: leave it out", default=default)
+                for name, default in zip(OF_ROUTERS, (0, 0, "none"), strict=True)
+            )
+            if holder.startswith("critic")
+            else ()
+        ),
+        *(
+            ignored("nothing is learned there", *(f"{section}.{name}" for name in OF_ROUTERS))
+            if holder.startswith(REF)
+            else ()
+        ),
         refused(f"{section}.normalization", CHANGED, default="RMSNorm"),
         refused(f"{section}.swiglu", CHANGED, default=True),
         refused(section, CHANGED, harmless=NOTHING, is_tree=True),
         refused(f"{holder}.override_mcore_model_config", CHANGED, harmless=NOTHING, is_tree=True),
     )
 )
+ROUTER_ROWS: tuple[Parameter, ...] = (
+    translated(SQUARE, "optimisation.router.z", number, "coefficient of the squared log-sum of a router's logits",
+               example=0.001, default=0, context={}),
+    translated(BALANCE, "optimisation.router.balance", number, "coefficient of the balance of experts, where "
+               "moe_router_load_balancing_type is aux_loss: verl's models have none, and then nothing reads it",
+               example=0.01, default=0, context={BALANCING: "aux_loss"}),
+    translated(BALANCING, "optimisation.router.balance", text, "none, or aux_loss: each layer has a loss",
+               example="aux_loss", default="none", context={BALANCE: 0.01}),
+)  # fmt: skip
+
+
+def router(source: Source) -> dict[str, Any]:
+    """Make the losses of a mixture's routers."""
+    fields: dict[str, Any] = {}
+    if square := source.value(SQUARE):
+        fields["optimisation.router.z"] = square
+    kind = source.choose(BALANCING, {"None": "none", "aux_loss": "aux_loss"})
+    if kind == "aux_loss" and (balance := source.value(BALANCE)):
+        fields["optimisation.router.balance"] = balance
+    return fields

@@ -40,7 +40,8 @@ VERL: System = make_system(
     (
         data.DATA, data.ROLLOUT, tools.ROWS, actor.MODEL_ROWS, actor.ACTOR_ROWS, actor.REFERENCE_ROWS,
         actor.CRITIC_ROWS, distillation.ROWS, gdpo.ROWS,
-        actor.OPTIM_ROWS, actor.MEGATRON_ROWS, megatron.TRANSFORMER_ROWS, algorithm.ALGORITHM_ROWS,
+        actor.OPTIM_ROWS, actor.MEGATRON_ROWS, megatron.TRANSFORMER_ROWS, megatron.ROUTER_ROWS,
+        algorithm.ALGORITHM_ROWS,
         algorithm.LEGACY_ROWS, algorithm.CORRECTION_ROWS, algorithm.REWARD_ROWS, trainer.TRAINER_ROWS,
         trainer.ASYNC_ROWS, trainer.OTHER_ROWS, trainer.LAUNCH_ROWS,
         ignored("names the class that verl reads a section into", "_target_"),
@@ -50,6 +51,7 @@ VERL: System = make_system(
         learning.kl, learning.old_policy, learning.critic, learning.adapters, overrides.overrides, learning.resampling,
         distillation.distillation, rules.rewards,
         rules.evaluation, rules.checkpoints, rules.beginning, rules.placement, offload.offload, offload.kernels,
+        megatron.router,
         rules.publication, rules.tracking,
         tools.episodes,
     ),

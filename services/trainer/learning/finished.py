@@ -8,6 +8,7 @@ the members of a pair may be in different micro-batches, and no gradient depends
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -23,6 +24,7 @@ from flotilla.services.trainer.learning.learner import Learner, StepResult
 from flotilla.services.trainer.learning.metrics import algorithm_names, mean_of_updates
 from flotilla.services.trainer.learning.mini_batches import split_by_groups
 from flotilla.services.trainer.models.optimizer import UpdateResult
+from flotilla.services.trainer.models.routers import balancing, router_metrics
 from flotilla.shared.config.sections.job import DpoLossConfig, FinishedJob, PreferenceConfig, SftConfig
 from flotilla.shared.schemas.trajectory import Group
 
@@ -101,15 +103,18 @@ class SupervisedLearner(FinishedLearner):
         assert isinstance(self.job, SftConfig)
         denominators = count_sampled(_only(batch.sequences, members))
         tallies: list[Metrics] = []
+        share = _share_of_one(micro_batches)
         for micro in micro_batches:
-            found = self.policy.statistics(micro.inputs, with_entropy=False).log_probs
             if micro.is_empty:
-                self._backward(found.sum() * 0)
+                self._backward(self.policy.statistics(micro.inputs, with_entropy=False).log_probs.sum() * 0)
                 continue
-            log_probs = micro.spread(found)
-            loss = aggregate(-log_probs, micro.sequences, denominators, self.job.aggregation)
-            self._backward(loss)
-            tallies.append({"loss": once(loss), "nll": mean_over(-log_probs, micro.sequences.response_mask)})
+            with balancing(self.policy.routers, micro.inputs, share):
+                found = self.policy.statistics(micro.inputs, with_entropy=False).log_probs
+                log_probs = micro.spread(found)
+                loss = aggregate(-log_probs, micro.sequences, denominators, self.job.aggregation)
+                self._backward(loss)
+            figures = {"loss": once(loss), "nll": mean_over(-log_probs, micro.sequences.response_mask)}
+            tallies.append(figures | router_metrics(self.policy.routers))
         return combine(tallies)
 
     def _measured(self, batch: TrainingBatch, fixed: Tensor | None, micro_batches: Sequence[MicroBatch]) -> Metrics:
@@ -134,10 +139,12 @@ class _PairLearner(FinishedLearner):
         extra = self._token_weights(batch, members)
         # Every rank computes these alike: they count once.
         tallies: list[Metrics] = [_figures(found)] if self.ranks.is_leader else []
+        share = _share_of_one(micro_batches)
         for micro in micro_batches:
-            surrogate, metrics = self._weighted(batch, micro, weights, extra)
-            self._backward(surrogate)
-            tallies.append(metrics)
+            with nullcontext() if micro.is_empty else balancing(self.policy.routers, micro.inputs, share):
+                surrogate, metrics = self._weighted(batch, micro, weights, extra)
+                self._backward(surrogate)
+            tallies.append(metrics if micro.is_empty else {**metrics, **router_metrics(self.policy.routers)})
         return combine(tallies)
 
     def _measured(self, batch: TrainingBatch, fixed: Tensor | None, micro_batches: Sequence[MicroBatch]) -> Metrics:
@@ -259,6 +266,11 @@ def pairs_of(batch: TrainingBatch, members: range) -> tuple[Tensor, Tensor]:
     is_first = batch.rewards[numbers[0::2]] >= batch.rewards[numbers[1::2]]
     first, second = numbers[0::2], numbers[1::2]
     return torch.where(is_first, first, second), torch.where(is_first, second, first)
+
+
+def _share_of_one(micro_batches: Sequence[MicroBatch]) -> float:
+    """Return the share of the passes that each is which has tokens of its own."""
+    return 1 / max(sum(not micro.is_empty for micro in micro_batches), 1)
 
 
 def _figures(found: PreferenceLoss) -> Metrics:

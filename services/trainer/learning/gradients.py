@@ -22,6 +22,7 @@ from flotilla.services.trainer.learning.pass_sizes import PassSizes
 from flotilla.services.trainer.models.critic import Critic
 from flotilla.services.trainer.models.log_probs import Policy
 from flotilla.services.trainer.models.optimizer import PolicyOptimizer
+from flotilla.services.trainer.models.routers import balancing, router_metrics
 from flotilla.services.trainer.parallel.ranks import Ranks
 from flotilla.shared.config.sections.algorithm import AlgorithmConfig
 
@@ -125,18 +126,20 @@ class PolicyGradient:
             generator=generator,
         )
         tallies: list[Metrics] = []
+        share = 1 / max(sum(not micro.is_empty for micro in micro_batches), 1)
         for micro in micro_batches:
-            found = self._policy.statistics(micro.inputs, with_entropy=True)
             if micro.is_empty:
-                torch.autograd.backward(found.log_probs.sum() * 0)
+                torch.autograd.backward(self._policy.statistics(micro.inputs, with_entropy=True).log_probs.sum() * 0)
                 self._optimizer.collect()
                 continue
-            chosen = None if selected is None else selected[micro.tokens]
-            objective = self._objective(prepared, micro, found, denominators, chosen, kl_coefficient, generator)
-            # Sharded gradients are averaged over the ranks, and this is the loss of the whole mini-batch.
-            torch.autograd.backward(objective.loss * self._ranks.data_size)
+            with balancing(self._policy.routers, micro.inputs, share):
+                found = self._policy.statistics(micro.inputs, with_entropy=True)
+                chosen = None if selected is None else selected[micro.tokens]
+                objective = self._objective(prepared, micro, found, denominators, chosen, kl_coefficient, generator)
+                # Sharded gradients are averaged over the ranks, and this is the loss of the whole mini-batch.
+                torch.autograd.backward(objective.loss * self._ranks.data_size)
             self._optimizer.collect()
-            tallies.append(objective.metrics)
+            tallies.append({**objective.metrics, **router_metrics(self._policy.routers)})
             if note is not None and objective.tokens is not None:
                 note(micro, objective.tokens)
         self._optimizer.add_zero()

@@ -29,6 +29,7 @@ from flotilla.services.trainer.learning.pass_sizes import Cut, PassSizes, need_o
 from flotilla.services.trainer.learning.trace import TokenTrace, TracedStep
 from flotilla.services.trainer.learning.trainable import (
     Weights,
+    balance_experts,
     choose_trained,
     image_weights,
     kept_weights,
@@ -109,6 +110,7 @@ class Learner:
         self.processor = processor_for(spec, loaded)
         for module in [loaded.model, *([] if self.critic is None else [self.critic.body])]:
             prepare_layers(module, spec, self.device)
+        balance_experts(self.policy, spec)
         self.weights = self._lay_out(spec.asynchrony.publication.wire_dtype)
         self._packing = self.policy.resolve_packing(spec.optimisation.packing)
         if self.processor is not None:

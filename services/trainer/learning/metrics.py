@@ -22,7 +22,7 @@ RENAMED: Mapping[str, str] = {
     "flat_group_fraction": "groups/flat_fraction",
     "group_std": "reward/std_within_group",
 }
-SUMS_OVER_UPDATES = ("loss", "policy_loss", "kl_loss", "supervised_loss", "value_loss")
+SUMS_OVER_UPDATES = ("loss", "policy_loss", "kl_loss", "supervised_loss", "value_loss", "router/balance", "router/z")
 """Reported per update: their tallies add up over the updates of a step."""
 
 

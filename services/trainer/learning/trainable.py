@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.services.trainer.models.log_probs import Policy
 from flotilla.services.trainer.models.lora import Adapters
 from flotilla.services.trainer.models.quantised import PackedWeight, packed_layers
+from flotilla.services.trainer.models.routers import RouterLosses
 from flotilla.services.trainer.parallel.ranks import Ranks
 from flotilla.services.trainer.weights.flat_parameters import FlatParameters
 from flotilla.services.trainer.weights.sharded_parameters import ShardedParameters
@@ -48,6 +50,16 @@ def processor_for(spec: ExperimentSpec, loaded: LoadedModel) -> ImageProcessor |
 def tower_of(body: Any, processor: ImageProcessor) -> Tower:
     """Make what computes images with a model, once it is known what of it trains."""
     return Tower(body, processor, is_frozen=not any(each.requires_grad for each in body.visual.parameters()))
+
+
+def balance_experts(policy: Policy, spec: ExperimentSpec) -> None:
+    """Let the routers of the policy learn from losses of their own, where the spec has some.
+
+    Raises:
+        ModelError: its model has no such routers.
+    """
+    if spec.optimisation.router is not None:
+        policy.routers = RouterLosses(policy.model, spec.optimisation.router)
 
 
 def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:

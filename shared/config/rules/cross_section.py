@@ -95,6 +95,11 @@ def check_sections(spec: Sections) -> None:
     _sharing(spec)
     _contents(spec)
     check_compute(spec.model, spec.parallelism)
+    if spec.optimisation.router is not None and spec.parallelism.sequence_parallel > 1:
+        raise ValueError(
+            "optimisation.router counts a pass's tokens on one rank, and parallelism.sequence_parallel "
+            f"{spec.parallelism.sequence_parallel} divides each sequence: leave one of them out"
+        )
     check_quantisation(spec.model, spec.parallelism.offload, compiles_layers=spec.optimisation.compile_layers)
     check_offload(
         spec.parallelism.offload,

@@ -7,6 +7,31 @@ from pydantic import Field, model_validator
 from flotilla.shared.config.base.model import Config, Fraction
 
 
+class RouterConfig(Config):
+    """Losses of a mixture of experts' routers, of the tokens of each pass: prompts and answers, without padding.
+
+    They are means over the passes of a mini-batch, and so depend on ``micro_batch_tokens``.
+    """
+
+    balance: float = Field(0.0, ge=0)
+    """Coefficient of the load-balancing loss: the experts' number times the sum, over experts, of the share of tokens
+    that chose one and the mean probability that it had."""
+    scope: Literal["layer", "model"] = "layer"
+    """What both are taken over. layer: each layer has a loss, 1 where all experts are chosen alike often, and they add
+    up (Megatron). model: all layers have one, which is then the number of experts that a token chooses
+    (transformers)."""
+    z: float = Field(0.0, ge=0)
+    """Coefficient of the mean squared logarithm of a token's sum of exponentials, added up over the layers."""
+
+    @model_validator(mode="after")
+    def _refuse_none(self) -> "RouterConfig":
+        if not self.balance and not self.z:
+            raise ValueError("optimisation.router has no effect while balance and z are 0: give one, or leave it out")
+        if not self.balance and self.scope != "layer":
+            raise ValueError("optimisation.router.scope has no effect while balance is 0: leave it out")
+        return self
+
+
 class OptimisationConfig(Config):
     """AdamW with a schedule, on packed micro-batches."""
 
@@ -49,6 +74,8 @@ class OptimisationConfig(Config):
     freeze: tuple[str, ...] = ()
     """Weights that are not trained, by their names in the checkpoint's model, with * and ? for any characters:
     `model.embed_tokens.*`, `*.layers.?.*`. They have no gradient and no optimiser state. A critic trains whole."""
+    router: RouterConfig | None = None
+    """Losses of a mixture of experts' routers, beside the job's own; null: none."""
     average_decay: Fraction | None = None
     """Keep an exponential moving average of the trained weights (EMA), which each update moves by 1 - average_decay
     towards them; null keeps none. It is in every checkpoint; `flotilla export --average` makes a model of it."""
@@ -95,6 +122,11 @@ class OptimisationConfig(Config):
             raise ValueError("optimisation.wsd_decay has an effect with optimisation.schedule wsd only: leave it out")
         if self.warmup_start_ratio and not self.warmup_updates:
             raise ValueError("optimisation.warmup_start_ratio has no effect without optimisation.warmup_updates")
+        if self.router is not None and self.compile_layers:
+            raise ValueError(
+                "optimisation.router looks into layers, and optimisation.compile_layers makes one program of each: "
+                "leave one out"
+            )
         if self.decay_all and not self.weight_decay:
             raise ValueError("optimisation.decay_all has no effect while optimisation.weight_decay is 0: leave it out")
         return self

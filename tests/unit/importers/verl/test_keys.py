@@ -176,3 +176,14 @@ def test_a_bound_on_the_batches_of_a_filter_is_one_on_groups_without_signal(
     bound = found.spec.health.max_groups_without_signal
     assert bound == (batches * found.spec.groups_per_step if bounds else None)
     assert not found.report.refused
+
+
+def test_a_routers_balance_is_read_only_where_verls_model_has_one() -> None:
+    section = "actor_rollout_ref.actor.megatron.override_transformer_config"
+    given = {f"{section}.moe_aux_loss_coeff": 0.01, f"{section}.moe_z_loss_coeff": 0.001}
+
+    silent = import_flat("verl", {**BASES["verl"], **given})
+    named = import_flat("verl", {**BASES["verl"], **given, f"{section}.moe_router_load_balancing_type": "aux_loss"})
+
+    assert silent.document["optimisation"]["router"] == {"z": 0.001}
+    assert named.document["optimisation"]["router"] == {"z": 0.001, "balance": 0.01}

@@ -24,6 +24,8 @@ WORKER, PG_WORKER = "actor_train.worker_cls", "roll.pipeline.rlvr.actor_pg_worke
 BY_VARIANT = {WORKER: PG_WORKER}
 DEAD = "no release of ROLL that is still in use reads it"
 INFER = "train_infer_correction.is_weight"
+OF_BATCH = ("norm_mean_type", "norm_std_type")
+"""What may be of the batch."""
 
 ROWS: tuple[Parameter, ...] = (
     translated("adv_estimator", "algorithm.advantage.kind", text,
@@ -121,9 +123,11 @@ REWARD_ROWS: tuple[Parameter, ...] = (
                default=False, context=NORMED),
     translated("reward_scale", "reward.shaping.normalisation.mean", flag, "divide by the deviation only",
                example=True, default=False, context=NORMED),
-    translated("norm_mean_type", "reward.shaping.normalisation.mean", text, "group; batch and running are refused",
+    translated("norm_mean_type", "reward.shaping.normalisation.mean", text,
+               "group; of batch, algorithm.advantage.baseline is batch_mean; running is refused",
                example="group", default=None, context=REINFORCE),
-    translated("norm_std_type", "reward.shaping.normalisation.std", text, "group; batch and running are refused",
+    translated("norm_std_type", "reward.shaping.normalisation.std", text,
+               "group; of batch, algorithm.advantage.divide_by_std; running is refused",
                example="group", default=None, context=REINFORCE),
     applied("reward_clip", "reward.shaping.clip", number, "bounds rewards after their normalisation", example=10.0,
             default=None),
@@ -190,7 +194,10 @@ def advantage(source: Source) -> Fields:
         return {}
     whiten = {"variance": "unbiased", "floor": "add"} if source.value("whiten_advantages") else None
     section = {"kind": found[0], **found[1](source), "whiten": whiten, "clip": source.value("advantage_clip")}
+    section |= _of_batch(source, found[0])
     fields: Fields = {"algorithm.advantage": section}
+    if "score_clip" in section:
+        fields["reward.shaping.clip"] = None
     if found[0] == "gae":
         fields["algorithm.value_loss"] = {
             "clip": source.value("value_clip"),
@@ -199,6 +206,30 @@ def advantage(source: Source) -> Fields:
             "aggregation": {"mode": "seq-mean-token-mean"},
         }
     return fields
+
+
+def _of_batch(source: Source, kind: str) -> Section:
+    """Make the normalisation of rewards over the step, where ROLL's has a mean or a deviation of the batch."""
+    names = [name for name in OF_BATCH if source.value(name) == "batch" and source.value("adv_estimator") != "grpo"]
+    if not names:
+        return {}
+    domains = {name.removeprefix("rewards.").partition(".")[0] for name in source.trees.get("rewards", {})}
+    others = [name for name in OF_BATCH if source.value(name) not in {None, "batch"}]
+    for is_asked, why in (
+        (kind != "reinforce", "a reward is compared with those of its step by adv_estimator reinforce alone"),
+        (len(domains) > 1, "ROLL compares the rewards of each domain apart, and here there is one step of all: give "
+                           "one domain"),
+        (bool(others), "mean and deviation are both of the group or both of the batch"),
+        (source.value("reward_norm") is not None, "reward_norm normalises, too: leave one of them out"),
+    ):  # fmt: skip
+        if is_asked:
+            source.refuse(names[0], why)
+    clip = source.value("reward_clip")
+    return {
+        "baseline": "batch_mean" if OF_BATCH[0] in names else "none",
+        "divide_by_std": OF_BATCH[1] in names,
+        **({} if clip is None else {"score_clip": [-clip, clip]}),
+    }
 
 
 def _ppo(source: Source) -> Section:
@@ -351,7 +382,8 @@ def _group(source: Source, name: str) -> str | None:
         return None
     if source.value(name) == "group":
         return "group"
-    source.refuse(name, "groups are graded one at a time: use group, or whiten_advantages for the whole batch")
+    if name not in OF_BATCH or source.value(name) != "batch":
+        source.refuse(name, "groups are graded one at a time: use group, or whiten_advantages for the whole batch")
     return None
 
 

@@ -100,6 +100,8 @@ class _RewardToGo(_Estimator):
     """``skip``: a token the policy did not sample costs no discount step (verl); ``step``: it does (OpenRLHF)."""
     baseline: Literal["none", "batch_mean"] = "none"
     """Subtracted from each sequence's reward before it is spread over the tokens."""
+    divide_by_std: bool = False
+    """Divide each sequence's reward, after its baseline, by the batch's unbiased standard deviation plus 1e-6."""
 
 
 class ReinforceConfig(_RewardToGo):

@@ -294,6 +294,26 @@ def test_the_batch_mean_is_a_baseline() -> None:
     close(found.advantages, [0.5, -0.5, -0.5])
 
 
+@pytest.mark.parametrize(("baseline", "shift"), [("batch_mean", 1.5), ("none", 0.0)])
+def test_rewards_are_divided_by_the_batchs_deviation_and_then_bounded(baseline: Any, shift: float) -> None:
+    sequences = PackedSequences.of(torch.tensor([0, 1, 1, 2, 3]), torch.ones(5))
+    scores = torch.tensor([0.0, 1.0, 1.0, 4.0])
+    config = ReinforceConfig(baseline=baseline, divide_by_std=True, score_clip=(-0.5, 1.0))
+
+    found = compute_advantages(config, AdvantageInputs(sequences, scores))
+
+    expected = ((scores - shift) / (scores.std() + 1e-6)).clamp(-0.5, 1.0)
+    close(found.advantages, expected[torch.tensor([0, 1, 1, 2, 3])].tolist())
+
+
+def test_equal_rewards_of_one_sequence_or_more_have_no_deviation_and_stay_finite() -> None:
+    for count in (1, 3):
+        sequences = PackedSequences.of(torch.arange(count), torch.ones(count))
+        config = ReinforceConfig(baseline="batch_mean", divide_by_std=True)
+
+        close(compute_advantages(config, AdvantageInputs(sequences, torch.ones(count))).advantages, [0.0] * count)
+
+
 def test_clipping_comes_last_and_is_reported() -> None:
     sequences = PackedSequences.of(torch.tensor([0, 1, 2, 3]), torch.ones(4))
     inputs = AdvantageInputs(sequences, torch.tensor([4.0, 0.0, 0.0, 0.0]), torch.zeros(4))

@@ -23,6 +23,7 @@ from flotilla.shared.config.sections.advantage import AdvantageConfig, WhitenCon
 from flotilla.shared.config.sections.algorithm import KlRewardConfig
 
 Value = TypeVar("Value")
+BATCH_STD_EPSILON = 1e-6
 
 
 AllSum = Callable[[Tensor], Tensor]
@@ -178,7 +179,7 @@ def _estimate(
                 masked_tokens=config.masked_tokens,
             )
         case configs.ReinforceConfig() | configs.ReinforcePlusPlusConfig():
-            scores = _bounded(_less_batch_mean(config, inputs, charge, order), config)
+            scores = _bounded(_standardised(config, inputs, charge, order), config)
             rewards = _token_rewards(inputs, scores, charge)
             to_go = returns.discounted_returns(
                 rewards, inputs.sequences, gamma=config.gamma, masked_tokens=config.masked_tokens
@@ -294,14 +295,14 @@ def _bounded(scores: Tensor, config: AdvantageConfig) -> Tensor:
     return scores if config.score_clip is None else scores.clamp(*config.score_clip)
 
 
-def _less_batch_mean(
+def _standardised(
     config: configs.ReinforceConfig | configs.ReinforcePlusPlusConfig,
     inputs: AdvantageInputs,
     charge: Tensor | None,
     order: str,
 ) -> Tensor:
     scores = inputs.scores.float()
-    if config.baseline == "none":
+    if config.baseline == "none" and not config.divide_by_std:
         return scores
     compared = scores
     if charge is not None and order == "before_baseline":
@@ -309,8 +310,13 @@ def _less_batch_mean(
     if inputs.episode_index is not None:
         episodes = Groups.of(inputs.episode_index)
         compared = episodes.mean(compared)[episodes.first]
-    # Within their bounds: of equal scores the mean is that score, which rounding may miss.
-    return scores - compared.mean().clamp(compared.min(), compared.max())
+    if config.baseline == "batch_mean":
+        # Within their bounds: of equal scores the mean is that score, which rounding may miss.
+        scores = scores - compared.mean().clamp(compared.min(), compared.max())
+    if config.divide_by_std:
+        spread = compared.std() if len(compared) > 1 else compared.new_zeros(())
+        scores = scores / (spread + BATCH_STD_EPSILON)
+    return scores
 
 
 def _token_rewards(inputs: AdvantageInputs, scores: Tensor, charge: Tensor | None) -> Tensor:

@@ -238,3 +238,31 @@ def test_the_script_of_distillation_says_that_the_teacher_is_alone() -> None:
 
     assert found.spec is not None and found.spec.algorithm.distillation is not None, found.report.render()
     assert found.spec.algorithm.distillation.pure
+
+
+def test_rewards_that_are_normalised_over_the_batch_are_so_by_the_estimator() -> None:
+    more = {"adv_estimator": "reinforce", "norm_mean_type": "batch", "norm_std_type": "batch", "reward_clip": 10}
+    found = import_flat("roll", {**BASES["roll"], **more})
+
+    assert found.may_run(), found.report.render()
+    assert found.spec is not None and found.spec.reward is not None
+    advantage = found.spec.algorithm.advantage.model_dump()
+    assert (advantage["baseline"], advantage["divide_by_std"], advantage["score_clip"]) == (
+        "batch_mean", True, (-10.0, 10.0)
+    )  # fmt: skip
+    assert found.spec.reward.shaping.clip is None and found.spec.reward.shaping.normalisation is None
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"adv_estimator": "gae"},
+        {"norm_std_type": "group"},
+        {"norm_mean_type": "running"},
+        {"rewards.second.worker_cls": "a.MathRuleRewardWorker", "rewards.second.tag_included": ["b"]},
+    ],
+)
+def test_what_cannot_be_normalised_over_the_batch_is_refused(more: dict[str, Any]) -> None:
+    given = {"adv_estimator": "reinforce", "norm_mean_type": "batch", **more}
+
+    assert not import_flat("roll", {**BASES["roll"], **given}).may_run()

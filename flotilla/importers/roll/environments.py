@@ -11,6 +11,7 @@ from itertools import cycle, islice
 from typing import Any, Final
 
 from flotilla.importers.parameter import Parameter, Verdict
+from flotilla.importers.roll import gem
 from flotilla.importers.roll.rows import AT_A_TIME, INFER
 from flotilla.importers.source import Source
 
@@ -145,7 +146,9 @@ def environments(source: Source) -> Fields:
         source.lack(ONLY_SAMPLES)
     manager, custom = Tree(source, MANAGER), Tree(source, CUSTOM)
     tags, held_out = _shares(manager), _held_out_shares(source)
-    made = {tag: environment for tag in {**tags, **held_out} if (environment := _environment(custom, manager, tag))}
+    made = {
+        tag: environment for tag in {**tags, **held_out} if (environment := _environment(source, custom, manager, tag))
+    }
     if not made.keys() & tags.keys():
         source.lack(
             "rollout.episodes: none of the environments is offered here: --set 'rollout.episodes={kind: environment, "
@@ -208,13 +211,15 @@ def _manage(manager: Tree) -> None:
             manager.refuse("of a manager's keys this one is not offered", key)
 
 
-def _environment(custom: Tree, manager: Tree, tag: str) -> Fields | None:
+def _environment(source: Source, custom: Tree, manager: Tree, tag: str) -> Fields | None:
     """Make one environment; None where it is none of ours."""
     kind = custom.get(tag, "env_type")
-    if kind not in CHOICES:
+    is_played = gem.is_played(kind)
+    if kind not in CHOICES and not is_played:
         custom.refuse(
-            f"{kind or 'an unknown environment'} is not offered: use {', '.join(CHOICES)}, or write a class of your "
-            "own with reset and step, as --set 'rollout.episodes.environments=[{environment: FILE.py:Class}]'",
+            f"{kind or 'an unknown environment'} is not offered: use {', '.join(CHOICES)}, one of GEM's, or write a "
+            "class of your own with reset and step, as --set 'rollout.episodes.environments=[{environment: "
+            "FILE.py:Class}]'",
             tag, "env_type",
         )  # fmt: skip
         return None
@@ -225,6 +230,11 @@ def _environment(custom: Tree, manager: Tree, tag: str) -> Fields | None:
             "the whole conversation here: use TrajEnvManager",
             tag, "env_manager_cls",
         )  # fmt: skip
+    template = _template(custom, tag)
+    shown: Fields = {"data_sources": [tag], **({} if template is None else {"turn_template": template})}
+    _put_how_aside(custom, tag)
+    if is_played:
+        return _played(source, custom, tag) | shown
     options: Fields = dict(DEFAULTS[kind])
     if (penalty := manager.get("format_penalty")) is not None:
         options["format_penalty"] = penalty
@@ -236,12 +246,21 @@ def _environment(custom: Tree, manager: Tree, tag: str) -> Fields | None:
         elif key not in WITHOUT_TURNS:
             custom.refuse(f"{kind} has no such option", tag, "env_config", key)
     _room(custom, tag, options)
+    return {"environment": kind, "options": options, **shown}
+
+
+def _played(source: Source, custom: Tree, tag: str) -> Fields:
+    """Make one of GEM's or ROLL's own, which a file beside the spec plays."""
+    if custom.get(tag, "tool_wrapper") is not None:
+        custom.refuse("tools of environments are not offered: use rollout.episodes of kind tools", tag, "tool_wrapper")
+    source.files[gem.FILE] = gem.written()
+    return gem.environment(custom.get(tag, "env_type"), custom.get(tag, "env_config") or {})
+
+
+def _put_how_aside(custom: Tree, tag: str) -> None:
     for key in HOW:
         if custom.get(tag, key) is not None:
             custom.put_aside("environments are made for one episode each, and share nothing", tag, key)
-    made: Fields = {"environment": kind, "options": options, "data_sources": [tag]}
-    template = _template(custom, tag)
-    return made if template is None else {**made, "turn_template": template}
 
 
 def _room(custom: Tree, tag: str, options: Fields) -> None:

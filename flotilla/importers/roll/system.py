@@ -25,7 +25,8 @@ from flotilla.shared.config.sections.data import PLACE, is_data_file
 Fields = dict[str, Any]
 
 BACKENDS = tuple(f"deepspeed_{kind}" for kind in ("zero", "zero2", "zero2_cpuoffload", "zero3", "zero3_cpuoffload"))
-OWN = frozenset({*BACKENDS, "traj_envs", "step_envs", "vl_traj_envs"})
+GEM = frozenset({"traj_envs_gem_math", "traj_envs_gem_qa", "traj_envs_gem_games"})
+OWN = frozenset({*BACKENDS, *GEM, "traj_envs", "step_envs", "vl_traj_envs"})
 """ROLL's own files: of how trainers shard, which does not matter here, and of environments, whose keys are refused."""
 DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}

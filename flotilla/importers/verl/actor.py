@@ -206,8 +206,8 @@ ACTOR_ROWS: tuple[Parameter, ...] = (
                "ranks that divide the experts, where the trainer's GPUs are ranks that it "
                "divides, as a multiple of tensor_model_parallel_size", example=2, default=1, harmless=(1,),
                unread=Verdict.UNSUPPORTED, context=ON_FOUR_GPUS),
-    refused(f"{ACTOR}.fsdp_config.model_dtype", "weights are always trained as float32, and rounded to model.dtype for "
-            "each pass: leave it at fp32", default="fp32", harmless=("float32",)),
+    translated(f"{ACTOR}.fsdp_config.model_dtype", "optimisation.masters", text, "fp32: float32 masters; bf16: the "
+               "bfloat16 weights themselves are trained", example="bf16", default="fp32"),
     *(refused(name, "trainer and engine compute in one element type: give actor_rollout_ref.rollout.dtype alone",
               default=Inherit("actor_rollout_ref.rollout.dtype"), is_judged=True) for name in COMPUTED_IN),
     *unsupported(SHARDING, f"{ACTOR}.fsdp_config", f"{ACTOR}.megatron", f"{REF}.megatron", is_tree=True,

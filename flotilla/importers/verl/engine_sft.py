@@ -9,6 +9,7 @@ from flotilla.importers.system import System, make_system
 from flotilla.importers.values import count, flag, integer, number, numbers, share, text, texts
 from flotilla.importers.verl.finished import DTYPES, ROWS, SHARDING, VERL_SFT, adapters, duration, files
 from flotilla.importers.verl.launch import last_name
+from flotilla.importers.verl.rules import masters
 
 Fields = dict[str, Any]
 
@@ -31,8 +32,8 @@ OWN: tuple[Parameter, ...] = (
     refused("optim", "Megatron's and others' optimisers have defaults of their own: take fsdp", default="fsdp"),
     translated("engine.dtype", "model.dtype", text, "element type of a pass, over float32 masters", example="float32",
                default="bfloat16"),
-    refused("engine.model_dtype", "weights are always trained as float32: leave it at fp32", default="fp32",
-            harmless=("float32",)),
+    translated("engine.model_dtype", "optimisation.masters", text, "fp32: float32 masters; bf16: the bfloat16 weights "
+               "themselves are trained", example="bf16", default="fp32"),
     *unsupported(SHARDING, *(f"engine.{name}" for name in (
         "strategy", "fsdp_size", "ulysses_sequence_parallel_size", "param_offload", "optimizer_offload",
         "offload_policy", "reshard_after_forward", "forward_prefetch", "use_orig_params", "use_torch_compile",
@@ -78,10 +79,13 @@ def sizes(source: Source) -> Fields:
     rows = source.required("data.micro_batch_size_per_gpu") * longest
     schedule = source.choose("optim.lr_scheduler_type", SHAPES) or "constant"
     least = source.value("optim.min_lr_ratio") if schedule != "constant" else None
+    dtype = source.choose("engine.dtype", DTYPES) or "bfloat16"
+    is_narrow = masters(source, "engine.model_dtype") and dtype == "bfloat16"
     return {
         **({} if path is None else {"model.path": path}),
         "data.prompt_column": source.required("data.messages_key"),
-        "model.dtype": source.choose("engine.dtype", DTYPES) or "bfloat16",
+        "model.dtype": dtype,
+        **({"optimisation.masters": "model"} if is_narrow else {}),
         "optimisation.micro_batch_tokens": source.required("data.max_token_len_per_gpu")
         if source.value("data.use_dynamic_bsz")
         else rows,

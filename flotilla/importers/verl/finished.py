@@ -12,7 +12,7 @@ from flotilla.importers.spelling import experiment_name
 from flotilla.importers.system import System, make_system
 from flotilla.importers.values import count, flag, integer, number, numbers, pieces, share, text, texts, unchanged
 from flotilla.importers.verl.actor import REMOTE_CODE
-from flotilla.importers.verl.rules import contents
+from flotilla.importers.verl.rules import contents, masters
 from flotilla.shared.config.sections.data import is_data_file
 
 Fields = dict[str, Any]
@@ -33,8 +33,9 @@ ROWS: tuple[Parameter, ...] = (
     *ignored("names the class that verl reads a section into", "_target_"),
     applied("model.partial_pretrain", "model.path", text, "a directory, or a name on the hub", example="other",
             default=None, context={}, aliases=("sft.model.partial_pretrain",)),
-    translated("model.fsdp_config.model_dtype", "model.dtype", text, "fp32 is float32, bf16 bfloat16", example="bf16",
-               default="fp32", aliases=("sft.model.fsdp_config.model_dtype",)),
+    translated("model.fsdp_config.model_dtype", "optimisation.masters", text, "of the weights that are trained: "
+               "fp32 is float32, bf16 model; every pass computes in bfloat16", example="bf16", default="fp32",
+               aliases=("sft.model.fsdp_config.model_dtype",)),
     *(Parameter(name=f"model.{name}", verdict=row.verdict, reason=row.reason, harmless=row.harmless,
                 aliases=(f"sft.model.{name}",))
       for name in ("fsdp_config.wrap_policy.min_num_params", "fsdp_config.cpu_offload", "fsdp_config.offload_params",
@@ -177,7 +178,8 @@ def sizes(source: Source) -> Fields:
     longest = source.required("data.max_length")
     fields: Fields = {
         **({} if path is None else {"model.path": path}),
-        "model.dtype": source.choose("model.fsdp_config.model_dtype", DTYPES) or "float32",
+        "model.dtype": "bfloat16",  # of every pass, whatever the weights are
+        **({"optimisation.masters": "model"} if masters(source, "model.fsdp_config.model_dtype") else {}),
         "optimisation.micro_batch_tokens": source.required("data.micro_batch_size_per_gpu") * longest,
         "optimisation.schedule": source.choose("optim.lr_scheduler", {name: name for name in SCHEDULES}) or "constant",
     }

@@ -188,6 +188,11 @@ def _decay(source: Source, shape: str, updates: int) -> Fields:
     return fields
 
 
+def masters(source: Source, name: str) -> bool:
+    """Whether weights are kept and trained in bfloat16, without float32 masters."""
+    return source.choose(name, DTYPES) == "bfloat16"
+
+
 def _way_to_a_step(source: Source) -> str:
     if is_fully_async(source):
         return "raise rollout.total_rollout_steps, or lower ppo_mini_batch_size or require_batches"
@@ -214,6 +219,8 @@ def lengths(source: Source) -> Fields:
         "rollout.group_size": source.required(f"{ROLLOUT_NAME}.n"),
         "model.dtype": dtype or "bfloat16",
     }
+    if masters(source, f"{ACTOR}.fsdp_config.model_dtype") and dtype == "bfloat16":
+        fields["optimisation.masters"] = "model"
     if source.value(f"{ACTOR}.use_dynamic_bsz"):
         budget = source.required(f"{ACTOR}.ppo_max_token_len_per_gpu")
         split = source.required(f"{ACTOR}.ulysses_sequence_parallel_size")

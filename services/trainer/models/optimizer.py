@@ -2,7 +2,7 @@
 
 Where the model is float32, its parameters are the masters. Where it is bfloat16, a float32 copy of each parameter is
 trained and rounded into the model after every update, and gradients of micro-batches add up in float32: bfloat16's
-8 bits would swallow updates smaller than 1/256 of a weight.
+8 bits would swallow updates smaller than 1/256 of a weight. ``masters: model`` trains the bfloat16 weights themselves.
 """
 
 import math
@@ -156,7 +156,7 @@ class PolicyOptimizer:
         self._parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
         self._config = config
         self._total_updates = total_updates
-        self._masters = {name: _master_of(parameter) for name, parameter in self._parameters.items()}
+        self._masters = {name: _master_of(parameter, config.masters) for name, parameter in self._parameters.items()}
         self._alike = _alike(self._masters.values())
         least = 0 if config.decay_all else 2
         decayed = [[master for master in alike if master.dim() >= least] for alike in self._alike]
@@ -175,7 +175,7 @@ class PolicyOptimizer:
 
     @property
     def masters(self) -> Mapping[str, nn.Parameter]:
-        """What is trained, in float32, by name."""
+        """What is trained, by name: in float32, unless the spec has the model's own weights trained."""
         return self._masters
 
     @property
@@ -306,7 +306,7 @@ def _norm_of(gradients: Sequence[Tensor]) -> Tensor:
     return squared.sqrt()
 
 
-def _master_of(parameter: nn.Parameter) -> nn.Parameter:
-    if parameter.dtype == torch.float32:
+def _master_of(parameter: nn.Parameter, kind: str) -> nn.Parameter:
+    if parameter.dtype == torch.float32 or kind == "model":
         return parameter
     return nn.Parameter(parameter.detach().float().clone())

@@ -95,6 +95,11 @@ def check_sections(spec: Sections) -> None:
     _sharing(spec)
     _contents(spec)
     check_compute(spec.model, spec.parallelism)
+    if spec.optimisation.masters == "model" and spec.model.dtype != "bfloat16":
+        raise ValueError(
+            f"optimisation.masters model has an effect with bfloat16 weights only, and model.dtype is "
+            f"{spec.model.dtype}: set it to bfloat16, or leave masters out"
+        )
     if spec.optimisation.router is not None and spec.parallelism.sequence_parallel > 1:
         raise ValueError(
             "optimisation.router counts a pass's tokens on one rank, and parallelism.sequence_parallel "

@@ -71,6 +71,10 @@ class OptimisationConfig(Config):
     """Decoupled weight decay; not applied to biases and norms, unless ``decay_all``."""
     decay_all: bool = False
     """Apply the weight decay to every parameter, biases and norms, too."""
+    masters: Literal["float32", "model"] = "float32"
+    """What AdamW updates where the model is bfloat16. float32: a copy of each weight, which is rounded into the model
+    after every update. model: the bfloat16 weights themselves, with gradients and moments in bfloat16, too: half the
+    memory or less, but updates smaller than about 1/256 of a weight are lost."""
     freeze: tuple[str, ...] = ()
     """Weights that are not trained, by their names in the checkpoint's model, with * and ? for any characters:
     `model.embed_tokens.*`, `*.layers.?.*`. They have no gradient and no optimiser state. A critic trains whole."""
@@ -122,6 +126,11 @@ class OptimisationConfig(Config):
             raise ValueError("optimisation.wsd_decay has an effect with optimisation.schedule wsd only: leave it out")
         if self.warmup_start_ratio and not self.warmup_updates:
             raise ValueError("optimisation.warmup_start_ratio has no effect without optimisation.warmup_updates")
+        if self.masters == "model" and self.average_decay is not None:
+            raise ValueError(
+                "optimisation.average_decay moves by small steps, which optimisation.masters model has no room for: "
+                "leave one of them out"
+            )
         if self.router is not None and self.compile_layers:
             raise ValueError(
                 "optimisation.router looks into layers, and optimisation.compile_layers makes one program of each: "

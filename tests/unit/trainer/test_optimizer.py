@@ -202,3 +202,21 @@ def test_gradients_of_micro_batches_add_up_in_float32() -> None:
         optimizer.collect()
 
     assert optimizer.update().grad_norm == pytest.approx((1 + 2 / 512) * math.sqrt(15), rel=1e-6)
+
+
+def test_a_models_own_bfloat16_weights_are_trained_where_the_spec_says_so() -> None:
+    layer, plain = a_layer().bfloat16(), a_layer().bfloat16()
+    config = OptimisationConfig(steps=3, learning_rate=0.1, max_grad_norm=None, masters="model")
+    optimizer = PolicyOptimizer(layer.named_parameters(), config, 3)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.1, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+
+    for scale in (1.0, 0.5):
+        with_gradient(layer, scale)
+        with_gradient(plain, scale)
+        optimizer.collect()
+        optimizer.update()
+        reference.step()
+
+    assert torch.equal(layer.weight, plain.weight)
+    assert {each.dtype for name, each in optimizer.state().items() if not name.startswith("step/")} == {torch.bfloat16}
+    assert not any(name.startswith("master/") for name in optimizer.state())

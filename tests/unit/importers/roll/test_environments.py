@@ -1,6 +1,9 @@
 """ROLL's environments become ours: tags and their shares, options, turns, seeds; what is not offered is named."""
 
 import json
+import sys
+import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,7 +135,10 @@ def test_the_managers_penalty_is_that_of_environments_without_one() -> None:
 @pytest.mark.parametrize(
     ("changes", "name", "words"),
     [
-        ({"custom_envs__Room": {"env_type": "webshop"}}, "custom_envs.Room.env_type", "webshop is not offered"),
+        ({"custom_envs__Room": {"env_type": "deepeyes"}}, "custom_envs.Room.env_type", "deepeyes is not offered"),
+        ({"custom_envs__Lake": {"env_type": "game:Wordle-v0", "max_steps": 8, "max_tokens_per_step": 64,
+                                   "tool_wrapper": {"tool_configs": []}}},
+         "custom_envs.Lake.tool_wrapper.tool_configs", "tools of environments"),
         ({"custom_envs__Lake": LAKE | {"env_manager_cls": "x.StepEnvManager"}}, "custom_envs.Lake.env_manager_cls",
          "StepEnvManager cuts"),
         ({"custom_envs__Lake": LAKE | {"agent_template": "{history} {observation}"}}, "custom_envs.Lake.agent_template",
@@ -182,3 +188,57 @@ def test_what_actor_infer_says_of_sampling_wins_over_the_manager() -> None:
     assert found.may_run() and found.spec is not None, found.report.render()
     sampling = found.spec.rollout.sampling
     assert (sampling.temperature, sampling.top_k, sampling.max_new_tokens) == (0.5, 50, 32)
+
+
+class Counting:
+    """Stands for an environment of GEM's: says how often it was begun, and ends after two steps."""
+
+    made = 0
+
+    def __init__(self, **config: Any) -> None:
+        type(self).made += 1
+        self.config, self.number, self.episodes = config, type(self).made, 0
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        self.episodes, self.turn = self.episodes + 1, 0
+        return f"{self.number}.{self.episodes} seed {seed}", {"env_instruction": "Count."}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.turn += 1
+        return f"saw {action}", 0.5, self.turn == 2, False, {"metrics": {"success": True}, "suffix": "x"}
+
+
+def test_environments_of_gem_are_played_by_a_file_beside_the_spec(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Counting.made = 0
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def make(env_id: str, **config: Any) -> Counting:
+        asked.append((env_id, config))
+        return Counting(**config)
+
+    questions = types.ModuleType("gem.envs.math_env")
+    vars(questions)["MathEnv"] = Counting
+    monkeypatch.setitem(sys.modules, "gem", types.SimpleNamespace(make=make))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "gem.envs.math_env", questions)
+    each: dict[str, Any] = {"max_steps": 8, "max_tokens_per_step": 64}
+    game = {**each, "env_type": "game:Wordle-v0", "env_config": {"word_length": 5}}
+    questions_of = {**each, "env_type": "roll_math", "env_config": {"dataset_name": "owner/rows"}}
+    found = imported(custom_envs__Lake=game, custom_envs__Room=questions_of)
+
+    assert found.may_run(), found.report.render()
+    assert found.spec is not None and isinstance(found.spec.rollout.episodes, EnvironmentEpisodesConfig)
+    (tmp_path / "roll_environments.py").write_text(found.files["roll_environments.py"])
+    sections = [
+        each.model_copy(update={"environment": f"{tmp_path}/{each.environment}"})
+        for each in found.spec.rollout.episodes.environments
+    ]
+    wordle, rows = (load_environment(each) for each in sections)
+    first, second = wordle(), wordle()
+    assert first.reset(3) == ("1.1 seed 3", {"instruction": "Count.", "metrics": {}})
+    assert second.reset(4)[0] == "3.1 seed 4"
+    assert [first.step("a")[2], first.step("b")] == [False, ("saw b", 0.5, True, False, {"metrics": {"success": True}})]
+    assert wordle().reset(5)[0] == "1.2 seed 5"
+    assert asked == [("game:Wordle-v0", {"word_length": 5})] * 2
+    assert rows().reset(1)[0] == "2.1 seed 1"

@@ -353,7 +353,7 @@ def _add_imports(systems: "Commands") -> None:
 
 
 def _import_options(parser: argparse.ArgumentParser, system: str) -> None:
-    parser.add_argument("--output", "-o", help="where to write the spec; without it, standard output")
+    parser.add_argument("--output", "--out", "-o", help="where to write the spec; without it, standard output")
     parser.add_argument("--force", action="store_true", help="replace files that are there")
     text = "rows of the training data, where its passes must become steps"
     parser.add_argument("--rows", type=parsing.at_least_one, help=text)

@@ -5,10 +5,10 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from flotilla.cli.output import write_json
 from flotilla.importers.build import Imported, build
+from flotilla.importers.commented import commented
 from flotilla.importers.coverage import UNACCOUNTED, counts, coverage, refused_share
 from flotilla.importers.engines import named_engine
 from flotilla.importers.systems import SCRIPTS, beside, read, read_launch_text, read_openrlhf, system_of
@@ -29,7 +29,7 @@ async def import_file(arguments: argparse.Namespace) -> int:
     if not is_whole:
         sys.stderr.write(_why_not(imported, strict=arguments.strict))
         return 1
-    document = HEADER.format(system=arguments.system) + _yaml(imported.document)
+    document = HEADER.format(system=arguments.system) + _yaml(imported)
     if arguments.output is None:
         if imported.files:
             sys.stderr.write(f"flotilla: the spec needs {', '.join(imported.files)} beside it: give --output FILE\n")
@@ -90,9 +90,9 @@ def _why_not(imported: Imported, *, strict: bool) -> str:
     return f"flotilla: no spec was made: {', '.join(parts)}; the report says what\n"
 
 
-def _yaml(document: dict[str, Any]) -> str:
-    plain = json.loads(json.dumps(document))
-    return write_value(plain)
+def _yaml(imported: Imported) -> str:
+    plain = json.loads(json.dumps(imported.document))
+    return commented(plain, imported.report.entries, imported.report.system, write_value)
 
 
 def _write(files: dict[Path, str], *, force: bool) -> None:

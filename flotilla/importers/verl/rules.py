@@ -190,7 +190,7 @@ def _decay(source: Source, shape: str, updates: int) -> Fields:
 
 def masters(source: Source, name: str) -> bool:
     """Whether weights are kept and trained in bfloat16, without float32 masters."""
-    return source.choose(name, DTYPES) == "bfloat16"
+    return str(source.choose(name, DTYPES)) == "bfloat16"
 
 
 def _way_to_a_step(source: Source) -> str:

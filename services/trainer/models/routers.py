@@ -151,7 +151,7 @@ def _routers_of(model: nn.Module) -> list[tuple[nn.Module, int]]:
     """Find the routers, and where in their output the logits are, as transformers records them."""
     found: dict[int, tuple[nn.Module, int]] = {}
     for module in model.modules():
-        recorder = (getattr(module, "_can_record_outputs", None) or {}).get(RECORDED)
+        recorder: Any = (getattr(module, "_can_record_outputs", None) or {}).get(RECORDED)
         kind = getattr(recorder, "target_class", None)
         if kind is not None:
             found |= {id(each): (each, recorder.index) for each in module.modules() if isinstance(each, kind)}

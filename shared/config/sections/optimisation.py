@@ -126,6 +126,12 @@ class OptimisationConfig(Config):
             raise ValueError("optimisation.wsd_decay has an effect with optimisation.schedule wsd only: leave it out")
         if self.warmup_start_ratio and not self.warmup_updates:
             raise ValueError("optimisation.warmup_start_ratio has no effect without optimisation.warmup_updates")
+        if self.decay_all and not self.weight_decay:
+            raise ValueError("optimisation.decay_all has no effect while optimisation.weight_decay is 0: leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_what_excludes_one_another(self) -> "OptimisationConfig":
         if self.masters == "model" and self.average_decay is not None:
             raise ValueError(
                 "optimisation.average_decay moves by small steps, which optimisation.masters model has no room for: "
@@ -136,6 +142,4 @@ class OptimisationConfig(Config):
                 "optimisation.router looks into layers, and optimisation.compile_layers makes one program of each: "
                 "leave one out"
             )
-        if self.decay_all and not self.weight_decay:
-            raise ValueError("optimisation.decay_all has no effect while optimisation.weight_decay is 0: leave it out")
         return self

@@ -4,13 +4,13 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from flotilla.importers.parameter import Parameter, Verdict
+from flotilla.importers.parameter import Parameter, Verdict, translated, unsupported
 from flotilla.importers.roll import environments
 from flotilla.importers.roll.filtering import group_filter
 from flotilla.importers.roll.learning import response_length
 from flotilla.importers.source import Source
 from flotilla.importers.spelling import is_private_host
-from flotilla.importers.values import number, same
+from flotilla.importers.values import number, same, text
 
 Fields = dict[str, Any]
 
@@ -81,6 +81,14 @@ SILENT = {"reward_type": "soft", "response_length_penalty_coef": 0.0}
 DOMAIN = re.compile(r"^rewards\.(\w+)\.(.+)$")
 OF_A_JUDGE = frozenset({"model_args", "data_args", "generating_args"})
 """Sections that a judge reads which ROLL runs itself; they say nothing of other workers."""
+RUN_BY_ROLL = ("inference", "cluster")
+"""Kinds of judges that ROLL runs: in each reward worker, or in engines of their own, which are asked by all."""
+SERVED = "reward_model.model_args.model_name_or_path"
+ASKED = {
+    "rewards.judged.worker_cls": JUDGE,
+    "rewards.judged.judge_model_type": "cluster",
+    "rewards.judged.model_args.model_name_or_path": "a-judge",
+}
 PLACED = frozenset({"device_mapping", "world_size", "num_gpus_per_worker", "infer_batch_size", "strategy_args",
                     "use_local", *OF_A_JUDGE})  # fmt: skip
 """What of a domain's worker only says where and how it runs."""
@@ -96,7 +104,10 @@ ROWS: tuple[Parameter, ...] = (
         targets=("reward.components",),
         is_tree=True,
     ),
-)
+    translated(SERVED, "reward.components", text, "the model of a judge in engines of its own (judge_model_type "
+               "cluster)", example="another-judge", default=None, context=ASKED),
+    *unsupported(RUNS, "reward_model", is_tree=True),
+)  # fmt: skip
 
 
 def rewards(source: Source) -> Fields:
@@ -128,7 +139,7 @@ def _domains(source: Source) -> dict[str, Fields]:
         match = DOMAIN.match(spelling)
         domain, option = (match[1], match[2]) if match else ("", "")
         found.setdefault(domain, {})[option] = value
-        if option == "judge_model_type" and value == "inference":
+        if option == "judge_model_type" and value in RUN_BY_ROLL:
             judges.add(domain)
     for spelling, value in written.items():
         match = DOMAIN.match(spelling)
@@ -162,7 +173,7 @@ def _grader(source: Source, domain: str, options: Mapping[str, Any]) -> Fields |
                               "write the question as template of the judge")  # fmt: skip
         return None
     asked = {"template": question, **READING}
-    if options.get("judge_model_type") == "inference":
+    if options.get("judge_model_type") in RUN_BY_ROLL:
         return _own_judge(source, domain, options, asked)
     return _judge_behind_a_url(source, domain, options, asked)
 
@@ -170,6 +181,8 @@ def _grader(source: Source, domain: str, options: Mapping[str, Any]) -> Fields |
 def _own_judge(source: Source, domain: str, options: Mapping[str, Any], asked: Fields) -> Fields | None:
     """Make the judge that the reward service runs, as a worker of ROLL's does."""
     prefix, path = f"rewards.{domain}", options.get("model_args.model_name_or_path")
+    if options.get("judge_model_type") == "cluster":
+        path = source.value(SERVED) or path
     for option in options:
         name = option.removeprefix("generating_args.")
         if name in ONE and not same(options[option], 1):

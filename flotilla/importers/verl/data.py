@@ -16,6 +16,9 @@ def _limit(value: Any) -> int | None:
     return None if value is None or value < 0 else int(value)
 
 
+KNOWN_SAMPLER = "pkg://tests.utils.dataset.test_create_rl_sampler_on_cpu"
+"""The file of verl's own that its example of a curriculum names."""
+
 DATA: tuple[Parameter, ...] = (
     translated("data.train_files", ("data.path", "data.sources"), texts,
                "one file of training rows is the path, several are sources that are joined",
@@ -70,6 +73,12 @@ DATA: tuple[Parameter, ...] = (
               "null", default=None) for kind in ("image", "video")),
     refused("data.audio_key", "there is no sound, only text: where the rows have none, leave it out, or give null",
             default=None),
+    translated("data.sampler.class_name", "data.shuffle", text, "of verl's own RandomCurriculumSampler, which draws in "
+               "random order and learns nothing; others are refused", example="RandomCurriculumSampler",
+               default=None, context={"data.shuffle": False, "data.sampler.class_path": KNOWN_SAMPLER}),
+    translated("data.sampler.class_path", "data.shuffle", text, "the file of the class", example=KNOWN_SAMPLER,
+               default=None, context={"data.shuffle": False, "data.sampler.class_name": "RandomCurriculumSampler",
+                                      "data.sampler.class_path": None}),
     refused("data.sampler", "rows are drawn in order or shuffled: prepare the file instead", is_tree=True),
     refused("data.return_multi_modal_inputs", "there are no images: text only", default=True, harmless=(False,)),
     *ignored("an evaluation issues all its rows at once", "data.val_batch_size"),

@@ -8,7 +8,7 @@ from flotilla.importers.datasets import FILES, held_out, training
 from flotilla.importers.parameter import UNSET, Inherit
 from flotilla.importers.source import Source
 from flotilla.importers.values import wrong
-from flotilla.importers.verl.data import TEMPLATE
+from flotilla.importers.verl.data import KNOWN_SAMPLER, TEMPLATE
 from flotilla.shared.config.sections.data import VERL_COLUMNS, is_data_file
 
 Fields = dict[str, Any]
@@ -19,7 +19,7 @@ CLASS = "data.custom_cls"
 
 def rows(source: Source) -> Fields:
     """Make the training rows, their columns and template, and what becomes of long prompts."""
-    fields = training(_places(source, "data.train_files")) | _columns(source) | _overlong(source)
+    fields = training(_places(source, "data.train_files")) | _columns(source) | _overlong(source) | _order(source)
     options: Fields = {}
     for spelling, value in source.trees.get(TEMPLATE, {}).items():
         name = spelling.removeprefix(TEMPLATE).removeprefix(".")
@@ -86,6 +86,19 @@ def _columns(source: Source) -> Fields:
     if named == VERL_COLUMNS:
         return {"data.format": "verl"}
     return {f"data.{name}": column for name, column in named.items()}
+
+
+def _order(source: Source) -> Fields:
+    """Make the order of rows, where a class of verl's own draws them."""
+    name, path = (source.value(f"data.sampler.class_{what}") for what in ("name", "path"))
+    if name is None and path is None:
+        return {}
+    if (name, path) != ("RandomCurriculumSampler", KNOWN_SAMPLER):
+        for what in ("name", "path"):
+            if f"data.sampler.class_{what}" in source.given:
+                source.refuse(f"data.sampler.class_{what}", source.system.parameters["data.sampler"].reason)
+        return {}
+    return {"data.shuffle": True}
 
 
 def _overlong(source: Source) -> Fields:

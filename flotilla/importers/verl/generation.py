@@ -1,6 +1,7 @@
 """verl's programs that answer problems without training (``main_generation``, ``main_generation_server``) as systems.
 
 They write answers to a file; here a job of kind ``evaluation`` answers, grades by verl's own scorers, and keeps them.
+Where a script scores them besides, by ``main_eval``, the same job grades by that program's function.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from flotilla.importers.source import Source
 from flotilla.importers.system import System, make_system
 from flotilla.importers.values import count, integer, number, text, texts
 from flotilla.importers.verl.actor import REMOTE_CODE
+from flotilla.importers.verl.algorithm import REWARD_ROWS
+from flotilla.importers.verl.rules import function_or_default
 from flotilla.shared.config.sections.data import is_data_file
 
 Fields = dict[str, Any]
@@ -49,6 +52,7 @@ def _common(model: str, rollout: str) -> tuple[Parameter, ...]:
         refused(f"{rollout}.ignore_eos", "an answer ends with its end of sequence", default=False),
         *unsupported(PLACED, "trainer.nnodes", "trainer.n_gpus_per_node", "data.batch_size",
                      *(f"{rollout}.{name}" for name in SPEED), harmless=(1,)),
+        *(row for row in REWARD_ROWS if row.name.startswith("custom_reward_function.")),
         *ignored("there is no Ray here", "ray_init", "ray_kwargs", is_tree=True),
     )  # fmt: skip
 
@@ -112,7 +116,6 @@ def _answering(rollout: str, files: str, samples: str) -> Callable[[Source], Fie
             "data.max_prompt_tokens": prompt,
             "rollout.engine.context_tokens": prompt + answer,
             "rollout.sampling.max_new_tokens": answer,
-            "reward.components": [{"kind": "verl_default"}],
             "evaluation.group_size": source.required(samples),
             "evaluation.deadline_seconds": DEADLINE_SECONDS,
             **held_out([{"path": path} for path in paths]),
@@ -130,9 +133,11 @@ def _answering(rollout: str, files: str, samples: str) -> Callable[[Source], Fie
 
 
 VERL_GENERATION: System = make_system(
-    "verl main_generation", (ROWS,), rules=(_answering("rollout", "data.path", "data.n_samples"),)
+    "verl main_generation", (ROWS,), rules=(_answering("rollout", "data.path", "data.n_samples"), function_or_default)
 )
 VERL_GENERATION_SERVER: System = make_system(
-    "verl main_generation_server", (SERVER_ROWS,), rules=(_answering(SERVER, "data.train_files", f"{SERVER}.n"),)
+    "verl main_generation_server",
+    (SERVER_ROWS,),
+    rules=(_answering(SERVER, "data.train_files", f"{SERVER}.n"), function_or_default),
 )
 OF_PROGRAM = {"main_generation": VERL_GENERATION, "main_generation_server": VERL_GENERATION_SERVER}

@@ -3,7 +3,7 @@
 import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Final
@@ -129,6 +129,8 @@ def find_launch(script: Script, source: str) -> Launch | None:
     known = [each for each in started if each[1] in TRAINERS]
     with_parameters = [each for each in started if any(_is_parameter(word) for word in each[0].words[each[2] :])]
     chosen = known or with_parameters
+    if (both := _answered_and_scored(chosen)) is not None:
+        return both
     if len(chosen) > 1:
         raise problem(source, chosen[1][1], "the script starts verl more than once: keep one command")
     if chosen:
@@ -138,6 +140,16 @@ def find_launch(script: Script, source: str) -> Launch | None:
         name = started[0][1] if started else " ".join(programs[0].words[:3])
         raise problem(source, name, f"no trainer of verl is started here (known are {', '.join(TRAINERS)})")
     return None
+
+
+def _answered_and_scored(started: Sequence[tuple[Command, str, int]]) -> Launch | None:
+    """Join a program that answers problems and one that scores its answers; None where they are not these two."""
+    if len(started) != 2 or last_name(started[0][1]) not in GENERATORS or not is_scoring(started[1][1]):
+        return None
+    answering, scoring = (_launch(*each) for each in started)
+    function = [word for word in scoring.overrides if word.startswith("custom_reward_function.")]
+    refusals = [each for each in scoring.refusals if each.spelling.startswith("custom_reward_function.")]
+    return replace(answering, overrides=[*answering.overrides, *function], refusals=[*answering.refusals, *refusals])
 
 
 def _programs(command: Command) -> Iterator[tuple[Command, str, int]]:

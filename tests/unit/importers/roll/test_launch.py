@@ -132,6 +132,21 @@ def judged(**more: Any) -> Imported:
     return import_flat("roll", {**BASES["roll"], "rewards.judged.worker_cls": worker, **given})
 
 
+def test_a_judge_in_engines_of_its_own_is_the_model_that_they_serve() -> None:
+    worker = "roll.pipeline.rlvr.rewards.llm_judge_reward_worker.LLMJudgeRewardWorker"
+    served = {f"reward_model.{name}": value for name, value in {
+        "name": "judge", "model_args.model_name_or_path": "owner/served", "generating_args.temperature": 0.1,
+        "strategy_args.strategy_name": "vllm", "device_mapping": "[6, 7]"}.items()}  # fmt: skip
+    judge = {"worker_cls": worker, "judge_model_type": "cluster", "tag_included": ["RLVR"],
+             "model_args.model_name_or_path": "owner/named", "generating_args.temperature": 0.3}  # fmt: skip
+    found = import_flat("roll", {**BASES["roll"], **served,
+                                 **{f"rewards.judged.{name}": value for name, value in judge.items()}})  # fmt: skip
+
+    assert found.may_run() and found.spec is not None, found.report.render()
+    (made,) = [each for each in found.spec.reward.components if isinstance(each, JudgeModelConfig)]
+    assert (made.path, made.temperature) == ("owner/served", 0.3)
+
+
 def test_a_judge_that_roll_runs_itself_is_a_model_of_the_reward_service() -> None:
     found = judged(
         judge_model_type="inference", judge_prompt="Qwen2.5-7B-Instruct-RLVR-prompt", tag_included=["RLVR"],
@@ -154,7 +169,8 @@ def test_a_judge_that_roll_runs_itself_is_a_model_of_the_reward_service() -> Non
 @pytest.mark.parametrize(
     ("more", "name", "said"),
     [
-        ({"judge_model_type": "cluster"}, "judge_model_type", "judge_api_url"),
+        ({"judge_model_type": "local"}, "judge_model_type", "judge_api_url"),
+        ({"judge_model_type": "cluster"}, "judge_model_type", "model_name_or_path"),
         ({"judge_model_type": "inference"}, "judge_model_type", "model_name_or_path"),
         ({"judge_model_type": "inference", "judge_prompt": "mine"}, "judge_prompt", "template of the judge"),
         ({"judge_model_type": "inference", "model_args__model_name_or_path": "m", "generating_args__num_beams": 4},

@@ -9,6 +9,7 @@ from flotilla.importers.build import UNSET, Imported, build, look_up
 from flotilla.importers.parameter import Verdict
 from flotilla.importers.systems import read, system_of
 from flotilla.importers.verl.generation import OF_PROGRAM, SERVER
+from flotilla.shared.errors import InvalidSpec
 from tests.unit.importers.sources import nested
 
 BASES: dict[str, dict[str, Any]] = {
@@ -67,10 +68,11 @@ def test_a_changed_parameter_changes_the_field_that_its_row_names(program: str) 
     for row in OF_PROGRAM[program].parameters.values():
         if row.verdict not in {Verdict.APPLIED, Verdict.TRANSLATED}:
             continue
-        after = imported(program, **{row.name: row.example})
+        first = imported(program, **row.context) if row.name.startswith("custom_reward") and row.context else before
+        after = imported(program, **{**row.context, row.name: row.example})
         assert after.spec is not None, (row.name, after.report.problems)
         for target in row.targets:
-            values = [look_up(each.spec.model_dump(mode="json"), target) for each in (before, after) if each.spec]
+            values = [look_up(each.spec.model_dump(mode="json"), target) for each in (first, after) if each.spec]
             assert values[0] != values[1] and UNSET not in values, (row.name, target)
 
 
@@ -78,3 +80,23 @@ def test_what_no_program_reads_is_refused() -> None:
     found = imported("main_generation", **{"rollout.unknown": 1})
 
     assert [each.name for each in found.report.refused] == ["rollout.unknown"]
+
+
+def test_a_script_that_answers_and_then_scores_is_one_evaluation_by_that_function() -> None:
+    text = (
+        "python3 -m verl.trainer.main_generation data.path=a/test.parquet data.n_samples=8 model.path=owner/model\n"
+        "python3 -m recipe.r1.main_eval data.path=a/answers.parquet custom_reward_function.path=score.py "
+        "custom_reward_function.name=grade\n"
+    )
+    given = read("verl", text, (), {}, source="run.sh")
+    found = build(system_of("verl", given), given, rows=None)
+
+    assert found.may_run() and found.spec is not None, found.report.render()
+    assert found.spec.evaluation is not None and found.spec.evaluation.group_size == 8
+    assert found.document["reward"]["components"] == [{"kind": "custom", "path": "score_grade_adapter.py:score"}]
+
+
+def test_two_other_programs_of_verls_are_still_one_too_many() -> None:
+    twice = "python3 -m verl.trainer.main_generation data.path=a.parquet model.path=m\n" * 2
+    with pytest.raises(InvalidSpec, match="more than once"):
+        read("verl", twice, (), {}, source="run.sh")

@@ -24,12 +24,25 @@ SHARDING = (
 ENGINE = EMBEDDED
 KERNELS = "activations are kept and kernels are torch's own: this changes speed and memory, not what is computed"
 ROLES = ("critic", "ref", "reward")
-IMAGES = "needs images, and there is only text here"
+MOST_IMAGES = "--data.max_images_per_prompt"
+ONE_RANK = "prompts with images are trained on one rank, which changes speed, not what is computed"
+PICTURES = {**WITHOUT_CRITIC, MOST_IMAGES: 1}
 ON_FOUR_GPUS = {"--actor_num_gpus_per_node": 4}
 WANDB = {"--use_wandb": "key"}
 EVALUATED = {"--eval_dataset": "heldout.jsonl"}
 
 BALANCE = "--aux_loss_coef"
+
+
+def images(source: Source) -> dict[str, Any]:
+    """Make the images of prompts, and what of the model computes them."""
+    most = source.value(MOST_IMAGES)
+    if not most:
+        return {}
+    return {
+        "data.images": {"column": source.required("--data.image_key"), "max_per_prompt": most},
+        "model.vision_tower": "frozen" if source.value("--actor.freeze_visual_encoder") else "trained",
+    }
 
 
 def router_row(alias: str) -> Parameter:
@@ -74,8 +87,12 @@ MODELS: tuple[Parameter, ...] = (
                "refused", example=["q_proj"], default="all-linear", context=WITH_LORA,
                aliases=("--ds.lora.target_modules",)),
     router_row("--actor.aux_loss_coef"),
-    *(refused(name, IMAGES, default=default, harmless=(None, False, 0)) for name, default in (
-        ("--data.image_key", "images"), ("--data.max_images_per_prompt", 0), ("--actor.freeze_visual_encoder", False))),
+    translated("--data.image_key", "data.images.column", text, "column with images, where max_images_per_prompt is "
+               "above 0", example="pictures", default="images", context=PICTURES),
+    translated("--data.max_images_per_prompt", ("data.images", "data.images.max_per_prompt"), integer, "most images of "
+               "a prompt; 0: text alone", example=2, default=0),
+    translated("--actor.freeze_visual_encoder", "model.vision_tower", flag, "what computes images: frozen, or trained "
+               "with the rest", example=True, default=False, context=PICTURES),
     translated("--enable_ema", "optimisation.average_decay", flag, "a moving average of the weights",
                example=True, default=False, context={}, aliases=("--train.enable_ema",)),
     translated("--ema_beta", "optimisation.average_decay", number, "decay of the moving average", example=0.9,

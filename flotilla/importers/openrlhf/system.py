@@ -75,6 +75,10 @@ def asynchrony(source: Source) -> Fields:
 def devices(source: Source) -> Fields:
     """Make the trainer's devices and what its ranks divide, where the number of GPUs is written."""
     name, on = "--actor_num_gpus_per_node", "--actor_num_nodes"
+    if source.value(flags.MOST_IMAGES):
+        for each in source.given.keys() & {name, on, "--ds_tensor_parallel_size", "--ring_attn_size"}:
+            source.put_aside(source.given[each].spelling, flags.ONE_RANK)
+        return {}
     is_one = on not in source.given or same(source.given[on].value, 1)
     if name not in source.given or (is_one and same(source.given[name].value, 1)):
         return {}
@@ -396,7 +400,7 @@ OPENRLHF: System = make_system(
     (flags.MODELS, flags.DATA, flags.SAMPLING, flags.BATCHES, flags.OPTIMISER, flags.RUNNING, learning.ROWS),
     rules=(
         model, critic, average, data, batches, asynchrony, devices, sharing, kernels, publication, schedule, lengths,
-        flags.router,
+        flags.router, flags.images,
         learning.advantage, learning.policy_loss, learning.kl, rewards, evaluation, tracking,
     ),
 )  # fmt: skip

@@ -69,8 +69,8 @@ DATA: tuple[Parameter, ...] = (
                default=None, context={"data.custom_cls.path": "rows.py", "data.custom_cls.name": "Rows"}),
     refused("data.tokenizer", "the tokenizer is that of model.path: put the other one into that directory",
             default=None),
-    *(refused(f"data.{kind}_key", f"there are no {kind}s, only text: where the rows have none, leave it out, or give "
-              "null", default=None) for kind in ("image", "video")),
+    refused("data.video_key", "there are no videos: where the rows have none, leave it out, or give null",
+            default=None),
     refused("data.audio_key", "there is no sound, only text: where the rows have none, leave it out, or give null",
             default=None),
     translated("data.sampler.class_name", "data.shuffle", text, "of verl's own RandomCurriculumSampler, which draws in "
@@ -80,7 +80,6 @@ DATA: tuple[Parameter, ...] = (
                default=None, context={"data.shuffle": False, "data.sampler.class_name": "RandomCurriculumSampler",
                                       "data.sampler.class_path": None}),
     refused("data.sampler", "rows are drawn in order or shuffled: prepare the file instead", is_tree=True),
-    refused("data.return_multi_modal_inputs", "there are no images: text only", default=True, harmless=(False,)),
     *ignored("an evaluation issues all its rows at once", "data.val_batch_size"),
     *ignored("the order of held-out rows does not change their mean", "data.validation_shuffle"),
     *ignored("how rows are loaded does not change them", "data.use_shm", "data.dataloader_num_workers"),

@@ -5,11 +5,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flotilla.importers.low_rank import low_rank
 from flotilla.importers.source import Source
 from flotilla.importers.values import number, wrong
 from flotilla.importers.verl import gdpo
-from flotilla.importers.verl.actor import ACTOR, LOW_RANK
+from flotilla.importers.verl.actor import ACTOR
 from flotilla.importers.verl.algorithm import ALGORITHM, CORRECTION
 from flotilla.importers.verl.distillation import is_pure
 from flotilla.importers.verl.rules import Fields, is_fully_async
@@ -340,11 +339,6 @@ def resampling(source: Source) -> Fields:
         return {}
     power = {"power": source.required(f"{ALGORITHM}.pf_ppo.weight_pow")} if kind == "pow" else {}
     return {"algorithm.resampling": {"kind": kind, **power}}
-
-
-def adapters(source: Source) -> Fields:
-    """Make the adapters."""
-    return low_rank(source, LOW_RANK)
 
 
 def critic(source: Source) -> Fields:

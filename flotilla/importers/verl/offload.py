@@ -6,7 +6,8 @@ from typing import Any
 from flotilla.importers.attention import attention_of
 from flotilla.importers.source import Source
 from flotilla.importers.verl.actor import ACTOR, MODEL, REF
-from flotilla.importers.verl.learning import adapters, kl
+from flotilla.importers.verl.images import adapters
+from flotilla.importers.verl.learning import kl
 from flotilla.importers.verl.rules import lengths, placement
 
 Fields = dict[str, Any]

@@ -6,6 +6,7 @@ from typing import Any
 from flotilla.importers.source import Source
 from flotilla.importers.values import same
 from flotilla.importers.verl.actor import ACTOR
+from flotilla.importers.verl.images import has_images, put_ranks_aside
 
 Fields = dict[str, Any]
 
@@ -33,6 +34,9 @@ def device_of(source: Source) -> str | None:
 
 def ranks_of(source: Source) -> Fields:
     """Make the trainer's devices, with a training process on each, where their number is written."""
+    if has_images(source):
+        put_ranks_aside(source)
+        return {}
     ranks, nodes = _counted(source)
     if ranks > MOST_RANKS:
         for name in source.given.keys() & {"trainer.n_gpus_per_node", "trainer.nnodes"}:

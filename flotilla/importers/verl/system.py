@@ -17,6 +17,7 @@ from flotilla.importers.verl import (
     datasets,
     distillation,
     gdpo,
+    images,
     launch,
     learning,
     megatron,
@@ -39,7 +40,7 @@ VERL: System = make_system(
     "verl",
     (
         data.DATA, data.ROLLOUT, tools.ROWS, actor.MODEL_ROWS, actor.ACTOR_ROWS, actor.REFERENCE_ROWS,
-        actor.CRITIC_ROWS, distillation.ROWS, gdpo.ROWS,
+        actor.CRITIC_ROWS, distillation.ROWS, gdpo.ROWS, images.ROWS,
         actor.OPTIM_ROWS, actor.MEGATRON_ROWS, megatron.TRANSFORMER_ROWS, megatron.ROUTER_ROWS,
         algorithm.ALGORITHM_ROWS,
         algorithm.LEGACY_ROWS, algorithm.CORRECTION_ROWS, algorithm.REWARD_ROWS, trainer.TRAINER_ROWS,
@@ -48,7 +49,8 @@ VERL: System = make_system(
     ),
     rules=(
         datasets.rows, rules.batches, rules.lengths, rules.schedule, learning.advantage, learning.policy_loss,
-        learning.kl, learning.old_policy, learning.critic, learning.adapters, overrides.overrides, learning.resampling,
+        learning.kl, learning.old_policy, learning.critic, images.images, images.adapters, overrides.overrides,
+        learning.resampling,
         distillation.distillation, rules.rewards,
         rules.evaluation, rules.checkpoints, rules.beginning, rules.placement, offload.offload, offload.kernels,
         megatron.router,

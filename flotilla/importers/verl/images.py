@@ -1,0 +1,78 @@
+"""verl's images: where rows have some, and what of the model computes them."""
+
+import re
+from dataclasses import replace
+from typing import Any, Final
+
+from flotilla.importers.low_rank import low_rank
+from flotilla.importers.parameter import Parameter, ignored, translated
+from flotilla.importers.source import Source
+from flotilla.importers.values import flag, text
+from flotilla.importers.verl.actor import ACTOR, LOW_RANK, MODEL
+
+Fields = dict[str, Any]
+
+KEY: Final = "data.image_key"
+FROZEN: Final = f"{ACTOR}.freeze_vision_tower"
+OF_A_MODEL = re.compile(
+    r"(?:^|[-_/.\d])(?:vl|vlm|vision|omni|llava|internvl|minicpm-?[ov])(?:$|[-_/.\d])", re.IGNORECASE
+)
+OF_ROWS = re.compile(r"geo3k|geometry3k|(?:^|[-_/.])(?:vl|vqa|visual|vision|images?)(?:$|[-_/.])", re.IGNORECASE)
+VIDEOS = re.compile(r"videos?(?:$|[-_/.])", re.IGNORECASE)
+TOWER = re.compile(r"(?:\.\*)?\.?visual\.?(?:\.\*)?")
+"""The tower's layers as a pattern of names."""
+PICTURES = {f"{MODEL}.path": "owner/a-VL-model"}
+ONE_RANK: Final = "prompts with images are trained on one rank, which changes speed, not what is computed"
+PLACED: Final = (
+    "trainer.n_gpus_per_node", "trainer.nnodes", f"{ACTOR}.fsdp_config.fsdp_size",
+    f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.megatron.tensor_model_parallel_size",
+    f"{ACTOR}.megatron.expert_model_parallel_size",
+)  # fmt: skip
+
+ROWS: tuple[Parameter, ...] = (
+    translated(KEY, "data.images.column", text, "column with images; where it is silent, images, if the name of the "
+               "model or of the files says that there are some", example="pictures", default="images",
+               context=PICTURES),
+    translated(FROZEN, "model.vision_tower", flag, "what computes images: frozen, or trained with the rest",
+               example=True, default=False, context=PICTURES),
+    *ignored("the model's own processor says how images are cut", "data.image_patch_size"),
+    *ignored("what the model reads of an image is made when it is computed", "data.return_multi_modal_inputs"),
+)  # fmt: skip
+
+
+def has_images(source: Source) -> bool:
+    """Whether prompts have images: verl reads a column ``images`` wherever the model has a processor of them."""
+    if KEY in source.given:
+        return source.value(KEY) is not None
+    files = [str(each) for each in source.value("data.train_files") or []]
+    model = str(source.value(f"{MODEL}.path") or "")
+    return OF_A_MODEL.search(model) is not None or any(OF_ROWS.search(file) for file in files)
+
+
+def images(source: Source) -> Fields:
+    """Make the images of prompts."""
+    if not has_images(source):
+        return {}
+    if any(VIDEOS.search(str(file)) for file in source.value("data.train_files") or []):
+        source.lack("data.images: the files are of videos by their name, and images alone are offered")
+    return {
+        "data.images.column": source.required(KEY),
+        "model.vision_tower": "frozen" if source.value(FROZEN) or _excludes_tower(source) else "trained",
+    }
+
+
+def adapters(source: Source) -> Fields:
+    """Make the adapters; those of a model's tower are left out by freezing it."""
+    names = replace(LOW_RANK, exclude=None) if has_images(source) and _excludes_tower(source) else LOW_RANK
+    return low_rank(source, names)
+
+
+def put_ranks_aside(source: Source) -> None:
+    """Call the number of the trainer's devices unsupported, and what divides a model among them."""
+    for name in source.given.keys() & set(PLACED):
+        source.put_aside(source.given[name].spelling, ONE_RANK)
+
+
+def _excludes_tower(source: Source) -> bool:
+    found = source.value(f"{MODEL}.exclude_modules") or []
+    return bool(source.value(f"{MODEL}.lora_rank") and found) and all(TOWER.fullmatch(each) for each in found)

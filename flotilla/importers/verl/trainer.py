@@ -58,7 +58,8 @@ TRAINER_ROWS: tuple[Parameter, ...] = (
              "see flotilla show", "trainer.rollout_data_dir", "trainer.validation_data_dir"),
     refused("trainer.default_hdfs_dir", "leave it out, and set checkpoint.upload_to: checkpoints are copied to any URL "
             "that fsspec knows", default=None),
-    refused("trainer.del_local_ckpt_after_load", "a checkpoint is never deleted for having been read", default=False),
+    *unsupported("a checkpoint is never deleted for having been read", "trainer.del_local_ckpt_after_load",
+                 default=False),
     *unsupported("an evaluation at the start is always made; training does not wait for it", "trainer.val_before_train",
                  default=True, nothing=(None,)),
     translated("trainer.remove_previous_ckpt_in_save", "checkpoint.keep", flag,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from flotilla.services.gateway.datasets.columns import ABSENT, Row, columns_of, messages_of, value_at, with_columns_of
+from flotilla.services.gateway.datasets.columns import ABSENT, Row, columns_of, prompt_of, value_at, with_columns_of
 from flotilla.services.gateway.datasets.custom import rows_of_child
 from flotilla.services.gateway.datasets.dataset import Dataset, Part
 from flotilla.services.gateway.datasets.illustrated import ImageFolder, illustrated
@@ -148,7 +148,7 @@ def load_rows(
         rows = _only(rows, source.only_data_sources, str(config.data_source_column), location, field)[:limit]
     for number, row in enumerate(rows):
         try:
-            messages_of(value_at(row, config.prompt_column), config, number)
+            prompt_of(row, config, number)
         except DataError as error:
             raise DataError(f"{field}: {location}: {error.detail}", path=location, row=number) from error
     return Loaded(rows, location, source.name if isinstance(source, HeldOutConfig) else None)

@@ -61,10 +61,10 @@ def test_a_spec_that_needs_a_file_beside_it_needs_an_output(tmp_path: Path, caps
 
 def test_a_refusal_fails_and_is_shown_unless_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "spec.yaml"
-    command = ["import", "verl", verl_file(tmp_path, **{"data.image_key": "pictures"}), "--output", str(output)]
+    command = ["import", "verl", verl_file(tmp_path, **{"data.video_key": "pictures"}), "--output", str(output)]
 
     assert main(command) == 1
-    assert "data.image_key = pictures" in capsys.readouterr().out
+    assert "data.video_key = pictures" in capsys.readouterr().out
     assert not output.exists()
     assert main([*command, "--allow-refused"]) == 0
     assert output.exists()

@@ -1,0 +1,77 @@
+"""verl's images: read where the file names their column, or the names of model and files say that rows have some."""
+
+from typing import Any
+
+import pytest
+
+from flotilla.importers.build import Imported, look_up
+from flotilla.importers.parameter import UNSET
+from tests.unit.importers.sources import BASES, import_flat
+
+MODEL = "actor_rollout_ref.model"
+GPUS = {"trainer.n_gpus_per_node": 8, f"{MODEL}.path": "Qwen/Qwen2.5-VL-7B-Instruct"}
+GEOMETRY = {"data.train_files": "~/data/geo3k/train.parquet"}
+
+
+def imported(**values: Any) -> Imported:
+    return import_flat("verl", {**BASES["verl"], "algorithm.adv_estimator": "grpo", **values})
+
+
+def column(found: Imported) -> Any:
+    return look_up(found.document, "data.images.column")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"data.image_key": "pictures"}, "pictures"),
+        ({"data.image_key": None, **GEOMETRY}, UNSET),
+        (GEOMETRY, "images"),
+        ({f"{MODEL}.path": "/models/Qwen3-VL-8B-Instruct"}, "images"),
+        ({f"{MODEL}.path": "/models/Qwen3-8B", "data.train_files": "gsm8k/train.parquet"}, UNSET),
+    ],
+)
+def test_images_are_read_where_a_key_or_a_name_says_that_there_are_some(
+    values: dict[str, Any], expected: object
+) -> None:
+    found = imported(**values)
+
+    assert found.may_run(), found.report.render()
+    assert column(found) == expected
+
+
+def test_with_images_one_rank_trains_and_the_report_says_so() -> None:
+    found = imported(**GPUS)
+
+    assert found.spec is not None and found.may_run(), found.report.render()
+    assert found.spec.parallelism.ranks == 1
+    asides = {entry.name: entry.detail for entry in found.report.unsupported}
+    assert "one rank" in asides["trainer.n_gpus_per_node"]
+
+
+@pytest.mark.parametrize(
+    ("values", "tower"),
+    [
+        ({}, "trained"),
+        ({"actor_rollout_ref.actor.freeze_vision_tower": True}, "frozen"),
+        ({f"{MODEL}.lora_rank": 8, f"{MODEL}.exclude_modules": ".*visual.*"}, "frozen"),
+        ({f"{MODEL}.lora_rank": 8}, "trained"),
+    ],
+)
+def test_the_tower_trains_unless_it_is_frozen_or_left_out(values: dict[str, Any], tower: str) -> None:
+    found = imported(**GPUS, **values)
+
+    assert found.spec is not None and found.may_run(), found.report.render()
+    assert found.spec.model.vision_tower == tower
+
+
+def test_videos_are_refused_by_the_name_of_their_files() -> None:
+    found = imported(**{"data.image_key": "images", "data.train_files": "~/data/video-r1/train.parquet"})
+
+    assert not found.may_run() and any("videos" in each for each in found.report.problems)
+
+
+def test_what_does_not_go_with_images_is_said() -> None:
+    found = imported(**GPUS, **{"algorithm.adv_estimator": "gae"})
+
+    assert not found.may_run() and any("data.images does not go with" in each for each in found.report.problems)

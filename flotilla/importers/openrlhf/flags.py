@@ -90,7 +90,7 @@ MODELS: tuple[Parameter, ...] = (
     translated("--data.image_key", "data.images.column", text, "column with images, where max_images_per_prompt is "
                "above 0", example="pictures", default="images", context=PICTURES),
     translated("--data.max_images_per_prompt", ("data.images", "data.images.max_per_prompt"), integer, "most images of "
-               "a prompt; 0: text alone", example=2, default=0),
+               "a prompt; 0: text alone", example=2, default=0, context=WITHOUT_CRITIC),
     translated("--actor.freeze_visual_encoder", "model.vision_tower", flag, "what computes images: frozen, or trained "
                "with the rest", example=True, default=False, context=PICTURES),
     translated("--enable_ema", "optimisation.average_decay", flag, "a moving average of the weights",

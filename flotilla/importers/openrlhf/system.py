@@ -73,12 +73,19 @@ def asynchrony(source: Source) -> Fields:
 
 
 def devices(source: Source) -> Fields:
+    """Make the trainer's devices; with images one rank trains."""
+    if not source.value(flags.MOST_IMAGES):
+        return _ranks(source)
+    for name in source.given.keys() & {
+        "--actor_num_gpus_per_node", "--actor_num_nodes", "--ds_tensor_parallel_size", "--ring_attn_size",
+    }:  # fmt: skip
+        source.put_aside(source.given[name].spelling, flags.ONE_RANK)
+    return {}
+
+
+def _ranks(source: Source) -> Fields:
     """Make the trainer's devices and what its ranks divide, where the number of GPUs is written."""
     name, on = "--actor_num_gpus_per_node", "--actor_num_nodes"
-    if source.value(flags.MOST_IMAGES):
-        for each in source.given.keys() & {name, on, "--ds_tensor_parallel_size", "--ring_attn_size"}:
-            source.put_aside(source.given[each].spelling, flags.ONE_RANK)
-        return {}
     is_one = on not in source.given or same(source.given[on].value, 1)
     if name not in source.given or (is_one and same(source.given[name].value, 1)):
         return {}

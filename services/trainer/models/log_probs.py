@@ -26,7 +26,6 @@ from flotilla.services.trainer.models.fused_layers import fuse_layers
 from flotilla.services.trainer.models.host_memory import ParkedTensors
 from flotilla.services.trainer.models.loading import LoadedModel
 from flotilla.services.trainer.models.native.kernels import kernels_for
-from flotilla.services.trainer.models.routers import RouterLosses
 from flotilla.services.trainer.models.stored_weights import StoredWeights
 from flotilla.services.trainer.models.traits import (
     Traits,
@@ -94,8 +93,8 @@ class Policy:
         elif ranks.shares_computation:
             self._traits = self._said(traits_of_twin(model, stored, ranks))
         self._compute_dtype: torch.dtype | None = None
-        self.routers: RouterLosses | None = None
-        """Losses of the model's routers, where the spec has some."""
+        self.routers: Any = None
+        """``RouterLosses`` of the model, where the spec has some."""
         self.attends_apart = False
         """Whether attention goes sequence by sequence in packed rows, which need no mask then."""
         if stored is None:

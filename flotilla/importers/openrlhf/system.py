@@ -72,10 +72,10 @@ def asynchrony(source: Source) -> Fields:
     }
 
 
-def devices(source: Source) -> Fields:
+def trainer_devices(source: Source) -> Fields:
     """Make the trainer's devices; with images one rank trains."""
     if not source.value(flags.MOST_IMAGES):
-        return _ranks(source)
+        return devices(source)
     for name in source.given.keys() & {
         "--actor_num_gpus_per_node", "--actor_num_nodes", "--ds_tensor_parallel_size", "--ring_attn_size",
     }:  # fmt: skip
@@ -83,7 +83,7 @@ def devices(source: Source) -> Fields:
     return {}
 
 
-def _ranks(source: Source) -> Fields:
+def devices(source: Source) -> Fields:
     """Make the trainer's devices and what its ranks divide, where the number of GPUs is written."""
     name, on = "--actor_num_gpus_per_node", "--actor_num_nodes"
     is_one = on not in source.given or same(source.given[on].value, 1)
@@ -115,7 +115,7 @@ def _ranks(source: Source) -> Fields:
 
 def kernels(source: Source) -> Fields:
     """Make attention by name and Liger's kernels."""
-    placed, name = devices(source), "--attn_implementation"
+    placed, name = trainer_devices(source), "--attn_implementation"
     on_gpus = "resources.trainer.devices" in placed
     fields: Fields = {}
     if name in source.given:
@@ -406,7 +406,8 @@ OPENRLHF: System = make_system(
     "openrlhf",
     (flags.MODELS, flags.DATA, flags.SAMPLING, flags.BATCHES, flags.OPTIMISER, flags.RUNNING, learning.ROWS),
     rules=(
-        model, critic, average, data, batches, asynchrony, devices, sharing, kernels, publication, schedule, lengths,
+        model, critic, average, data, batches, asynchrony, trainer_devices, sharing, kernels, publication, schedule,
+        lengths,
         flags.router, flags.images,
         learning.advantage, learning.policy_loss, learning.kl, rewards, evaluation, tracking,
     ),

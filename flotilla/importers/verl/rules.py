@@ -162,7 +162,7 @@ def schedule(source: Source) -> Fields:
 
 def _decays_all(source: Source) -> bool:
     """Whether weight decay reaches biases and norms, as with FSDP; Megatron leaves them out."""
-    engines = {source.value(name) for name in (f"{ACTOR}.strategy", "model_engine") if name in source.given}
+    engines = [source.value(name) for name in (f"{ACTOR}.strategy", "model_engine") if name in source.given]
     return "megatron" not in engines and bool(source.value(f"{MEGATRON}.weight_decay"))
 
 

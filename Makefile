@@ -14,7 +14,7 @@ SGLANG_STAMP := $(SGLANG)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
-.PHONY: help install demo page test test-sglang test-vllm test-netns style check format coverage test-all lock audit release clean
+.PHONY: help install demo page test test-sglang test-vllm test-slurm test-netns style check format coverage test-all lock audit release clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -47,7 +47,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 5 --dist loadfile --retry-failed-alone -
 
 # LONG_SLOT=commit adds one of four slots of the rotating long tests, chosen by the commit's number; LONG_SLOT=N that one.
 test: install ## the whole test suite (about 15 minutes on two cores); CI adds LONG_SLOT=commit, a quarter of the rotating long tests
-	@$(PYTEST) $(if $(LONG_SLOT),-m "not sglang and not vllm and not netns" --long-slot $(LONG_SLOT),-m "not long and not sglang and not vllm and not netns")
+	@$(PYTEST) $(if $(LONG_SLOT),-m "not sglang and not vllm and not slurm and not netns" --long-slot $(LONG_SLOT),-m "not long and not sglang and not vllm and not slurm and not netns")
 
 # Engines bring packages of their own versions: they never meet ours. What is pinned is in flotilla/pinned_engines.py.
 $(SGLANG_STAMP): | $(STAMP)
@@ -72,13 +72,17 @@ test-vllm: install $(VLLM_STAMP) ## tests against a real vLLM 0.32 on the CPU, i
 test-netns: install ## three hosts lose each other for 8, 20 and 40 s, either way, and through delay and loss; needs root (half an hour)
 	@$(BIN)/python -m pytest -q -s --durations=10 -m netns tests/netns
 
+# Debian's packages: apt-get install slurm-wlm munge. A cluster of one node, as root, in a folder of the test's own.
+test-slurm: install ## tests of deploy/slurm under a real Slurm on this machine; needs Debian's slurm-wlm, and root
+	@$(BIN)/python -m pytest -q --durations=5 -m slurm tests/slurm
+
 style: install ## format, lint and types, without changing anything
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 
 check: style ## style, unit and contract tests: passes on every commit
-	@$(PYTEST) -m "not slow and not long and not sglang and not vllm and not netns" tests/unit tests/contract
+	@$(PYTEST) -m "not slow and not long and not sglang and not vllm and not slurm and not netns" tests/unit tests/contract
 
 format: install ## rewrite the sources in the house format
 	@$(BIN)/ruff format .
@@ -88,11 +92,11 @@ format: install ## rewrite the sources in the house format
 coverage: install ## which lines unit and contract tests run, by module; a figure to look at, not a bound
 	@$(BIN)/pip install --quiet 'coverage>=7.10'
 	@rm -f .coverage .coverage.*
-	@$(BIN)/python -m coverage run -m pytest -q -n 4 --dist loadfile -m "not slow and not long and not sglang and not vllm and not netns" tests/unit tests/contract || true
+	@$(BIN)/python -m coverage run -m pytest -q -n 4 --dist loadfile -m "not slow and not long and not sglang and not vllm and not slurm and not netns" tests/unit tests/contract || true
 	@$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report --skip-covered --sort=cover
 
 test-all: install ## the whole suite and the long tests, for every night
-	@$(PYTEST) -m "not sglang and not vllm and not netns"
+	@$(PYTEST) -m "not sglang and not vllm and not slurm and not netns"
 
 # torch, and what its build for GPUs brings along, are left to torch.
 lock: install ## resolve pyproject.toml again, and write every version and hash into requirements.lock

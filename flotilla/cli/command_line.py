@@ -43,6 +43,13 @@ def build_parser() -> Parser:
     doctor = add_command(commands, "doctor", text, "doctor:doctor")
     doctor.add_argument("--data", default=DEFAULT_DATA, help="data directory of the fleet to come (%(default)s)")
     add_json(doctor)
+    text = "Make certificates for the hosts of a fleet, of an authority of its own in FOLDER, with openssl."
+    certs = add_command(commands, "certs", text, "certs:certs")
+    certs.add_argument("folder", metavar="FOLDER", help="of the authority's key and of all certificates")
+    text = "name or address of a host at which its services are reached; several of one host: 10.0.0.2,worker-2"
+    certs.add_argument("hosts", metavar="HOST", nargs="+", help=text)
+    certs.add_argument("--days", type=parsing.at_least_one, default=825, help="how long they hold (%(default)s)")
+
     completion = add_command(commands, "completion", "Print the completion script of a shell.", "completion:completion")
     completion.add_argument("shell", choices=["bash", "zsh"])
     return parser

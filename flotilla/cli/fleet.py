@@ -27,7 +27,7 @@ from flotilla.cli.redis_server import LocalRedis
 from flotilla.client.asynchronous import AsyncClient
 from flotilla.connection import FLEET_FILE, FleetInfo, typed
 from flotilla.shared.children.processes import birth_of, end_family, python_module
-from flotilla.shared.environment.settings import allows_volatile_redis
+from flotilla.shared.environment.settings import allows_volatile_redis, scheme_from
 from flotilla.shared.errors import Conflict, FlotillaError, InvalidRequest, Unavailable, WorkerDied
 from flotilla.shared.host.start_patience import VARIABLE, StartDeadline, cpu_seconds, patience_from
 from flotilla.shared.net.authorisation.access import PassKey
@@ -114,7 +114,8 @@ def check_port(host: str, port: int) -> None:
 
 def url_of(host: str, port: int) -> str:
     """Write where a server of this machine is found."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = scheme_from(os.environ)
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class LocalFleet:

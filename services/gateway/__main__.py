@@ -62,9 +62,9 @@ def main() -> int:
         with listening:
             # Before serving, so that what cannot be reached is said in one sentence.
             asyncio.run(check(settings))
-            sys.stdout.write(f"{address_of(listening)}\n")
+            sys.stdout.write(f"{address_of(listening, common.tls.scheme)}\n")
             sys.stdout.flush()
-            serve(create_app(settings), listening)
+            serve(create_app(settings), listening, tls=common.tls)
     except FlotillaError as error:
         sys.stderr.write(f"gateway cannot start: {error.detail}\n")
         return CANNOT_START

@@ -7,6 +7,7 @@ from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from flotilla.shared.environment.tls import Tls, tls_from
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.host.start_patience import patience_from
 from flotilla.shared.telemetry.logging import FORMATS
@@ -34,6 +35,7 @@ class ServiceSettings:
     Attributes:
         gateway_url: where to register.
         token: bearer token of the fleet.
+        tls: certificates of its listener and of its calls.
         public_url: the gateway as graders outside reach it; None: as this service does.
         redis_url: the data plane's server; empty for a service that has nothing to do with it.
         host, port: where its own HTTP interface listens; port 0 takes a free one.
@@ -63,6 +65,7 @@ class ServiceSettings:
     engine_pythons: Mapping[str, Path] = field(default_factory=dict)
     grader_networks: tuple[IPNetwork, ...] = LOOPBACK
     public_url: str | None = None
+    tls: Tls = field(default_factory=Tls)
 
 
 def read_settings(
@@ -109,6 +112,7 @@ def read_settings(
         engine_pythons=engine_pythons_from(values),
         grader_networks=networks_from(values, GRADER_NETWORKS, LOOPBACK),
         public_url=values.get(PUBLIC_URL) or None,
+        tls=tls_from(values),
     )
 
 
@@ -200,6 +204,15 @@ class Secrets(Mapping[str, str]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+
+def scheme_from(values: Mapping[str, str]) -> str:
+    """Return of which scheme the URLs of this host's services are: ``https`` where they have a certificate.
+
+    Raises:
+        InvalidRequest: ``FLOTILLA_TLS_*`` are wrong.
+    """
+    return tls_from(values).scheme
 
 
 def networks_from(values: Mapping[str, str], name: str, default: tuple[IPNetwork, ...]) -> tuple[IPNetwork, ...]:

@@ -48,7 +48,8 @@ def run_service(name: str, create_app: Callable[[ServiceSettings, str], FastAPI]
         trace_process(name)
         listening = bind(settings.host, settings.port)
         check_can_be_told(listening, f"FLOTILLA_HOST={settings.host}")
-        serve(create_app(settings, address_of(listening)), listening, partial(leave, settings.notice_seconds))
+        app = create_app(settings, address_of(listening, settings.tls.scheme))
+        serve(app, listening, partial(leave, settings.notice_seconds), settings.tls)
     except FlotillaError as error:
         sys.stderr.write(f"{name}: {error.detail}\n")
         return CANNOT_START

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from flotilla.shared.errors import Unavailable
+from flotilla.shared.net.client.bearer_client import tls_context
 
 CONNECT_SECONDS: Final = 5.0
 KEPT_OPEN_SECONDS: Final = 2.0
@@ -233,6 +234,6 @@ class Connections:
         url = urlsplit(address)
         async with asyncio.timeout(CONNECT_SECONDS):
             _, connection = await asyncio.get_running_loop().create_connection(
-                Connection, url.hostname or "", url.port or 80, ssl=True if url.scheme == "https" else None
+                Connection, url.hostname or "", url.port or 80, ssl=tls_context() if url.scheme == "https" else None
             )
         return connection

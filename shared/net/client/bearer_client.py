@@ -1,17 +1,23 @@
 """HTTP clients that show a token: alike for every peer, whatever the environment says of proxies and passwords."""
 
+import os
 import ssl
 from functools import cache
 
 import httpx
 
+from flotilla.shared.environment.tls import tls_from
 from flotilla.shared.net.dead_peers import SOCKET_OPTIONS
 
 
 @cache
 def tls_context() -> ssl.SSLContext:
-    """Read the certificate authorities once in a process: it takes as long as forty requests."""
-    return httpx.create_ssl_context(trust_env=False)
+    """Read the certificate authorities once in a process: it takes as long as forty requests.
+
+    Raises:
+        InvalidRequest: ``FLOTILLA_TLS_*`` name what is none.
+    """
+    return tls_from(os.environ).add_to(httpx.create_ssl_context(trust_env=False))
 
 
 def bearer_client(

@@ -17,6 +17,7 @@ from typing import Any, Self
 import httpx
 
 from flotilla.shared.clock import Clock, SystemClock
+from flotilla.shared.environment.tls import why_not_believed
 from flotilla.shared.errors import (
     DeadlineExceeded,
     FlotillaError,
@@ -207,7 +208,8 @@ class GatewayClient:
         except httpx.TimeoutException as error:
             raise DeadlineExceeded(f"GET {self.base_url}{path} sent nothing for {silence_seconds:.0f} s") from error
         except httpx.TransportError as error:
-            raise Unavailable(f"cannot read from {self.base_url}: {error or type(error).__name__}") from error
+            why = why_not_believed(error) or str(error) or type(error).__name__
+            raise Unavailable(f"cannot read from {self.base_url}: {why}") from error
 
     async def _send(
         self,
@@ -228,7 +230,8 @@ class GatewayClient:
         except (httpx.TimeoutException, TimeoutError) as error:
             raise DeadlineExceeded(f"{method} {self.base_url}{path} did not answer in {budget:.1f} s") from error
         except httpx.TransportError as error:
-            raise Unavailable(f"cannot reach {self.base_url}: {error or type(error).__name__}") from error
+            why = why_not_believed(error) or str(error) or type(error).__name__
+            raise Unavailable(f"cannot reach {self.base_url}: {why}") from error
         renewed = response.headers.get(RENEWED_TOKEN)
         if renewed is not None:
             self.adopt(renewed)

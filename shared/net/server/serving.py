@@ -9,6 +9,7 @@ import logging
 import resource
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from flotilla.shared.environment.tls import Tls
 from flotilla.shared.errors import (
     MAX_ERRORS,
     FlotillaError,
@@ -78,28 +80,30 @@ def bind(host: str, port: int) -> socket.socket:
     return listening
 
 
-def address_of(listening: socket.socket) -> str:
+def address_of(listening: socket.socket, scheme: str = "http") -> str:
     """Base URL of what listens there."""
     host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def serve(app: FastAPI, listening: socket.socket, leave: Leave | None = None) -> None:
+def serve(app: FastAPI, listening: socket.socket, leave: Leave | None = None, tls: Tls | None = None) -> None:
     """Serve until SIGTERM or SIGINT, then let the lifespan close what it opened.
 
     Args:
         leave: done first upon a SIGTERM, while the app still serves; a second signal, or SIGINT, does not wait for it.
+        tls: with whose certificate; None, or without one: plain HTTP.
 
     Raises:
         FlotillaError: what kept the app's lifespan from starting; ``Unavailable`` if it was another error, which is
             logged.
     """
-    asyncio.run(serve_here(app, listening, leave))
+    asyncio.run(serve_here(app, listening, leave, tls))
 
 
-def config_of(app: ASGIApp, limits: ConnectionLimits | None = None) -> uvicorn.Config:
+def config_of(app: ASGIApp, limits: ConnectionLimits | None = None, tls: Tls | None = None) -> uvicorn.Config:
     """Make the settings of a server that logs through us, and leaves lifespan and signals to ``serve``."""
     limits = limits or ConnectionLimits()
+    tls = tls or Tls()
     return uvicorn.Config(
         app,
         http=connections(limits),
@@ -112,6 +116,10 @@ def config_of(app: ASGIApp, limits: ConnectionLimits | None = None) -> uvicorn.C
         server_header=False,
         # Nothing asks for a caller's address or scheme.
         proxy_headers=False,
+        ssl_certfile=tls.certificate,
+        ssl_keyfile=tls.key,
+        ssl_ca_certs=str(tls.authority) if tls.are_clients_checked else None,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if tls.are_clients_checked else ssl.CERT_NONE,
     )
 
 
@@ -129,13 +137,15 @@ def possible_limits() -> ConnectionLimits:
     return usual
 
 
-async def serve_here(app: FastAPI, listening: socket.socket, leave: Leave | None = None) -> None:
+async def serve_here(
+    app: FastAPI, listening: socket.socket, leave: Leave | None = None, tls: Tls | None = None
+) -> None:
     """Serve in the loop that runs already, as ``serve`` does."""
     faults = armed()
     opened: dict[str, Any] = {}
     guarded = app if faults is None else FaultyApp(app, faults, problem_response)
     answering = _until_the_end(_with_state(guarded, opened), lambda: server.should_exit)
-    server = uvicorn.Server(config_of(answering, possible_limits()))
+    server = uvicorn.Server(config_of(answering, possible_limits(), tls))
 
     leaving: asyncio.Task[None] | None = None
 

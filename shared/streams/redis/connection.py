@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, TypeVar
@@ -28,6 +29,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from flotilla.shared.environment.settings import VOLATILE_REDIS
+from flotilla.shared.environment.tls import tls_from
 from flotilla.shared.errors import InvalidRequest, Unavailable
 from flotilla.shared.net.dead_peers import TCP_OPTIONS
 from flotilla.shared.net.retry import retry
@@ -104,6 +106,7 @@ def connect(url: str) -> Redis:
             socket_read_size=256 * 1024,
             retry=Retry(NoBackoff(), 0),
             **keeping,
+            **_certificates(url),
         )
     except ValueError:
         # Not repeated: it may hold a password.
@@ -113,6 +116,15 @@ def connect(url: str) -> Redis:
         ) from None
     client.connection_pool.connection_class = PACKING[client.connection_pool.connection_class]
     return client
+
+
+def _certificates(url: str) -> dict[str, str]:
+    """Choose the files for TLS, where the address does not name others (``?ssl_ca_certs=...``)."""
+    if urlsplit(url).scheme != "rediss":
+        return {}
+    tls = tls_from(os.environ)
+    named = {"ssl_ca_certs": tls.authority, "ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
+    return {name: str(path) for name, path in named.items() if path is not None and f"{name}=" not in url}
 
 
 def condition_of(error: Exception) -> str | None:

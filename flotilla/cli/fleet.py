@@ -22,8 +22,7 @@ from typing import IO
 
 from flotilla.cli.device_division import Wishes, divide
 from flotilla.cli.processes import OwnedProcess, ProcessSpec, check_alive
-from flotilla.cli.redis_keeper import RedisKeeper
-from flotilla.cli.redis_server import LocalRedis
+from flotilla.cli.redis_server import LocalRedis, RedisKeeper
 from flotilla.client.asynchronous import AsyncClient
 from flotilla.connection import FLEET_FILE, FleetInfo, typed
 from flotilla.shared.children.processes import birth_of, end_family, python_module

@@ -4,6 +4,7 @@ It keeps an append-only log in its data directory and comes back from it, listen
 can reach it, wants a password, and dies with the process that started it.
 """
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -13,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -23,11 +24,51 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
+from flotilla.cli.processes import restarts_of_fleet
 from flotilla.shared.children.processes import tie_to_parent
 from flotilla.shared.children.secret_variables import without_secrets
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.net.server.ports import lasting_port
 from flotilla.shared.streams.redis.connection import MINIMUM_VERSION, check_server
+
+WATCH_SECONDS = 0.2
+
+
+class RedisKeeper:
+    """Watches one server. As with other processes, it may end now and then, also while it starts, but not too often.
+
+    Args:
+        redis: the server, started.
+        say: gets one line for each thing that happens.
+    """
+
+    def __init__(self, redis: "LocalRedis", say: Callable[[str], None]) -> None:
+        self._redis = redis
+        self._say = say
+        self._restarts = restarts_of_fleet()
+        self.gave_up: str | None = None
+        """Why the server is not started again."""
+
+    async def run(self) -> None:
+        """Watch until cancelled, or until the server has ended too often."""
+        while self.gave_up is None:
+            await asyncio.sleep(WATCH_SECONDS)
+            if self._redis.pid is None:
+                self._say("redis      ended; it is started again from its log")
+                await self._start()
+
+    async def _start(self) -> None:
+        pause = self._restarts.died()
+        # On the thread that started it first: the server ends with the thread that starts it.
+        try:
+            self._redis.start()
+        except Unavailable as error:
+            if pause is None:
+                self.gave_up = f"redis cannot be started again: {error.detail}"
+                return
+            self._say(f"redis      did not start: {error.detail}")
+            await asyncio.sleep(pause)
+
 
 __all__ = ["LocalRedis", "check_server", "find_server"]
 

@@ -14,8 +14,7 @@ from pydantic import BaseModel
 from flotilla.client.calls import PAGE
 from flotilla.client.fetching import download, local_model
 from flotilla.client.fleet import FleetCalls
-from flotilla.client.plots import plot_series
-from flotilla.client.views import Experiment, Experiments, Metrics, Samples
+from flotilla.client.views import Experiment, Experiments, Metrics, Samples, plot_series
 from flotilla.connection import allow_code, choose_experiment
 from flotilla.shared.errors import DeadlineExceeded, FlotillaError, NotFound
 from flotilla.shared.samples.query import SampleOrder

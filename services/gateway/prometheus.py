@@ -13,8 +13,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from flotilla.services.gateway.feeder.status import FeederStatus
 from flotilla.services.gateway.monitoring.bottleneck import COMPONENTS
 from flotilla.services.gateway.monitoring.health.measurements import Measurements
-from flotilla.services.gateway.records.per_experiment import PerExperiment
-from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.records.repository import Experiment, PerExperiment
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.streams.keys import HopName

@@ -1,8 +1,8 @@
 """The rollout service as an app."""
 
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Protocol
 
 from fastapi import FastAPI, Request
 
@@ -16,20 +16,11 @@ from flotilla.shared.service.app import create_service_app
 from flotilla.shared.weights.pull.server import PublishedImages, weights_router
 
 
-class OpenRolloutState(Protocol):
-    """Opens what the service needs."""
-
-    def __call__(
-        self, settings: ServiceSettings, address: str, credentials: Credentials, published: PublishedImages
-    ) -> AbstractAsyncContextManager[RolloutState]:
-        """Open it for as long as the block runs."""
-
-
 def create_app(
     settings: ServiceSettings,
     address: str,
     *,
-    open_state: OpenRolloutState = open_state,
+    open_state: Callable[..., AbstractAsyncContextManager[RolloutState]] = open_state,
     credentials: Credentials | None = None,
 ) -> FastAPI:
     """Make the app of a rollout service that is reached at ``address``."""

@@ -8,9 +8,9 @@ import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from flotilla.services.rollout.custom_code import sandbox_address
 from flotilla.services.rollout.engines.opening import offers
 from flotilla.services.rollout.engines.servers.model import sweep_places
-from flotilla.services.rollout.sandbox_address import sandbox_address
 from flotilla.services.rollout.service import RolloutService
 from flotilla.services.rollout.session import SessionOpener
 from flotilla.services.rollout.tools.code_interpreter import Sandboxes

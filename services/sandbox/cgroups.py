@@ -13,10 +13,38 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from flotilla.services.sandbox.control_files import read_control
 from flotilla.services.sandbox.limits import MEBIBYTE, Limits
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.host.control_groups import Mounts
+
+MOST_BYTES = 65536
+
+
+def read_control(file: Path) -> bytes:
+    """Read a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, MOST_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def write_control(file: Path, value: int) -> None:
+    """Write a number to a file.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
+    try:
+        os.write(descriptor, b"%d" % value)
+    finally:
+        os.close(descriptor)
+
 
 REMOVE_SECONDS = 2.0
 OWN_PROCESSES = 5

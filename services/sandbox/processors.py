@@ -21,10 +21,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from flotilla.services.sandbox.allowances import Allowances
-from flotilla.services.sandbox.cgroups import REMOVE_SECONDS
-from flotilla.services.sandbox.control_files import read_control, write_control
-from flotilla.services.sandbox.spare_time import LEAST_PROCESSORS, SpareTime
+from flotilla.services.sandbox.cgroups import REMOVE_SECONDS, read_control, write_control
+from flotilla.services.sandbox.spare_time import LEAST_PROCESSORS, Allowances, SpareTime
 from flotilla.shared.host.control_groups import Mounts
 
 FIRST_FACTOR = 8

@@ -5,15 +5,54 @@ so each fork, exit and system call of such a program delays the messages of othe
 bounded too: tightly while others use much of the machine, not at all while they leave most of it. The programs of the
 experiment that the sandbox is there for are not bounded: the others are its trainer and rollouts, which wait for them.
 Time in which the bound holds a program counts as waiting for a processor, never as the program's own.
+
+How much processor time each caller's programs get before those of others: a part of the machine, not more.
+
+Who asks for short programs now and then is answered at once; who floods, with whatever programs, gets what others
+leave. Time is counted as it is used, so it does not matter by how many programs or in how many slots.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from flotilla.services.sandbox.allowances import Allowances
+PART = 0.04
+"""Of the machine's processors: what each caller may use before others."""
+SAVED_SECONDS = 10.0
+"""A caller that has used nothing has so long a time of its part saved, and none owes more."""
+MOST_CALLERS = 1024
+
+
+class Allowances:
+    """Counts what is left to callers.
+
+    Args:
+        processors: how many the machine has.
+        now: a clock, in seconds.
+        part: of them, what each caller may use.
+    """
+
+    def __init__(self, processors: float, now: Callable[[], float], *, part: float = PART) -> None:
+        self._rate = part * processors
+        self._now = now
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def left(self, caller: str) -> float:
+        """Return the seconds of processor time that a caller has left; negative after a program used more."""
+        most = self._rate * SAVED_SECONDS
+        seconds, at = self._left.get(caller, (most, 0.0))
+        return min(most, seconds + (self._now() - at) * self._rate)
+
+    def use(self, caller: str, seconds: float) -> None:
+        """Take what a program of a caller has used."""
+        most = self._rate * SAVED_SECONDS
+        self._left[caller] = max(-most, self.left(caller) - seconds), self._now()
+        self._left.move_to_end(caller)
+        while len(self._left) > MOST_CALLERS:
+            self._left.popitem(last=False)
+
 
 ROOMY, SCARCE = 0.25, 0.4
 """Parts of the machine that others use: up to the first there is no bound, from the second on it is tightest."""
@@ -24,7 +63,6 @@ LEAST_PROCESSORS = 0.15
 LOOK_SECONDS = 0.5
 OPENING = 0.2
 """Of what others use less than before, which part is believed at each look; of what they use more, all."""
-NANOSECONDS = 1e9
 TICKS_PER_SECOND = 100
 """Of ``/proc/stat``, whatever the kernel's own."""
 

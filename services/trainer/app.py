@@ -1,8 +1,8 @@
 """The trainer service as an app: health, metrics, and the weights of the versions it published last."""
 
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Protocol
 
 from fastapi import FastAPI
 
@@ -14,20 +14,11 @@ from flotilla.shared.service.app import create_service_app
 from flotilla.shared.weights.pull.server import PublishedImages, weights_router
 
 
-class OpenTrainerState(Protocol):
-    """Opens what the service needs."""
-
-    def __call__(
-        self, settings: ServiceSettings, address: str, images: ServedImages, credentials: Credentials
-    ) -> AbstractAsyncContextManager[TrainerState]:
-        """Open it for as long as the block runs."""
-
-
 def create_app(
     settings: ServiceSettings,
     address: str,
     *,
-    open_state: OpenTrainerState = open_state,
+    open_state: Callable[..., AbstractAsyncContextManager[TrainerState]] = open_state,
     credentials: Credentials | None = None,
 ) -> FastAPI:
     """Make the app of a trainer service that is reached at ``address``; ``credentials`` say who may pull weights."""

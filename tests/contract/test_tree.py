@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.suite.names import is_named_after, measure
+
 ROOT = Path(__file__).parents[2]
 EXPECTED = {
     ".dockerignore",
@@ -50,3 +52,12 @@ def test_only_known_files_are_tracked_at_the_top() -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
 
     assert {path for path in listed.stdout.split("\0") if path and "/" not in path} == EXPECTED
+
+
+def test_nine_in_ten_modules_have_their_unit_tests_under_their_name() -> None:
+    found, missed = measure()
+
+    assert len(found) > 250
+    assert len(missed) <= (len(found) + len(missed)) / 10, "see `python -m tests.suite.names`"
+    assert is_named_after(Path("test_paged_pages.py"), "services.rollout.engines.decoders.paged")
+    assert not is_named_after(Path("test_pages.py"), "services.rollout.engines.decoders.paged")

@@ -18,8 +18,8 @@ import yaml
 from flotilla.connection import FleetInfo
 from flotilla.services.rollout.engines.servers import leftovers
 from flotilla.services.rollout.engines.servers.model import PREFIX
-from flotilla.services.rollout.engines.sglang import arguments as sglang
-from flotilla.services.rollout.engines.vllm import arguments as vllm
+from flotilla.services.rollout.engines.sglang import engine as sglang
+from flotilla.services.rollout.engines.vllm import engine as vllm
 from tests.contract.engine.conftest import python_of
 from tests.e2e.test_run import Run
 from tests.fleet import ROOT, until

@@ -22,7 +22,7 @@ from torch import nn
 from flotilla.services.rollout.engines.base import Completion, GroupBroken
 from flotilla.services.rollout.engines.servers import leftovers
 from flotilla.services.rollout.engines.servers.engine import ServerEngine
-from flotilla.services.rollout.engines.sglang import arguments as sglang
+from flotilla.services.rollout.engines.sglang import engine as sglang
 from flotilla.services.rollout.engines.sglang.buckets import BucketProcess
 from flotilla.services.rollout.engines.sglang.engine import SglangDialect, SglangEngine
 from flotilla.services.rollout.engines.sglang.group_engine import GroupSglangEngine

@@ -22,8 +22,8 @@ from examples.arithmetic.tokenizer import build_tokenizer
 from flotilla.services.reward.teacher.teachers import Teachers
 from flotilla.services.reward.verifiers.registry import new_client
 from flotilla.services.rollout.engines.servers.settings import ServerSettings
-from flotilla.services.rollout.engines.sglang import arguments as sglang
-from flotilla.services.rollout.engines.vllm import arguments as vllm
+from flotilla.services.rollout.engines.sglang import engine as sglang
+from flotilla.services.rollout.engines.vllm import engine as vllm
 from flotilla.shared.config.sections.distillation import TeacherServerConfig
 from flotilla.shared.errors import ModelError
 from flotilla.shared.net.server.ports import lasting_port

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import AsyncGenerator, Coroutine
 from pathlib import Path
 
 from rich.console import Console
@@ -23,7 +24,6 @@ from flotilla.cli.plots import write_plot
 from flotilla.cli.progress import Progress, duration
 from flotilla.cli.right_and_wrong import read_last
 from flotilla.cli.run_directory import FLEET, RunDirectory
-from flotilla.cli.side_by_side import beside
 from flotilla.cli.summary import show_summary, summarise, write_summary
 from flotilla.client.asynchronous import AsyncClient
 from flotilla.launch_file import LaunchFile, fetch_model, read_launch_file, run_prepare
@@ -33,6 +33,21 @@ from flotilla.shared.errors import Unavailable
 from flotilla.shared.locations.allowed import grant_code
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.service.devices import machine_devices, own_devices
+
+
+@contextlib.asynccontextmanager
+async def beside(work: Coroutine[None, None, None]) -> AsyncGenerator[None, None]:
+    """Do ``work`` while the body goes on, and leave when both are done.
+
+    The first failure of either cancels the other, which is waited for, and is what is raised. Cancelling ends both.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(work)
+            yield
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+
 
 SETTLE_SECONDS = 10.0
 

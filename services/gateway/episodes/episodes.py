@@ -14,8 +14,7 @@ from flotilla.services.gateway.access.tokens import Tokens
 from flotilla.services.gateway.episodes.naming import EpisodeName
 from flotilla.services.gateway.episodes.rollouts import EpisodeGone, Rollouts
 from flotilla.services.gateway.monitoring.health.measurements import Measurements
-from flotilla.services.gateway.records.per_experiment import PerExperiment
-from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
+from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, PerExperiment
 from flotilla.services.gateway.signals import wait_for_any
 from flotilla.shared.clock import Clock
 from flotilla.shared.config.sections.reward import AgentRewardConfig

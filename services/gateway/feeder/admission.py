@@ -1,4 +1,6 @@
-"""How many groups may be issued now: the admission budget, and what is left to train. Pure.
+"""How long the admission budget held the feeder, by version: the price of the bound on lag, in seconds.
+
+How many groups may be issued now: the admission budget, and what is left to train. Pure.
 
 The budget bounds how far generation runs ahead; what is left bounds the end, so that the last steps do not sample
 groups that are never trained. A group that is filtered, dropped or failed is replaced, since it counts for neither.
@@ -6,6 +8,9 @@ groups that are never trained. A group that is filtered, dropped or failed is re
 Redundant groups are issued beyond both, so that a step need not wait for its slowest: while few are being sampled, and
 those that are finished do not fill the budget yet.
 """
+
+from collections.abc import Mapping
+from typing import Any, Final
 
 from flotilla.shared.streams.ledger import Ledger
 
@@ -57,3 +62,60 @@ def admitted(ledger: Ledger, *, budget: int, steps: int, groups_per_step: int, r
     return within or redundant_left(
         ledger, budget=budget, steps=steps, groups_per_step=groups_per_step, redundant=redundant
     )
+
+
+ADMISSION_WAIT: Final = "admission/wait_seconds"
+
+
+class AdmissionWait:
+    """Adds up the time between two looks at the first of which tasks were left to issue and the budget was full.
+
+    Kept in the store every second: the next gateway goes on with it. The time between two gateways counts with neither.
+
+    Attributes:
+        total_seconds: over all versions since this gateway began.
+    """
+
+    def __init__(self) -> None:
+        self._version: int | None = None
+        self._seconds = 0.0
+        self.total_seconds = 0.0
+        self._held_since: float | None = None
+
+    def look(self, version: int, now: float) -> tuple[int, float] | None:
+        """Record that the feeder looks again, whatever it will find.
+
+        Args:
+            version: that is current.
+            now: seconds of a monotonic clock.
+
+        Returns:
+            When another version was current at the last look: that version, and the seconds that its budget held the
+            feeder. The time up to this look counts with it.
+        """
+        if self._held_since is not None:
+            self._seconds += now - self._held_since
+            self.total_seconds += now - self._held_since
+            self._held_since = None
+        if version == self._version:
+            return None
+        ended = None if self._version is None else (self._version, self._seconds)
+        self._version, self._seconds = version, 0.0
+        return ended
+
+    def to_window(self) -> dict[str, Any]:
+        """Describe the version whose time has not ended, for ``restore``."""
+        return {"version": self._version, "seconds": self._seconds}
+
+    def restore(self, window: Mapping[str, Any]) -> None:
+        """Go on where an earlier gateway was, unless this has begun."""
+        if self._version is None and window:
+            self._version, self._seconds = window["version"], window["seconds"]
+
+    def hold(self, now: float) -> None:
+        """Record that the budget admits nothing, up to the next look."""
+        self._held_since = now
+
+    def release(self) -> None:
+        """Forget that the budget held: something else does now."""
+        self._held_since = None

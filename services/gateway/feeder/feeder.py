@@ -11,8 +11,7 @@ from typing import Any
 
 from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.datasets.finished import FinishedGroups
-from flotilla.services.gateway.feeder.admission import admitted, groups_left
-from flotilla.services.gateway.feeder.admission_wait import ADMISSION_WAIT
+from flotilla.services.gateway.feeder.admission import ADMISSION_WAIT, admitted, groups_left
 from flotilla.services.gateway.feeder.status import FeederStatus, FullStream
 from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.signals import wait_for_any

@@ -27,7 +27,7 @@ from flotilla.services.gateway.store.answers import stage_answer
 from flotilla.services.gateway.store.records import ExperimentRecord
 from flotilla.services.gateway.store.transaction import Transaction
 from flotilla.services.gateway.uploads.fetching import fetch
-from flotilla.services.gateway.uploads.watched import WatchedCalls
+from flotilla.services.gateway.uploads.remote import WatchedCalls
 from flotilla.shared.checkpoints.folders import StoredCheckpoint
 from flotilla.shared.clock import Clock, rfc3339
 from flotilla.shared.config.load.spec_text import changed_live, validate_spec, with_changes, with_steps

@@ -21,8 +21,7 @@ from flotilla.services.gateway.monitoring.idleness import IdleRatios
 from flotilla.services.gateway.publications.negotiation import Reported
 from flotilla.services.gateway.publications.publications import Publications
 from flotilla.services.gateway.publications.transports import lacks_version, peers_of
-from flotilla.services.gateway.records.per_experiment import PerExperiment
-from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, document_of
+from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, PerExperiment, document_of
 from flotilla.services.gateway.registry.desired import DesiredBodies, DesiredStates, ExperimentFacts, may_move_others
 from flotilla.services.gateway.registry.services import LiveService, Registry, wake_services
 from flotilla.services.gateway.registry.shifts import SHARERS, holder_of, is_clear

@@ -10,8 +10,7 @@ registration, which a gateway that restarts finds again.
 from collections.abc import Mapping, Sequence
 
 from flotilla.services.gateway.events.log import EventLog
-from flotilla.services.gateway.records.per_experiment import PerExperiment
-from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
+from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, PerExperiment
 from flotilla.services.gateway.registry.services import LiveService, Registry
 from flotilla.services.gateway.store.transaction import Transaction
 from flotilla.shared.schemas.service import JobNode, JobReport, ServiceKind

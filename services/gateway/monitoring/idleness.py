@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flotilla.services.gateway.records.per_experiment import PerExperiment
-from flotilla.services.gateway.records.repository import Experiment
-from flotilla.services.gateway.records.versions import step_of
+from flotilla.services.gateway.records.repository import Experiment, PerExperiment, step_of
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.writes import PutMetrics, PutWindow, Write
 from flotilla.shared.clock import Clock, rfc3339

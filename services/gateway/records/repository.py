@@ -2,6 +2,10 @@
 
 A record is replaced in memory once the store has it, together with all that changes with it: see ``Transaction``.
 Methods named ``stage`` take part in a transaction; what they return is true once that is stored.
+
+What one room keeps for each experiment, for as long as the repository keeps that experiment.
+
+Every room owns its own: the others are passed a value or a function, never the experiment to write on.
 """
 
 import asyncio
@@ -10,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 from flotilla.services.gateway.access.caller import actor
 from flotilla.services.gateway.access.quotas import UNLIMITED, check_new, check_running
 from flotilla.services.gateway.digest import digest
-from flotilla.services.gateway.records.versions import step_of
 from flotilla.services.gateway.signals import Signal
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.records import AuditRecord, ExperimentRecord
@@ -31,6 +35,18 @@ from flotilla.shared.net.authorisation.token_records import Quota
 from flotilla.shared.schemas.experiment import ExperimentState, Problem
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.streams.plane import DataPlane
+
+
+async def step_of(store: Store, record: ExperimentRecord, version: int) -> int:
+    """Find the optimiser steps that a version contains; of the initial weights 0, or those of where it began."""
+    if version == record.policy_version:
+        return record.published_step
+    published = await store.publication(record.id, version)
+    if published is not None:
+        return published.step
+    origin = record.origin
+    return origin["step"] if origin is not None and version == origin["version"] else 0
+
 
 log = logging.getLogger(__name__)
 
@@ -328,3 +344,28 @@ class ExperimentRepository:
 
 def _differs(record: ExperimentRecord, changes: Mapping[str, Any]) -> bool:
     return any(getattr(record, name) != value for name, value in changes.items())
+
+
+T = TypeVar("T")
+
+
+class PerExperiment(Generic[T]):
+    """One object for each experiment, made when it is first asked for; it goes when the experiment is deleted.
+
+    Args:
+        make: makes the object of an experiment that has none yet.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._kept: WeakKeyDictionary[Experiment, T] = WeakKeyDictionary()
+
+    def of(self, experiment: Experiment) -> T:
+        """Find the object of an experiment, or make it."""
+        kept = self._kept.get(experiment)
+        if kept is None:
+            kept = self._kept[experiment] = self._make()
+        return kept
+
+    def __len__(self) -> int:
+        return len(self._kept)

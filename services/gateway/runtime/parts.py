@@ -11,8 +11,7 @@ from flotilla.services.gateway.lifecycle.commands import ExperimentCommands
 from flotilla.services.gateway.membership.fleet import Fleet
 from flotilla.services.gateway.monitoring.health.measurements import Measurements
 from flotilla.services.gateway.publications.publications import Publications
-from flotilla.services.gateway.records.per_experiment import PerExperiment
-from flotilla.services.gateway.records.repository import ExperimentRepository, OpenPlane
+from flotilla.services.gateway.records.repository import ExperimentRepository, OpenPlane, PerExperiment
 from flotilla.services.gateway.registry.services import Registry, wake_services
 from flotilla.services.gateway.samples.indexing import SampleIndexes
 from flotilla.services.gateway.settings import GatewaySettings

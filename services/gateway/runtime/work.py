@@ -21,7 +21,7 @@ from flotilla.services.gateway.runtime.orphaned_claims import OrphanedClaims
 from flotilla.services.gateway.runtime.parts import GatewayParts
 from flotilla.services.gateway.runtime.shifts import Shifts
 from flotilla.services.gateway.runtime.teardown import Teardown
-from flotilla.services.gateway.tracking.tracking import Tracking
+from flotilla.services.gateway.tracking.exporter import Tracking
 from flotilla.services.gateway.uploads.uploads import Uploads
 
 

@@ -10,8 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
-from flotilla.services.gateway.records.per_experiment import PerExperiment
-from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.records.repository import Experiment, PerExperiment
 from flotilla.shared.errors import TooManyRequests
 from flotilla.shared.samples.index import SampleIndex
 

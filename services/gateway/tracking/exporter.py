@@ -13,12 +13,17 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import datetime
+from pathlib import Path
 from typing import Any, TypeVar
 
+from flotilla.services.gateway import signals
 from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.records.repository import Experiment, document_of
 from flotilla.services.gateway.store.base import MetricRow, Store
 from flotilla.services.gateway.tracking.base import Record, TrackedRun, Tracker
+from flotilla.services.gateway.tracking.opening import open_tracker
 from flotilla.shared.clock import pause_after
+from flotilla.shared.config.redaction import redacted
 from flotilla.shared.errors import FlotillaError
 
 log = logging.getLogger(__name__)
@@ -175,3 +180,33 @@ def records_of(rows: Sequence[MetricRow], *, is_cut: bool = False) -> list[Recor
         values[point.name] = point.value
         records[-1] = Record(cursor, point.step, point.version, records[-1].at, values)
     return records[:-1] if is_cut and len(records) > 1 else records
+
+
+class Tracking:
+    """Keeps one exporter per tracker of an experiment."""
+
+    def __init__(self, store: Store, events: EventLog) -> None:
+        self._store = store
+        self._events = events
+        self._exporters: dict[str, tuple[Exporter, ...]] = {}
+
+    async def run(self, experiment: Experiment) -> None:
+        """Feed the trackers until cancelled; returns at once if there is none."""
+        if exporters := self._of(experiment):
+            await signals.run_together(*(asyncio.create_task(each.run(), name="exporter") for each in exporters))
+
+    async def finish(self, experiment: Experiment) -> None:
+        """Send what is left, and close; within a deadline, whatever the trackers do."""
+        exporters = self._of(experiment)
+        del self._exporters[experiment.id]
+        await asyncio.gather(*(exporter.finish() for exporter in exporters))
+
+    def _of(self, experiment: Experiment) -> tuple[Exporter, ...]:
+        if experiment.id not in self._exporters:
+            record = experiment.record
+            run = TrackedRun(experiment.id, record.name, Path(record.directory), redacted(document_of(record)))
+            self._exporters[experiment.id] = tuple(
+                Exporter(config.kind, run, self._store, self._events, functools.partial(open_tracker, config, run))
+                for config in experiment.spec.tracking.trackers
+            )
+        return self._exporters[experiment.id]

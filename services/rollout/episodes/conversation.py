@@ -1,6 +1,6 @@
 """The other side of an episode: what the policy is shown first, and what each of its answers is answered with."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,10 +48,8 @@ class Conversation(Protocol):
         """Release what it holds."""
 
 
-class ConversationOpener(Protocol):
-    """Opens the other side of one member's episode."""
-
-    def __call__(self, task: Task, member: int) -> Conversation: ...
+ConversationOpener = Callable[[Task, int], Conversation]
+"""Opens the other side of one member's episode."""
 
 
 def shown(text: object) -> str:

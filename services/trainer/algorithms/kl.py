@@ -10,7 +10,6 @@ from flotilla.services.trainer.algorithms.sequences import PackedSequences
 from flotilla.shared.config.sections.algorithm import KlLossConfig, KlRewardConfig
 
 Estimator = Literal["k1", "abs", "k2", "k3"]
-Gradient = Literal["estimator", "k2", "weighted_k2"]
 MAX_GRADIENT_WEIGHT = 10.0
 
 

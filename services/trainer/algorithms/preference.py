@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -58,8 +57,3 @@ def pairwise_loss(chosen_scores: Tensor, rejected_scores: Tensor, margin: Tensor
     """
     difference = chosen_scores - rejected_scores
     return functional.softplus(-(difference if margin is None else difference - margin)).mean()
-
-
-def implicit_accuracy(loss: PreferenceLoss) -> Tensor:
-    """Share of the pairs whose preferred answer has the larger implicit reward."""
-    return (loss.chosen_rewards > loss.rejected_rewards).to(torch.float32).mean()

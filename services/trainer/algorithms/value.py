@@ -26,12 +26,6 @@ def value_loss(value_preds: Tensor, old_values: Tensor, returns: Tensor, *, clip
     return TokenLoss(0.5 * torch.maximum(plain, bounded), bounded > plain)
 
 
-def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -> Tensor:
-    """Compute 1 - var(R - v) / var(R) over the sampled tokens: 1 is perfect, 0 no better than the mean."""
-    residual, target = (returns - values)[response_mask], returns[response_mask]
-    return 1 - residual.var(correction=0) / (target.var(correction=0) + 1e-5)
-
-
 @dataclass(frozen=True, eq=False)
 class ReturnMoments:
     """Mean and variance of every return so far, so that a critic may predict whitened ones; float64 scalars.

@@ -6,8 +6,7 @@ from torch import Tensor
 from flotilla.services.trainer.algorithms.advantages import AdvantageInputs, Advantages, compute_advantages
 from flotilla.services.trainer.algorithms.advantages.distillation import distilled
 from flotilla.services.trainer.algorithms.importance import correct
-from flotilla.services.trainer.data.batch import TrainingBatch
-from flotilla.services.trainer.data.turns import TurnLayout, environment_steps, turn_rewards
+from flotilla.services.trainer.data.batch import TrainingBatch, TurnLayout, environment_steps, turn_rewards
 from flotilla.shared.config.sections.advantage import GdpoConfig, GigpoConfig, StepReinforceConfig
 from flotilla.shared.config.sections.algorithm import KlRewardConfig
 from flotilla.shared.config.spec import ExperimentSpec

@@ -17,8 +17,7 @@ from torch import Tensor
 from flotilla.services.trainer.algorithms.advantages import Advantages
 from flotilla.services.trainer.algorithms.kl import adapted_coefficient
 from flotilla.services.trainer.algorithms.metrics import Metrics, combine, summarise
-from flotilla.services.trainer.algorithms.resampling import redraw
-from flotilla.services.trainer.algorithms.sample_weights import sequence_weights
+from flotilla.services.trainer.algorithms.sample_weights import redraw, sequence_weights
 from flotilla.services.trainer.data.batch import TrainingBatch, make_batch
 from flotilla.services.trainer.data.micro_batch import MicroBatch, make_micro_batches
 from flotilla.services.trainer.learning.advantages import step_advantages

@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from flotilla.services.trainer.weights.transport import WeightSender
 from flotilla.services.trainer.worker.images import ImagePool
 from flotilla.shared.concurrency.cancelling import until_done
 from flotilla.shared.errors import Conflict, FlotillaError, NotFound, StalePolicyVersion
 from flotilla.shared.net.retry import GATEWAY, retry
 from flotilla.shared.schemas.publication import Manifest, Publication, PublicationPhase, PublicationRequest
+from flotilla.shared.weights.group.endpoint_client import EndpointClient
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Publisher:
     def __init__(
         self,
         gateway: Gateway,
-        endpoint: WeightSender,
+        endpoint: EndpointClient,
         images: ImagePool,
         *,
         experiment_id: str,

@@ -17,9 +17,7 @@ from flotilla.services.trainer.data.source import GroupSource, Requirements
 from flotilla.services.trainer.learning.learner import Learner
 from flotilla.services.trainer.learning.pass_sizes import RECORD
 from flotilla.services.trainer.parallel.cores import ComputeCores
-from flotilla.services.trainer.weights.transport import WeightSender
-from flotilla.services.trainer.worker.checkpoint_policy import CheckpointPolicy
-from flotilla.services.trainer.worker.checkpoint_writer import CheckpointWriter
+from flotilla.services.trainer.worker.checkpoint_policy import CheckpointPolicy, CheckpointWriter
 from flotilla.services.trainer.worker.control import RunControl
 from flotilla.services.trainer.worker.device_shift import DeviceShift
 from flotilla.services.trainer.worker.execution import Job, Memory, open_execution
@@ -38,6 +36,7 @@ from flotilla.shared.models.hub import fetched
 from flotilla.shared.schemas.service import Failure
 from flotilla.shared.streams.hop import REDUNDANT, STALE
 from flotilla.shared.streams.plane import DataPlane
+from flotilla.shared.weights.group.endpoint_client import EndpointClient
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ class SessionDeps:
     directory: Path
     incarnation: int | None
     gateway: Gateway
-    endpoint: WeightSender
+    endpoint: EndpointClient
     plane: DataPlane
     on_image: Callable[[int, Path, str], Awaitable[None]]
     on_failure: Callable[[Failure | None], None]

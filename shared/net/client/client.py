@@ -96,11 +96,6 @@ class GatewayClient:
         """Close the connections."""
         await self._http.aclose()
 
-    @property
-    def shown_token(self) -> str | None:
-        """What it shows now: its pass, else its token."""
-        return self._pass or self.token
-
     def adopt(self, token: str) -> None:
         """Show a pass from now on; that one has expired is then waited for, since another will come."""
         if token != self._pass:

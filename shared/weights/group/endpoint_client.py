@@ -2,6 +2,10 @@
 
 Every call has a deadline, and a member that is stuck, stopped or dead never keeps one from returning: what a member
 cannot be told, its killing settles.
+
+An epoch is opened, joined by all its members, used for any number of images, and closed. After a failure in it an epoch
+is of no use any more: close it and open the next. That one end succeeded says nothing about the others: a version
+becomes current only by the gateway's commit.
 """
 
 import asyncio

@@ -17,7 +17,7 @@ from flotilla.services.trainer.algorithms.balancing import (
 )
 from flotilla.services.trainer.algorithms.kl import kl_loss, subtract_kl_from_rewards, updated_coefficient
 from flotilla.services.trainer.algorithms.log_probs import log_probs_and_entropy, statistics_from_logits
-from flotilla.services.trainer.algorithms.resampling import filtration_weights
+from flotilla.services.trainer.algorithms.sample_weights import filtration_weights
 from flotilla.services.trainer.algorithms.value import value_loss
 from flotilla.shared.config.sections import advantage as adv
 from flotilla.shared.config.sections.algorithm import KlLossConfig, KlRewardConfig

@@ -10,7 +10,7 @@ from flotilla.services.trainer.checkpoint.host_copy import HostCopy
 from flotilla.services.trainer.checkpoint.manager import CheckpointManager
 from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
 from flotilla.services.trainer.learning.learner import Learner
-from flotilla.services.trainer.worker.checkpoint_writer import CheckpointWriter
+from flotilla.services.trainer.worker.checkpoint_policy import CheckpointWriter
 from flotilla.services.trainer.worker.images import ImagePool
 from flotilla.shared.config.sections.model import LoraConfig
 from flotilla.shared.errors import ClaimLost

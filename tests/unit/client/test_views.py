@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from flotilla.client.plots import plot_series
-from flotilla.client.views import Experiment, Experiments, Metrics
+from flotilla.client.views import Experiment, Experiments, Metrics, plot_series
 from flotilla.shared.schemas.experiment import ExperimentState, MetricPoint, Problem
 
 

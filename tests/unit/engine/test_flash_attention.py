@@ -1,6 +1,6 @@
 """FlashAttention of older releases of torch, which read no block tables: each row is one page."""
 
-import inspect
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flotilla.services.rollout.engines.decoders.architecture import architecture_of
 from flotilla.services.rollout.engines.decoders.checkpoint import read_config, safetensors_files
@@ -23,14 +24,32 @@ from flotilla.services.rollout.engines.decoders.paged import PagedDecoder, works
 from tests.contract.engine.models import VOCAB, save_model
 
 SIZES: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "num_rows": 6, "context_tokens": 32}
-OLD_NAMES = ["cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "return_debug_mask"]
 
 
-def forward(
+KERNEL = torch.ops.aten._flash_attention_forward.default
+
+
+class KernelOnTheCpu(TorchDispatchMode):
+    """Computes by sdpa what torch's kernel, which only GPUs have, would: torch binds each call to its schema."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not KERNEL:
+            return func(*args, **(kwargs or {}))
+        self.num_calls += 1
+        told = dict(zip((each.name for each in KERNEL._schema.arguments), args, strict=False)) | (kwargs or {})
+        unused = torch.empty(0)
+        return attended(**told), unused, unused, unused, unused
+
+
+def attended(
     query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor, cum_seq_k: Tensor, max_q: int, max_k: int,
     dropout_p: float, is_causal: bool, return_debug_mask: bool, *, seqused_k: Tensor | None = None,
-) -> tuple[Tensor]:  # fmt: skip
-    """Compute what torch's kernel does: lengths that are told go before the distance of two beginnings."""
+) -> Tensor:  # fmt: skip
+    """Attend sequence by sequence. Lengths that are told go before the distance of two beginnings."""
     assert (dropout_p, return_debug_mask) == (0.0, False)
     assert cum_seq_q.dtype == cum_seq_k.dtype == torch.int32 and len(cum_seq_q) == len(cum_seq_k)
     lengths = cum_seq_k.diff() if seqused_k is None else seqused_k
@@ -40,9 +59,15 @@ def forward(
         begin = int(cum_seq_k[number])
         own = query[cum_seq_q[number] : cum_seq_q[number + 1]]
         q, k, v = (each.transpose(0, 1) for each in (own, key[begin : begin + length], value[begin : begin + length]))
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
-        parts.append(attended.transpose(0, 1))
-    return (torch.cat(parts),)
+        parts.append(functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True))
+    return torch.cat([each.transpose(0, 1) for each in parts])
+
+
+@pytest.fixture
+def kernel() -> Iterator[KernelOnTheCpu]:
+    with KernelOnTheCpu() as mode:
+        yield mode
+    assert mode.num_calls
 
 
 def old_varlen_attn(
@@ -54,10 +79,8 @@ def old_varlen_attn(
 
 
 @pytest.mark.parametrize("family", ["llama-gqa-tied", "qwen3"])
-def test_a_page_for_each_row_gives_the_logits_of_the_fused_forward(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
+@pytest.mark.usefixtures("kernel")
+def test_a_page_for_each_row_gives_the_logits_of_the_fused_forward(family: str, tmp_path: Path) -> None:
     save_model(family, tmp_path)
     architecture, files = architecture_of(read_config(tmp_path)), safetensors_files(tmp_path)
     paged = PagedDecoder(architecture, files, **SIZES, attention=FlashAttentionByRow(), page_tokens=32)
@@ -88,8 +111,8 @@ def test_a_page_for_each_row_gives_the_logits_of_the_fused_forward(
     compare([3], [[3, 4]], 5)
 
 
-def test_long_rows_take_memory_when_they_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
+@pytest.mark.usefixtures("kernel")
+def test_long_rows_take_memory_when_they_are_used(tmp_path: Path) -> None:
     save_model("qwen3", tmp_path)
     architecture, files = architecture_of(read_config(tmp_path)), safetensors_files(tmp_path)
     sizes = {**SIZES, "num_rows": 32, "context_tokens": 8192}
@@ -112,9 +135,27 @@ def test_the_installed_torch_says_how_rows_may_lie(monkeypatch: pytest.MonkeyPat
     assert (type(attention), page_tokens) == (FlashAttentionByRow, 4096)
 
 
-def test_torch_has_the_kernel_under_these_names() -> None:
-    names = [each.name for each in torch.ops.aten._flash_attention_forward.default._schema.arguments]
+def test_packed_and_paged_attention_are_dense_attention_of_each_row(kernel: KernelOnTheCpu) -> None:
+    generator = torch.Generator().manual_seed(3)
+    queries, keys, values = (torch.randn(9, heads, 8, generator=generator) for heads in (4, 2, 2))
+    starts = torch.tensor([0, 4, 9], dtype=torch.int32)
+    cache = torch.zeros(3, 8, 2, 8), torch.zeros(3, 8, 2, 8)
+    for page, (begin, end) in ((2, (0, 4)), (0, (4, 9))):
+        cache[0][page, : end - begin], cache[1][page, : end - begin] = keys[begin:end], values[begin:end]
+    table, lengths = torch.tensor([[2], [0]], dtype=torch.int32), torch.tensor([4, 5], dtype=torch.int32)
 
-    assert names[:10] == ["query", "key", "value", *OLD_NAMES]
-    assert "seqused_k" in names
-    assert list(inspect.signature(forward).parameters)[:10] == names[:10]
+    packed = FlashAttentionByRow().packed(queries, keys, values, starts, 5)
+    paged = FlashAttentionByRow().paged(queries[[3, 8]], *cache, table, lengths)
+
+    expected = torch.cat([dense(queries[b:e], keys[b:e], values[b:e]) for b, e in ((0, 4), (4, 9))])
+    torch.testing.assert_close(packed, expected)
+    torch.testing.assert_close(paged, expected[[3, 8]])
+    assert kernel.num_calls == 2
+
+
+def dense(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Causal attention written out: [T, H, D] of [T, H, D] and [T, Hkv, D]."""
+    keys, values = (each.repeat_interleave(queries.shape[1] // each.shape[1], dim=1) for each in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", queries, keys) / queries.shape[-1] ** 0.5
+    allowed = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~allowed, -torch.inf).softmax(-1), values)

@@ -14,10 +14,10 @@ import pytest
 
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.store.memory import MemoryStore
-from flotilla.services.gateway.uploads import uploader, watched
+from flotilla.services.gateway.uploads import remote, uploads
 from flotilla.services.gateway.uploads.fetching import fetch
 from flotilla.services.gateway.uploads.remote import UPLOADING, RemoteCheckpoints, check_protocol
-from flotilla.services.gateway.uploads.uploader import WINDOW, Uploader
+from flotilla.services.gateway.uploads.uploads import WINDOW, Uploader
 from flotilla.shared.checkpoints.folders import STATE_FILE, StoredCheckpoint, complete
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.errors import InvalidSpec, ModelError, Unavailable
@@ -264,7 +264,7 @@ async def test_a_file_that_was_lost_at_the_url_is_noticed_and_sent_again(
     assert not remote.holds(newest(directory))
     sent = counted(monkeypatch, url)
     assert await uploading.attempt() == [], "sizes are compared every ten minutes"
-    monkeypatch.setattr(uploader, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(uploads, "CHECK_SECONDS", 0.0)
 
     assert await uploading.attempt() == [("checkpoint_uploaded", 4)]
 
@@ -340,9 +340,9 @@ async def test_a_store_that_hangs_is_named_and_keeps_nothing_from_ending(
     url: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uploading, answers = Uploading(directory, url), threading.Event()
-    monkeypatch.setattr(watched, "SILENT_SECONDS", 0.2)
-    monkeypatch.setattr(watched, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(watched, "LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr(remote, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(remote, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(remote, "LEAVE_SECONDS", 0.1)
     system = type(fsspec.core.url_to_fs(url)[0])
     with monkeypatch.context() as patched:
         patched.setattr(system, "put_file", lambda *_, **__: answers.wait(30))
@@ -351,7 +351,7 @@ async def test_a_store_that_hangs_is_named_and_keeps_nothing_from_ending(
         assert "does not answer: nothing moved for 0.2 s" in str((await uploading.view(4)).cause)
         assert await asyncio.wait_for(uploading.attempt(), 5) == []
         assert "a call that was given up has not ended" in str((await uploading.view(4)).cause)
-        monkeypatch.setattr(watched, "SILENT_SECONDS", 60.0)
+        monkeypatch.setattr(remote, "SILENT_SECONDS", 60.0)
         other = Uploading(directory, url)
         running = asyncio.create_task(other.uploader.run())
         await asyncio.sleep(0.1)

@@ -7,7 +7,7 @@ import pytest
 
 from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.feeder.feeder import Feeder
-from flotilla.services.gateway.records.versions import step_of
+from flotilla.services.gateway.records.repository import step_of
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.streams.keys import HopName
 from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment

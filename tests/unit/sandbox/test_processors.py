@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from flotilla.services.sandbox import processors
-from flotilla.services.sandbox.allowances import PART, SAVED_SECONDS, Allowances
 from flotilla.services.sandbox.limits import longest_seconds
 from flotilla.services.sandbox.processors import ProcessorGroups
-from flotilla.services.sandbox.spare_time import SpareTime
+from flotilla.services.sandbox.spare_time import PART, SAVED_SECONDS, Allowances, SpareTime
 from flotilla.shared.host.control_groups import Mounts
 
 

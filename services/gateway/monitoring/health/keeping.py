@@ -9,8 +9,7 @@ from typing import Final
 
 from flotilla.services.gateway.monitoring.health.measurements import Measurements
 from flotilla.services.gateway.monitoring.health.window import HealthWindow
-from flotilla.services.gateway.records.per_experiment import PerExperiment
-from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
+from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, PerExperiment
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.writes import PutWindow
 

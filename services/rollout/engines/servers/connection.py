@@ -24,8 +24,7 @@ import httpx
 from flotilla.services.rollout.checked_transport import CheckedAddresses, checked_address
 from flotilla.services.rollout.engines.servers import leftovers
 from flotilla.services.rollout.engines.servers.client import LIMITS, Refused, ServerClient, Unreachable
-from flotilla.services.rollout.engines.servers.dialect import Body, Dialect, Launch
-from flotilla.services.rollout.engines.servers.labels import VersionLost, label_in
+from flotilla.services.rollout.engines.servers.dialect import Body, Dialect, Launch, VersionLost, label_in
 from flotilla.services.rollout.engines.servers.settings import ServerSettings
 from flotilla.shared.children.keeper import CANNOT_START
 from flotilla.shared.children.kept import Kept

@@ -20,9 +20,8 @@ from flotilla.services.rollout.engines.servers.attaching import UNREADABLE, chec
 from flotilla.services.rollout.engines.servers.client import Refused
 from flotilla.services.rollout.engines.servers.completions import completion_of, new_request_id
 from flotilla.services.rollout.engines.servers.connection import Connection
-from flotilla.services.rollout.engines.servers.dialect import Dialect, Known, Sleeper
+from flotilla.services.rollout.engines.servers.dialect import Dialect, Known, Sleeper, VersionLabels, VersionLost
 from flotilla.services.rollout.engines.servers.gate import UpdateGate
-from flotilla.services.rollout.engines.servers.labels import VersionLabels, VersionLost
 from flotilla.services.rollout.engines.servers.model import ServedModel, make_place, read_served_model, stage_directory
 from flotilla.services.rollout.engines.servers.settings import ServerSettings
 from flotilla.shared.concurrency.cancelling import to_the_end

@@ -10,7 +10,7 @@ import pytest
 
 from flotilla.services.rollout.engines.base import GroupBroken
 from flotilla.services.rollout.engines.servers.settings import ServerSettings
-from flotilla.services.rollout.engines.sglang.arguments import environment, interface_of
+from flotilla.services.rollout.engines.sglang.engine import environment, interface_of
 from flotilla.services.rollout.engines.sglang.group_engine import GroupSglangEngine, is_reached
 from flotilla.services.rollout.engines.sglang.handles import read_layout
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate

@@ -9,8 +9,14 @@ import pytest
 from flotilla.services.rollout.engines.resumption import Prefix
 from flotilla.services.rollout.engines.servers.completions import completion_of
 from flotilla.services.rollout.engines.servers.settings import ServerSettings
-from flotilla.services.rollout.engines.vllm.arguments import command_line, environment
-from flotilla.services.rollout.engines.vllm.engine import VllmDialect, generate_body, metric_of, sampled_of
+from flotilla.services.rollout.engines.vllm.engine import (
+    VllmDialect,
+    command_line,
+    environment,
+    generate_body,
+    metric_of,
+    sampled_of,
+)
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.schemas.trajectory import FinishReason
 from tests.contract.engine.requests import a_request

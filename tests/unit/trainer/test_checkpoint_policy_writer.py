@@ -13,8 +13,7 @@ import pytest
 
 from flotilla.services.trainer.checkpoint.manager import Progress
 from flotilla.services.trainer.worker import checkpoint_policy
-from flotilla.services.trainer.worker.checkpoint_policy import CheckpointPolicy
-from flotilla.services.trainer.worker.checkpoint_writer import CheckpointWriter
+from flotilla.services.trainer.worker.checkpoint_policy import CheckpointPolicy, CheckpointWriter
 from flotilla.shared.checkpoints.lineage import INITIAL, VersionLine
 from flotilla.shared.config.sections.checkpoint import BestCheckpointsConfig, CheckpointConfig
 from flotilla.shared.errors import ClaimLost, Unavailable

@@ -10,7 +10,7 @@ import pytest
 
 from flotilla.services.rollout.engines.base import GroupBroken
 from flotilla.services.rollout.engines.scripted import ScriptedTransfer
-from flotilla.services.rollout.weights import group_orders
+from flotilla.services.rollout.weights import receiver
 from flotilla.services.rollout.weights.missed import MissedVersions
 from flotilla.services.rollout.weights.receiver import WeightReceiver
 from flotilla.services.rollout.weights.version import VersionGate
@@ -373,8 +373,8 @@ async def test_an_evaluation_that_begins_before_the_first_tensor_keeps_the_weigh
 @pytest.fixture
 def silent_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is waited for who says nothing."""
-    monkeypatch.setattr(group_orders, "WORD_PHASES", 0.0003)
-    monkeypatch.setattr(group_orders, "EPOCH_PHASES", 0.0003)
+    monkeypatch.setattr(receiver, "WORD_PHASES", 0.0003)
+    monkeypatch.setattr(receiver, "EPOCH_PHASES", 0.0003)
 
 
 async def test_it_samples_on_where_nobody_says_that_all_have_joined(tmp_path: Path, silent_gateway: None) -> None:
@@ -409,7 +409,7 @@ async def test_it_loads_what_is_committed_where_nobody_commits_what_it_received(
 async def test_what_was_received_is_kept_while_the_sender_opens_the_next_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_orders, "WORD_PHASES", 0.0003)
+    monkeypatch.setattr(receiver, "WORD_PHASES", 0.0003)
     async with a_world(tmp_path, serving=4) as world:
         world.want(4, an_order(5))
         await world.until_reported(ReceiveState.RECEIVED, version=5)
@@ -438,7 +438,7 @@ async def test_it_loads_what_is_committed_where_no_epoch_follows_on_one_that_bro
 async def test_a_server_that_does_not_answer_keeps_nobody_from_closing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_orders, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(receiver, "CLOSE_SECONDS", 0.05)
     world = World(tmp_path)
     await world.gate.set(0)
     world.engine.may_join.clear()

@@ -13,9 +13,8 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flotilla.services.trainer.learning.learner import Learner
-from flotilla.services.trainer.models import installed_kernels
-from flotilla.services.trainer.models.installed_kernels import PACKAGES, apply_kernels, check_attention
-from flotilla.services.trainer.models.loading import LoadedModel, load_model
+from flotilla.services.trainer.models import loading
+from flotilla.services.trainer.models.loading import PACKAGES, LoadedModel, apply_kernels, check_attention, load_model
 from flotilla.services.trainer.parallel import layers
 from flotilla.services.trainer.parallel.layers import check_compiler, keep_activations_on_host, recompute_activations
 from flotilla.shared.config.sections.model import ModelConfig
@@ -139,7 +138,7 @@ def test_attention_that_cannot_compute_here_is_refused_with_its_reason(
         check_attention(name, CPU)
     with pytest.raises(ModelError, match=f"{name} needs the package flash-attn"):
         check_attention(name, GPU)
-    monkeypatch.setattr(installed_kernels, "find_spec", lambda _: importlib.machinery.ModuleSpec("x", None))
+    monkeypatch.setattr(loading, "find_spec", lambda _: importlib.machinery.ModuleSpec("x", None))
     check_attention(name, GPU)
 
 

@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from flotilla.services.gateway.datasets import web
-from flotilla.services.gateway.datasets.web import fetch_from_web
+from flotilla.services.gateway.datasets import locations
+from flotilla.services.gateway.datasets.locations import fetch_from_web
 from flotilla.shared.environment.settings import LOOPBACK
 from flotilla.shared.errors import DataError
 
@@ -40,7 +40,7 @@ def serving(body: bytes, *, encoding: str = "", repeats: int = 1) -> Iterator[st
 
 
 def test_a_file_is_fetched_whole_and_spools_to_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "MEMORY_BYTES", 1000)
+    monkeypatch.setattr(locations, "MEMORY_BYTES", 1000)
     with serving(b"0123456789", repeats=1000) as url, fetch_from_web(url, LOOPBACK) as file:
         assert file.read() == b"0123456789" * 1000
 
@@ -52,7 +52,7 @@ def test_a_file_is_fetched_whole_and_spools_to_disk(monkeypatch: pytest.MonkeyPa
 def test_what_is_too_large_or_unpacks_to_more_is_refused(
     monkeypatch: pytest.MonkeyPatch, encoding: str, repeats: int, words: str
 ) -> None:
-    monkeypatch.setattr(web, "MAX_BYTES", 100_000)
+    monkeypatch.setattr(locations, "MAX_BYTES", 100_000)
     body = gzip.compress(b"0" * 10_000_000) if encoding else b"0" * 4096
     with serving(body, encoding=encoding, repeats=repeats) as url, pytest.raises(DataError, match=words):
         fetch_from_web(url, LOOPBACK)

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from flotilla import Client
-from flotilla.client.loop_thread import LoopThread
+from flotilla.client.blocking import LoopThread
 from tests.fleet import ROOT
 
 FORGETFUL = """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flotilla.services.rollout.engines.servers.labels import VersionLabels, VersionLost, label_in
+from flotilla.services.rollout.engines.servers.dialect import VersionLabels, VersionLost, label_in
 
 
 def test_a_label_is_read_by_the_engine_that_made_it_and_by_no_other() -> None:

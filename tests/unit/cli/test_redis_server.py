@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from flotilla.cli import processes, redis_keeper
+from flotilla.cli import processes, redis_server
 from flotilla.cli.processes import MAX_RESTARTS
-from flotilla.cli.redis_keeper import RedisKeeper
+from flotilla.cli.redis_server import RedisKeeper
 from flotilla.shared.errors import Unavailable
 
 
@@ -29,7 +29,7 @@ class Server:
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_keeper, "WATCH_SECONDS", 0)
+    monkeypatch.setattr(redis_server, "WATCH_SECONDS", 0)
     monkeypatch.setattr(processes, "LONGEST_PAUSE_SECONDS", 0)
 
 

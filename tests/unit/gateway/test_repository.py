@@ -2,7 +2,7 @@
 
 import gc
 
-from flotilla.services.gateway.records.per_experiment import PerExperiment
+from flotilla.services.gateway.records.repository import PerExperiment
 from flotilla.shared.schemas.experiment import ExperimentState
 from tests.unit.gateway.builders import a_gateway, add_experiment
 

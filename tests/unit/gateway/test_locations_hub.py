@@ -1,6 +1,6 @@
 import pytest
 
-from flotilla.services.gateway.datasets.hub_layout import files_of_split
+from flotilla.services.gateway.datasets.locations import files_of_split
 from flotilla.shared.errors import DataError
 
 PLAIN = ["README.md", "data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/test.parquet"]

@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.services.rollout.engines.servers.settings import ServerSettings
-from flotilla.services.rollout.engines.sglang.arguments import command_line, environment
-from flotilla.services.rollout.engines.sglang.engine import SglangDialect
+from flotilla.services.rollout.engines.sglang.engine import SglangDialect, command_line, environment
 
 PLACE = Path("/tmp/flotilla-engine-1-abc")
 

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from flotilla.shared.schemas.wire import Wire
+from flotilla.shared.schemas.wire import TolerantWire
 
 
 class EngineCapability(StrEnum):
@@ -26,7 +26,7 @@ class EngineCapability(StrEnum):
     temperature 1."""
 
 
-class EngineOffer(Wire):
+class EngineOffer(TolerantWire):
     """One kind of engine that a rollout service can use."""
 
     kind: str

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from flotilla.shared.schemas.health import HealthFinding
 from flotilla.shared.schemas.plain_name import PlainName
-from flotilla.shared.schemas.wire import Wire
+from flotilla.shared.schemas.wire import TolerantWire, Wire
 
 Item = TypeVar("Item", bound=BaseModel)
 
@@ -34,7 +34,7 @@ class ExperimentState(StrEnum):
         return self in {ExperimentState.STOPPED, ExperimentState.COMPLETED, ExperimentState.FAILED}
 
 
-class Problem(Wire):
+class Problem(TolerantWire):
     """The component and the cause of a failure or of a stall."""
 
     component: str
@@ -42,7 +42,7 @@ class Problem(Wire):
     at: str
 
 
-class Origin(Wire):
+class Origin(TolerantWire):
     """The checkpoint that an experiment began from."""
 
     experiment_id: str
@@ -73,7 +73,7 @@ class ExtendRequest(Wire):
     """The new ``optimisation.steps``, more than there are."""
 
 
-class ExperimentView(Wire):
+class ExperimentView(TolerantWire):
     """An experiment and where it stands."""
 
     id: str
@@ -97,14 +97,14 @@ class ExperimentView(Wire):
     """The checkpoint that it began from; null if it began with the model's weights."""
 
 
-class Page(Wire, Generic[Item]):
+class Page(TolerantWire, Generic[Item]):
     """One page of a list; ``next`` is the cursor of the following one, or None."""
 
     items: tuple[Item, ...]
     next: str | None = None
 
 
-class MetricPoint(Wire):
+class MetricPoint(TolerantWire):
     """One value of one series."""
 
     name: str
@@ -114,7 +114,7 @@ class MetricPoint(Wire):
     at: str | None = None
 
 
-class Series(Wire):
+class Series(TolerantWire):
     """One series as columns of the same length, by step."""
 
     name: str
@@ -127,7 +127,7 @@ class Series(Wire):
     """Since the epoch, when the value was stored."""
 
 
-class SeriesPage(Wire):
+class SeriesPage(TolerantWire):
     """Series by name; ``next`` is the cursor that continues all of them."""
 
     items: tuple[Series, ...]
@@ -138,7 +138,7 @@ MAX_METRICS = 4096
 MAX_METRIC_NAME = 256
 
 
-class MetricBatch(Wire):
+class MetricBatch(TolerantWire):
     """What a service reports about one step; the gateway stores each step of a series once."""
 
     # The route names the values that are not finite.
@@ -149,7 +149,7 @@ class MetricBatch(Wire):
     values: Mapping[Annotated[str, Field(max_length=MAX_METRIC_NAME)], float] = Field(max_length=MAX_METRICS)
 
 
-class Event(Wire):
+class Event(TolerantWire):
     """Something that happened to an experiment; ``id`` grows and is the ``Last-Event-ID`` of the event stream."""
 
     id: int
@@ -158,7 +158,7 @@ class Event(Wire):
     data: Mapping[str, Any]
 
 
-class AuditEntry(Wire):
+class AuditEntry(TolerantWire):
     """One mutation of an experiment."""
 
     at: str
@@ -168,7 +168,7 @@ class AuditEntry(Wire):
     detail: Mapping[str, Any]
 
 
-class CheckpointView(Wire):
+class CheckpointView(TolerantWire):
     """A durable checkpoint."""
 
     step: int
@@ -177,7 +177,7 @@ class CheckpointView(Wire):
     at: str
 
 
-class CheckpointFile(Wire):
+class CheckpointFile(TolerantWire):
     """A file of a checkpoint."""
 
     name: PlainName
@@ -187,7 +187,7 @@ class CheckpointFile(Wire):
     """xxh3-64; empty where an earlier release wrote the checkpoint."""
 
 
-class CheckpointFiles(Wire):
+class CheckpointFiles(TolerantWire):
     """What a checkpoint consists of."""
 
     step: int
@@ -196,7 +196,7 @@ class CheckpointFiles(Wire):
     files: tuple[CheckpointFile, ...]
 
 
-class FailingService(Wire):
+class FailingService(TolerantWire):
     """A service of an experiment that does not work now, and tries again or has given up."""
 
     service_id: str
@@ -204,7 +204,7 @@ class FailingService(Wire):
     cause: str
 
 
-class DiagnosisView(Wire):
+class DiagnosisView(TolerantWire):
     """What bounds the speed of an experiment, seen over a recent window; see docs/metrics.md."""
 
     component: str
@@ -224,7 +224,7 @@ class DiagnosisView(Wire):
     """Who does not work now, as an engine that has died and is started again: it bounds the speed until it is back."""
 
 
-class UploadView(Wire):
+class UploadView(TolerantWire):
     """How far the copy of a checkpoint is."""
 
     state: Literal["pending", "uploading", "failed", "uploaded", "removed"]
@@ -246,7 +246,7 @@ class ListedCheckpoint(CheckpointView):
     """null where the spec names no URL."""
 
 
-class UploadCheck(Wire):
+class UploadCheck(TolerantWire):
     """A checkpoint on the disk beside its copy."""
 
     step: int
@@ -257,7 +257,7 @@ class UploadCheck(Wire):
     """Files that are not there with their size; state.json alone where the copy is no checkpoint, or another one."""
 
 
-class UploadedCheckpoint(Wire):
+class UploadedCheckpoint(TolerantWire):
     """A copy that is whole."""
 
     at: str
@@ -265,7 +265,7 @@ class UploadedCheckpoint(Wire):
     """xxh3-64 of its state.json: another lineage's checkpoint of the same step is another one."""
 
 
-class UploadRecord(Wire):
+class UploadRecord(TolerantWire):
     """What the gateway keeps of an experiment's copies.
 
     Attributes:

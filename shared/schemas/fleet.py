@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 from flotilla.shared.schemas.experiment import ExperimentState
-from flotilla.shared.schemas.wire import Wire
+from flotilla.shared.schemas.wire import TolerantWire
 
 
-class KindShare(Wire):
+class KindShare(TolerantWire):
     """What an experiment has of one kind of service, and should have."""
 
     min: int
@@ -21,7 +21,7 @@ class KindShare(Wire):
     """Those of them that were asked to leave, and why."""
 
 
-class ExperimentShare(Wire):
+class ExperimentShare(TolerantWire):
     """What an active experiment has of the fleet."""
 
     experiment_id: str
@@ -34,7 +34,7 @@ class ExperimentShare(Wire):
     """What it waits for, and who has it; null if it has all that it needs."""
 
 
-class FleetView(Wire):
+class FleetView(TolerantWire):
     """The fleet by quota."""
 
     experiments: tuple[ExperimentShare, ...]

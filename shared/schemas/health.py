@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 from pydantic import Field
 
-from flotilla.shared.schemas.wire import Wire
+from flotilla.shared.schemas.wire import TolerantWire
 
 LONGEST_TEXT = 400
 LONGEST_WORDS = 200
 
 
-class SampleExcerpt(Wire):
+class SampleExcerpt(TolerantWire):
     """One graded sample, cut for people to look at."""
 
     prompt: str
@@ -24,7 +24,7 @@ class SampleExcerpt(Wire):
     finish_reason: str = ""
 
 
-class GradingReport(Wire):
+class GradingReport(TolerantWire):
     """What one reward service has graded in training since its session began. Counts only grow."""
 
     session: str
@@ -61,7 +61,7 @@ class GradingReport(Wire):
     """The newest without a reward."""
 
 
-class SamplingReport(Wire):
+class SamplingReport(TolerantWire):
     """What one rollout has sampled in training since its session began, as its tokenizer sees it. Counts only grow."""
 
     session: str
@@ -77,7 +77,7 @@ class SamplingReport(Wire):
     """The token of the newest such finding."""
 
 
-class HealthFinding(Wire):
+class HealthFinding(TolerantWire):
     """A training-health check that finds something."""
 
     check: str

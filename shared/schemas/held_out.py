@@ -2,10 +2,10 @@
 
 from pydantic import Field
 
-from flotilla.shared.schemas.wire import Wire
+from flotilla.shared.schemas.wire import TolerantWire
 
 
-class HeldOutAnswer(Wire):
+class HeldOutAnswer(TolerantWire):
     """One answer."""
 
     token_ids: tuple[int, ...]
@@ -16,7 +16,7 @@ class HeldOutAnswer(Wire):
     """1 of a demonstration and of a preferred answer, else 0."""
 
 
-class HeldOutPage(Wire):
+class HeldOutPage(TolerantWire):
     """Some rows, in their order; those that are too long are left out."""
 
     rows: tuple[tuple[HeldOutAnswer, ...], ...]

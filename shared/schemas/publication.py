@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import FailFast, Field
 
-from flotilla.shared.schemas.wire import Wire
+from flotilla.shared.schemas.wire import TolerantWire
 
 
 class Transport(StrEnum):
@@ -23,7 +23,7 @@ class Transport(StrEnum):
     """The ranks of its engine are members of the group themselves: no process of the rollout sees a byte."""
 
 
-class TensorSpec(Wire):
+class TensorSpec(TolerantWire):
     """One tensor of a weight image, under its Hugging Face checkpoint name."""
 
     name: str
@@ -36,7 +36,7 @@ class TensorSpec(Wire):
     """Offset one past its last byte."""
 
 
-class DeltaManifest(Wire):
+class DeltaManifest(TolerantWire):
     """A patch that makes the image of one that the members hold; see ``flotilla.shared.weights.image.delta``."""
 
     base_checksum: str
@@ -47,7 +47,7 @@ class DeltaManifest(Wire):
     """xxh3-64 of the patch."""
 
 
-class Manifest(Wire):
+class Manifest(TolerantWire):
     """What a publication will send."""
 
     version: int = Field(ge=0)
@@ -73,7 +73,7 @@ class PublicationPhase(StrEnum):
     ABORTED = "aborted"
 
 
-class Rendezvous(Wire):
+class Rendezvous(TolerantWire):
     """Where the members of an epoch meet: a TCPStore that the sender opened for this epoch alone."""
 
     host: str
@@ -82,7 +82,7 @@ class Rendezvous(Wire):
     world_size: int = Field(ge=1)
 
 
-class Member(Wire):
+class Member(TolerantWire):
     """One receiver of a publication."""
 
     service_id: str
@@ -93,7 +93,7 @@ class Member(Wire):
     transport: Transport = Transport.GLOO
 
 
-class PublicationRequest(Wire):
+class PublicationRequest(TolerantWire):
     """What a trainer sends to announce a version."""
 
     manifest: Manifest
@@ -101,7 +101,7 @@ class PublicationRequest(Wire):
     """Optimiser steps that the version contains."""
 
 
-class Publication(Wire):
+class Publication(TolerantWire):
     """A publication as the gateway sees it."""
 
     experiment_id: str
@@ -119,7 +119,7 @@ class Publication(Wire):
     """Why it was aborted, or why the last epoch was closed."""
 
 
-class PublicationOrder(Wire):
+class PublicationOrder(TolerantWire):
     """What a member is told to do for a publication, as part of its desired state."""
 
     version: int
@@ -141,7 +141,7 @@ class ReceiveState(StrEnum):
     FAILED = "failed"
 
 
-class PublicationReport(Wire):
+class PublicationReport(TolerantWire):
     """What a member says about a publication, as part of its observed state."""
 
     version: int

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, model_validator
 from flotilla.shared.schemas.engine import EngineOffer
 from flotilla.shared.schemas.health import GradingReport, SamplingReport
 from flotilla.shared.schemas.publication import PublicationOrder, PublicationReport
-from flotilla.shared.schemas.wire import Wire
+from flotilla.shared.schemas.wire import TolerantWire, Wire
 
 DRAIN_NOTICE_SECONDS = 30.0
 """The notice of a service that is to leave, where none is given."""
@@ -41,7 +41,7 @@ class WorkState(StrEnum):
     FAILED = "failed"
 
 
-class GpuDevice(Wire):
+class GpuDevice(TolerantWire):
     """A GPU that a service may compute on."""
 
     index: int | None = Field(None, ge=0)
@@ -58,7 +58,7 @@ class GpuDevice(Wire):
         return str(self.index) if self.index is not None else self.uuid or ""
 
 
-class Capabilities(Wire):
+class Capabilities(TolerantWire):
     """What a service can offer to a scheduler."""
 
     device: str = "cpu"
@@ -103,7 +103,7 @@ BaseUrl = Annotated[str, Field(max_length=300), AfterValidator(_is_base_url)]
 """Where an HTTP interface is: http or https."""
 
 
-class Registration(Wire):
+class Registration(TolerantWire):
     """How a service presents itself."""
 
     kind: ServiceKind
@@ -116,7 +116,7 @@ class Registration(Wire):
     """Random name of this process: a second registration of the same process gets the same id."""
 
 
-class Registered(Wire):
+class Registered(TolerantWire):
     """The gateway's answer to a registration."""
 
     service_id: str
@@ -136,7 +136,7 @@ OUTSIDE = frozenset({TEACHER, GRADER, JUDGE, SANDBOX})
 """Components of failures that are not the service's own: servers that it asks, and that do not answer now."""
 
 
-class Failure(Wire):
+class Failure(TolerantWire):
     """Why a worker cannot go on."""
 
     component: str
@@ -145,7 +145,7 @@ class Failure(Wire):
     """False if the service recovers by itself and only reports what happened."""
 
 
-class DeviceOrder(Wire):
+class DeviceOrder(TolerantWire):
     """Whether a service may use the devices that the trainer and the rollouts of its experiment share in turns."""
 
     shift: int
@@ -155,7 +155,7 @@ class DeviceOrder(Wire):
     finishes or hands over what it is at, releases them and says so."""
 
 
-class DeviceReport(Wire):
+class DeviceReport(TolerantWire):
     """What a service has on the shared devices."""
 
     shift: int
@@ -166,7 +166,7 @@ class DeviceReport(Wire):
     """Whether it cannot go on without the devices (trainer)."""
 
 
-class JobReport(Wire):
+class JobReport(TolerantWire):
     """What a trainer service says of its node of a training job on several hosts."""
 
     epoch: int
@@ -178,7 +178,7 @@ class JobReport(Wire):
     """Why the job ended here. It is not started again in this epoch."""
 
 
-class JobNode(Wire):
+class JobNode(TolerantWire):
     """A trainer service's place in a training job on several hosts."""
 
     rank: int
@@ -189,7 +189,7 @@ class JobNode(Wire):
     """Where the first node's store listens; None while it has not said so, and for that node itself."""
 
 
-class ObservedState(Wire):
+class ObservedState(TolerantWire):
     """All that a service says about itself at one instant."""
 
     acknowledged: str | None = None
@@ -216,7 +216,7 @@ class ObservedState(Wire):
     """Of its node of a job on several hosts; None where there is none."""
 
 
-class Assignment(Wire):
+class Assignment(TolerantWire):
     """The experiment that a service works for."""
 
     experiment_id: str
@@ -236,7 +236,7 @@ class Assignment(Wire):
     for nobody else. None for the other kinds, which speak through their status alone."""
 
 
-class DesiredState(Wire):
+class DesiredState(TolerantWire):
     """All that a service should do at one instant."""
 
     tag: str
@@ -268,7 +268,7 @@ class DrainRequest(Wire):
     """It finishes what it can within them, and hands the rest over. Under 3 seconds it hands over at once."""
 
 
-class ServiceView(Wire):
+class ServiceView(TolerantWire):
     """A service as the gateway lists it."""
 
     service_id: str

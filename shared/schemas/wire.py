@@ -65,13 +65,16 @@ def _classes_of(module: str) -> dict[str, ast.ClassDef]:
 
 
 class Wire(Described):
-    """A body between processes of one fleet, which run the same version: unknown keys are refused."""
+    """A body that somebody writes by hand, or that never leaves one release: unknown keys are refused."""
 
     # JSON knows no infinities: what Python's reader lets in nobody could be answered.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class TolerantWire(Wire):
-    """A message to or from somebody else's program: unknown fields are ignored, so that fields can be added."""
+    """A message to or from another program, or another release: unknown fields are ignored, so that some can be added.
+
+    What services and the gateway tell each other is in ``tests/contract/releases``, by release.
+    """
 
     model_config = ConfigDict(extra="ignore")

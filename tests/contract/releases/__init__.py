@@ -1,0 +1,1 @@
+"""What services and the gateway tell each other, by release; run the package to write that of this one."""

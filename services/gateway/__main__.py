@@ -8,7 +8,13 @@ from flotilla.shared.children.processes import collecting_later
 
 with collecting_later():
     from flotilla.services.gateway.app import create_app
-    from flotilla.services.gateway.settings import STALL_SECONDS, GatewaySettings, read_quota
+    from flotilla.services.gateway.settings import (
+        ROLLOUT_SILENCE_SECONDS,
+        SERVICE_SILENCE_SECONDS,
+        STALL_SECONDS,
+        GatewaySettings,
+        read_quota,
+    )
     from flotilla.services.gateway.store.sql import SqlStore
 from flotilla.shared.children.processes import die_with_parent
 from flotilla.shared.children.secret_variables import forget_secrets
@@ -55,6 +61,8 @@ def main() -> int:
             allow_volatile_redis=allows_volatile_redis(os.environ),
             quota=read_quota(os.environ),
             stall_seconds=seconds_from(os.environ, "FLOTILLA_STALL_SECONDS", STALL_SECONDS),
+            lease_seconds=seconds_from(os.environ, "FLOTILLA_SERVICE_SILENCE_SECONDS", SERVICE_SILENCE_SECONDS),
+            rest_seconds=seconds_from(os.environ, "FLOTILLA_ROLLOUT_SILENCE_SECONDS", ROLLOUT_SILENCE_SECONDS),
         )
         read_for_libraries(os.environ)
         forget_secrets()

@@ -10,6 +10,8 @@ from flotilla.shared.net.authorisation.token_records import Quota
 from flotilla.shared.net.server.limits import MAX_HELD_BYTES
 
 STALL_SECONDS = 30.0
+SERVICE_SILENCE_SECONDS = 10.0
+ROLLOUT_SILENCE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,7 @@ class GatewaySettings:
         database_url: ``postgresql://...`` or ``sqlite:///...``; None for SQLite in ``data``.
         places: where code and data that a spec names may be.
         allow_volatile_redis: accept a Redis server that keeps no append-only file, and loses all work when it ends.
-        lease_seconds: how long a service may be silent.
+        lease_seconds: how long a service may be silent between two calls (a claim's lease is another one).
         grace_seconds: the first lease of the services that a restarted gateway finds.
         rest_seconds: what remains of a lease when the connection of a waiting call breaks, and how long a rollout may
             be silent between two calls.
@@ -47,9 +49,9 @@ class GatewaySettings:
     places: Places = field(default_factory=Places)
     service_token: str | None = None
     allow_volatile_redis: bool = False
-    lease_seconds: float = 10.0
+    lease_seconds: float = SERVICE_SILENCE_SECONDS
     grace_seconds: float = 8.0
-    rest_seconds: float = 5.0
+    rest_seconds: float = ROLLOUT_SILENCE_SECONDS
     longest_wait_seconds: float = 30.0
     publication_seconds: float = 10.0
     stall_seconds: float = STALL_SECONDS

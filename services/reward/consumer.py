@@ -27,7 +27,7 @@ from flotilla.shared.schemas.health import LONGEST_TEXT, LONGEST_WORDS, GradingR
 from flotilla.shared.schemas.sample_kinds import SampleKind
 from flotilla.shared.schemas.service import TEACHER, Failure
 from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
-from flotilla.shared.streams.holding import holding
+from flotilla.shared.streams.holding import LostClaims, holding
 from flotilla.shared.streams.hop import Claim, Hop, Resolution
 
 log = logging.getLogger(__name__)
@@ -236,6 +236,7 @@ class RewardConsumer:
         self._claiming = asyncio.Event()
         self._arranged: dict[Claim, Hop] = {}
         self.in_work = 0
+        self._lost = LostClaims("claims were lost, their gradings were ended")
         self.graded_samples = 0
         self.failed_samples = 0
         self.failures_in_a_row = 0
@@ -318,8 +319,8 @@ class RewardConsumer:
             # the claim is still held.
             async with lane.hop.renewing(claim):
                 await self._send_on(lane, claim, group, why_failed(sampled))
-        except ClaimLost as error:
-            log.info("claim was lost, its grading was ended", extra={"error": error.detail})
+        except ClaimLost:
+            self._lost.add(claim)
         except FlotillaError as error:
             log.warning("group is handed back", extra={"entry_id": claim.entry_id, "error": repr(error)})
             if self._refusal is not None:

@@ -7,6 +7,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from redis.asyncio import Redis
@@ -35,7 +36,7 @@ from flotilla.shared.service.devices import host_capabilities
 from flotilla.shared.service.membership import Membership
 from flotilla.shared.streams.hop import holder_name
 from flotilla.shared.streams.keys import HopName
-from flotilla.shared.streams.redis.connection import connect
+from flotilla.shared.streams.redis.connection import connect, silence
 from flotilla.shared.streams.redis.plane import RedisDataPlane
 from flotilla.shared.streams.settings import StreamsConfig
 
@@ -175,6 +176,13 @@ async def open_state(settings: ServiceSettings, address: str) -> AsyncIterator[R
             capabilities=await asyncio.to_thread(host_capabilities),
             incarnation=incarnation,
         )
-        membership = Membership(client, registration, service.observe, service.apply, credentials=credentials)
+        membership = Membership(
+            client,
+            registration,
+            service.observe,
+            service.apply,
+            credentials=credentials,
+            gauges=partial(silence, redis),
+        )
         await stack.enter_async_context(at_work(service, membership))
         yield RewardState(service, membership)

@@ -25,7 +25,7 @@ from flotilla.shared.errors import ClaimLost, EpisodeFailed, FlotillaError, Inva
 from flotilla.shared.net.retry import DATA_PLANE, retry
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.schemas.trajectory import Group
-from flotilla.shared.streams.holding import holding
+from flotilla.shared.streams.holding import LostClaims, holding
 from flotilla.shared.streams.hop import REDUNDANT, Claim, Hop, Renewal, Resolution
 from flotilla.shared.streams.partials import is_finished
 from flotilla.shared.telemetry.tracing.recording import group_span
@@ -177,6 +177,7 @@ class RolloutConsumer:
         self.answered = 0
         self.failures_in_a_row = 0
         self.last_error: str | None = None
+        self._lost = LostClaims("claims were lost, their requests were ended")
         self.busy = BusyTime()
         self.counts = HandOverCounts()
         self.tally = tally or SamplingTally()
@@ -274,8 +275,8 @@ class RolloutConsumer:
                 # whether the claim is still held.
                 async with hop.renewing(claim):
                     await self._end(hop, claim, group)
-        except ClaimLost as error:
-            log.info("claim was lost, its request was ended", extra={"error": error.detail})
+        except ClaimLost:
+            self._lost.add(claim)
         except (InvalidRequest, EpisodeFailed) as error:
             self.failures_in_a_row += 1
             self.last_error = error.detail

@@ -7,6 +7,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 
 from flotilla.services.rollout.custom_code import sandbox_address
 from flotilla.services.rollout.engines.opening import offers
@@ -23,7 +24,7 @@ from flotilla.shared.service.app import at_work
 from flotilla.shared.service.devices import host_capabilities
 from flotilla.shared.service.membership import Membership
 from flotilla.shared.streams.hop import holder_name
-from flotilla.shared.streams.redis.connection import connect
+from flotilla.shared.streams.redis.connection import connect, silence
 from flotilla.shared.streams.settings import StreamsConfig
 from flotilla.shared.weights.image.files import shared_memory_identity, sweep
 from flotilla.shared.weights.mapped.locate import ImageLocator
@@ -81,7 +82,14 @@ async def open_state(
             capabilities=found.model_copy(update={"engines": engines}),
             incarnation=incarnation,
         )
-        membership = Membership(client, registration, service.observe, service.apply, credentials=credentials)
+        membership = Membership(
+            client,
+            registration,
+            service.observe,
+            service.apply,
+            credentials=credentials,
+            gauges=partial(silence, redis),
+        )
         stack.enter_context(published.served_directly(settings.host))
         await stack.enter_async_context(at_work(service, membership))
         yield RolloutState(service, membership)

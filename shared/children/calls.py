@@ -59,7 +59,9 @@ class CallProcess:
         blames_opening: bool = True,
     ) -> None:
         self._command, self._opening, self._what = command, opening, what
-        self._environment, self._start_seconds = environment, start_seconds
+        self._environment = environment
+        self.start_seconds = START_SECONDS if start_seconds is None else start_seconds
+        """For a start from now on without progress."""
         self._max_line_bytes, self._on_line, self._blames_opening = max_line_bytes, on_line, blames_opening
         self.child: Child | None = None
         self.cause = "was not started"
@@ -103,7 +105,7 @@ class CallProcess:
             except OSError as error:
                 words = f"the process of {self._what} cannot be started: {error}"
                 raise absent_or(error, WorkerDied(words)) from error
-            seconds = START_SECONDS if self._start_seconds is None else self._start_seconds
+            seconds = self.start_seconds
             try:
                 async with start_timeout(seconds, child.process.pid):
                     self._about = await self._greet(child)

@@ -25,6 +25,8 @@ ENGINE_PYTHONS: Mapping[str, str] = {"sglang": "FLOTILLA_SGLANG_PYTHON", "vllm":
 DEFAULT_GATEWAY = "http://127.0.0.1:8470"
 OF_LIBRARIES = ("HF_TOKEN", "WANDB_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 """Secrets that libraries read from the environment by themselves."""
+PORTS = "FLOTILLA_PORTS"
+HIGHEST_PORT = 65_535
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -90,6 +92,7 @@ def read_settings(
         raise InvalidRequest(
             "FLOTILLA_REDIS_URL or FLOTILLA_REDIS_URL_FILE must be set, such as redis://127.0.0.1:6379/0"
         )
+    ports_from(values)  # read where something listens, as the next where something starts
     patience_from(values)  # read where something is started; a wrong one is said here
     port = values.get("FLOTILLA_PORT", str(default_port))
     if not port.isdigit() or int(port) > 65535:
@@ -213,6 +216,23 @@ def scheme_from(values: Mapping[str, str]) -> str:
         InvalidRequest: ``FLOTILLA_TLS_*`` are wrong.
     """
     return tls_from(values).scheme
+
+
+def ports_from(values: Mapping[str, str]) -> range | None:
+    """Read ``FLOTILLA_PORTS``, such as ``20000-20099``: of listeners without a port of their own; None: any port.
+
+    Raises:
+        InvalidRequest: it is no such range.
+    """
+    text = values.get(PORTS)
+    if not text:
+        return None
+    first, _, last = text.partition("-")
+    if not (first.isascii() and first.isdigit() and last.isascii() and last.isdigit()):
+        first = last = "0"
+    if not 0 < int(first) <= int(last) <= HIGHEST_PORT:
+        raise InvalidRequest(f"{PORTS} must be a range of ports, such as 20000-20099, got {text!r}")
+    return range(int(first), int(last) + 1)
 
 
 def networks_from(values: Mapping[str, str], name: str, default: tuple[IPNetwork, ...]) -> tuple[IPNetwork, ...]:

@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from fastapi import FastAPI
@@ -13,7 +14,7 @@ from flotilla.shared.children.secret_variables import forget_secrets
 from flotilla.shared.environment.settings import ServiceSettings, read_for_libraries, read_settings
 from flotilla.shared.errors import FlotillaError
 from flotilla.shared.faults.armed import arm_process
-from flotilla.shared.net.server.ports import check_can_be_told
+from flotilla.shared.net.server.ports import address_towards, check_can_be_told
 from flotilla.shared.net.server.serving import address_of, bind, serve
 from flotilla.shared.service.app import leave
 from flotilla.shared.service.devices import limit_devices
@@ -38,6 +39,8 @@ def run_service(name: str, create_app: Callable[[ServiceSettings, str], FastAPI]
         settings = read_settings(needs_redis=needs_redis)
         read_for_libraries(os.environ)
         forget_secrets()
+        if not os.environ.get("FLOTILLA_HOST"):
+            settings = replace(settings, host=address_towards(settings.gateway_url))
         limit_devices()
         if settings.parent_pid is not None:
             die_with_parent(settings.parent_pid)

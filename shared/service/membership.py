@@ -8,7 +8,7 @@ so it does not matter which arrives. One that another overtook is older than wha
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from flotilla.shared.clock import Pauses
 from flotilla.shared.errors import FlotillaError, Forbidden, NotFound, TokenExpired, Unauthorized
@@ -22,6 +22,7 @@ POLL_SECONDS = 10.0
 CALL_SECONDS = 5.0
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 1.0
 LEAVE_SECONDS = 2.0
+GAUGE_SECONDS = 2.0
 
 
 class Membership:
@@ -36,6 +37,7 @@ class Membership:
         observe: gives the present observation; ``acknowledged`` is filled in here.
         apply: takes a desired state in; it must return quickly and start longer work as tasks of its owner.
         credentials: told what the gateway says of tokens, if the service calls others or is called.
+        gauges: reported with the load, and soon; none while all is well.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Membership:
         apply: Callable[[DesiredState], Awaitable[None]],
         *,
         credentials: Credentials | None = None,
+        gauges: Callable[[], Mapping[str, float]] = dict,
         poll_seconds: float = POLL_SECONDS,
     ) -> None:
         self._client = client
@@ -53,6 +56,7 @@ class Membership:
         self._observe = observe
         self._apply = apply
         self._credentials = credentials
+        self._gauges = gauges
         self._poll_seconds = poll_seconds
         self.call_seconds = CALL_SECONDS
         self._changed = asyncio.Event()
@@ -73,6 +77,7 @@ class Membership:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._repeat(self._poll), name="membership poll")
                 tasks.create_task(self._repeat(self._push), name="membership push")
+                tasks.create_task(self._watch_gauges(), name="membership gauges")
         finally:
             await self._leave()
 
@@ -101,6 +106,16 @@ class Membership:
                     self._is_absence_told = True
             self.is_connected = False
             await asyncio.sleep(pauses.failed())
+
+    async def _watch_gauges(self) -> None:
+        """Report when a gauge appears, what becomes of it, and its end."""
+        was_there = False
+        while True:
+            is_there = bool(self._gauges())
+            if is_there or was_there:
+                self.notify()
+            was_there = is_there
+            await asyncio.sleep(GAUGE_SECONDS)
 
     async def _registered(self) -> str:
         async with self._applying:
@@ -138,7 +153,9 @@ class Membership:
     async def _exchange(self, service_id: str, wait_seconds: float) -> None:
         def observe() -> ObservedState:
             # For each attempt: one that was made before the gateway went away would be taken for the newest.
-            return self._observe().model_copy(update={"acknowledged": self._acknowledged})
+            observed = self._observe()
+            load = {**observed.load, **self._gauges()}
+            return observed.model_copy(update={"acknowledged": self._acknowledged, "load": load})
 
         num_applied = self._num_applied
         answer = await self._client.call(

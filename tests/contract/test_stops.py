@@ -162,7 +162,7 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         "services/reward": 14.8,
         "services/rollout": 13.7,
         "shared/config": 13.5,
-        "shared/environment": 16.3,
+        "shared/environment": 15.5,
         "shared/locations": 14.6,
         "shared/models": 15.4,
         "shared/net": 20.5,

@@ -57,7 +57,19 @@ async def test_a_cut_costs_its_length_and_no_more(fleet: ThreeHosts, folder: Pat
 
         took = await watch.until_step_after(time.monotonic(), 120)
 
+        assert seconds < 20 or any("no contact with" in cause for _, cause in watch.causes), watch.causes
         after = {host: fleet.loaded(host) for host in ("sampler", "learner")}
         print(f"\n{what}, {seconds} s: next step after {took:.1f} s; kept {before == after}; {watch.causes}")
         assert after == before, "something was loaded again"
         assert took < (STEP_SECONDS if "the" in what.split()[0] else ONE_WAY_STEP_SECONDS)
+
+
+async def test_a_slow_network_that_loses_packets_gives_nobody_up(fleet: ThreeHosts, folder: Path) -> None:
+    async with a_trial(fleet, folder, transport="auto") as watch:
+        before, ids = {host: fleet.loaded(host) for host in ("sampler", "learner")}, await watch.service_ids()
+        fleet.hosts.slow(0.1, 0.01)
+
+        await watch.until_step(watch.steps[-1][1] + 4, 150)
+
+        assert {host: fleet.loaded(host) for host in ("sampler", "learner")} == before
+        assert await watch.service_ids() == ids

@@ -289,8 +289,7 @@ class Fleet:
             NotFound: it is not registered any more.
         """
         async with self._store.transaction() as change:
-            self.returning.remember(service)
-            self._stage_leave(change, service.id, "its lease ended")
+            self._stage_leave(change, service.id, f"its lease ended: {self.returning.remember(service)}")
         self._on_change()
 
     async def leave(self, service_id: str, *, reason: str) -> None:

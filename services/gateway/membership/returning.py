@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.records.repository import ExperimentRepository
 from flotilla.services.gateway.registry.services import LiveService, Registry
+from flotilla.services.gateway.registry.silence import no_contact
 from flotilla.services.gateway.store.records import ServiceRecord
 from flotilla.services.gateway.store.transaction import Transaction
 from flotilla.shared.schemas.service import Registration, ServiceKind
@@ -24,12 +25,12 @@ class CutOff:
     Attributes:
         record: with what it was assigned to.
         epoch: of the trainers of that experiment then; None where it had none.
-        until: when it is forgotten, by the registry's clock in seconds.
+        heard_at: when it called last, by the registry's clock in seconds.
     """
 
     record: ServiceRecord
     epoch: int | None
-    until: float
+    heard_at: float
 
 
 class Returning:
@@ -39,12 +40,23 @@ class Returning:
         self._registry, self._repository, self._events = registry, repository, events
         self._cut_off: dict[str, CutOff] = {}
 
-    def remember(self, service: LiveService) -> None:
-        """Remember one that is given up now, before it is forgotten."""
+    def remember(self, service: LiveService) -> str:
+        """Remember one that is given up now, before it is forgotten; return what is said of its silence."""
         experiment = self._repository.find(service.experiment_id)
         epoch, now = None if experiment is None else experiment.record.trainer_epoch, self._registry.now()
-        self._cut_off = {name: each for name, each in self._cut_off.items() if each.until > now}
-        self._cut_off[service.record.incarnation] = CutOff(service.record, epoch, now + REMEMBERED_SECONDS)
+        self._cut_off = {name: each for name, each in self._cut_off.items() if now < each.heard_at + REMEMBERED_SECONDS}
+        self._cut_off[service.record.incarnation] = CutOff(service.record, epoch, service.heard_at)
+        return no_contact(service.record, now - service.heard_at)
+
+    def why_missing(self, experiment_id: str) -> str | None:
+        """Name the hosts of an experiment's services that are out of reach, and for how long; None: there are none."""
+        now = self._registry.now()
+        silent = [
+            each
+            for each in self._cut_off.values()
+            if each.record.experiment_id == experiment_id and now < each.heard_at + REMEMBERED_SECONDS
+        ]
+        return "; ".join(no_contact(each.record, now - each.heard_at) for each in silent) or None
 
     def stage_registration(self, change: Transaction, registration: Registration) -> LiveService:
         """Add a service; one that was out of reach gets back its id, and its assignment if that is still free.
@@ -53,7 +65,8 @@ class Returning:
             Conflict: a service of another kind has this incarnation.
         """
         found = self._cut_off.get(registration.incarnation)
-        if found is None or found.record.kind != registration.kind or found.until <= self._registry.now():
+        is_old = found is not None and self._registry.now() > found.heard_at + REMEMBERED_SECONDS
+        if found is None or is_old or found.record.kind != registration.kind:
             return self._registry.stage_registration(change, registration)
         service = self._registry.stage_registration(change, registration, found.record)
         change.then(lambda: self._cut_off.pop(registration.incarnation, None))

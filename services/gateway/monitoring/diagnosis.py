@@ -1,17 +1,22 @@
 """Why an experiment makes no progress: a pure function of what is observed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flotilla.services.gateway.monitoring.agents import AgentsSeen, missing_agents
+from flotilla.services.gateway.registry.silence import host_of, told
+from flotilla.services.gateway.store.records import ServiceRecord
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.publication import PublicationPhase
 from flotilla.shared.schemas.service import ServiceKind, WorkState
 from flotilla.shared.streams.ledger import Ledger
+from flotilla.shared.streams.redis.connection import SILENT_GAUGE
 
 JUST_WAIT_START = "loading torch and the model may take a minute, just wait"
 JUST_WAIT_ANSWERS = "long answers take as long, just wait, or see `flotilla logs rollout`"
 """What a healthy fleet may be seen doing, too, is said with it."""
+SILENT_SECONDS = 5.0
+"""A service that has had no answer from Redis for so long is cut off: a broken connection is made again sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,3 +167,16 @@ def _stuck_work(situation: Situation, ledger: Ledger) -> tuple[str, str] | None:
     if situation.is_trained:
         return "gateway", "training is over and the experiment does not end"
     return "gateway", "tasks could be issued and are not"
+
+
+def without_redis(services: Iterable[tuple[ServiceRecord, Mapping[str, float]]]) -> tuple[str, str] | None:
+    """Name a host that reaches the gateway and not the data plane, as component and cause; None if there is none.
+
+    Args:
+        services: each with the load that it reports.
+    """
+    for record, load in services:
+        seconds = load.get(SILENT_GAUGE, 0.0)
+        if seconds >= SILENT_SECONDS:
+            return "network", f"{host_of(record)} reaches the gateway, not Redis, for {told(seconds)} s"
+    return None

@@ -5,6 +5,7 @@ of one, always in the same phase, and the diagnosis would take that phase for th
 """
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.feeder.status import Blockage
 from flotilla.services.gateway.monitoring.agents import AgentsSeen, see_agents
 from flotilla.services.gateway.monitoring.bottleneck import Look
-from flotilla.services.gateway.monitoring.diagnosis import Observation, Situation, diagnose, progress_of
+from flotilla.services.gateway.monitoring.diagnosis import Observation, Situation, diagnose, progress_of, without_redis
 from flotilla.services.gateway.monitoring.health.measurements import Measurements
 from flotilla.services.gateway.publications.publications import Publications
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
@@ -27,6 +28,8 @@ from flotilla.shared.schemas.task import Lane
 from flotilla.shared.streams.keys import HopName
 from flotilla.shared.streams.ledger import Ledger
 from flotilla.shared.streams.redis.connection import COMPONENT as REDIS
+
+log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 """Between two looks, on average."""
@@ -72,6 +75,7 @@ class Watchdog:
         self._measured = measured
         self._why_blocked = why_blocked
         self._stall_seconds = stall_seconds
+        self._issued = 0
         self._progress: tuple[object, ...] | None = None
         self._progress_at = clock.monotonic() - self._known_seconds()
         self._began = clock.now()
@@ -164,10 +168,12 @@ class Watchdog:
         return ("devices", what) if keepers else None
 
     def _unreachable(self) -> tuple[str, str] | None:
-        """Name a server that a reward service asks in vain; None if there is none. No stall is waited for."""
+        """Name a server that a service asks in vain; None if there is none. No stall is waited for."""
         rewards = self._registry.of(self._experiment.id, ServiceKind.REWARD)
         failures = [each.observed.failure for each in rewards if each.observed.failure is not None]
-        return next(((each.component, each.cause) for each in failures if each.component in OUTSIDE), None)
+        outside = next(((each.component, each.cause) for each in failures if each.component in OUTSIDE), None)
+        services = self._registry.of(self._experiment.id)
+        return outside or without_redis((each.record, each.observed.load) for each in services)
 
     def _agents(self) -> AgentsSeen | None:
         rollouts = self._registry.of(self._experiment.id, ServiceKind.ROLLOUT)
@@ -182,6 +188,11 @@ class Watchdog:
 
     async def _note(self, ledger: Ledger | None, now: float, redis_seconds: float) -> None:
         experiment = self._experiment
+        if ledger is not None:
+            before, self._issued = self._issued, ledger.issued
+            if ledger.issued < before:
+                log.warning("Redis is back in an earlier state", extra={"experiment_id": experiment.id})
+                await self._events.append(experiment.id, "redis_went_back", issued_before=before, issued=ledger.issued)
         if experiment.state is not ExperimentState.RUNNING:
             self._measured.window.clear()
             return

@@ -53,6 +53,7 @@ class LiveService:
     Attributes:
         engines: kinds of engines that it can start.
         devices: identities of the GPUs that it may use.
+        heard_at: when it called last, by the registry's clock in seconds.
         is_cut_off: the connection of its waiting call broke, and it has not called since: its process may be dead.
         released_from: the experiment that it was assigned to last, whose devices it may still hold.
         is_restored: it registered with an earlier process, so where it was released from is not known.
@@ -67,6 +68,7 @@ class LiveService:
         self.observed = ObservedState()
         self.is_observed = False
         self.lease_ends = lease_ends
+        self.heard_at = lease_ends
         self.polls = 0
         self.is_cut_off = False
         self.changed = Signal()
@@ -252,6 +254,7 @@ class Registry:
     def renew(self, service: LiveService, wait_seconds: float = 0.0) -> None:
         """Renew its lease, which lasts through a wait."""
         service.is_cut_off = False
+        service.heard_at = self._clock.monotonic()
         service.lease_ends = max(
             service.lease_ends if wait_seconds == 0 else 0.0,
             self._clock.monotonic() + wait_seconds + self._silence(service),
@@ -259,7 +262,8 @@ class Registry:
 
     def settle(self, service: LiveService) -> None:
         """End the lease's extension for a wait that is over."""
-        service.lease_ends = self._clock.monotonic() + self._silence(service)
+        service.heard_at = self._clock.monotonic()
+        service.lease_ends = service.heard_at + self._silence(service)
 
     def _silence(self, service: LiveService) -> float:
         """How long it may take from one call to the next."""

@@ -208,7 +208,9 @@ class Scheduler:
             await self._assign(service, self._repository.get(placement.assigned[service.id]))
         for demand in demands:
             cause = why_waiting(demand.experiment_id, placement, demands, candidates)
-            await self._report_waiting(self._repository.get(demand.experiment_id), cause)
+            silent = None if cause is None else self._fleet.returning.why_missing(demand.experiment_id)
+            told = cause if silent is None else f"{silent}; {cause}"
+            await self._report_waiting(self._repository.get(demand.experiment_id), told)
 
     def view(self) -> FleetView:
         """Show which service works for which experiment, and why."""

@@ -5,7 +5,6 @@ lost. Here the gateway has said who takes part. An agent whose ranks end says wh
 beside watching their own ranks, end them and name the same cause.
 """
 
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from flotilla.shared.net.server.ports import listening_socket
 
 BACKEND = "flotilla"
 STORE_SECONDS = 90.0
@@ -178,8 +179,7 @@ class Rendezvous(RendezvousHandler):
 
 def _open_store(node: Node) -> tuple[RendezvousStoreInfo, TCPStore]:
     """Open the job's store on one address alone: torch's own would listen on every interface."""
-    family = socket.AF_INET6 if ":" in node.host else socket.AF_INET
-    with socket.create_server((node.host, 0), family=family) as listening:
+    with listening_socket(node.host) as listening:
         port = listening.getsockname()[1]
         store = TCPStore(
             node.host,

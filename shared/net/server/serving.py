@@ -36,8 +36,10 @@ from flotilla.shared.errors import (
 )
 from flotilla.shared.faults.armed import armed
 from flotilla.shared.faults.http import FaultyApp
+from flotilla.shared.net.dead_peers import SOCKET_OPTIONS
 from flotilla.shared.net.server.connections import connections
 from flotilla.shared.net.server.limits import ConnectionLimits
+from flotilla.shared.net.server.ports import listening_socket
 from flotilla.shared.telemetry.prometheus import gauge, response_of
 
 log = logging.getLogger(__name__)
@@ -64,19 +66,14 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         Unavailable: the port is taken, or the address is not one of this machine.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio turns Nagle's algorithm off for the connections: without, each answer whose head
-    # and body are written apart waits 40 ms for the caller's delayed acknowledgement.
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((host, port))
-        listening.listen(1024)
+        listening = listening_socket(host, port)
     except OSError as error:
-        listening.close()
-        if error.errno == errno.EADDRINUSE:
+        if error.errno == errno.EADDRINUSE and port != 0:
             raise Unavailable(f"port {port} on {host} is in use: choose another one, or 0 for any free port") from None
         raise Unavailable(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+    for option in SOCKET_OPTIONS:  # connections inherit them
+        listening.setsockopt(*option)
     return listening
 
 

@@ -2,11 +2,14 @@
 
 import asyncio
 import logging
+import math
 import os
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -80,6 +83,12 @@ CODE_OF: Final[Mapping[type[Exception], str]] = {
 MOVED_AWAY: Final = frozenset({"READONLY", "MASTERDOWN", "UNBLOCKED", "CLUSTERDOWN", "MOVED", "ASK"})
 """Conditions after which the address may lead to another server."""
 
+SILENT_GAUGE: Final = "redis_silent_seconds"
+"""Gauge of a service's load: for how long Redis has not answered it."""
+SHORTEST_SILENCE_SECONDS: Final = 2.0
+"""An attempt that ends unanswered before this was given up by its caller: nothing blocks for so long in the server."""
+_asked_in_vain: "WeakKeyDictionary[Redis, tuple[float, float]]" = WeakKeyDictionary()
+
 Answer = TypeVar("Answer")
 
 
@@ -125,6 +134,31 @@ def _certificates(url: str) -> dict[str, str]:
     tls = tls_from(os.environ)
     named = {"ssl_ca_certs": tls.authority, "ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
     return {name: str(path) for name, path in named.items() if path is not None and f"{name}=" not in url}
+
+
+def note_attempt(redis: Redis, *, is_answered: bool, has_failed: bool, began_at: float) -> None:
+    """Note how an attempt ended, whoever made it.
+
+    Args:
+        redis: the client.
+        is_answered: a refusal is an answer, too.
+        has_failed: its connection failed; else whoever made it may have given it up.
+        began_at: in seconds of the monotonic clock.
+    """
+    now = time.monotonic()
+    if is_answered:
+        _asked_in_vain.pop(redis, None)
+    elif has_failed or now - began_at >= SHORTEST_SILENCE_SECONDS:
+        since, _ = _asked_in_vain.get(redis, (began_at, now))
+        _asked_in_vain[redis] = since, now
+
+
+def silence(redis: Redis) -> dict[str, float]:
+    """Return for how long the server has answered nothing that was asked, as a gauge; empty while it answers."""
+    now = time.monotonic()
+    since, last = _asked_in_vain.get(redis, (now, -math.inf))
+    # A process that asks nothing any more, having lost its experiment meanwhile, knows nothing of the server.
+    return {} if now - last > 2 * ANSWER_SECONDS else {SILENT_GAUGE: round(now - since, 3)}
 
 
 def condition_of(error: Exception) -> str | None:

@@ -1,6 +1,7 @@
 """The server's scripts: loaded from the package, run by digest, sent in full only when the server lacks them."""
 
 import hashlib
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,10 +11,11 @@ from typing import Any, NamedTuple
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from flotilla.shared.faults.armed import armed
 from flotilla.shared.faults.sites import Site
-from flotilla.shared.streams.redis.connection import MOVED_AWAY, Answer, condition_of, retried
+from flotilla.shared.streams.redis.connection import MOVED_AWAY, Answer, condition_of, note_attempt, retried
 
 Argument = str | int | float | bytes
 
@@ -135,12 +137,14 @@ class ScriptRunner:
         """
 
         async def counted() -> Answer:
-            is_answered = False
+            is_answered, has_refused, has_failed, asked_at = False, False, False, time.monotonic()
             try:
                 answer = await operation()
                 is_answered = True
                 return answer
             except RedisError as error:
+                has_failed = isinstance(error, RedisConnectionError | RedisTimeoutError)
+                has_refused = not has_failed
                 if condition_of(error) in MOVED_AWAY:
                     # The next connection asks again where the address leads.
                     await self.redis.connection_pool.disconnect(inuse_connections=False)
@@ -148,6 +152,9 @@ class ScriptRunner:
             finally:
                 # Not by kind of error: the end of an attempt's time arrives here as a cancellation.
                 self.failures += not is_answered
+                note_attempt(
+                    self.redis, is_answered=is_answered or has_refused, has_failed=has_failed, began_at=asked_at
+                )
 
         return await retried(counted, deadline_seconds=self.deadline_seconds)
 

@@ -27,6 +27,8 @@ from flotilla.shared.weights.group.endpoint_protocol import Command, Direction, 
 
 START_SECONDS = 60.0
 """Importing torch takes a second, and fifteen on a machine that is busy."""
+MAX_STARTS_SECONDS = 16 * START_SECONDS
+"""What the limit grows to: a start that was given up for its time has thrown its import away, so the next has more."""
 KILL_SECONDS = 5.0
 """A killed process is gone in milliseconds."""
 ENDPOINT = "flotilla.shared.weights.group.endpoint"
@@ -91,6 +93,10 @@ class EndpointClient:
             await self._calls.start()
         except WorkerDied as error:
             raise WeightTransferFailed(error.detail) from None
+        except DeadlineExceeded:
+            self._calls.start_seconds = min(2 * self._calls.start_seconds, MAX_STARTS_SECONDS)
+            raise
+        self._calls.start_seconds = START_SECONDS
 
     async def open_sender(self, epoch: int, world_size: int, timeout_seconds: float) -> Rendezvous:
         """Host the store of a new epoch as rank 0; returns once it listens. The group forms in the background.

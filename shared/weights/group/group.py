@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import BroadcastOptions, ProcessGroupGlo
 
 from flotilla.shared.faults.armed import armed
 from flotilla.shared.faults.sites import Site
+from flotilla.shared.net.server.ports import listening_socket
 from flotilla.shared.weights.group.endpoint_protocol import Command, Direction, Opening
 from flotilla.shared.weights.group.engine_group import buckets_of, group_name, store_prefixes
 from flotilla.shared.weights.group.nccl import NcclBroadcast, form_nccl_group
@@ -161,9 +162,8 @@ def buckets_of_image(image: mmap.mmap, data: torch.Tensor, bucket_bytes: int) ->
 
 
 def _host_store(opening: Opening, on_opened: Callable[[int], None]) -> TCPStore:
-    family = socket.AF_INET6 if ":" in opening.bind_host else socket.AF_INET
     # The store would listen on every interface; a socket of ours restricts it to the address we were told.
-    with socket.create_server((opening.bind_host, 0), family=family) as listening:
+    with listening_socket(opening.bind_host) as listening:
         port = listening.getsockname()[1]
         store = _store(opening, port, master_listen_fd=listening.detach())
     on_opened(port)

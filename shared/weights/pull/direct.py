@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from flotilla.shared.net.server.ports import listening_socket
 from flotilla.shared.weights.image.image import WeightImage
 from flotilla.shared.weights.image.loopback import RECEIVE_BUFFER_BYTES, is_loopback, on_half_of_the_cores
 from flotilla.shared.weights.image.prefix_checksum import PrefixChecksum
@@ -63,8 +64,7 @@ class DirectServer:
 
     def __init__(self, host: str, sender: RangeSender) -> None:
         self._sender = sender
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listening = socket.create_server((host, 0), family=family)
+        self._listening = listening_socket(host)
         self._lock = threading.Lock()
         self._tickets: dict[bytes, Ticket] = {}
         self._connections: set[socket.socket] = set()

@@ -182,3 +182,22 @@ def test_looks_see_each_phase_of_a_step_for_its_share_of_the_time(step_seconds: 
         assert fmean(begin <= phase < begin + 0.25 for phase in phases) == pytest.approx(0.25, abs=0.06)
     assert looks[-1] / 400 == pytest.approx(POLL_SECONDS, rel=0.05)
     assert all(POLL_SECONDS / 2 <= after - before <= 1.5 * POLL_SECONDS for before, after in pairwise(looks))
+
+
+async def test_totals_that_fall_with_a_loss_of_redis_are_told_once() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock)
+    experiment = await add_experiment(gateway)
+    dataset = Dataset([{"prompt": "p", "label": "1"}], experiment.spec.data, 0)
+    for number in range(3):
+        await experiment.train.admission.issue(dataset.task(number, group_size=2), limit=9)
+    watchdog = a_watchdog(gateway, clock)
+    await watchdog.look()
+
+    await experiment.train.remove()
+    await experiment.train.admission.issue(dataset.task(0, group_size=2), limit=9)
+    await watchdog.look()
+    await watchdog.look()
+
+    told = [e for e in await gateway.store.events(experiment.id, after=0, limit=99) if e.type == "redis_went_back"]
+    assert [event.data for event in told] == [{"issued_before": 3, "issued": 1}]

@@ -1,6 +1,7 @@
 """A member registers, acknowledges what it took in, and comes back after the gateway forgot it."""
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -217,4 +218,22 @@ async def test_an_answer_that_was_overtaken_is_not_applied() -> None:
     assert applied == ["first", "third", "fourth"]
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def test_a_gauge_that_appears_is_reported_soon_and_so_is_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "GAUGE_SECONDS", 0.01)
+    gateway, gauges = ScriptedGateway(), dict[str, float]()
+    member = a_member(gateway, [])
+    member._gauges = lambda: gauges
+    running = asyncio.create_task(member.run())
+    await gateway.until(lambda: any(o.acknowledged == "first" for o in gateway.observed))
+
+    gauges["redis_silent_seconds"] = 7.0
+    await gateway.until(lambda: gateway.observed[-1].load == {"redis_silent_seconds": 7.0})
+    gauges.clear()
+    await gateway.until(lambda: gateway.observed[-1].load == {})
+
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
         await running

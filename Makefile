@@ -11,10 +11,12 @@ unexport PYTHONDONTWRITEBYTECODE
 
 SGLANG := .venv-sglang
 SGLANG_STAMP := $(SGLANG)/.installed
+TINKER := .venv-tinker
+TINKER_STAMP := $(TINKER)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
-.PHONY: help install demo page test test-sglang test-vllm test-slurm test-netns style check format coverage test-all lock audit release clean
+.PHONY: help install demo page test test-sglang test-vllm test-slurm test-netns test-tinker style check format coverage test-all lock audit release clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -47,12 +49,22 @@ PYTEST := $(BIN)/python -m pytest -q -n 5 --dist loadfile --retry-failed-alone -
 
 # LONG_SLOT=commit adds one of four slots of the rotating long tests, chosen by the commit's number; LONG_SLOT=N that one.
 test: install ## the whole test suite (about 15 minutes on two cores); CI adds LONG_SLOT=commit, a quarter of the rotating long tests
-	@$(PYTEST) $(if $(LONG_SLOT),-m "not sglang and not vllm and not slurm and not netns" --long-slot $(LONG_SLOT),-m "not long and not sglang and not vllm and not slurm and not netns")
+	@$(PYTEST) $(if $(LONG_SLOT),-m "not sglang and not vllm and not slurm and not netns and not tinker" --long-slot $(LONG_SLOT),-m "not long and not sglang and not vllm and not slurm and not netns and not tinker")
 
 # Engines bring packages of their own versions: they never meet ours. What is pinned is in flotilla/pinned_engines.py.
 $(SGLANG_STAMP): | $(STAMP)
 	@$(BIN)/flotilla engine install sglang --device cpu --path $(SGLANG)
 	@touch $(SGLANG_STAMP)
+
+$(TINKER_STAMP): | $(STAMP)
+	@$(PYTHON) -m venv $(TINKER) && $(TINKER)/bin/pip install -q -c constraints.txt $$(grep '^torch==' constraints.txt) numpy
+	@$(TINKER)/bin/pip install -q -c constraints.txt "tinker==0.38.0" aiohttp blobfile chz cloudpickle datasets math-verify pillow pylatexenc \
+		pyrage sympy termcolor tiktoken tqdm
+	@$(TINKER)/bin/pip install -q --no-deps "tinker-cookbook==0.6.1"
+	@touch $(TINKER_STAMP)
+
+test-tinker: install $(TINKER_STAMP) ## tests of the Tinker API with its real client (SDK 0.38), in an environment of its own
+	@FLOTILLA_TINKER_PYTHON=$(CURDIR)/$(TINKER)/bin/python $(BIN)/python -m pytest -q --durations=10 -m tinker tests
 
 # All that the tests send is written down; a checker of recorded traffic is asked at the end, where there is one.
 SGLANG_CHECKER ?= $(wildcard $(abspath ../shared/tools/sglang_cpu.py))
@@ -82,7 +94,7 @@ style: install ## format, lint and types, without changing anything
 	@$(BIN)/mypy
 
 check: style ## style, unit and contract tests: passes on every commit
-	@$(PYTEST) -m "not slow and not long and not sglang and not vllm and not slurm and not netns" tests/unit tests/contract
+	@$(PYTEST) -m "not slow and not long and not sglang and not vllm and not slurm and not netns and not tinker" tests/unit tests/contract
 
 format: install ## rewrite the sources in the house format
 	@$(BIN)/ruff format .
@@ -92,11 +104,11 @@ format: install ## rewrite the sources in the house format
 coverage: install ## which lines unit and contract tests run, by module; a figure to look at, not a bound
 	@$(BIN)/pip install --quiet 'coverage>=7.10'
 	@rm -f .coverage .coverage.*
-	@$(BIN)/python -m coverage run -m pytest -q -n 4 --dist loadfile -m "not slow and not long and not sglang and not vllm and not slurm and not netns" tests/unit tests/contract || true
+	@$(BIN)/python -m coverage run -m pytest -q -n 4 --dist loadfile -m "not slow and not long and not sglang and not vllm and not slurm and not netns and not tinker" tests/unit tests/contract || true
 	@$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report --skip-covered --sort=cover
 
 test-all: install ## the whole suite and the long tests, for every night
-	@$(PYTEST) -m "not sglang and not vllm and not slurm and not netns"
+	@$(PYTEST) -m "not sglang and not vllm and not slurm and not netns and not tinker"
 
 # torch, and what its build for GPUs brings along, are left to torch.
 lock: install ## resolve pyproject.toml again, and write every version and hash into requirements.lock
@@ -116,4 +128,4 @@ release: install ## build wheel and source distribution into dist/, and try each
 	@for file in dist/*; do bash .ci/try-installed "$$file" || exit 1; done
 
 clean: ## remove what was built; runs and prepared models stay
-	rm -rf .venv .venv-sglang .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-sglang .venv-vllm .venv-tinker build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

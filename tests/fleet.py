@@ -175,11 +175,23 @@ class RunningFleet:
 
 @contextmanager
 def running_fleet(
-    data: Path, *, rollouts: int = 1, trainers: int = 1, rewards: int = 1, sandbox: bool = False, **environment: str
+    data: Path,
+    *,
+    rollouts: int = 1,
+    trainers: int = 1,
+    rewards: int = 1,
+    sandbox: bool = False,
+    tinker: Path | None = None,
+    **environment: str,
 ) -> Iterator[RunningFleet]:
-    """Run ``flotilla up`` while the block lasts; afterwards nothing of it may be left."""
+    """Run ``flotilla up`` while the block lasts; afterwards nothing of it may be left.
+
+    With ``tinker``, the directory of a model, it serves the Tinker API, and no experiments.
+    """
     log_path = data.parent / f"{data.name}.log"
     counts = ["--rollouts", str(rollouts), "--trainers", str(trainers), "--rewards", str(rewards)]
+    if tinker is not None:
+        counts = ["--tinker", "--model", str(tinker)]
     command = [*FLOTILLA, "up", "--data", str(data), "--port", "0", *counts, *([] if sandbox else ["--no-sandbox"])]
     # Specs come over REST here: their graders are in the test's own folder.
     allowed = {"FLOTILLA_CODE_FOLDERS": str(data.parent)}

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from flotilla.cli.parsing import Commands
 
 STATES = ("draft", "starting", "running", "paused", "stopping", "stopped", "completed", "failed")
-SCOPES = ("operator", "service", "agent", "grader", "reader")
+SCOPES = ("operator", "service", "agent", "grader", "reader", "tinker")
 KINDS = ("rollout", "reward", "sandbox", "trainer")
 DATA_HELP = (
     "also open the model's directory, tokenizer, graders and data as the start of an experiment does: tells rows, "
@@ -109,6 +109,10 @@ def _add_fleet(commands: "Commands") -> None:
     shared = "trainers divide all GPUs, and so do rollouts: for resources.sharing time"
     up.add_argument("--share-devices", action="store_true", help=shared)
     up.add_argument("--no-sandbox", action="store_true", help="start no sandbox service")
+    tinker = "serve the Tinker API at /api/v1 (with --model); no service for experiments that is not asked for by name"
+    up.add_argument("--tinker", action="store_true", help=tinker)
+    up.add_argument("--model", metavar="PATH", help="directory of the Tinker API's base model (no default)")
+    add_json(up)
     up.add_argument("--detach", "-d", action="store_true", help="leave it running and return")
     down = add_command(commands, "down", "End the fleet on this machine.", "fleet:down")
     down.add_argument("--data", default=DEFAULT_DATA, help="data directory (%(default)s)")

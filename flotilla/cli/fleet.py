@@ -29,8 +29,8 @@ from flotilla.shared.children.processes import birth_of, end_family, python_modu
 from flotilla.shared.environment.settings import allows_volatile_redis, scheme_from
 from flotilla.shared.errors import Conflict, FlotillaError, InvalidRequest, Unavailable, WorkerDied
 from flotilla.shared.host.start_patience import VARIABLE, StartDeadline, cpu_seconds, patience_from
-from flotilla.shared.net.authorisation.access import PassKey
-from flotilla.shared.net.authorisation.tokens import new_token, write_secret
+from flotilla.shared.net.authorisation.access import PassKey, Principal, Scope
+from flotilla.shared.net.authorisation.tokens import TINKER_PREFIX, new_token, write_secret
 from flotilla.shared.net.server.ports import check_can_be_told, lasting_port
 from flotilla.shared.schemas.service import ServiceKind
 from flotilla.shared.service.devices import given_to, machine_devices, own_devices
@@ -41,6 +41,11 @@ START_SECONDS = 90.0
 TELL_SECONDS = 5.0
 """After so long it is said again who is waited for."""
 GATEWAY = "gateway"
+TINKER = {
+    "tinker-trainer": "flotilla.services.trainer.tinker",
+    "tinker-sampler": "flotilla.services.rollout.tinker",
+}
+"""What serves the Tinker API beside the gateway; it registers nowhere, and takes requests from Redis."""
 LEASE_SECONDS = "15"
 """Of claims, unless the environment says otherwise."""
 
@@ -57,6 +62,7 @@ class FleetOptions:
         redis_url: a server to use; None starts one.
         log_level: of every service.
         devices: how the machine's GPUs are divided among trainers and rollouts.
+        tinker_model: directory of the base model of the Tinker API; None: that is not served.
     """
 
     data: Path
@@ -69,6 +75,7 @@ class FleetOptions:
     redis_url: str | None = None
     log_level: str = "INFO"
     devices: Wishes = field(default_factory=Wishes)
+    tinker_model: Path | None = None
 
 
 def service_environment(gateway_url: str, token: str, redis_url: str, data: Path) -> dict[str, str]:
@@ -89,6 +96,11 @@ def service_environment(gateway_url: str, token: str, redis_url: str, data: Path
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+def tinker_key(token: str) -> str:
+    """Make the key that the Tinker API's client shows, from the fleet's token; it holds as long as that does."""
+    return TINKER_PREFIX + PassKey(token).sign(Principal(Scope.TINKER, Scope.TINKER.value), None)
 
 
 def check_port(host: str, port: int) -> None:
@@ -198,7 +210,14 @@ class LocalFleet:
         self.gateway_url = url_of(self.options.host, port)
         environment = service_environment(self.gateway_url, self._token, self._redis_url, data)
         environment |= {"FLOTILLA_HOST": self.options.host, "FLOTILLA_LOG_LEVEL": self.options.log_level}
-        self._add("gateway", "flotilla.services.gateway", {**environment, "FLOTILLA_PORT": str(port)})
+        if self.options.tinker_model is not None:
+            environment["FLOTILLA_TINKER_MODEL"] = str(self.options.tinker_model)
+        self._add(GATEWAY, "flotilla.services.gateway", {**environment, "FLOTILLA_PORT": str(port)})
+        if self.options.tinker_model is not None:
+            # They speak with Redis alone, and know no token that the gateway lets in.
+            own = environment | {"FLOTILLA_TOKEN": new_token()}
+            for name, module in TINKER.items():
+                self._add(name, module, own)
         given = await self._divide_devices()
         # Importing torch takes the longest, so those start first.
         for kind, count in (
@@ -297,7 +316,8 @@ class LocalFleet:
             return [GATEWAY]
         # By process: who was registered by an earlier fleet on this directory does not count.
         registered = {service.pid for service in services}
-        wanted = [each for each in self._processes if each.gave_up is None and each.spec.name != GATEWAY]
+        unregistered = {GATEWAY, *TINKER}
+        wanted = [each for each in self._processes if each.gave_up is None and each.spec.name not in unregistered]
         return [each.spec.name for each in wanted if each.pid not in registered]
 
     def _write_fleet_file(self, data: Path) -> None:

@@ -27,10 +27,10 @@ AGAIN_SECONDS = 10.0
 """A wait is told of once it takes longer than the first, and again after each of the second."""
 
 
-def new_console() -> Console:
-    """A console that writes to standard output, without markup surprises."""
-    width = None if sys.stdout.isatty() else PIPE_COLUMNS
-    return Console(highlight=False, soft_wrap=True, width=width)
+def new_console(*, to_stderr: bool = False) -> Console:
+    """A console that writes to standard output, or to standard error, without markup surprises."""
+    width = None if (sys.stderr if to_stderr else sys.stdout).isatty() else PIPE_COLUMNS
+    return Console(highlight=False, soft_wrap=True, width=width, stderr=to_stderr)
 
 
 @contextlib.asynccontextmanager

@@ -1324,7 +1324,7 @@ export interface components {
          * @description What a token is for.
          * @enum {string}
          */
-        Scope: "operator" | "service" | "agent" | "grader" | "reader";
+        Scope: "operator" | "service" | "agent" | "grader" | "reader" | "tinker";
         /**
          * Series
          * @description One series as columns of the same length, by step.

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+from pathlib import Path
 
 from flotilla.shared.children.processes import collecting_later
 
@@ -60,6 +61,7 @@ def main() -> int:
             database_url=secret_from(os.environ, "FLOTILLA_DATABASE_URL") or None,
             allow_volatile_redis=allows_volatile_redis(os.environ),
             quota=read_quota(os.environ),
+            tinker_model=Path(os.environ["FLOTILLA_TINKER_MODEL"]) if os.environ.get("FLOTILLA_TINKER_MODEL") else None,
             stall_seconds=seconds_from(os.environ, "FLOTILLA_STALL_SECONDS", STALL_SECONDS),
             lease_seconds=seconds_from(os.environ, "FLOTILLA_SERVICE_SILENCE_SECONDS", SERVICE_SILENCE_SECONDS),
             rest_seconds=seconds_from(os.environ, "FLOTILLA_ROLLOUT_SILENCE_SECONDS", ROLLOUT_SILENCE_SECONDS),

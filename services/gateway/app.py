@@ -11,7 +11,6 @@ from flotilla.services.gateway.description import describe_gateway
 from flotilla.services.gateway.middleware import Guard, Opened
 from flotilla.services.gateway.page.serving import add_pages
 from flotilla.services.gateway.routes import (
-    agents,
     audit,
     checkpoints,
     diagnosis,
@@ -30,6 +29,7 @@ from flotilla.services.gateway.routes import (
     takeovers,
     tokens,
 )
+from flotilla.services.gateway.routes.doors import add_doors, doors_opened
 from flotilla.services.gateway.routes.exchange import StatusCalls
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.services.gateway.state import GatewayState, OpenState, open_state
@@ -44,9 +44,9 @@ def create_app(settings: GatewaySettings, *, open_state: OpenState = open_state)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
-        async with open_state(settings) as state:
+        async with open_state(settings) as state, doors_opened(settings) as doors:
             app.state.gateway = state
-            yield {"gateway": state}
+            yield {"gateway": state, **doors}
 
     app = _GatewayApp(
         settings,
@@ -61,9 +61,10 @@ def create_app(settings: GatewaySettings, *, open_state: OpenState = open_state)
     add_problem_handlers(app)
     app.include_router(health.router)
     # Services first: routes are tried in order, and theirs are asked for most often by far.
-    series = (agents, gradings, ledger, metrics, events, checkpoints, diagnosis, audit, steps, samples, held_out)
+    series = (gradings, ledger, metrics, events, checkpoints, diagnosis, audit, steps, samples, held_out)
     for module in (services, experiments, fleet, publications, takeovers, tokens, *series):
         app.include_router(module.router, prefix="/v1")
+    add_doors(app, settings)
     describe_gateway(app)
     add_pages(app)
     return app

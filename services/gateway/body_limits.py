@@ -26,6 +26,10 @@ LIMITS: Final[dict[tuple[str, str], BodyLimit]] = {
     ("POST", "/v1/chat/completions"): CHAT,
     ("POST", "/v1/completions"): CHAT,
     ("POST", "/v1/responses"): CHAT,
+    # The client cuts what it sends into chunks of five megabytes, by its own estimate.
+    ("POST", "/api/v1/forward_backward"): BodyLimit(32 * MEBIBYTE),
+    ("POST", "/api/v1/asample"): BodyLimit(4 * MEBIBYTE, max_values=200_000),
+    ("POST", "/api/v1/telemetry"): BodyLimit(4 * MEBIBYTE),
     ("POST", "/v1/experiments"): SPEC,
     ("PATCH", "/v1/experiments/{experiment_id}"): SPEC,
     ("POST", "/v1/experiments/{experiment_id}/fork"): BodyLimit(MEBIBYTE, max_values=20_000),

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ from flotilla.shared.errors import (
     Unavailable,
 )
 from flotilla.shared.net.authorisation.access import RENEWED_TOKEN
-from flotilla.shared.net.authorisation.tokens import bearer_of
+from flotilla.shared.net.authorisation.tokens import TINKER_PREFIX, bearer_of
 from flotilla.shared.net.server.connections import connection_of
 from flotilla.shared.net.server.gatekeeper import READING, refuse
 from flotilla.shared.net.server.request_body import Bodies, BodyBrokenOff, BodyTooLarge, replay
@@ -42,11 +42,13 @@ SELF_AUTHORISED = "/v1/gradings/"
 """What is below it is let in by what the route itself compares, before it asks for the body: graders are not members of
 the fleet."""
 NEVER_KEPT = re.compile(
+    r"/api/v1/.*|"
     r"/v1/(tokens|services|experiments/[^/]+/episodes|chat/completions|completions|responses|gradings/[^/]*)/?"
 )
 """Answers that hold tokens, which no database may: names and processes are unique, and an episode whose key was lost
 ends with its lease. What the model writes: the episode's rollout knows a request that is sent again. What is said to
 whoever has no token: a database is not theirs to fill, and a grading that is sent again is taken again."""
+TINKER_API = "/api/v1/"
 LONGEST_KEY = 200
 LAST_STATUS_KEPT = 499
 SUCCESS = 200
@@ -141,7 +143,7 @@ class Guard:
             await self._once(full_key, body, scope, replayed, send)
 
     def _let_in(self, scope: Scope, headers: MutableMapping[str, str]) -> Shown:
-        tokens, token = self._opened_of(scope).tokens, bearer_of(headers.get("authorization"))
+        tokens, token = self._opened_of(scope).tokens, _token_of(scope["path"], headers)
         shown = tokens.read(token)
         if shown is None:
             raise _Refused(Unauthorized(HOW_TO_AUTHORISE), is_ours=tokens.is_ours(token))
@@ -237,6 +239,14 @@ class _Answer:
         """Send what was held back."""
         for message in self._messages:
             await send(message)
+
+
+def _token_of(path: str, headers: Mapping[str, str]) -> str | None:
+    """Find the token: of the Tinker API's client in its own header, and with its own prefix before it."""
+    key = headers.get("x-api-key")
+    if path.startswith(TINKER_API) and key is not None:
+        return key.removeprefix(TINKER_PREFIX) or None
+    return bearer_of(headers.get("authorization"))
 
 
 def _when_asked(read: Callable[[], Awaitable[bytes]], receive: Receive) -> Receive:

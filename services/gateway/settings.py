@@ -40,6 +40,7 @@ class GatewaySettings:
         held_body_bytes: what the bodies of all open requests may have together, those of up to 64 KiB not counted.
         quota: of tokens that were made without one, and of the operator's.
         answer_seconds: how long the answer to an idempotency key is kept.
+        tinker_model: directory of the base model of the Tinker API; None: that is not served.
     """
 
     token: str
@@ -61,6 +62,7 @@ class GatewaySettings:
     heartbeat_seconds: float = 15.0
     held_body_bytes: int = MAX_HELD_BYTES
     answer_seconds: float = 86_400.0
+    tinker_model: Path | None = None
     quota: Quota = field(default_factory=Quota)
 
     @property

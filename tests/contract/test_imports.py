@@ -230,6 +230,7 @@ GATEWAY_ORDER = (
     "episodes",
     "scheduler",
     "runtime",
+    "tinker",
     "state",
     "prometheus",
     "routes",

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -10,12 +11,13 @@ import time
 from pathlib import Path
 
 from flotilla.cli.device_division import Wish, Wishes
-from flotilla.cli.fleet import FleetOptions, LocalFleet
+from flotilla.cli.fleet import FleetOptions, LocalFleet, tinker_key
 from flotilla.cli.output import new_console, telling
 from flotilla.connection import FleetInfo, typed
 from flotilla.packages import check_packages
 from flotilla.shared.children.processes import python_module
-from flotilla.shared.errors import Conflict, Forbidden, Unavailable
+from flotilla.shared.errors import Conflict, Forbidden, InvalidRequest, Unavailable
+from flotilla.shared.models.hub import check_directory
 
 DOWN_SECONDS = 40.0
 DETACH_SECONDS = 100.0
@@ -24,16 +26,21 @@ DETACH_SECONDS = 100.0
 async def up(arguments: argparse.Namespace) -> int:
     """Start a fleet and stay, or leave it running with ``--detach``."""
     check_packages()
-    console = new_console()
+    _tinker_model(arguments)
+    console = new_console(to_stderr=arguments.json)
     data = Path(arguments.data)
     if arguments.detach:
         return await _detach(arguments, data)
+    tinker_model = _tinker_model(arguments)
+    # Who asks for the Tinker API gets what that needs, and services for experiments as many as are named.
+    usual = 1 if tinker_model is None else 0
     options = FleetOptions(
         data=data,
-        num_rollouts=arguments.rollouts or 1,
-        num_trainers=arguments.trainers or 1,
-        num_rewards=arguments.rewards or 1,
-        num_sandboxes=0 if arguments.no_sandbox else arguments.sandboxes or 1,
+        num_rollouts=arguments.rollouts or usual,
+        num_trainers=arguments.trainers or usual,
+        num_rewards=arguments.rewards or usual,
+        num_sandboxes=0 if arguments.no_sandbox else arguments.sandboxes or usual,
+        tinker_model=tinker_model,
         host=arguments.host,
         port=arguments.port,
         redis_url=arguments.redis_url,
@@ -44,21 +51,47 @@ async def up(arguments: argparse.Namespace) -> int:
     )
     async with LocalFleet(options, lambda line: console.print(line, markup=False)) as fleet:
         console.print(f"gateway    {fleet.gateway_url}   token in {data / 'token'}   logs in {data / 'logs'}")
+        if arguments.json:
+            _print_json(fleet.info, is_tinker=tinker_model is not None)
+        elif tinker_model is not None:
+            console.print(f"tinker     base_url {fleet.gateway_url}   api_key in the answer of --json", markup=False)
         console.print("the fleet is up; Ctrl-C ends it")
         while True:
             fleet.check()
             await asyncio.sleep(0.5)
 
 
+def _tinker_model(arguments: argparse.Namespace) -> Path | None:
+    """Return the directory of the Tinker API's base model.
+
+    Raises:
+        InvalidRequest: one of --tinker and --model is missing.
+        ModelError: there is no model.
+    """
+    if arguments.tinker is (arguments.model is None):
+        raise InvalidRequest("--tinker and --model PATH go together")
+    if arguments.model is None:
+        return None
+    model = Path(arguments.model).resolve()
+    check_directory(model)
+    return model
+
+
+def _print_json(info: FleetInfo, *, is_tinker: bool) -> None:
+    found = {"url": info.gateway_url} | ({"tinker_key": tinker_key(info.token)} if is_tinker else {})
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+
+
 async def _detach(arguments: argparse.Namespace, data: Path) -> int:
-    console = new_console()
+    console = new_console(to_stderr=arguments.json)
     running: FleetInfo | None = None
     with contextlib.suppress(Unavailable):
         running = FleetInfo.read(data)
     if running is not None:
         raise Conflict(f"a fleet runs already with the data directory {data} (pid {running.pid})")
     log_path = _make_log(data)
-    rest = [argument for argument in sys.argv[1:] if argument not in {"--detach", "-d"}]
+    rest = [argument for argument in sys.argv[1:] if argument not in {"--detach", "-d", "--json"}]
     console.print(f"a fleet starts; what it says is in {log_path}", markup=False)
     with log_path.open("wb") as log:
         process = await asyncio.create_subprocess_exec(
@@ -84,6 +117,8 @@ async def _detach(arguments: argparse.Namespace, data: Path) -> int:
     console.print(
         f"the fleet is up: {info.gateway_url} (pid {info.pid}); `{typed('down', data)}` ends it", markup=False
     )
+    if arguments.json:
+        _print_json(info, is_tinker=arguments.tinker)
     return 0
 
 

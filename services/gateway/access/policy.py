@@ -52,6 +52,11 @@ ACTING: Final = Rule(frozenset({Scope.AGENT}), is_for_bound=True)
 """Which episode it is about, the route compares."""
 MEMBER: Final = Rule(frozenset({Scope.SERVICE}), EVERY_KIND, is_own=True)
 
+TINKER: Final = Rule(frozenset({Scope.TINKER}))
+"""Whose session, model or saved one it is, ``tinker/`` compares."""
+API: Final = "/api/v1"
+CHECKPOINT: Final = f"{API}/training_runs/{{run}}/checkpoints/{{kind}}/{{name}}"
+
 RULES: Final[dict[tuple[str, str], Rule]] = {
     # Asked for most often by far, so it is found first.
     ("PUT", f"{SERVICE}/status"): MEMBER,
@@ -111,6 +116,44 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("GET", "/v1/tokens"): OPERATING,
     ("POST", "/v1/tokens"): OPERATING,
     ("DELETE", "/v1/tokens/{token_id}"): OPERATING,
+    **{
+        ("POST", f"{API}/{name}"): TINKER
+        for name in (
+            "retrieve_future",
+            "asample",
+            "forward_backward",
+            "optim_step",
+            "session_heartbeat",
+            "client/config",
+            "client/dynamic_config",
+            "telemetry",
+            "create_session",
+            "sessions/{session_id}/finish",
+            "create_model",
+            "get_info",
+            "save_weights",
+            "save_weights_for_sampler",
+            "load_weights",
+            "create_sampling_session",
+            "weights_info",
+        )
+    },
+    **{
+        ("GET", f"{API}/{name}"): TINKER
+        for name in (
+            "healthz",
+            "get_server_capabilities",
+            "samplers/{sampler_id}",
+            "training_runs",
+            "training_runs/{run}",
+            "training_runs/{run}/checkpoints",
+            "checkpoints",
+        )
+    },
+    ("DELETE", CHECKPOINT): TINKER,
+    ("PUT", f"{CHECKPOINT}/ttl"): TINKER,
+    ("POST", f"{CHECKPOINT}/publish"): TINKER,
+    ("DELETE", f"{CHECKPOINT}/publish"): TINKER,
 }
 
 _COMPILED: Final[list[tuple[str, Pattern[str], Rule]]] = [

@@ -32,6 +32,8 @@ class Scope(StrEnum):
     """Grading for one experiment."""
     READER = "reader"
     """Looking."""
+    TINKER = "tinker"
+    """Training and sampling through the Tinker API: what it made itself, and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from flotilla.shared.schemas.service import Registered, ServiceKind
 
+TINKER_PREFIX = "tml-"
+"""Before a token where the client of the Tinker API shows it: it takes no others."""
+
 
 def new_token() -> str:
     """Make a bearer token of 256 random bits."""

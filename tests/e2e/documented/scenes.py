@@ -338,6 +338,7 @@ ELSEWHERE: Final = {
     ("docs/lora.md", "flotilla export"): "unit tests of the trainer export checkpoints",
     ("docs/lora.md", "flotilla evaluate"): "as on docs/jobs.md",
     ("docs/compatibility.md", "flotilla --version"): "as on docs/install.md",
+    ("docs/tinker.md", "flotilla up --tinker"): "tests/integration/tinker runs such a fleet",
     ("docs/jobs.md", "flotilla evaluate experiment.yaml --answers"): "tests/unit/gateway/test_written.py",
     ("docs/jobs.md", "flotilla run examples/finished_answers/"):
         "tests/integration/trainer/test_finished_answers.py trains each kind of job",

@@ -1,0 +1,303 @@
+"""The Tinker API, as the client of that name speaks it (SDK 0.38); its own documentation describes it.
+
+Not in ``/openapi.json``: the interface is another's, and part of it is protobuf.
+"""
+
+import asyncio
+from datetime import UTC, datetime
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+
+from flotilla.services.gateway.routes.dependencies import Caller, Gateway
+from flotilla.services.gateway.tinker.bodies import (
+    AskSample,
+    CreateModel,
+    CreateSampler,
+    CreateSession,
+    LoadWeights,
+    OfModel,
+    OfSession,
+    OptimStep,
+    Retrieve,
+    SaveForSampler,
+    SaveWeights,
+    Ttl,
+    WeightsInfo,
+)
+from flotilla.services.gateway.tinker.tinker import Tinker
+from flotilla.shared.errors import NotFound
+from flotilla.shared.tinker import queue
+from flotilla.shared.tinker.paths import Kind, SavedPath
+from flotilla.shared.tinker.records import Lora, Model, Saved
+
+router = APIRouter(include_in_schema=False)
+
+PROTOBUF = "application/x-protobuf"
+CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
+KINDS = {Kind.TRAINING: "training", Kind.SAMPLER: "sampler"}
+
+
+async def _tinker(request: Request) -> Tinker:
+    served: Tinker | None = request.state.tinker
+    if served is None:
+        raise NotFound("this gateway has no base model: FLOTILLA_TINKER_MODEL names one")
+    return served
+
+
+Served = Annotated[Tinker, Depends(_tinker)]
+
+
+@router.get("/healthz")
+async def healthz(tinker: Served) -> dict[str, str]:
+    """Say that the API is served."""
+    return {"status": "ok"}
+
+
+@router.post("/client/config")
+async def client_config(tinker: Served) -> dict[str, bool]:
+    """Tell the client how to ask: with plain keys, bodies as they are, one wait for each answer."""
+    return {
+        "pjwt_auth_enabled": False,
+        "parallel_fwdbwd_chunks": True,
+        "proto_compress_fwdbwd": False,
+        "sample_use_retrieve_futures": False,
+        "custom_loss_server_side": False,
+        "sample_join_sampling_session": False,
+    }
+
+
+@router.post("/client/dynamic_config")
+async def dynamic_config(tinker: Served) -> dict[str, bool]:
+    """Tell the client what may change while it runs."""
+    return {"sample_cancel_enabled": False}
+
+
+@router.post("/telemetry")
+async def telemetry(tinker: Served) -> dict[str, str]:
+    """Take what the client says of itself, and keep nothing of it."""
+    return {"status": "accepted"}
+
+
+@router.get("/get_server_capabilities")
+async def capabilities(tinker: Served) -> dict[str, list[dict[str, object]]]:
+    """List the one base model."""
+    facts = {"model_name": tinker.base_model, "max_context_length": tinker.context_tokens}
+    return {"supported_models": [{**facts, "trainable": True, "sampleable": True}]}
+
+
+@router.post("/create_session")
+async def create_session(body: CreateSession, tinker: Served, caller: Caller) -> dict[str, str]:
+    """Open a session."""
+    session_id = await tinker.create_session(caller, body.tags, body.sdk_version)
+    return {"type": "create_session", "session_id": session_id}
+
+
+@router.post("/session_heartbeat")
+async def heartbeat(body: OfSession, tinker: Served, caller: Caller) -> dict[str, str]:
+    """Say whether a session is open."""
+    await tinker.session(caller, body.session_id)
+    return {"type": "session_heartbeat"}
+
+
+@router.post("/sessions/{session_id}/finish", status_code=204)
+async def finish(session_id: str, tinker: Served, caller: Caller) -> None:
+    """End a session."""
+    await tinker.finish_session(caller, session_id)
+
+
+@router.post("/create_model")
+async def create_model(body: CreateModel, tinker: Served, caller: Caller) -> dict[str, str]:
+    """Make a model."""
+    return _future(await tinker.create_model(caller, body))
+
+
+@router.post("/get_info")
+async def get_info(body: OfModel, tinker: Served, caller: Caller) -> dict[str, object]:
+    """Tell what a model is."""
+    model = await tinker.model(caller, body.model_id)
+    return {
+        "type": "get_info",
+        "model_data": {"model_name": tinker.base_model, "tokenizer_id": tinker.base_model},
+        "model_id": model.model_id,
+        "is_lora": model.lora is not None,
+        "lora_rank": None if model.lora is None else model.lora.rank,
+        "model_name": tinker.base_model,
+    }
+
+
+@router.post("/forward_backward")
+async def forward_backward(request: Request, tinker: Served, caller: Caller) -> dict[str, str]:
+    """Compute losses, and gradients unless it is forward only."""
+    return _future(await tinker.forward_backward(caller, await request.body()))
+
+
+@router.post("/optim_step")
+async def optim_step(body: OptimStep, tinker: Served, caller: Caller) -> dict[str, str]:
+    """Update a model."""
+    return _future(await tinker.optim_step(caller, body))
+
+
+@router.post("/save_weights")
+async def save_weights(body: SaveWeights, tinker: Served, caller: Caller) -> dict[str, str]:
+    """Save a model to train from it."""
+    return _future(await tinker.save(caller, body))
+
+
+@router.post("/save_weights_for_sampler")
+async def save_weights_for_sampler(body: SaveForSampler, tinker: Served, caller: Caller) -> dict[str, str]:
+    """Save a model to sample from it."""
+    return _future(await tinker.save_for_sampler(caller, body))
+
+
+@router.post("/load_weights")
+async def load_weights(body: LoadWeights, tinker: Served, caller: Caller) -> dict[str, str]:
+    """Go on from what was saved."""
+    return _future(await tinker.load(caller, body))
+
+
+@router.post("/create_sampling_session")
+async def create_sampling_session(body: CreateSampler, tinker: Served, caller: Caller) -> dict[str, str]:
+    """Open a sampling session."""
+    sampler_id = await tinker.create_sampler(caller, body)
+    return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+
+
+@router.get("/samplers/{sampler_id}")
+async def sampler(sampler_id: str, tinker: Served, caller: Caller) -> dict[str, str | None]:
+    """Tell what a sampling session samples from."""
+    found = await tinker.sampler(caller, sampler_id)
+    return {"sampler_id": sampler_id, "base_model": tinker.base_model, "model_path": found.path}
+
+
+@router.post("/asample")
+async def asample(body: AskSample, tinker: Served, caller: Caller) -> dict[str, object]:
+    """Sample, or score a prompt."""
+    request_id, sequence_ids = await tinker.sample(caller, body)
+    return {"request_id": request_id, "sample_sequence_ids": sequence_ids}
+
+
+@router.post("/retrieve_future")
+async def retrieve_future(body: Retrieve, tinker: Served, caller: Caller) -> Response:
+    """Wait for an answer; 408 after a while, and the client asks again."""
+    found = await tinker.answer(caller, body.request_id)
+    if found is None:
+        content = b'{"type": "try_again", "queue_state": "active"}'
+        return Response(content, status_code=408, media_type="application/json")
+    is_json = found.form is not queue.Form.PROTOBUF
+    return Response(found.content, media_type="application/json" if is_json else PROTOBUF)
+
+
+@router.post("/weights_info")
+async def weights_info(body: WeightsInfo, tinker: Served, caller: Caller) -> dict[str, object]:
+    """Tell what a saved model is."""
+    saved = tinker.saved.read(caller, SavedPath.read(body.tinker_path))
+    facts: dict[str, object] = {"base_model": tinker.base_model, "is_lora": saved.lora is not None}
+    lora = saved.lora
+    if lora is not None:
+        facts |= {"lora_rank": lora.rank, "train_mlp": lora.train_mlp, "train_attn": lora.train_attn}
+    return facts | {"train_unembed": lora is None}
+
+
+@router.get("/training_runs")
+async def training_runs(
+    tinker: Served,
+    caller: Caller,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 20,
+    offset: Annotated[int, Query(ge=0)] = 0,
+) -> dict[str, object]:
+    """List the caller's models, newest first."""
+    found = await tinker.runs(caller)
+    rows = [_run(tinker, model, seen) for model, seen in found[offset : offset + limit]]
+    return {"training_runs": rows, "cursor": {"offset": offset, "limit": limit, "total_count": len(found)}}
+
+
+@router.get("/training_runs/{run}")
+async def training_run(run: str, tinker: Served, caller: Caller) -> dict[str, object]:
+    """Tell what a model is."""
+    await tinker.model(caller, run)
+    return next(_run(tinker, model, seen) for model, seen in await tinker.runs(caller) if model.model_id == run)
+
+
+@router.get("/training_runs/{run}/checkpoints")
+async def checkpoints(run: str, tinker: Served, caller: Caller) -> dict[str, object]:
+    """List what was saved of a model, oldest first."""
+    await tinker.model(caller, run)
+    return {"checkpoints": [_checkpoint(saved) for saved in tinker.saved.of_run(run)]}
+
+
+@router.get("/checkpoints")
+async def all_checkpoints(
+    tinker: Served,
+    caller: Caller,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    offset: Annotated[int, Query(ge=0)] = 0,
+) -> dict[str, object]:
+    """List what was saved of all the caller's models."""
+    found = [saved for model, _ in await tinker.runs(caller) for saved in tinker.saved.of_run(model.model_id)]
+    rows = [_checkpoint(saved) for saved in found[offset : offset + limit]]
+    return {"checkpoints": rows, "cursor": {"offset": offset, "limit": limit, "total_count": len(found)}}
+
+
+@router.delete(CHECKPOINT, status_code=204)
+async def delete(run: str, kind: Kind, name: str, tinker: Served, caller: Caller) -> None:
+    """Delete what was saved."""
+    await asyncio.to_thread(tinker.saved.delete, caller, SavedPath(run, kind, name))
+
+
+@router.put(f"{CHECKPOINT}/ttl", status_code=204)
+async def set_ttl(run: str, kind: Kind, name: str, body: Ttl, tinker: Served, caller: Caller, gateway: Gateway) -> None:
+    """Say how long it is kept."""
+    expires = None if body.ttl_seconds is None else gateway.clock.now() + body.ttl_seconds
+    tinker.saved.change(caller, SavedPath(run, kind, name), expires=expires)
+
+
+@router.post(f"{CHECKPOINT}/publish", status_code=204)
+async def publish(run: str, kind: Kind, name: str, tinker: Served, caller: Caller) -> None:
+    """Let every token of this fleet read it."""
+    tinker.saved.change(caller, SavedPath(run, kind, name), is_public=True)
+
+
+@router.delete(f"{CHECKPOINT}/publish", status_code=204)
+async def unpublish(run: str, kind: Kind, name: str, tinker: Served, caller: Caller) -> None:
+    """Let its owner alone read it."""
+    tinker.saved.change(caller, SavedPath(run, kind, name), is_public=False)
+
+
+def _future(request: queue.Request) -> dict[str, str]:
+    return {"request_id": request.id, "model_id": request.model_id}
+
+
+def _run(tinker: Tinker, model: Model, seen: float) -> dict[str, object]:
+    lora: Lora | None = model.lora
+    saved = {each: [s for s in tinker.saved.of_run(model.model_id) if f"/{each}/" in s.path] for each in KINDS}
+    last = {kind: _checkpoint(found[-1]) if found else None for kind, found in saved.items()}
+    return {
+        "training_run_id": model.model_id,
+        "base_model": tinker.base_model,
+        "model_owner": model.owner,
+        "is_lora": lora is not None,
+        "lora_rank": None if lora is None else lora.rank,
+        "last_request_time": _time(seen),
+        "last_checkpoint": last[Kind.TRAINING],
+        "last_sampler_checkpoint": last[Kind.SAMPLER],
+        "user_metadata": model.user_metadata,
+    }
+
+
+def _checkpoint(saved: Saved) -> dict[str, object]:
+    path = SavedPath.read(saved.path)
+    return {
+        "checkpoint_id": f"{path.kind}/{path.name}",
+        "checkpoint_type": KINDS[path.kind],
+        "time": _time(saved.created),
+        "tinker_path": saved.path,
+        "size_bytes": saved.num_bytes,
+        "public": saved.is_public,
+        "user_metadata": saved.user_metadata,
+        "expires_at": None if saved.expires is None else _time(saved.expires),
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

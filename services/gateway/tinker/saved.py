@@ -1,0 +1,105 @@
+"""Saved models of the Tinker API: listed, published, dated, deleted. What is on the disk is what there is."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from flotilla.shared.clock import Clock
+from flotilla.shared.errors import NotFound
+from flotilla.shared.net.authorisation.access import Principal, Scope
+from flotilla.shared.tinker.paths import Kind, SavedPath, saved_of
+from flotilla.shared.tinker.records import MANIFEST, Saved
+
+
+class SavedModels:
+    """Those below the fleet's data directory.
+
+    Args:
+        data: the fleet's directory.
+        clock: tells what has expired.
+    """
+
+    def __init__(self, data: Path, clock: Clock) -> None:
+        self._data, self._clock = data, clock
+
+    def read(self, who: Principal, path: SavedPath) -> Saved:
+        """Find one that the caller may read.
+
+        Raises:
+            NotFound: there is none.
+        """
+        found = self._found(path)
+        if found is None or not (who.scope is Scope.OPERATOR or found.owner == who.actor or found.is_public):
+            raise NotFound(f"there is no saved model {path}")
+        return found
+
+    def of_run(self, run: str) -> list[Saved]:
+        """List those of a training run that have an address, oldest first."""
+        return sorted(self._all(run), key=lambda saved: (saved.created, saved.path))
+
+    def directory(self, path: SavedPath) -> Path:
+        """Return where one lies."""
+        return path.below(self._data)
+
+    def change(
+        self, who: Principal, path: SavedPath, *, is_public: bool | None = None, expires: float | None = None
+    ) -> None:
+        """Publish one or take that back, or else say when it expires; None: never.
+
+        Raises:
+            NotFound: it is not the caller's.
+        """
+        saved = self._own(who, path)
+        update = {"expires": expires} if is_public is None else {"is_public": is_public}
+        manifest = self.directory(path) / MANIFEST
+        unfinished = manifest.with_name(f".{MANIFEST}")
+        unfinished.write_text(saved.model_copy(update=update).model_dump_json(), encoding="utf-8")
+        unfinished.replace(manifest)
+
+    def delete(self, who: Principal, path: SavedPath) -> None:
+        """Delete one.
+
+        Raises:
+            NotFound: it is not the caller's.
+        """
+        self._own(who, path)
+        shutil.rmtree(self.directory(path))
+
+    def delete_expired(self) -> int:
+        """Delete those whose time is over; returns how many."""
+        runs = [each.name for each in (self._data / "tinker" / "saved").glob("*") if each.is_dir()]
+        return sum(len([saved for saved in self._every(run) if self._is_over(saved, deletes=True)]) for run in runs)
+
+    def _own(self, who: Principal, path: SavedPath) -> Saved:
+        saved = self._found(path)
+        if saved is None or not (who.scope is Scope.OPERATOR or saved.owner == who.actor):
+            raise NotFound(f"there is no saved model {path}")
+        return saved
+
+    def _found(self, path: SavedPath) -> Saved | None:
+        try:
+            saved = Saved.model_validate_json((self.directory(path) / MANIFEST).read_bytes())
+        except (OSError, ValidationError):
+            return None
+        return None if self._is_over(saved, deletes=False) else saved
+
+    def _all(self, run: str) -> Iterator[Saved]:
+        named = (saved for saved in self._every(run) if SavedPath.read(saved.path).kind is not Kind.EPHEMERAL)
+        return (saved for saved in named if not self._is_over(saved, deletes=False))
+
+    def _every(self, run: str) -> Iterator[Saved]:
+        for kind in Kind:
+            for manifest in sorted((saved_of(self._data, run) / kind).glob(f"[!.]*/{MANIFEST}")):
+                try:
+                    yield Saved.model_validate_json(manifest.read_bytes())
+                except (OSError, ValidationError):
+                    continue  # it is being deleted
+
+    def _is_over(self, saved: Saved, *, deletes: bool) -> bool:
+        if saved.expires is None or saved.expires > self._clock.now():
+            return False
+        if deletes:
+            shutil.rmtree(self.directory(SavedPath.read(saved.path)), ignore_errors=True)
+        return True

@@ -1,0 +1,75 @@
+"""Weight images of saved models: the base's weights, with an adapter added where one was saved."""
+
+import json
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flotilla.services.rollout.engines.decoders.checkpoint import safetensors_files
+from flotilla.shared.errors import ModelError, NotFound
+from flotilla.shared.models.hub import ADAPTER, ADAPTER_CONFIG
+from flotilla.shared.tinker.records import MANIFEST, Record, Saved
+
+PREFIX = "base_model.model."
+LOW, HIGH = ".lora_A.weight", ".lora_B.weight"
+CONV = "Conv1D"
+
+
+class Adapter(Record):
+    """What ``adapter_config.json`` says that is needed here."""
+
+    r: int
+    lora_alpha: float
+    fan_in_fan_out: bool = False
+
+
+def write_image(base: Path, saved: Path | None, image: Path) -> None:
+    """Write an image of a saved model; None: of the base.
+
+    Raises:
+        NotFound: the saved model is not there.
+        ModelError: it cannot be read, or is of another model.
+    """
+    try:
+        tensors = _tensors(base) if saved is None else _with(base, saved)
+    except (OSError, SafetensorError, ValidationError, KeyError) as error:
+        raise ModelError(f"the saved model cannot be read: {error}") from error
+    save_file(tensors, image)
+
+
+def _with(base: Path, saved: Path) -> dict[str, Tensor]:
+    if not (saved / MANIFEST).is_file():
+        raise NotFound(f"{saved.name}: there is no saved model of this name, or it was deleted")
+    manifest = Saved.model_validate_json((saved / MANIFEST).read_bytes())
+    if manifest.lora is None:
+        with safe_open(saved / "model.safetensors", framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    tensors = _tensors(base)
+    config = Adapter.model_validate(json.loads((saved / ADAPTER_CONFIG).read_text(encoding="utf-8")))
+    with safe_open(saved / ADAPTER, framework="pt") as file:
+        for name in (each for each in file.keys() if each.endswith(LOW)):  # noqa: SIM118
+            layer = name.removeprefix(PREFIX).removesuffix(LOW)
+            low, high = file.get_tensor(name).float(), file.get_tensor(name.removesuffix(LOW) + HIGH).float()
+            weight = tensors[f"{layer}.weight"]
+            added = (config.lora_alpha / config.r) * (high @ low)
+            tensors[f"{layer}.weight"] = (weight.float() + (added.T if config.fan_in_fan_out else added)).to(
+                weight.dtype
+            )
+    return {name: each.contiguous() for name, each in tensors.items()}
+
+
+def _tensors(base: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in safetensors_files(base):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def use_one_thread() -> None:
+    """Leave the cores to the engine and the trainer: what is added here is small."""
+    torch.set_num_threads(1)

@@ -1,0 +1,171 @@
+"""What is kept of trained models on disk: saved ones, which clients name, and the present state of each.
+
+Both are complete or not there: written under another name, flushed, then renamed.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from flotilla.services.trainer.tinker.slots import ALPHA, A, B, Slot
+from flotilla.shared.errors import ModelError, NotFound
+from flotilla.shared.files.durable import flush
+from flotilla.shared.models.hub import ADAPTER, ADAPTER_CONFIG
+from flotilla.shared.tinker.records import MANIFEST, Record, Saved
+
+WHOLE, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+WEIGHTS = "weights.safetensors"
+PEFT = {A: "lora_A", B: "lora_B"}
+PREFIX = "base_model.model."
+
+
+class Progress(Record):
+    """How far a model's state on disk is: its last request, and updates since it was made."""
+
+    seq: int
+    step: int
+
+
+def save(directory: Path, slot: Slot, base: str, saved: Saved) -> Saved:
+    """Write a saved model; an older one of the name is replaced. Returns what it is, with its size."""
+    unfinished = _begun(directory)
+    weights = slot.weights()
+    if slot.lora is None:
+        save_file(_on_host(weights), unfinished / WHOLE)
+    else:
+        save_file(_on_host({_peft(name): each for name, each in weights.items()}), unfinished / ADAPTER)
+        (unfinished / ADAPTER_CONFIG).write_text(json.dumps(_peft_config(slot, base)), encoding="utf-8")
+    if saved.has_optimizer:
+        save_file(_on_host(slot.moments()), unfinished / OPTIMIZER)
+    size = sum(each.stat().st_size for each in unfinished.iterdir())
+    found = saved.model_copy(update={"num_bytes": size, "step": slot.step})
+    (unfinished / MANIFEST).write_text(found.model_dump_json(), encoding="utf-8")
+    _finish(unfinished, directory)
+    return found
+
+
+def read_saved(directory: Path) -> Saved:
+    """Read what a saved model is.
+
+    Raises:
+        NotFound: it is not there.
+    """
+    try:
+        return Saved.model_validate_json((directory / MANIFEST).read_bytes())
+    except (OSError, ValidationError):
+        raise NotFound(f"{directory.name}: there is no saved model of this name, or it was deleted") from None
+
+
+def load_saved(directory: Path, slot: Slot, *, with_optimizer: bool) -> None:
+    """Take weights, and the optimiser's state if wanted, of a saved model.
+
+    Raises:
+        ModelError: they cannot be read, or are of another model.
+    """
+    saved = read_saved(directory)
+    if saved.lora is None:
+        weights = _read(directory / WHOLE)
+    else:
+        weights = {_plain(name): each for name, each in _read(directory / ADAPTER).items()}
+    slot.load(weights, _read(directory / OPTIMIZER) if with_optimizer and saved.has_optimizer else {})
+    slot.step = saved.step
+
+
+def keep_state(directory: Path, slot: Slot, seq: int) -> None:
+    """Write the present state; older ones are removed then."""
+    kept = directory / str(seq)
+    unfinished = _begun(kept)
+    save_file(_on_host(slot.weights()), unfinished / WEIGHTS)
+    save_file(_on_host(slot.moments()), unfinished / OPTIMIZER)
+    (unfinished / STATE).write_text(Progress(seq=seq, step=slot.step).model_dump_json(), encoding="utf-8")
+    _finish(unfinished, kept)
+    for other in directory.iterdir():
+        if other != kept:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def state_seq(directory: Path) -> int | None:
+    """Return up to which request the state on disk is; None where there is none."""
+    found = [int(each.name) for each in directory.glob("*") if each.name.isdigit() and (each / STATE).is_file()]
+    return max(found, default=None)
+
+
+def load_state(directory: Path, slot: Slot) -> int:
+    """Take the newest state; returns its last request.
+
+    Raises:
+        NotFound: there is none.
+        ModelError: it cannot be read.
+    """
+    seq = state_seq(directory)
+    if seq is None:
+        raise NotFound(f"{directory.name}: there is no state of this model")
+    kept = directory / str(seq)
+    progress = Progress.model_validate_json((kept / STATE).read_bytes())
+    slot.load(_read(kept / WEIGHTS), _read(kept / OPTIMIZER))
+    slot.step = progress.step
+    return seq
+
+
+def _begun(directory: Path) -> Path:
+    unfinished = directory.with_name(f".{directory.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    return unfinished
+
+
+def _finish(unfinished: Path, directory: Path) -> None:
+    for file in unfinished.iterdir():
+        flush(file)
+    flush(unfinished)
+    replaced = directory.with_name(f".{directory.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        directory.rename(replaced)
+    unfinished.rename(directory)
+    flush(directory.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: each.detach().cpu().contiguous() for name, each in tensors.items()}
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        found: dict[str, Tensor] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path.name} of the saved model {path.parent.name} cannot be read: {error}") from error
+    return found
+
+
+def _peft(name: str) -> str:
+    layer, _, part = name.rpartition(".")
+    return f"{PREFIX}{layer}.{PEFT[part]}.weight"
+
+
+def _plain(name: str) -> str:
+    layer, _, part = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+    return f"{layer}.{A if part == PEFT[A] else B}"
+
+
+def _peft_config(slot: Slot, base: str) -> Mapping[str, object]:
+    assert slot.lora is not None
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": slot.lora.rank,
+        "lora_alpha": ALPHA,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({name.rpartition(".")[0] for name in slot.parameters}),
+    }

@@ -1,0 +1,250 @@
+"""Carries out the requests of trained models, one after another, and outlives its own end.
+
+Each model's requests are done in their order. What a request did is on the disk only now and then, behind an update; a
+process that takes over loads the last state and does the later requests again, whose answers stay as they were given.
+On one device the same requests give the same bits.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from flotilla.services.trainer.tinker import files
+from flotilla.services.trainer.tinker.losses import token_losses
+from flotilla.services.trainer.tinker.slots import Base, Slot, micro_batches
+from flotilla.shared.clock import Clock
+from flotilla.shared.errors import InvalidRequest, NotFound
+from flotilla.shared.tinker.messages import Datum, ForwardBackwardRequest, write_output
+from flotilla.shared.tinker.paths import Kind, SavedPath, state_of
+from flotilla.shared.tinker.queue import Answer, Form, Request
+from flotilla.shared.tinker.records import AdamStep, Load, Model, Save, Saved, Verb
+
+log = logging.getLogger(__name__)
+
+STEPS_BETWEEN_STATES = 8
+TARGETS = "target_tokens"
+NO_SUCH_MODEL = "there is no such model"
+
+
+@dataclass(eq=False)
+class Kept:
+    """A model in this process.
+
+    Attributes:
+        slot: its weights.
+        owner: whose it is.
+        seq: its last request that was done.
+        on_disk: the last request that its state on the disk has.
+    """
+
+    slot: Slot
+    owner: str
+    seq: int
+    on_disk: int
+
+
+class Trainer:
+    """Does requests; blocks. It knows nothing of queues.
+
+    Args:
+        base: the model that all share.
+        name: of the base, in what is saved.
+        data: the fleet's directory.
+        clock: for what is saved.
+    """
+
+    def __init__(self, base: Base, name: str, data: Path, clock: Clock) -> None:
+        self._base, self._name, self._data, self._clock = base, name, data, clock
+        self._kept: dict[str, Kept] = {}
+
+    def knows(self, model_id: str) -> bool:
+        """Return whether a model is in this process."""
+        return model_id in self._kept
+
+    def restore(self, model: Model) -> int:
+        """Take a model as it is on the disk; returns the last request that is in that, -1 for none."""
+        directory = state_of(self._data, model.model_id)
+        seq = files.state_seq(directory)
+        if seq is None:
+            return -1
+        slot = self._base.make(model.lora)
+        self._kept[model.model_id] = Kept(slot, model.owner, files.load_state(directory, slot), seq)
+        return seq
+
+    def forget(self, model_id: str) -> None:
+        """Drop what is in memory, such as half of what a request should have added."""
+        self._kept.pop(model_id, None)
+
+    def do(self, request: Request, model: Model) -> Answer:
+        """Do one request.
+
+        Raises:
+            FlotillaError: it cannot be done, and has done nothing.
+        """
+        match request.verb:
+            case Verb.CREATE:
+                self._keep(request, model, self._base.make(model.lora))
+                return Answer.json({"type": "create_model", "model_id": request.model_id})
+            case Verb.LOAD:
+                return self._load(request, model)
+        kept = self._kept.get(request.model_id)
+        if kept is None:
+            raise NotFound(f"{request.model_id}: {NO_SUCH_MODEL}")
+        kept.seq = request.seq
+        match request.verb:
+            case Verb.FORWARD_BACKWARD:
+                return self._forward_backward(kept.slot, ForwardBackwardRequest.read(request.body))
+            case Verb.OPTIM_STEP:
+                norm = kept.slot.update(AdamStep.model_validate_json(request.body))
+                return Answer.json({"metrics": {"grad_norm": norm, "step": float(kept.slot.step)}})
+            case Verb.SAVE | Verb.SAVE_FOR_SAMPLER:
+                return self._save(kept, Save.model_validate_json(request.body), request.verb)
+        raise InvalidRequest(f"{request.verb} is not served")
+
+    def state_is_due(self, model_id: str, verb: str) -> int | None:
+        """Write a model's state where it is time to; returns the request before the first that it lacked."""
+        kept = self._kept.get(model_id)
+        is_step = verb == Verb.OPTIM_STEP
+        if kept is None or not (verb == Verb.LOAD or (is_step and kept.slot.step % STEPS_BETWEEN_STATES == 0)):
+            return None
+        files.keep_state(state_of(self._data, model_id), kept.slot, kept.seq)
+        before, kept.on_disk = kept.on_disk, kept.seq
+        return before
+
+    def score(self, path: str | None, token_ids: Sequence[int], count: int) -> tuple[npt.NDArray[np.float32], Tensor]:
+        """Score a prompt under saved weights, or the base's.
+
+        Args:
+            path: of the weights; None: the base's.
+            token_ids: T tokens of the vocabulary, at least 2.
+            count: how many of the likeliest tokens are wanted at each place; 0 for none.
+
+        Returns:
+            [T - 1] log-probabilities of all but the first token; [2, T - 1, count] the likeliest: ids, then nats.
+
+        Raises:
+            InvalidRequest: there is no token to score, or one that is not the model's.
+            NotFound: there are no such weights.
+        """
+        tokens = np.asarray(token_ids, np.int64)
+        self._check(tokens)
+        if tokens.size < 2:
+            raise InvalidRequest("a prompt that is scored has at least two tokens")
+        slot = None if path is None else self._saved_slot(SavedPath.read(path))
+        with torch.no_grad(), self._base.live(slot):
+            (found,) = self._base.log_probs([(tokens[:-1], tokens[1:])])
+            top = torch.zeros(2, tokens.size - 1, 0)
+            if count:
+                top = torch.stack([each.double() for each in self._base.most_likely(tokens[:-1], count)])
+        return found.cpu().numpy(), top
+
+    def _saved_slot(self, path: SavedPath) -> Slot:
+        directory = path.below(self._data)
+        slot = self._base.make(files.read_saved(directory).lora)
+        files.load_saved(directory, slot, with_optimizer=False)
+        return slot
+
+    def _keep(self, request: Request, model: Model, slot: Slot) -> None:
+        self._kept[request.model_id] = Kept(slot, model.owner, request.seq, -1)
+
+    def _load(self, request: Request, model: Model) -> Answer:
+        wanted = Load.model_validate_json(request.body)
+        path = SavedPath.read(wanted.path)
+        directory = path.below(self._data)
+        saved = files.read_saved(directory)
+        if saved.owner != model.owner and not saved.is_public:
+            raise NotFound(f"{wanted.path}: there is no saved model of this name")
+        if saved.lora != model.lora:
+            raise InvalidRequest(f"{wanted.path} is of another rank or other layers than {request.model_id}")
+        if wanted.optimizer and not saved.has_optimizer:
+            raise InvalidRequest(f"{wanted.path} was saved to be sampled from, without the optimiser's state")
+        slot = self._base.make(saved.lora)
+        files.load_saved(directory, slot, with_optimizer=wanted.optimizer)
+        self._keep(request, model, slot)
+        return Answer.json({"type": "load_weights", "path": wanted.path, "model_id": request.model_id})
+
+    def _save(self, kept: Kept, wanted: Save, verb: str) -> Answer:
+        path = SavedPath.read(wanted.path)
+        directory = path.below(self._data)
+        is_new = wanted.overwrite or path.kind is Kind.EPHEMERAL or not directory.exists()
+        # A request that is done again after a restart finds what it wrote.
+        if not is_new and files.read_saved(directory).step != kept.slot.step:
+            raise InvalidRequest(f"{wanted.path} is there already: overwrite it, or choose another name")
+        now = self._clock.now()
+        saved = Saved(
+            path=wanted.path,
+            owner=kept.owner,
+            created=now,
+            step=kept.slot.step,
+            num_bytes=0,
+            lora=kept.slot.lora,
+            has_optimizer=path.kind is Kind.TRAINING,
+            expires=None if wanted.ttl_seconds is None else now + wanted.ttl_seconds,
+            user_metadata=wanted.user_metadata,
+        )
+        files.save(directory, kept.slot, self._name, saved)
+        if path.kind is Kind.EPHEMERAL:
+            return Answer.json({"type": verb, "sampling_session_id": wanted.sampling_session_id})
+        return Answer.json({"type": verb, "path": wanted.path})
+
+    def _forward_backward(self, slot: Slot, wanted: ForwardBackwardRequest) -> Answer:
+        checked = [self._checked(datum) for datum in wanted.data]
+        outputs: list[dict[str, npt.NDArray[np.float32]]] = [{} for _ in checked]
+        total = 0.0
+        before = {name: None if each.grad is None else each.grad.clone() for name, each in slot.parameters.items()}
+        try:
+            with torch.set_grad_enabled(not wanted.is_forward_only), self._base.live(slot):
+                for numbers in micro_batches([tokens.size for tokens, _ in checked]):
+                    found = self._base.log_probs([checked[number] for number in numbers])
+                    losses = [
+                        token_losses(wanted.loss, each, _tensors(wanted.data[number], each), wanted.config)
+                        for number, each in zip(numbers, found, strict=True)
+                    ]
+                    loss = torch.stack([each.sum() for each in losses]).sum()
+                    total += float(loss.detach())
+                    if not wanted.is_forward_only and loss.requires_grad:
+                        torch.autograd.backward(loss)
+                    for number, log_probs, each in zip(numbers, found, losses, strict=True):
+                        outputs[number] = {"logprobs": _array(log_probs)}
+                        if wanted.loss == "cross_entropy":
+                            outputs[number]["elementwise_loss"] = _array(each)
+        except BaseException:
+            # Nothing of a request that fails may be in the next update.
+            for name, each in slot.parameters.items():
+                each.grad = before[name]
+            raise
+        return Answer(Form.PROTOBUF, write_output(outputs, {"loss:sum": total}))
+
+    def _checked(self, datum: Datum) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        targets = datum.inputs.get(TARGETS)
+        if targets is None or targets.ndim not in {1, 2} or targets.shape[0] != datum.token_ids.size:
+            raise InvalidRequest(
+                f"loss_fn_inputs: {TARGETS} must have a row for each of the {datum.token_ids.size} tokens read"
+            )
+        whole = targets.astype(np.int64)
+        self._check(datum.token_ids)
+        self._check(whole.reshape(-1))
+        return datum.token_ids, whole
+
+    def _check(self, tokens: npt.NDArray[np.int64]) -> None:
+        if tokens.size and not (int(tokens.min()) >= 0 and int(tokens.max()) < self._base.vocabulary):
+            raise InvalidRequest(f"token ids must lie in [0, {self._base.vocabulary})")
+
+
+def _tensors(datum: Datum, like: Tensor) -> dict[str, Tensor]:
+    return {
+        name: torch.from_numpy(each.astype(np.float32)).to(like.device)
+        for name, each in datum.inputs.items()
+        if name != TARGETS
+    }
+
+
+def _array(tensor: Tensor) -> npt.NDArray[np.float32]:
+    found: npt.NDArray[np.float32] = tensor.detach().float().cpu().numpy()
+    return found

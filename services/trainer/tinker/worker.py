@@ -1,0 +1,163 @@
+"""Takes requests from the queue, has them done, and answers them."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+from pydantic import ValidationError
+
+from flotilla.services.trainer.tinker.trainer import Trainer
+from flotilla.shared.errors import FlotillaError, InvalidRequest, NotFound
+from flotilla.shared.tinker.fields import put_bytes
+from flotilla.shared.tinker.messages import MISSING, write_top
+from flotilla.shared.tinker.paths import Kind, SavedPath
+from flotilla.shared.tinker.queue import Answer, Form, Request, TinkerQueue, Work
+from flotilla.shared.tinker.records import Category, Failure, Model, Sample, Sampler, Save, Verb
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+SCORES_AT_A_TIME = 16
+SAVING = frozenset({Verb.SAVE, Verb.SAVE_FOR_SAMPLER})
+"""Their files are there, or were deleted since."""
+
+
+class TrainingWorker:
+    """Does one request after another, on one thread.
+
+    Args:
+        queue: of requests.
+        trainer: does them.
+    """
+
+    def __init__(self, queue: TinkerQueue, trainer: Trainer) -> None:
+        self._queue, self._trainer = queue, trainer
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._train = self._score = ""
+
+    async def run(self) -> None:
+        """Work until cancelled.
+
+        Raises:
+            ClaimLost: another process does this work now.
+        """
+        self._train, self._score = await self._queue.begin(Work.TRAIN), await self._queue.begin(Work.SCORE)
+        log.info("tinker trainer works", extra={"incarnation": self._train})
+        while True:
+            # What is scored is waited for by who samples; it is short beside an update.
+            scores = await self._queue.waiting(Work.SCORE, "0", SCORES_AT_A_TIME, blocks=False)
+            for request in scores:
+                await self._queue.reply(Work.SCORE, self._score, request, await self._scored(request))
+            for request in await self._queue.waiting(Work.TRAIN, "0", 1, blocks=not scores):
+                await self._trained(request)
+
+    async def _trained(self, request: Request) -> None:
+        model = await self._queue.model(request.model_id)
+        answer: Answer
+        try:
+            if model is None:
+                raise NotFound(f"{request.model_id}: there is no such model")
+            await self._recover(model, request)
+            answer = await self._compute(partial(self._trainer.do, request, model))
+        except (FlotillaError, ValidationError) as error:
+            log.warning("request failed", extra={"request_id": request.id, "error": str(error)})
+            answer = failed(error)
+        except Exception as error:
+            # Such as memory that is used up: of what it began, nothing may remain.
+            log.exception("request failed", extra={"request_id": request.id})
+            self._trainer.forget(request.model_id)
+            answer = failed(error)
+        made = await self._made(request, model, answer)
+        await self._queue.reply(Work.TRAIN, self._train, request, answer, made)
+        before = await self._compute(partial(self._trainer.state_is_due, request.model_id, request.verb))
+        if before is not None:
+            await self._queue.forget_bodies(request.model_id, before + 1, request.seq)
+
+    async def _recover(self, model: Model, request: Request) -> None:
+        """Bring a model that is not in this process to where it was before a request."""
+        if self._trainer.knows(model.model_id) or request.seq == 0:
+            return
+        done = await self._queue.progress(model.model_id)
+        on_disk = await self._compute(partial(self._trainer.restore, model))
+        again = 0
+        async for past in self._queue.past(model.model_id, on_disk + 1, min(done, request.seq - 1)):
+            if past.verb in SAVING or await self._broke(past):
+                continue
+            with suppress(FlotillaError, ValidationError):
+                # What was refused is refused again: an update by a gradient that is not finite forgets it.
+                await self._compute(partial(self._trainer.do, past, model))
+            again += 1
+        log.info("model recovered", extra={"model_id": model.model_id, "on_disk": on_disk, "done_again": again})
+
+    async def _broke(self, past: Request) -> bool:
+        """Return whether a request failed by no fault of its own, such as memory that was used up: it did nothing."""
+        answered = await self._queue.answer(past.id)
+        if answered is None or answered.form is not Form.FAILED:
+            return False
+        return Failure.model_validate_json(answered.content).category is Category.SERVER
+
+    async def _made(self, request: Request, model: Model | None, answer: Answer) -> tuple[str, Sampler] | None:
+        """Name the sampling session that a request made, if it did."""
+        if request.verb != Verb.SAVE_FOR_SAMPLER or answer.form is Form.FAILED or model is None:
+            return None
+        save = Save.model_validate_json(request.body)
+        if save.sampling_session_id is None:
+            return None
+        if save.is_inflight:
+            await self._queue.put_inflight(model.model_id, save.path)
+        inflight_of = model.model_id if save.is_inflight else None
+        path = None if save.is_inflight else save.path
+        sampler = Sampler(session_id=model.session_id, owner=model.owner, path=path, inflight_of=inflight_of)
+        return save.sampling_session_id, sampler
+
+    async def _scored(self, request: Request) -> Answer:
+        try:
+            wanted = Sample.model_validate_json(request.body)
+            path = wanted.path
+            if wanted.sampling_session_id and path is None:
+                sampler = await self._queue.sampler(wanted.sampling_session_id)
+                path = None if sampler is None else sampler.path
+                if sampler is not None and sampler.inflight_of is not None:
+                    path = await self._queue.inflight(sampler.inflight_of)
+            return await self._compute(partial(self._scores, wanted, path))
+        except (FlotillaError, ValidationError) as error:
+            return failed(error)
+        except Exception as error:
+            log.exception("scores failed", extra={"request_id": request.id})
+            return failed(error)
+
+    def _scores(self, wanted: Sample, path: str | None) -> Answer:
+        tokens, count = wanted.prompt.token_ids, wanted.topk_prompt_logprobs
+        if path is not None and SavedPath.read(path).kind is Kind.TRAINING:
+            raise InvalidRequest(f"{path} is to be trained from, not to be sampled from")
+        log_probs, top = self._trainer.score(path, tokens, count)
+        first = 1 if wanted.prompt_logprobs_last_n is None else max(1, len(tokens) - wanted.prompt_logprobs_last_n)
+        shown = np.full(len(tokens), np.nan, np.float32)
+        shown[first:] = log_probs[first - 1 :]
+        content = put_bytes(2, shown.astype("<f4").tobytes()) if wanted.prompt_logprobs else b""
+        if count:
+            ids, likeliest = (
+                np.zeros((len(tokens), count), np.int32),
+                np.full((len(tokens), count), MISSING, np.float32),
+            )
+            ids[first:], likeliest[first:] = top[0].numpy()[first - 1 :], top[1].numpy()[first - 1 :]
+            content += put_bytes(3, write_top(ids, likeliest))
+        return Answer(Form.PROTOBUF, content)
+
+    async def _compute(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def failed(error: Exception) -> Answer:
+    """Say why a request failed, and whose fault it is."""
+    if isinstance(error, FlotillaError):
+        category = Category.USER if error.status < 500 else Category.SERVER
+        return Answer.failed(Failure(error=error.detail, category=category))
+    if isinstance(error, ValidationError):
+        return Answer.failed(Failure(error=str(error), category=Category.USER))
+    return Answer.failed(Failure(error=f"{type(error).__name__}: {error}", category=Category.SERVER))

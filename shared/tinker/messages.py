@@ -1,0 +1,251 @@
+"""The protobuf messages of the Tinker API (``tinker_public.proto`` of SDK 0.38), as far as they are served."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.tinker.fields import (
+    Value,
+    as_bytes,
+    as_double,
+    as_int,
+    as_ints,
+    as_text,
+    entry_of,
+    fields_of,
+    put_bytes,
+    put_double,
+    put_entry,
+    put_int,
+    put_ints,
+)
+
+Array = npt.NDArray[np.float32] | npt.NDArray[np.int64]
+
+FLOAT32, INT64, INT32 = 1, 2, 3
+DTYPES: Final[Mapping[int, npt.DTypeLike]] = {FLOAT32: np.float32, INT64: np.int64, INT32: np.int32}
+MAX_ELEMENTS: Final = 1 << 24
+"""Of one tensor, so that a few bytes of a sparse one do not become gigabytes."""
+MISSING: Final = -99999.0
+"""Log-probability in an empty cell of a table of the most likely tokens."""
+NO_BYTES: Final = memoryview(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """One sequence to be trained, or to be scored.
+
+    Attributes:
+        token_ids: [T] what the model reads.
+        inputs: of the loss, by name: float32 or int64, in the shape that was given.
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    inputs: Mapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackwardRequest:
+    """What one call, or one chunk of it, is to compute.
+
+    Attributes:
+        model_id, seq_id: which model, and the place among its requests.
+        data: sequences, at least one.
+        loss: name of the loss.
+        config: its parameters.
+        is_forward_only: without gradients.
+    """
+
+    model_id: str
+    seq_id: int
+    data: tuple[Datum, ...]
+    loss: str
+    config: Mapping[str, float | str]
+    is_forward_only: bool
+
+    @classmethod
+    def read(cls, raw: bytes) -> Self:
+        """Read a message.
+
+        Raises:
+            InvalidRequest: it is none, or holds what is not served (pictures, sound).
+        """
+        head, loss, config, data = Head.read(raw), "", dict[str, float | str](), list[Datum]()
+        is_forward_only = False
+        for number, value in fields_of(memoryview(raw)):
+            match number:
+                case 3:
+                    data.append(_datum(value))
+                case 4:
+                    loss = as_text(value)
+                case 5:
+                    key, content = entry_of(value)
+                    config.setdefault(key, as_double(content))
+                case 6:
+                    is_forward_only = bool(as_int(value))
+                case 7:
+                    key, content = entry_of(value)
+                    config[key] = _config_value(content)
+        if not data:
+            raise InvalidRequest("forward_backward needs at least one datum")
+        return cls(head.model_id, head.seq_id, tuple(data), loss, config, is_forward_only)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Whose request a message is; the rest is not read."""
+
+    model_id: str
+    seq_id: int
+
+    @classmethod
+    def read(cls, raw: bytes) -> Self:
+        """Read the head of a ``ForwardBackwardRequest``.
+
+        Raises:
+            InvalidRequest: it is none.
+        """
+        model_id, seq_id = "", 0
+        for number, value in fields_of(memoryview(raw)):
+            if number == 1:
+                model_id = as_text(value)
+            elif number == 2:
+                seq_id = as_int(value)
+        return cls(model_id, seq_id)
+
+
+def _config_value(raw: Value) -> float | str:
+    for number, value in fields_of(as_bytes(raw)):
+        return as_double(value) if number == 1 else as_text(value)
+    return ""
+
+
+def _datum(raw: Value) -> Datum:
+    tokens, inputs = list[npt.NDArray[np.int32]](), dict[str, Array]()
+    for number, value in fields_of(as_bytes(raw)):
+        if number == 1:
+            tokens.append(_chunk(value))
+        elif number == 2:
+            name, content = entry_of(value)
+            inputs[name] = read_tensor(as_bytes(content))
+    if not tokens or not sum(each.size for each in tokens):
+        raise InvalidRequest("a datum has no tokens in model_input")
+    return Datum(np.concatenate(tokens).astype(np.int64), inputs)
+
+
+def _chunk(raw: Value) -> npt.NDArray[np.int32]:
+    for number, value in fields_of(as_bytes(raw)):
+        if number != 1:
+            raise InvalidRequest("model_input may hold encoded text alone: pictures and sound are not served here")
+        for inner, content in fields_of(as_bytes(value)):
+            if inner == 1:
+                return _elements(as_bytes(content), np.int32)
+    return np.empty(0, np.int32)
+
+
+def _elements(raw: memoryview, dtype: npt.DTypeLike) -> npt.NDArray[np.int32]:
+    kind = np.dtype(dtype)
+    if len(raw) % kind.itemsize:
+        raise InvalidRequest(f"a tensor of {kind} has {len(raw)} bytes")
+    return np.frombuffer(raw, kind.newbyteorder("<"))
+
+
+def read_tensor(raw: memoryview) -> Array:
+    """Read a ``Tensor``: dense, or sparse (CSR), of which what is not listed is 0.
+
+    Returns:
+        float32 or int64, in its shape.
+
+    Raises:
+        InvalidRequest: it does not fit its own shape, or is too large.
+    """
+    dense, sparse, dtype, shape = NO_BYTES, None, 0, list[int]()
+    for number, value in fields_of(raw):
+        match number:
+            case 1:
+                dense = as_bytes(value)
+            case 2:
+                sparse = as_bytes(value)
+            case 3:
+                dtype = as_int(value)
+            case 4:
+                shape += as_ints(value)
+    if dtype not in DTYPES:
+        raise InvalidRequest(f"a tensor has the dtype {dtype}, which is not read: float32, int64 or int32")
+    if any(size < 0 for size in shape) or math.prod(shape) > MAX_ELEMENTS:
+        raise InvalidRequest(f"a tensor has the shape {shape}: at most {MAX_ELEMENTS} elements")
+    found = _elements(dense, DTYPES[dtype]) if sparse is None else _from_csr(sparse, dtype, shape)
+    if shape and math.prod(shape) != found.size:
+        raise InvalidRequest(f"a tensor of shape {shape} has {found.size} elements")
+    kept = found.reshape(shape) if shape else found
+    return kept.astype(np.float32) if dtype == FLOAT32 else kept.astype(np.int64)
+
+
+def _from_csr(raw: memoryview, dtype: int, shape: Sequence[int]) -> npt.NDArray[np.int32]:
+    values, rows, columns = NO_BYTES, NO_BYTES, NO_BYTES
+    for number, value in fields_of(raw):
+        match number:
+            case 1:
+                values = as_bytes(value)
+            case 2:
+                rows = as_bytes(value)
+            case 3:
+                columns = as_bytes(value)
+    entries, starts, places = (
+        _elements(values, DTYPES[dtype]),
+        _elements(rows, np.int64),
+        _elements(columns, np.int64),
+    )
+    is_right = len(shape) == 2 and starts.size == shape[0] + 1 and entries.size == places.size
+    if not is_right or (np.diff(starts) < 0).any() or int(starts[0]) != 0 or int(starts[-1]) != places.size:
+        raise InvalidRequest("a sparse tensor's rows do not fit its shape")
+    if places.size and not (int(places.min()) >= 0 and int(places.max()) < shape[1]):
+        raise InvalidRequest("a sparse tensor names a column that is not there")
+    found = np.zeros(tuple(shape), DTYPES[dtype])
+    found[np.repeat(np.arange(shape[0]), np.diff(starts)), places] = entries
+    return found
+
+
+def write_tensor(values: npt.NDArray[np.float32]) -> bytes:
+    """Write a ``Tensor`` of float32, dense."""
+    return put_bytes(1, values.astype("<f4").tobytes()) + put_int(3, FLOAT32) + put_ints(4, values.shape)
+
+
+def write_output(outputs: Sequence[Mapping[str, npt.NDArray[np.float32]]], metrics: Mapping[str, float]) -> bytes:
+    """Write a ``ForwardBackwardOutput``.
+
+    Args:
+        outputs: of each datum, by name; each [T, ...] float32. Of one name all have as many dimensions.
+        metrics: sums and counts of the whole request, each named ``name:reduction``.
+    """
+    # A record per datum: what follows the first dimension may differ among them.
+    records = [
+        b"".join(put_entry(2, name, put_bytes(2, _batched(each))) for name, each in output.items()) + put_int(3, 1)
+        for output in outputs
+    ]
+    written = put_bytes(1, b"ArrayRecord") + b"".join(put_bytes(2, record) for record in records)
+    return written + b"".join(put_entry(3, name, put_double(2, value)) for name, value in metrics.items())
+
+
+def _batched(values: npt.NDArray[np.float32]) -> bytes:
+    raw = values.astype("<f4").tobytes()
+    offsets = np.array([0, len(raw)], "<i8").tobytes()
+    return put_bytes(1, raw) + put_bytes(2, offsets) + put_int(3, FLOAT32) + put_ints(4, values.shape[1:])
+
+
+def write_sequence(token_ids: npt.NDArray[np.int32], log_probs: npt.NDArray[np.float32], *, is_cut: bool) -> bytes:
+    """Write one ``SampledSequence`` as a field of a ``SampleResponse``."""
+    content = put_int(1, int(is_cut)) + put_bytes(2, token_ids.astype("<i4").tobytes())
+    return put_bytes(1, content + put_bytes(3, log_probs.astype("<f4").tobytes()))
+
+
+def write_top(token_ids: npt.NDArray[np.int32], log_probs: npt.NDArray[np.float32]) -> bytes:
+    """Write ``TopkLogprobs``: both [T, K], row-major."""
+    length, width = token_ids.shape
+    tables = put_bytes(1, token_ids.astype("<i4").tobytes()) + put_bytes(2, log_probs.astype("<f4").tobytes())
+    return tables + put_int(3, width) + put_int(4, length)

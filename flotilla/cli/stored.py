@@ -1,10 +1,12 @@
 """Experiments read from a directory where no fleet runs: what its gateway would answer, from the database it left.
 
-Nothing is written. What only the data plane knows is not there, such as the ledger of what has not ended.
+A copy of the database is read, and nothing is written but the index beside the samples. What only the data plane knows
+is not there, such as the ledger of what has not ended.
 """
 
 import json
 import sqlite3
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +19,7 @@ from flotilla.client.asynchronous import AsyncClient, Ledgers, Reference
 from flotilla.client.calls import PAGE
 from flotilla.client.views import Samples
 from flotilla.connection import FleetInfo, choose_experiment
+from flotilla.services.gateway.store.left_behind import DATABASE, copy_database, directory_of
 from flotilla.shared.errors import NotFound, Unavailable
 from flotilla.shared.samples.query import SampleOrder, SampleQuery
 from flotilla.shared.schemas.experiment import (
@@ -30,10 +33,6 @@ from flotilla.shared.schemas.experiment import (
 from flotilla.shared.schemas.sample_kinds import SampleKind
 from flotilla.shared.schemas.samples import SampleView
 from flotilla.shared.schemas.service import ServiceView
-
-DATABASE = "gateway.sqlite"
-EXPERIMENTS = "experiments"
-LOCK_SECONDS = 5.0
 
 
 class Source(Protocol):
@@ -155,11 +154,13 @@ class StoredExperiments:
 
     def __init__(self, data: Path) -> None:
         self.data = data
-        self._database = sqlite3.connect(
-            f"{(data / DATABASE).absolute().as_uri()}?mode=rw", uri=True, timeout=LOCK_SECONDS, check_same_thread=False
-        )
-        # To read what a killed process left in the journal is to write: nothing else may.
-        self._database.execute("PRAGMA query_only = ON")
+        self._place = tempfile.TemporaryDirectory(prefix="flotilla-stored-")
+        try:
+            copy_database(data, Path(self._place.name))
+            self._database = sqlite3.connect(Path(self._place.name) / DATABASE, check_same_thread=False)
+        except (OSError, sqlite3.Error, Unavailable) as error:
+            self._place.cleanup()
+            raise self._unreadable(error) from error
 
     async def __aenter__(self) -> Self:
         return self
@@ -168,6 +169,7 @@ class StoredExperiments:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._database.close()
+        self._place.cleanup()
 
     def with_deadline(self, seconds: float) -> Self:
         """Return itself: nobody is waited for."""
@@ -186,7 +188,7 @@ class StoredExperiments:
     async def ledger(self, experiment: ExperimentView) -> Ledgers | None:
         """Read the last one; None of what has not ended: the data plane had it."""
         query = "SELECT final_ledger FROM experiments WHERE id = ?"
-        ((stored,),) = self._database.execute(query, (experiment.id,))
+        ((stored,),) = self._rows(query, experiment.id)
         return Ledgers.read(json.loads(stored)) if stored else None
 
     async def metric_page(
@@ -199,7 +201,7 @@ class StoredExperiments:
             "SELECT sequence, name, step, version, value, at FROM metrics WHERE experiment_id = ? AND sequence > ? "  # noqa: S608
             f"{chosen} ORDER BY sequence LIMIT ?"
         )
-        rows = self._database.execute(query, (experiment.id, int(after or 0), *names, PAGE)).fetchall()
+        rows = self._rows(query, experiment.id, int(after or 0), *names, PAGE)
         items = [
             MetricPoint(name=name, step=step, version=version, value=value, at=at)
             for _, name, step, version, value, at in rows
@@ -209,18 +211,18 @@ class StoredExperiments:
     async def checkpoints(self, experiment: ExperimentView) -> list[ListedCheckpoint]:
         """List the durable checkpoints, by step, where they are now."""
         query = "SELECT data FROM windows WHERE experiment_id = ? AND name = 'uploads'"
-        copies = [UploadRecord.model_validate_json(data) for (data,) in self._database.execute(query, (experiment.id,))]
-        ((made_in,),) = self._database.execute("SELECT directory FROM experiments WHERE id = ?", (experiment.id,))
+        copies = [UploadRecord.model_validate_json(data) for (data,) in self._rows(query, experiment.id)]
+        ((made_in,),) = self._rows("SELECT directory FROM experiments WHERE id = ?", experiment.id)
         query = "SELECT step, version, path, at FROM checkpoints WHERE experiment_id = ? ORDER BY step"
         return [
             ListedCheckpoint(
                 step=step,
                 version=version,
-                path=str(Path(experiment.directory) / Path(path).relative_to(made_in)),
+                path=str(self._moved(Path(path), Path(made_in), Path(experiment.directory))),
                 at=at,
                 upload=copies[0].view_of(step) if copies else None,
             )
-            for step, version, path, at in self._database.execute(query, (experiment.id,))
+            for step, version, path, at in self._rows(query, experiment.id)
         ]
 
     async def check_copy(self, experiment: ExperimentView, step: int) -> UploadCheck:
@@ -262,7 +264,7 @@ class StoredExperiments:
             "SELECT id, name, state, revision, step, policy_version, directory, created_at, updated_at, "
             "spec, problem, health, origin FROM experiments ORDER BY number, created_at, id"
         )
-        rows = self._database.execute(query)
+        rows = self._rows(query)
         for id_, name, state, revision, step, version, directory, created_at, updated_at, *documents in rows:
             spec, problem, health, origin = (json.loads(each or "null") for each in documents)
             yield ExperimentView(
@@ -279,14 +281,24 @@ class StoredExperiments:
                 services={},
                 problem=problem,
                 health=health or (),
-                directory=str(self._directory(id_, directory)),
+                directory=str(directory_of(self.data, id_, directory)),
                 origin=origin,
             )
 
-    def _directory(self, experiment_id: str, directory: str) -> Path:
-        """Find where it is now: a run may have been moved."""
-        moved = self.data.absolute() / EXPERIMENTS / experiment_id
-        return moved if moved.is_dir() else Path(directory)
+    def _rows(self, query: str, *values: str | int) -> list[Any]:
+        try:
+            return self._database.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise self._unreadable(error) from error
+
+    def _moved(self, path: Path, made_in: Path, directory: Path) -> Path:
+        """Find a checkpoint where its experiment is now; one elsewhere is not believed."""
+        if ".." in path.parts or not path.is_relative_to(made_in):
+            raise self._unreadable(f"it names a checkpoint {path}, which is not in {made_in}")
+        return directory / path.relative_to(made_in)
+
+    def _unreadable(self, cause: object) -> Unavailable:
+        return Unavailable(f"{self.data / DATABASE} cannot be read: {cause}")
 
 
 def _time(seconds: float) -> str:

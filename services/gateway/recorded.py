@@ -6,9 +6,7 @@ database may come from somebody else: of what it says, no folder outside its own
 """
 
 import asyncio
-import shutil
 import tempfile
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -22,6 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.services.gateway.state import GatewayState
 from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.store.left_behind import DATABASE, copy_database, directory_of
 from flotilla.services.gateway.store.memory import MemoryStore
 from flotilla.services.gateway.store.sql import SqlStore
 from flotilla.services.gateway.store.writes import AppendAudit, AppendEvent, PutCheckpoint, PutMetrics, PutRecord, Write
@@ -30,14 +29,8 @@ from flotilla.shared.errors import Conflict, FlotillaError, Unavailable
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
 
-DATABASE: Final = "gateway.sqlite"
-EXPERIMENTS: Final = "experiments"
 PAGE: Final = 20_000
 AUDITS: Final = 1000
-QUIET_SECONDS: Final = 0.03
-"""Files' times have ticks of a hundredth of a second at most: what is written later than this has another time."""
-COPY_SECONDS: Final = 20.0
-"""Longest time to find a moment in which nobody writes the database itself; its log of writes may grow meanwhile."""
 
 
 @asynccontextmanager
@@ -75,10 +68,10 @@ async def _ping_nothing() -> None:
 async def _read(folder: Path, store: MemoryStore) -> None:
     """Add all of one database; the copy that is opened may be brought up to date, the database itself stays."""
     with tempfile.TemporaryDirectory(prefix="flotilla-page-") as place:
-        copied = Path(place) / DATABASE
+        copied = Path(place)
         try:
-            await asyncio.to_thread(_copy, folder / DATABASE, copied)
-            kept = await SqlStore.open(f"sqlite:///{copied}")
+            await asyncio.to_thread(copy_database, folder, copied)
+            kept = await SqlStore.open(f"sqlite:///{copied / DATABASE}")
             try:
                 await _read_all(folder, kept, store)
             finally:
@@ -90,78 +83,14 @@ async def _read(folder: Path, store: MemoryStore) -> None:
             raise Unavailable(f"{folder / DATABASE} cannot be read: {' '.join(cause.split())}") from error
 
 
-def _copy(database: Path, copied: Path) -> None:
-    """Copy a database with what SQLite keeps beside it, as of one moment, without a lock or a write of ours.
-
-    Write-ahead frames have checksums, and count up to the last commit that is whole: those may be added meanwhile, as
-    long as none is moved to the database. A rollback journal belongs to one state of the database.
-
-    Raises:
-        OSError: a file cannot be read.
-        Unavailable: there was no quiet moment.
-    """
-    end = time.monotonic() + COPY_SECONDS
-    while time.monotonic() < end:
-        before = _state_of(database)
-        time.sleep(QUIET_SECONDS)
-        if _state_of(database) != before:
-            continue
-        for suffix in ("", "-journal", "-wal"):
-            _beside(copied, suffix).unlink(missing_ok=True)
-            try:
-                shutil.copyfile(_beside(database, suffix), _beside(copied, suffix))
-            except FileNotFoundError:
-                if not suffix:
-                    raise
-        if _state_of(database) == before:
-            return
-    raise Unavailable("it is written all the time: look at the page of the fleet that works on it")
-
-
-def _beside(database: Path, suffix: str) -> Path:
-    return database.with_name(f"{database.name}{suffix}")
-
-
-def _state_of(database: Path) -> list[tuple[int, int, int] | None]:
-    """Return what differs once the database, or a journal of it, was written."""
-    found: list[tuple[int, int, int] | None] = []
-    for suffix in ("", "-journal"):
-        try:
-            facts = _beside(database, suffix).stat()
-        except FileNotFoundError:
-            found.append(None)
-        else:
-            found.append((facts.st_ino, facts.st_size, facts.st_mtime_ns))
-    return found
-
-
 async def _read_all(folder: Path, kept: Store, store: MemoryStore) -> None:
     known = {record.id for record in await store.experiments()}
     for record in await kept.experiments():
         if record.id in known:
             raise Conflict(f"{record.id} is in {folder} and in another of the folders: name one of them")
-        directory = _directory(folder, record.id, record.directory)
+        directory = directory_of(folder, record.id, record.directory)
         await store.apply([PutRecord(replace(record, directory=str(directory)))])
         await _read_series(kept, store, record.id)
-
-
-def _directory(folder: Path, experiment_id: str, recorded: str) -> Path:
-    """Find an experiment's files below the folder, which may have been moved since.
-
-    Returns:
-        An absolute path below the folder, where there is nothing if nothing was left.
-
-    Raises:
-        Conflict: what has its name in the folder is elsewhere.
-    """
-    within, here = folder.resolve(), folder.resolve() / EXPERIMENTS / experiment_id
-    for each in (here, Path(recorded)):
-        place = each.resolve()
-        if place.is_dir() and place != within and place.is_relative_to(within):
-            return place
-    if here.resolve() == within or not here.resolve().is_relative_to(within):
-        raise Conflict(f"{here} leads out of {folder}, from where no files are shown: put them into the folder")
-    return here
 
 
 async def _read_series(kept: Store, store: MemoryStore, experiment_id: str) -> None:

@@ -14,9 +14,10 @@ from flotilla.cli.demo.unpacking import unpack
 from flotilla.cli.output import new_console
 from flotilla.cli.run_directory import FLEET
 from flotilla.services.gateway.app import create_app
-from flotilla.services.gateway.recorded import DATABASE, recorded_state
+from flotilla.services.gateway.recorded import recorded_state
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.services.gateway.state import GatewayState
+from flotilla.services.gateway.store.left_behind import DATABASE
 from flotilla.shared.errors import InvalidRequest, NotFound
 from flotilla.shared.net.authorisation.access import Principal, Scope
 from flotilla.shared.net.server.serving import address_of, bind, serve_here

@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final
 
-from flotilla.cli.stored import DATABASE
+from flotilla.services.gateway.store.left_behind import DATABASE
 
 ARCHIVE: Final = Path(__file__).with_name("arithmetic.zip")
 """Of ``page/record_demo.py``."""

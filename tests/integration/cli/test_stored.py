@@ -2,7 +2,11 @@
 
 import asyncio
 import json
+import re
+import shutil
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +122,64 @@ def test_a_data_directory_without_a_fleet_is_read_and_one_without_experiments_is
     assert main(["ledger", "tiny", "--data", data]) == ExitCode.UNREACHABLE
     said = capsys.readouterr().err
     assert f"there are no experiments in {tmp_path}" in said and f"there is no directory {tmp_path}/nowhere" in said
+
+
+def test_a_directory_stays_as_a_killed_gateway_left_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = a_run(tmp_path / "run") / "fleet"
+    killed = tmp_path / "killed" / "fleet"
+
+    async def kill() -> None:
+        store = await SqlStore.open(f"sqlite:///{data / 'gateway.sqlite'}")
+        await store.apply([PutMetrics("tiny-1", [MetricPoint(name="reward/mean", step=3, version=3, value=0.9)])])
+        shutil.copytree(data, killed)
+        await store.close()
+
+    asyncio.run(kill())
+    assert (killed / "gateway.sqlite-wal").stat().st_size > 0
+    before = {path: path.read_bytes() for path in killed.glob("gateway*")}
+
+    assert asked(capsys, "report", str(killed.parent))["reward"] == pytest.approx((0.25 + 0.5 + 0.9) / 3)
+
+    assert {path: path.read_bytes() for path in killed.glob("gateway*")} == before
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        (None, "cannot be read: file is not a database"),
+        ("DROP TABLE experiments", "cannot be read: no such table: experiments"),
+        ("UPDATE checkpoints SET path = '/etc'", "names a checkpoint /etc, which is not in"),
+        (
+            "UPDATE checkpoints SET path = directory || '/../../etc' FROM experiments",
+            "names a checkpoint .*/etc, which",
+        ),
+    ],
+)
+def test_a_database_that_cannot_be_believed_is_refused_in_a_sentence(
+    statement: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = a_run(tmp_path / "run")
+    database = path / "fleet" / "gateway.sqlite"
+    if statement is None:
+        database.write_bytes(b"no database " * 1000)
+    else:
+        with closing(sqlite3.connect(database)) as connection, connection:
+            connection.execute(statement)
+
+    assert main(["checkpoints", str(path)]) == ExitCode.UNREACHABLE
+
+    error = capsys.readouterr().err
+    assert re.search(rf"{database} cannot be read: .*{said.removeprefix('cannot be read: ')}", error)
+
+
+def test_no_files_are_shown_of_a_directory_that_only_the_database_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = a_run(tmp_path / "other") / "fleet" / "experiments" / "tiny-1"
+    path = a_run(tmp_path / "run")
+    with closing(sqlite3.connect(path / "fleet" / "gateway.sqlite")) as connection, connection:
+        connection.execute("UPDATE experiments SET directory = ?", (str(other),))
+        connection.execute("UPDATE checkpoints SET path = ?", (str(other / "checkpoints"),))
+    shutil.rmtree(path / "fleet" / "experiments")
+
+    assert asked(capsys, "report", str(path))["samples"] == []

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from flotilla.services.gateway.recorded import DATABASE, recorded_state
+from flotilla.services.gateway.recorded import recorded_state
 from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.services.gateway.store.left_behind import DATABASE
 from flotilla.services.gateway.store.sql import SqlStore
 from flotilla.services.gateway.store.writes import PutMetrics, PutRecord
 from flotilla.shared.errors import Conflict, Unavailable

@@ -13,20 +13,20 @@ _WRITTEN = """
     correction/above_fraction correction/below_fraction correction/chi2_seq correction/chi2_token
     correction/effective_sample_size correction/k3_kl correction/kl correction/log_ppl_abs_diff
     correction/probability_difference correction/rejected_fraction correction/rejected_sequence_fraction
-    correction/rollout_log_ppl correction/training_log_ppl correction/weight correction/weight_squared
-    distillation/kl entropy evaluation/*/* evaluation/accuracy evaluation/best@* evaluation/grader/*
-    evaluation/lag_versions evaluation/maj@* evaluation/mean@* evaluation/mean_completion_tokens
-    evaluation/num_errors evaluation/num_graded_rows evaluation/num_rows evaluation/num_scored evaluation/pass@*
-    evaluation/reward/* evaluation/reward_mean evaluation/source/*/* fully_async/count/stale_samples_processed
+    correction/rollout_log_ppl correction/training_log_ppl correction/weight correction/weight_squared distillation/kl
+    entropy evaluation/*/* evaluation/accuracy evaluation/best@* evaluation/grader/* evaluation/lag_versions
+    evaluation/maj@* evaluation/mean@* evaluation/mean_completion_tokens evaluation/num_errors
+    evaluation/num_graded_rows evaluation/num_rows evaluation/num_scored evaluation/pass@* evaluation/reward/*
+    evaluation/reward_mean evaluation/source/*/* fully_async/count/stale_samples_processed
     fully_async/count/stale_trajectory_processed fully_async/partial/max_partial_span
     fully_async/partial/partial_ratio fully_async/partial/total_partial_num grad_norm grader/*/max grader/*/mean
     grader/*/min groups/dropped groups/failed groups/filtered groups/flat_fraction groups/in_step groups/trained
     held_out/loss held_out/perplexity held_out/preference/* kl/mean lag/max lag/mean lag/tokens/* learning_rate
     loss/kl loss/policy loss/supervised loss/total loss/value nll preference/accuracy preference/chosen
     preference/margin preference/rejected prompt_tokens/mean publication/commit_seconds publication/prepare_seconds
-    publication/transfer_seconds ratio/approx_kl ratio/clip_fraction ratio/clip_fraction_lower ratio/mean
-    reward/*/max reward/*/mean reward/*/min reward/*/std reward/max reward/mean reward/min reward/std
-    reward/std_within_group rollouter/idle_ratio samples/in_step samples/lost_files samples/without_reward
+    publication/transfer_seconds ratio/approx_kl ratio/clip_fraction ratio/clip_fraction_lower ratio/mean reward/*/max
+    reward/*/mean reward/*/min reward/*/std reward/max reward/mean reward/min reward/std reward/std_within_group
+    rollouter/idle_ratio router/balance router/z samples/in_step samples/lost_files samples/without_reward
     samples/written_bytes source/*/grader/*/mean source/*/reward/*/mean source/*/reward/mean source/*/reward/std
     time/checkpoint_seconds time/compute_seconds time/pace_seconds time/publication_seconds time/publish_seconds
     time/step_seconds time/wait_seconds tokens/generated tokens/resumed_in_step tokens/trained tokens/trained_in_step

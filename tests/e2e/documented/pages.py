@@ -12,7 +12,20 @@ GUIDES = (
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
 )
-PROGRAMS = {"flotilla", "python", "python3.11", "make", "curl", "pip", "docker", "sh", "git", "source", "eval"}
+PROGRAMS = {
+    "flotilla",
+    "python",
+    "python3.11",
+    "make",
+    "curl",
+    "pip",
+    "docker",
+    "kubectl",
+    "sh",
+    "git",
+    "source",
+    "eval",
+}
 COMMENT = re.compile(r"\s+#\s.*$")
 OPTIONAL = re.compile(r"\s*\[[^]]*\]")
 

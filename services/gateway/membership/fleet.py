@@ -289,7 +289,10 @@ class Fleet:
             NotFound: it is not registered any more.
         """
         async with self._store.transaction() as change:
-            self._stage_leave(change, service.id, f"its lease ended: {self.returning.remember(service)}")
+            if service.lease_ends > self._registry.now():
+                return  # it called while this waited for its turn
+            silence = self.returning.stage_memory(change, service)
+            self._stage_leave(change, service.id, f"its lease ended: {silence}")
         self._on_change()
 
     async def leave(self, service_id: str, *, reason: str) -> None:

@@ -3,6 +3,9 @@
 A host that cannot be reached for half a minute has lost nothing. Its service registers again as the same process, gets
 the same id, and, where nobody has taken its place, the same assignment: so it keeps worker, engine and weight endpoint.
 What it had claimed was released meanwhile and is fenced; a trainer keeps its epoch, since no other one had it.
+
+The scheduler, which assigns all others, decides from what it saw before: ``num_assigned`` tells it that somebody came
+back meanwhile, and it decides again.
 """
 
 from dataclasses import dataclass
@@ -16,6 +19,8 @@ from flotilla.services.gateway.store.transaction import Transaction
 from flotilla.shared.schemas.service import Registration, ServiceKind
 
 REMEMBERED_SECONDS = 600.0
+COMPUTING = frozenset({ServiceKind.TRAINER, ServiceKind.ROLLOUT})
+"""Kinds of service whose devices are given with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +39,36 @@ class CutOff:
 
 
 class Returning:
-    """Remembers those that were given up, by their incarnation, and lets them go on."""
+    """Remembers those that were given up, by their incarnation, and lets them go on.
+
+    Attributes:
+        num_assigned: how many got their work back.
+    """
 
     def __init__(self, registry: Registry, repository: ExperimentRepository, events: EventLog) -> None:
         self._registry, self._repository, self._events = registry, repository, events
         self._cut_off: dict[str, CutOff] = {}
+        self.num_assigned = 0
 
-    def remember(self, service: LiveService) -> str:
-        """Remember one that is given up now, before it is forgotten; return what is said of its silence."""
+    def stage_memory(self, change: Transaction, service: LiveService) -> str:
+        """Remember one that is given up, before it is forgotten; return what is said of its silence."""
         experiment = self._repository.find(service.experiment_id)
         epoch, now = None if experiment is None else experiment.record.trainer_epoch, self._registry.now()
-        self._cut_off = {name: each for name, each in self._cut_off.items() if now < each.heard_at + REMEMBERED_SECONDS}
-        self._cut_off[service.record.incarnation] = CutOff(service.record, epoch, service.heard_at)
+        cut_off = CutOff(service.record, epoch, service.heard_at)
+
+        def follow() -> None:
+            known = self._cut_off.items()
+            self._cut_off = {name: each for name, each in known if now < each.heard_at + REMEMBERED_SECONDS}
+            self._cut_off[service.record.incarnation] = cut_off
+
+        change.then(follow)
         return no_contact(service.record, now - service.heard_at)
+
+    def forget(self, experiment_id: str) -> None:
+        """Let nobody go on with an experiment that has ended and starts again, from its newest checkpoint."""
+        self._cut_off = {
+            name: each for name, each in self._cut_off.items() if each.record.experiment_id != experiment_id
+        }
 
     def why_missing(self, experiment_id: str) -> str | None:
         """Name the hosts of an experiment's services that are out of reach, and for how long; None: there are none."""
@@ -72,6 +94,7 @@ class Returning:
         change.then(lambda: self._cut_off.pop(registration.incarnation, None))
         if found.record.experiment_id is not None and self._is_free(service, found):
             self._registry.stage_assignment(change, service, found.record.experiment_id)
+            change.then(self._count)
             self._events.stage(
                 change,
                 found.record.experiment_id,
@@ -92,5 +115,16 @@ class Returning:
             is_last = found.epoch == experiment.record.trainer_epoch
             if not is_last or self._registry.trainer_of(experiment.id) is not None:
                 return False
-        others = (each for each in self._registry if each.experiment_id not in {None, experiment.id})
-        return not any(each.devices & service.devices for each in others)
+        if service.kind not in COMPUTING:
+            return True
+        return not any(each.devices & service.devices for each in self._registry if _computes(each, experiment.id))
+
+    def _count(self) -> None:
+        self.num_assigned += 1
+
+
+def _computes(service: LiveService, experiment_id: str) -> bool:
+    """Whether a service may compute on its devices for others: it works for them, or has not yet let go."""
+    if service.kind not in COMPUTING or service.experiment_id is not None:
+        return service.kind in COMPUTING and service.experiment_id != experiment_id
+    return service.is_busy

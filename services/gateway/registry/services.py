@@ -61,14 +61,14 @@ class LiveService:
         drained: set once it is asked to leave the fleet; a gateway that restarts finds it in the record.
     """
 
-    def __init__(self, record: ServiceRecord, lease_ends: float) -> None:
+    def __init__(self, record: ServiceRecord, lease_ends: float, heard_at: float) -> None:
         self.record = record
         self.kind = ServiceKind(record.kind)
         self.can_do(Capabilities.model_validate(record.capabilities))
         self.observed = ObservedState()
         self.is_observed = False
         self.lease_ends = lease_ends
-        self.heard_at = lease_ends
+        self.heard_at = heard_at
         self.polls = 0
         self.is_cut_off = False
         self.changed = Signal()
@@ -102,6 +102,12 @@ class LiveService:
         """Whether it says that it works for this experiment, whatever it is assigned to."""
         is_at_rest = self.observed.state in {WorkState.IDLE, WorkState.FINISHED, WorkState.FAILED}
         return self.observed.experiment_id == experiment_id and not is_at_rest
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has no experiment any more, but is not yet done with the one it had."""
+        is_idle = self.observed.state is WorkState.IDLE or self.observed.experiment_id is None
+        return self.experiment_id is None and not is_idle
 
     def facts(self, now: float) -> ServiceFacts:
         """What matters for its desired state, ``now`` by the registry's clock."""
@@ -141,9 +147,9 @@ class Registry:
 
     async def load(self) -> None:
         """Load the services of an earlier process, under a grace lease; a notice goes on while no gateway runs."""
-        lease_ends = self._clock.monotonic() + self._grace_seconds
-        for record in await self._store.services():
-            service = self._services[record.id] = LiveService(record, lease_ends)
+        records, now = await self._store.services(), self._clock.monotonic()
+        for record in records:
+            service = self._services[record.id] = LiveService(record, now + self._grace_seconds, now)
             service.is_restored = True
             self._index(service)
             if record.is_draining:
@@ -230,15 +236,17 @@ class Registry:
         if known is not None and known.kind is not registration.kind:
             raise Conflict("a service of another kind has this incarnation: each process makes one of its own")
         fields = registration.model_dump(mode="json")
+        number, now = 1 + max((each.record.number for each in self), default=0), self._clock.monotonic()
         if known is not None:
             record = replace(known.record, **fields)
         elif former is not None:
-            record = replace(former, **fields, experiment_id=None)
+            # Its number may be another's by now: nodes of a training job have their order from it.
+            is_taken = any(each.record.number == former.number for each in self)
+            record = replace(former, **fields, experiment_id=None, number=number if is_taken else former.number)
         else:
             service_id = f"{registration.kind}-{secrets.token_hex(4)}"
-            number = 1 + max((each.record.number for each in self), default=0)
             record = ServiceRecord(id=service_id, registered_at=self._clock.now(), number=number, **fields)
-        service = known or LiveService(record, self._clock.monotonic() + self.lease_seconds)
+        service = known or LiveService(record, now + self.lease_seconds, now)
 
         def follow() -> None:
             service.record = record

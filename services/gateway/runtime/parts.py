@@ -11,7 +11,7 @@ from flotilla.services.gateway.lifecycle.commands import ExperimentCommands
 from flotilla.services.gateway.membership.fleet import Fleet
 from flotilla.services.gateway.monitoring.health.measurements import Measurements
 from flotilla.services.gateway.publications.publications import Publications
-from flotilla.services.gateway.records.repository import ExperimentRepository, OpenPlane, PerExperiment
+from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, OpenPlane, PerExperiment
 from flotilla.services.gateway.registry.services import Registry, wake_services
 from flotilla.services.gateway.samples.indexing import SampleIndexes
 from flotilla.services.gateway.settings import GatewaySettings
@@ -68,7 +68,7 @@ class GatewayParts:
             clock,
             settings.experiments,
             settings.places,
-            on_restart=lambda experiment: self.measurements.of(experiment).health.clear(),
+            on_restart=self._experiment_restarted,
         )
         self.fleet: Final = Fleet(
             self.registry,
@@ -82,6 +82,10 @@ class GatewayParts:
             self.tokens,
             on_change=self.wake.set,
         )
+
+    def _experiment_restarted(self, experiment: Experiment) -> None:
+        self.measurements.of(experiment).health.clear()
+        self.fleet.returning.forget(experiment.id)
 
     def _experiment_changed(self, experiment_id: str) -> None:
         wake_services(self.registry, experiment_id)

@@ -23,7 +23,7 @@ from flotilla.shared.config.load.spec_text import with_changes
 from flotilla.shared.config.rules.devices import DeviceFacts, decide
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.fleet import ExperimentShare, FleetView, KindShare
-from flotilla.shared.schemas.service import ServiceKind, WorkState
+from flotilla.shared.schemas.service import ServiceKind
 from flotilla.shared.schemas.service import ServiceKind as Kind
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class Candidates:
             # A draining trainer keeps its place until it is idle: an experiment never has two.
             if record.is_draining and not (service.kind is ServiceKind.TRAINER and record.experiment_id is not None):
                 continue
-            facts = (record, service.leaving is not None or _is_busy(service), service.engines, service.devices)
+            facts = (record, service.leaving is not None or service.is_busy, service.engines, service.devices)
             found = self._known.get(record.id)
             known[record.id] = found if found is not None and found[0] == facts else (facts, _candidate(service, facts))
         self._known = known
@@ -151,13 +151,6 @@ class Candidates:
 def _candidate(service: LiveService, facts: Facts) -> Candidate:
     record, is_leaving, engines, devices = facts
     return Candidate(record.id, service.kind, record.experiment_id, is_leaving, engines, devices)
-
-
-def _is_busy(service: LiveService) -> bool:
-    """Whether it has no experiment any more, but is not yet done with the one it had."""
-    if service.record.experiment_id is not None:
-        return False
-    return service.observed.state is not WorkState.IDLE and service.observed.experiment_id is not None
 
 
 class Scheduler:
@@ -198,6 +191,7 @@ class Scheduler:
                 is_done = service.is_observed and not service.works_for(service.experiment_id)
                 if is_done or service.leaving.ends_at <= self._clock.monotonic():
                     await self._fleet.release(service, service.leaving.reason)
+        num_returned = self._fleet.returning.num_assigned
         demands, candidates, placement = self._place()
         await self._ask_to_leave(placement)
         # Sandboxes first: a reward looks for its experiment's when it starts.
@@ -205,7 +199,7 @@ class Scheduler:
         chosen = [service for service in services if service.id in placement.assigned]
         await self._decide_devices(chosen, placement)
         for service in sorted(chosen, key=lambda service: service.kind is not ServiceKind.SANDBOX):
-            await self._assign(service, self._repository.get(placement.assigned[service.id]))
+            await self._assign(service, self._repository.get(placement.assigned[service.id]), num_returned)
         for demand in demands:
             cause = why_waiting(demand.experiment_id, placement, demands, candidates)
             silent = None if cause is None else self._fleet.returning.why_missing(demand.experiment_id)
@@ -286,8 +280,10 @@ class Scheduler:
                         self._repository.stage_spec(change, experiment, with_changes(experiment.spec, changes))
                         self._events.stage(change, experiment_id, "devices_decided", **_flat(changes))
 
-    async def _assign(self, service: LiveService, experiment: Experiment) -> None:
+    async def _assign(self, service: LiveService, experiment: Experiment, num_returned: int) -> None:
         async with self._repository.transaction() as change:
+            if self._fleet.returning.num_assigned != num_returned:
+                return  # somebody came back to a place, or to devices, that this was decided without
             if self._registry.find(service.id) is not service or not experiment.is_active:
                 return  # it left, or the experiment was stopped, while this waited for its turn
             if service.kind is ServiceKind.TRAINER:

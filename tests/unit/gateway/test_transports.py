@@ -79,7 +79,7 @@ def test_without_shared_memory_nobody_maps() -> None:
 def a_rollout(name: str, held_image: str | None = None, *, is_draining: bool = False) -> LiveService:
     registration = a_registration(incarnation=name).model_dump(mode="json")
     record = ServiceRecord(id=name, registered_at=0.0, number=1, is_draining=is_draining, **registration)
-    service = LiveService(record, lease_ends=1.0)
+    service = LiveService(record, lease_ends=1.0, heard_at=0.0)
     service.observed = ObservedState(policy_version=2, held_image=held_image)
     return service
 

@@ -114,7 +114,7 @@ class SupervisedLearner(FinishedLearner):
                 loss = aggregate(-log_probs, micro.sequences, denominators, self.job.aggregation)
                 self._backward(loss)
             figures = {"loss": once(loss), "nll": mean_over(-log_probs, micro.sequences.response_mask)}
-            tallies.append(figures | router_metrics(self.policy.routers))
+            tallies.append(figures | router_metrics(self.policy.routers, self.ranks.data_size))
         return combine(tallies)
 
     def _measured(self, batch: TrainingBatch, fixed: Tensor | None, micro_batches: Sequence[MicroBatch]) -> Metrics:
@@ -144,7 +144,9 @@ class _PairLearner(FinishedLearner):
             with nullcontext() if micro.is_empty else balancing(self.policy.routers, micro.inputs, share):
                 surrogate, metrics = self._weighted(batch, micro, weights, extra)
                 self._backward(surrogate)
-            tallies.append(metrics if micro.is_empty else {**metrics, **router_metrics(self.policy.routers)})
+            tallies.append(
+                metrics if micro.is_empty else {**metrics, **router_metrics(self.policy.routers, self.ranks.data_size)}
+            )
         return combine(tallies)
 
     def _measured(self, batch: TrainingBatch, fixed: Tensor | None, micro_batches: Sequence[MicroBatch]) -> Metrics:

@@ -139,7 +139,7 @@ class PolicyGradient:
                 # Sharded gradients are averaged over the ranks, and this is the loss of the whole mini-batch.
                 torch.autograd.backward(objective.loss * self._ranks.data_size)
             self._optimizer.collect()
-            tallies.append({**objective.metrics, **router_metrics(self._policy.routers)})
+            tallies.append({**objective.metrics, **router_metrics(self._policy.routers, self._ranks.data_size)})
             if note is not None and objective.tokens is not None:
                 note(micro, objective.tokens)
         self._optimizer.add_zero()

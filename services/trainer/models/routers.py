@@ -67,16 +67,17 @@ class RouterLosses:
         finally:
             self._tokens = None
 
-    def metrics(self) -> Metrics:
-        """Tally what the last pass's losses were, without their coefficients."""
+    def metrics(self, num_ranks: int) -> Metrics:
+        """Tally what the last pass's losses were, without their coefficients; the tallies of all ranks add up."""
+        share = self._share / num_ranks
         balances = [(self._weights(layer) * probabilities).sum() for layer, (probabilities, _) in self._figures.items()]
         squares = [square for _, square in self._figures.values()]
         if not balances:
             return {}
         total = torch.stack(balances).sum()
         return {
-            "router/balance": once(total * self._share),
-            "router/z": once(torch.stack(squares).mean() * self._share),
+            "router/balance": once(total * share),
+            "router/z": once(torch.stack(squares).mean() * share),
         }
 
     def _weights(self, layer: int) -> Tensor:
@@ -126,9 +127,9 @@ def balancing(losses: RouterLosses | None, inputs: ModelInput, share: float) -> 
     return nullcontext() if losses is None else losses.counting(inputs, share)
 
 
-def router_metrics(losses: RouterLosses | None) -> Metrics:
-    """Tally the routers' losses of the last pass; nothing where there are none."""
-    return {} if losses is None else losses.metrics()
+def router_metrics(losses: RouterLosses | None, num_ranks: int) -> Metrics:
+    """Tally the routers' losses of the last pass as the share of one of so many ranks; nothing where there are none."""
+    return {} if losses is None else losses.metrics(num_ranks)
 
 
 class _Joined(torch.autograd.Function):
@@ -161,7 +162,9 @@ def _routers_of(model: nn.Module) -> list[tuple[nn.Module, int]]:
 def _real(positions: Tensor) -> Tensor:
     """Say which positions [rows, W] hold a token, from numbers that begin with 0 in every sequence: [rows * W] float.
 
-    Padding, on the right, has only zeros; a sequence has two tokens at least.
+    Padding, on the right, has only zeros; a sequence has two tokens at least. With images there are three axes before.
     """
+    if positions.dim() == 3:
+        positions = positions.amax(0)
     following = torch.cat([positions[:, 1:], torch.zeros_like(positions[:, :1])], 1)
     return ((positions > 0) | (following == 1)).reshape(-1).float()

@@ -7,8 +7,12 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from flotilla.services.trainer.data.packing import ModelInput
 from flotilla.services.trainer.learning.opening import make_learner
 from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.services.trainer.models.routers import RouterLosses
+from flotilla.services.trainer.parallel.ranks import Ranks
+from flotilla.shared.config.sections.optimisation import RouterConfig
 from flotilla.shared.errors import ModelError
 from tests.integration.trainer.architectures import ARCHITECTURES
 from tests.unit.trainer.builders import a_model
@@ -80,6 +84,37 @@ def test_passes_of_a_mini_batch_are_averaged() -> None:
 
     # Balance of few tokens is worse; added up over four passes it would be about four times that of one.
     assert one.metrics["router/balance"] < many.metrics["router/balance"] < 2 * one.metrics["router/balance"]
+
+
+def test_figures_of_ranks_add_up_to_their_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = _figures(0, 1, monkeypatch)
+    shares = [_figures(rank, 2, monkeypatch) for rank in range(2)]
+
+    for name in ("router/balance", "router/z"):
+        assert sum(each[name] for each in shares) == pytest.approx(whole[name], rel=0.2)
+
+
+def _figures(rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Train a mini-batch as one of some ranks, and return what it alone reports."""
+    monkeypatch.setattr(Ranks, "data_size", size)
+    monkeypatch.setattr(Ranks, "data_rank", rank)
+    spec = spec_of(SFT, micro_batch_tokens=100_000, router={"balance": 1.0, "z": 0.1})
+    return make_learner(spec, LoadedModel(ARCHITECTURES["Mixtral"](), Path())).train(demonstrations(), 1).metrics
+
+
+def test_pictures_tokens_count_as_any_others() -> None:
+    positions = torch.tensor([[[0, 1, 1, 1, 1, 3, 0, 0]], [[0, 1, 1, 2, 2, 3, 0, 0]], [[0, 1, 2, 1, 2, 3, 0, 0]]])
+    model = ARCHITECTURES["Mixtral"]()
+    losses = RouterLosses(model, RouterConfig(balance=1.0, z=0.1))
+    ids = torch.randint(0, 20, (1, 8))
+    inputs = ModelInput(ids, positions, None, torch.zeros(1, dtype=torch.int64), ids[0, :1])
+
+    with losses.counting(inputs, 1.0):
+        model(input_ids=ids)
+
+    logits = model(input_ids=ids, output_router_logits=True).router_logits
+    square = torch.stack([each[:6].float().logsumexp(-1).square().mean() for each in logits]).mean()
+    assert losses.metrics(1)["router/z"].total.item() == pytest.approx(square.item(), rel=1e-5)
 
 
 def test_pairs_move_routers_too() -> None:

@@ -8,6 +8,7 @@ import hashlib
 import io
 import warnings
 from pathlib import Path
+from stat import S_ISREG
 from typing import IO, Any
 
 from flotilla.shared.errors import DataError
@@ -43,7 +44,10 @@ def check_file(path: Path) -> None:
         DataError: as ``size_of``; or it is not there.
     """
     try:
-        num_bytes = path.stat().st_size
+        found = path.stat()
+        if not S_ISREG(found.st_mode):  # Opening a pipe would wait for whoever writes it.
+            raise DataError(f"the image {path} is no file", path=str(path))
+        num_bytes = found.st_size
         with path.open("rb") as file, _opened(file, num_bytes):
             pass
     except OSError as error:

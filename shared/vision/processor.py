@@ -5,9 +5,10 @@ the engine and the trainer compute its pixels. Transformers' ``AutoProcessor`` o
 of videos, which needs torchvision; token ids here are those that it writes.
 """
 
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ import numpy.typing as npt
 from flotilla.shared.config.sections.images import ImagesConfig
 from flotilla.shared.errors import DataError, ModelError
 from flotilla.shared.net.absence import absent_or
-from flotilla.shared.vision.files import pixels_of
+from flotilla.shared.vision.files import digest_of, pixels_of
 from flotilla.shared.vision.kinds import GRID_MODELS, kind_of
 from flotilla.shared.vision.spans import ImageSpan, find_spans
 
-CACHED_IMAGES = 64
+MOST_KEPT_BYTES = 256 * 1024 * 1024
+"""Bytes of processed images that are kept; one of the largest may have more, and is kept alone."""
+MOST_GRIDS = 65_536
+"""Images whose grids are kept."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,9 +58,12 @@ class ImageProcessor:
         self._processor = processor
         self.token, self.token_id = token, token_id
         self._merge = merge
-        # Members of a group, and passes over a batch, ask for the same few images one after the other.
-        self.process = lru_cache(maxsize=CACHED_IMAGES)(self._process)
-        self.grid_of = lru_cache(maxsize=64 * CACHED_IMAGES)(self._grid_of)
+        # Members of a group, and passes over a batch, ask for the same few images one after the other. All is kept by
+        # what an image contains: by its bytes, thousands of files would stay in memory.
+        self._kept: OrderedDict[str, ProcessedImage] = OrderedDict()
+        self._kept_bytes = 0
+        self._grids: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._lock = threading.Lock()
 
     @classmethod
     def from_directory(
@@ -99,12 +106,41 @@ class ImageProcessor:
             )
         return cls(processor, str(token), token_id, int(processor.merge_size))
 
-    def _process(self, data: bytes) -> ProcessedImage:
-        """Compute the pixels of an encoded image.
+    def process(self, data: bytes) -> ProcessedImage:
+        """Compute the pixels of an encoded image; threads may call it at once.
 
         Raises:
             DataError: it cannot be read, or is too narrow for the model.
         """
+        name = digest_of(data)
+        with self._lock:
+            if (kept := self._kept.get(name)) is not None:
+                self._kept.move_to_end(name)
+                return kept
+        made = self._computed(data)
+        with self._lock:
+            if name not in self._kept:
+                self._keep(name, made)
+        return made
+
+    def grid_of(self, data: bytes) -> tuple[int, int]:
+        """Count rows and columns of an image's tokens; raises as ``process``."""
+        grid = self._grids.get(digest_of(data))
+        if grid is None:
+            processed = self.process(data)
+            grid = processed.rows, processed.columns
+        return grid
+
+    def _keep(self, name: str, made: ProcessedImage) -> None:
+        while self._kept and self._kept_bytes + made.pixel_values.nbytes > MOST_KEPT_BYTES:
+            self._kept_bytes -= self._kept.popitem(last=False)[1].pixel_values.nbytes
+        self._kept[name] = made
+        self._kept_bytes += made.pixel_values.nbytes
+        self._grids[name] = made.rows, made.columns
+        if len(self._grids) > MOST_GRIDS:
+            self._grids.popitem(last=False)
+
+    def _computed(self, data: bytes) -> ProcessedImage:
         try:
             found = self._processor(images=[pixels_of(data)], return_tensors="np")
         except ValueError as error:
@@ -112,11 +148,6 @@ class ImageProcessor:
         time, height, width = (int(each) for each in found.image_grid_thw[0])
         pixels = np.ascontiguousarray(found.pixel_values, dtype=np.float32)
         return ProcessedImage(pixels, (time, height, width), height // self._merge, width // self._merge)
-
-    def _grid_of(self, data: bytes) -> tuple[int, int]:
-        """Count rows and columns of an image's tokens; raises as ``process``."""
-        processed = self.process(data)
-        return processed.rows, processed.columns
 
     def expand(self, text: str, images: Sequence[bytes]) -> str:
         """Write each image's token as often as the image has tokens.

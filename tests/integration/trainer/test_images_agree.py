@@ -1,5 +1,6 @@
 """Pictures in prompts: the engine and the trainer compute the same of them, whatever else is in a batch."""
 
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from flotilla.shared.errors import DataError
 from flotilla.shared.schemas.task import Message, Task
 from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
 from flotilla.shared.vision.processor import ImageProcessor
+from flotilla.shared.vision.tower import Features
 from tests.vision_models import IMAGE_TOKEN, KINDS, a_picture, save_vision_model
 
 CPU = torch.device("cpu")
@@ -155,6 +157,24 @@ def test_samples_that_go_on_under_new_weights_see_their_pictures(folder: Path, t
     labels = batch.rollout_log_probs[micro.tokens]
     expected = torch.where(batch.versions[micro.tokens] == 1, new, old)
     torch.testing.assert_close(labels, expected, atol=1e-5, rtol=0)
+
+
+def test_an_engine_asleep_keeps_nothing_that_was_computed_of_pictures(folder: Path) -> None:
+    engine = an_engine(folder)
+    renderer = ChatRenderer.from_directory(str(folder), images=a_spec(folder).data.images)
+    ids, placed = renderer.illustrated((Message("user", "which <image> colour ?"),), PROMPTS[1])
+    before = _num_features()
+    sampled(engine, [GenerationRequest("r", ids, (1,), SamplingParameters(2, ignore_eos=True), images=placed)])
+    assert _num_features() == before + 1
+
+    engine.sleep()
+
+    assert _num_features() == before
+
+
+def _num_features() -> int:
+    gc.collect()
+    return sum(isinstance(each, Features) for each in gc.get_objects())
 
 
 def folder_kind(folder: Path) -> str:

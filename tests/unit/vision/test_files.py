@@ -1,13 +1,15 @@
 import io
+import os
 import struct
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from flotilla.shared.errors import DataError
-from flotilla.shared.vision.files import MOST_BYTES, pixels_of, size_of
+from flotilla.shared.vision.files import MOST_BYTES, check_file, pixels_of, size_of
 
 
 def encoded(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
@@ -68,3 +70,10 @@ def test_a_photograph_is_turned_as_the_camera_was_held() -> None:
     exif[0x0112] = 6
 
     assert pixels_of(encoded(Image.new("RGB", (30, 20)), "JPEG", exif=exif)).size == (20, 30)
+
+
+def test_a_pipe_is_no_picture_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "picture.png")
+
+    with pytest.raises(DataError, match="is no file"):
+        check_file(tmp_path / "picture.png")

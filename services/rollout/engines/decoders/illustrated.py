@@ -94,6 +94,11 @@ class VisionDecoder(CachedDecoder):
         self._move_cached(sources, targets, longest)
         self._differences[list(targets)] = self._differences[list(sources)]
 
+    def release(self) -> None:
+        """Free weights, cache and what was computed of images; see ``Decoder.release``."""
+        super().release()
+        self._tower.forget()
+
     def _switch(self) -> None:
         self._switch_weights()
         self._tower.forget()

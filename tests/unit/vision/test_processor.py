@@ -1,0 +1,58 @@
+"""What a processor of images remembers, and for how long."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flotilla.shared.vision import processor as processing
+from flotilla.shared.vision.processor import ImageProcessor
+from tests.vision_models import a_picture
+
+VALUES = 1024
+NUM_BYTES = 4 * VALUES
+
+
+class Counting:
+    """Stands for transformers' processor: counts what it is asked for."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, **_: Any) -> Any:
+        self.count += 1
+        return SimpleNamespace(pixel_values=np.zeros((1, VALUES), np.float32), image_grid_thw=np.array([[1, 4, 6]]))
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    monkeypatch.setattr(processing, "MOST_KEPT_BYTES", 2 * NUM_BYTES)
+    return Counting()
+
+
+def test_pixels_are_kept_as_long_as_there_is_room_for_their_bytes(counting: Counting) -> None:
+    processor = ImageProcessor(counting, "<|image_pad|>", 5, 2)
+    first, second, third = (a_picture(seed=seed) for seed in range(3))
+
+    for image in (first, second, first, third, first):
+        assert processor.process(image).pixel_values.nbytes == NUM_BYTES
+    assert counting.count == 3
+
+    processor.process(second)
+    assert counting.count == 4
+
+
+def test_the_bytes_of_a_picture_are_not_kept_for_its_grid(counting: Counting) -> None:
+    processor = ImageProcessor(counting, "<|image_pad|>", 5, 2)
+    image = a_picture()
+    before = sys.getrefcount(image)
+
+    assert processor.grid_of(image) == (2, 3)
+
+    assert sys.getrefcount(image) == before
+    for seed in range(1, 4):
+        processor.process(a_picture(seed=seed))
+    processor.grid_of(image)
+    assert counting.count == 4

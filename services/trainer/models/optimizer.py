@@ -255,10 +255,11 @@ class PolicyOptimizer:
             if found.get("exp_avg", master).shape != master.shape:
                 raise ModelError(f"the checkpoint's optimiser state of {name} has another shape than the model")
             if found:
+                # Moments are of the masters' element type, which may be another than in the run that wrote them.
                 # The count of steps is a scalar beside the shard: the fused kernel takes both from one device.
                 device = local_of(master).device
                 self._adam.state[master] = {
-                    key: value.to(device).clone() if key == "step" else localized(value, master)
+                    key: value.to(device).clone() if key == "step" else localized(value.to(master.dtype), master)
                     for key, value in found.items()
                 }
             if (parameter := self._parameters[name]) is not master:

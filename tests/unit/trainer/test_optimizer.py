@@ -220,3 +220,22 @@ def test_a_models_own_bfloat16_weights_are_trained_where_the_spec_says_so() -> N
     assert torch.equal(layer.weight, plain.weight)
     assert {each.dtype for name, each in optimizer.state().items() if not name.startswith("step/")} == {torch.bfloat16}
     assert not any(name.startswith("master/") for name in optimizer.state())
+
+
+@pytest.mark.parametrize(("before", "after"), [("float32", "model"), ("model", "float32")])
+def test_state_of_masters_of_another_type_goes_on(before: str, after: str) -> None:
+    layer = torch.nn.Linear(4, 3, bias=False, dtype=torch.bfloat16)
+    first, second = (
+        PolicyOptimizer(layer.named_parameters(), OptimisationConfig(steps=3, learning_rate=0.1, masters=each), 3)
+        for each in (before, after)
+    )
+    for optimizer in (first, second):
+        with_gradient(layer, 1.0)
+        optimizer.collect()
+        optimizer.update()
+        if optimizer is first:
+            second.load(first.state(), first.updates)
+
+    moments = {name: each for name, each in second.state().items() if name.startswith("exp_avg")}
+    assert {each.dtype for each in moments.values()} == {next(iter(second.masters.values())).dtype}
+    assert second.state()["step/weight"] == 2

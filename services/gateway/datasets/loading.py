@@ -59,6 +59,10 @@ def load_training(config: DataConfig, *, seed: int, places: Places | None = None
     ]
     weights = [source.weight for source in sources if source.weight is not None]
     dataset = joined(found, config, seed, weights)
+    more = config.input_column
+    if more is not None and all(value_at(row, more) is ABSENT for row in dataset.rows):
+        present = ", ".join(sorted({name for row in dataset.rows for name in row}))
+        raise DataError(f"data: no row has a column {more!r}, which data.input_column names; columns there: {present}")
     return dataset if config.max_rows is None else Dataset(dataset.rows[: config.max_rows], config, seed)
 
 

@@ -328,3 +328,11 @@ def test_held_out_sets_take_all_that_a_source_takes(tmp_path: Path) -> None:
 
     assert [(part.name, part.start, part.num_rows) for part in dataset.parts] == [("first", 0, 2), ("second", 2, 1)]
     assert dataset.task(2, row=2, group_size=1).label == "1"
+
+
+def test_an_input_column_that_no_row_has_is_refused(tmp_path: Path) -> None:
+    file = lines(tmp_path / "rows.jsonl", [{"prompt": "Sort.", "input": "2 1", "label": "1"}, *rows("a", 1)])
+
+    assert prompts(load(path=str(file), input_column="input", shuffle=False), 1) == ["Sort.\n2 1"]
+    with pytest.raises(DataError, match="no row has a column 'inputs'"):
+        load(path=str(file), input_column="inputs")

@@ -43,7 +43,9 @@ def _lines(
         names = _names(origins, path)
         is_section = isinstance(value, Mapping) and value
         if is_section and (below or names is None):
-            found.append(f"{indent}{key}:{f'  # {names}' if names else ''}\n")
+            # As YAML writes it: some words are no texts without quotes.
+            head = write({key: {}}).rstrip().removesuffix(" {}")
+            found.append(f"{indent}{head}{f'  # {names}' if names else ''}\n")
             found += _lines(value, f"{path}.", depth + 1, origins, system, write)
             continue
         text = textwrap.indent(write({key: value}), indent)

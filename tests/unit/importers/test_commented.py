@@ -45,3 +45,10 @@ def test_a_key_names_the_parameters_that_set_it() -> None:
     assert "  group_size: 5  # actor_rollout_ref.rollout.n\n" in text
     assert "    context_tokens: 1536  # data.max_prompt_length, data.max_response_length\n" in text
     assert "seed: 0  # follows from verl's defaults\n" in text
+
+
+@pytest.mark.parametrize("key", ["2024", "yes", "null", "a: b", "#x"])
+def test_keys_that_need_quotes_have_them(key: str) -> None:
+    document = {"reward": {key: {"weight": 1.0}}}
+
+    assert yaml.safe_load(commented(document, [], "it", write_value)) == document

@@ -19,6 +19,7 @@ from flotilla.services.rollout.episodes.rendering import ChatRenderer
 from flotilla.services.trainer.data.batch import make_batch
 from flotilla.services.trainer.data.micro_batch import make_micro_batches
 from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.learning.memory import LearnerMemory
 from flotilla.services.trainer.models.loading import load_model
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
@@ -170,6 +171,19 @@ def test_an_engine_asleep_keeps_nothing_that_was_computed_of_pictures(folder: Pa
     engine.sleep()
 
     assert _num_features() == before
+
+
+def test_a_trainer_that_gives_its_device_up_keeps_nothing_of_pictures(folder: Path, tmp_path: Path) -> None:
+    learner, memory_before = a_learner(folder), _num_features()
+    learner.train(answered(folder)[:1], 1)
+    assert _num_features() > memory_before
+    memory = LearnerMemory(learner, tmp_path)
+
+    memory.offload()
+
+    assert _num_features() == memory_before
+    memory.reload()
+    learner.train(answered(folder)[:1], 2)
 
 
 def _num_features() -> int:

@@ -138,6 +138,30 @@ def test_the_trainer_gives_sampled_tokens_the_engines_log_probs(
     torch.testing.assert_close(found, batch.rollout_log_probs, atol=1e-5, rtol=0)
 
 
+def test_sampled_tokens_have_the_log_probs_of_transformers_own_forward(folder: Path) -> None:
+    model, processor = AutoModelForImageTextToText.from_pretrained(folder).eval(), ImageProcessor.from_directory(folder)
+    checked = 0
+    for group in filter(lambda each: each.task.images, answered(folder)):
+        shown = [processor.process(image) for image in group.task.images]
+        pixels = torch.cat([torch.from_numpy(each.pixel_values) for each in shown])
+        for each in group.trajectories:
+            is_sampled = torch.from_numpy(each.loss_mask.astype(bool))
+            ids = torch.from_numpy(each.token_ids.astype(np.int64))
+            if IMAGE_TOKEN in ids[is_sampled]:
+                continue  # It would look for a picture there.
+            with torch.no_grad():
+                logits = model(
+                    input_ids=ids[None],
+                    pixel_values=pixels,
+                    image_grid_thw=torch.tensor([one.grid for one in shown]),
+                    mm_token_type_ids=(ids == IMAGE_TOKEN).int()[None],
+                ).logits[0]
+            found = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[is_sampled[1:], 0]
+            torch.testing.assert_close(found, torch.from_numpy(each.log_probs)[is_sampled], atol=1e-5, rtol=0)
+            checked += 1
+    assert checked >= 3
+
+
 def test_the_policy_samples_ids_of_image_tokens_as_any_others(folder: Path) -> None:
     sampled_ids = np.concatenate([t.token_ids[t.loss_mask == 1] for g in answered(folder) for t in g.trajectories])
 

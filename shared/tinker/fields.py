@@ -11,6 +11,8 @@ from flotilla.shared.errors import InvalidRequest
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 MAX_VARINT_BYTES: Final = 10
+MAX_FIELDS: Final = 1 << 16
+"""Of one message, and numbers of one field: millions of two bytes each would hold up who reads them."""
 MASK: Final = (1 << 64) - 1
 
 Value = int | memoryview
@@ -22,8 +24,11 @@ def fields_of(data: memoryview) -> Iterator[tuple[int, Value]]:
     Raises:
         InvalidRequest: the bytes are no message.
     """
-    at, end = 0, len(data)
+    at, end, count = 0, len(data), 0
     while at < end:
+        count += 1
+        if count > MAX_FIELDS:
+            raise InvalidRequest(f"the protobuf message has more than {MAX_FIELDS} fields")
         key, at = _varint(data, at)
         number, kind = key >> 3, key & 7
         if kind == VARINT:
@@ -106,8 +111,10 @@ def as_ints(value: Value) -> list[int]:
     """Return the numbers of a repeated field: one, or several that are packed."""
     if isinstance(value, int):
         return [as_int(value)]
-    found, at = [], 0
+    found, at = list[int](), 0
     while at < len(value):
+        if len(found) == MAX_FIELDS:
+            raise InvalidRequest(f"a field of the protobuf message has more than {MAX_FIELDS} numbers")
         number, at = _varint(value, at)
         found.append(as_int(number))
     return found

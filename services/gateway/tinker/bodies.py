@@ -6,6 +6,11 @@ from pydantic import AliasChoices, Field
 
 from flotilla.shared.tinker.records import AdamStep, Lora, Record, Sample
 
+LARGEST_NUMBER = 2**31 - 1
+"""Of a model of a session, or of a request of a model: part of file names, and of what Redis counts."""
+LONGEST_SECONDS = 100 * 366 * 24 * 3600
+"""The end of what is kept is a date."""
+
 
 class CreateSession(Record):
     """Open a session."""
@@ -30,7 +35,7 @@ class CreateModel(Record):
     """Make a model."""
 
     session_id: str
-    model_seq_id: int = Field(ge=0)
+    model_seq_id: int = Field(ge=0, le=LARGEST_NUMBER)
     base_model: str
     lora_config: Lora | None = None
     optimizer_config: Optimizer = Optimizer()
@@ -41,7 +46,7 @@ class OfModel(Record):
     """Names a model, and the place among its requests."""
 
     model_id: str
-    seq_id: int = Field(1, ge=1)
+    seq_id: int = Field(1, ge=1, le=LARGEST_NUMBER)
 
 
 class OptimStep(OfModel):
@@ -54,7 +59,7 @@ class SaveWeights(OfModel):
     """Save a model to train from it."""
 
     path: str | None = None
-    ttl_seconds: int | None = None
+    ttl_seconds: int | None = Field(None, ge=1, le=LONGEST_SECONDS)
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
 
@@ -63,9 +68,9 @@ class SaveForSampler(OfModel):
     """Save a model to sample from it."""
 
     path: str | None = None
-    sampling_session_seq_id: int | None = Field(None, ge=0)
+    sampling_session_seq_id: int | None = Field(None, ge=0, le=LARGEST_NUMBER)
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: int | None = None
+    ttl_seconds: int | None = Field(None, ge=1, le=LONGEST_SECONDS)
     user_metadata: dict[str, str] | None = None
 
 
@@ -75,9 +80,9 @@ class LoadWeights(Record):
     path: str
     optimizer: bool = False
     session_id: str | None = None
-    model_seq_id: int | None = Field(None, ge=0)
+    model_seq_id: int | None = Field(None, ge=0, le=LARGEST_NUMBER)
     model_id: str | None = None
-    seq_id: int | None = Field(None, ge=1)
+    seq_id: int | None = Field(None, ge=1, le=LARGEST_NUMBER)
     optimizer_config: Optimizer | None = None
     user_metadata: dict[str, str] | None = None
 
@@ -86,7 +91,7 @@ class CreateSampler(Record):
     """Open a sampling session."""
 
     session_id: str
-    sampling_session_seq_id: int = Field(ge=0)
+    sampling_session_seq_id: int = Field(ge=0, le=LARGEST_NUMBER)
     base_model: str | None = None
     model_path: str | None = None
 
@@ -96,7 +101,7 @@ class AskSample(Sample):
 
     base_model: str | None = None
     model_path: str | None = None
-    seq_id: int | None = Field(None, ge=0)
+    seq_id: int | None = Field(None, ge=0, le=LARGEST_NUMBER)
     topk_sample_logprobs: int = 0
     prompt_alt_tokens_k: int = 0
     target_prompt_logprobs: dict[str, object] | None = None
@@ -117,4 +122,4 @@ class WeightsInfo(Record):
 class Ttl(Record):
     """How long a saved model is kept from now on; null: without end."""
 
-    ttl_seconds: int | None = Field(None, ge=1)
+    ttl_seconds: int | None = Field(None, ge=1, le=LONGEST_SECONDS)

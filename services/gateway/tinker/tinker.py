@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from flotilla.services.gateway.tinker.bodies import (
+    LARGEST_NUMBER,
     AskSample,
     CreateModel,
     CreateSampler,
@@ -130,8 +131,8 @@ class Tinker:
     async def forward_backward(self, who: Principal, raw: bytes) -> Request:
         """Take what is to be computed; what is wrong with it, its answer says."""
         head = Head.read(raw)
-        if head.seq_id < 1:
-            raise InvalidRequest("seq_id must be at least 1")
+        if not 1 <= head.seq_id <= LARGEST_NUMBER:
+            raise InvalidRequest(f"seq_id must be from 1 to {LARGEST_NUMBER}")
         await self._open_model(who, head.model_id)
         return await self._submit(Verb.FORWARD_BACKWARD, head.model_id, head.seq_id, raw, raw)
 
@@ -230,7 +231,9 @@ class Tinker:
             else:
                 self._check_base(body.base_model or "")
             request_id = f"{secrets.token_hex(8)}{SAMPLE}0:0"
-        wanted = Sample.model_validate(body.model_dump() | {"path": body.model_path})
+        # Of a sampling session, the session alone says from what: nobody checked whose another path is.
+        path = None if body.sampling_session_id else body.model_path
+        wanted = Sample.model_validate(body.model_dump() | {"path": path})
         content = wanted.model_dump_json().encode()
         request_id = f"{request_id}:scored" if body.is_scored else request_id
         whose = _whose(who)

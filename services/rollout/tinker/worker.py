@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from flotilla.services.rollout.engines.base import Engine, GenerationRequest, SamplingParameters
 from flotilla.services.rollout.tinker.images import write_image
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
-from flotilla.shared.errors import FlotillaError, InvalidRequest
+from flotilla.shared.errors import FlotillaError, InvalidRequest, WorkerDied
 from flotilla.shared.schemas.trajectory import FinishReason
 from flotilla.shared.tinker.messages import write_sequence
 from flotilla.shared.tinker.paths import Kind, SavedPath
@@ -70,23 +70,32 @@ class SamplingWorker:
             WorkerDied: the engine's process ended.
         """
         self._incarnation = await self._queue.begin(Work.SAMPLE)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                await self._take(tasks)
+        except ExceptionGroup as group:
+            # All in flight end of the same cause.
+            raise group.exceptions[0] from group
+
+    async def _take(self, tasks: asyncio.TaskGroup) -> None:
         # What waits comes first: an earlier process may have left it.
         after = "0"
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                for request in await self._queue.waiting(Work.SAMPLE, after, AT_A_TIME, blocks=True):
-                    after = request.entry
-                    try:
-                        wanted = Sample.model_validate_json(request.body)
-                        await self._serve(await self._source_of(wanted))
-                    except (FlotillaError, ValidationError) as error:
-                        await self._refuse(request, error)
-                        continue
-                    task = tasks.create_task(self._sample(request, wanted, self._version), name=request.id)
-                    self._active.add(task)
-                    task.add_done_callback(self._active.discard)
-                    # Its request reaches the engine before the next change of weights.
-                    await asyncio.sleep(0)
+        while True:
+            for request in await self._queue.waiting(Work.SAMPLE, after, AT_A_TIME, blocks=True):
+                after = request.entry
+                try:
+                    wanted = Sample.model_validate_json(request.body)
+                    await self._serve(await self._source_of(wanted))
+                except WorkerDied:
+                    raise  # Another process samples what waits.
+                except (FlotillaError, ValidationError) as error:
+                    await self._refuse(request, error)
+                    continue
+                task = tasks.create_task(self._sample(request, wanted, self._version), name=request.id)
+                self._active.add(task)
+                task.add_done_callback(self._active.discard)
+                # Its request reaches the engine before the next change of weights.
+                await asyncio.sleep(0)
 
     async def _source_of(self, wanted: Sample) -> Source:
         if not wanted.sampling_session_id:
@@ -123,6 +132,8 @@ class SamplingWorker:
     async def _sample(self, request: Request, wanted: Sample, version: int) -> None:
         try:
             completions = await self._engine.generate(self._generation(request.id, wanted))
+        except WorkerDied:
+            raise
         except FlotillaError as error:
             await self._refuse(request, error)
             return

@@ -20,17 +20,20 @@ from flotilla.shared.children.processes import die_with_parent
 from flotilla.shared.children.secret_variables import forget_secrets
 from flotilla.shared.clock import SystemClock
 from flotilla.shared.environment.settings import read_settings
-from flotilla.shared.errors import FlotillaError, InvalidRequest
+from flotilla.shared.errors import ClaimLost, FlotillaError, InvalidRequest, ModelError
 from flotilla.shared.host.cores import usable_cores
 from flotilla.shared.streams.redis.connection import connect
 from flotilla.shared.telemetry.logging import configure_logging
 from flotilla.shared.tinker.queue import TinkerQueue
 
-CANNOT_START = 2
+CANNOT_START, ENDED = 2, 1
 
 
 def main() -> int:
-    """Work until told to end; a refusal is one sentence and exit code 2."""
+    """Work until told to end.
+
+    Why it ended otherwise is one sentence: exit code 2 where a start is of no use, 1 where it may be started again.
+    """
     try:
         settings, model = read_settings(), os.environ.get("FLOTILLA_TINKER_MODEL")
         if not model:
@@ -46,7 +49,7 @@ def main() -> int:
             asyncio.run(_work(settings.redis_url, trainer))
     except FlotillaError as error:
         sys.stderr.write(f"tinker trainer: {error.detail}\n")
-        return CANNOT_START
+        return CANNOT_START if isinstance(error, (ClaimLost, InvalidRequest, ModelError)) else ENDED
     return 0
 
 

@@ -74,6 +74,9 @@ class TrainingWorker:
             answer = failed(error)
         made = await self._made(request, model, answer)
         await self._queue.reply(Work.TRAIN, self._train, request, answer, made)
+        if answer.form is Form.FAILED:
+            # A load that was refused leaves gradients that no state holds.
+            return
         before = await self._compute(partial(self._trainer.state_is_due, request.model_id, request.verb))
         if before is not None:
             await self._queue.forget_bodies(request.model_id, before + 1, request.seq)
@@ -86,20 +89,20 @@ class TrainingWorker:
         on_disk = await self._compute(partial(self._trainer.restore, model))
         again = 0
         async for past in self._queue.past(model.model_id, on_disk + 1, min(done, request.seq - 1)):
-            if past.verb in SAVING or await self._broke(past):
+            if past.verb in SAVING or await self._did_nothing(past):
                 continue
             with suppress(FlotillaError, ValidationError):
-                # What was refused is refused again: an update by a gradient that is not finite forgets it.
+                # An update by a gradient that is not finite is refused again, and forgets it.
                 await self._compute(partial(self._trainer.do, past, model))
             again += 1
         log.info("model recovered", extra={"model_id": model.model_id, "on_disk": on_disk, "done_again": again})
 
-    async def _broke(self, past: Request) -> bool:
-        """Return whether a request failed by no fault of its own, such as memory that was used up: it did nothing."""
+    async def _did_nothing(self, past: Request) -> bool:
+        """Return whether a request failed and left nothing; now it might not: what it would load may be there since."""
         answered = await self._queue.answer(past.id)
         if answered is None or answered.form is not Form.FAILED:
             return False
-        return Failure.model_validate_json(answered.content).category is Category.SERVER
+        return past.verb != Verb.OPTIM_STEP or Failure.model_validate_json(answered.content).category is Category.SERVER
 
     async def _made(self, request: Request, model: Model | None, answer: Answer) -> tuple[str, Sampler] | None:
         """Name the sampling session that a request made, if it did."""
@@ -119,10 +122,12 @@ class TrainingWorker:
         try:
             wanted = Sample.model_validate_json(request.body)
             path = wanted.path
-            if wanted.sampling_session_id and path is None:
+            if wanted.sampling_session_id:
                 sampler = await self._queue.sampler(wanted.sampling_session_id)
-                path = None if sampler is None else sampler.path
-                if sampler is not None and sampler.inflight_of is not None:
+                if sampler is None:
+                    raise InvalidRequest(f"there is no sampling session {wanted.sampling_session_id}")
+                path = sampler.path
+                if sampler.inflight_of is not None:
                     path = await self._queue.inflight(sampler.inflight_of)
             return await self._compute(partial(self._scores, wanted, path))
         except (FlotillaError, ValidationError) as error:

@@ -1,10 +1,13 @@
 """The protobuf of the Tinker API: read and written by the declared numbers, and what is wrong is refused."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.tinker.fields import (
+    MAX_FIELDS,
     as_int,
     as_ints,
     fields_of,
@@ -15,7 +18,7 @@ from flotilla.shared.tinker.fields import (
     put_ints,
     varint,
 )
-from flotilla.shared.tinker.messages import ForwardBackwardRequest, read_tensor, write_output, write_tensor
+from flotilla.shared.tinker.messages import ForwardBackwardRequest, Head, read_tensor, write_output, write_tensor
 
 INT64 = 2
 
@@ -151,3 +154,14 @@ def test_what_is_written_is_read_again() -> None:
     values = np.array([[0.5, 1.5], [2.0, -1.0]], np.float32)
 
     assert read_tensor(memoryview(write_tensor(values))).tolist() == values.tolist()
+
+
+@pytest.mark.parametrize("read", [Head.read, lambda raw: read_tensor(memoryview(raw))])
+def test_a_message_of_millions_of_fields_is_not_read_to_its_end(read: Callable[[bytes], object]) -> None:
+    with pytest.raises(InvalidRequest, match="65536 fields"):
+        read(b"\x48\x01" * (MAX_FIELDS + 1))
+
+
+def test_a_shape_of_millions_of_sizes_is_not_read_to_its_end() -> None:
+    with pytest.raises(InvalidRequest, match="65536 numbers"):
+        read_tensor(memoryview(put_bytes(4, b"\x01" * (MAX_FIELDS + 1))))

@@ -1,0 +1,166 @@
+"""What trainer and sampler do with requests when something fails, or another process takes over."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flotilla.services.rollout.tinker.worker import SamplingWorker
+from flotilla.services.trainer.tinker.worker import TrainingWorker
+from flotilla.shared.errors import NotFound, WorkerDied
+from flotilla.shared.tinker.queue import Answer, Form, Request, Work
+from flotilla.shared.tinker.records import Chunk, Model, Prompt, Sample, Sampler, Verb
+
+MODEL = Model(model_id="s:train:0", session_id="s", owner="me")
+PROMPT = Prompt(chunks=[Chunk(tokens=[1, 2])])
+
+
+class AllDone(Exception):
+    """Nothing waits any more."""
+
+
+class MemoryQueue:
+    """As much of the queue as workers need, in memory."""
+
+    def __init__(self, work: Work, requests: list[Request]) -> None:
+        self.work, self.requests = work, requests
+        self.answers: dict[str, Answer] = {}
+        self.forgotten: list[tuple[int, int]] = []
+        self.samplers: dict[str, Sampler] = {}
+
+    async def begin(self, work: Work) -> str:
+        """Become the process that answers."""
+        return "1"
+
+    async def waiting(self, work: Work, after: str, count: int, *, blocks: bool) -> list[Request]:
+        """Return what was not answered."""
+        if work is not self.work:
+            return []
+        found = [each for each in self.requests if each.id not in self.answers][:count]
+        if not found:
+            raise AllDone
+        return found
+
+    async def model(self, model_id: str) -> Model | None:
+        """Find a model."""
+        return MODEL
+
+    async def sampler(self, sampler_id: str) -> Sampler | None:
+        """Find a sampling session."""
+        return self.samplers.get(sampler_id)
+
+    async def progress(self, model_id: str) -> int:
+        """Return the last place that was answered."""
+        return max((each.seq for each in self.requests if each.id in self.answers), default=-1)
+
+    async def past(self, model_id: str, first: int, last: int) -> AsyncIterator[Request]:
+        """Yield requests again."""
+        for each in self.requests:
+            if first <= each.seq <= last:
+                yield each
+
+    async def answer(self, request_id: str, work: Work | None = None) -> Answer | None:
+        """Read an answer."""
+        return self.answers.get(request_id)
+
+    async def reply(self, work: Work, incarnation: str, request: Request, answer: Answer, made: Any = None) -> None:
+        """Answer."""
+        self.answers[request.id] = answer
+
+    async def forget_bodies(self, model_id: str, first: int, last: int) -> None:
+        """Note what was let go."""
+        self.forgotten.append((first, last))
+
+
+class NotingTrainer:
+    """Notes what it is to do; a load is refused while there is nothing to load."""
+
+    def __init__(self, *, has_saved: bool = False) -> None:
+        self.done: list[str] = []
+        self.scored: list[str | None] = []
+        self.has_saved = has_saved
+
+    def knows(self, model_id: str) -> bool:
+        """Return whether a model is there."""
+        return bool(self.done)
+
+    def restore(self, model: Model) -> int:
+        """Find nothing on the disk."""
+        return -1
+
+    def do(self, request: Request, model: Model) -> Answer:
+        """Note a request."""
+        if request.verb == Verb.LOAD and not self.has_saved:
+            raise NotFound("there is no saved model of this name")
+        self.done.append(request.verb)
+        return Answer.json({})
+
+    def state_is_due(self, model_id: str, verb: str) -> int | None:
+        """Write the state behind a load."""
+        return -1 if verb == Verb.LOAD else None
+
+    def score(self, path: str | None, token_ids: Any, count: int) -> Any:
+        """Note from what it is scored."""
+        self.scored.append(path)
+        raise NotFound("no such weights")
+
+
+def requests(*verbs: Verb) -> list[Request]:
+    return [Request(f"r{seq}", str(seq), verb, seq, MODEL.model_id, b"x") for seq, verb in enumerate(verbs)]
+
+
+def trained(queue: MemoryQueue, trainer: NotingTrainer) -> None:
+    with pytest.raises(AllDone):
+        asyncio.run(TrainingWorker(queue, trainer).run())  # type: ignore[arg-type]
+
+
+def test_a_load_that_is_refused_writes_no_state_without_the_gradients() -> None:
+    queue = MemoryQueue(Work.TRAIN, requests(Verb.CREATE, Verb.FORWARD_BACKWARD, Verb.LOAD))
+
+    trained(queue, NotingTrainer())
+
+    assert queue.answers["r2"].form is Form.FAILED
+    assert queue.forgotten == []
+
+
+def test_what_was_refused_is_not_loaded_by_the_process_that_takes_over() -> None:
+    queue = MemoryQueue(Work.TRAIN, requests(Verb.CREATE, Verb.LOAD))
+    trained(queue, NotingTrainer())
+    queue.requests += [Request("r2", "2", Verb.FORWARD_BACKWARD, 2, MODEL.model_id, b"x")]
+    other = NotingTrainer(has_saved=True)
+
+    trained(queue, other)
+
+    assert other.done == [Verb.CREATE, Verb.FORWARD_BACKWARD]
+
+
+def test_what_is_scored_is_what_the_sampling_session_samples_from() -> None:
+    wanted = Sample(prompt=PROMPT, sampling_session_id="q", path="tinker://r:train:0/sampler_weights/theirs")
+    queue = MemoryQueue(Work.SCORE, [Request("r0", "0", "", 0, "", wanted.model_dump_json().encode())])
+    queue.samplers["q"] = Sampler(session_id="s", owner="me", path="tinker://s:train:0/sampler_weights/own")
+    trainer = NotingTrainer()
+
+    trained(queue, trainer)
+
+    assert trainer.scored == ["tinker://s:train:0/sampler_weights/own"]
+
+
+class DeadEngine:
+    """An engine whose process has ended."""
+
+    async def generate(self, request: Any) -> Any:
+        """Say so."""
+        raise WorkerDied("the engine ended")
+
+
+def test_a_sampler_whose_engine_died_ends_and_leaves_what_waits_to_the_next() -> None:
+    body = Sample(prompt=PROMPT).model_dump_json().encode()
+    queue: Any = MemoryQueue(Work.SAMPLE, [Request(f"r{number}", str(number), "", 0, "", body) for number in range(2)])
+    engine: Any = DeadEngine()
+
+    with pytest.raises(WorkerDied):
+        asyncio.run(SamplingWorker(queue, engine, Path("/nowhere"), Path("/nowhere"), 64).run())
+
+    assert queue.answers == {}

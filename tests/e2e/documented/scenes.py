@@ -300,6 +300,7 @@ ELSEWHERE: Final = {
     ("docs/page.md", "flotilla page"): "tests/e2e/test_page_of_folders.py",
     ("docs/page.md", "flotilla token create looking --scope reader"): "as on docs/cli.md",
     ("docs/page.md", "flotilla up"): "tests/e2e/test_page.py",
+    ("docs/ranks.md", "flotilla run examples/arithmetic/experiment.yaml"): "tests/e2e/test_parallel_fleets.py",
     ("docs/sandbox.md", "flotilla doctor"): "as on docs/install.md",
     ("docs/survival.md", "python -m tests.survival"): "tests/faults/test_survival.py; the report takes an hour",
     ("docs/soak.md", "python -m tests.soak"): "tests/faults/test_soak.py; the report takes half an hour",

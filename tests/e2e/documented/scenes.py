@@ -334,6 +334,7 @@ ELSEWHERE: Final = {
     ("docs/architecture.md", "flotilla status"): "as on docs/debug.md",
     ("docs/life-of-a-task.md", "flotilla status"): "as on docs/debug.md",
     ("docs/glossary.md", "git grep"): "searches the sources",
+    ("docs/metrics.md", "flotilla"): "as on docs/cli.md and docs/debug.md",
     ("docs/models.md", "flotilla spec check FILE --data"): "as on docs/data.md",
     ("docs/cli.md", "flotilla export"): "unit tests of the trainer export checkpoints",
     ("docs/lora.md", "flotilla export"): "unit tests of the trainer export checkpoints",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:(?<=\n\n)|\A)(?: {4,}\S.*\n(?:\n(?= {4}))*)+", re.MULTILINE)
+NAMED = re.compile(r"^`([\w.-]+)`[^\n]*:\n\n```\w+\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 SHELLS = {"", "sh", "bash", "shell", "console", "text"}
 ENDS = set(";&|<>()")
@@ -20,6 +21,11 @@ def blocks(page: str) -> Iterator[str]:
             yield from _lines(text)
     for text in INDENTED.findall(FENCED.sub("", page)):
         yield from _lines(text)
+
+
+def named_files(page: str) -> dict[str, str]:
+    """Find the files that a page shows: a block after a line that begins with the file's name and ends with a colon."""
+    return dict(NAMED.findall(page))
 
 
 def inline(page: str) -> Iterator[str]:

@@ -14,7 +14,7 @@ from flotilla.cli.parsing import Parser
 from tests.contract.shell_text import blocks, commands, inline
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "import").glob("*.md")])
 GUIDES = [page for page in PAGES if page.name != "CHANGELOG.md"] + sorted((ROOT / "examples").glob("*/README.md"))
 OURS = ("flotilla", "services", "shared", "tests", "benchmarks", "examples", "docker", "deploy", "docs")
 FILE = re.compile(rf"`((?:{'|'.join(OURS)})/[\w./-]+)(?::\w+)?`")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.contract.shell_text import named_files
 from tests.e2e.documented.pages import ROOT, documented
 from tests.e2e.documented.scenes import ELSEWHERE, NOT_HERE, SCENES, Scene
 from tests.e2e.documented.typing import Reader, Typed
@@ -75,6 +76,9 @@ def reader(tmp_path: Path) -> Reader:
     (place / "experiment.yaml").write_text(yaml.safe_dump(spec))
     for name, text in LAUNCH_FILES.items():
         (home / name).write_text(text)
+    for page in (ROOT / "docs" / "import").glob("*.md"):
+        for name, text in named_files(page.read_text(encoding="utf-8")).items():
+            (home / name).write_text(text)
     shutil.copytree(ROOT / "tests" / "unit" / "importers" / "parameters", home / "lists")
     write_own(home / "own", Path(spec["model"]["path"]))
     return Reader(home)

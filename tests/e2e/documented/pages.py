@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[3]
 GUIDES = (
     *(page for page in sorted(ROOT.glob("*.md")) if page.name != "CHANGELOG.md"),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "import").glob("*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
 )
 PROGRAMS = {

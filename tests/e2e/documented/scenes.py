@@ -97,6 +97,20 @@ WITHOUT_A_FLEET: Final[Scene] = (
     Typed(IMPORT, "flotilla import openrlhf train.sh -o spec.yaml", {"spec.yaml": "from-script.yaml"}),
     Typed(IMPORT, "flotilla import roll rlvr.yaml -o spec.yaml", {"spec.yaml": "from-roll.yaml"}),
     Typed(IMPORT, "flotilla import coverage DIRECTORY [--json]", {"DIRECTORY [--json]": "lists --json"}),
+    *(
+        Typed(f"docs/import/{system}.md", f"flotilla import {system} {arguments}")
+        for system, arguments in (
+            ("verl", "grpo.sh -o grpo-spec.yaml"),
+            ("verl", "dapo.sh --rows 3200 -o dapo-spec.yaml"),
+            ("verl", "fully_async.sh -o fully-async-spec.yaml"),
+            ("openrlhf", "rloo.sh -o rloo-spec.yaml"),
+            ("openrlhf", "async.sh -o async-spec.yaml"),
+            ("openrlhf", "dpo.sh --rows 6400 -o dpo-spec.yaml"),
+            ("roll", "sums.yaml -o sums-spec.yaml"),
+            ("roll", "lake.yaml -o lake-spec.yaml"),
+            ("roll", "pairs.yaml -o pairs-spec.yaml"),
+        )
+    ),
 )  # fmt: skip
 
 RUNS: Final[Scene] = (

@@ -14,7 +14,14 @@ from flotilla.services.gateway.preflight import checks
 from flotilla.services.reward.verifiers.custom import grade_of, load_function
 
 ROOT = Path(__file__).parents[3]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*/README.md")])
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs" / "import").glob("*.md"),
+        *(ROOT / "examples").glob("*/README.md"),
+    ]
+)
 COMMAND = re.compile(r"^(?: {4})?(?:\$ )?(flotilla [^\n]*?)(?:\s{2,}#.*|\s+#.*)?$", re.MULTILINE)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from flotilla.services.trainer.tinker.trainer import Trainer
-from flotilla.shared.errors import FlotillaError, InvalidRequest, NotFound
+from flotilla.shared.errors import FlotillaError, InvalidRequest, ModelError, NotFound, Unavailable
 from flotilla.shared.tinker.fields import put_bytes
 from flotilla.shared.tinker.messages import MISSING, write_top
 from flotilla.shared.tinker.paths import Kind, SavedPath
@@ -62,8 +62,11 @@ class TrainingWorker:
         try:
             if model is None:
                 raise NotFound(f"{request.model_id}: there is no such model")
-            await self._recover(model, request)
+            if not self._trainer.knows(model.model_id) and request.seq > 0:
+                await self._recover(model, request)
             answer = await self._compute(partial(self._trainer.do, request, model))
+        except Unavailable:
+            raise  # Nothing is wrong with the request: another process does it.
         except (FlotillaError, ValidationError) as error:
             log.warning("request failed", extra={"request_id": request.id, "error": str(error)})
             answer = failed(error)
@@ -82,15 +85,23 @@ class TrainingWorker:
             await self._queue.forget_bodies(request.model_id, before + 1, request.seq)
 
     async def _recover(self, model: Model, request: Request) -> None:
-        """Bring a model that is not in this process to where it was before a request."""
-        if self._trainer.knows(model.model_id) or request.seq == 0:
-            return
+        """Bring a model that is not in this process to where it was before a request, or leave it out."""
+        try:
+            await self._do_again(model, request)
+        except BaseException:
+            # Half of what it was must not be gone on from.
+            self._trainer.forget(model.model_id)
+            raise
+
+    async def _do_again(self, model: Model, request: Request) -> None:
         done = await self._queue.progress(model.model_id)
         on_disk = await self._compute(partial(self._trainer.restore, model))
         again = 0
         async for past in self._queue.past(model.model_id, on_disk + 1, min(done, request.seq - 1)):
             if past.verb in SAVING or await self._did_nothing(past):
                 continue
+            if past.verb != Verb.CREATE and not past.body:
+                raise ModelError(f"{model.model_id}: its state on the disk is older than what is kept of its requests")
             with suppress(FlotillaError, ValidationError):
                 # An update by a gradient that is not finite is refused again, and forgets it.
                 await self._compute(partial(self._trainer.do, past, model))

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from flotilla.services.rollout.tinker.worker import SamplingWorker
 from flotilla.services.trainer.tinker.worker import TrainingWorker
-from flotilla.shared.errors import NotFound, WorkerDied
+from flotilla.shared.errors import NotFound, Unavailable, WorkerDied
 from flotilla.shared.tinker.queue import Answer, Form, Request, Work
 from flotilla.shared.tinker.records import Chunk, Model, Prompt, Sample, Sampler, Verb
 
@@ -79,12 +80,13 @@ class NotingTrainer:
 
     def __init__(self, *, has_saved: bool = False) -> None:
         self.done: list[str] = []
+        self.is_there = False
         self.scored: list[str | None] = []
         self.has_saved = has_saved
 
     def knows(self, model_id: str) -> bool:
         """Return whether a model is there."""
-        return bool(self.done)
+        return self.is_there
 
     def restore(self, model: Model) -> int:
         """Find nothing on the disk."""
@@ -95,7 +97,12 @@ class NotingTrainer:
         if request.verb == Verb.LOAD and not self.has_saved:
             raise NotFound("there is no saved model of this name")
         self.done.append(request.verb)
+        self.is_there = True
         return Answer.json({})
+
+    def forget(self, model_id: str) -> None:
+        """Drop the model."""
+        self.is_there = False
 
     def state_is_due(self, model_id: str, verb: str) -> int | None:
         """Write the state behind a load."""
@@ -134,6 +141,37 @@ def test_what_was_refused_is_not_loaded_by_the_process_that_takes_over() -> None
     trained(queue, other)
 
     assert other.done == [Verb.CREATE, Verb.FORWARD_BACKWARD]
+
+
+async def broken_off(model_id: str, first: int, last: int) -> AsyncIterator[Request]:
+    yield requests(Verb.CREATE)[0]
+    raise Unavailable("Redis is away")
+
+
+def test_a_model_that_was_done_again_by_half_is_not_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = MemoryQueue(Work.TRAIN, requests(Verb.CREATE, Verb.FORWARD_BACKWARD, Verb.OPTIM_STEP))
+    queue.answers |= {"r0": Answer.json({}), "r1": Answer.json({})}
+    monkeypatch.setattr(queue, "past", broken_off)
+    trainer = NotingTrainer()
+
+    with pytest.raises(Unavailable):
+        asyncio.run(TrainingWorker(queue, trainer).run())  # type: ignore[arg-type]
+
+    assert not trainer.is_there
+    assert "r2" not in queue.answers
+
+
+def test_a_model_whose_requests_are_gone_is_not_gone_on_from() -> None:
+    queue = MemoryQueue(Work.TRAIN, requests(Verb.CREATE, Verb.FORWARD_BACKWARD, Verb.OPTIM_STEP))
+    queue.requests[1] = replace(queue.requests[1], body=b"")
+    queue.answers |= {"r0": Answer.json({}), "r1": Answer.json({})}
+    trainer = NotingTrainer()
+
+    trained(queue, trainer)
+
+    assert queue.answers["r2"].form is Form.FAILED
+    assert b"older than what is kept" in queue.answers["r2"].content
+    assert not trainer.is_there
 
 
 def test_what_is_scored_is_what_the_sampling_session_samples_from() -> None:

@@ -3,6 +3,9 @@
 Without this a call that waits on a connection into a cut network waits for its own deadline, and after the mend for the
 next of the kernel's repetitions, which by then are ten and more seconds apart. A process that is stopped or busy is
 not out of reach: its kernel answers.
+
+That holds until its buffer is full: ``TCP_USER_TIMEOUT`` also ends a connection whose reader takes nothing for so long.
+So callers alone set it, who ask again. What a server sends may be read as slowly as its reader likes.
 """
 
 import socket
@@ -21,9 +24,11 @@ TCP_OPTIONS: Final = {
     )
     if (option := getattr(socket, name, None)) is not None
 }
-"""By option of ``IPPROTO_TCP``; to be set beside ``SO_KEEPALIVE``. A system that lacks one goes without."""
+"""By option of ``IPPROTO_TCP``, of callers; to be set beside ``SO_KEEPALIVE``. A system that lacks one goes without."""
 SOCKET_OPTIONS: Final = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     *((socket.IPPROTO_TCP, option, value) for option, value in TCP_OPTIONS.items()),
 ]
 """The same for clients that take level, option and value."""
+LISTENER_OPTIONS: Final = [each for each in SOCKET_OPTIONS if each[1] != getattr(socket, "TCP_USER_TIMEOUT", None)]
+"""Those of a listener, which its connections inherit."""

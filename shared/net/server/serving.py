@@ -36,7 +36,7 @@ from flotilla.shared.errors import (
 )
 from flotilla.shared.faults.armed import armed
 from flotilla.shared.faults.http import FaultyApp
-from flotilla.shared.net.dead_peers import SOCKET_OPTIONS
+from flotilla.shared.net.dead_peers import LISTENER_OPTIONS
 from flotilla.shared.net.server.connections import connections
 from flotilla.shared.net.server.limits import ConnectionLimits
 from flotilla.shared.net.server.ports import listening_socket
@@ -72,7 +72,7 @@ def bind(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE and port != 0:
             raise Unavailable(f"port {port} on {host} is in use: choose another one, or 0 for any free port") from None
         raise Unavailable(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
-    for option in SOCKET_OPTIONS:  # connections inherit them
+    for option in LISTENER_OPTIONS:  # connections inherit them
         listening.setsockopt(*option)
     return listening
 

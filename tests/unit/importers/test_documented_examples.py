@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from flotilla.importers.build import build
-from flotilla.importers.systems import SYSTEMS, read, read_launch_text
+from flotilla.importers.systems import read, read_launch_text, system_of
 from tests.contract.shell_text import named_files
 
 PAGES = Path(__file__).parents[3] / "docs" / "import"
@@ -48,7 +48,7 @@ def test_an_example_becomes_what_its_table_says(
         (tmp_path / name).write_text(content)
 
     given = read(system, read_launch_text(tmp_path / file), (), {}, source=str(tmp_path / file))
-    imported = build(SYSTEMS[system], given, rows=int(rows) if rows else None)
+    imported = build(system_of(system, given), given, rows=int(rows) if rows else None)
 
     assert imported.may_run(), imported.report.render()
     table = rows_of(text, file, spec)

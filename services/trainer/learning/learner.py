@@ -334,7 +334,8 @@ class Learner:
         return log_probs
 
     def _mini_batch(self, prepared: Prepared, members: range) -> MiniBatch:
-        cut = self._cut_of(prepared.batch, prepared.teaching(members, self.spec.algorithm))
+        taught = prepared.teaching(members, self.spec.algorithm, has_routers=self.spec.optimisation.router is not None)
+        cut = self._cut_of(prepared.batch, taught)
         return MiniBatch(members, cut, self._critic_cut(prepared.batch, members, cut))
 
     def _dropping(self, seed: int) -> AbstractContextManager[None]:

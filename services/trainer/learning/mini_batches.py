@@ -12,7 +12,8 @@ from flotilla.shared.config.sections.algorithm import AlgorithmConfig, KlLossCon
 from flotilla.shared.config.sections.optimisation import OptimisationConfig
 
 LOSSES_OF_ADVANTAGE_ALONE = frozenset({"ppo", "gspo", "cispo", "sapo", "policy_gradient"})
-"""Where the advantage is 0, these are 0 with gradient 0: the forward pass of such a sequence can be left out."""
+"""Where the advantage is 0, these are 0 with gradient 0: the forward pass of such a sequence can be left out, unless
+routers learn from it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +51,15 @@ class Prepared:
         """Take the loss weights of some sequences [S'], if there are any."""
         return None if self.sequence_weights is None else self.sequence_weights[members]
 
-    def teaching(self, members: range, config: AlgorithmConfig) -> Sequence[int]:
-        """List those of some sequences that have a gradient; one of the advantage alone has none where that is 0."""
-        if not _can_skip_zero_advantages(config):
+    def teaching(self, members: range, config: AlgorithmConfig, *, has_routers: bool = False) -> Sequence[int]:
+        """List those of some sequences that have a gradient; one of the advantage alone has none where that is 0.
+
+        Args:
+            members: numbers of the sequences.
+            config: of their losses.
+            has_routers: whether every token has losses of the model's routers, too.
+        """
+        if has_routers or not _can_skip_zero_advantages(config):
             return members
         sums = self.batch.sequences.sum(self.advantages.abs()).tolist()
         return [number for number in members if sums[number] > 0]

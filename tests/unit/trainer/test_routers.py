@@ -15,7 +15,7 @@ from flotilla.services.trainer.parallel.ranks import Ranks
 from flotilla.shared.config.sections.optimisation import RouterConfig
 from flotilla.shared.errors import ModelError
 from tests.integration.trainer.architectures import ARCHITECTURES
-from tests.unit.trainer.builders import a_model
+from tests.unit.trainer.builders import a_group, a_model, a_spec
 from tests.unit.trainer.test_finished import JOBS, demonstrations, naive_sft, pairs, spec_of
 
 SFT: dict[str, Any] = {"kind": "sft", "response_column": "answer"}
@@ -115,6 +115,18 @@ def test_pictures_tokens_count_as_any_others() -> None:
     logits = model(input_ids=ids, output_router_logits=True).router_logits
     square = torch.stack([each[:6].float().logsumexp(-1).square().mean() for each in logits]).mean()
     assert losses.metrics(1)["router/z"].total.item() == pytest.approx(square.item(), rel=1e-5)
+
+
+def test_answers_without_an_advantage_balance_experts_all_the_same() -> None:
+    spec = a_spec(optimisation={"router": {"balance": 1.0}})
+    learner = make_learner(spec, LoadedModel(ARCHITECTURES["Mixtral"](), Path()))
+    router = dict(learner.loaded.model.named_parameters())["model.layers.0.mlp.gate.weight"]
+    before = router.detach().clone()
+
+    metrics = learner.train([a_group([1.0, 1.0, 1.0, 1.0])], 1).metrics
+
+    assert metrics["router/balance"] >= 1
+    assert not torch.equal(router, before)
 
 
 def test_pairs_move_routers_too() -> None:

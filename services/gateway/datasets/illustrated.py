@@ -7,7 +7,7 @@ whoever wrote the rows would choose what this machine asks for. A path leads to 
 
 import base64
 import binascii
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from flotilla.shared.schemas.task import IMAGE_MARK
 from flotilla.shared.vision.files import MOST_BYTES, check_file, size_of
 
 DATA_URI = "data:"
+OWN_IMAGE = ("url", "bytes", "path", "base64")
+"""Where a part of a message may have its image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +187,9 @@ class Part:
             return cls(text)
         if kind not in {"image", "image_url"}:
             raise DataError(f"a part of a message must be text, image or image_url, and is {kind or written!r}"[:200])
-        source = fields.get(str(kind))
-        return cls(None, source.get("url") if isinstance(source, Mapping) else source)
+        # Whatever names an image of its own is never taken for the column's next one.
+        source = _first_of(fields, (kind, *OWN_IMAGE))
+        return cls(None, _first_of(source, OWN_IMAGE) if isinstance(source, Mapping) else source)
 
     def image(self, had: Iterator[StoredImage]) -> StoredImage:
         """Return the image: its own, or the column's next.
@@ -223,6 +226,10 @@ def _from_parts(chat: list[Any], had: Iterator[StoredImage]) -> tuple[list[Any],
             content = "".join(IMAGE_MARK if part.text is None else part.text for part in parts)
         messages.append({**message, "content": content} if isinstance(message, Mapping) else message)
     return messages, found
+
+
+def _first_of(fields: Mapping[str, Any], names: Iterable[str]) -> Any:
+    return next((fields[name] for name in names if fields.get(name) is not None), None)
 
 
 def _content(message: Any) -> Any:

@@ -80,6 +80,28 @@ def test_parts_without_content_take_the_columns_images(tmp_path: Path) -> None:
     assert (task.messages[0].content, task.images) == ("<image>?", (RED,))
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image", "url": "http://elsewhere/b.png"},
+        {"type": "image", "path": "b.png"},
+        {"type": "image", "image": {"bytes": None, "path": "b.png"}},
+    ],
+)
+def test_a_part_that_names_another_image_does_not_take_the_columns(tmp_path: Path, part: dict[str, Any]) -> None:
+    path = written(tmp_path, {"prompt": [{"role": "user", "content": [part]}], "label": "a", "images": [uri(RED)]})
+
+    with pytest.raises(DataError, match=r"b\.png' is not in the row"):
+        first_task(path)
+
+
+def test_bytes_of_a_part_are_its_image(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": [{"type": "image", "image": {"bytes": BLUE, "path": None}}]}]}
+    parquet.write_table(pa.Table.from_pylist([{**row, "label": "a"}]), tmp_path / "rows.parquet")
+
+    assert first_task(tmp_path / "rows.parquet").images == (BLUE,)
+
+
 def test_images_without_marks_come_before_the_first_user_message(tmp_path: Path) -> None:
     path = written(tmp_path, {"prompt": "what?", "label": "a", "image": uri(RED)})
 

@@ -20,7 +20,7 @@ async def certs(arguments: argparse.Namespace) -> int:
     """Make what is not there yet of the authority, and a certificate for each host.
 
     Raises:
-        InvalidRequest: a host is neither a name nor an address.
+        InvalidRequest: a host is neither a name nor an address, or one of the authority's files is missing.
         Unavailable: there is no openssl, or it fails.
     """
     console = new_console()
@@ -36,8 +36,12 @@ async def certs(arguments: argparse.Namespace) -> int:
 def _make(folder: Path, hosts: Sequence[Sequence[str]], days: int) -> list[str]:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     authority, key = folder / "ca.pem", folder / "ca.key"
-    if not (authority.exists() and key.exists()):
+    if not authority.exists() and not key.exists():
         _make_authority(authority, key)
+    # Another authority in the place of one that hosts believe would end the trust in every certificate that it signed.
+    for path in (authority, key):
+        if not path.exists():
+            raise InvalidRequest(f"{path} is not there, and the other file of the authority is: bring it back")
     made = [f"authority    {authority} (its key, {key}, stays here)"]
     for names in hosts:
         certificate = folder / f"{names[0].replace(':', '-')}.pem"
@@ -51,8 +55,8 @@ def _names(host: str) -> list[str]:
     for name in names:
         if not name.isascii() or not all(letter.isalnum() or letter in ".-:*" for letter in name):
             raise InvalidRequest(f"{name!r} is no name or address of a host")
-    if not names:
-        raise InvalidRequest(f"{host!r} is no name or address of a host")
+    if not names or names[0] == "ca":
+        raise InvalidRequest(f"{host!r} is no name or address of a host" if not names else "ca.pem is the authority's")
     return names
 
 

@@ -6,6 +6,7 @@ them is unavailable. The number of series is bounded: a fixed number for each of
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from enum import StrEnum
 from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -16,6 +17,7 @@ from flotilla.services.gateway.monitoring.health.measurements import Measurement
 from flotilla.services.gateway.records.repository import Experiment, PerExperiment
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.service import ServiceKind
 from flotilla.shared.streams.keys import HopName
 from flotilla.shared.telemetry.prometheus import gauge
 
@@ -30,8 +32,8 @@ SHARES: Final = {
 
 def metrics_of(gateway: GatewayState, *, with_experiments: bool = True) -> Iterator[Metric]:
     """Make the metrics; without those of single experiments, how many services and experiments there are."""
-    yield _count("services", "Registered services", "kind", (service.kind.value for service in gateway.registry))
-    yield _count("experiments", "Experiments", "state", (each.state.value for each in gateway.repository))
+    yield _count("services", "Registered services", "kind", ServiceKind, (each.kind for each in gateway.registry))
+    yield _count("experiments", "Experiments", "state", ExperimentState, (each.state for each in gateway.repository))
     if not with_experiments:
         return
     active = [experiment for experiment in gateway.repository if experiment.is_active]
@@ -47,10 +49,11 @@ def metrics_of(gateway: GatewayState, *, with_experiments: bool = True) -> Itera
     yield from _speed(shown, gateway)
 
 
-def _count(name: str, meaning: str, label: str, found: Iterable[str]) -> Metric:
-    counted = gauge(name, meaning, label)
-    for value, count in sorted(Counter(found).items()):
-        counted.add_metric((value,), count)
+def _count(name: str, meaning: str, label: str, values: Iterable[StrEnum], found: Iterable[StrEnum]) -> Metric:
+    """Count by value; those that nothing has are 0, since a series that begins with its first has not risen."""
+    counted, counts = gauge(name, meaning, label), Counter(found)
+    for value in sorted(values):
+        counted.add_metric((value.value,), counts[value])
     return counted
 
 

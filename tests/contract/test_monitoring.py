@@ -47,9 +47,8 @@ def expressions() -> Iterator[tuple[str, str, str]]:
             yield panel["title"], target["expr"], " ".join(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
 
 
-@pytest.fixture
-async def served() -> dict[str, set[str]]:
-    """Scrape a gateway with all that it can have, and a sandbox; gives the labels of each series."""
+async def pages() -> tuple[str, str]:
+    """Scrape a gateway with all that it can have, and a sandbox."""
     gateway = await a_running_gateway()
     (experiment,) = gateway.repository
     gateway.feeder_status.of(experiment).ledger = Ledger(issued=4, outstanding=2)
@@ -61,8 +60,14 @@ async def served() -> dict[str, set[str]]:
         IsolationLevel.C, num_running=1, num_waiting=1, num_out_of_use=0, num_spoiled=0, num_servers_lost=0,
         num_servers_ended=0, num_backing_off=0, num_sessions=0,
     )  # fmt: skip
+    return page_of(metrics_of(gateway)), page_of(families)
+
+
+@pytest.fixture
+async def served() -> dict[str, set[str]]:
+    """Give the labels of each series that is served."""
     labels: dict[str, set[str]] = {}
-    for page in (page_of(metrics_of(gateway)), page_of(families)):
+    for page in await pages():
         for name, given in parse_page(page):
             labels.setdefault(name, set()).update(label for label, _ in given)
     return labels
@@ -82,6 +87,23 @@ async def test_every_expression_names_what_is_served(served: dict[str, set[str]]
         for labels in GROUPING.findall(expression):
             assert set(labels.replace(" ", "").split(",")) <= known, f"{place}: by ({labels})"
         assert set(written.split()) <= known, f"{place} writes {written}"
+
+
+async def test_only_counters_are_asked_for_their_rates() -> None:
+    gauges = {name for page in await pages() for name in re.findall(r"^# TYPE (\w+) gauge$", page, re.MULTILINE)}
+
+    assert "flotilla_experiments" in gauges
+    for place, expression, _ in expressions():
+        for name in re.findall(r"\b(?:rate|irate|increase|resets)\((\w+)", expression):
+            assert name not in gauges, f"{place}: {name} may fall, which a rate takes for a counter that began again"
+
+
+async def test_every_state_that_a_rule_names_is_served_before_anything_is_in_it() -> None:
+    """A series that begins with what it warns of has not risen."""
+    gateway, _ = await pages()
+    states = {value for name, labels in parse_page(gateway) if name == "flotilla_experiments" for _, value in labels}
+
+    assert states == set(ExperimentState)
 
 
 async def test_every_value_that_is_chosen_by_name_is_reported_by_a_step_or_is_a_state() -> None:

@@ -97,7 +97,8 @@ def _recorded(
     try:
         yield found
     except BaseException as raised:
-        error = repr(raised)
+        # Not its text, which may hold what a model wrote, or a secret of an address: spans leave the fleet.
+        error = type(raised).__name__
         raise
     finally:
         _above.reset(token)
@@ -126,13 +127,19 @@ def trace_process(process: str, environment: Mapping[str, str] | None = None) ->
 def _sink_of(target: str, process: str) -> "Sink":
     from flotilla.shared.telemetry.tracing.tracer import CollectorSink, FileSink
 
+    wrong = InvalidRequest(f"{TRACES} must be http://HOST:PORT of a collector, or an absolute folder")
     if target.startswith(("http://", "https://")):
-        if not urlsplit(target).hostname:
-            raise InvalidRequest(f"{TRACES} must be http://HOST:PORT of a collector, or an absolute folder: {target!r}")
+        try:
+            parts = urlsplit(target)
+            is_right = bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            is_right = False
+        if not is_right:
+            raise wrong
         return CollectorSink(target)
     folder = Path(target)
     if not folder.is_absolute():
-        raise InvalidRequest(f"{TRACES} must be http://HOST:PORT of a collector, or an absolute folder: {target!r}")
+        raise wrong
     try:
         return FileSink(folder, process)
     except OSError as error:

@@ -29,7 +29,7 @@ class Span:
 
     Attributes:
         parent_id: the span above it; None for the first of its trace.
-        error: why it failed; None where it did not.
+        error: the kind of error that ended it; None where none did.
     """
 
     name: str

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import socket
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ FILE_BYTES: Final = 64 * 1024**2
 
 
 class Sink(Protocol):
-    """Takes messages, in order, on one thread; may raise ``OSError`` or ``httpx.HTTPError``."""
+    """Takes messages, in order, on one thread. One that it raises an error for is left out."""
 
     def put(self, message: bytes) -> None:
         """Write or send one."""
@@ -49,7 +50,8 @@ class FileSink:
 
     def __init__(self, folder: Path, process: str, most_bytes: int = FILE_BYTES) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"spans-{process}-{os.getpid()}.jsonl"
+        # Containers share the folder, and count their processes alike.
+        self.path = folder / f"spans-{process}-{socket.gethostname()}-{os.getpid()}.jsonl"
         self._most_bytes = most_bytes
         self._file = self.path.open("ab")
 
@@ -57,8 +59,10 @@ class FileSink:
         """Append a line."""
         if self._file.tell() and self._file.tell() + len(message) > self._most_bytes:
             self._file.close()
-            self.path.replace(self.path.with_suffix(".jsonl.1"))
-            self._file = self.path.open("ab")
+            try:
+                self.path.replace(self.path.with_suffix(".jsonl.1"))
+            finally:
+                self._file = self.path.open("ab")
         self._file.write(message + b"\n")
         self._file.flush()
 
@@ -75,9 +79,16 @@ class CollectorSink:
         self._client = httpx.Client(timeout=SEND_SECONDS, follow_redirects=False)
 
     def put(self, message: bytes) -> None:
-        """Send a message."""
+        """Send a message.
+
+        Raises:
+            OSError: the collector does not take it.
+            httpx.HTTPError: it does not answer.
+        """
         answer = self._client.post(self._url, content=message, headers={"Content-Type": "application/json"})
-        answer.raise_for_status()
+        if not answer.is_success:
+            # httpx' own error has the whole address, with a password.
+            raise OSError(f"the collector answers {answer.status_code}")
 
     def close(self) -> None:
         """Close the connection."""
@@ -134,6 +145,8 @@ class Tracer:
         while not self._wake.wait(PERIOD_SECONDS):
             self._put_all()
         self._put_all()
+        if self.lost:
+            log.warning("spans were left out", extra={"spans": self.lost})
         self._sink.close()
 
     def _put_all(self) -> None:
@@ -141,7 +154,7 @@ class Tracer:
             spans = [self._waiting.popleft() for _ in range(min(MOST_SENT, len(self._waiting)))]
             try:
                 self._sink.put(message_of(self._resource, spans))
-            except (OSError, httpx.HTTPError) as error:
+            except Exception as error:  # Whatever it is, the next message is tried.
                 self.lost += len(spans)
                 if self._is_well:
                     log.warning("spans cannot be written, and are left out", extra={"error": repr(error)})

@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from flotilla.shared.errors import InvalidRequest
@@ -95,12 +96,12 @@ def test_a_group_has_one_trace_in_every_process_and_each_group_its_own() -> None
     assert all(len(trace) == 32 and len(span) == 16 for trace, span in places)
 
 
-def test_a_span_that_fails_says_why(kept: Kept) -> None:
-    with pytest.raises(ValueError, match="broken"), group_span("reward", a_task(1)):
-        raise ValueError("broken")
+def test_a_span_that_fails_names_the_kind_of_error_and_nothing_that_a_model_wrote(kept: Kept) -> None:
+    with pytest.raises(ValueError, match="invalid literal"), group_span("reward", a_task(1)):
+        int("what a model wrote")
     finish()
 
-    assert kept.spans()[0]["status"] == {"code": 2, "message": "ValueError('broken')"}
+    assert kept.spans()[0]["status"] == {"code": 2, "message": "ValueError"}
 
 
 def test_nothing_is_recorded_without_a_tracer_or_an_experiment(kept: Kept) -> None:
@@ -145,6 +146,24 @@ def test_what_cannot_be_written_or_comes_too_fast_is_counted(kept: Kept, monkeyp
     assert made.lost == 6, "closed"
 
 
+def test_no_error_of_a_sink_ends_the_recorder_and_what_was_left_out_is_told(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tracing, "PERIOD_SECONDS", 60.0)
+    monkeypatch.setattr(kept, "put", lambda _: int("closed"))
+    made = Tracer("test", kept)
+    made.record(a_span())
+    made._put_all()
+    monkeypatch.undo()
+    made.record(a_span(1))
+    made.close()
+
+    assert [span["spanId"] for span in kept.spans()] == [f"{2:016x}"]
+    assert kept.is_closed
+    assert made.lost == 1
+    assert [(each.message, each.__dict__["spans"]) for each in caplog.records[1:]] == [("spans were left out", 1)]
+
+
 def test_a_share_is_the_same_groups_everywhere() -> None:
     tracers = [Tracer(name, Kept(), share=0.25) for name in ("one", "other")]
     traces = [issue_of("first", Lane.TRAIN, group).trace_id for group in range(2000)]
@@ -167,6 +186,43 @@ def test_a_file_of_spans_is_bounded(tmp_path: Path) -> None:
     assert [each.suffix for each in files] == [".jsonl", ".1"]
     lines = [int(line) for each in reversed(files) for line in each.read_text().split()]
     assert lines == [6, 7, 8, 9]
+
+
+def test_a_file_of_spans_goes_on_where_it_could_not_be_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = FileSink(tmp_path, "test", most_bytes=100)
+    sink.put(b"%080d" % 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", lambda *_: Path("/proc/nowhere/file").touch())
+        with pytest.raises(OSError):
+            sink.put(b"%080d" % 2)
+    sink.put(b"%080d" % 3)
+    sink.close()
+
+    assert sorted(int(each.read_text()) for each in tmp_path.iterdir()) == [1, 3]
+
+
+def test_containers_that_share_a_folder_write_to_files_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = set()
+    for host in ("one", "other"):
+        monkeypatch.setattr("socket.gethostname", lambda host=host: host)
+        sink = FileSink(tmp_path, "rollout")
+        paths.add(sink.path)
+        sink.close()
+
+    assert len(paths) == 2
+
+
+def test_an_error_of_a_collector_does_not_tell_its_password() -> None:
+    sink = CollectorSink("http://me:secret@127.0.0.1:1")
+    sink._client = httpx.Client(transport=httpx.MockTransport(lambda _: httpx.Response(401)))
+
+    with pytest.raises(OSError, match="401") as raised:
+        sink.put(b"{}")
+    assert "secret" not in repr(raised.value)
 
 
 def test_a_collector_is_sent_json_and_what_it_refuses_is_left_out() -> None:
@@ -209,6 +265,8 @@ def test_a_collector_is_sent_json_and_what_it_refuses_is_left_out() -> None:
     [
         ({"FLOTILLA_TRACES": "traces"}, "FLOTILLA_TRACES must be"),
         ({"FLOTILLA_TRACES": "http://"}, "FLOTILLA_TRACES must be"),
+        ({"FLOTILLA_TRACES": "http://collector:otlp"}, "FLOTILLA_TRACES must be"),
+        ({"FLOTILLA_TRACES": "http://[::1"}, "FLOTILLA_TRACES must be"),
         ({"FLOTILLA_TRACES": "/proc/nowhere"}, "no spans can be written"),
         ({"FLOTILLA_TRACES": "/tmp", "FLOTILLA_TRACES_SHARE": "0"}, "FLOTILLA_TRACES_SHARE must be"),
         ({"FLOTILLA_TRACES": "/tmp", "FLOTILLA_TRACES_SHARE": "much"}, "FLOTILLA_TRACES_SHARE must be"),

@@ -1,7 +1,7 @@
 """How much of a core the gateway takes while the arithmetic example trains, against the trainer beside it.
 
-The example runs as ``flotilla run`` starts it. Over the steps between the first few and the last, the processor time
-of each service is read twice: the gateway's share of one core, and its part of what the trainer used in the same time.
+The example runs as ``flotilla run`` starts it. Before and after the steps that are measured, behind the first few, each
+service's processor time is read: the gateway's share of one core, and its part of what the trainer used meanwhile.
 With ``--pages N`` so many Chromium windows show the page's Run view meanwhile (needs Chromium with ChromeDriver).
 
 ``python -m benchmarks.gateway_share [--pages 0] [--steps 60] [--json FILE]``
@@ -32,14 +32,17 @@ BAR_PERCENT = 6.0
 WAIT_SECONDS = 400.0
 POLL_SECONDS = 1.0
 FIRST_STEP = 5
+SPARE_STEPS = 50
+"""Behind those that are measured: when the run has ended, nobody is there to be asked."""
+REDIS = re.compile(r"(?:redis|valkey)-server")
 SERVICE = re.compile(r"flotilla\.services\.(\w+)")
 
 
 @contextmanager
 def example(directory: Path, steps: int) -> Iterator[psutil.Process]:
-    """Run the example until the block ends."""
+    """Run the example until the block ends, which must be before so many steps and the spare ones were trained."""
     words = (*FLOTILLA, "run", str(SPEC), "--runs", str(directory), "--name", NAME, "--plain")
-    words += ("--set", f"optimisation.steps={steps}")
+    words += ("--set", f"optimisation.steps={FIRST_STEP + steps + SPARE_STEPS}")
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL) as run:
         try:
             yield psutil.Process(run.pid)
@@ -81,7 +84,7 @@ def seconds_of(owner: psutil.Process) -> dict[str, float]:
         except psutil.NoSuchProcess:
             continue
         found = SERVICE.search(words)
-        name = found[1] if found else "redis" if "valkey" in words else "other"
+        name = found[1] if found else "redis" if REDIS.search(words) else "other"
         sums[name] = sums.get(name, 0.0) + times.user + times.system
     return sums
 
@@ -102,7 +105,7 @@ def measure(directory: Path, steps: int, pages: int) -> dict[str, Any]:
             window.script("location.hash = arguments[0]", f"#/run/{view['id']}")
         until(lambda: run.view()["step"] >= FIRST_STEP, "the first steps")
         began, first, before = time.monotonic(), run.view()["step"], seconds_of(owner)
-        until(lambda: run.view()["step"] >= steps - 1, "the last steps")
+        until(lambda: run.view()["step"] >= first + steps, "the last steps")
         seconds, last, after = time.monotonic() - began, run.view()["step"], seconds_of(owner)
         used = {name: after[name] - before.get(name, 0.0) for name in after}
     return {
@@ -120,9 +123,11 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--pages", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=60, help="that are measured, at least 1")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.steps < 1:
+        parser.error("--steps must be at least 1")
     with tempfile.TemporaryDirectory(prefix="flotilla-share-") as folder:
         found = measure(Path(folder), arguments.steps, arguments.pages)
     share = found["gateway_percent_of_a_core"]

@@ -251,12 +251,12 @@ class StoredExperiments:
             "SELECT version, step, phase, announced_at, ended_at FROM publications "
             "WHERE experiment_id = ? AND ended_at IS NOT NULL ORDER BY version"
         )
-        return [StoredPublication(*row) for row in self._database.execute(query, (experiment.id,))]
+        return [StoredPublication(*row) for row in self._rows(query, experiment.id)]
 
     def events(self, experiment: ExperimentView) -> list[Occurrence]:
         """List the events, in their order."""
         query = "SELECT type, at, data FROM events WHERE experiment_id = ? ORDER BY id"
-        rows = self._database.execute(query, (experiment.id,))
+        rows = self._rows(query, experiment.id)
         return [Occurrence(type=type_, at=at, data=json.loads(data)) for type_, at, data in rows]
 
     def _views(self) -> Iterator[ExperimentView]:

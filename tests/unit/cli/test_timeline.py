@@ -1,13 +1,16 @@
 """The timeline of a run: rows, slices and flows of the trace format."""
 
 import json
+import sqlite3
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import anyio
+import pytest
 
 from flotilla.cli.command_line import build_parser
 from flotilla.cli.commands.timeline import timeline
@@ -17,6 +20,7 @@ from flotilla.services.gateway.store.sql import SqlStore
 from flotilla.services.gateway.store.writes import AppendEvent, PutMetrics, PutRecord
 from flotilla.shared.clock import rfc3339
 from flotilla.shared.config.sections.samples import SamplesConfig
+from flotilla.shared.errors import Unavailable
 from flotilla.shared.samples.folder import SampleFolder, step_name
 from flotilla.shared.schemas.experiment import ExperimentState, MetricPoint
 from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind
@@ -182,6 +186,17 @@ def test_the_command_reads_a_run_that_was_moved_and_leaves_out_old_steps(tmp_pat
         "group 3", "step 3", "wait", "compute", "publish", "checkpoint",
     }  # fmt: skip
     assert list(tmp_path.glob("*.tmp")) == []
+
+
+@pytest.mark.parametrize("table", ["publications", "events"])
+def test_a_database_that_lacks_what_is_read_is_named(tmp_path: Path, table: str) -> None:
+    anyio.run(keep_run, tmp_path / "fleet")
+    with closing(sqlite3.connect(tmp_path / "fleet" / "gateway.sqlite")) as database:
+        database.execute(f"DROP TABLE {table}")
+    arguments = build_parser().parse_args(["timeline", str(tmp_path), "--output", str(tmp_path / "out.json")])
+
+    with pytest.raises(Unavailable, match=f"gateway.sqlite cannot be read: no such table: {table}"):
+        anyio.run(timeline, arguments)
 
 
 def test_no_times_are_recorded_of_a_task_without_one() -> None:

@@ -89,6 +89,23 @@ async def test_every_expression_names_what_is_served(served: dict[str, set[str]]
         assert set(written.split()) <= known, f"{place} writes {written}"
 
 
+def test_the_job_that_a_rule_names_is_the_gateways_under_a_configuration_and_under_an_operator() -> None:
+    named = {job for _, expression, _ in expressions() for job in re.findall(r'\bjob="([^"]*)"', expression)}
+    scraped = {each["job_name"] for each in yaml.safe_load((FOLDER / "prometheus.yaml").read_text())["scrape_configs"]}
+    monitors = yaml.safe_load_all((FOLDER.parent / "kubernetes/components/monitoring/monitors.yaml").read_text())
+    operated = {
+        rule["replacement"]
+        for each in monitors
+        for endpoint in each["spec"].get("endpoints", ())
+        for rule in endpoint.get("relabelings", ())
+        if rule["targetLabel"] == "job"
+    }
+
+    assert named == {"flotilla-gateway"}
+    assert named <= scraped
+    assert operated == named
+
+
 async def test_only_counters_are_asked_for_their_rates() -> None:
     gauges = {name for page in await pages() for name in re.findall(r"^# TYPE (\w+) gauge$", page, re.MULTILINE)}
 

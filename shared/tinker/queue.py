@@ -64,6 +64,10 @@ redis.call('XADD', KEYS[2], '*', 'request', ARGV[1])
 if KEYS[3] then redis.call('XADD', KEYS[3], '*', 'request', ARGV[1]) end
 return 'new'
 """
+ATTEMPT: Final = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return 1 end
+return redis.call('HINCRBY', KEYS[1], ARGV[1], 1)
+"""
 ANSWER: Final = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 if ARGV[7] ~= '' then redis.call('HSET', KEYS[5], 'done', ARGV[7]) end
@@ -226,13 +230,10 @@ class TinkerQueue:
         found = await self._retried("HGET", _key("model", model_id), "record")
         return None if found is None else Model.model_validate_json(found)
 
-    async def last_seen(self, model_id: str) -> float:
-        """Return when the last request of a model came, in seconds since the epoch."""
-        return float(await self._retried("HGET", _key("model", model_id), "seen") or 0)
-
-    async def models(self) -> list[str]:
-        """List the ids of all models."""
-        return sorted(each.decode() for each in await self._retried("SMEMBERS", _key("models")))
+    async def models(self) -> list[tuple[str, float]]:
+        """List the ids of all models, and when the last request of each came, in seconds since the epoch."""
+        ids = sorted(each.decode() for each in await self._retried("SMEMBERS", _key("models")))
+        return [(each, float(await self._retried("HGET", _key("model", each), "seen") or 0)) for each in ids]
 
     # What trainer and sampler do.
 
@@ -252,6 +253,10 @@ class TinkerQueue:
         return Request(
             request_id, entry, (verb or b"").decode(), int(seq or 0), (model_id or b"").decode(), body or b""
         )
+
+    async def attempt(self, request: Request, work: Work) -> int:
+        """Count how often a request was begun; returns 1 the first time."""
+        return int(await self._run(ATTEMPT, [_key("request", request.id)], [f"attempts {work}"]))
 
     async def reply(
         self, work: Work, incarnation: str, request: Request, answer: Answer, sampler: tuple[str, Sampler] | None = None

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -9,7 +10,7 @@ from pydantic import ValidationError
 from flotilla.shared.clock import Clock
 from flotilla.shared.errors import NotFound
 from flotilla.shared.net.authorisation.access import Principal, Scope
-from flotilla.shared.tinker.paths import Kind, SavedPath, saved_of
+from flotilla.shared.tinker.paths import FOLDER, RUN, Kind, SavedPath, saved_of
 from flotilla.shared.tinker.records import MANIFEST, Saved
 
 
@@ -65,11 +66,11 @@ class SavedModels:
             NotFound: it is not the caller's.
         """
         self._own(who, path)
-        shutil.rmtree(self.directory(path))
+        self._remove(self.directory(path))
 
     def delete_expired(self) -> int:
         """Delete those whose time is over; returns how many."""
-        runs = [each.name for each in (self._data / "tinker" / "saved").glob("*") if each.is_dir()]
+        runs = [each.name for each in (self._data / FOLDER / "saved").glob("*") if RUN.fullmatch(each.name)]
         return sum(len([saved for saved in self._every(run) if self._is_over(saved, deletes=True)]) for run in runs)
 
     def _own(self, who: Principal, path: SavedPath) -> Saved:
@@ -101,5 +102,13 @@ class SavedModels:
         if saved.expires is None or saved.expires > self._clock.now():
             return False
         if deletes:
-            shutil.rmtree(self.directory(SavedPath.read(saved.path)), ignore_errors=True)
+            self._remove(self.directory(SavedPath.read(saved.path)))
         return True
+
+    def _remove(self, directory: Path) -> None:
+        # Gone at once: whoever is killed meanwhile leaves no model that is listed and cannot be read.
+        removed = directory.with_name(f".{directory.name}.removed")
+        shutil.rmtree(removed, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            directory.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)

@@ -103,10 +103,9 @@ class Tinker:
 
     async def runs(self, who: Principal) -> list[tuple[Model, float]]:
         """List the caller's models, newest first, and when each was last used."""
-        found = [await self._queue.model(model_id) for model_id in await self._queue.models()]
-        own = [each for each in found if each is not None and _may_touch(who, each.owner)]
-        dated = [(each, await self._queue.last_seen(each.model_id)) for each in own]
-        return sorted(dated, key=lambda each: (-each[0].created, each[0].model_id))
+        found = [(await self._queue.model(model_id), seen) for model_id, seen in await self._queue.models()]
+        own = [(each, seen) for each, seen in found if each is not None and _may_touch(who, each.owner)]
+        return sorted(own, key=lambda each: (-each[0].created, each[0].model_id))
 
     async def create_model(self, who: Principal, body: CreateModel) -> Request:
         """Take the first request of a model."""

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from flotilla.services.trainer.tinker.trainer import Trainer
-from flotilla.shared.errors import FlotillaError, InvalidRequest, ModelError, NotFound, Unavailable
+from flotilla.shared.errors import FlotillaError, InvalidRequest, ModelError, NotFound, Unavailable, WorkerDied
 from flotilla.shared.tinker.fields import put_bytes
 from flotilla.shared.tinker.messages import MISSING, write_top
 from flotilla.shared.tinker.paths import Kind, SavedPath
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 SCORES_AT_A_TIME = 16
+MOST_ATTEMPTS = 3
+"""A request that ended the process so often is not begun again: it would end that of all."""
 SAVING = frozenset({Verb.SAVE, Verb.SAVE_FOR_SAMPLER})
 """Their files are there, or were deleted since."""
 
@@ -62,6 +64,7 @@ class TrainingWorker:
         try:
             if model is None:
                 raise NotFound(f"{request.model_id}: there is no such model")
+            await self._begin(request, Work.TRAIN)
             if not self._trainer.knows(model.model_id) and request.seq > 0:
                 await self._recover(model, request)
             answer = await self._compute(partial(self._trainer.do, request, model))
@@ -80,9 +83,19 @@ class TrainingWorker:
         if answer.form is Form.FAILED:
             # A load that was refused leaves gradients that no state holds.
             return
-        before = await self._compute(partial(self._trainer.state_is_due, request.model_id, request.verb))
+        try:
+            before = await self._compute(partial(self._trainer.state_is_due, request.model_id, request.verb))
+        except Exception:
+            # Such as a full disk: the requests stay in Redis until a later state is written.
+            log.exception("state not written", extra={"model_id": request.model_id})
+            return
         if before is not None:
             await self._queue.forget_bodies(request.model_id, before + 1, request.seq)
+
+    async def _begin(self, request: Request, work: Work) -> None:
+        """Refuse a request that has ended the process too often."""
+        if await self._queue.attempt(request, work) > MOST_ATTEMPTS:
+            raise WorkerDied(f"the trainer ended {MOST_ATTEMPTS} times while it did this request")
 
     async def _recover(self, model: Model, request: Request) -> None:
         """Bring a model that is not in this process to where it was before a request, or leave it out."""
@@ -131,6 +144,7 @@ class TrainingWorker:
 
     async def _scored(self, request: Request) -> Answer:
         try:
+            await self._begin(request, Work.SCORE)
             wanted = Sample.model_validate_json(request.body)
             path = wanted.path
             if wanted.sampling_session_id:

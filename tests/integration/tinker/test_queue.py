@@ -45,7 +45,7 @@ async def test_requests_that_come_out_of_order_are_handed_on_in_order(queue: Tin
 
     assert held_back == [0]
     assert [(each.seq, each.body) for each in await waiting(queue)] == [(0, b"x"), (1, b"x"), (2, b"x"), (3, b"x")]
-    assert await queue.last_seen(MODEL) == NOW
+    assert await queue.models() == [(MODEL, NOW)]
 
 
 async def test_a_request_that_comes_again_is_the_same_one_and_another_is_refused(queue: TinkerQueue) -> None:
@@ -105,6 +105,17 @@ async def test_past_requests_are_read_again_until_their_bodies_are_let_go(queue:
     await queue.submit(a_request(1), "d1", NOW)
     with pytest.raises(Conflict):
         await queue.submit(a_request(1), "other", NOW)
+
+
+async def test_attempts_are_counted_of_each_kind_of_work_and_of_known_requests(queue: TinkerQueue) -> None:
+    await make(queue)
+    (request,) = await waiting(queue)
+
+    found = [await queue.attempt(request, work) for work in (Work.TRAIN, Work.TRAIN, Work.SCORE, Work.TRAIN)]
+
+    assert found == [1, 2, 1, 3]
+    assert await queue.attempt(a_request(9), Work.TRAIN) == 1
+    assert not await queue.knows(a_request(9).id)
 
 
 async def test_a_sample_that_is_scored_has_two_parts(queue: TinkerQueue) -> None:

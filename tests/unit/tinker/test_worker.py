@@ -30,6 +30,7 @@ class MemoryQueue:
         self.answers: dict[str, Answer] = {}
         self.forgotten: list[tuple[int, int]] = []
         self.samplers: dict[str, Sampler] = {}
+        self.attempts = 0
 
     async def begin(self, work: Work) -> str:
         """Become the process that answers."""
@@ -65,6 +66,11 @@ class MemoryQueue:
     async def answer(self, request_id: str, work: Work | None = None) -> Answer | None:
         """Read an answer."""
         return self.answers.get(request_id)
+
+    async def attempt(self, request: Request, work: Work) -> int:
+        """Count how often it was begun."""
+        self.attempts += 1
+        return self.attempts
 
     async def reply(self, work: Work, incarnation: str, request: Request, answer: Answer, made: Any = None) -> None:
         """Answer."""
@@ -172,6 +178,33 @@ def test_a_model_whose_requests_are_gone_is_not_gone_on_from() -> None:
     assert queue.answers["r2"].form is Form.FAILED
     assert b"older than what is kept" in queue.answers["r2"].content
     assert not trainer.is_there
+
+
+@pytest.mark.parametrize("work", [Work.TRAIN, Work.SCORE])
+def test_a_request_that_ended_the_process_three_times_is_answered(work: Work) -> None:
+    body = Sample(prompt=PROMPT).model_dump_json().encode()
+    queue = MemoryQueue(work, [Request("r0", "0", Verb.CREATE, 0, MODEL.model_id, body)])
+    queue.attempts = 3
+    trainer = NotingTrainer()
+
+    trained(queue, trainer)
+
+    assert b"ended 3 times" in queue.answers["r0"].content
+    assert (trainer.done, trainer.scored) == ([], [])
+
+
+def test_a_state_that_cannot_be_written_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = MemoryQueue(Work.TRAIN, requests(Verb.CREATE, Verb.OPTIM_STEP))
+    trainer = NotingTrainer()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trainer, "state_is_due", full)
+    trained(queue, trainer)
+
+    assert queue.answers["r1"].form is Form.JSON
+    assert queue.forgotten == []
 
 
 def test_what_is_scored_is_what_the_sampling_session_samples_from() -> None:

@@ -83,6 +83,7 @@ WITHOUT_A_FLEET: Final[Scene] = (
     cli('eval "$(flotilla completion bash)"'),
     cli('flotilla completion zsh > "${fpath[1]}/_flotilla"', swap={"${fpath[1]}/_flotilla": "zsh-completion"}),
     Typed("docs/data.md", f"flotilla spec check {ARITHMETIC} --data"),
+    Typed("docs/algorithms.md", f"flotilla spec show {ARITHMETIC} --set algorithm.advantage.kind=rloo"),
     Typed(IMPORT, "flotilla spec check FILE [--data] [--set KEY=VALUE] [--json]",
           {"FILE": ARITHMETIC, "[--data] [--set KEY=VALUE] [--json]": "--set seed=3 --json"}),
     Typed(IMPORT, "flotilla spec show FILE [--set KEY=VALUE] [--json]",

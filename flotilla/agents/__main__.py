@@ -15,6 +15,7 @@ from flotilla.agents.episodes import Play, play_all
 from flotilla.agents.openrlhf import OpenRlhfAgent, load_agent
 from flotilla.agents.verifiers import VerifiersAgent, load_environment, new_client, write_rows
 from flotilla.shared.errors import FlotillaError
+from flotilla.shared.net.client.bearer_client import tls_context
 from flotilla.shared.schemas.task import Lane
 
 
@@ -49,9 +50,8 @@ async def _run(arguments: argparse.Namespace, token: str) -> int:
         play: Play
         if arguments.kind == "openrlhf":
             limits = httpx.Limits(max_connections=arguments.parallel)
-            play = OpenRlhfAgent(
-                load_agent(arguments.file), await stack.enter_async_context(httpx.AsyncClient(limits=limits))
-            )
+            client = await stack.enter_async_context(httpx.AsyncClient(limits=limits, verify=tls_context()))
+            play = OpenRlhfAgent(load_agent(arguments.file), client)
         else:
             environment = load_environment(arguments.environment, arguments.options)
             play = VerifiersAgent(environment, await stack.enter_async_context(new_client(arguments.gateway)))

@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx
 
+from flotilla.shared.net.client.bearer_client import tls_context
+
 log = logging.getLogger(__name__)
 
 NO_MORE = frozenset({401, 403, 404, 409})
@@ -55,7 +57,9 @@ async def play_all(gateway: str, experiment: str, token: str, play: Play, *, par
     What ``play`` raises besides ``EpisodeLost`` ends all: it is the agent's own error.
     """
     limits = httpx.Limits(max_connections=parallel)
-    async with httpx.AsyncClient(base_url=gateway, timeout=REQUEST_SECONDS, limits=limits) as client:
+    async with httpx.AsyncClient(
+        base_url=gateway, timeout=REQUEST_SECONDS, limits=limits, verify=tls_context()
+    ) as client:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_play(client, experiment, token, play)) for _ in range(parallel)]
         return sum(task.result() for task in tasks)

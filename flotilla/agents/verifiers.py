@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from flotilla.agents.episodes import Episode, EpisodeLost, Verdict
 from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.net.client.bearer_client import tls_context
 from flotilla.shared.schemas.task import Lane
 
 if TYPE_CHECKING:
@@ -66,9 +67,10 @@ def write_rows(environment: Any, path: Path, lane: Lane = Lane.TRAIN) -> int:
 
 def new_client(gateway: str) -> "AsyncOpenAI":
     """Make the client whose connections all episodes share; each sends the key of its own."""
-    from openai import AsyncOpenAI
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-    return AsyncOpenAI(base_url=gateway, api_key="of each episode")
+    connections = DefaultAsyncHttpxClient(verify=tls_context())
+    return AsyncOpenAI(base_url=gateway, api_key="of each episode", http_client=connections)
 
 
 class VerifiersAgent:

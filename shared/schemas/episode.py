@@ -6,7 +6,7 @@ from pydantic import Field, FiniteFloat
 
 from flotilla.shared.schemas.reward_number import Reward
 from flotilla.shared.schemas.task import Lane
-from flotilla.shared.schemas.wire import TolerantWire, Wire
+from flotilla.shared.schemas.wire import TolerantWire
 
 LONGEST_WAIT_SECONDS: Final = 30.0
 MAX_METRICS: Final = 32
@@ -20,14 +20,14 @@ class OpenEpisode(TolerantWire):
     """How long to wait for a task where there is none now; cut to 30."""
 
 
-class EpisodeMessage(Wire):
+class EpisodeMessage(TolerantWire):
     """One message of a task's prompt."""
 
     role: str
     content: str
 
 
-class EpisodeTask(Wire):
+class EpisodeTask(TolerantWire):
     """What the agent shall do: a row of the dataset."""
 
     group_id: int
@@ -47,7 +47,7 @@ class EpisodeTask(Wire):
     metadata: dict[str, Any] = Field(default_factory=dict)
 
 
-class OpenedEpisode(Wire):
+class OpenedEpisode(TolerantWire):
     """An episode as a rollout hands it out."""
 
     episode_id: str
@@ -85,7 +85,7 @@ class CompleteEpisode(TolerantWire):
     metrics: dict[MetricName, FiniteFloat] = Field(default_factory=dict, max_length=MAX_METRICS)
 
 
-class EndedEpisode(Wire):
+class EndedEpisode(TolerantWire):
     """How an episode ended."""
 
     episode_id: str

@@ -5,10 +5,10 @@ from typing import Any
 
 from flotilla.shared.schemas.grade_status import GradeStatus
 from flotilla.shared.schemas.sample_kinds import SampleKind
-from flotilla.shared.schemas.wire import Wire
+from flotilla.shared.schemas.wire import TolerantWire
 
 
-class SampleView(Wire):
+class SampleView(TolerantWire):
     """One sample."""
 
     id: str
@@ -52,7 +52,7 @@ class SampleView(Wire):
     ``texts`` of the tokens, where the gateway can read the model's ``tokenizer.json``."""
 
 
-class SamplePage(Wire):
+class SamplePage(TolerantWire):
     """One page of samples; ``next`` is the cursor of the following one, or None."""
 
     items: tuple[SampleView, ...]

@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 
+from flotilla.services.gateway.routes.publications import FailedReport, SentReport
+from flotilla.shared.schemas.episode import EndedEpisode, OpenedEpisode
+from flotilla.shared.schemas.samples import SamplePage
 from flotilla.shared.schemas.service import DesiredState, ObservedState, Registration, ServiceKind
 from tests.contract.releases.messages import MESSAGES, kept, problems, releases, snapshot, version
 
@@ -89,3 +92,11 @@ def test_a_field_of_a_later_release_is_passed_over(model: Any) -> None:
         given |= {"state": "idle", "tag": "t"}
 
     assert not hasattr(model.model_validate(given), "later")
+
+
+@pytest.mark.parametrize("model", [*MESSAGES, OpenedEpisode, EndedEpisode, SamplePage, SentReport, FailedReport])
+def test_no_message_between_programs_refuses_unknown_fields(model: Any) -> None:
+    schema = model.model_json_schema()
+
+    refusing = [name for name, each in schema.get("$defs", {}).items() if each.get("additionalProperties") is False]
+    assert refusing == [] and schema.get("additionalProperties") is not False

@@ -9,19 +9,19 @@ from flotilla.services.gateway.publications.negotiation import Opened, SendFaile
 from flotilla.services.gateway.routes.dependencies import OF_TRAINER, Cursor, Gateway, Limit, Trainer, Wait, page_of
 from flotilla.shared.schemas.experiment import Page
 from flotilla.shared.schemas.publication import Publication, PublicationPhase, PublicationRequest, Rendezvous
-from flotilla.shared.schemas.wire import Wire
+from flotilla.shared.schemas.wire import TolerantWire
 
 router = APIRouter(prefix="/experiments/{experiment_id}/publications", tags=["publications"])
 
 
-class SentReport(Wire):
+class SentReport(TolerantWire):
     """The sender is done with an epoch."""
 
     epoch: int = Field(ge=1)
     checksum: str
 
 
-class FailedReport(Wire):
+class FailedReport(TolerantWire):
     """The sender could not send in an epoch."""
 
     epoch: int = Field(ge=1)

@@ -9,7 +9,7 @@ import pytest
 
 from flotilla.services.gateway.datasets import lengths
 from flotilla.services.gateway.datasets.lengths import LengthProcess
-from flotilla.services.gateway.store import base
+from flotilla.services.gateway.store import transaction
 from flotilla.services.gateway.store.sql import SqlStore
 from flotilla.services.gateway.store.writes import PutRecord
 from flotilla.shared.children.calls import CallProcess, running
@@ -26,7 +26,7 @@ async def test_a_database_that_hangs_is_unavailable_and_what_was_late_is_stored_
     hanging = asyncio.create_task(store._in_thread(answers.wait))
     await asyncio.sleep(0)
     with monkeypatch.context() as patched:
-        patched.setattr(base, "ANSWER_SECONDS", 0.1)
+        patched.setattr(transaction, "ANSWER_SECONDS", 0.1)
 
         with pytest.raises(Unavailable, match=r"did not answer within 0\.1 s"):
             async with store.transaction() as change:

@@ -185,7 +185,7 @@ def test_groups_need_not_be_neighbours() -> None:
 
 
 @pytest.mark.parametrize("positions", ["all", "sampled"])
-def test_where_no_token_has_weight_yet_the_token_baseline_is_the_members_mean(positions: Any) -> None:
+def test_where_no_token_has_weight_yet_the_token_baseline_is_0(positions: Any) -> None:
     # Two members of three sampled tokens; a correction keeps the last of one and the last two of the other.
     sequences = PackedSequences.of(torch.tensor([0, 0, 0, 1, 1, 1]), torch.ones(6, dtype=torch.long))
     inputs = AdvantageInputs(
@@ -200,7 +200,7 @@ def test_where_no_token_has_weight_yet_the_token_baseline_is_the_members_mean(po
     found = compute_advantages(TokenBaselineConfig(positions=positions, whiten=None), inputs).advantages
 
     # Last position: energies 1 and 1 + 1 make a baseline of 1/3. The second has that of the one member with weight.
-    close(found, [0.5, 1.0, 2 / 3, -0.5, 0.0, -1 / 3])
+    close(found, [1.0, 1.0, 2 / 3, 0.0, 0.0, -1 / 3])
 
 
 def test_gae_skips_masked_tokens_as_published() -> None:

@@ -26,7 +26,7 @@ def optimal_token_baseline(
     With pi the taken token's probability, ``w = 1 - 2 pi + sum pi^2`` (the squared norm of the logits' gradient),
     times squared importance weights if given; W its running sum; per position ``b = sum_i G_i W_i / sum_i W_i``; where
     all members have the same G, it is exactly that. Where no member has weight yet, as before the first token that a
-    correction keeps, every baseline has the same variance, and it is the members' mean.
+    correction keeps, it is 0, as in verl.
 
     Args:
         token_rewards: [T].
@@ -55,9 +55,7 @@ def optimal_token_baseline(
     bins = groups.index[sequences.index] * width + position
     weight = torch.where(mask, weight, 0.0)
     num_bins = groups.count * width
-    total, members = scatter_sum(weight, bins, num_bins), scatter_sum(mask.float(), bins, num_bins)
-    baseline = scatter_sum(returns * weight, bins, num_bins) / (total + epsilon)
-    baseline = torch.where(total > 0, baseline, scatter_sum(returns, bins, num_bins) / members.clamp(min=1))
+    baseline = scatter_sum(returns * weight, bins, num_bins) / (scatter_sum(weight, bins, num_bins) + epsilon)
     highest, lowest = (sign * _largest(sign * returns, mask, bins, num_bins) for sign in (1, -1))
     baseline = torch.where(highest == lowest, highest, baseline)[bins]
     if drop_tail:

@@ -275,7 +275,7 @@ async def test_tokens_that_may_not_stay_are_sampled_afresh(engine: Engine, image
 
 async def test_resumed_tokens_are_not_mixed_by_an_update_that_comes_first(engine: Engine, image: Path) -> None:
     [older] = await engine.generate(a_request(seeds=(4,), max_new_tokens=9))
-    running = asyncio.create_task(engine.generate(a_request(seeds=(1, 2), max_new_tokens=LONG // 3)))
+    running = asyncio.create_task(engine.generate(a_request(seeds=(1, 2), max_new_tokens=LONG)))
     await until_running(engine, running=2)
     update = asyncio.create_task(engine.load_weights(image, 4, OnWeightUpdate.DRAIN))
     await asyncio.sleep(0.01)

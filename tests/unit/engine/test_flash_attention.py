@@ -145,7 +145,8 @@ def test_packed_and_paged_attention_are_dense_attention_of_each_row(kernel: Kern
     table, lengths = torch.tensor([[2], [0]], dtype=torch.int32), torch.tensor([4, 5], dtype=torch.int32)
 
     packed = FlashAttentionByRow().packed(queries, keys, values, starts, 5)
-    paged = FlashAttentionByRow().paged(queries[[3, 8]], *cache, table, lengths)
+    bounds = FlashAttentionByRow().bounds(table, lengths, 8)
+    paged = FlashAttentionByRow().paged(queries[[3, 8]], *cache, table, lengths, bounds)
 
     expected = torch.cat([dense(queries[b:e], keys[b:e], values[b:e]) for b, e in ((0, 4), (4, 9))])
     torch.testing.assert_close(packed, expected)

@@ -154,5 +154,6 @@ def test_a_sampler_that_is_off_is_found_out() -> None:
     def exact(logits: Tensor, draws: Tensor, temperatures: Tensor | None) -> tuple[Tensor, Tensor]:
         return _sample_by_torch(logits, draws, RowSampling(temperatures=temperatures))
 
-    assert sampling._samples_alike(exact, CPU)
-    assert not sampling._samples_alike(shifted, CPU)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert sampling._samples_alike(exact, CPU, dtype)
+        assert not sampling._samples_alike(shifted, CPU, dtype)

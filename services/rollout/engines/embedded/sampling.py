@@ -103,20 +103,20 @@ def sample(logits: Tensor, draws: Tensor, rows: RowSampling) -> tuple[Tensor, Te
         kernels = kernels_for(logits.device, logits.dtype)
         if kernels is not None:
             return kernels.sample(logits, draws, rows.temperatures)
-        if logits.device.type == "cuda" and (by_triton := _triton_sample(logits.device)) is not None:
+        if logits.device.type == "cuda" and (by_triton := _triton_sample(logits.device, logits.dtype)) is not None:
             return by_triton(logits, draws, rows.temperatures)
     return _sample_by_torch(logits, draws, rows)
 
 
 @cache
-def _triton_sample(device: torch.device) -> PlainSample | None:
-    """Give Triton's kernel, if it is found by trying that it works on a device; None: it does not."""
+def _triton_sample(device: torch.device, dtype: torch.dtype) -> PlainSample | None:
+    """Give Triton's kernel, if it is found by trying that it works for such logits; None: it does not."""
     if find_spec("triton") is None:
         return None
     try:
         from flotilla.services.rollout.engines.decoders import triton_kernels
 
-        if _samples_alike(triton_kernels.sample, device):
+        if _samples_alike(triton_kernels.sample, device, dtype):
             return triton_kernels.sample
         log.warning("Triton's kernel samples other tokens than torch's operators")
     except Exception as error:  # No compiler for its launchers, a folder that cannot be written, an unknown GPU.
@@ -124,10 +124,10 @@ def _triton_sample(device: torch.device) -> PlainSample | None:
     return None
 
 
-def _samples_alike(sample_plainly: PlainSample, device: torch.device) -> bool:
+def _samples_alike(sample_plainly: PlainSample, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether it samples what torch's operators do, of rows longer than one block of its kernel."""
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn((PROBE_ROWS, PROBE_VOCABULARY), generator=generator).to(device)
+    logits = torch.randn((PROBE_ROWS, PROBE_VOCABULARY), generator=generator).to(device, dtype)
     draws = torch.rand(PROBE_ROWS, generator=generator, dtype=torch.float64).to(device)
     temperatures = torch.linspace(0.5, 2.0, PROBE_ROWS, device=device)
     found = sample_plainly(logits, draws, temperatures)

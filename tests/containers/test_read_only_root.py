@@ -59,6 +59,7 @@ def test_nothing_else_can_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_every_service_works_with_a_read_only_root_and_a_temporary_directory(tmp_path: Path) -> None:
     spec = make_experiment(tmp_path, optimisation={"steps": 2, "groups_per_mini_batch": 4})

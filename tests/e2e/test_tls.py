@@ -80,6 +80,7 @@ def data_plane(folder: Path, tls: dict[str, str]) -> Iterator[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(SERVER is None, reason="no Redis server of a distribution is here, which speaks TLS")
 @pytest.mark.timeout(400)
 def test_a_fleet_learns_two_steps_with_every_connection_of_its_own_under_tls(tmp_path: Path) -> None:

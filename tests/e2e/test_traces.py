@@ -14,7 +14,7 @@ from flotilla.shared.schemas.task import Lane
 from flotilla.shared.telemetry.tracing.span import issue_of
 from tests.fleet import make_experiment, running_fleet, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
 
 STEPS, GROUPS, MEMBERS, TURNS = 4, 4, 4, 2
 WAY = ("issue", "rollout", "reward", "train", "publication")

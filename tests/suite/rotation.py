@@ -22,8 +22,13 @@ SECONDS: Mapping[str, int] = {
     "tests/faults/test_ranks.py": 778,
     "tests/e2e/test_agents.py": 566,  # 60 of a processor went into clients that the example's agent no longer makes
     "tests/e2e/test_frozen_lake.py": 409,
+    "tests/e2e/test_images.py": 125,
+    "tests/e2e/test_tls.py": 122,
+    "tests/e2e/test_traces.py": 63,
+    "tests/containers/test_read_only_root.py": 63,
+    "tests/integration/cli/test_node_script.py": 36,
 }
-"""Seconds of the long tests of each file in the rotation: kills of ranks and hosts, rows of agents, two experiments."""
+"""Seconds of the long tests of each file in the rotation: kills of ranks and hosts, agents, whole fleets."""
 NUM_SLOTS = 4
 
 

@@ -18,6 +18,7 @@ SCRIPT = ROOT / "deploy" / "node.sh"
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(240)
 async def test_services_of_both_machines_register_and_end_when_they_are_told(tmp_path: Path) -> None:
     gateway, redis = lasting_port("127.0.0.1"), lasting_port("127.0.0.1")

@@ -2,17 +2,15 @@
 
 from typing import Any, Final
 
-from flotilla.importers.datasets import FILES, training
 from flotilla.importers.parameter import ignored, refused, translated, unsupported
-from flotilla.importers.roll import finished, graders
+from flotilla.importers.roll import finished
 from flotilla.importers.roll.launch import MODULE
 from flotilla.importers.roll.placement import shares_of_the_batch
 from flotilla.importers.roll.rows import CUTTING, KERNELS, PLACEMENT, TRAIN
-from flotilla.importers.roll.system import DTYPES, ROLL, adapters, decays_all, schedule, tracking
+from flotilla.importers.roll.system import ROLL, adapters, tracking
 from flotilla.importers.source import Source
 from flotilla.importers.system import System, make_system
 from flotilla.importers.values import integer, number, text, texts, unchanged
-from flotilla.shared.config.sections.data import is_data_file
 
 Fields = dict[str, Any]
 
@@ -66,26 +64,12 @@ def answers(source: Source) -> Fields:
     }
     if source.value("query_key") is not None:
         fields["data.input_column"] = source.value("query_key")
-    model, name = source.value("pretrain"), f"{TRAIN}.data_args.file_name"
-    if model is None:
-        source.lack("model.path: give pretrain")
-    else:
-        fields["model.path"] = model
-    files = source.value(name) or []
-    if not files:
-        source.lack(f"data.path: give {WORKER}.data_args.file_name")
-    elif not all(is_data_file(file) for file in files):
-        source.refuse(name, f"must be {FILES}")
-    else:
-        fields |= training([{"path": file} for file in files])
-    template = "global_template" if source.value("global_template") is not None else f"{TRAIN}.data_args.template"
-    options = source.choose(template, graders.TEMPLATES)
-    return fields | finished.measured(source) | ({"data.chat_template_options": options} if options else {})
+    return fields | finished.trained_on(source, f"{WORKER}.data_args.file_name")
 
 
 def sizes(source: Source) -> Fields:
     """Make lengths, batch, steps, schedule and checkpoints."""
-    longest, save = source.value("sequence_length"), source.required("save_steps")
+    longest = source.value("sequence_length")
     if longest is None:
         source.lack("job.max_tokens: give sequence_length")
     names = [f"{TRAIN}.{name}" for name in finished.SIZES[:2]]
@@ -96,22 +80,11 @@ def sizes(source: Source) -> Fields:
         source.lack("optimisation.steps: num_train_epochs counts passes over the data: give --rows N, the number of "
                     "training rows, which make one batch at least")  # fmt: skip
         return {}
-    shape = schedule(source, planned := epochs * (source.rows or 0) // size)
-    fields: Fields = {
-        "job.max_tokens": longest,
-        "optimisation.groups_per_mini_batch": size,
-        "optimisation.steps": steps,
-        **shape,
-        "optimisation.betas": [0.9, 0.999],
-        "checkpoint.every_steps": steps if save < 1 else min(save, steps),
-        "model.dtype": source.choose(f"{TRAIN}.model_args.dtype", DTYPES) or "bfloat16",
-    }
-    if planned > steps and shape["optimisation.schedule"] != "constant":
+    planned = epochs * (source.rows or 0) // size
+    fields: Fields = {"job.max_tokens": longest, "optimisation.groups_per_mini_batch": size}
+    fields |= finished.run_of(source, steps, planned)
+    if planned > steps and fields["optimisation.schedule"] != "constant":
         fields["optimisation.decay_updates"] = planned  # it counts the rows that make no whole batch
-    if decays_all(source):
-        fields["optimisation.decay_all"] = True
-    if isinstance(path := source.value("resume_from_checkpoint"), str):
-        fields["checkpoint.resume_from"] = path
     return fields
 
 

@@ -101,6 +101,17 @@ def pairs(source: Source) -> Fields:
     }
     if not source.value("ipo"):
         fields["job.loss.label_smoothing"] = source.required("label_smoothing")
+    return fields | trained_on(source, f"{TRAIN}.data_args.file_name")
+
+
+def trained_on(source: Source, written: str) -> Fields:
+    """Make the model, the rows that it learns from, those held out, and the template.
+
+    Args:
+        source: the launch file.
+        written: how files of this pipeline write the name of the parameter that lists the rows.
+    """
+    fields: Fields = {}
     model, name = source.value("pretrain"), f"{TRAIN}.data_args.file_name"
     if model is None:
         source.lack("model.path: give pretrain")
@@ -108,7 +119,7 @@ def pairs(source: Source) -> Fields:
         fields["model.path"] = model
     files = source.value(name) or []
     if not files:
-        source.lack(f"data.path: give {name}")
+        source.lack(f"data.path: give {written}")
     elif not all(is_data_file(file) for file in files):
         source.refuse(name, f"must be {FILES}")
     else:
@@ -131,7 +142,7 @@ def measured(source: Source) -> Fields:
 
 def sizes(source: Source) -> Fields:
     """Make lengths, batch, steps, schedule and checkpoints."""
-    longest, save, steps = source.value("sequence_length"), source.required("save_steps"), source.required("max_steps")
+    longest, steps = source.value("sequence_length"), source.required("max_steps")
     if longest is None:
         source.lack("job.max_tokens: give sequence_length")
     names = [f"{TRAIN}.{name}" for name in SIZES[:2]]
@@ -142,11 +153,21 @@ def sizes(source: Source) -> Fields:
     if steps < 1:
         source.lack("optimisation.steps: max_steps must be 1 at least, and the rows make one batch and one whole pass")
         return {}
+    return {"job.max_tokens": longest, "optimisation.groups_per_mini_batch": size} | run_of(source, steps, steps)
+
+
+def run_of(source: Source, steps: int, planned: int) -> Fields:
+    """Make steps, schedule and checkpoints.
+
+    Args:
+        source: the launch file.
+        steps: that are taken.
+        planned: steps that the schedule counts.
+    """
+    save = source.required("save_steps")
     fields: Fields = {
-        "job.max_tokens": longest,
-        "optimisation.groups_per_mini_batch": size,
         "optimisation.steps": steps,
-        **schedule(source, steps),
+        **schedule(source, planned),
         "optimisation.betas": [0.9, 0.999],
         "checkpoint.every_steps": steps if save < 1 else min(save, steps),
         "model.dtype": source.choose(f"{TRAIN}.model_args.dtype", DTYPES) or "bfloat16",

@@ -64,6 +64,7 @@ class GatewayState(GatewayParts):
         await self.repository.load()
         await self.commands.load()
         await self.registry.load()
+        await self.fleet.returning.load()
         await self.tokens.load()
         await self.publications.load()
         await restore_windows(self.repository, self.measurements, self.store)

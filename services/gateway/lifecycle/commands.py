@@ -52,7 +52,7 @@ class ExperimentCommands:
     Args:
         directory: where each experiment has its own.
         places: where code and data that a spec names may be.
-        on_restart: called once an experiment that had ended is stored as one that starts.
+        on_restart: called with a change that lets an experiment which had ended start.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ExperimentCommands:
         directory: Path,
         places: Places,
         *,
-        on_restart: Callable[[Experiment], None],
+        on_restart: Callable[[Transaction, Experiment], None],
     ) -> None:
         self._repository = repository
         self._registry = registry
@@ -271,7 +271,7 @@ class ExperimentCommands:
                 raise ActionNotAllowed(f"cannot {action} {experiment.id} yet: its services are still coming to rest")
             # What the end left is undone; the trainer goes on from its newest checkpoint.
             changes |= {"outcome": None, "problem": None, "final_ledger": None, "is_trained": False}
-            change.then(lambda: self._on_restart(experiment))
+            self._on_restart(change, experiment)
         if action is Action.STOP:
             changes["outcome"] = ExperimentState.STOPPED.value
         self._stage_state(change, experiment, state, **changes)

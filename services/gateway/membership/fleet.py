@@ -90,7 +90,7 @@ class Fleet:
         self.left = PerExperiment(Signal)
         self.bodies = DesiredBodies()
         self.jobs = TrainingJobs(registry, repository, events)
-        self.returning = Returning(registry, repository, events)
+        self.returning = Returning(registry, repository, events, store, clock)
 
     async def register(self, registration: Registration) -> Registered:
         """Add a service to the fleet.
@@ -291,8 +291,8 @@ class Fleet:
         async with self._store.transaction() as change:
             if service.lease_ends > self._registry.now():
                 return  # it called while this waited for its turn
-            silence = self.returning.stage_memory(change, service)
-            self._stage_leave(change, service.id, f"its lease ended: {silence}")
+            self._stage_leave(change, service.id, f"its lease ended: {self.returning.silence_of(service)}")
+            self.returning.stage_memory(change, service)
         self._on_change()
 
     async def leave(self, service_id: str, *, reason: str) -> None:

@@ -2,20 +2,25 @@
 
 A host that cannot be reached for half a minute has lost nothing. Its service registers again as the same process, gets
 the same id, and, where nobody has taken its place, the same assignment: so it keeps worker, engine and weight endpoint.
-What it had claimed was released meanwhile and is fenced; a trainer keeps its epoch, since no other one had it.
+What it had claimed was released meanwhile and is fenced; a trainer keeps its epoch, since no other one had it. Who was
+given up stays in the database, so a gateway that restarts during the cut knows it as well.
 
 The scheduler, which assigns all others, decides from what it saw before: ``num_assigned`` tells it that somebody came
 back meanwhile, and it decides again.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.records.repository import ExperimentRepository
 from flotilla.services.gateway.registry.services import LiveService, Registry
 from flotilla.services.gateway.registry.silence import no_contact
+from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.records import ServiceRecord
 from flotilla.services.gateway.store.transaction import Transaction
+from flotilla.services.gateway.store.writes import DeleteRecord, PutRecord
+from flotilla.shared.clock import Clock
 from flotilla.shared.schemas.service import Registration, ServiceKind
 
 REMEMBERED_SECONDS = 600.0
@@ -28,13 +33,11 @@ class CutOff:
     """A service at the moment when it was given up.
 
     Attributes:
-        record: with what it was assigned to.
-        epoch: of the trainers of that experiment then; None where it had none.
+        record: with what it was assigned to, and the epoch of that experiment's trainers then.
         heard_at: when it called last, by the registry's clock in seconds.
     """
 
     record: ServiceRecord
-    epoch: int | None
     heard_at: float
 
 
@@ -45,30 +48,46 @@ class Returning:
         num_assigned: how many got their work back.
     """
 
-    def __init__(self, registry: Registry, repository: ExperimentRepository, events: EventLog) -> None:
+    def __init__(
+        self, registry: Registry, repository: ExperimentRepository, events: EventLog, store: Store, clock: Clock
+    ) -> None:
         self._registry, self._repository, self._events = registry, repository, events
+        self._store, self._clock = store, clock
         self._cut_off: dict[str, CutOff] = {}
         self.num_assigned = 0
 
-    def stage_memory(self, change: Transaction, service: LiveService) -> str:
-        """Remember one that is given up, before it is forgotten; return what is said of its silence."""
+    async def load(self) -> None:
+        """Read who was given up by an earlier process; their silence went on while no gateway ran."""
+        for record in await self._store.services():
+            if record.silent_since is not None:
+                silent = max(0.0, self._clock.now() - record.silent_since)
+                self._cut_off[record.incarnation] = CutOff(record, self._clock.monotonic() - silent)
+
+    def silence_of(self, service: LiveService) -> str:
+        """Say for how long a member has been silent."""
+        return no_contact(service.record, self._registry.now() - service.heard_at)
+
+    def stage_memory(self, change: Transaction, service: LiveService) -> None:
+        """Remember one that is given up, once its leave is staged."""
         experiment = self._repository.find(service.experiment_id)
-        epoch, now = None if experiment is None else experiment.record.trainer_epoch, self._registry.now()
-        cut_off = CutOff(service.record, epoch, service.heard_at)
+        now = self._registry.now()
+        since = self._clock.now() - (now - service.heard_at)
+        epoch = None if experiment is None else experiment.record.trainer_epoch
+        record = replace(service.record, silent_since=since, trainer_epoch=epoch)
+        self._stage_forgetting(change, lambda each: now >= each.heard_at + REMEMBERED_SECONDS)
+        cut_off = CutOff(record, service.heard_at)
+        change.write(PutRecord(record))
+        change.then(lambda: self._cut_off.update({record.incarnation: cut_off}))
 
-        def follow() -> None:
-            known = self._cut_off.items()
-            self._cut_off = {name: each for name, each in known if now < each.heard_at + REMEMBERED_SECONDS}
-            self._cut_off[service.record.incarnation] = cut_off
-
-        change.then(follow)
-        return no_contact(service.record, now - service.heard_at)
-
-    def forget(self, experiment_id: str) -> None:
+    def stage_forgetting(self, change: Transaction, experiment_id: str) -> None:
         """Let nobody go on with an experiment that has ended and starts again, from its newest checkpoint."""
-        self._cut_off = {
-            name: each for name, each in self._cut_off.items() if each.record.experiment_id != experiment_id
-        }
+        self._stage_forgetting(change, lambda each: each.record.experiment_id == experiment_id)
+
+    def _stage_forgetting(self, change: Transaction, is_meant: Callable[[CutOff], bool]) -> None:
+        found = {name: each.record.id for name, each in self._cut_off.items() if is_meant(each)}
+        # Who has come back has its record again, under the same id.
+        change.write(*(DeleteRecord(ServiceRecord, each) for each in found.values() if not self._registry.find(each)))
+        change.then(lambda: [self._cut_off.pop(name, None) for name in found])
 
     def why_missing(self, experiment_id: str) -> str | None:
         """Name the hosts of an experiment's services that are out of reach, and for how long; None: there are none."""
@@ -112,7 +131,7 @@ class Returning:
             return False
         if service.kind is ServiceKind.TRAINER:
             # Another trainer has had a later epoch, or this one's job has ended: then it begins anew.
-            is_last = found.epoch == experiment.record.trainer_epoch
+            is_last = found.record.trainer_epoch == experiment.record.trainer_epoch
             if not is_last or self._registry.trainer_of(experiment.id) is not None:
                 return False
         if service.kind not in COMPUTING:

@@ -149,6 +149,8 @@ class Registry:
         """Load the services of an earlier process, under a grace lease; a notice goes on while no gateway runs."""
         records, now = await self._store.services(), self._clock.monotonic()
         for record in records:
+            if record.silent_since is not None:
+                continue
             service = self._services[record.id] = LiveService(record, now + self._grace_seconds, now)
             service.is_restored = True
             self._index(service)
@@ -242,7 +244,8 @@ class Registry:
         elif former is not None:
             # Its number may be another's by now: nodes of a training job have their order from it.
             is_taken = any(each.record.number == former.number for each in self)
-            record = replace(former, **fields, experiment_id=None, number=number if is_taken else former.number)
+            number = number if is_taken else former.number
+            record = replace(former, **fields, number=number, experiment_id=None, silent_since=None, trainer_epoch=None)
         else:
             service_id = f"{registration.kind}-{secrets.token_hex(4)}"
             record = ServiceRecord(id=service_id, registered_at=self._clock.now(), number=number, **fields)

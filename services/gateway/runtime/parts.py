@@ -16,6 +16,7 @@ from flotilla.services.gateway.registry.services import Registry, wake_services
 from flotilla.services.gateway.samples.indexing import SampleIndexes
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.store.transaction import Transaction
 from flotilla.shared.clock import Clock
 
 
@@ -83,9 +84,9 @@ class GatewayParts:
             on_change=self.wake.set,
         )
 
-    def _experiment_restarted(self, experiment: Experiment) -> None:
-        self.measurements.of(experiment).health.clear()
-        self.fleet.returning.forget(experiment.id)
+    def _experiment_restarted(self, change: Transaction, experiment: Experiment) -> None:
+        change.then(self.measurements.of(experiment).health.clear)
+        self.fleet.returning.stage_forgetting(change, experiment.id)
 
     def _experiment_changed(self, experiment_id: str) -> None:
         wake_services(self.registry, experiment_id)

@@ -79,6 +79,9 @@ class ServiceRecord:
         notice_ends_at: until when it may finish what it has in hand, in seconds since the epoch; None unless it drains.
         registered_at: seconds since the epoch.
         number: grows with each service that registers: their order, whatever the clock says.
+        silent_since: when one that was given up for its silence called last, in seconds since the epoch; it is no
+            member any more, and remembered for a while. None: it is one.
+        trainer_epoch: of the trainers of its experiment when it was given up.
     """
 
     id: str
@@ -93,6 +96,8 @@ class ServiceRecord:
     notice_ends_at: float | None = None
     experiment_id: str | None = None
     number: int = 0
+    silent_since: float | None = None
+    trainer_epoch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

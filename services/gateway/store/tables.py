@@ -67,6 +67,8 @@ services = Table(
     Column("notice_ends_at", Float(53)),
     Column("experiment_id", String(96)),
     Column("number", Integer, nullable=False, server_default="0"),
+    Column("silent_since", Float(53)),
+    Column("trainer_epoch", Integer),
 )
 
 publications = Table(
@@ -141,6 +143,9 @@ last_transaction = Table(
     metadata,
     Column("number", Integer, primary_key=True, autoincrement=False),
     Column("name", String(16), nullable=False),
+    Column("term", Integer, nullable=False, server_default="0"),
+    Column("beat", Integer, nullable=False, server_default="0"),
+    Column("leader", Text),
 )
 
 windows = Table(

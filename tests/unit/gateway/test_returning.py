@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from flotilla.services.gateway.lifecycle.states import Action
+from flotilla.services.gateway.membership.returning import REMEMBERED_SECONDS
 from flotilla.services.gateway.state import GatewayState
 from flotilla.services.gateway.store.memory import MemoryStore
 from flotilla.services.gateway.store.writes import Write
@@ -158,3 +159,62 @@ async def test_the_silence_of_a_service_that_a_restarted_gateway_never_heard_is_
     assert [each.data["reason"] for each in left] == [
         f"its lease ended: no contact with 127.0.0.1 ({service_id}) for 10 s"
     ]
+
+
+async def restarted(store: MemoryStore, clock: ManualClock) -> GatewayState:
+    """Start a gateway on what an earlier one stored."""
+    gateway = a_gateway(store, clock)
+    await gateway.load()
+    return gateway
+
+
+async def test_a_gateway_that_restarts_during_a_cut_remembers_who_was_cut_off() -> None:
+    clock, store = ManualClock(), MemoryStore()
+    before = a_gateway(store, clock)
+    experiment = await add_experiment(before, trainer_epoch=3)
+    lost = await add_service(before, ServiceKind.TRAINER, "lost", experiment.id)
+    await give_up(before, clock)
+    await stop(before)
+
+    gateway = await restarted(store, clock)
+    assert "no contact with" in str(gateway.fleet.returning.why_missing(experiment.id))
+    assert gateway.registry.find(lost) is None
+    again = await gateway.fleet.register(a_registration(ServiceKind.TRAINER, "lost"))
+
+    assert (again.service_id, gateway.registry.get(lost).experiment_id) == (lost, experiment.id)
+    assert gateway.fleet.returning.why_missing(experiment.id) is None
+    await stop(gateway)
+    assert (await restarted(store, clock)).registry.get(lost).experiment_id == experiment.id
+
+
+async def test_who_is_away_for_too_long_is_stored_no_longer() -> None:
+    clock, store = ManualClock(), MemoryStore()
+    gateway = a_gateway(store, clock)
+    experiment = await add_experiment(gateway)
+    await add_service(gateway, ServiceKind.ROLLOUT, "old", experiment.id)
+    await give_up(gateway, clock)
+    clock.advance(REMEMBERED_SECONDS)
+    later = await add_service(gateway, ServiceKind.ROLLOUT, "later", experiment.id)
+    await give_up(gateway, clock)
+    await stop(gateway)
+
+    assert [each.id for each in await store.services()] == [later]
+
+
+async def test_an_experiment_that_starts_again_is_returned_to_after_no_restart_of_the_gateway() -> None:
+    clock, store = ManualClock(), MemoryStore()
+    before = a_gateway(store, clock)
+    experiment = await add_experiment(before)
+    await add_service(before, ServiceKind.ROLLOUT, "lost", experiment.id)
+    await give_up(before, clock)
+    async with before.repository.transaction() as change:
+        before.repository.stage(change, experiment, state=ExperimentState.STOPPED, final_ledger={})
+    async with before.repository.transaction() as change:
+        before.commands._stage_action(change, experiment, Action.RESUME)
+    await stop(before)
+
+    gateway = await restarted(store, clock)
+    again = await gateway.fleet.register(a_registration(ServiceKind.ROLLOUT, "lost"))
+
+    assert gateway.registry.get(again.service_id).experiment_id is None
+    await stop(gateway)

@@ -209,7 +209,14 @@ def _add_samples(commands: "Commands") -> None:
     show.add_argument("--full", action="store_true", help="write long texts to their end")
     show.add_argument("--html", metavar="FILE", help="write them as a page with the images of their prompts")
     show.add_argument("--tokens", action="store_true", help="with --json: token ids, log-probabilities, advantages")
-    for parser in (show, replay):
+    what = "Grade a run's samples again by another reward section: what would have other rewards and advantages."
+    regrade = add_command(commands, "regrade", what, "regrade:regrade")
+    regrade.add_argument("experiment", help=text.partition(" (default")[0])
+    what = "YAML or JSON file with the new section, or a spec with one"
+    regrade.add_argument("--reward", metavar="FILE", required=True, help=what)
+    what = "JSON lines to write, a group each; what an interrupted call left is completed (default: beside the samples)"
+    regrade.add_argument("--output", "-o", metavar="FILE", help=what)
+    for parser in (show, replay, regrade):
         add_json(parser)
         add_gateway(parser)
 

@@ -10,17 +10,15 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
-from flotilla.services.reward.filtering import keeps, masked_group
-from flotilla.services.reward.grading import grades_of, is_gradable, with_grades
-from flotilla.services.reward.shaping import shaped_group
+from flotilla.services.reward.decision import ALL_ABSTAINED, decide, used_names, why_failed
+from flotilla.services.reward.grading import grades_of, with_grades
 from flotilla.services.reward.teacher.teachers import Teachers
 from flotilla.services.reward.verifiers.base import AsksServer, Verifier
 from flotilla.shared.config.sections.reward import RewardConfig
-from flotilla.shared.config.sections.shaping import SpreadAboveConfig
-from flotilla.shared.errors import ClaimLost, EpisodeFailed, FlotillaError
+from flotilla.shared.errors import ClaimLost, FlotillaError
 from flotilla.shared.net.retry import DATA_PLANE, retry
 from flotilla.shared.samples.recorder import KeepsEnded, NothingKept
 from flotilla.shared.schemas.health import LONGEST_TEXT, LONGEST_WORDS, GradingReport, SampleExcerpt
@@ -34,7 +32,6 @@ log = logging.getLogger(__name__)
 
 CLAIM_WAIT_SECONDS = 1.0
 HAND_BACK_SECONDS = 5.0
-GRADING_ERROR = "grading_error"
 
 LABEL_WORDS = ("label",)
 """What an error says that a label made: the verifiers' own words."""
@@ -152,58 +149,6 @@ class RewardLane:
     name: str
     hop: Hop
     is_filtered: bool
-
-
-def why_failed(sampled: Group) -> str:
-    """Return the reason for which a group fails none of whose samples has a grade: what came first."""
-    is_left = any(is_gradable(trajectory) for trajectory in sampled.trajectories)
-    return GRADING_ERROR if is_left else EpisodeFailed.code
-
-
-def used_names(config: RewardConfig) -> frozenset[str]:
-    """Name the components and metrics that something is decided by: an advantage, or a filter of groups."""
-    names = {component.name or component.kind for component in config.components}
-    metric = None if config.group_filter is None else config.group_filter.metric
-    return frozenset(names if metric is None else {*names, metric})
-
-
-def why_filtered(group: Group, config: RewardConfig) -> str | None:
-    """Return why a graded group is not worth training on, if so.
-
-    A greedy answer that the others are compared with counts where a spread is asked for: answers that are equal teach,
-    if it is not. It does not count in a mean, which says how hard the task is for the policy as it samples.
-    """
-    metric = None if config.group_filter is None else config.group_filter.metric
-    members, greedy = (
-        [
-            t.metrics.get(metric or "", t.reward)
-            for t in group.trajectories
-            if t.reward is not None and t.is_baseline is it
-        ]
-        for it in (False, True)
-    )
-    rewards = group.episode_rewards() if metric is None else members
-    compared = [*rewards, *greedy]
-    if config.filter_zero_spread and len(compared) > 1 and max(compared) == min(compared):
-        return "zero_spread"
-    by_spread = isinstance(config.group_filter, SpreadAboveConfig)
-    if config.group_filter is not None and not keeps(compared if by_spread else rewards, config.group_filter):
-        return config.group_filter.kind
-    return None
-
-
-def for_training(group: Group, config: RewardConfig) -> Group:
-    """Mask and shape what the trainer gets; both look at the rewards as graded."""
-    graded = group
-    if config.shaping is not None:
-        group = shaped_group(group, config.shaping)
-    if config.sample_mask is None:
-        return group
-    masked = masked_group(graded, config.sample_mask).trajectories
-    pairs = zip(group.trajectories, masked, strict=True)
-    return replace(
-        group, trajectories=tuple(replace(t, loss_mask=m.loss_mask, log_probs=m.log_probs) for t, m in pairs)
-    )
 
 
 class RewardConsumer:
@@ -357,26 +302,18 @@ class RewardConsumer:
         if not lane.is_filtered:
             await self._forward(lane.hop, claim, group)
             return
-        statuses = {trajectory.status for trajectory in group.trajectories}
-        reason = why_filtered(group, self._config) if GradeStatus.SCORED in statuses else None
-        self.tally.add(group, is_filtered=reason is not None)
-        if GradeStatus.SCORED not in statuses:
-            if GradeStatus.ERROR in statuses:
+        decided = decide(group, self._config, failure)
+        self.tally.add(group, is_filtered=decided.is_filtered_by_rule)
+        if decided.trained is None:
+            assert decided.resolution is not None
+            assert decided.reason is not None
+            if decided.resolution is Resolution.FAILED:
                 self.failures_in_a_row += 1
                 log.warning("no sample could be graded", extra={"entry_id": claim.entry_id, "error": self.last_error})
-                await self._end(lane.hop, claim, group, Resolution.FAILED, failure)
-            else:
-                await self._end(lane.hop, claim, group, Resolution.FILTERED, "all_abstained")
-            return
-        if reason is not None:
-            self.failures_in_a_row = 0
-            await self._end(lane.hop, claim, group, Resolution.FILTERED, reason)
-            return
-        trained = for_training(group, self._config)
-        if not any(t.num_sampled for t in trained.trajectories):
-            self.failures_in_a_row = 0
-            await self._end(lane.hop, claim, group, Resolution.FILTERED, "all_masked")
-        elif (judged := await self._judged(trained)) is not None:
+            elif decided.reason != ALL_ABSTAINED:
+                self.failures_in_a_row = 0
+            await self._end(lane.hop, claim, group, decided.resolution, decided.reason)
+        elif (judged := await self._judged(decided.trained)) is not None:
             self.failures_in_a_row = 0
             await self._forward(lane.hop, claim, judged)
         else:

@@ -118,6 +118,7 @@ def _of_trajectories() -> list[tuple[str, pa.DataType, Callable[[Trajectory], An
         ("resumed_tokens", pa.int32(), lambda t: t.resumed_tokens),
         ("turns", pa.string(), lambda t: _json([turn.to_wire() for turn in t.turns]) if t.turns else None),
         ("is_baseline", pa.bool_(), lambda t: t.is_baseline),
+        ("episode", pa.string(), lambda t: t.episode),
     ]
 
 
@@ -209,6 +210,7 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         # Files that were written before there were turns have neither.
         turns=tuple(Turn.from_wire(turn) for turn in json.loads(row.get("turns") or "[]")),
         is_baseline=row.get("is_baseline") or False,
+        episode=row.get("episode"),
         teacher_log_probs=None if (taught := row.get("teacher_log_probs")) is None else np.array(taught, np.float32),
     )
 

@@ -30,7 +30,7 @@ SHOWN = (
 async def replay(arguments: argparse.Namespace) -> int:
     """Compute a step again and compare it with the record; 1 if it differs."""
     group, member = _sample_of(arguments.sample)
-    directory = experiment_directory(arguments) or await _directory_of(arguments)
+    directory = experiment_directory(arguments) or await directory_of(arguments, "replay it where its checkpoints are")
     try:
         from flotilla.services.trainer.replay.replay import replay as compute
         from flotilla.services.trainer.replay.tokens import take_apart
@@ -69,12 +69,17 @@ def _sample_of(text: str | None) -> tuple[int | None, int]:
     return int(group), int(member)
 
 
-async def _directory_of(arguments: argparse.Namespace) -> Path:
+async def directory_of(arguments: argparse.Namespace, advice: str) -> Path:
+    """Ask the gateway for the directory of the experiment that is meant.
+
+    Raises:
+        NotFound: it is not on this machine; the detail ends with the advice.
+    """
     async with open_gateway(arguments) as client:
         view = await client.experiment(arguments.experiment)
     directory = Path(view.directory)
     if not await asyncio.to_thread(directory.is_dir):
-        raise NotFound(f"{directory} of {view.id} is not on this machine: replay it where its checkpoints are")
+        raise NotFound(f"{directory} of {view.id} is not on this machine: {advice}")
     return directory
 
 

@@ -13,12 +13,15 @@ from functools import partial
 from flotilla.services.trainer.data.batch import baseline_of, check_group, episodes_of, scored_trajectories
 from flotilla.services.trainer.data.group_metrics import Totals
 from flotilla.shared.checkpoints.lineage import VersionLine
+from flotilla.shared.config.sections.advantage import GdpoConfig
+from flotilla.shared.config.sections.job import SftConfig
+from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import Conflict, DataError
 from flotilla.shared.net.retry import DATA_PLANE, retry
 from flotilla.shared.samples.recorder import KeepsEnded, NothingKept
 from flotilla.shared.schemas.sample_kinds import SampleKind
 from flotilla.shared.schemas.trajectory import NO_VERSION, GradeStatus, Group
-from flotilla.shared.streams.hop import STALE, Claim, Resolution
+from flotilla.shared.streams.hop import REDUNDANT, STALE, Claim, Resolution
 from flotilla.shared.streams.intervals import IntervalSet
 from flotilla.shared.streams.plans import LOST_WITH_CHECKPOINT, Plan, TrainerQueue
 
@@ -51,6 +54,24 @@ class Requirements:
     needs_teacher: bool = False
     joins_branches: bool = False
     too_old: str = STALE
+
+
+def requirements_of(spec: ExperimentSpec, vocabulary: int) -> Requirements:
+    """Return what a group must have to be trained under this spec, by a model that reads so many token ids."""
+    advantage = spec.algorithm.advantage
+    min_scored = min(advantage.MIN_SCORED, spec.rollout.group_size)
+    if spec.finished_job is not None:
+        min_scored = 1 if isinstance(spec.finished_job, SftConfig) else 2
+    return Requirements(
+        vocabulary=vocabulary,
+        min_scored=min_scored,
+        components=advantage.components if isinstance(advantage, GdpoConfig) else (),
+        max_lag=spec.asynchrony.resolved_max_lag,
+        needs_baseline=advantage.kind == "remax",
+        needs_teacher=bool(spec.algorithm.distillation and spec.algorithm.distillation.servers),
+        joins_branches=spec.joins_branches,
+        too_old=REDUNDANT if spec.asynchrony.redundant_groups else STALE,
+    )
 
 
 @dataclass(frozen=True, eq=False)

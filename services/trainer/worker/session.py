@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 from flotilla.services.trainer.checkpoint.manager import CheckpointManager
 from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
 from flotilla.services.trainer.data.plan import StepPlanner
-from flotilla.services.trainer.data.source import GroupSource, Requirements
-from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.data.source import GroupSource, requirements_of
 from flotilla.services.trainer.learning.pass_sizes import RECORD
 from flotilla.services.trainer.parallel.cores import ComputeCores
 from flotilla.services.trainer.worker.checkpoint_policy import CheckpointPolicy, CheckpointWriter
@@ -29,12 +28,9 @@ from flotilla.services.trainer.worker.reporter import Reporter
 from flotilla.services.trainer.worker.samples import StepSamples, open_samples
 from flotilla.services.trainer.worker.takeover import become_trainer, reconcile_with
 from flotilla.shared.checkpoints.folders import CHECKPOINTS
-from flotilla.shared.config.sections.advantage import GdpoConfig
-from flotilla.shared.config.sections.job import SftConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.models.hub import fetched
 from flotilla.shared.schemas.service import Failure
-from flotilla.shared.streams.hop import REDUNDANT, STALE
 from flotilla.shared.streams.plane import DataPlane
 from flotilla.shared.weights.group.endpoint_client import EndpointClient
 
@@ -151,7 +147,12 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         reporter = Reporter(around.gateway, around.experiment_id, around.directory / UNSENT)
         reporter.resend(progress.step)
         source = GroupSource(
-            queue, requirements_of(spec, learner), progress.trained, progress.totals, line, samples.ended
+            queue,
+            requirements_of(spec, learner.loaded.vocabulary),
+            progress.trained,
+            progress.totals,
+            line,
+            samples.ended,
         )
         publisher = _publisher(around, images)
         writer = CheckpointWriter(manager, learner, progress, line, queue, source, reporter, compute, around.on_failure)
@@ -190,24 +191,6 @@ def _publisher(around: SessionDeps, images: ImagePool) -> Publisher:
         images,
         experiment_id=around.experiment_id,
         on_image=around.on_image,
-    )
-
-
-def requirements_of(spec: ExperimentSpec, learner: Learner) -> Requirements:
-    """Return what a group must have to be trained under this spec."""
-    advantage = spec.algorithm.advantage
-    min_scored = min(advantage.MIN_SCORED, spec.rollout.group_size)
-    if spec.finished_job is not None:
-        min_scored = 1 if isinstance(spec.finished_job, SftConfig) else 2
-    return Requirements(
-        vocabulary=learner.loaded.vocabulary,
-        min_scored=min_scored,
-        components=advantage.components if isinstance(advantage, GdpoConfig) else (),
-        max_lag=spec.asynchrony.resolved_max_lag,
-        needs_baseline=advantage.kind == "remax",
-        needs_teacher=bool(spec.algorithm.distillation and spec.algorithm.distillation.servers),
-        joins_branches=spec.joins_branches,
-        too_old=REDUNDANT if spec.asynchrony.redundant_groups else STALE,
     )
 
 

@@ -54,7 +54,7 @@ def test_a_file_gives_back_the_very_same_groups(tmp_path: Path) -> None:
         a_trajectory(sampled_tokens=0).graded(
             GradeStatus.SCORED, 0.0, components={"length": -1.0}, metrics={"exact/x": 2.0}
         ),
-        a_trajectory(turns=TWO_TURNS, is_baseline=True, finish_reason=FinishReason.TURNS).graded(
+        a_trajectory(turns=TWO_TURNS, is_baseline=True, episode="e1", finish_reason=FinishReason.TURNS).graded(
             GradeStatus.SCORED, 0.0
         ),
     )

@@ -1,7 +1,6 @@
 """Each estimator says how many scored members a group needs, and whoever asks gets that answer."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -10,14 +9,12 @@ import torch
 from flotilla.importers.openrlhf.learning import ESTIMATORS as OPENRLHF
 from flotilla.importers.openrlhf.learning import compares_members
 from flotilla.services.trainer.algorithms.advantages import AdvantageInputs, compute_advantages
-from flotilla.services.trainer.learning.learner import Learner
-from flotilla.services.trainer.models.loading import LoadedModel
-from flotilla.services.trainer.worker.session import requirements_of
+from flotilla.services.trainer.data.source import requirements_of
 from flotilla.shared.config.sections.advantage import ESTIMATORS, AdvantageConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec
 from tests.unit.algorithms.test_advantages import equal_groups
-from tests.unit.trainer.builders import a_model, a_spec
+from tests.unit.trainer.builders import VOCABULARY, a_spec
 
 COMPARING = {kind for kind, each in ESTIMATORS.items() if each.MIN_SCORED > 1}
 GIVEN: dict[str, dict[str, Any]] = {"gdpo": {"components": ["exact"]}, "optimal_token_baseline": {"epsilon": 1e-3}}
@@ -35,12 +32,7 @@ def spec_of(kind: str, size: int = 4, **chosen: Any) -> ExperimentSpec:
 
 
 def min_scored(spec: ExperimentSpec) -> int:
-    learner = cast(Learner, _Learner())
-    return requirements_of(spec, learner).min_scored
-
-
-class _Learner:
-    loaded = LoadedModel(a_model(), Path())
+    return requirements_of(spec, VOCABULARY).min_scored
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)

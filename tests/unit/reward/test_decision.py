@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from flotilla.services.reward.consumer import for_training, why_filtered
+from flotilla.services.reward.decision import for_training, why_filtered
 from flotilla.services.reward.grading import with_grades
 from flotilla.services.reward.verifiers.base import Grade
 from flotilla.shared.config.sections.reward import RewardConfig

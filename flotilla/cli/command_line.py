@@ -112,6 +112,8 @@ def _add_fleet(commands: "Commands") -> None:
     tinker = "serve the Tinker API at /api/v1 (with --model); no service for experiments that is not asked for by name"
     up.add_argument("--tinker", action="store_true", help=tinker)
     up.add_argument("--model", metavar="PATH", help="directory of the Tinker API's base model (no default)")
+    models = "models of the Tinker API in memory, others wait on the disk (default: 32; full ones need one each)"
+    up.add_argument("--tinker-models", type=parsing.at_least_one, metavar="N", help=models)
     add_json(up)
     up.add_argument("--detach", "-d", action="store_true", help="leave it running and return")
     down = add_command(commands, "down", "End the fleet on this machine.", "fleet:down")

@@ -63,6 +63,7 @@ class FleetOptions:
         log_level: of every service.
         devices: how the machine's GPUs are divided among trainers and rollouts.
         tinker_model: directory of the base model of the Tinker API; None: that is not served.
+        tinker_models: its models that are in memory at a time; None: the usual number.
     """
 
     data: Path
@@ -76,6 +77,7 @@ class FleetOptions:
     log_level: str = "INFO"
     devices: Wishes = field(default_factory=Wishes)
     tinker_model: Path | None = None
+    tinker_models: int | None = None
 
 
 def service_environment(gateway_url: str, token: str, redis_url: str, data: Path) -> dict[str, str]:
@@ -216,6 +218,8 @@ class LocalFleet:
         if self.options.tinker_model is not None:
             # They speak with Redis alone, and know no token that the gateway lets in.
             own = environment | {"FLOTILLA_TOKEN": new_token()}
+            if self.options.tinker_models is not None:
+                own |= {"FLOTILLA_TINKER_MODELS": str(self.options.tinker_models)}
             for name, module in TINKER.items():
                 self._add(name, module, own)
         given = await self._divide_devices()

@@ -4,10 +4,12 @@ from urllib.parse import quote
 
 from flotilla.client.blocking import BlockingCalls
 from flotilla.client.calls import Calls
+from flotilla.shared.errors import NotFound
 from flotilla.shared.net.authorisation.access import Scope
 from flotilla.shared.net.authorisation.token_records import DEFAULT_SECONDS, NewToken, Quota, TokenView
 from flotilla.shared.schemas.fleet import FleetView
 from flotilla.shared.schemas.service import ServiceKind, ServiceView
+from flotilla.shared.schemas.tinker import TinkerLedger, TinkerLedgers, TinkerSequence
 
 
 class FleetCalls(Calls):
@@ -41,6 +43,21 @@ class FleetCalls(Calls):
     async def fleet(self) -> FleetView:
         """Read which experiment has what share of the services, and what it waits for."""
         return await self._call(FleetView, "GET", "/v1/fleet")
+
+    async def tinker_ledgers(self) -> list[TinkerLedger]:
+        """Count what became of the requests to the Tinker API, of each token; empty where it is not served."""
+        try:
+            return list((await self._call(TinkerLedgers, "GET", "/api/v1/ledger")).owners)
+        except NotFound:
+            return []
+
+    async def tinker_sequence(self, sequence_id: str) -> TinkerSequence:
+        """Tell which weights sampled each token of a sequence of the Tinker API, within a day.
+
+        Raises:
+            NotFound: this token asked for no such sequence, or it is no longer known.
+        """
+        return await self._call(TinkerSequence, "GET", f"/api/v1/sequences/{quote(sequence_id, safe='')}")
 
     async def tokens(self) -> list[TokenView]:
         """List the tokens that were made and not revoked."""
@@ -98,6 +115,14 @@ class BlockingFleetCalls(BlockingCalls):
     def fleet(self) -> FleetView:
         """Read which experiment has what share of the services."""
         return self._run(self._client.fleet)
+
+    def tinker_ledgers(self) -> list[TinkerLedger]:
+        """Count what became of the requests to the Tinker API; see :meth:`FleetCalls.tinker_ledgers`."""
+        return self._run(self._client.tinker_ledgers)
+
+    def tinker_sequence(self, sequence_id: str) -> TinkerSequence:
+        """Tell what sampled a sequence; see :meth:`FleetCalls.tinker_sequence`."""
+        return self._run(self._client.tinker_sequence, sequence_id)
 
     def tokens(self) -> list[TokenView]:
         """List the tokens that were made and not revoked."""

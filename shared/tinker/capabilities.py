@@ -17,8 +17,8 @@ class _Positions(Record):
     n_positions: int | None = None
 
 
-def context_tokens_of(model: Path) -> int:
-    """Return how many tokens prompt and completion may have together.
+def positions_of(model: Path) -> int:
+    """Return how many tokens the model can read.
 
     Raises:
         ModelError: the model's ``config.json`` cannot be read.
@@ -27,4 +27,13 @@ def context_tokens_of(model: Path) -> int:
         found = _Positions.model_validate(json.loads((model / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, ValidationError) as error:
         raise ModelError(f"{model}: config.json cannot be read: {error}") from error
-    return min(LONGEST_CONTEXT, found.max_position_embeddings or found.n_positions or LONGEST_CONTEXT)
+    return found.max_position_embeddings or found.n_positions or LONGEST_CONTEXT
+
+
+def context_tokens_of(model: Path) -> int:
+    """Return how many tokens prompt and completion may have together.
+
+    Raises:
+        ModelError: the model's ``config.json`` cannot be read.
+    """
+    return min(LONGEST_CONTEXT, positions_of(model))

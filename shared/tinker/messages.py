@@ -76,7 +76,6 @@ class ForwardBackwardRequest:
             InvalidRequest: it is none, or holds what is not served (pictures, sound).
         """
         head, loss, config, data = Head.read(raw), "", dict[str, float | str](), list[Datum]()
-        is_forward_only = False
         for number, value in fields_of(memoryview(raw)):
             match number:
                 case 3:
@@ -86,22 +85,21 @@ class ForwardBackwardRequest:
                 case 5:
                     key, content = entry_of(value)
                     config.setdefault(key, as_double(content))
-                case 6:
-                    is_forward_only = bool(as_int(value))
                 case 7:
                     key, content = entry_of(value)
                     config[key] = _config_value(content)
         if not data:
             raise InvalidRequest("forward_backward needs at least one datum")
-        return cls(head.model_id, head.seq_id, tuple(data), loss, config, is_forward_only)
+        return cls(head.model_id, head.seq_id, tuple(data), loss, config, head.is_forward_only)
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Whose request a message is; the rest is not read."""
+    """Whose request a message is, and whether it is forward only; the rest is not read."""
 
     model_id: str
     seq_id: int
+    is_forward_only: bool = False
 
     @classmethod
     def read(cls, raw: bytes) -> Self:
@@ -110,13 +108,15 @@ class Head:
         Raises:
             InvalidRequest: it is none.
         """
-        model_id, seq_id = "", 0
+        model_id, seq_id, is_forward_only = "", 0, False
         for number, value in fields_of(memoryview(raw)):
             if number == 1:
                 model_id = as_text(value)
             elif number == 2:
                 seq_id = as_int(value)
-        return cls(model_id, seq_id)
+            elif number == 6:
+                is_forward_only = bool(as_int(value))
+        return cls(model_id, seq_id, is_forward_only)
 
 
 def _config_value(raw: Value) -> float | str:

@@ -67,6 +67,11 @@ def saved_of(data: Path, run: str) -> Path:
     return data / FOLDER / "saved" / run
 
 
+def runs_with_state(data: Path) -> list[str]:
+    """List the models that have a state on the disk."""
+    return [each.name for each in (data / FOLDER / "state").glob("*") if RUN.fullmatch(each.name)]
+
+
 def state_of(data: Path, run: str) -> Path:
     """Return where the present state of a model is kept, from which a new process goes on."""
     if not RUN.fullmatch(run):

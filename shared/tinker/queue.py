@@ -13,70 +13,26 @@ from typing import Any, Final, cast
 
 from redis.asyncio import Redis
 
-from flotilla.shared.errors import ClaimLost, Conflict, NotFound
-from flotilla.shared.streams.redis.connection import retried
-from flotilla.shared.tinker.records import Failure, Model, Sampler, Session
+from flotilla.shared.errors import ClaimLost, Conflict, NotFound, TooManyRequests
+from flotilla.shared.schemas.tinker import TinkerLedger
+from flotilla.shared.tinker.records import Failure, Model, Sampler, Verb
+from flotilla.shared.tinker.scripts import ANSWER, ASK, ATTEMPT, LEDGER, SUBMIT
+from flotilla.shared.tinker.store import Store, answer_key, key, request_id_of, session_of
 
-PREFIX: Final = "flotilla:tinker:"
-DEADLINE_SECONDS: Final = 30.0
 BLOCK_MILLISECONDS: Final = 500
 ANSWER_SECONDS: Final = 24 * 3600
 """How long an answer is kept: a client that was away asks again."""
 DONE_LENGTH: Final = 10_000
 
-SUBMIT: Final = """
-local request, model, pending = KEYS[1], KEYS[2], KEYS[3]
-local known = redis.call('HGET', request, 'digest')
-if known then
-  if known == ARGV[3] then return 'same' end
-  return 'other'
-end
-local next = tonumber(redis.call('HGET', model, 'next') or '0')
-local seq = tonumber(ARGV[2])
-if seq > 0 and not redis.call('HGET', model, 'record') then return 'unknown' end
-if seq < next then return 'passed' end
-redis.call('HSET', request, 'digest', ARGV[3], 'verb', ARGV[4], 'seq', ARGV[2], 'model', ARGV[6], 'body', ARGV[5])
-if ARGV[7] ~= '' then
-  redis.call('HSET', model, 'record', ARGV[7])
-  redis.call('SADD', KEYS[5], ARGV[6])
-end
-redis.call('HSET', model, 'seen', ARGV[8])
-redis.call('HSET', pending, seq, ARGV[1])
-while true do
-  local id = redis.call('HGET', pending, next)
-  if not id then break end
-  redis.call('XADD', KEYS[4], '*', 'request', id)
-  redis.call('HDEL', pending, next)
-  next = next + 1
-end
-redis.call('HSET', model, 'next', next)
-return 'new'
-"""
-ASK: Final = """
-local known = redis.call('HGET', KEYS[1], 'digest')
-if known then
-  if known == ARGV[2] then return 'same' end
-  return 'other'
-end
-redis.call('HSET', KEYS[1], 'digest', ARGV[2], 'body', ARGV[3])
-redis.call('EXPIRE', KEYS[1], ARGV[4])
-redis.call('XADD', KEYS[2], '*', 'request', ARGV[1])
-if KEYS[3] then redis.call('XADD', KEYS[3], '*', 'request', ARGV[1]) end
-return 'new'
-"""
-ATTEMPT: Final = """
-if redis.call('EXISTS', KEYS[1]) == 0 then return 1 end
-return redis.call('HINCRBY', KEYS[1], ARGV[1], 1)
-"""
-ANSWER: Final = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-if ARGV[7] ~= '' then redis.call('HSET', KEYS[5], 'done', ARGV[7]) end
-if redis.call('EXISTS', KEYS[2]) == 0 then redis.call('SET', KEYS[2], ARGV[3], 'EX', ARGV[4]) end
-redis.call('XDEL', KEYS[3], ARGV[5])
-redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[6], '*', 'request', ARGV[2])
-if ARGV[8] ~= '' then redis.call('HSET', KEYS[6], ARGV[8], ARGV[9]) end
-return 1
-"""
+REQUEST_FIELDS: Final = ("verb", "seq", "model", "body", "owner", "failed")
+MOST_REQUESTS: Final = 4096
+"""That one owner has waiting."""
+MOST_BYTES: Final = 256 * 1024 * 1024
+"""Of their bodies."""
+MOST_ANSWER_BYTES: Final = 512 * 1024 * 1024
+"""Of the answers that are kept for one owner; older ones go first."""
+MOST_MODELS: Final = 256
+"""Of one session."""
 
 
 class Work(StrEnum):
@@ -124,6 +80,8 @@ class Request:
         seq: place among the model's requests.
         model_id: which model; empty for samples.
         body: as it was sent, or in the form of ``records``.
+        owner: short name of whose it is (``short_name``).
+        failed: whose fault it was, of one that failed; empty for others.
     """
 
     id: str
@@ -132,21 +90,46 @@ class Request:
     seq: int
     model_id: str
     body: bytes
+    owner: str = ""
+    failed: str = ""
 
 
-def _key(*parts: str) -> str:
-    return PREFIX + ":".join(parts)
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How much one owner may have."""
+
+    requests: int = MOST_REQUESTS
+    num_bytes: int = MOST_BYTES
+    answer_bytes: int = MOST_ANSWER_BYTES
 
 
-class TinkerQueue:
-    """Requests and answers, and what sessions, models and samplers there are.
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What came of a request beside its answer.
+
+    Attributes:
+        sampler: a sampling session, with its id.
+        sampled: what sampled each sequence (``records.Sampled``, JSON).
+    """
+
+    sampler: tuple[str, Sampler] | None = None
+    sampled: str = ""
+
+
+NOTHING: Final = Made()
+
+
+class TinkerQueue(Store):
+    """Requests and answers.
 
     Args:
         redis: a client whose answers are bytes.
+        bounds: of what waits, and is kept, of one owner.
     """
 
-    def __init__(self, redis: Redis) -> None:
-        self._redis: Any = redis
+    def __init__(self, redis: Redis, bounds: Bounds | None = None) -> None:
+        super().__init__(redis)
+        self._bounds = bounds or Bounds()
 
     # What the gateway does.
 
@@ -154,7 +137,7 @@ class TinkerQueue:
         """Take a request of a model; nothing happens where it is there already.
 
         Args:
-            request: with an id made of model and seq.
+            request: with an id made of model and seq, and its owner.
             digest: of what was sent.
             now: seconds since the epoch.
             record: of the model, with its first request.
@@ -162,128 +145,185 @@ class TinkerQueue:
         Raises:
             Conflict: another one came with this place.
             NotFound: there is no such model, or the place is of one that was forgotten.
+            TooManyRequests: the owner has as much waiting, or the session as many models, as it may.
         """
+        whose = request.owner
         keys = [
-            _key("request", request.id),
-            _key("model", request.model_id),
-            _key("pending", request.model_id),
-            _key(Work.TRAIN),
-            _key("models"),
+            key("request", request.id),
+            key("model", request.model_id),
+            key("pending", request.model_id),
+            key(Work.TRAIN, whose),
+            key("models"),
+            key("owners", Work.TRAIN),
+            key("bell", Work.TRAIN),
+            key("open", whose),
+            key("owner", whose),
+            key("models", session_of(request.model_id)),
         ]
         made = "" if record is None else record.model_dump_json()
         arguments = [request.id, request.seq, digest, request.verb, request.body, request.model_id, made, now]
-        self._check(await self._run(SUBMIT, keys, arguments), request.id)
+        bounds = [whose, self._bounds.requests, self._bounds.num_bytes, MOST_MODELS, key("request", "")]
+        self._check(await self._run(SUBMIT, keys, arguments + bounds), request.id)
 
-    async def ask(self, request_id: str, body: bytes, digest: str, *, is_scored: bool) -> None:
+    async def ask(self, request_id: str, body: bytes, digest: str, owner: str, *, is_scored: bool) -> None:
         """Take a request to sample, and to score the prompt; nothing happens where it is there already.
 
         Raises:
             Conflict: another one came with this id.
+            TooManyRequests: the owner has as much waiting as it may.
         """
-        keys = [_key("request", request_id), _key(Work.SAMPLE), *([_key(Work.SCORE)] if is_scored else [])]
-        self._check(await self._run(ASK, keys, [request_id, digest, body, ANSWER_SECONDS]), request_id)
+        keys = [key("request", request_id), key("open", owner), key("owner", owner)]
+        for work in (Work.SAMPLE, Work.SCORE) if is_scored else (Work.SAMPLE,):
+            # One process trains and scores.
+            keys += [key(work, owner), key("owners", work), key("bell", Work.TRAIN if work is Work.SCORE else work)]
+        arguments = [request_id, digest, body, owner, self._bounds.requests, self._bounds.num_bytes]
+        self._check(await self._run(ASK, keys, arguments), request_id)
 
     def _check(self, found: bytes, request_id: str) -> None:
-        if found == b"other":
-            raise Conflict(f"another request came as {request_id} before")
-        if found in {b"unknown", b"passed"}:
-            raise NotFound(f"{request_id}: there is no such model, or this place among its requests is over")
+        match found:
+            case b"other":
+                raise Conflict(f"another request came as {request_id} before")
+            case b"unknown" | b"passed":
+                raise NotFound(f"{request_id}: there is no such model, or this place among its requests is over")
+            case b"closed":
+                raise NotFound(f"{request_id}: the model's session ended, and the model was let go")
+            case b"models":
+                raise TooManyRequests(f"a session has at most {MOST_MODELS} models: open another one")
+            case b"full":
+                raise TooManyRequests(
+                    f"a token has at most {self._bounds.requests} requests and {self._bounds.num_bytes} bytes "
+                    "waiting: send this one again when some are answered"
+                )
+
+    async def ledger(self, owner: str) -> TinkerLedger:
+        """Count an owner's requests."""
+        found = await self._run(LEDGER, [key("owner", owner), key("open", owner)], [])
+        accepted, done, failed, waiting, num_bytes = (int(each or 0) for each in found[1:])
+        return TinkerLedger(
+            owner=(found[0] or owner.encode()).decode(),
+            accepted=accepted,
+            done=done,
+            failed=failed,
+            waiting=waiting,
+            waiting_bytes=num_bytes,
+        )
 
     async def knows(self, request_id: str) -> bool:
         """Return whether a request is there."""
-        return bool(await self._retried("EXISTS", _key("request", request_id)))
+        return bool(await self._retried("EXISTS", key("request", request_id)))
 
     async def answer(self, request_id: str, work: Work | None = None) -> Answer | None:
-        """Read an answer; None where there is none yet."""
-        found: bytes | None = await self._retried("GET", _answer_key(request_id, work))
-        return None if found is None else Answer(Form(found[:1].decode()), found[1:])
+        """Read an answer; None where there is none yet.
+
+        Raises:
+            NotFound: it is no longer kept.
+        """
+        found: bytes | None = await self._retried("GET", answer_key(request_id, *([] if work is None else [work])))
+        if found is not None:
+            return Answer(Form(found[:1].decode()), found[1:])
+        request = key("request", request_id)
+        parts = [work] if work is not None else [Work.TRAIN, Work.SAMPLE]
+        if any(await self._retried("HMGET", request, *(f"answered {each}" for each in parts))):
+            raise NotFound(f"the answer to {request_id} is no longer kept")
+        return None
 
     async def done_since(self, entry: str | None) -> tuple[str, list[str]]:
         """Wait a moment for answers; return where to go on, and whose they are. None: only where to begin."""
         if entry is None:
-            newest = await self._retried("XREVRANGE", _key("done"), "+", "-", "COUNT", 1)
+            newest = await self._retried("XREVRANGE", key("done"), "+", "-", "COUNT", 1)
             return (newest[0][0].decode() if newest else "0"), []
-        found = await self._retried("XREAD", "BLOCK", BLOCK_MILLISECONDS, "STREAMS", _key("done"), entry)
+        found = await self._retried("XREAD", "BLOCK", BLOCK_MILLISECONDS, "STREAMS", key("done"), entry)
         entries = _entries(found)
         return (entries[-1][0] if entries else entry), [request_id for _, request_id in entries]
 
-    async def put_session(self, session_id: str, session: Session) -> None:
-        """Keep a session."""
-        await self._retried("HSET", _key("sessions"), session_id, session.model_dump_json())
-
-    async def session(self, session_id: str) -> Session | None:
-        """Find a session."""
-        found = await self._retried("HGET", _key("sessions"), session_id)
-        return None if found is None else Session.model_validate_json(found)
-
-    async def put_sampler(self, sampler_id: str, sampler: Sampler) -> None:
-        """Keep a sampling session."""
-        await self._retried("HSET", _key("samplers"), sampler_id, sampler.model_dump_json())
-
-    async def sampler(self, sampler_id: str) -> Sampler | None:
-        """Find a sampling session."""
-        found = await self._retried("HGET", _key("samplers"), sampler_id)
-        return None if found is None else Sampler.model_validate_json(found)
-
     async def model(self, model_id: str) -> Model | None:
         """Find a model."""
-        found = await self._retried("HGET", _key("model", model_id), "record")
+        found = await self._retried("HGET", key("model", model_id), "record")
         return None if found is None else Model.model_validate_json(found)
-
-    async def models(self) -> list[tuple[str, float]]:
-        """List the ids of all models, and when the last request of each came, in seconds since the epoch."""
-        ids = sorted(each.decode() for each in await self._retried("SMEMBERS", _key("models")))
-        return [(each, float(await self._retried("HGET", _key("model", each), "seen") or 0)) for each in ids]
 
     # What trainer and sampler do.
 
     async def begin(self, work: Work) -> str:
         """Become the process that answers; the earlier ones answer nothing from here on."""
-        return str(await self._retried("INCR", _key("incarnation", work)))
+        return str(await self._retried("INCR", key("incarnation", work)))
 
-    async def waiting(self, work: Work, after: str, count: int, *, blocks: bool) -> list[Request]:
-        """Read requests behind an entry (``0``: all that wait), in order; waits a moment for one if it may."""
-        wait = ["BLOCK", BLOCK_MILLISECONDS] if blocks else []
-        found = await self._retried("XREAD", "COUNT", count, *wait, "STREAMS", _key(work), after)
-        return [await self._request(request_id, entry) for entry, request_id in _entries(found)]
+    async def owners(self, work: Work) -> list[str]:
+        """Name those who have work of a kind waiting."""
+        return await self._names("owners", work)
+
+    async def waiting(self, work: Work, owner: str, after: str, count: int) -> list[Request]:
+        """Read an owner's requests behind an entry (``0``: all that wait), in order."""
+        found = await self._retried(
+            "XRANGE", key(work, owner), f"({after}" if after != "0" else "-", "+", "COUNT", count
+        )
+        return [await self._request(request_id, entry) for entry, request_id in _pairs(found)]
+
+    async def hears(self, work: Work, heard: str) -> str:
+        """Wait a moment for a new request; returns where to go on, at first from ``0``."""
+        found = await self._retried("XREAD", "BLOCK", BLOCK_MILLISECONDS, "STREAMS", key("bell", work), heard)
+        entries = _entries(found)
+        return entries[-1][0] if entries else heard
 
     async def _request(self, request_id: str, entry: str) -> Request:
-        key = _key("request", request_id)
-        verb, seq, model_id, body = await self._retried("HMGET", key, "verb", "seq", "model", "body")
-        return Request(
-            request_id, entry, (verb or b"").decode(), int(seq or 0), (model_id or b"").decode(), body or b""
-        )
+        request = key("request", request_id)
+        verb, seq, model_id, body, owner, failed = await self._retried("HMGET", request, *REQUEST_FIELDS)
+        name, model, whose, fault = ((each or b"").decode() for each in (verb, model_id, owner, failed))
+        return Request(request_id, entry, name, int(seq or 0), model, body or b"", whose, fault)
 
     async def attempt(self, request: Request, work: Work) -> int:
         """Count how often a request was begun; returns 1 the first time."""
-        return int(await self._run(ATTEMPT, [_key("request", request.id)], [f"attempts {work}"]))
+        return int(await self._run(ATTEMPT, [key("request", request.id)], [f"attempts {work}"]))
 
-    async def reply(
-        self, work: Work, incarnation: str, request: Request, answer: Answer, sampler: tuple[str, Sampler] | None = None
-    ) -> None:
-        """Answer a request, and take it off the stream; a sampling session that it made is known from then on.
+    async def reply(self, work: Work, incarnation: str, request: Request, answer: Answer, made: Made = NOTHING) -> None:
+        """Answer a request, and take it off the stream; what it made is known from then on.
 
         Raises:
             ClaimLost: a later process does this work.
         """
-        done = str(request.seq) if work is Work.TRAIN else ""
+        owner = request.owner
+        sampler_id, record = ("", "") if made.sampler is None else (made.sampler[0], made.sampler[1].model_dump_json())
         keys = [
-            _key("incarnation", work),
-            _answer_key(request.id, Work.SCORE if work is Work.SCORE else None),
-            _key(work),
-            _key("done"),
-            _key("model", request.model_id),
-            _key("samplers"),
+            key("incarnation", work),
+            key("request", request.id),
+            answer_key(request.id, *([Work.SCORE] if work is Work.SCORE else [])),
+            key(work, owner),
+            key("owners", work),
+            key("done"),
+            key("model", request.model_id),
+            key("samplers", session_of(sampler_id)),
+            key("open", owner),
+            key("owner", owner),
+            key("answers", owner),
         ]
-        name, record = ("", "") if sampler is None else (sampler[0], sampler[1].model_dump_json())
+        done = str(request.seq) if work is Work.TRAIN else ""
+        failed = Failure.model_validate_json(answer.content).category if answer.form is Form.FAILED else ""
+        # An update that is refused forgets gradients, and does so again when it is done again.
+        is_over = work is not Work.TRAIN or request.verb == Verb.FORWARD
+        drops_body = "1" if is_over or (failed and request.verb != Verb.OPTIM_STEP) else ""
         content = answer.form.encode() + answer.content
-        arguments = [incarnation, request.id, content, ANSWER_SECONDS, request.entry, DONE_LENGTH, done, name, record]
-        if not await self._run(ANSWER, keys, arguments):
+        arguments = [incarnation, request.id, content, ANSWER_SECONDS, request.entry, DONE_LENGTH, done]
+        arguments += [sampler_id, record, owner, str(work), drops_body, made.sampled, self._bounds.answer_bytes]
+        if not await self._run(ANSWER, keys, [*arguments, key("request", ""), str(failed)]):
             raise ClaimLost(f"another process does the work {work} now")
+
+    async def sampled(self, request_id: str) -> bytes | None:
+        """Return what the sampler said of each sequence of a request; None where it did not yet."""
+        found: bytes | None = await self._retried("HGET", key("request", request_id), "sampled")
+        return found
+
+    async def is_latest(self, work: Work, incarnation: str) -> bool:
+        """Return whether no later process does this work."""
+        found: bytes | None = await self._retried("GET", key("incarnation", work))
+        return found is not None and found.decode() == incarnation
+
+    async def is_closed(self, model_id: str) -> bool:
+        """Return whether a model takes no more requests."""
+        found = await self._retried("HMGET", key("model", model_id), "record", "closed")
+        return found[0] is None or found[1] is not None
 
     async def progress(self, model_id: str) -> int:
         """Return the place of a model's last request that was answered; -1 where none was."""
-        found = await self._retried("HGET", _key("model", model_id), "done")
+        found = await self._retried("HGET", key("model", model_id), "done")
         return -1 if found is None else int(found)
 
     async def past(self, model_id: str, first: int, last: int) -> AsyncIterator[Request]:
@@ -294,36 +334,10 @@ class TinkerQueue:
     async def forget_bodies(self, model_id: str, first: int, last: int) -> None:
         """Let go of what requests brought, once what they did is on the disk; their ids stay known for a day."""
         for seq in range(first, last + 1):
-            key = _key("request", request_id_of(model_id, seq))
-            await self._retried("HDEL", key, "body")
-            await self._retried("EXPIRE", key, ANSWER_SECONDS)
-
-    async def put_inflight(self, model_id: str, path: str) -> None:
-        """Say from what the sampling sessions in flight of a model sample."""
-        await self._retried("HSET", _key("inflight"), model_id, path)
-
-    async def inflight(self, model_id: str) -> str | None:
-        """Return from what they sample."""
-        found: bytes | None = await self._retried("HGET", _key("inflight"), model_id)
-        return None if found is None else found.decode()
-
-    async def _run(self, script: str, keys: list[str], arguments: list[Any]) -> Any:
-        return await self._retried("EVAL", script, len(keys), *keys, *arguments)
-
-    async def _retried(self, *command: Any) -> Any:
-        async def once() -> Any:
-            return await self._redis.execute_command(*command)
-
-        return await retried(once, deadline_seconds=DEADLINE_SECONDS)
-
-
-def request_id_of(model_id: str, seq: int) -> str:
-    """Name a model's request."""
-    return f"{model_id}:{seq}"
-
-
-def _answer_key(request_id: str, work: Work | None) -> str:
-    return _key("answer", request_id, *([] if work is None else [work]))
+            request = key("request", request_id_of(model_id, seq))
+            await self._retried("HDEL", request, "body")
+            await self._retried("EXPIRE", request, ANSWER_SECONDS)
+        await self._retried("HSET", key("model", model_id), "kept_from", last + 1)
 
 
 def _entries(found: object) -> list[tuple[str, str]]:
@@ -331,7 +345,11 @@ def _entries(found: object) -> list[tuple[str, str]]:
     if not found:
         return []
     raw = cast(list[tuple[bytes, Any]], found.items() if isinstance(found, dict) else found)
-    entries = raw[0][1]
+    entries = next(iter(raw))[1]
     if entries and isinstance(entries[0], list) and entries[0] and isinstance(entries[0][0], tuple):
         entries = entries[0]
+    return _pairs(entries)
+
+
+def _pairs(entries: Any) -> list[tuple[str, str]]:
     return [(entry.decode(), fields[b"request"].decode()) for entry, fields in entries]

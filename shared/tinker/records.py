@@ -17,11 +17,13 @@ class Verb(StrEnum):
     """What a request of a model asks for."""
 
     CREATE = "create_model"
+    FORWARD = "forward"
     FORWARD_BACKWARD = "forward_backward"
     OPTIM_STEP = "optim_step"
     SAVE = "save_weights"
     LOAD = "load_weights"
     SAVE_FOR_SAMPLER = "save_weights_for_sampler"
+    UNLOAD = "unload_model"
 
 
 class Lora(Record):
@@ -33,6 +35,11 @@ class Lora(Record):
     train_attn: bool = True
     train_unembed: bool = True
     """Asked for by the client as it is; the output layer is never adapted here, and ``weights_info`` says so."""
+
+    @property
+    def shape(self) -> tuple[int, bool, bool]:
+        """What makes weights fit, whatever they were drawn from."""
+        return self.rank, self.train_mlp, self.train_attn
 
 
 class Model(Record):
@@ -88,6 +95,8 @@ class Saved(Record):
     path: str
     owner: str
     created: float
+    seq: int = 0
+    """The place of the request that saved it, among its model's."""
     step: int
     """Updates of its weights since the model was made, those before a load included."""
     num_bytes: int
@@ -96,6 +105,22 @@ class Saved(Record):
     is_public: bool = False
     expires: float | None = None
     user_metadata: dict[str, str] = Field(default_factory=dict)
+
+
+class Sampled(Record):
+    """Which weights sampled the tokens of one sequence from one on."""
+
+    first_token: int
+    path: str | None = None
+    """Of the saved weights; None: the base model."""
+    step: int = 0
+    """Updates that those weights had."""
+
+
+class SampledSequences(Record):
+    """Of each sequence of a request: runs of its tokens, in order."""
+
+    sequences: list[list[Sampled]]
 
 
 class Chunk(Record):

@@ -41,6 +41,7 @@ async def up(arguments: argparse.Namespace) -> int:
         num_rewards=arguments.rewards or usual,
         num_sandboxes=0 if arguments.no_sandbox else arguments.sandboxes or usual,
         tinker_model=tinker_model,
+        tinker_models=arguments.tinker_models,
         host=arguments.host,
         port=arguments.port,
         redis_url=arguments.redis_url,
@@ -70,6 +71,8 @@ def _tinker_model(arguments: argparse.Namespace) -> Path | None:
     """
     if arguments.tinker is (arguments.model is None):
         raise InvalidRequest("--tinker and --model PATH go together")
+    if arguments.tinker_models is not None and not arguments.tinker:
+        raise InvalidRequest("--tinker-models goes with --tinker")
     if arguments.model is None:
         return None
     model = Path(arguments.model).resolve()

@@ -21,6 +21,7 @@ from flotilla.shared.errors import FlotillaError
 from flotilla.shared.schemas.experiment import ExperimentView
 from flotilla.shared.schemas.fleet import ExperimentShare, KindShare
 from flotilla.shared.schemas.service import Capabilities, Failure, ServiceKind, ServiceView
+from flotilla.shared.schemas.tinker import TinkerLedger
 from flotilla.shared.schemas.wire import Wire
 
 GIGABYTE = 1024**3
@@ -67,6 +68,7 @@ async def status(arguments: argparse.Namespace) -> int:
         services = [_row_of(service) for service in await client.services()]
         fleet = await client.fleet()
         experiments = await client.experiments()
+        tinker = await client.tinker_ledgers()
     if arguments.json:
         write_json(
             {
@@ -74,6 +76,7 @@ async def status(arguments: argparse.Namespace) -> int:
                 "services": [service.model_dump(mode="json") for service in services],
                 "experiments": [_experiment(each) for each in experiments],
                 "shares": [share.model_dump(mode="json") for share in fleet.experiments],
+                "tinker": [ledger.model_dump(mode="json") for ledger in tinker],
             }
         )
         return 0
@@ -84,9 +87,17 @@ async def status(arguments: argparse.Namespace) -> int:
         console.print(experiments_table(experiments))
     if fleet.experiments:
         console.print(_shares(fleet.experiments))
+    if tinker:
+        console.print(_ledgers(tinker))
     for line in remarks(experiments, fleet.experiments, services):
         console.print(line, markup=False)
     return 0
+
+
+def _ledgers(ledgers: Sequence[TinkerLedger]) -> Table:
+    columns = ("accepted", "done", "failed", "waiting")
+    rows = [[each.owner, *(str(getattr(each, name)) for name in columns)] for each in ledgers]
+    return table_of(("tinker", *columns), rows, whole=("tinker",))
 
 
 def _fleet_process(data: Path) -> dict[str, str | int]:

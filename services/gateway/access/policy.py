@@ -136,6 +136,7 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
             "load_weights",
             "create_sampling_session",
             "weights_info",
+            "unload_model",
         )
     },
     **{
@@ -148,6 +149,8 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
             "training_runs/{run}",
             "training_runs/{run}/checkpoints",
             "checkpoints",
+            "sequences/{sequence_id}",
+            "ledger",
         )
     },
     ("DELETE", CHECKPOINT): TINKER,

@@ -4,6 +4,7 @@ Not in ``/openapi.json``: the interface is another's, and part of it is protobuf
 """
 
 import asyncio
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -27,6 +28,7 @@ from flotilla.services.gateway.tinker.bodies import (
 )
 from flotilla.services.gateway.tinker.tinker import Tinker
 from flotilla.shared.errors import NotFound
+from flotilla.shared.schemas.tinker import TinkerLedgers, TinkerRun, TinkerSequence
 from flotilla.shared.tinker import queue
 from flotilla.shared.tinker.paths import Kind, SavedPath
 from flotilla.shared.tinker.records import Lora, Model, Saved
@@ -95,8 +97,8 @@ async def create_session(body: CreateSession, tinker: Served, caller: Caller) ->
 
 @router.post("/session_heartbeat")
 async def heartbeat(body: OfSession, tinker: Served, caller: Caller) -> dict[str, str]:
-    """Say whether a session is open."""
-    await tinker.session(caller, body.session_id)
+    """Note that a session's client is there."""
+    await tinker.heartbeat(caller, body.session_id)
     return {"type": "session_heartbeat"}
 
 
@@ -136,6 +138,12 @@ async def forward_backward(request: Request, tinker: Served, caller: Caller) -> 
 async def optim_step(body: OptimStep, tinker: Served, caller: Caller) -> dict[str, str]:
     """Update a model."""
     return _future(await tinker.optim_step(caller, body))
+
+
+@router.post("/unload_model")
+async def unload_model(body: OfModel, tinker: Served, caller: Caller) -> dict[str, str]:
+    """Keep a model on the disk alone until it is asked for again."""
+    return _future(await tinker.unload(caller, body))
 
 
 @router.post("/save_weights")
@@ -188,10 +196,23 @@ async def retrieve_future(body: Retrieve, tinker: Served, caller: Caller) -> Res
     return Response(found.content, media_type="application/json" if is_json else PROTOBUF)
 
 
+@router.get("/sequences/{sequence_id}")
+async def sequence(sequence_id: str, tinker: Served, caller: Caller) -> TinkerSequence:
+    """Tell which weights sampled each token of a sequence. Ours alone."""
+    runs = [TinkerRun.model_validate(each.model_dump()) for each in await tinker.sampled(caller, sequence_id)]
+    return TinkerSequence(sequence_id=sequence_id, base_model=tinker.base_model, runs=tuple(runs))
+
+
+@router.get("/ledger")
+async def ledger(tinker: Served, caller: Caller) -> TinkerLedgers:
+    """Count what became of requests. Ours alone."""
+    return TinkerLedgers(owners=tuple(await tinker.ledgers(caller)))
+
+
 @router.post("/weights_info")
 async def weights_info(body: WeightsInfo, tinker: Served, caller: Caller) -> dict[str, object]:
     """Tell what a saved model is."""
-    saved = tinker.saved.read(caller, SavedPath.read(body.tinker_path))
+    saved = await asyncio.to_thread(tinker.saved.read, caller, SavedPath.read(body.tinker_path))
     facts: dict[str, object] = {"base_model": tinker.base_model, "is_lora": saved.lora is not None}
     lora = saved.lora
     if lora is not None:
@@ -208,7 +229,7 @@ async def training_runs(
 ) -> dict[str, object]:
     """List the caller's models, newest first."""
     found = await tinker.runs(caller)
-    rows = [_run(tinker, model, seen) for model, seen in found[offset : offset + limit]]
+    rows = await asyncio.to_thread(_runs, tinker, found[offset : offset + limit])
     return {"training_runs": rows, "cursor": {"offset": offset, "limit": limit, "total_count": len(found)}}
 
 
@@ -216,14 +237,16 @@ async def training_runs(
 async def training_run(run: str, tinker: Served, caller: Caller) -> dict[str, object]:
     """Tell what a model is."""
     await tinker.model(caller, run)
-    return next(_run(tinker, model, seen) for model, seen in await tinker.runs(caller) if model.model_id == run)
+    found = [(model, seen) for model, seen in await tinker.runs(caller) if model.model_id == run]
+    return (await asyncio.to_thread(_runs, tinker, found))[0]
 
 
 @router.get("/training_runs/{run}/checkpoints")
 async def checkpoints(run: str, tinker: Served, caller: Caller) -> dict[str, object]:
     """List what was saved of a model, oldest first."""
     await tinker.model(caller, run)
-    return {"checkpoints": [_checkpoint(saved) for saved in tinker.saved.of_run(run)]}
+    found = await asyncio.to_thread(tinker.saved.of_run, run)
+    return {"checkpoints": [_checkpoint(saved) for saved in found]}
 
 
 @router.get("/checkpoints")
@@ -234,7 +257,8 @@ async def all_checkpoints(
     offset: Annotated[int, Query(ge=0)] = 0,
 ) -> dict[str, object]:
     """List what was saved of all the caller's models."""
-    found = [saved for model, _ in await tinker.runs(caller) for saved in tinker.saved.of_run(model.model_id)]
+    runs = [model.model_id for model, _ in await tinker.runs(caller)]
+    found = await asyncio.to_thread(lambda: [saved for run in runs for saved in tinker.saved.of_run(run)])
     rows = [_checkpoint(saved) for saved in found[offset : offset + limit]]
     return {"checkpoints": rows, "cursor": {"offset": offset, "limit": limit, "total_count": len(found)}}
 
@@ -249,23 +273,27 @@ async def delete(run: str, kind: Kind, name: str, tinker: Served, caller: Caller
 async def set_ttl(run: str, kind: Kind, name: str, body: Ttl, tinker: Served, caller: Caller, gateway: Gateway) -> None:
     """Say how long it is kept."""
     expires = None if body.ttl_seconds is None else gateway.clock.now() + body.ttl_seconds
-    tinker.saved.change(caller, SavedPath(run, kind, name), expires=expires)
+    await asyncio.to_thread(tinker.saved.change, caller, SavedPath(run, kind, name), expires=expires)
 
 
 @router.post(f"{CHECKPOINT}/publish", status_code=204)
 async def publish(run: str, kind: Kind, name: str, tinker: Served, caller: Caller) -> None:
     """Let every token of this fleet read it."""
-    tinker.saved.change(caller, SavedPath(run, kind, name), is_public=True)
+    await asyncio.to_thread(tinker.saved.change, caller, SavedPath(run, kind, name), is_public=True)
 
 
 @router.delete(f"{CHECKPOINT}/publish", status_code=204)
 async def unpublish(run: str, kind: Kind, name: str, tinker: Served, caller: Caller) -> None:
     """Let its owner alone read it."""
-    tinker.saved.change(caller, SavedPath(run, kind, name), is_public=False)
+    await asyncio.to_thread(tinker.saved.change, caller, SavedPath(run, kind, name), is_public=False)
 
 
 def _future(request: queue.Request) -> dict[str, str]:
     return {"request_id": request.id, "model_id": request.model_id}
+
+
+def _runs(tinker: Tinker, found: Sequence[tuple[Model, float]]) -> list[dict[str, object]]:
+    return [_run(tinker, model, seen) for model, seen in found]
 
 
 def _run(tinker: Tinker, model: Model, seen: float) -> dict[str, object]:

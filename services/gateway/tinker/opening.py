@@ -7,14 +7,17 @@ from contextlib import asynccontextmanager
 
 from flotilla.services.gateway import signals
 from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.services.gateway.tinker.ended import EndedSessions
 from flotilla.services.gateway.tinker.tinker import Tinker
 from flotilla.shared.clock import SystemClock
+from flotilla.shared.errors import FlotillaError
 from flotilla.shared.streams.redis.connection import connect
 from flotilla.shared.tinker.queue import TinkerQueue
+from flotilla.shared.tinker.sessions import TinkerSessions
 
 log = logging.getLogger(__name__)
 
-CLEANING_SECONDS = 3600.0
+CLEANING_SECONDS = 300.0
 
 
 @asynccontextmanager
@@ -28,10 +31,13 @@ async def opened(settings: GatewaySettings) -> AsyncIterator[Tinker | None]:
         yield None
         return
     redis = connect(settings.redis_url)
-    tinker = Tinker(settings.tinker_model, settings.data.resolve(), TinkerQueue(redis), SystemClock())
+    queue, clock = TinkerQueue(redis), SystemClock()
+    sessions = TinkerSessions(redis, queue)
+    tinker = Tinker(settings.tinker_model, settings.data.resolve(), queue, sessions, clock)
+    ended = EndedSessions(sessions, tinker.saved, clock)
     tasks = [
         asyncio.create_task(tinker.futures.run(), name="tinker answers"),
-        asyncio.create_task(_clean(tinker), name="tinker cleaning"),
+        asyncio.create_task(_clean(tinker, ended), name="tinker cleaning"),
     ]
     try:
         yield tinker
@@ -40,11 +46,12 @@ async def opened(settings: GatewaySettings) -> AsyncIterator[Tinker | None]:
         await redis.aclose()
 
 
-async def _clean(tinker: Tinker) -> None:
-    """Delete saved models whose time is over, now and every hour."""
+async def _clean(tinker: Tinker, ended: EndedSessions) -> None:
+    """Delete saved models whose time is over, and what belongs to sessions that are, now and every few minutes."""
     while True:
         try:
             await asyncio.to_thread(tinker.saved.delete_expired)
-        except OSError as error:
-            log.warning("saved models could not be deleted", extra={"error": repr(error)})
+            await ended.let_go()
+        except (OSError, FlotillaError) as error:
+            log.warning("what is over could not be deleted", extra={"error": repr(error)})
         await asyncio.sleep(CLEANING_SECONDS)

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from flotilla.shared.clock import Clock
 from flotilla.shared.errors import NotFound
 from flotilla.shared.net.authorisation.access import Principal, Scope
-from flotilla.shared.tinker.paths import FOLDER, RUN, Kind, SavedPath, saved_of
+from flotilla.shared.tinker.paths import FOLDER, RUN, Kind, SavedPath, saved_of, state_of
 from flotilla.shared.tinker.records import MANIFEST, Saved
 
 
@@ -72,6 +72,14 @@ class SavedModels:
         """Delete those whose time is over; returns how many."""
         runs = [each.name for each in (self._data / FOLDER / "saved").glob("*") if RUN.fullmatch(each.name)]
         return sum(len([saved for saved in self._every(run) if self._is_over(saved, deletes=True)]) for run in runs)
+
+    def forget_run(self, run: str) -> bool:
+        """Let go of what a run whose session ended kept without a name; returns whether it saved something else."""
+        shutil.rmtree(state_of(self._data, run), ignore_errors=True)
+        shutil.rmtree(saved_of(self._data, run) / Kind.EPHEMERAL, ignore_errors=True)
+        with suppress(OSError):
+            saved_of(self._data, run).rmdir()
+        return bool(self.of_run(run))
 
     def _own(self, who: Principal, path: SavedPath) -> Saved:
         saved = self._found(path)

@@ -3,6 +3,7 @@
 Everything is in the queue's Redis before a request is answered, so a gateway that is killed and started again goes on.
 """
 
+import asyncio
 import hashlib
 import secrets
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from flotilla.services.gateway.tinker.bodies import (
     CreateModel,
     CreateSampler,
     LoadWeights,
+    OfModel,
     OptimStep,
     SaveForSampler,
     SaveWeights,
@@ -25,13 +27,30 @@ from flotilla.services.gateway.tinker.saved import SavedModels
 from flotilla.shared.clock import Clock
 from flotilla.shared.errors import Conflict, InvalidRequest, NotFound
 from flotilla.shared.net.authorisation.access import Principal, Scope
+from flotilla.shared.schemas.tinker import TinkerLedger
 from flotilla.shared.tinker.capabilities import context_tokens_of
 from flotilla.shared.tinker.messages import Head
 from flotilla.shared.tinker.paths import Kind, SavedPath
-from flotilla.shared.tinker.queue import Answer, Request, TinkerQueue, request_id_of
-from flotilla.shared.tinker.records import Load, Model, Sample, Sampler, Save, Session, Verb
+from flotilla.shared.tinker.queue import Answer, Request, TinkerQueue
+from flotilla.shared.tinker.records import (
+    Load,
+    Model,
+    Sample,
+    Sampled,
+    SampledSequences,
+    Sampler,
+    Save,
+    Session,
+    Verb,
+)
+from flotilla.shared.tinker.sessions import TinkerSessions
+from flotilla.shared.tinker.store import request_id_of, short_name
 
 LONG_POLL_SECONDS = 20.0
+SESSION_SECONDS = 24 * 3600.0
+"""After so long without a word of its client a session is over; it says one every ten seconds."""
+GRACE_SECONDS = 600.0
+"""How long what belongs to a finished session is kept: answers may be on their way."""
 SAMPLE = ":sample:"
 EPHEMERAL_SECONDS = 2 * 24 * 3600
 """How long the weights of a sampling session are kept that have no name."""
@@ -50,11 +69,12 @@ class Tinker:
         model: directory of the base model.
         data: the fleet's directory.
         queue: of requests.
+        sessions: and what belongs to them.
         clock: for what is kept.
     """
 
-    def __init__(self, model: Path, data: Path, queue: TinkerQueue, clock: Clock) -> None:
-        self._model, self._queue, self._clock = model, queue, clock
+    def __init__(self, model: Path, data: Path, queue: TinkerQueue, sessions: TinkerSessions, clock: Clock) -> None:
+        self._model, self._queue, self._sessions, self._clock = model, queue, sessions, clock
         self.saved = SavedModels(data, clock)
         self.futures = Futures(queue)
         self.context_tokens = context_tokens_of(model)
@@ -68,8 +88,20 @@ class Tinker:
         """Open a session; returns its id."""
         session_id = secrets.token_hex(8)
         session = Session(owner=who.actor, created=self._clock.now(), tags=tags, sdk_version=sdk_version)
-        await self._queue.put_session(session_id, session)
+        await self._sessions.put_session(session_id, session, short_name(who.actor))
         return session_id
+
+    async def heartbeat(self, who: Principal, session_id: str) -> None:
+        """Note that a session's client is there.
+
+        Raises:
+            Gone: there is no such session of the caller's, or it ended: the client stops asking.
+        """
+        try:
+            session = await self.session(who, session_id)
+        except NotFound as error:
+            raise Gone(error.detail) from None
+        await self._sessions.seen(session_id, short_name(session.owner), self._clock.now())
 
     async def session(self, who: Principal, session_id: str) -> Session:
         """Find an open session.
@@ -78,7 +110,7 @@ class Tinker:
             NotFound: it is not the caller's.
             Gone: it was finished.
         """
-        found = await self._queue.session(session_id)
+        found = await self._sessions.session(session_id)
         if found is None or not _may_touch(who, found.owner):
             raise NotFound(f"there is no session {session_id}")
         if found.is_finished:
@@ -88,7 +120,8 @@ class Tinker:
     async def finish_session(self, who: Principal, session_id: str) -> None:
         """End a session: nothing is asked in it from here on."""
         session = await self.session(who, session_id)
-        await self._queue.put_session(session_id, session.model_copy(update={"is_finished": True}))
+        soon = self._clock.now() - SESSION_SECONDS + GRACE_SECONDS
+        await self._sessions.end(session_id, session, short_name(session.owner), soon)
 
     async def model(self, who: Principal, model_id: str) -> Model:
         """Find a model.
@@ -103,7 +136,7 @@ class Tinker:
 
     async def runs(self, who: Principal) -> list[tuple[Model, float]]:
         """List the caller's models, newest first, and when each was last used."""
-        found = [(await self._queue.model(model_id), seen) for model_id, seen in await self._queue.models()]
+        found = [(await self._queue.model(model_id), seen) for model_id, seen in await self._sessions.models()]
         own = [(each, seen) for each, seen in found if each is not None and _may_touch(who, each.owner)]
         return sorted(own, key=lambda each: (-each[0].created, each[0].model_id))
 
@@ -116,7 +149,7 @@ class Tinker:
         record = self._record(who, model_id, body.session_id, body.user_metadata).model_copy(
             update={"lora": body.lora_config}
         )
-        return await self._submit(Verb.CREATE, model_id, 0, b"", body, record)
+        return await self._submit(who.actor, Verb.CREATE, model_id, 0, b"", body, record)
 
     def _record(self, who: Principal, model_id: str, session_id: str, metadata: Mapping[str, str] | None) -> Model:
         return Model(
@@ -132,18 +165,24 @@ class Tinker:
         head = Head.read(raw)
         if not 1 <= head.seq_id <= LARGEST_NUMBER:
             raise InvalidRequest(f"seq_id must be from 1 to {LARGEST_NUMBER}")
-        await self._open_model(who, head.model_id)
-        return await self._submit(Verb.FORWARD_BACKWARD, head.model_id, head.seq_id, raw, raw)
+        model = await self._open_model(who, head.model_id)
+        verb = Verb.FORWARD if head.is_forward_only else Verb.FORWARD_BACKWARD
+        return await self._submit(model.owner, verb, head.model_id, head.seq_id, raw, raw)
+
+    async def unload(self, who: Principal, body: OfModel) -> Request:
+        """Take a request to keep a model on the disk alone, until it is asked for again."""
+        model = await self._open_model(who, body.model_id)
+        return await self._submit(model.owner, Verb.UNLOAD, body.model_id, body.seq_id, b"", body)
 
     async def optim_step(self, who: Principal, body: OptimStep) -> Request:
         """Take an update."""
-        await self._open_model(who, body.model_id)
+        model = await self._open_model(who, body.model_id)
         content = body.optim_params.model_dump_json().encode()
-        return await self._submit(Verb.OPTIM_STEP, body.model_id, body.seq_id, content, body)
+        return await self._submit(model.owner, Verb.OPTIM_STEP, body.model_id, body.seq_id, content, body)
 
     async def save(self, who: Principal, body: SaveWeights) -> Request:
         """Take a request to save a model to train from it."""
-        await self._open_model(who, body.model_id)
+        model = await self._open_model(who, body.model_id)
         path = SavedPath(body.model_id, Kind.TRAINING, body.path or f"{body.seq_id:06d}")
         save = Save(
             path=str(path),
@@ -151,7 +190,8 @@ class Tinker:
             overwrite=body.overwrite,
             user_metadata=body.user_metadata or {},
         )
-        return await self._submit(Verb.SAVE, body.model_id, body.seq_id, save.model_dump_json().encode(), body)
+        content = save.model_dump_json().encode()
+        return await self._submit(model.owner, Verb.SAVE, body.model_id, body.seq_id, content, body)
 
     async def save_for_sampler(self, who: Principal, body: SaveForSampler) -> Request:
         """Take a request to save a model to sample from it: under a name, or for one sampling session."""
@@ -168,35 +208,36 @@ class Tinker:
             is_inflight=body.kind == "inflight" and body.path is None,
         )
         content = save.model_dump_json().encode()
-        return await self._submit(Verb.SAVE_FOR_SAMPLER, body.model_id, body.seq_id, content, body)
+        return await self._submit(model.owner, Verb.SAVE_FOR_SAMPLER, body.model_id, body.seq_id, content, body)
 
     async def load(self, who: Principal, body: LoadWeights) -> Request:
         """Take a request to go on from what was saved: in a new model, or in one that was just made."""
-        saved = self.saved.read(who, SavedPath.read(body.path))
+        saved = await asyncio.to_thread(self.saved.read, who, SavedPath.read(body.path))
         _check_optimizer("adamw" if body.optimizer_config is None else body.optimizer_config.type)
         content = Load(path=body.path, optimizer=body.optimizer).model_dump_json().encode()
         if body.session_id is None or body.model_seq_id is None:
             if body.model_id is None or body.seq_id is None:
                 raise InvalidRequest("give session_id and model_seq_id, or model_id and seq_id")
-            await self._open_model(who, body.model_id)
-            return await self._submit(Verb.LOAD, body.model_id, body.seq_id, content, body)
+            model = await self._open_model(who, body.model_id)
+            return await self._submit(model.owner, Verb.LOAD, body.model_id, body.seq_id, content, body)
         await self.session(who, body.session_id)
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
         record = self._record(who, model_id, body.session_id, body.user_metadata)
-        return await self._submit(Verb.LOAD, model_id, 0, content, body, record.model_copy(update={"lora": saved.lora}))
+        record = record.model_copy(update={"lora": saved.lora})
+        return await self._submit(who.actor, Verb.LOAD, model_id, 0, content, body, record)
 
     async def create_sampler(self, who: Principal, body: CreateSampler) -> str:
         """Open a sampling session; returns its id."""
         await self.session(who, body.session_id)
         if body.model_path is not None:
-            self._check_sampled(who, body.model_path)
+            await self._check_sampled(who, body.model_path)
         elif body.base_model is None:
             raise InvalidRequest("give base_model, or model_path")
         else:
             self._check_base(body.base_model)
         sampler_id = f"{body.session_id}{SAMPLE}{body.sampling_session_seq_id}"
         sampler = Sampler(session_id=body.session_id, owner=who.actor, path=body.model_path)
-        await self._queue.put_sampler(sampler_id, sampler)
+        await self._sessions.put_sampler(sampler_id, sampler)
         return sampler_id
 
     async def sampler(self, who: Principal, sampler_id: str) -> Sampler:
@@ -205,7 +246,7 @@ class Tinker:
         Raises:
             NotFound: it is not the caller's.
         """
-        found = await self._queue.sampler(sampler_id)
+        found = await self._sessions.sampler(sampler_id)
         if found is None or not _may_touch(who, found.owner):
             raise NotFound(f"there is no sampling session {sampler_id}")
         return found
@@ -226,7 +267,7 @@ class Tinker:
             request_id = f"{body.sampling_session_id}:{body.seq_id}"
         else:
             if body.model_path is not None:
-                self._check_sampled(who, body.model_path)
+                await self._check_sampled(who, body.model_path)
             else:
                 self._check_base(body.base_model or "")
             request_id = f"{secrets.token_hex(8)}{SAMPLE}0:0"
@@ -236,7 +277,8 @@ class Tinker:
         content = wanted.model_dump_json().encode()
         request_id = f"{request_id}:scored" if body.is_scored else request_id
         whose = _whose(who)
-        await self._queue.ask(f"{whose}{request_id}", content, _digest(content), is_scored=body.is_scored)
+        owner = short_name(who.actor)
+        await self._queue.ask(f"{whose}{request_id}", content, _digest(content), owner, is_scored=body.is_scored)
         return request_id, [f"{request_id}:{number}" for number in range(body.num_samples)]
 
     async def answer(self, who: Principal, request_id: str) -> Answer | None:
@@ -252,7 +294,28 @@ class Tinker:
         if not await self._queue.knows(key):
             raise Gone(f"the request {request_id} is not known, or no longer")
         is_scored = request_id.endswith(":scored")
-        return await self.futures.answer(key, LONG_POLL_SECONDS, is_sampled=is_sampled, is_scored=is_scored)
+        try:
+            return await self.futures.answer(key, LONG_POLL_SECONDS, is_sampled=is_sampled, is_scored=is_scored)
+        except NotFound as error:
+            raise Gone(error.detail) from None
+
+    async def sampled(self, who: Principal, sequence_id: str) -> list[Sampled]:
+        """Tell which weights sampled each token of a sequence, as runs of tokens.
+
+        Raises:
+            NotFound: there is no such sequence of the caller's, it is not sampled yet, or no longer kept.
+        """
+        request_id, _, number = sequence_id.rpartition(":")
+        found = await self._queue.sampled(f"{_whose(who)}{request_id}") if SAMPLE in request_id else None
+        sequences = [] if found is None else SampledSequences.model_validate_json(found).sequences
+        if not (number.isascii() and number.isdigit()) or int(number) >= len(sequences):
+            raise NotFound(f"there is no sequence {sequence_id} that was sampled within the last day")
+        return sequences[int(number)]
+
+    async def ledgers(self, who: Principal) -> list[TinkerLedger]:
+        """Count what became of the caller's requests; for an operator, of everybody's."""
+        owners = await self._sessions.owners() if who.scope is Scope.OPERATOR else [short_name(who.actor)]
+        return [await self._queue.ledger(owner) for owner in owners]
 
     async def _open_model(self, who: Principal, model_id: str) -> Model:
         model = await self.model(who, model_id)
@@ -260,9 +323,17 @@ class Tinker:
         return model
 
     async def _submit(
-        self, verb: Verb, model_id: str, seq: int, content: bytes, sent: BaseModel | bytes, record: Model | None = None
+        self,
+        whose: str,
+        verb: Verb,
+        model_id: str,
+        seq: int,
+        content: bytes,
+        sent: BaseModel | bytes,
+        record: Model | None = None,
     ) -> Request:
-        request = Request(request_id_of(model_id, seq), "", verb, seq, model_id, content)
+        owner = short_name(whose)
+        request = Request(request_id_of(model_id, seq), "", verb, seq, model_id, content, owner)
         raw = sent if isinstance(sent, bytes) else sent.model_dump_json().encode()
         await self._queue.submit(request, _digest(verb.encode() + raw), self._clock.now(), record)
         return request
@@ -271,11 +342,11 @@ class Tinker:
         if name not in {self.base_model, self._model.name}:
             raise NotFound(f"the base model here is {self.base_model}, not {name!r}")
 
-    def _check_sampled(self, who: Principal, path: str) -> None:
+    async def _check_sampled(self, who: Principal, path: str) -> None:
         saved = SavedPath.read(path)
         if saved.kind is not Kind.SAMPLER:
             raise InvalidRequest(f"{path} is to be trained from: save_weights_for_sampler makes what is sampled from")
-        self.saved.read(who, saved)
+        await asyncio.to_thread(self.saved.read, who, saved)
 
 
 def _check_optimizer(kind: str) -> None:
@@ -289,7 +360,7 @@ def _may_touch(who: Principal, owner: str) -> bool:
 
 def _whose(who: Principal) -> str:
     """Keep the ids of samples that different tokens choose apart."""
-    return f"{_digest(who.actor.encode())[:16]}:"
+    return f"{short_name(who.actor)}:"
 
 
 def _digest(raw: bytes) -> str:

@@ -17,6 +17,7 @@ from flotilla.shared.streams.redis.connection import connect
 from flotilla.shared.tinker.capabilities import context_tokens_of
 from flotilla.shared.tinker.process import end_on_sigterm, run_process
 from flotilla.shared.tinker.queue import TinkerQueue
+from flotilla.shared.tinker.sessions import TinkerSessions
 
 SLOTS = 64
 
@@ -49,7 +50,9 @@ async def _work(settings: ServiceSettings, model: Path) -> None:
     redis = connect(settings.redis_url)
     try:
         await engine.start()
-        await run_until_cancelled(SamplingWorker(TinkerQueue(redis), engine, model, settings.data.resolve(), context))
+        queue = TinkerQueue(redis)
+        sessions = TinkerSessions(redis, queue)
+        await run_until_cancelled(SamplingWorker(queue, sessions, engine, model, settings.data.resolve(), context))
     finally:
         await engine.close()
         await redis.aclose()

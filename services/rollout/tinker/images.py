@@ -41,10 +41,23 @@ def write_image(base: Path, saved: Path | None, image: Path) -> None:
     save_file(tensors, image)
 
 
+def read_manifest(saved: Path) -> Saved:
+    """Read what a saved model is.
+
+    Raises:
+        NotFound: it is not there.
+        ModelError: it cannot be read.
+    """
+    try:
+        return Saved.model_validate_json((saved / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise NotFound(f"{saved.name}: there is no saved model of this name, or it was deleted") from None
+    except (OSError, ValidationError) as error:
+        raise ModelError(f"the saved model cannot be read: {error}") from error
+
+
 def _with(base: Path, saved: Path) -> dict[str, Tensor]:
-    if not (saved / MANIFEST).is_file():
-        raise NotFound(f"{saved.name}: there is no saved model of this name, or it was deleted")
-    manifest = Saved.model_validate_json((saved / MANIFEST).read_bytes())
+    manifest = read_manifest(saved)
     if manifest.lora is None:
         with safe_open(saved / "model.safetensors", framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -1,13 +1,14 @@
 """Samples for the Tinker API: one engine, whose weights change with who asks.
 
-Requests are taken in the order in which they came; those that sample from the weights that are there join the batch at
-once. Sampling sessions in flight get newer weights of their model while they sample.
+Owners take turns, each one's requests in the order in which they came; those that sample from the weights that are
+there join the batch at once. Sampling sessions in flight get newer weights of their model while they sample.
 """
 
 import asyncio
 import hashlib
 import logging
 import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +16,21 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from flotilla.services.rollout.engines.base import Engine, GenerationRequest, SamplingParameters
-from flotilla.services.rollout.tinker.images import write_image
+from flotilla.services.rollout.tinker.images import read_manifest, write_image
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
-from flotilla.shared.errors import FlotillaError, InvalidRequest, WorkerDied
+from flotilla.shared.errors import FlotillaError, InvalidRequest, NotFound, WorkerDied
 from flotilla.shared.schemas.trajectory import FinishReason
 from flotilla.shared.tinker.messages import write_sequence
 from flotilla.shared.tinker.paths import Kind, SavedPath
-from flotilla.shared.tinker.queue import Answer, Form, Request, TinkerQueue, Work
-from flotilla.shared.tinker.records import Category, Failure, Sample
+from flotilla.shared.tinker.queue import Answer, Form, Made, Request, TinkerQueue, Work
+from flotilla.shared.tinker.records import Category, Failure, Sample, Sampled, SampledSequences
+from flotilla.shared.tinker.sessions import TinkerSessions
+from flotilla.shared.tinker.turns import Turns
 
 log = logging.getLogger(__name__)
 
-AT_A_TIME = 64
+AT_A_TIME, AT_A_TURN = 64, 16
+SERVED_KEPT = 1024
 DEFAULT_TOKENS = 256
 SEEDS = 2**63
 
@@ -49,16 +53,28 @@ class SamplingWorker:
 
     Args:
         queue: of requests.
+        sessions: what they sample from.
         engine: started, with the base's weights.
         base: directory of the base.
         data: the fleet's directory.
         context_tokens: prompt and completion together.
     """
 
-    def __init__(self, queue: TinkerQueue, engine: Engine, base: Path, data: Path, context_tokens: int) -> None:
-        self._queue, self._engine, self._base, self._data = queue, engine, base, data
+    def __init__(
+        self,
+        queue: TinkerQueue,
+        sessions: TinkerSessions,
+        engine: Engine,
+        base: Path,
+        data: Path,
+        context_tokens: int,
+    ) -> None:
+        self._queue, self._sessions, self._engine, self._base, self._data = queue, sessions, engine, base, data
         self._context_tokens = context_tokens
         self._source, self._version = Source(), 0
+        self._turns = Turns()
+        # The engine samples from the last ones alone, or from those before until what it has begun is done.
+        self._served: dict[int, Sampled] = {0: Sampled(first_token=0)}
         self._incarnation = ""
         self._active: set[asyncio.Task[None]] = set()
 
@@ -79,44 +95,81 @@ class SamplingWorker:
 
     async def _take(self, tasks: asyncio.TaskGroup) -> None:
         # What waits comes first: an earlier process may have left it.
-        after = "0"
+        after: dict[str, str] = {}
+        heard = "0"
         while True:
-            for request in await self._queue.waiting(Work.SAMPLE, after, AT_A_TIME, blocks=True):
-                after = request.entry
-                try:
-                    wanted = Sample.model_validate_json(request.body)
-                    await self._serve(await self._source_of(wanted))
-                except WorkerDied:
-                    raise  # Another process samples what waits.
-                except (FlotillaError, ValidationError) as error:
-                    await self._refuse(request, error)
-                    continue
-                task = tasks.create_task(self._sample(request, wanted, self._version), name=request.id)
-                self._active.add(task)
-                task.add_done_callback(self._active.discard)
-                # Its request reaches the engine before the next change of weights.
-                await asyncio.sleep(0)
+            waiting = set(await self._queue.owners(Work.SAMPLE))
+            after = {owner: entry for owner, entry in after.items() if owner in waiting}
+            owner, requests = await self._turn(waiting, after)
+            if owner is None:
+                heard = await self._queue.hears(Work.SAMPLE, heard)
+                continue
+            for request in requests:
+                after[owner] = request.entry
+                self._turns.uses(owner, await self._begin(request, tasks))
+
+    async def _turn(self, waiting: set[str], after: Mapping[str, str]) -> tuple[str | None, list[Request]]:
+        """Return whose turn it is, and requests of theirs that were not begun; None where there are none."""
+        left = set(waiting)
+        while (owner := self._turns.next(left)) is not None:
+            requests = await self._queue.waiting(Work.SAMPLE, owner, after.get(owner, "0"), AT_A_TURN)
+            if requests:
+                return owner, requests
+            left.discard(owner)
+        return None, []
+
+    async def _begin(self, request: Request, tasks: asyncio.TaskGroup) -> float:
+        """Have a request sampled, once there is room for it; returns its cost in tokens."""
+        while len(self._active) >= AT_A_TIME:
+            await asyncio.wait(self._active, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            wanted = Sample.model_validate_json(request.body)
+            await self._serve_newest(wanted)
+        except WorkerDied:
+            raise  # Another process samples what waits.
+        except (FlotillaError, ValidationError) as error:
+            await self._refuse(request, error)
+            return 1.0
+        task = tasks.create_task(self._sample(request, wanted, self._version), name=request.id)
+        self._active.add(task)
+        task.add_done_callback(self._active.discard)
+        # Its request reaches the engine before the next change of weights.
+        await asyncio.sleep(0)
+        tokens = wanted.sampling_params.max_tokens or DEFAULT_TOKENS
+        return float(len(wanted.prompt.token_ids) + wanted.num_samples * min(tokens, self._context_tokens))
+
+    async def _serve_newest(self, wanted: Sample) -> None:
+        source = await self._source_of(wanted)
+        try:
+            await self._serve(source)
+        except NotFound:
+            # What is in flight is deleted when newer weights are: those are sampled from then.
+            newer = await self._source_of(wanted)
+            if newer == source:
+                raise
+            await self._serve(newer)
 
     async def _source_of(self, wanted: Sample) -> Source:
         if not wanted.sampling_session_id:
             return Source(wanted.path)
-        sampler = await self._queue.sampler(wanted.sampling_session_id)
+        sampler = await self._sessions.sampler(wanted.sampling_session_id)
         if sampler is None:
             raise InvalidRequest(f"there is no sampling session {wanted.sampling_session_id}")
         if sampler.inflight_of is not None:
-            return Source(await self._queue.inflight(sampler.inflight_of), sampler.inflight_of)
+            return Source(await self._sessions.inflight(sampler.inflight_of), sampler.inflight_of)
         return Source(sampler.path)
 
     async def _serve(self, source: Source) -> None:
         """Have the engine sample from these weights; what samples from others ends first, unless it is in flight."""
         if source == self._source:
             return
-        saved = None
+        saved, step = None, 0
         if source.path is not None:
             path = SavedPath.read(source.path)
             if path.kind is Kind.TRAINING:
                 raise InvalidRequest(f"{source.path} is to be trained from, not to be sampled from")
             saved = path.below(self._data)
+            step = (await asyncio.to_thread(read_manifest, saved)).step
         is_newer = self._source.inflight_of is not None and source.inflight_of == self._source.inflight_of
         with tempfile.TemporaryDirectory(prefix="flotilla-tinker-") as folder:
             image = Path(folder) / "image.safetensors"
@@ -127,6 +180,9 @@ class SamplingWorker:
             mode = OnWeightUpdate.CONTINUE if is_newer else OnWeightUpdate.DRAIN
             await self._engine.load_weights(image, self._version + 1, mode)
         self._version, self._source = self._version + 1, source
+        self._served[self._version] = Sampled(first_token=0, path=source.path, step=step)
+        for version in sorted(self._served)[:-SERVED_KEPT]:
+            del self._served[version]
         log.info("sampler serves", extra={"path": source.path, "version": self._version})
 
     async def _sample(self, request: Request, wanted: Sample, version: int) -> None:
@@ -137,13 +193,18 @@ class SamplingWorker:
         except FlotillaError as error:
             await self._refuse(request, error)
             return
-        if any(first < version for each in completions for _, first in each.versions):
+        if any(sampled < version for each in completions for _, sampled in each.versions):
             log.error("sampled from older weights than asked for", extra={"request_id": request.id, "version": version})
         content = b"".join(
             write_sequence(each.token_ids, each.log_probs, is_cut=each.finish_reason is not FinishReason.STOP)
             for each in completions
         )
-        await self._queue.reply(Work.SAMPLE, self._incarnation, request, Answer(Form.PROTOBUF, content))
+        runs = [self._runs(each.versions) for each in completions]
+        made = Made(sampled=SampledSequences(sequences=runs).model_dump_json())
+        await self._queue.reply(Work.SAMPLE, self._incarnation, request, Answer(Form.PROTOBUF, content), made)
+
+    def _runs(self, versions: Sequence[tuple[int, int]]) -> list[Sampled]:
+        return [self._served[version].model_copy(update={"first_token": first}) for first, version in versions]
 
     def _generation(self, request_id: str, wanted: Sample) -> GenerationRequest:
         how = wanted.sampling_params

@@ -1,6 +1,7 @@
 """Train models of the Tinker API: ``python -P -m flotilla.services.trainer.tinker``."""
 
 import asyncio
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ with collecting_later():
     from transformers.utils import logging as transformers_logging
 
     from flotilla.services.trainer.tinker.slots import Base
-    from flotilla.services.trainer.tinker.trainer import Trainer
+    from flotilla.services.trainer.tinker.trainer import MOST_MODELS, Trainer
     from flotilla.services.trainer.tinker.worker import TrainingWorker
 from flotilla.shared.clock import SystemClock
 from flotilla.shared.environment.settings import ServiceSettings
@@ -20,6 +21,7 @@ from flotilla.shared.host.cores import usable_cores
 from flotilla.shared.streams.redis.connection import connect
 from flotilla.shared.tinker.process import end_on_sigterm, run_process
 from flotilla.shared.tinker.queue import TinkerQueue
+from flotilla.shared.tinker.sessions import TinkerSessions
 
 
 def main() -> int:
@@ -31,7 +33,8 @@ def train(settings: ServiceSettings, model: str) -> None:
     """Train until told to end."""
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(len(usable_cores()))
-    trainer = Trainer(Base(Path(model)), model, settings.data.resolve(), SystemClock())
+    most = int(os.environ.get("FLOTILLA_TINKER_MODELS", MOST_MODELS))
+    trainer = Trainer(Base(Path(model)), model, settings.data.resolve(), SystemClock(), most_models=most)
     with suppress(asyncio.CancelledError):
         asyncio.run(_work(settings.redis_url, trainer))
 
@@ -40,7 +43,8 @@ async def _work(redis_url: str, trainer: Trainer) -> None:
     end_on_sigterm()
     redis = connect(redis_url)
     try:
-        await TrainingWorker(TinkerQueue(redis), trainer).run()
+        queue = TinkerQueue(redis)
+        await TrainingWorker(queue, TinkerSessions(redis, queue), trainer).run()
     finally:
         await redis.aclose()
 

@@ -5,6 +5,8 @@ Both are complete or not there: written under another name, flushed, then rename
 
 import json
 import shutil
+import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,9 +23,10 @@ from flotilla.shared.models.hub import ADAPTER, ADAPTER_CONFIG
 from flotilla.shared.tinker.records import MANIFEST, Record, Saved
 
 WHOLE, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
-WEIGHTS = "weights.safetensors"
+WEIGHTS, GRADIENTS = "weights.safetensors", "gradients.safetensors"
 PEFT = {A: "lora_A", B: "lora_B"}
 PREFIX = "base_model.model."
+UNFINISHED_SECONDS = 24 * 3600
 
 
 class Progress(Record):
@@ -47,8 +50,19 @@ def save(directory: Path, slot: Slot, base: str, saved: Saved) -> Saved:
     size = sum(each.stat().st_size for each in unfinished.iterdir())
     found = saved.model_copy(update={"num_bytes": size, "step": slot.step})
     (unfinished / MANIFEST).write_text(found.model_dump_json(), encoding="utf-8")
+    if _seq_of(directory) > saved.seq:
+        # A process that was replaced is late: what its successor wrote since stays.
+        shutil.rmtree(unfinished, ignore_errors=True)
+        return found
     _finish(unfinished, directory)
     return found
+
+
+def _seq_of(directory: Path) -> int:
+    try:
+        return read_saved(directory).seq
+    except NotFound:
+        return -1
 
 
 def read_saved(directory: Path) -> Saved:
@@ -79,22 +93,27 @@ def load_saved(directory: Path, slot: Slot, *, with_optimizer: bool) -> None:
 
 
 def keep_state(directory: Path, slot: Slot, seq: int) -> None:
-    """Write the present state; older ones are removed then."""
+    """Write the present state, gradients that wait for an update included; older ones are removed then."""
     kept = directory / str(seq)
     unfinished = _begun(kept)
     save_file(_on_host(slot.weights()), unfinished / WEIGHTS)
     save_file(_on_host(slot.moments()), unfinished / OPTIMIZER)
+    save_file(_on_host(slot.gradients()), unfinished / GRADIENTS)
     (unfinished / STATE).write_text(Progress(seq=seq, step=slot.step).model_dump_json(), encoding="utf-8")
     _finish(unfinished, kept)
-    for other in directory.iterdir():
-        if other != kept:
-            shutil.rmtree(other, ignore_errors=True)
+    # Not newer ones: a process that was replaced may come here late.
+    for older in _states(directory):
+        if older < seq:
+            shutil.rmtree(directory / str(older), ignore_errors=True)
 
 
 def state_seq(directory: Path) -> int | None:
     """Return up to which request the state on disk is; None where there is none."""
-    found = [int(each.name) for each in directory.glob("*") if each.name.isdigit() and (each / STATE).is_file()]
-    return max(found, default=None)
+    return max(_states(directory), default=None)
+
+
+def _states(directory: Path) -> list[int]:
+    return [int(each.name) for each in directory.glob("*") if each.name.isdigit() and (each / STATE).is_file()]
 
 
 def load_state(directory: Path, slot: Slot) -> int:
@@ -110,15 +129,19 @@ def load_state(directory: Path, slot: Slot) -> int:
     kept = directory / str(seq)
     progress = Progress.model_validate_json((kept / STATE).read_bytes())
     slot.load(_read(kept / WEIGHTS), _read(kept / OPTIMIZER))
+    slot.add_gradients(_read(kept / GRADIENTS))
     slot.step = progress.step
     return seq
 
 
 def _begun(directory: Path) -> Path:
-    unfinished = directory.with_name(f".{directory.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    return unfinished
+    # Of a process of its own: one that was replaced may still write. What it left there is older than a day then.
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    for left in directory.parent.glob(".*.unfinished"):
+        with suppress(FileNotFoundError):
+            if left.stat().st_mtime < time.time() - UNFINISHED_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".unfinished", dir=directory.parent))
 
 
 def _finish(unfinished: Path, directory: Path) -> None:

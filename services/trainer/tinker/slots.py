@@ -23,6 +23,7 @@ from flotilla.services.trainer.models.lora import Adapted, Adapters
 from flotilla.services.trainer.parallel.ranks import ONE_RANK
 from flotilla.shared.config.sections.model import LoraConfig
 from flotilla.shared.errors import InvalidRequest, ModelError
+from flotilla.shared.tinker.capabilities import positions_of
 from flotilla.shared.tinker.records import AdamStep, Lora
 
 ALPHA = 32.0
@@ -111,6 +112,15 @@ class Slot:
             for kind in MOMENTS
         }
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Return what has accumulated since the last update."""
+        return {name: each.grad for name, each in self.parameters.items() if each.grad is not None}
+
+    def add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Take what ``gradients`` returned."""
+        for name, each in gradients.items():
+            self.parameters[name].grad = each.to(self.parameters[name])
+
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
         """Take what ``weights`` and ``moments`` returned; without moments the optimiser begins anew.
@@ -150,6 +160,7 @@ class Base:
     """
 
     def __init__(self, path: Path, *, device: str = "auto", dtype: str = "auto") -> None:
+        self.positions = positions_of(path)
         self.loaded: LoadedModel = load_model(path, dtype=dtype, device=check_device(device))
         model = self.loaded.model
         self._own = _places(model)

@@ -6,6 +6,7 @@ On one device the same requests give the same bits.
 """
 
 import logging
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +22,20 @@ from flotilla.services.trainer.tinker.slots import Base, Slot, micro_batches
 from flotilla.shared.clock import Clock
 from flotilla.shared.errors import InvalidRequest, NotFound
 from flotilla.shared.tinker.messages import Datum, ForwardBackwardRequest, write_output
-from flotilla.shared.tinker.paths import Kind, SavedPath, state_of
+from flotilla.shared.tinker.paths import Kind, SavedPath, runs_with_state, state_of
 from flotilla.shared.tinker.queue import Answer, Form, Request
-from flotilla.shared.tinker.records import AdamStep, Load, Model, Save, Saved, Verb
+from flotilla.shared.tinker.records import AdamStep, Load, Lora, Model, Save, Saved, Verb
 
 log = logging.getLogger(__name__)
 
 STEPS_BETWEEN_STATES = 8
 TARGETS = "target_tokens"
 NO_SUCH_MODEL = "there is no such model"
+MOST_TARGETS = 1 << 18
+"""Of one sequence: each reads the hidden state of its position."""
+MOST_MODELS = 32
+MOST_UNWRITTEN_BYTES = 256 * 1024 * 1024
+"""Of requests that are kept in Redis, so that another process could do them again."""
 
 
 @dataclass(eq=False)
@@ -41,12 +47,23 @@ class Kept:
         owner: whose it is.
         seq: its last request that was done.
         on_disk: the last request that its state on the disk has.
+        num_bytes: of the requests since, which would be done again.
     """
 
     slot: Slot
     owner: str
     seq: int
     on_disk: int
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Requests of a model that its state on the disk has now, from one place to another."""
+
+    model_id: str
+    first: int
+    last: int
 
 
 class Trainer:
@@ -57,10 +74,23 @@ class Trainer:
         name: of the base, in what is saved.
         data: the fleet's directory.
         clock: for what is saved.
+        most_models: that are in memory at a time; others wait on the disk.
+        most_bytes: of requests whose effect no state on the disk has.
     """
 
-    def __init__(self, base: Base, name: str, data: Path, clock: Clock) -> None:
+    def __init__(
+        self,
+        base: Base,
+        name: str,
+        data: Path,
+        clock: Clock,
+        *,
+        most_models: int = MOST_MODELS,
+        most_bytes: int = MOST_UNWRITTEN_BYTES,
+    ) -> None:
         self._base, self._name, self._data, self._clock = base, name, data, clock
+        self._most_models, self._most_bytes = most_models, most_bytes
+        # The one that was used last is the last.
         self._kept: dict[str, Kept] = {}
 
     def knows(self, model_id: str) -> bool:
@@ -81,6 +111,26 @@ class Trainer:
         """Drop what is in memory, such as half of what a request should have added."""
         self._kept.pop(model_id, None)
 
+    def unused(self) -> str | None:
+        """Return the model that has to leave memory before another one comes; None: there is room."""
+        return next(iter(self._kept)) if len(self._kept) >= self._most_models else None
+
+    def models(self) -> list[str]:
+        """List those that are in memory, or have a state on the disk."""
+        return sorted({*self._kept, *runs_with_state(self._data)})
+
+    def discard(self, model_id: str) -> None:
+        """Drop a model that is over, with its state."""
+        self.forget(model_id)
+        shutil.rmtree(state_of(self._data, model_id), ignore_errors=True)
+
+    def unload(self, model_id: str) -> Written | None:
+        """Write a model's state, and drop it from memory; None where it is not there, or nothing was new."""
+        kept = self._kept.get(model_id)
+        written = self._write(model_id) if kept is not None and kept.on_disk < kept.seq else None
+        self.forget(model_id)
+        return written
+
     def do(self, request: Request, model: Model) -> Answer:
         """Do one request.
 
@@ -93,29 +143,52 @@ class Trainer:
                 return Answer.json({"type": "create_model", "model_id": request.model_id})
             case Verb.LOAD:
                 return self._load(request, model)
-        kept = self._kept.get(request.model_id)
+            case Verb.UNLOAD:
+                if request.model_id in self._kept:
+                    self._kept[request.model_id].seq = request.seq
+                return Answer.json({"type": request.verb, "model_id": request.model_id})
+        kept = self._kept.pop(request.model_id, None)
         if kept is None:
             raise NotFound(f"{request.model_id}: {NO_SUCH_MODEL}")
+        self._kept[request.model_id] = kept
         kept.seq = request.seq
+        answer = self._done(kept, request)
+        kept.num_bytes += len(request.body) if request.verb != Verb.FORWARD else 0
+        return answer
+
+    def _done(self, kept: Kept, request: Request) -> Answer:
         match request.verb:
-            case Verb.FORWARD_BACKWARD:
+            case Verb.FORWARD | Verb.FORWARD_BACKWARD:
                 return self._forward_backward(kept.slot, ForwardBackwardRequest.read(request.body))
             case Verb.OPTIM_STEP:
                 norm = kept.slot.update(AdamStep.model_validate_json(request.body))
                 return Answer.json({"metrics": {"grad_norm": norm, "step": float(kept.slot.step)}})
             case Verb.SAVE | Verb.SAVE_FOR_SAMPLER:
-                return self._save(kept, Save.model_validate_json(request.body), request.verb)
+                return self._save(kept, Save.model_validate_json(request.body), request)
         raise InvalidRequest(f"{request.verb} is not served")
 
-    def state_is_due(self, model_id: str, verb: str) -> int | None:
-        """Write a model's state where it is time to; returns the request before the first that it lacked."""
+    def write_what_is_due(self, model_id: str, verb: str) -> Written | None:
+        """Write the state of a model whose request was done, or of the one with most to do again; None: none is due."""
         kept = self._kept.get(model_id)
-        is_step = verb == Verb.OPTIM_STEP
-        if kept is None or not (verb == Verb.LOAD or (is_step and kept.slot.step % STEPS_BETWEEN_STATES == 0)):
-            return None
+        is_step = kept is not None and verb == Verb.OPTIM_STEP and kept.slot.step % STEPS_BETWEEN_STATES == 0
+        if kept is not None and (is_step or verb == Verb.LOAD):
+            return self._write(model_id)
+        if verb == Verb.UNLOAD:
+            return self.unload(model_id)
+        if sum(each.num_bytes for each in self._kept.values()) > self._most_bytes:
+            return self._write(max(self._kept, key=lambda each: self._kept[each].num_bytes))
+        return None
+
+    def _write(self, model_id: str) -> Written:
+        kept = self._kept[model_id]
         files.keep_state(state_of(self._data, model_id), kept.slot, kept.seq)
-        before, kept.on_disk = kept.on_disk, kept.seq
-        return before
+        written = Written(model_id, kept.on_disk + 1, kept.seq)
+        kept.on_disk, kept.num_bytes = kept.seq, 0
+        return written
+
+    def drop_snapshot(self, path: str) -> None:
+        """Delete what was saved for sampling sessions in flight, which sample from a newer one."""
+        shutil.rmtree(SavedPath.read(path).below(self._data), ignore_errors=True)
 
     def score(self, path: str | None, token_ids: Sequence[int], count: int) -> tuple[npt.NDArray[np.float32], Tensor]:
         """Score a prompt under saved weights, or the base's.
@@ -136,6 +209,7 @@ class Trainer:
         self._check(tokens)
         if tokens.size < 2:
             raise InvalidRequest("a prompt that is scored has at least two tokens")
+        self._check_size(tokens.size, 0)
         slot = None if path is None else self._saved_slot(SavedPath.read(path))
         with torch.no_grad(), self._base.live(slot):
             (found,) = self._base.log_probs([(tokens[:-1], tokens[1:])])
@@ -151,7 +225,9 @@ class Trainer:
         return slot
 
     def _keep(self, request: Request, model: Model, slot: Slot) -> None:
-        self._kept[request.model_id] = Kept(slot, model.owner, request.seq, -1)
+        before = self._kept.pop(request.model_id, None)
+        on_disk = -1 if before is None else before.on_disk
+        self._kept[request.model_id] = Kept(slot, model.owner, request.seq, on_disk)
 
     def _load(self, request: Request, model: Model) -> Answer:
         wanted = Load.model_validate_json(request.body)
@@ -160,7 +236,7 @@ class Trainer:
         saved = files.read_saved(directory)
         if saved.owner != model.owner and not saved.is_public:
             raise NotFound(f"{wanted.path}: there is no saved model of this name")
-        if saved.lora != model.lora:
+        if _shape(saved.lora) != _shape(model.lora):
             raise InvalidRequest(f"{wanted.path} is of another rank or other layers than {request.model_id}")
         if wanted.optimizer and not saved.has_optimizer:
             raise InvalidRequest(f"{wanted.path} was saved to be sampled from, without the optimiser's state")
@@ -169,7 +245,7 @@ class Trainer:
         self._keep(request, model, slot)
         return Answer.json({"type": "load_weights", "path": wanted.path, "model_id": request.model_id})
 
-    def _save(self, kept: Kept, wanted: Save, verb: str) -> Answer:
+    def _save(self, kept: Kept, wanted: Save, request: Request) -> Answer:
         path = SavedPath.read(wanted.path)
         directory = path.below(self._data)
         is_new = wanted.overwrite or path.kind is Kind.EPHEMERAL or not directory.exists()
@@ -181,6 +257,7 @@ class Trainer:
             path=wanted.path,
             owner=kept.owner,
             created=now,
+            seq=request.seq,
             step=kept.slot.step,
             num_bytes=0,
             lora=kept.slot.lora,
@@ -190,8 +267,8 @@ class Trainer:
         )
         files.save(directory, kept.slot, self._name, saved)
         if path.kind is Kind.EPHEMERAL:
-            return Answer.json({"type": verb, "sampling_session_id": wanted.sampling_session_id})
-        return Answer.json({"type": verb, "path": wanted.path})
+            return Answer.json({"type": request.verb, "sampling_session_id": wanted.sampling_session_id})
+        return Answer.json({"type": request.verb, "path": wanted.path})
 
     def _forward_backward(self, slot: Slot, wanted: ForwardBackwardRequest) -> Answer:
         checked = [self._checked(datum) for datum in wanted.data]
@@ -200,7 +277,7 @@ class Trainer:
         before = {name: None if each.grad is None else each.grad.clone() for name, each in slot.parameters.items()}
         try:
             with torch.set_grad_enabled(not wanted.is_forward_only), self._base.live(slot):
-                for numbers in micro_batches([tokens.size for tokens, _ in checked]):
+                for numbers in micro_batches([targets.size for _, targets in checked]):
                     found = self._base.log_probs([checked[number] for number in numbers])
                     losses = [
                         token_losses(wanted.loss, each, _tensors(wanted.data[number], each), wanted.config)
@@ -228,13 +305,24 @@ class Trainer:
                 f"loss_fn_inputs: {TARGETS} must have a row for each of the {datum.token_ids.size} tokens read"
             )
         whole = targets.astype(np.int64)
+        self._check_size(datum.token_ids.size, targets.size)
         self._check(datum.token_ids)
         self._check(whole.reshape(-1))
         return datum.token_ids, whole
 
+    def _check_size(self, tokens: int, targets: int) -> None:
+        if tokens > self._base.positions:
+            raise InvalidRequest(f"a sequence has {tokens} tokens, the model {self._base.positions} positions")
+        if targets > MOST_TARGETS:
+            raise InvalidRequest(f"{TARGETS} has {targets} elements: at most {MOST_TARGETS} for one sequence")
+
     def _check(self, tokens: npt.NDArray[np.int64]) -> None:
         if tokens.size and not (int(tokens.min()) >= 0 and int(tokens.max()) < self._base.vocabulary):
             raise InvalidRequest(f"token ids must lie in [0, {self._base.vocabulary})")
+
+
+def _shape(lora: Lora | None) -> tuple[int, bool, bool] | None:
+    return None if lora is None else lora.shape
 
 
 def _tensors(datum: Datum, like: Tensor) -> dict[str, Tensor]:

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -11,13 +12,23 @@ from typing import TypeVar
 import numpy as np
 from pydantic import ValidationError
 
-from flotilla.services.trainer.tinker.trainer import Trainer
-from flotilla.shared.errors import FlotillaError, InvalidRequest, ModelError, NotFound, Unavailable, WorkerDied
+from flotilla.services.trainer.tinker.trainer import Trainer, Written
+from flotilla.shared.errors import (
+    ClaimLost,
+    FlotillaError,
+    InvalidRequest,
+    ModelError,
+    NotFound,
+    Unavailable,
+    WorkerDied,
+)
 from flotilla.shared.tinker.fields import put_bytes
 from flotilla.shared.tinker.messages import MISSING, write_top
 from flotilla.shared.tinker.paths import Kind, SavedPath
-from flotilla.shared.tinker.queue import Answer, Form, Request, TinkerQueue, Work
+from flotilla.shared.tinker.queue import NOTHING, Answer, Form, Made, Request, TinkerQueue, Work
 from flotilla.shared.tinker.records import Category, Failure, Model, Sample, Sampler, Save, Verb
+from flotilla.shared.tinker.sessions import TinkerSessions
+from flotilla.shared.tinker.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +36,9 @@ Result = TypeVar("Result")
 SCORES_AT_A_TIME = 16
 MOST_ATTEMPTS = 3
 """A request that ended the process so often is not begun again: it would end that of all."""
-SAVING = frozenset({Verb.SAVE, Verb.SAVE_FOR_SAMPLER})
-"""Their files are there, or were deleted since."""
+DONE_ONCE = frozenset({Verb.SAVE, Verb.SAVE_FOR_SAMPLER, Verb.FORWARD, Verb.UNLOAD})
+"""They change nothing of the model; their files are there, or were deleted since."""
+CLEANING_SECONDS = 60.0
 
 
 class TrainingWorker:
@@ -34,11 +46,13 @@ class TrainingWorker:
 
     Args:
         queue: of requests.
+        sessions: what they sample from.
         trainer: does them.
     """
 
-    def __init__(self, queue: TinkerQueue, trainer: Trainer) -> None:
-        self._queue, self._trainer = queue, trainer
+    def __init__(self, queue: TinkerQueue, sessions: TinkerSessions, trainer: Trainer) -> None:
+        self._queue, self._sessions, self._trainer = queue, sessions, trainer
+        self._training, self._scoring = Turns(), Turns()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._train = self._score = ""
 
@@ -50,25 +64,50 @@ class TrainingWorker:
         """
         self._train, self._score = await self._queue.begin(Work.TRAIN), await self._queue.begin(Work.SCORE)
         log.info("tinker trainer works", extra={"incarnation": self._train})
+        heard, cleaned = "0", 0.0
         while True:
+            if time.monotonic() >= cleaned:
+                await self._discard_closed()
+                cleaned = time.monotonic() + CLEANING_SECONDS
             # What is scored is waited for by who samples; it is short beside an update.
-            scores = await self._queue.waiting(Work.SCORE, "0", SCORES_AT_A_TIME, blocks=False)
-            for request in scores:
-                await self._queue.reply(Work.SCORE, self._score, request, await self._scored(request))
-            for request in await self._queue.waiting(Work.TRAIN, "0", 1, blocks=not scores):
-                await self._trained(request)
+            has_scored = await self._take(Work.SCORE, self._scoring, SCORES_AT_A_TIME, self._scores_once)
+            has_trained = await self._take(Work.TRAIN, self._training, 1, self._trained)
+            if not has_scored and not has_trained:
+                heard = await self._queue.hears(Work.TRAIN, heard)
+
+    async def _take(self, work: Work, turns: Turns, count: int, does: Callable[[Request], Awaitable[None]]) -> bool:
+        """Do some requests of whoever's turn it is; returns whether there was one."""
+        owner = turns.next(await self._queue.owners(work))
+        if owner is None:
+            return False
+        requests = await self._queue.waiting(work, owner, "0", count)
+        began = time.monotonic()
+        for request in requests:
+            await does(request)
+        turns.uses(owner, time.monotonic() - began)
+        return bool(requests)
+
+    async def _discard_closed(self) -> None:
+        for model_id in await self._compute(self._trainer.models):
+            if await self._queue.is_closed(model_id):
+                await self._compute(partial(self._trainer.discard, model_id))
+
+    async def _scores_once(self, request: Request) -> None:
+        await self._queue.reply(Work.SCORE, self._score, request, await self._scored(request))
 
     async def _trained(self, request: Request) -> None:
         model = await self._queue.model(request.model_id)
         answer: Answer
         try:
-            if model is None:
-                raise NotFound(f"{request.model_id}: there is no such model")
+            if model is None or await self._queue.is_closed(model.model_id):
+                raise NotFound(f"{request.model_id}: there is no such model, or its session ended")
             await self._begin(request, Work.TRAIN)
-            if not self._trainer.knows(model.model_id) and request.seq > 0:
-                await self._recover(model, request)
+            if not self._trainer.knows(model.model_id):
+                await self._make_room()
+                if request.seq > 0:
+                    await self._recover(model, request)
             answer = await self._compute(partial(self._trainer.do, request, model))
-        except Unavailable:
+        except (Unavailable, ClaimLost):
             raise  # Nothing is wrong with the request: another process does it.
         except (FlotillaError, ValidationError) as error:
             log.warning("request failed", extra={"request_id": request.id, "error": str(error)})
@@ -78,19 +117,31 @@ class TrainingWorker:
             log.exception("request failed", extra={"request_id": request.id})
             self._trainer.forget(request.model_id)
             answer = failed(error)
-        made = await self._made(request, model, answer)
+        made, replaced = await self._made(request, model, answer)
         await self._queue.reply(Work.TRAIN, self._train, request, answer, made)
-        if answer.form is Form.FAILED:
-            # A load that was refused leaves gradients that no state holds.
+        if replaced is not None:
+            await self._compute(partial(self._trainer.drop_snapshot, replaced))
+        if answer.form is Form.FAILED or await self._queue.is_closed(request.model_id):
             return
         try:
-            before = await self._compute(partial(self._trainer.state_is_due, request.model_id, request.verb))
+            written = await self._compute(partial(self._trainer.write_what_is_due, request.model_id, request.verb))
         except Exception:
             # Such as a full disk: the requests stay in Redis until a later state is written.
             log.exception("state not written", extra={"model_id": request.model_id})
             return
-        if before is not None:
-            await self._queue.forget_bodies(request.model_id, before + 1, request.seq)
+        await self._let_go(written)
+
+    async def _make_room(self) -> None:
+        """Keep a model on the disk alone that was not used for longest, where another one needs its place."""
+        while (unused := self._trainer.unused()) is not None:
+            if not await self._queue.is_latest(Work.TRAIN, self._train):
+                raise ClaimLost("another process does the work train now")
+            await self._let_go(await self._compute(partial(self._trainer.unload, unused)))
+            log.info("model left memory", extra={"model_id": unused})
+
+    async def _let_go(self, written: Written | None) -> None:
+        if written is not None:
+            await self._queue.forget_bodies(written.model_id, written.first, written.last)
 
     async def _begin(self, request: Request, work: Work) -> None:
         """Refuse a request that has ended the process too often."""
@@ -111,7 +162,7 @@ class TrainingWorker:
         on_disk = await self._compute(partial(self._trainer.restore, model))
         again = 0
         async for past in self._queue.past(model.model_id, on_disk + 1, min(done, request.seq - 1)):
-            if past.verb in SAVING or await self._did_nothing(past):
+            if past.verb in DONE_ONCE or _did_nothing(past):
                 continue
             if past.verb != Verb.CREATE and not past.body:
                 raise ModelError(f"{model.model_id}: its state on the disk is older than what is kept of its requests")
@@ -121,26 +172,21 @@ class TrainingWorker:
             again += 1
         log.info("model recovered", extra={"model_id": model.model_id, "on_disk": on_disk, "done_again": again})
 
-    async def _did_nothing(self, past: Request) -> bool:
-        """Return whether a request failed and left nothing; now it might not: what it would load may be there since."""
-        answered = await self._queue.answer(past.id)
-        if answered is None or answered.form is not Form.FAILED:
-            return False
-        return past.verb != Verb.OPTIM_STEP or Failure.model_validate_json(answered.content).category is Category.SERVER
-
-    async def _made(self, request: Request, model: Model | None, answer: Answer) -> tuple[str, Sampler] | None:
-        """Name the sampling session that a request made, if it did."""
+    async def _made(self, request: Request, model: Model | None, answer: Answer) -> tuple[Made, str | None]:
+        """Name the sampling session that a request made, if it did, and the snapshot that nobody refers to since."""
         if request.verb != Verb.SAVE_FOR_SAMPLER or answer.form is Form.FAILED or model is None:
-            return None
+            return NOTHING, None
         save = Save.model_validate_json(request.body)
         if save.sampling_session_id is None:
-            return None
+            return NOTHING, None
+        replaced = None
         if save.is_inflight:
-            await self._queue.put_inflight(model.model_id, save.path)
+            replaced = await self._sessions.inflight(model.model_id)
+            await self._sessions.put_inflight(model.model_id, save.path)
         inflight_of = model.model_id if save.is_inflight else None
         path = None if save.is_inflight else save.path
         sampler = Sampler(session_id=model.session_id, owner=model.owner, path=path, inflight_of=inflight_of)
-        return save.sampling_session_id, sampler
+        return Made((save.sampling_session_id, sampler)), None if replaced == save.path else replaced
 
     async def _scored(self, request: Request) -> Answer:
         try:
@@ -148,12 +194,12 @@ class TrainingWorker:
             wanted = Sample.model_validate_json(request.body)
             path = wanted.path
             if wanted.sampling_session_id:
-                sampler = await self._queue.sampler(wanted.sampling_session_id)
+                sampler = await self._sessions.sampler(wanted.sampling_session_id)
                 if sampler is None:
                     raise InvalidRequest(f"there is no sampling session {wanted.sampling_session_id}")
                 path = sampler.path
                 if sampler.inflight_of is not None:
-                    path = await self._queue.inflight(sampler.inflight_of)
+                    path = await self._sessions.inflight(sampler.inflight_of)
             return await self._compute(partial(self._scores, wanted, path))
         except (FlotillaError, ValidationError) as error:
             return failed(error)
@@ -181,6 +227,11 @@ class TrainingWorker:
 
     async def _compute(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _did_nothing(past: Request) -> bool:
+    """Return whether a request failed and left nothing; now it might not: what it would load may be there since."""
+    return bool(past.failed) and (past.verb != Verb.OPTIM_STEP or past.failed == Category.SERVER)
 
 
 def failed(error: Exception) -> Answer:

@@ -4,26 +4,36 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from flotilla.shared.errors import ClaimLost, Conflict, NotFound
+from flotilla.shared.errors import ClaimLost, Conflict, NotFound, TooManyRequests
+from flotilla.shared.schemas.tinker import TinkerLedger
 from flotilla.shared.streams.redis.connection import connect
-from flotilla.shared.tinker.queue import Answer, Request, TinkerQueue, Work, request_id_of
-from flotilla.shared.tinker.records import Model, Sampler, Verb
+from flotilla.shared.tinker.queue import Answer, Bounds, Made, Request, TinkerQueue, Work
+from flotilla.shared.tinker.records import Category, Failure, Model, Sampler, Session, Verb
+from flotilla.shared.tinker.sessions import TinkerSessions
+from flotilla.shared.tinker.store import request_id_of
 
 MODEL = "s:train:0"
 NOW = 5.0
+ME = "me"
 
 
 @pytest.fixture
 async def queue(redis_url: str) -> AsyncIterator[TinkerQueue]:
     redis = connect(redis_url)
     await redis.flushdb()
-    yield TinkerQueue(redis)
+    yield TinkerQueue(redis, Bounds(requests=4, num_bytes=100, answer_bytes=100))
     await redis.aclose()
 
 
-def a_request(seq: int, body: bytes = b"x") -> Request:
-    verb = Verb.CREATE if seq == 0 else Verb.OPTIM_STEP
-    return Request(request_id_of(MODEL, seq), "", verb, seq, MODEL, body)
+@pytest.fixture
+async def sessions(redis_url: str, queue: TinkerQueue) -> AsyncIterator[TinkerSessions]:
+    redis = connect(redis_url)
+    yield TinkerSessions(redis, queue)
+    await redis.aclose()
+
+
+def a_request(seq: int, body: bytes = b"x", verb: Verb = Verb.OPTIM_STEP, owner: str = ME) -> Request:
+    return Request(request_id_of(MODEL, seq), "", Verb.CREATE if seq == 0 else verb, seq, MODEL, body, owner)
 
 
 async def make(queue: TinkerQueue) -> None:
@@ -31,8 +41,14 @@ async def make(queue: TinkerQueue) -> None:
     await queue.submit(a_request(0), "d0", NOW, model)
 
 
-async def waiting(queue: TinkerQueue, work: Work = Work.TRAIN) -> list[Request]:
-    return await queue.waiting(work, "0", 100, blocks=False)
+async def waiting(queue: TinkerQueue, work: Work = Work.TRAIN, owner: str = ME) -> list[Request]:
+    return await queue.waiting(work, owner, "0", 100)
+
+
+async def answered(queue: TinkerQueue, answer: Answer = Answer.json({})) -> None:  # noqa: B008
+    mine = await queue.begin(Work.TRAIN)
+    for request in await waiting(queue):
+        await queue.reply(Work.TRAIN, mine, request, answer)
 
 
 async def test_requests_that_come_out_of_order_are_handed_on_in_order(queue: TinkerQueue) -> None:
@@ -45,7 +61,6 @@ async def test_requests_that_come_out_of_order_are_handed_on_in_order(queue: Tin
 
     assert held_back == [0]
     assert [(each.seq, each.body) for each in await waiting(queue)] == [(0, b"x"), (1, b"x"), (2, b"x"), (3, b"x")]
-    assert await queue.models() == [(MODEL, NOW)]
 
 
 async def test_a_request_that_comes_again_is_the_same_one_and_another_is_refused(queue: TinkerQueue) -> None:
@@ -64,20 +79,20 @@ async def test_a_model_that_was_not_made_takes_no_request(queue: TinkerQueue) ->
         await queue.submit(a_request(1), "d1", NOW)
 
 
-async def test_an_answer_is_written_once_and_moves_the_model_on(queue: TinkerQueue) -> None:
+async def test_an_answer_is_written_once_and_moves_the_model_on(queue: TinkerQueue, sessions: TinkerSessions) -> None:
     await make(queue)
     mine = await queue.begin(Work.TRAIN)
     (request,) = await waiting(queue)
 
     sampler = Sampler(session_id="s", owner="me", path="tinker://x")
-    await queue.reply(Work.TRAIN, mine, request, Answer.json({"a": 1}), ("s:sample:0", sampler))
+    await queue.reply(Work.TRAIN, mine, request, Answer.json({"a": 1}), Made(("s:sample:0", sampler)))
     await queue.reply(Work.TRAIN, mine, request, Answer.json({"a": 2}))
 
     found = await queue.answer(request.id)
     assert found == Answer.json({"a": 1})
     assert await queue.progress(MODEL) == 0
     assert await waiting(queue) == []
-    assert await queue.sampler("s:sample:0") == sampler
+    assert await sessions.sampler("s:sample:0") == sampler
     assert (await queue.done_since("0"))[1][0] == request.id
 
 
@@ -119,7 +134,7 @@ async def test_attempts_are_counted_of_each_kind_of_work_and_of_known_requests(q
 
 
 async def test_a_sample_that_is_scored_has_two_parts(queue: TinkerQueue) -> None:
-    await queue.ask("q", b"body", "d", is_scored=True)
+    await queue.ask("q", b"body", "d", ME, is_scored=True)
     sampling, scoring = await queue.begin(Work.SAMPLE), await queue.begin(Work.SCORE)
     (to_sample,), (to_score,) = await waiting(queue, Work.SAMPLE), await waiting(queue, Work.SCORE)
 
@@ -130,4 +145,128 @@ async def test_a_sample_that_is_scored_has_two_parts(queue: TinkerQueue) -> None
     assert await queue.answer("q") == Answer.json({"part": 1})
     assert await queue.answer("q", Work.SCORE) == Answer.json({"part": 2})
     with pytest.raises(Conflict):
-        await queue.ask("q", b"other", "other", is_scored=True)
+        await queue.ask("q", b"other", "other", ME, is_scored=True)
+
+
+async def test_what_one_owner_has_waiting_is_bounded_and_another_has_its_own_bound(queue: TinkerQueue) -> None:
+    await make(queue)
+    await queue.submit(a_request(1, b"x" * 80), "d1", NOW)
+
+    with pytest.raises(TooManyRequests, match="100 bytes"):
+        await queue.submit(a_request(2, b"x" * 40), "d2", NOW)
+    for number in range(2):
+        await queue.ask(f"q{number}", b"x", "d", ME, is_scored=False)
+    with pytest.raises(TooManyRequests, match="4 requests"):
+        await queue.ask("q2", b"x", "d", ME, is_scored=False)
+    await queue.ask("q3", b"x" * 99, "d", "other", is_scored=False)
+
+    await answered(queue)
+    await queue.submit(a_request(2, b"x" * 40), "d2", NOW)
+
+
+async def test_what_waits_for_an_earlier_request_does_not_keep_it_out(queue: TinkerQueue) -> None:
+    await make(queue)
+    for seq in (2, 3, 4):
+        await queue.submit(a_request(seq, b"x" * 25), f"d{seq}", NOW)
+    with pytest.raises(TooManyRequests):
+        await queue.submit(a_request(5), "d5", NOW)
+
+    await queue.submit(a_request(1, b"x" * 25), "d1", NOW)
+
+    assert [each.seq for each in await waiting(queue)] == [0, 1, 2, 3, 4]
+
+
+async def test_bodies_that_nobody_does_again_are_not_kept(queue: TinkerQueue) -> None:
+    await make(queue)
+    for seq, verb in enumerate((Verb.FORWARD, Verb.FORWARD_BACKWARD), 1):
+        await queue.submit(a_request(seq, b"x", verb), f"d{seq}", NOW)
+    await answered(queue)
+    await queue.submit(a_request(3, b"x", Verb.FORWARD_BACKWARD), "d3", NOW)
+    await queue.submit(a_request(4, b"x", Verb.OPTIM_STEP), "d4", NOW)
+
+    await answered(queue, Answer.failed(Failure(error="no", category=Category.USER)))
+
+    found = [(each.body, each.failed) async for each in queue.past(MODEL, 1, 4)]
+    assert found == [(b"", ""), (b"x", ""), (b"", "user"), (b"x", "user")]
+
+
+async def test_requests_that_were_taken_are_done_or_failed_or_wait(queue: TinkerQueue) -> None:
+    await make(queue)
+    await queue.ask("q", b"body", "d", ME, is_scored=True)
+    await answered(queue, Answer.failed(Failure(error="no", category=Category.USER)))
+    sampling = await queue.begin(Work.SAMPLE)
+    (to_sample,) = await waiting(queue, Work.SAMPLE)
+    for _ in range(2):
+        await queue.reply(Work.SAMPLE, sampling, to_sample, Answer.json({}))
+    half = await queue.ledger(ME)
+
+    scoring = await queue.begin(Work.SCORE)
+    (to_score,) = await waiting(queue, Work.SCORE)
+    await queue.reply(Work.SCORE, scoring, to_score, Answer.json({}))
+
+    assert half == TinkerLedger(owner=ME, accepted=2, done=0, failed=1, waiting=1, waiting_bytes=4)
+    assert await queue.ledger(ME) == TinkerLedger(owner=ME, accepted=2, done=1, failed=1, waiting=0, waiting_bytes=0)
+    assert await queue.owners(Work.SAMPLE) == []
+
+
+async def test_the_oldest_answers_go_first_where_one_owner_has_too_many(queue: TinkerQueue) -> None:
+    mine = await queue.begin(Work.SAMPLE)
+    for number in range(3):
+        await queue.ask(f"q{number}", b"x", "d", ME, is_scored=False)
+        (request,) = await waiting(queue, Work.SAMPLE)
+        await queue.reply(Work.SAMPLE, mine, request, Answer.json({"a": "x" * 40}))
+
+    assert not await queue.knows("q0")
+    assert await queue.answer("q0") is None
+    assert await queue.answer("q2") is not None
+    # It may be asked for again.
+    await queue.ask("q0", b"x", "d", ME, is_scored=False)
+
+
+async def test_an_answer_that_is_no_longer_kept_is_not_waited_for(queue: TinkerQueue) -> None:
+    await make(queue)
+    await answered(queue, Answer.json({"a": "x" * 40}))
+    for seq in (1, 2):
+        await queue.submit(a_request(seq), f"d{seq}", NOW)
+        await answered(queue, Answer.json({"a": "x" * 40}))
+
+    with pytest.raises(NotFound, match="no longer kept"):
+        await queue.answer(request_id_of(MODEL, 0))
+
+
+async def test_a_session_that_ended_leaves_nothing(queue: TinkerQueue, sessions: TinkerSessions) -> None:
+    session = Session(owner="me", created=NOW)
+    await sessions.put_session("s", session, ME)
+    await make(queue)
+    await queue.submit(a_request(2), "d2", NOW)
+    await sessions.put_sampler("s:sample:0", Sampler(session_id="s", owner="me"))
+    await sessions.seen("s", ME, NOW + 10)
+    assert await sessions.unseen_since(NOW + 5) == []
+
+    await sessions.end("s", session, ME, NOW)
+    assert await sessions.unseen_since(NOW + 5) == [("s", ME)]
+    assert await sessions.close_models("s") == [MODEL]
+    with pytest.raises(NotFound, match="session ended"):
+        await queue.submit(a_request(1), "d1", NOW)
+    is_idle = await sessions.is_idle(MODEL)
+    await answered(queue)
+    assert (is_idle, await sessions.is_idle(MODEL)) == (False, True)
+    await sessions.forget_model(MODEL, keeps_record=False)
+    await sessions.forget_session("s", ME)
+
+    assert await sessions.models() == []
+    assert (await sessions.session("s"), await sessions.sampler("s:sample:0")) == (None, None)
+    assert await queue.ledger(ME) == TinkerLedger(owner=ME, accepted=2, done=1, failed=1, waiting=0, waiting_bytes=0)
+    assert await queue.is_closed(MODEL)
+
+
+async def test_one_owner_opens_no_more_sessions_than_it_may(
+    sessions: TinkerSessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flotilla.shared.tinker.sessions.MOST_SESSIONS", 2)
+    for number in range(2):
+        await sessions.put_session(f"s{number}", Session(owner="me", created=NOW), ME)
+
+    with pytest.raises(TooManyRequests, match="2 sessions"):
+        await sessions.put_session("s2", Session(owner="me", created=NOW), ME)
+    await sessions.put_session("t", Session(owner="other", created=NOW), "other")

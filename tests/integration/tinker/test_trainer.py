@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flotilla.services.trainer.tinker import files
 from flotilla.services.trainer.tinker.slots import Base, micro_batches
-from flotilla.services.trainer.tinker.trainer import Trainer
+from flotilla.services.trainer.tinker.trainer import Trainer, Written
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.errors import InvalidRequest, NotFound
 from flotilla.shared.tinker.fields import (
@@ -20,8 +21,9 @@ from flotilla.shared.tinker.fields import (
     put_int,
     put_ints,
 )
-from flotilla.shared.tinker.queue import Answer, Form, Request, request_id_of
+from flotilla.shared.tinker.queue import Answer, Form, Request
 from flotilla.shared.tinker.records import AdamStep, Load, Lora, Model, Save, Verb
+from flotilla.shared.tinker.store import request_id_of
 from tests.fleet import tiny_model
 
 ROWS = ([5, 6, 7, 8, 9], [9, 30, 31])
@@ -75,7 +77,7 @@ class Client:
     def updates(self, **how: float) -> None:
         step = AdamStep.model_validate({"learning_rate": 1e-2, **how})
         self.asks(Verb.OPTIM_STEP, step.model_dump_json().encode())
-        self.trainer.state_is_due(self.model.model_id, Verb.OPTIM_STEP)
+        self.trainer.write_what_is_due(self.model.model_id, Verb.OPTIM_STEP)
 
     def learns(self, steps: int) -> list[float]:
         losses = []
@@ -255,3 +257,83 @@ def test_micro_batches_hold_every_sequence_once_within_their_size() -> None:
 
     assert sorted(number for each in found for number in each) == list(range(7))
     assert all(len(each) * max(lengths[number] for number in each) <= 100 for each in found)
+
+
+def test_a_model_that_left_memory_comes_back_with_its_half_of_an_update(base: Base, tmp_path: Path) -> None:
+    expected = made(base, tmp_path / "stays").learns(3)
+    client = made(base, tmp_path / "leaves")
+    found = client.learns(1)
+    found.append(client.passes())
+
+    written = client.trainer.unload(client.model.model_id)
+    assert not client.trainer.knows(client.model.model_id)
+    assert client.trainer.restore(client.model) == client.seq
+    client.updates()
+
+    assert written == Written(client.model.model_id, 0, client.seq - 1)
+    assert [*found, client.passes()] == expected
+
+
+def test_as_many_models_as_there_is_room_for_are_in_memory_and_the_one_unused_longest_leaves(
+    base: Base, tmp_path: Path
+) -> None:
+    trainer = Trainer(base, "tiny", tmp_path, ManualClock(), most_models=2)
+    clients = [Client(trainer, number, Lora(rank=1)) for number in range(2)]
+    clients[0].asks(Verb.CREATE)
+    assert trainer.unused() is None
+    clients[1].asks(Verb.CREATE)
+    assert trainer.unused() == "s:train:0"
+
+    clients[0].passes()
+
+    assert trainer.unused() == "s:train:1"
+
+
+def test_a_state_is_written_where_much_would_have_to_be_done_again(base: Base, tmp_path: Path) -> None:
+    trainer = Trainer(base, "tiny", tmp_path, ManualClock(), most_bytes=len(a_pass()))
+    client = Client(trainer, 0, Lora(rank=1))
+    client.asks(Verb.CREATE)
+    client.passes()
+    assert trainer.write_what_is_due("s:train:0", Verb.FORWARD_BACKWARD) is None
+
+    client.passes()
+
+    assert trainer.write_what_is_due("s:train:0", Verb.FORWARD_BACKWARD) == Written("s:train:0", 0, 2)
+    assert trainer.write_what_is_due("s:train:0", Verb.FORWARD_BACKWARD) is None
+
+
+def test_a_late_process_deletes_no_newer_state_and_no_newer_saved_model(base: Base, tmp_path: Path) -> None:
+    client = made(base, tmp_path)
+    client.learns(8)
+    save = Save(path="tinker://s:train:0/weights/a", overwrite=True).model_dump_json().encode()
+    late = Client(a_trainer(base, tmp_path), 0, client.model.lora)
+    late.asks(Verb.CREATE)
+    client.asks(Verb.SAVE, save)
+
+    late.learns(3)
+    late.asks(Verb.SAVE, save)
+    late.trainer.unload("s:train:0")
+
+    assert files.read_saved(tmp_path / "tinker/saved/s:train:0/weights/a").step == 8
+    assert files.state_seq(tmp_path / "tinker/state/s:train:0") == 16
+
+
+def test_weights_fit_whatever_the_adapters_were_drawn_from(base: Base, tmp_path: Path) -> None:
+    client = made(base, tmp_path)
+    client.asks(Verb.SAVE, Save(path="tinker://s:train:0/weights/a").model_dump_json().encode())
+    other = Client(client.trainer, 1, Lora(rank=4, seed=9))
+    other.asks(Verb.CREATE)
+
+    other.asks(Verb.LOAD, Load(path="tinker://s:train:0/weights/a").model_dump_json().encode())
+
+    assert other.passes() == client.passes()
+
+
+def test_sequences_that_the_model_cannot_read_are_refused(base: Base, tmp_path: Path) -> None:
+    client = made(base, tmp_path)
+    too_long = [5] * (base.positions + 2)
+
+    with pytest.raises(InvalidRequest, match="positions"):
+        client.passes(a_pass(rows=[too_long]))
+    with pytest.raises(InvalidRequest, match="positions"):
+        client.trainer.score(None, too_long, 0)

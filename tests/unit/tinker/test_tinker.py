@@ -33,7 +33,7 @@ class MemoryQueue:
         self.samplers: dict[str, Sampler] = {}
         self.asked: list[bytes] = []
 
-    async def put_session(self, session_id: str, session: Session) -> None:
+    async def put_session(self, session_id: str, session: Session, owner: str) -> None:
         """Keep a session."""
         self.sessions[session_id] = session
 
@@ -49,7 +49,7 @@ class MemoryQueue:
         """Find a sampling session."""
         return self.samplers.get(sampler_id)
 
-    async def ask(self, request_id: str, body: bytes, digest: str, *, is_scored: bool) -> None:
+    async def ask(self, request_id: str, body: bytes, digest: str, owner: str, *, is_scored: bool) -> None:
         """Take a request to sample."""
         self.asked.append(body)
 
@@ -57,7 +57,7 @@ class MemoryQueue:
 def test_a_path_beside_a_sampling_session_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
     queue: Any = MemoryQueue()
-    tinker = Tinker(tmp_path, tmp_path, queue, ManualClock())
+    tinker = Tinker(tmp_path, tmp_path, queue, queue, ManualClock())
 
     async def ask() -> None:
         session = await tinker.create_session(ME, [], "")

@@ -1,6 +1,7 @@
 """What trainer and sampler do with requests when something fails, or another process takes over."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 
 from flotilla.services.rollout.tinker.worker import SamplingWorker
+from flotilla.services.trainer.tinker.trainer import Written
 from flotilla.services.trainer.tinker.worker import TrainingWorker
 from flotilla.shared.errors import NotFound, Unavailable, WorkerDied
 from flotilla.shared.tinker.queue import Answer, Form, Request, Work
-from flotilla.shared.tinker.records import Chunk, Model, Prompt, Sample, Sampler, Verb
+from flotilla.shared.tinker.records import Chunk, Model, Prompt, Sample, Sampler, Save, Verb
 
 MODEL = Model(model_id="s:train:0", session_id="s", owner="me")
 PROMPT = Prompt(chunks=[Chunk(tokens=[1, 2])])
@@ -30,20 +32,39 @@ class MemoryQueue:
         self.answers: dict[str, Answer] = {}
         self.forgotten: list[tuple[int, int]] = []
         self.samplers: dict[str, Sampler] = {}
+        self.snapshots: dict[str, str] = {}
+        self.closed: set[str] = set()
         self.attempts = 0
 
     async def begin(self, work: Work) -> str:
         """Become the process that answers."""
         return "1"
 
-    async def waiting(self, work: Work, after: str, count: int, *, blocks: bool) -> list[Request]:
-        """Return what was not answered."""
+    async def owners(self, work: Work) -> list[str]:
+        """Name who waits."""
+        left = sorted({each.owner for each in self.requests if each.id not in self.answers})
         if work is not self.work:
             return []
-        found = [each for each in self.requests if each.id not in self.answers][:count]
-        if not found:
+        if not left:
             raise AllDone
-        return found
+        return left
+
+    async def waiting(self, work: Work, owner: str, after: str, count: int) -> list[Request]:
+        """Return what was not answered."""
+        left = [each for each in self.requests if each.owner == owner and each.id not in self.answers]
+        return [each for each in left if after == "0" or int(each.entry) > int(after)][:count]
+
+    async def hears(self, work: Work, heard: str) -> str:
+        """Hear of nothing new."""
+        return heard
+
+    async def is_closed(self, model_id: str) -> bool:
+        """Return whether the model's session ended."""
+        return model_id in self.closed
+
+    async def is_latest(self, work: Work, incarnation: str) -> bool:
+        """Nobody else works."""
+        return True
 
     async def model(self, model_id: str) -> Model | None:
         """Find a model."""
@@ -53,6 +74,14 @@ class MemoryQueue:
         """Find a sampling session."""
         return self.samplers.get(sampler_id)
 
+    async def inflight(self, model_id: str) -> str | None:
+        """Return from what sampling sessions in flight sample."""
+        return self.snapshots.get(model_id)
+
+    async def put_inflight(self, model_id: str, path: str) -> None:
+        """Say from what."""
+        self.snapshots[model_id] = path
+
     async def progress(self, model_id: str) -> int:
         """Return the last place that was answered."""
         return max((each.seq for each in self.requests if each.id in self.answers), default=-1)
@@ -61,11 +90,8 @@ class MemoryQueue:
         """Yield requests again."""
         for each in self.requests:
             if first <= each.seq <= last:
-                yield each
-
-    async def answer(self, request_id: str, work: Work | None = None) -> Answer | None:
-        """Read an answer."""
-        return self.answers.get(request_id)
+                failed = each.id in self.answers and self.answers[each.id].form is Form.FAILED
+                yield replace(each, failed="user") if failed else each
 
     async def attempt(self, request: Request, work: Work) -> int:
         """Count how often it was begun."""
@@ -88,6 +114,7 @@ class NotingTrainer:
         self.done: list[str] = []
         self.is_there = False
         self.scored: list[str | None] = []
+        self.dropped: list[str] = []
         self.has_saved = has_saved
 
     def knows(self, model_id: str) -> bool:
@@ -110,9 +137,25 @@ class NotingTrainer:
         """Drop the model."""
         self.is_there = False
 
-    def state_is_due(self, model_id: str, verb: str) -> int | None:
+    def unused(self) -> str | None:
+        """There is room."""
+        return None
+
+    def models(self) -> list[str]:
+        """List those that are there."""
+        return [MODEL.model_id] if self.is_there else []
+
+    def discard(self, model_id: str) -> None:
+        """Drop the model and its state."""
+        self.forget(model_id)
+
+    def drop_snapshot(self, path: str) -> None:
+        """Note what nobody samples from."""
+        self.dropped.append(path)
+
+    def write_what_is_due(self, model_id: str, verb: str) -> Written | None:
         """Write the state behind a load."""
-        return -1 if verb == Verb.LOAD else None
+        return Written(model_id, 0, 0) if verb == Verb.LOAD else None
 
     def score(self, path: str | None, token_ids: Any, count: int) -> Any:
         """Note from what it is scored."""
@@ -126,7 +169,7 @@ def requests(*verbs: Verb) -> list[Request]:
 
 def trained(queue: MemoryQueue, trainer: NotingTrainer) -> None:
     with pytest.raises(AllDone):
-        asyncio.run(TrainingWorker(queue, trainer).run())  # type: ignore[arg-type]
+        asyncio.run(TrainingWorker(queue, queue, trainer).run())  # type: ignore[arg-type]
 
 
 def test_a_load_that_is_refused_writes_no_state_without_the_gradients() -> None:
@@ -161,7 +204,7 @@ def test_a_model_that_was_done_again_by_half_is_not_gone_on_from(monkeypatch: py
     trainer = NotingTrainer()
 
     with pytest.raises(Unavailable):
-        asyncio.run(TrainingWorker(queue, trainer).run())  # type: ignore[arg-type]
+        asyncio.run(TrainingWorker(queue, queue, trainer).run())  # type: ignore[arg-type]
 
     assert not trainer.is_there
     assert "r2" not in queue.answers
@@ -200,7 +243,7 @@ def test_a_state_that_cannot_be_written_ends_nothing(monkeypatch: pytest.MonkeyP
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trainer, "state_is_due", full)
+    monkeypatch.setattr(trainer, "write_what_is_due", full)
     trained(queue, trainer)
 
     assert queue.answers["r1"].form is Form.JSON
@@ -218,6 +261,44 @@ def test_what_is_scored_is_what_the_sampling_session_samples_from() -> None:
     assert trainer.scored == ["tinker://s:train:0/sampler_weights/own"]
 
 
+def test_owners_take_turns_at_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = [replace(each, owner="a") for each in requests(*[Verb.CREATE] * 4)]
+    theirs = [Request(f"t{seq}", str(seq), Verb.CREATE, seq, "t:train:0", b"x", "b") for seq in range(2)]
+    queue = MemoryQueue(Work.TRAIN, [*mine, *theirs])
+    clock = iter(range(1000))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+
+    trained(queue, NotingTrainer())
+
+    assert list(queue.answers) == ["r0", "t0", "r1", "t1", "r2", "r3"]
+
+
+def test_a_model_whose_session_ended_computes_nothing_and_is_answered() -> None:
+    queue = MemoryQueue(Work.TRAIN, requests(Verb.CREATE))
+    queue.closed.add(MODEL.model_id)
+    trainer = NotingTrainer()
+
+    trained(queue, trainer)
+
+    assert b"its session ended" in queue.answers["r0"].content
+    assert trainer.done == []
+
+
+def test_a_snapshot_in_flight_is_dropped_once_a_newer_one_is_sampled_from() -> None:
+    saves = [
+        Save(path=f"tinker://s:train:0/ephemeral/{name}", sampling_session_id=f"s:sample:{name}", is_inflight=True)
+        for name in ("1", "2")
+    ]
+    queue = MemoryQueue(Work.TRAIN, requests(Verb.CREATE, *[Verb.SAVE_FOR_SAMPLER] * 2))
+    for seq, save in enumerate(saves, 1):
+        queue.requests[seq] = replace(queue.requests[seq], body=save.model_dump_json().encode())
+    trainer = NotingTrainer()
+
+    trained(queue, trainer)
+
+    assert trainer.dropped == [saves[0].path]
+
+
 class DeadEngine:
     """An engine whose process has ended."""
 
@@ -232,6 +313,6 @@ def test_a_sampler_whose_engine_died_ends_and_leaves_what_waits_to_the_next() ->
     engine: Any = DeadEngine()
 
     with pytest.raises(WorkerDied):
-        asyncio.run(SamplingWorker(queue, engine, Path("/nowhere"), Path("/nowhere"), 64).run())
+        asyncio.run(SamplingWorker(queue, queue, engine, Path("/nowhere"), Path("/nowhere"), 64).run())
 
     assert queue.answers == {}

@@ -1,0 +1,131 @@
+"""Sessions of the Tinker API, and what belongs to one: its models, its sampling sessions.
+
+A session ends when its client says so, or was not heard of for long: what belongs to it is let go of then, but for what
+was saved under a name.
+"""
+
+from typing import Final
+
+from redis.asyncio import Redis
+
+from flotilla.shared.errors import TooManyRequests
+from flotilla.shared.tinker.queue import TinkerQueue
+from flotilla.shared.tinker.records import Sampler, Session
+from flotilla.shared.tinker.scripts import CLOSE, OPEN
+from flotilla.shared.tinker.store import Store, key, session_of
+
+MOST_SESSIONS: Final = 1000
+"""That one owner has open."""
+MOST_SAMPLERS: Final = 50_000
+"""Of one session."""
+
+
+class TinkerSessions(Store):
+    """What sessions, models and sampling sessions there are.
+
+    Args:
+        redis: a client whose answers are bytes.
+        queue: of their requests.
+    """
+
+    def __init__(self, redis: Redis, queue: TinkerQueue) -> None:
+        super().__init__(redis)
+        self._queue = queue
+
+    async def put_session(self, session_id: str, session: Session, owner: str) -> None:
+        """Keep a new session.
+
+        Raises:
+            TooManyRequests: the owner has as many open as it may.
+        """
+        keys = [key("sessions"), key("sessions", owner), key("owners"), key("owner", owner)]
+        arguments = [session_id, session.model_dump_json(), session.created, MOST_SESSIONS, owner, session.owner]
+        if not await self._run(OPEN, keys, arguments):
+            raise TooManyRequests(f"a token has at most {MOST_SESSIONS} sessions open: finish some")
+
+    async def session(self, session_id: str) -> Session | None:
+        """Find a session."""
+        found = await self._retried("HGET", key("sessions"), session_id)
+        return None if found is None else Session.model_validate_json(found)
+
+    async def seen(self, session_id: str, owner: str, now: float) -> None:
+        """Note that a session's client is there."""
+        await self._retried("ZADD", key("sessions", owner), "XX", now, session_id)
+
+    async def unseen_since(self, moment: float) -> list[tuple[str, str]]:
+        """List sessions, with their owners' short names, whose clients were not heard of since then."""
+        found = list[tuple[str, str]]()
+        for owner in await self._names("owners"):
+            ids = await self._retried("ZRANGEBYSCORE", key("sessions", owner), "-inf", moment)
+            found += [(each.decode(), owner) for each in ids]
+        return found
+
+    async def close_models(self, session_id: str) -> list[str]:
+        """Take no more requests of a session's models; returns their ids. What waits in its place is answered."""
+        ids = await self._names("models", session_id)
+        for model_id in ids:
+            owner = await self._retried("HGET", key("model", model_id), "owner")
+            whose = (owner or b"").decode()
+            keys = [key("model", model_id), key("pending", model_id), key("open", whose), key("owner", whose)]
+            await self._run(CLOSE, keys, [key("request", "")])
+        return ids
+
+    async def is_idle(self, model_id: str) -> bool:
+        """Return whether all that was asked of a model is answered."""
+        next_seq, done = await self._retried("HMGET", key("model", model_id), "next", "done")
+        return int(done or -1) >= int(next_seq or 0) - 1
+
+    async def forget_model(self, model_id: str, *, keeps_record: bool) -> None:
+        """Let go of a closed model's requests, and of what it was unless that is wanted for what it saved."""
+        first, end = await self._retried("HMGET", key("model", model_id), "kept_from", "next")
+        await self._queue.forget_bodies(model_id, int(first or 0), int(end or 0) - 1)
+        await self._retried("HDEL", key("inflight"), model_id)
+        if not keeps_record:
+            await self._retried("SREM", key("models"), model_id)
+            await self._retried("DEL", key("model", model_id))
+
+    async def end(self, session_id: str, session: Session, owner: str, seen: float) -> None:
+        """Mark a session as finished, and as last heard of at a moment, so that it is let go of when that is past."""
+        record = session.model_copy(update={"is_finished": True}).model_dump_json()
+        await self._retried("HSET", key("sessions"), session_id, record)
+        await self.seen(session_id, owner, seen)
+
+    async def forget_session(self, session_id: str, owner: str) -> None:
+        """Let go of a session, whose models were let go of."""
+        await self._retried("DEL", key("models", session_id), key("samplers", session_id))
+        await self._retried("ZREM", key("sessions", owner), session_id)
+        await self._retried("HDEL", key("sessions"), session_id)
+
+    async def owners(self) -> list[str]:
+        """List the short names of all that ever opened a session."""
+        return await self._names("owners")
+
+    async def put_sampler(self, sampler_id: str, sampler: Sampler) -> None:
+        """Keep a sampling session.
+
+        Raises:
+            TooManyRequests: the session has as many as it may.
+        """
+        kept = key("samplers", sampler.session_id)
+        if int(await self._retried("HLEN", kept)) >= MOST_SAMPLERS:
+            raise TooManyRequests(f"a session has at most {MOST_SAMPLERS} sampling sessions: open another one")
+        await self._retried("HSET", kept, sampler_id, sampler.model_dump_json())
+
+    async def sampler(self, sampler_id: str) -> Sampler | None:
+        """Find a sampling session."""
+        found = await self._retried("HGET", key("samplers", session_of(sampler_id)), sampler_id)
+        return None if found is None else Sampler.model_validate_json(found)
+
+    async def models(self) -> list[tuple[str, float]]:
+        """List the ids of all models, and when the last request of each came, in seconds since the epoch."""
+        ids = await self._names("models")
+        return [(each, float(await self._retried("HGET", key("model", each), "seen") or 0)) for each in ids]
+
+    async def put_inflight(self, model_id: str, path: str) -> None:
+        """Say from what the sampling sessions in flight of a model sample."""
+        await self._retried("HSET", key("inflight"), model_id, path)
+
+    async def inflight(self, model_id: str) -> str | None:
+        """Return from what they sample."""
+        found: bytes | None = await self._retried("HGET", key("inflight"), model_id)
+        return None if found is None else found.decode()

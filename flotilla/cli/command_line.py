@@ -383,6 +383,9 @@ def _import_options(parser: argparse.ArgumentParser, system: str) -> None:
     parser.add_argument("--allow-refused", action="store_true", help="make the spec without what is refused")
     parser.add_argument("--strict", action="store_true", help="fail on what is unsupported, too")
     add_json(parser, "report as JSON")
+    text = "then scale the spec down and train two steps on this machine, with a small random model and made rows"
+    parser.add_argument("--try", dest="tries", action="store_true", help=text)
+    parser.add_argument("--keep", metavar="DIR", help="keep the files of --try in this folder")
     parser.set_defaults(system=system)
 
 

@@ -15,6 +15,7 @@ SECONDS: Mapping[str, int] = {
     # Run alone, on two cores with a load of 10 to 16: an idle machine takes less.
     "tests/faults/test_hosts.py": 400,
     "tests/faults/test_two_experiments.py": 153,
+    "tests/integration/importers/test_trials.py": 150,
     "tests/integration/trainer/test_hosts.py": 45,
     "tests/integration/gateway/test_agents.py": 37,
     "tests/integration/gateway/test_example_agents.py": 14,

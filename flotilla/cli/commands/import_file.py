@@ -17,19 +17,24 @@ from flotilla.shared.environment.settings import ENGINE_PYTHONS
 from flotilla.shared.errors import InvalidRequest
 
 AUTO, EMBEDDED_ENGINE = "auto", "embedded"
+AGENT_FILES = frozenset({"--agent_func_path", "--train.agent_func_path"})
+"""Flags that name a file with an agent."""
 HEADER = "# Imported from {system} by `flotilla import {system}`; relative paths are taken from this file's folder.\n"
 
 
 async def import_file(arguments: argparse.Namespace) -> int:
-    """Import one launch file: the spec to a file or standard output, the report beside it."""
+    """Import one launch file: the spec to a file or standard output, the report beside it; then try it, if asked to."""
+    _check_trial(arguments)
     imported = _imported(arguments)
     is_whole = imported.may_run(allow_refused=arguments.allow_refused, strict=arguments.strict)
-    report = sys.stdout if arguments.output else sys.stderr
+    report = sys.stdout if arguments.output or arguments.tries else sys.stderr
     report.write(_report(imported, arguments.json))
     if not is_whole:
         sys.stderr.write(_why_not(imported, strict=arguments.strict))
         return 1
     document = HEADER.format(system=arguments.system) + _yaml(imported)
+    if arguments.tries and arguments.output is None:
+        return await _try(imported, Path.cwd(), arguments)
     if arguments.output is None:
         if imported.files:
             sys.stderr.write(f"flotilla: the spec needs {', '.join(imported.files)} beside it: give --output FILE\n")
@@ -39,7 +44,28 @@ async def import_file(arguments: argparse.Namespace) -> int:
     output = Path(arguments.output)
     written = {output: document, **{output.parent / name: text for name, text in imported.files.items()}}
     _write(written, force=arguments.force)
-    return 0
+    return await _try(imported, output.parent, arguments) if arguments.tries else 0
+
+
+def _check_trial(arguments: argparse.Namespace) -> None:
+    if arguments.keep is not None and not arguments.tries:
+        raise InvalidRequest("--keep keeps the files of --try: give that, too, or leave it out")
+    if arguments.tries and arguments.json:
+        raise InvalidRequest("--json writes the report alone, and --try lines for people: leave one of them out")
+
+
+async def _try(imported: Imported, base: Path, arguments: argparse.Namespace) -> int:
+    """Run the spec scaled down; paths in it are taken from ``base``."""
+    # Here: without --try nothing of a fleet is imported.
+    from flotilla.cli.commands.trial import try_out
+    from flotilla.trial_run.scaling import scale_down
+
+    assert imported.spec is not None
+    sys.stdout.flush()
+    agent = _agent_file(imported, base)
+    trial = scale_down(imported.spec, imported.files, base)
+    keep = None if arguments.keep is None else Path(arguments.keep)
+    return await try_out(imported.spec, trial, keep=keep, agent=agent, plain=not sys.stdout.isatty())
 
 
 def _imported(arguments: argparse.Namespace) -> Imported:
@@ -65,6 +91,12 @@ def _imported(arguments: argparse.Namespace) -> Imported:
         if found.spec is not None:
             return found
     return build(system, given, rows=arguments.rows, overrides=sets)
+
+
+def _agent_file(imported: Imported, base: Path) -> Path | None:
+    """Find the user's file with an agent; None where there is none, or it is not here."""
+    names = [each.value for each in imported.report.entries if each.name in AGENT_FILES]
+    return next((file for file in (base / Path(name).expanduser() for name in names) if file.is_file()), None)
 
 
 def _report(imported: Imported, as_json: bool) -> str:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
 
 from rich.console import Console
@@ -50,9 +50,11 @@ async def beside(work: Coroutine[None, None, None]) -> AsyncGenerator[None, None
 
 
 SETTLE_SECONDS = 10.0
+Companion = Callable[[str, str, str], Coroutine[None, None, None]]
+"""Works on an experiment while it is followed, given gateway, token and experiment, such as an agent that plays it."""
 
 
-async def run(arguments: argparse.Namespace) -> int:
+async def run(arguments: argparse.Namespace, *, companion: Companion | None = None) -> int:
     """Run one experiment from nothing, or from where it ended, to its summary."""
     check_packages()
     console = new_console()
@@ -65,7 +67,7 @@ async def run(arguments: argparse.Namespace) -> int:
     path = directory.reopen() if arguments.go_on else directory.take_fresh() if arguments.fresh else directory.take()
     console.print(f"run        {short_path(path)}")
     try:
-        return await run_on_own_fleet(arguments, launch, directory)
+        return await run_on_own_fleet(arguments, launch, directory, companion)
     except asyncio.CancelledError:
         if directory.experiment_id is None:
             console.print("ended before an experiment was created: the same command begins again")
@@ -79,7 +81,9 @@ async def run(arguments: argparse.Namespace) -> int:
         directory.release()
 
 
-async def run_on_own_fleet(arguments: argparse.Namespace, launch: LaunchFile, directory: RunDirectory) -> int:
+async def run_on_own_fleet(
+    arguments: argparse.Namespace, launch: LaunchFile, directory: RunDirectory, companion: Companion | None = None
+) -> int:
     """Prepare while a fleet starts, run the experiment to its end, and show what came of it; return the exit code."""
     console, started = new_console(), time.monotonic()
     check_devices(launch.spec, len(own_devices(await asyncio.to_thread(machine_devices), os.environ)))
@@ -106,7 +110,7 @@ async def run_on_own_fleet(arguments: argparse.Namespace, launch: LaunchFile, di
         async with AsyncClient(fleet.gateway_url, fleet.info.token, deadline_seconds=READ_SECONDS) as client:
             grant_code(options.data, launch.document)
             try:
-                progress = await _train(fleet, client, launch, directory, arguments)
+                progress = await _train(fleet, client, launch, directory, arguments, companion)
             except asyncio.CancelledError:
                 what = "the trainer writes a checkpoint; " if launch.spec.trains else ""
                 console.print(f"stopping   {what}Ctrl-C again ends everything at once")
@@ -129,9 +133,14 @@ async def _prepare(launch: LaunchFile, console: Console, began: float, *, makes:
 
 
 async def _train(
-    fleet: LocalFleet, client: AsyncClient, launch: LaunchFile, directory: RunDirectory, arguments: argparse.Namespace
+    fleet: LocalFleet,
+    client: AsyncClient,
+    launch: LaunchFile,
+    directory: RunDirectory,
+    arguments: argparse.Namespace,
+    companion: Companion | None,
 ) -> Progress:
-    """Create the experiment, or let it go on, and follow it to its end."""
+    """Create the experiment, or let it go on, and follow it to its end; what works beside that ends with it."""
     console, view = new_console(), None
     if arguments.go_on:
         view = await go_on(client, directory.experiment_id, launch.spec, console.print)
@@ -139,7 +148,12 @@ async def _train(
         view = await client.with_deadline(START_SECONDS).create(launch.document, start=True)
     directory.record(view.id)
     progress = Progress(view)
-    await follow(progress, client, fleet, plain=arguments.plain)
+    following = follow(progress, client, fleet, plain=arguments.plain)
+    if companion is None:
+        await following
+    else:
+        async with beside(companion(fleet.gateway_url, fleet.info.token, view.id)):
+            await following
     return progress
 
 

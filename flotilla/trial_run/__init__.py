@@ -1,0 +1,1 @@
+"""A spec scaled down to two steps on this machine: what `flotilla import --try` runs."""

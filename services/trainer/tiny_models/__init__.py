@@ -1,0 +1,1 @@
+"""Tiny random models of the architectures that specs name, to see whether an experiment runs."""

@@ -1,0 +1,4 @@
+deepspeed --module openrlhf.cli.train_dpo \
+    --pretrain OpenRLHF/Llama-3-8b-sft-mixture --dataset OpenRLHF/preference_dataset_mixture2_and_safe_pku \
+    --apply_chat_template --chosen_key chosen --rejected_key rejected --max_len 4096 --train_batch_size 128 \
+    --max_samples 5000 --learning_rate 5e-7 --beta 0.1

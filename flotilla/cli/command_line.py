@@ -160,6 +160,12 @@ def _add_experiments(commands: "Commands") -> None:
     extend.add_argument("--steps", type=parsing.at_least_one, required=True, help="optimisation.steps from now on")
     add_json(extend)
     add_gateway(extend)
+    text = "Change settings of an experiment while it runs: learning rate, temperature, group size; docs/steering.md."
+    change = add_command(commands, "set", text, "continuing:change")
+    change.add_argument("experiment", help="id, its beginning, or name")
+    change.add_argument("settings", nargs="+", metavar="KEY=VALUE", help="such as optimisation.learning_rate=5e-7")
+    add_json(change)
+    add_gateway(change)
     text = "Start an experiment from a checkpoint of another, with other settings where they are given."
     fork = add_command(commands, "fork", text, "continuing:fork")
     fork.add_argument("origin", metavar="EXPERIMENT[@STEP]", help="id, its beginning, or name (default step: newest)")

@@ -42,6 +42,7 @@ SILENCE_SECONDS = 60.0
 
 Spec: TypeAlias = "str | Path | Mapping[str, Any] | ExperimentSpec"
 Reference = str | ExperimentView
+Section = Mapping[str, Any]
 """An experiment by its id or name, or as it was read."""
 
 
@@ -139,10 +140,19 @@ class AsyncClient(FleetCalls):
         """End an experiment; what is outstanding is dropped."""
         return await self._act(experiment, "stop")
 
-    async def change(self, experiment: Reference, resources: Mapping[str, Any]) -> Experiment:
-        """Change quotas while it runs, such as ``{"rollouts": {"max": 4}}``."""
-        path = await self._path(experiment)
-        return await self._call(Experiment, "PATCH", path, body={"resources": dict(resources)})
+    async def change(self, experiment: Reference, resources: Section | None = None, **sections: Section) -> Experiment:
+        """Change quotas while it runs, such as ``{"rollouts": {"max": 4}}``, or keys that can change then.
+
+        Args:
+            experiment: which.
+            resources: quotas.
+            sections: keys by their section, as in ``optimisation={"learning_rate": 5e-7}``; see docs/steering.md.
+
+        Raises:
+            InvalidSpec: a key cannot change, or its value is not allowed.
+        """
+        body = sections if resources is None else {"resources": dict(resources), **sections}
+        return await self._call(Experiment, "PATCH", await self._path(experiment), body=body)
 
     async def delete(self, experiment: Reference) -> None:
         """Delete a draft, or one that has ended, with its series; its directory stays."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flotilla.client.asynchronous import AsyncClient, Ledgers, Reference, Spec
+from flotilla.client.asynchronous import AsyncClient, Ledgers, Reference, Section, Spec
 from flotilla.client.fleet import BlockingFleetCalls
 from flotilla.client.views import Experiment, Experiments, Metrics, Samples
 from flotilla.shared.samples.query import SampleOrder
@@ -58,9 +58,9 @@ class Client(BlockingFleetCalls):
         """End an experiment."""
         return self._run(self._client.stop, experiment)
 
-    def change(self, experiment: Reference, resources: Mapping[str, Any]) -> Experiment:
-        """Change quotas while it runs."""
-        return self._run(self._client.change, experiment, resources)
+    def change(self, experiment: Reference, resources: Section | None = None, **sections: Section) -> Experiment:
+        """Change quotas while it runs, or keys that can change then."""
+        return self._run(self._client.change, experiment, resources, **sections)
 
     def delete(self, experiment: Reference) -> None:
         """Delete a draft, or one that has ended."""

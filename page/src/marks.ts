@@ -31,7 +31,7 @@ const TROUBLE = [
   "tracker_failed",
   "upload_failed",
 ];
-const CHANGES = ["experiment_state", "experiment_extended", "resources_changed", "service_draining", "service_left"];
+const CHANGES = ["experiment_state", "experiment_extended", "resources_changed", "settings_changed", "settings_held", "service_draining", "service_left"];
 const PAGE = 1000;
 /** More than this many of one kind would hide the lines. */
 const MOST = 200;

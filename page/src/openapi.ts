@@ -95,6 +95,18 @@ export interface components {
             shared_memory?: string | null;
         };
         /**
+         * ChangedKey
+         * @description A key, by its path in the spec, and its values.
+         */
+        ChangedKey: {
+            /** Path */
+            path: string;
+            /** Before */
+            before?: unknown;
+            /** After */
+            after?: unknown;
+        };
+        /**
          * CheckpointFile
          * @description A file of a checkpoint.
          */
@@ -193,6 +205,12 @@ export interface components {
              */
             failing: components["schemas"]["FailingService"][];
         };
+        /**
+         * Effect
+         * @description Where a change takes effect.
+         * @enum {string}
+         */
+        Effect: "group" | "trainer" | "gateway";
         /**
          * EndedEpisode
          * @description How an episode ended.
@@ -391,6 +409,12 @@ export interface components {
             directory: string;
             /** @description The checkpoint that it began from; null if it began with the model's weights. */
             origin?: components["schemas"]["Origin"] | null;
+            /**
+             * Changes
+             * @description What was changed of ``spec``, which has it, while the experiment ran; oldest first.
+             * @default []
+             */
+            changes: components["schemas"]["LiveChange"][];
         };
         /**
          * ExtendRequest
@@ -788,6 +812,35 @@ export interface components {
             upload?: components["schemas"]["UploadView"] | null;
         };
         /**
+         * LiveChange
+         * @description Keys of one effect that were changed together.
+         */
+        LiveChange: {
+            /** Id */
+            id: string;
+            /** At */
+            at: string;
+            /**
+             * Actor
+             * @description Name of the token that was shown; ``rule NAME`` where a rule of the spec did it.
+             */
+            actor: string;
+            effect: components["schemas"]["Effect"];
+            /** Keys */
+            keys: components["schemas"]["ChangedKey"][];
+            /**
+             * Version
+             * @description The policy version from which on it holds: of the groups issued, or of the steps trained. Null until the trainer
+             *     has come to a version that it has not begun to train.
+             */
+            version?: number | null;
+            /**
+             * Step
+             * @description Steps done when it began to hold, as far as the gateway knew.
+             */
+            step?: number | null;
+        };
+        /**
          * Member
          * @description One receiver of a publication.
          */
@@ -962,6 +1015,13 @@ export interface components {
         Page_ListedCheckpoint_: {
             /** Items */
             items: components["schemas"]["ListedCheckpoint"][];
+            /** Next */
+            next?: string | null;
+        };
+        /** Page[LiveChange] */
+        Page_LiveChange_: {
+            /** Items */
+            items: components["schemas"]["LiveChange"][];
             /** Next */
             next?: string | null;
         };
@@ -1428,6 +1488,12 @@ export interface components {
             newest_version: number;
             /** Token Count */
             token_count: number;
+            /**
+             * Changes
+             * @description Live changes that hold for the version that the step trains; groups carry what they were sampled with.
+             * @default []
+             */
+            changes: components["schemas"]["LiveChange"][];
         };
         /**
          * TakenGrading

@@ -5,7 +5,7 @@ writes there could make links to what they may not read and the gateway may: so 
 the gateway names the folder (``below``) from which on it follows none on the way to the checkpoint either.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
@@ -15,9 +15,12 @@ from typing import Any, BinaryIO, Final, Literal
 import xxhash
 from pydantic import ConfigDict, Field, ValidationError
 
+from flotilla.shared.config.sections.model import with_later_keys
+from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import ModelError
 from flotilla.shared.files.beneath import read_beneath, sizes_beneath
 from flotilla.shared.net.absence import absent_or
+from flotilla.shared.schemas.live_changes import LiveChange
 from flotilla.shared.schemas.plain_name import PlainName
 from flotilla.shared.schemas.wire import Described
 
@@ -32,6 +35,8 @@ VERSIONS = "versions.safetensors"
 CRITIC = "critic.safetensors"
 AVERAGE = "average.safetensors"
 READ_BYTES = 8 << 20
+FIXED_WEIGHTS = (("model", "path"), ("model", "dtype"), ("model", "lora"))
+"""Settings that say what the tensors of a checkpoint are."""
 _COMPLETE = pattern(r"step-(\d{8})")
 
 
@@ -68,6 +73,8 @@ class CheckpointState(Described):
     """Size in bytes of each file: a checkpoint with another file size is not complete."""
     figure: float | None = None
     """Mean of ``checkpoint.best.metric`` over the steps since the checkpoint before, where the spec names one."""
+    changes: tuple[LiveChange, ...] = ()
+    """Live changes of the spec that hold for ``version``, oldest first; ``spec`` has those of the trainer."""
     checksums: Mapping[PlainName, str] = {}
     """xxh3-64 of each file; empty where an earlier release wrote it."""
 
@@ -173,3 +180,16 @@ def state_of(path: Path, below: Path | None = None) -> CheckpointState | None:
     except (OSError, ValidationError):
         return None
     return state if all(found.get(name) == size for name, size in state.files.items()) else None
+
+
+def differences(
+    state: CheckpointState, spec: ExperimentSpec, fields: Sequence[tuple[str, str]]
+) -> Iterator[tuple[str, str, Any, Any]]:
+    """Go through settings, by section and key, that a checkpoint was made with otherwise: with both values."""
+    now = spec.model_dump(mode="json")
+    for section, key in fields:
+        before, after = state.spec.get(section, {}).get(key), now[section][key]
+        if key == "lora":
+            before = with_later_keys(before)
+        if before != after:
+            yield section, key, before, after

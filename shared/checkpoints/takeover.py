@@ -1,8 +1,11 @@
 """What a trainer and the gateway tell each other when the trainer takes over: what it has, and what is true then."""
 
+from collections.abc import Sequence
+
 from pydantic import Field
 
 from flotilla.shared.checkpoints.lineage import PlannedStep, Published, Standing, Takeover
+from flotilla.shared.schemas.live_changes import LiveChange
 from flotilla.shared.schemas.wire import Wire
 
 
@@ -38,6 +41,8 @@ class TakeoverRequest(Wire):
     """Groups of plans that were given up: they wait again."""
     groups_lost: int = Field(0, ge=0)
     """Groups that do not count as trained any more."""
+    changes: tuple[LiveChange, ...] = ()
+    """Live changes of the spec that the checkpoint was trained with."""
 
     def standing(self) -> Standing:
         """What is decided from."""
@@ -55,12 +60,14 @@ class TakeoverAnswer(Wire):
     """Last step that is replayed from its plan."""
     lost: int | None = None
     """Highest number of a version that the lineage does not lead to."""
+    changes: tuple[LiveChange, ...] = ()
+    """All live changes of the spec, oldest first."""
 
     @classmethod
-    def of(cls, takeover: Takeover) -> "TakeoverAnswer":
+    def of(cls, takeover: Takeover, changes: Sequence[LiveChange] = ()) -> "TakeoverAnswer":
         """Put a decision on the wire."""
         points = tuple(StandingPoint(version=point.version, step=point.step) for point in takeover.points)
-        return cls(points=points, end_step=takeover.end_step, lost=takeover.lost)
+        return cls(points=points, end_step=takeover.end_step, lost=takeover.lost, changes=tuple(changes))
 
     def published(self) -> list[Published]:
         """List the versions of the lineage."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from flotilla.shared.schemas.health import HealthFinding
+from flotilla.shared.schemas.live_changes import LiveChange
 from flotilla.shared.schemas.plain_name import PlainName
 from flotilla.shared.schemas.wire import TolerantWire, Wire
 
@@ -95,6 +96,8 @@ class ExperimentView(TolerantWire):
     directory: str
     origin: Origin | None = None
     """The checkpoint that it began from; null if it began with the model's weights."""
+    changes: tuple[LiveChange, ...] = ()
+    """What was changed of ``spec``, which has it, while the experiment ran; oldest first."""
 
 
 class Page(TolerantWire, Generic[Item]):

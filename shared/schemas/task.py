@@ -47,6 +47,7 @@ class Task:
         issued_at: seconds since the epoch.
         images: encoded pictures of the prompt, in order, once for the whole group; each stands where a message has
             ``IMAGE_MARK``. Without any, such a mark is text like any other.
+        settings: keys of the spec that were changed while it ran, by path, with the values that hold for this group.
     """
 
     group_id: int
@@ -62,6 +63,7 @@ class Task:
     greedy: bool = False
     issued_at: float = 0.0
     images: tuple[bytes, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def lane(self) -> Lane:
@@ -89,6 +91,8 @@ class Task:
         if self.images:
             distinct = list(dict.fromkeys(self.images))
             wire |= {"images": distinct, "image_order": [distinct.index(image) for image in self.images]}
+        if self.settings:
+            wire["settings"] = dict(self.settings)
         return wire
 
     @classmethod

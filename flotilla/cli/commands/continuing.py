@@ -1,4 +1,4 @@
-"""``flotilla extend | fork``: an experiment trains on, or another one begins from its checkpoint."""
+"""``flotilla extend | set | fork``: an experiment trains on, perhaps otherwise; or another one goes on from it."""
 
 import argparse
 from pathlib import Path
@@ -7,6 +7,7 @@ from flotilla.cli.continuing import at_rest
 from flotilla.cli.gateway import COPY_SECONDS, START_SECONDS, open_gateway
 from flotilla.cli.output import new_console, write_json
 from flotilla.client.asynchronous import AsyncClient
+from flotilla.shared.config.load.live import differences
 from flotilla.shared.config.load.overrides import apply, on_command_line, with_origins
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.errors import InvalidSpec
@@ -25,6 +26,28 @@ async def extend(arguments: argparse.Namespace) -> int:
         f"{now.id} ({now.name}) is {now.state} at step {now.step} and trains to step {now.total_steps}; before, "
         f"{view.total_steps}"
     )
+    return 0
+
+
+async def change(arguments: argparse.Namespace) -> int:
+    """Change settings of an experiment while it runs, and say from when on each holds."""
+    layers = on_command_line(arguments.settings)
+    async with open_gateway(arguments) as client:
+        before = await client.experiment(arguments.experiment)
+        wanted = apply(before.spec, layers)
+        now = await client.change(before, **differences(before.spec, wanted))
+    if arguments.json:
+        write_json(now.model_dump(mode="json"))
+        return 0
+    known = {each.id for each in before.changes}
+    console = new_console()
+    for each in now.changes:
+        if each.id not in known:
+            since = "the next version that the trainer begins" if each.version is None else f"version {each.version}"
+            for key in each.keys:
+                console.print(
+                    f"{now.id}: {key.path} is {key.after}, before {key.before}; from {since} on", soft_wrap=True
+                )
     return 0
 
 
@@ -58,8 +81,8 @@ async def fork_of(client: AsyncClient, arguments: argparse.Namespace, name: str 
         wanted = validate_spec(apply(parent.spec, layers)).model_dump(mode="json")
     except InvalidSpec as error:
         raise with_origins(error, layers) from None
-    changes = {section: value for section, value in wanted.items() if value != parent.spec.get(section)}
-    return await client.with_deadline(COPY_SECONDS).fork(parent, changes, step)
+    # Not whole sections: what was changed after the checkpoint is in them.
+    return await client.with_deadline(COPY_SECONDS).fork(parent, differences(parent.spec, wanted), step)
 
 
 def parse_reference(text: str) -> tuple[str, int | None]:

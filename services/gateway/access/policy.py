@@ -73,6 +73,8 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("POST", f"{EXPERIMENT}/checkpoints"): TRAINING,
     ("POST", f"{EXPERIMENT}/takeovers"): TRAINING,
     ("POST", f"{EXPERIMENT}/takeovers/refused"): TRAINING,
+    ("GET", f"{EXPERIMENT}/changes"): READING,
+    ("POST", f"{EXPERIMENT}/changes/adopted"): TRAINING,
     ("GET", f"{EXPERIMENT}/held_out_rows"): READING_OR_TRAINING,
     ("POST", f"{EXPERIMENT}/publications"): TRAINING,
     ("PUT", f"{EXPERIMENT}/publications/{{version}}/rendezvous"): TRAINING,

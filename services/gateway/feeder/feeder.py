@@ -7,6 +7,8 @@ publication frees is never filled with tasks of the version before.
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from flotilla.services.gateway.datasets.dataset import Dataset
@@ -27,6 +29,7 @@ from flotilla.shared.streams.redis.connection import is_refusal
 
 log = logging.getLogger(__name__)
 
+GROUP_SIZE = "rollout.group_size"
 BATCH = 64
 BLOCKED_SECONDS = 0.03
 IDLE_SECONDS = 0.5
@@ -121,7 +124,8 @@ class Feeder:
         self._status.ledger = ledger
         if self._experiment.state is not ExperimentState.RUNNING:
             return IDLE_SECONDS
-        spec = self._experiment.spec
+        # A changed threshold has its effect with the bound on lag that the trainer derives from it.
+        spec = self._experiment.steering.in_force
         wanted = {"steps": spec.optimisation.steps - self._first_step, "groups_per_step": spec.groups_per_step}
         if self._finished is not None:
             # What no policy sampled does not get old, however many steps a version has.
@@ -188,7 +192,7 @@ class Feeder:
         self._status.full_stream = full[0] if full else None
 
     def _tasks(self, group_ids: range, version: int) -> list[Task]:
-        size, now = self._experiment.spec.rollout.group_size, self._clock.now()
-        return [
-            self._dataset.task(group_id, group_size=size, min_version=version, issued_at=now) for group_id in group_ids
-        ]
+        settings = self._experiment.steering.settings
+        size, now = settings.get(GROUP_SIZE, self._experiment.spec.rollout.group_size), self._clock.now()
+        make = partial(self._dataset.task, group_size=size, min_version=version, issued_at=now)
+        return [replace(make(group_id), settings=settings) for group_id in group_ids]

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flotilla.services.gateway.access.caller import caller
+from flotilla.services.gateway.access.caller import actor, caller
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.lifecycle import origins
+from flotilla.services.gateway.lifecycle.live_changes import LiveChanges
 from flotilla.services.gateway.lifecycle.spec_text import read_document
 from flotilla.services.gateway.lifecycle.states import (
     Action,
@@ -30,9 +31,8 @@ from flotilla.services.gateway.uploads.fetching import fetch
 from flotilla.services.gateway.uploads.remote import WatchedCalls
 from flotilla.shared.checkpoints.folders import StoredCheckpoint
 from flotilla.shared.clock import Clock, rfc3339
-from flotilla.shared.config.load.spec_text import changed_live, validate_spec, with_changes, with_steps
+from flotilla.shared.config.load.spec_text import validate_spec, with_steps
 from flotilla.shared.config.redaction import redacted
-from flotilla.shared.config.sections.checkpoint import EVERYTHING
 from flotilla.shared.config.sections.data import is_url
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import ActionNotAllowed
@@ -77,6 +77,7 @@ class ExperimentCommands:
         self._places = places
         self._on_restart = on_restart
         self._leaving: set[str] = set()
+        self.live = LiveChanges(repository, events, clock)
 
     async def load(self) -> None:
         """Undo what an earlier process began and did not store."""
@@ -100,19 +101,26 @@ class ExperimentCommands:
         """
         parent = self._repository.get(experiment_id)
         reference = parent.id if request.step is None else f"{parent.id}@{request.step}"
-        begins = {"resume_from": reference}
-        # What the parent itself left behind where it began is no wish of the fork's.
-        spec = with_changes(parent.spec, {"checkpoint": begins | {"load_contents": list(EVERYTHING)}})
-        spec = with_changes(with_changes(spec, request.changes), {"checkpoint": begins})
-        return await self._create(spec, start=start)
+        steering = parent.steering
 
-    async def _create(self, spec: ExperimentSpec, *, start: bool) -> Experiment:
+        def as_at(version: int) -> ExperimentSpec:
+            # What was changed after the checkpoint is no setting of what goes on from there.
+            return origins.forked(steering.at(version), reference, request.changes)
+
+        spec = origins.forked(parent.spec, reference, request.changes)
+        return await self._create(spec, start=start, as_at=as_at if steering.changes else None)
+
+    async def _create(
+        self, spec: ExperimentSpec, *, start: bool, as_at: Callable[[int], ExperimentSpec] | None = None
+    ) -> Experiment:
         spec = await asyncio.to_thread(checks.pinned, spec)
         await asyncio.to_thread(checks.check, spec, self._places)
         stored = None
         if spec.checkpoint.resume_from is not None:
             stored = await self._stored(spec.checkpoint.resume_from)
         try:
+            if stored is not None and as_at is not None:
+                spec = await asyncio.to_thread(checks.pinned, as_at(stored.state.version))
             return await self._create_from(spec, stored, start=start)
         finally:
             if stored is not None and stored.path.is_relative_to(self._downloads):
@@ -280,7 +288,7 @@ class ExperimentCommands:
             self._publications.stage_close(change, experiment.id, "the experiment stops")
 
     async def change(self, experiment_id: str, body: str) -> Experiment:
-        """Change quotas or raise the steps of an experiment; its rollouts, rewards and sandboxes do not notice.
+        """Change quotas, the steps or keys that can change while an experiment runs: ``shared/config/load/live.py``.
 
         Raises:
             InvalidSpec: the change names something else, or does not validate.
@@ -296,11 +304,12 @@ class ExperimentCommands:
                     f"{', '.join(allowed_actions(experiment.state)) or 'none'}",
                     state=experiment.state.value,
                 )
-            spec = changed_live(experiment.spec, document)
+            spec = self.live.changed(experiment, document)
             if spec.optimisation.steps != experiment.spec.optimisation.steps:
                 self._stage_steps(change, experiment, spec)
             else:
                 self._repository.stage_spec(change, experiment, spec)
+            self.live.stage(change, experiment, spec, actor())
             if spec.resources != experiment.spec.resources:
                 resources = spec.resources.model_dump(mode="json")
                 self._repository.stage_audit(change, experiment_id, "change", resources=resources)
@@ -387,4 +396,5 @@ class ExperimentCommands:
             health=tuple(HealthFinding.model_validate(each) for each in record.health or ()),
             directory=record.directory,
             origin=Origin.model_validate(record.origin) if record.origin else None,
+            changes=experiment.steering_of(record).changes,
         )

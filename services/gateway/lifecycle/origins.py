@@ -11,14 +11,15 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from flotilla.shared.checkpoints.folders import (
     AVERAGE,
     CHECKPOINTS,
     CRITIC,
+    FIXED_WEIGHTS,
     OPTIMIZER,
     READ_BYTES,
     STATE_FILE,
@@ -26,10 +27,11 @@ from flotilla.shared.checkpoints.folders import (
     StoredCheckpoint,
     check_files,
     complete,
+    differences,
     folders,
 )
 from flotilla.shared.config.load.spec_text import with_changes
-from flotilla.shared.config.sections.model import with_later_keys
+from flotilla.shared.config.sections.checkpoint import EVERYTHING
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec, ModelError, Unavailable
 from flotilla.shared.files.beneath import link_to
@@ -43,8 +45,6 @@ UNFINISHED = "unfinished"
 """Marks the directory of an experiment whose record may not be stored yet."""
 FIELD = "checkpoint.resume_from"
 ATTEMPTS = 3
-FIXED_FIELDS = (("model", "path"), ("model", "dtype"), ("model", "lora"))
-"""Settings that say what the tensors of a checkpoint are."""
 
 
 def parse_reference(text: str) -> tuple[str, int | None]:
@@ -127,12 +127,24 @@ def find(path: Path, step: int | None, below: Path | None = None) -> StoredCheck
     return choose(checkpoints_at(path), step, below)
 
 
+def forked(spec: ExperimentSpec, reference: str, changes: Mapping[str, Any]) -> ExperimentSpec:
+    """Make the spec of a fork: that of its parent with some keys changed, from a checkpoint.
+
+    Raises:
+        InvalidSpec: the changed spec does not validate.
+    """
+    begins = {"resume_from": reference}
+    # What the parent itself left behind where it began is no wish of the fork's.
+    begun = with_changes(spec, {"checkpoint": begins | {"load_contents": list(EVERYTHING)}})
+    return with_changes(with_changes(begun, changes), {"checkpoint": begins})
+
+
 def as_decided(stored: StoredCheckpoint, spec: ExperimentSpec) -> ExperimentSpec:
     """Let what a spec leaves open, and may not differ from the checkpoint's, be as it was decided there."""
     now, before = spec.model_dump(mode="json"), stored.state.spec
     found = {
         (section, key): before[section][key]
-        for section, key in FIXED_FIELDS
+        for section, key in FIXED_WEIGHTS
         if now[section][key] == "auto" and before.get(section, {}).get(key, "auto") != "auto"
     }
     for (section, key), value in found.items():
@@ -152,19 +164,14 @@ def check_spec(stored: StoredCheckpoint, spec: ExperimentSpec) -> None:
             f"optimisation.steps: the checkpoint contains {stored.step} steps already, got {spec.optimisation.steps}: "
             "set a greater number"
         )
-    now = spec.model_dump(mode="json")
-    for section, key in FIXED_FIELDS:
-        before, after = stored.state.spec.get(section, {}).get(key), now[section][key]
-        if key == "lora":
-            before = with_later_keys(before)
-        if before != after:
-            begins = f"model.path {stored.path / 'model'}"
-            if stored.state.spec.get("model", {}).get("lora") is not None:
-                begins = f"what flotilla export {stored.path} DIRECTORY writes as model.path"
-            raise ModelError(
-                f"{section}.{key}: the checkpoint of step {stored.step} was made with {json.dumps(before)}, the spec "
-                f"says {json.dumps(after)}: set it back, or start another experiment, without {FIELD} and with {begins}"
-            )
+    for section, key, before, after in differences(stored.state, spec, FIXED_WEIGHTS):
+        begins = f"model.path {stored.path / 'model'}"
+        if stored.state.spec.get("model", {}).get("lora") is not None:
+            begins = f"what flotilla export {stored.path} DIRECTORY writes as model.path"
+        raise ModelError(
+            f"{section}.{key}: the checkpoint of step {stored.step} was made with {json.dumps(before)}, the spec "
+            f"says {json.dumps(after)}: set it back, or start another experiment, without {FIELD} and with {begins}"
+        )
     if "optimizer" in spec.checkpoint.load_contents and OPTIMIZER not in stored.state.files:
         raise ModelError(
             f"{FIELD}: {stored.path} has no {OPTIMIZER}, which checkpoint.contents left out there: set "
@@ -228,7 +235,9 @@ def _fill(partial: Path, stored: StoredCheckpoint, spec: ExperimentSpec, experim
         with stored.open(name) as source:
             _link(source, target)
     checksums = {name: value for name, value in stored.state.checksums.items() if name in files}
-    own = {"experiment_id": experiment_id, "spec": spec.model_dump(mode="json"), "files": files, "checksums": checksums}
+    # The fork's spec has what was changed, and nothing was changed of that.
+    changed: dict[str, Any] = {"spec": spec.model_dump(mode="json"), "changes": ()}
+    own = {"experiment_id": experiment_id, "files": files, "checksums": checksums} | changed
     state = stored.state.model_copy(update=own)
     with (partial / STATE_FILE).open("w", encoding="utf-8") as file:
         file.write(state.model_dump_json(indent=1))

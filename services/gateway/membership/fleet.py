@@ -21,7 +21,7 @@ from flotilla.services.gateway.monitoring.idleness import IdleRatios
 from flotilla.services.gateway.publications.negotiation import Reported
 from flotilla.services.gateway.publications.publications import Publications
 from flotilla.services.gateway.publications.transports import lacks_version, peers_of
-from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, PerExperiment, document_of
+from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, PerExperiment
 from flotilla.services.gateway.registry.desired import DesiredBodies, DesiredStates, ExperimentFacts, may_move_others
 from flotilla.services.gateway.registry.services import LiveService, Registry, wake_services
 from flotilla.services.gateway.registry.shifts import SHARERS, holder_of, is_clear
@@ -184,10 +184,11 @@ class Fleet:
             experiment_id=record.id,
             state=record.state,
             revision=record.revision,
-            spec=document_of(record),
-            spec_digest=experiment.spec_digest,
+            spec=experiment.steering.base,
+            spec_digest=experiment.steering.base_digest,
             directory=record.directory,
             trainer_epoch=record.trainer_epoch,
+            changes=len(record.changes or ()),
             policy_version=record.policy_version,
             weights_address=trainer.record.address if trainer else None,
             hold_version=experiment.hold_version,

@@ -5,26 +5,44 @@ has under a higher number; rollouts and the feeder follow that as any other publ
 """
 
 import logging
+from collections.abc import Callable, Sequence
 
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
 from flotilla.services.gateway.registry.services import Registry
 from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.store.transaction import Transaction
 from flotilla.services.gateway.store.writes import DeleteCheckpoints
 from flotilla.shared.checkpoints.lineage import Published, reconcile
 from flotilla.shared.checkpoints.takeover import RefusedIncarnation, TakeoverAnswer, TakeoverRequest
 from flotilla.shared.errors import Conflict, Unavailable
+from flotilla.shared.schemas.live_changes import LiveChange
 from flotilla.shared.schemas.service import ServiceKind
 from flotilla.shared.streams.plans import WORKERS_PER_EPOCH
 
 log = logging.getLogger(__name__)
 
 
-class Takeovers:
-    """Answers trainers that take over."""
+RestoreChanges = Callable[[Transaction, Experiment, Sequence[LiveChange]], None]
 
-    def __init__(self, repository: ExperimentRepository, registry: Registry, store: Store, events: EventLog) -> None:
+
+class Takeovers:
+    """Answers trainers that take over.
+
+    Args:
+        restore_changes: takes over the live changes of a checkpoint.
+    """
+
+    def __init__(
+        self,
+        repository: ExperimentRepository,
+        registry: Registry,
+        store: Store,
+        events: EventLog,
+        restore_changes: RestoreChanges,
+    ) -> None:
         self._repository = repository
+        self._restore_changes = restore_changes
         self._registry = registry
         self._store = store
         self._events = events
@@ -52,6 +70,7 @@ class Takeovers:
                 # The checkpoint of the last step may be the one that is gone.
                 step = min(record.step, decided.end_step)
                 self._repository.stage(change, experiment, is_trained=False, step=step)
+            self._restore_changes(change, experiment, request.changes)
             # Those after the one that the trainer found whole are gone, or damaged and set aside.
             change.write(DeleteCheckpoints(experiment_id, request.step))
             if decided.lost is not None or request.groups_lost or request.groups_waiting:
@@ -65,7 +84,7 @@ class Takeovers:
                 }
                 log.warning("an experiment was rolled back", extra={"experiment_id": experiment_id, **facts})
                 self._events.stage(change, experiment_id, "rolled_back", **facts)
-        return TakeoverAnswer.of(decided)
+        return TakeoverAnswer.of(decided, experiment.steering.changes)
 
     async def raise_epoch(self, experiment_id: str, service_id: str | None, refused: RefusedIncarnation) -> None:
         """Appoint a trainer again with a number that the data plane accepts.

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from flotilla.services.gateway.access.caller import actor
 from flotilla.services.gateway.access.quotas import UNLIMITED, check_new, check_running
-from flotilla.services.gateway.digest import digest
+from flotilla.services.gateway.records.steering import Steering, changes_of
 from flotilla.services.gateway.signals import Signal
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.records import AuditRecord, ExperimentRecord
@@ -89,7 +89,7 @@ class Experiment:
     def __init__(self, record: ExperimentRecord, spec: ExperimentSpec, open_plane: OpenPlane) -> None:
         self.record = record
         self.spec = spec
-        self.spec_digest = digest(document_of(record))
+        self._steering: tuple[ExperimentRecord, Steering] | None = None
         self.open_plane = open_plane
         self.train = open_plane(record.id, Lane.TRAIN)
         self.evaluation = open_plane(record.id, Lane.EVALUATION)
@@ -99,6 +99,19 @@ class Experiment:
     def id(self) -> str:
         """Its id."""
         return self.record.id
+
+    @property
+    def steering(self) -> Steering:
+        """What its live changes make of the spec."""
+        of, known = self._steering or (None, None)
+        if of is None or known is None or of.spec is not self.record.spec or of.changes is not self.record.changes:
+            known = self.steering_of(self.record)
+            self._steering = self.record, known
+        return known
+
+    def steering_of(self, record: ExperimentRecord) -> Steering:
+        """Return what live changes make of the spec in ``record``, which may be about to be stored."""
+        return Steering.of(document_of(record), self.spec, changes_of(record))
 
     @property
     def state(self) -> ExperimentState:
@@ -279,13 +292,12 @@ class ExperimentRepository:
 
     def stage_spec(self, change: Transaction, experiment: Experiment, spec: ExperimentSpec) -> ExperimentRecord:
         """Replace the spec by one that its services need not notice: the revision stays."""
-        document = spec.model_dump(mode="json")
 
         def follow() -> None:
-            experiment.spec, experiment.spec_digest = spec, digest(document)
+            experiment.spec = spec
 
         change.then(follow)
-        return self.stage(change, experiment, spec=document, spec_revision=REVISION)
+        return self.stage(change, experiment, spec=spec.model_dump(mode="json"), spec_revision=REVISION)
 
     def stage_step(self, change: Transaction, experiment: Experiment, step: int) -> None:
         """Record how many steps are done, if these are more than were known."""

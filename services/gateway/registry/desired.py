@@ -65,6 +65,7 @@ class ExperimentFacts:
         policy_checksum: of the image that was committed as ``policy_version``; None for the initial weights.
         device_shift: where trainer and rollouts share devices: the number of the shift.
         may_hold: who may load its weights in it; None while others have not released theirs.
+        changes: how many live changes there are.
     """
 
     experiment_id: str
@@ -80,6 +81,7 @@ class ExperimentFacts:
     policy_checksum: str | None = None
     device_shift: int | None = None
     may_hold: ServiceKind | None = None
+    changes: int = 0
 
 
 def desired(
@@ -109,6 +111,7 @@ def desired(
             directory=experiment.directory,
             # Only for the trainer: the others have nothing to do when it is replaced.
             trainer_epoch=experiment.trainer_epoch if service.kind is ServiceKind.TRAINER else 0,
+            changes=experiment.changes if service.kind is ServiceKind.TRAINER else 0,
             node=service.node,
             token=service.token,
         ),

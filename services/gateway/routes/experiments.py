@@ -7,10 +7,11 @@ from fastapi import APIRouter, Query, Request
 
 from flotilla.services.gateway.lifecycle import unusable
 from flotilla.services.gateway.lifecycle.states import Action
-from flotilla.services.gateway.routes.dependencies import Cursor, Gateway, Limit, page_of
+from flotilla.services.gateway.routes.dependencies import OF_TRAINER, Cursor, Gateway, Limit, page_of
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.schemas.experiment import ExperimentView, ExtendRequest, ForkRequest, Page
+from flotilla.shared.schemas.live_changes import AdoptAnswer, AdoptRequest, LiveChange
 
 router = APIRouter(prefix="/experiments", tags=["experiments"])
 
@@ -71,7 +72,7 @@ CHANGE_BODY = {
     "requestBody": {
         "required": True,
         "description": "The keys to change, in JSON or YAML: `{resources: {rollouts: {max: 4}}}`, "
-        "`{optimisation: {steps: 200}}`.",
+        "`{optimisation: {steps: 200, learning_rate: 5e-7}}`; docs/steering.md lists those that can change.",
         "content": {
             "application/json": {"schema": {"type": "object"}},
             "application/yaml": {"schema": {"type": "string"}},
@@ -82,13 +83,35 @@ CHANGE_BODY = {
 
 @router.patch("/{experiment_id}", openapi_extra=CHANGE_BODY)
 async def change(experiment_id: str, request: Request, gateway: Gateway) -> ExperimentView:
-    """Change what an experiment may take of the fleet, or raise its steps, at once; nothing else can be changed.
+    """Change what an experiment may take of the fleet, raise its steps, or change a key that can change while it runs.
+
+    Each change is recorded with the version from which it holds: see ``GET /v1/experiments/{id}/changes``.
 
     Raises:
         InvalidSpec: a key is unknown or its value is not allowed, or it cannot be changed.
         ActionNotAllowed: the experiment has ended.
     """
     return gateway.commands.view(await gateway.commands.change(experiment_id, await _text_of(request)))
+
+
+@router.get("/{experiment_id}/changes")
+async def changes(experiment_id: str, gateway: Gateway) -> Page[LiveChange]:
+    """List what was changed of the spec while the experiment ran, oldest first; 256 at most.
+
+    Raises:
+        NotFound: there is no such experiment.
+    """
+    return Page(items=gateway.repository.get(experiment_id).steering.changes)
+
+
+@router.post("/{experiment_id}/changes/adopted", dependencies=[OF_TRAINER])
+async def adopted(experiment_id: str, request: AdoptRequest, gateway: Gateway) -> AdoptAnswer:
+    """Let what waits for the trainer hold from a version that it has not begun to train; asked again, nothing changes.
+
+    Raises:
+        NotAssigned: the caller is not its trainer, or was it in an earlier epoch.
+    """
+    return AdoptAnswer(changes=await gateway.commands.live.adopt(experiment_id, request.version, request.step))
 
 
 @router.delete("/{experiment_id}", status_code=204)

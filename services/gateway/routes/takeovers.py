@@ -33,4 +33,5 @@ async def refused(experiment_id: str, refusal: RefusedIncarnation, trainer: Trai
 
 
 def _takeovers(gateway: Gateway) -> Takeovers:
-    return Takeovers(gateway.repository, gateway.registry, gateway.store, gateway.events)
+    restore = gateway.commands.live.stage_restored
+    return Takeovers(gateway.repository, gateway.registry, gateway.store, gateway.events, restore)

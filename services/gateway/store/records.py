@@ -37,6 +37,7 @@ class ExperimentRecord:
         spec_revision: of the schema that ``spec`` was written under; see ``shared/config/revisions.py``.
         created_by: the token that made it, as audit records name it; None in rows of before it was kept.
         device_shift: whose shift it is on devices that trainer and rollouts share; see ``registry/shifts.py``.
+        changes: of the spec while it ran, oldest first, each a ``LiveChange`` as JSON; ``spec`` has them.
     """
 
     id: str
@@ -65,6 +66,7 @@ class ExperimentRecord:
     device_shift: int = 1
     spec_revision: int = REVISION
     created_by: str | None = None
+    changes: Sequence[Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

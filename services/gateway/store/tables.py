@@ -50,6 +50,7 @@ experiments = Table(
     Column("device_shift", Integer, nullable=False, server_default="1"),
     Column("spec_revision", Integer, nullable=False, server_default="0"),
     Column("created_by", String(64)),
+    Column("changes", Document),
 )
 
 services = Table(

@@ -14,6 +14,7 @@ from flotilla.shared.models.prompts import PromptLimit
 from flotilla.shared.schemas.task import Task
 
 GENERATION_SECONDS = "generation_seconds"
+SAMPLING = "rollout.sampling."
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,11 @@ class Turns:
         return self.greedy_baseline and task.pinned_version is None
 
     def sampling_of(self, task: Task) -> SamplingConfig:
-        """Choose what the spec says of a task's turns."""
-        return self.train if task.pinned_version is None else self.evaluation
+        """Choose what the spec says of a task's turns; in training, with what was changed before it was issued."""
+        if task.pinned_version is not None:
+            return self.evaluation
+        changed = {path[len(SAMPLING) :]: v for path, v in task.settings.items() if path.startswith(SAMPLING)}
+        return self.train.model_copy(update=changed) if changed else self.train
 
     def parameters(
         self, task: Task, stop_token_ids: tuple[int, ...], *, greedy: bool = False, most: int | None = None

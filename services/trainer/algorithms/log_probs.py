@@ -59,7 +59,7 @@ def log_probs_and_entropy(
     hidden: Tensor,
     lm_head_weight: Tensor,
     labels: Tensor,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     chunk: int = CHUNK_TOKENS,
     *,
     with_entropy: bool = True,
@@ -72,17 +72,18 @@ def log_probs_and_entropy(
         hidden: [T, H] last hidden states, already aligned: row t predicts labels[t].
         lm_head_weight: [V, H] output embedding.
         labels: [T] int64 taken tokens.
-        temperature: of sampling; logits are divided by it, so that the trainer's policy is the sampler's.
+        temperature: of sampling, or [T, 1]; logits are divided by it, so that the trainer's policy is the sampler's.
         chunk: tokens whose logits are held at a time.
         with_entropy: whether the entropy is wanted, too.
         with_sum_pi_squared: whether sum p^2 is wanted (optimal token baseline).
-        kernels: compute with these; None: with torch's operators.
+        kernels: compute with these, which take one temperature; None: with torch's operators.
 
     Raises:
         ValueError: temperature is not positive, or shapes do not agree.
     """
-    if temperature <= 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+    lowest = temperature if isinstance(temperature, float | int) else float(temperature.min()) if len(labels) else 1.0
+    if lowest <= 0:
+        raise ValueError(f"temperature must be positive, got {lowest}")
     if hidden.dim() != 2 or labels.shape != hidden.shape[:1] or lm_head_weight.shape[1:] != hidden.shape[1:]:
         shapes = tuple(hidden.shape), tuple(lm_head_weight.shape), tuple(labels.shape)
         raise ValueError(f"want hidden [T, H], lm_head_weight [V, H], labels [T]; got {shapes}")
@@ -92,13 +93,13 @@ def log_probs_and_entropy(
     return TokenStatistics(log_probs, entropy if with_entropy else None, squares if with_sum_pi_squared else None)
 
 
-def statistics_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> TokenStatistics:
+def statistics_from_logits(logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0) -> TokenStatistics:
     """Compute the same from logits that already exist.
 
     Args:
         logits: [..., V].
         labels: [...] int64.
-        temperature: divides the logits.
+        temperature: divides the logits; one, or [..., 1].
 
     Returns:
         [...] each, sum_pi_squared included.
@@ -119,7 +120,7 @@ class _ChunkedHead(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        temperature: float,
+        temperature: float | Tensor,
         chunk: int,
         with_entropy: bool,
         with_squares: bool,
@@ -136,8 +137,9 @@ class _ChunkedHead(torch.autograd.Function):
             logits = _logits(hidden[rows], weight)
             outputs = log_probs[rows], log_normaliser[rows], entropy[rows], squares[rows]
             if kernels is None:
-                _statistics(logits.div_(temperature), labels[rows], outputs, with_entropy, with_squares)
+                _statistics(logits.div_(_rows_of(temperature, rows)), labels[rows], outputs, with_entropy, with_squares)
             else:
+                assert not isinstance(temperature, Tensor)
                 kernels.token_statistics(logits, labels[rows], temperature, outputs)
             if is_kept:
                 ctx.kept.append(logits)
@@ -159,12 +161,12 @@ class _ChunkedHead(torch.autograd.Function):
             rows = slice(start, start + ctx.chunk)
             logits = kept[number] if kept else _logits(hidden[rows], weight)
             if kernels is None and not kept:
-                logits.div_(ctx.temperature)
+                logits.div_(_rows_of(ctx.temperature, rows))
             known = labels[rows], log_normaliser[rows], entropy[rows]
             given = tuple(None if each is None else each[rows].contiguous() for each in (of_log_probs, of_entropy))
             if kernels is None:
                 of_logits = _gradient(logits, *known, *given)
-                of_logits = of_logits.div_(ctx.temperature).to(hidden.dtype)
+                of_logits = of_logits.div_(_rows_of(ctx.temperature, rows)).to(hidden.dtype)
             else:
                 kernels.statistics_backward(logits, known[0], ctx.temperature, *known[1:], given)
                 of_logits = logits
@@ -210,6 +212,10 @@ def _gradient(
         of_logits.sub_(probabilities.mul_(of_log_probs[:, None]))
         of_logits.scatter_add_(-1, labels[:, None], of_log_probs[:, None])
     return of_logits
+
+
+def _rows_of(temperature: float | Tensor, rows: slice) -> float | Tensor:
+    return temperature[rows] if isinstance(temperature, Tensor) else temperature
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:

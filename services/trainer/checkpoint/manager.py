@@ -33,23 +33,25 @@ from flotilla.services.trainer.parallel.ranks import ONE_RANK, Ranks
 from flotilla.shared.checkpoints.folders import (
     AVERAGE,
     CRITIC,
+    FIXED_WEIGHTS,
     MODEL,
     OPTIMIZER,
     VERSIONS,
     CheckpointState,
     StoredCheckpoint,
     check_files,
+    differences,
 )
 from flotilla.shared.checkpoints.lineage import ROOT, Published, VersionLine, follow
 from flotilla.shared.config.sections.checkpoint import EVERYTHING, Content
 from flotilla.shared.config.sections.job import RewardModelJobConfig
-from flotilla.shared.config.sections.model import with_later_keys
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import ModelError, Unavailable
 from flotilla.shared.faults.armed import armed
 from flotilla.shared.faults.sites import Site
 from flotilla.shared.models.hub import ADAPTER, model_directory
 from flotilla.shared.net.absence import absent_or
+from flotilla.shared.schemas.live_changes import LiveChange, held_at
 from flotilla.shared.streams.intervals import IntervalSet
 from flotilla.shared.streams.plans import RECENT_STEPS, Plan
 
@@ -61,9 +63,7 @@ WITHOUT_OPTIMIZER = "the checkpoint was made without the optimiser's state, whic
 SOFTWARE = ("flotilla", "torch", "transformers", "safetensors", "numpy")
 
 FIXED_FIELDS = (
-    ("model", "path"),
-    ("model", "dtype"),
-    ("model", "lora"),
+    *FIXED_WEIGHTS,
     ("asynchrony", "trigger_parameter_sync_step"),
     ("optimisation", "groups_per_mini_batch"),
     ("asynchrony", "require_batches"),
@@ -88,16 +88,11 @@ def check_same_lineage(state: CheckpointState, spec: ExperimentSpec) -> None:
     Raises:
         ModelError: a setting differs; it is named with both values and the way out.
     """
-    now = spec.model_dump(mode="json")
-    for section, key in FIXED_FIELDS:
-        before, after = state.spec.get(section, {}).get(key), now[section][key]
-        if key == "lora":
-            before = with_later_keys(before)
-        if before != after:
-            raise ModelError(
-                f"checkpoint of step {state.step} was made with {section}.{key} {before!r}, the spec now says "
-                f"{after!r}: set it back, or start a new experiment from the checkpoint's model directory"
-            )
+    for section, key, before, after in differences(state, spec, FIXED_FIELDS):
+        raise ModelError(
+            f"checkpoint of step {state.step} was made with {section}.{key} {before!r}, the spec now says "
+            f"{after!r}: set it back, or start a new experiment from the checkpoint's model directory"
+        )
 
 
 @dataclass
@@ -110,6 +105,7 @@ class Progress:
         totals: figures that grow over the experiment.
         lineage: names the groups of every step, in order.
         recent: plans of the last steps, oldest first.
+        changes: live changes of the spec that are known, oldest first.
     """
 
     step: int
@@ -117,6 +113,7 @@ class Progress:
     totals: Totals
     lineage: str = ROOT
     recent: tuple[Plan, ...] = ()
+    changes: tuple[LiveChange, ...] = ()
 
     @classmethod
     def start(cls) -> "Progress":
@@ -253,6 +250,7 @@ class CheckpointManager:
             software=software_versions(),
             files={},
             figure=figure,
+            changes=held_at(progress.changes, published.version),
         )
 
     def restore(self, spec: ExperimentSpec) -> Restored:
@@ -368,7 +366,7 @@ def restored_from(
         # An earlier release wrote it, whose versions followed steps without a gap.
         published_step = min(state.version * spec.steps_per_version, stored.step)
     recent = tuple(map(Plan.from_wire, state.recent))
-    progress = Progress(stored.step, IntervalSet.from_list(state.trained), totals, state.lineage, recent)
+    progress = Progress(stored.step, IntervalSet.from_list(state.trained), totals, state.lineage, recent, state.changes)
     return Restored(
         learner, progress, Published(state.version, published_step), IntervalSet.from_list(state.lost_versions)
     )
@@ -393,6 +391,9 @@ def _load_tensors(learner: Learner, stored: StoredCheckpoint) -> None:
     except (OSError, SafetensorError) as error:
         raise absent_or(error, ModelError(f"checkpoint {stored.path} cannot be read: {error}")) from error
     learner.kl_coefficient = stored.state.kl_coefficient
+    # What was configured when it was written: a change that holds since is to be applied, one before has its effect.
+    kl = stored.state.spec.get("algorithm", {}).get("kl") or {}
+    learner.configured_kl = kl.get("coefficient", learner.configured_kl)
 
 
 def _failing_as_os_error(fill: Callable[[Path], None]) -> Callable[[Path], None]:

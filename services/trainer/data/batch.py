@@ -25,6 +25,8 @@ from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
 from flotilla.shared.schemas.turns import Turn
 from flotilla.shared.vision.processor import ImageProcessor
 
+TEMPERATURE = "rollout.sampling.temperature"
+
 
 @dataclass(frozen=True, eq=False)
 class TrainingBatch:
@@ -48,6 +50,7 @@ class TrainingBatch:
             them.
         difficulty: [S] float32, of the tasks, from 0 to 1; None unless it weighs losses.
         illustrations: per sequence, its images, or None; None where no sequence has any.
+        temperatures: per sequence, that it was sampled at where this is not the spec's, else None; None where none is.
     """
 
     token_ids: tuple[npt.NDArray[np.int64], ...]
@@ -66,6 +69,7 @@ class TrainingBatch:
     teacher_log_probs: Tensor | None = None
     difficulty: Tensor | None = None
     illustrations: tuple[Illustration | None, ...] | None = None
+    temperatures: tuple[float | None, ...] | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -120,6 +124,7 @@ class TrainingBatch:
             teacher_log_probs=_taken(self.teacher_log_probs, tokens),
             difficulty=_taken(self.difficulty, members),
             illustrations=None if (shown := self.illustrations) is None else tuple(shown[number] for number in numbers),
+            temperatures=None if (known := self.temperatures) is None else tuple(known[number] for number in numbers),
         )
         return made, tokens
 
@@ -147,6 +152,7 @@ class TrainingBatch:
             None if self.teacher_log_probs is None else self.teacher_log_probs.to(device),
             None if self.difficulty is None else self.difficulty.to(device),
             self.illustrations,
+            self.temperatures,
         )
 
 
@@ -212,6 +218,7 @@ def make_batch(
     spans = [t.token_ids.shape[0] - start for t, start in zip(trajectories, starts, strict=True)]
     cuts = list(zip(trajectories, starts, strict=True))
     shown = tuple(illustration_of(group, t, processor) for _, group, t in members)
+    temperatures = tuple(group.task.settings.get(TEMPERATURE) for _, group, _ in members)
     mask = torch.from_numpy(np.concatenate([t.loss_mask[start:].astype(bool) for t, start in cuts]))
     index = torch.from_numpy(np.repeat(np.arange(len(members)), spans))
     log_probs = torch.from_numpy(np.concatenate([t.log_probs[start:].astype(np.float32) for t, start in cuts]))
@@ -234,6 +241,7 @@ def make_batch(
         if difficulty is None
         else torch.tensor([_difficulty(each, difficulty) for _, each, _ in members]),
         illustrations=shown if any(shown) else None,
+        temperatures=None if all(each is None for each in temperatures) else temperatures,
     )
 
 

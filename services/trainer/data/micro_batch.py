@@ -1,10 +1,11 @@
 """A micro-batch: one forward pass, and which of the batch's tokens it predicts."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -137,11 +138,25 @@ def _filled(
         index = torch.from_numpy(np.repeat(np.arange(len(members)), lengths)).to(device)
         numbers = torch.tensor(members, device=device)
         counted = None if shares is None else shares[numbers]
+        inputs = build(layout, batch.token_ids, sampled, illustrations=batch.illustrations)
+        if batch.temperatures is not None:
+            inputs = replace(inputs, temperatures=_temperatures(batch.temperatures, sampled))
         yield MicroBatch(
             layout=layout,
-            inputs=build(layout, batch.token_ids, sampled, illustrations=batch.illustrations).to(device),
+            inputs=inputs.to(device),
             members=numbers,
             tokens=torch.from_numpy(tokens).to(device),
             sequences=PackedSequences(index, torch.from_numpy(is_sampled).to(device), len(members), counted),
             sampled=None if is_sampled.all() else torch.from_numpy(np.flatnonzero(is_sampled)).to(device),
         )
+
+
+def _temperatures(
+    of_sequences: Sequence[float | None], sampled: Mapping[int, npt.NDArray[np.int64]]
+) -> Tensor | float | None:
+    """Return what labels were sampled at, sequence by sequence; see ``ModelInput``."""
+    known = {of_sequences[number] for number in sampled}
+    if len(known) == 1:
+        return known.pop()
+    numbers = [of_sequences[number] or 0.0 for number in sampled]
+    return torch.from_numpy(np.repeat(np.array(numbers, dtype=np.float32), [len(each) for each in sampled.values()]))

@@ -305,6 +305,8 @@ class ModelInput:
         is_varlen: whether sequences begin where positions do, for attention that finds them by that in a single row;
             there is no mask then.
         images: what stands in place of some tokens; positions have three axes then, [3, rows, width].
+        temperatures: [N] float32, that the labels were sampled at, 0 where at the policy's own; or one for all of them;
+            None: all at the policy's own.
     """
 
     token_ids: Tensor
@@ -315,6 +317,7 @@ class ModelInput:
     places: SequencePlaces | None = None
     is_varlen: bool = False
     images: PlacedImages | None = None
+    temperatures: Tensor | float | None = None
 
     def to(self, device: torch.device) -> "ModelInput":
         """Move the tensors."""
@@ -328,7 +331,14 @@ class ModelInput:
             None if self.places is None else self.places.to(device),
             self.is_varlen,
             None if self.images is None else self.images.to(device),
+            self.temperatures.to(device) if isinstance(self.temperatures, Tensor) else self.temperatures,
         )
+
+    def temperature_of(self, own: float) -> Tensor | float:
+        """Return what the labels were sampled at: one number, or one for each [N, 1]; ``own`` is the policy's."""
+        if isinstance(self.temperatures, Tensor):
+            return torch.where(self.temperatures > 0, self.temperatures, own)[:, None]
+        return own if self.temperatures is None else self.temperatures
 
 
 def build_input(

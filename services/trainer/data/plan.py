@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
+from flotilla.services.trainer.data.live_settings import LiveSettings
 from flotilla.services.trainer.data.source import GroupSource
 from flotilla.shared.checkpoints.lineage import VersionLine
 from flotilla.shared.config.spec import ExperimentSpec
@@ -51,16 +52,41 @@ class StepPlanner:
     """Chooses and plans the groups of one step after the other."""
 
     def __init__(
-        self, spec: ExperimentSpec, queue: TrainerQueue, admission: Admission, source: GroupSource, line: VersionLine
+        self,
+        spec: ExperimentSpec,
+        queue: TrainerQueue,
+        admission: Admission,
+        source: GroupSource,
+        line: VersionLine,
+        live: LiveSettings,
     ) -> None:
+        self.live = live
         self._line = line
         self._queue = queue
         self._admission = admission
         self._source = source
         self._count = spec.groups_per_step
-        self._max_lag = spec.asynchrony.resolved_max_lag
-        self._paces = spec.asynchrony.on_max_lag == "pace" and self._max_lag > 0
         self._patience_seconds = spec.rollout.task_seconds
+        self._bound_lag(spec)
+
+    def _bound_lag(self, spec: ExperimentSpec) -> None:
+        self.max_lag = spec.asynchrony.resolved_max_lag
+        self._paces = spec.asynchrony.on_max_lag == "pace" and self.max_lag > 0
+        self._source.bound_lag(self.max_lag)
+
+    async def spec_of(self, step: int) -> ExperimentSpec:
+        """Return what a step is trained with; what was changed holds from here on if no step of its version was begun.
+
+        The same object as long as nothing changes. It waits for the gateway where something did.
+        """
+        version = self._line.at(step - 1)
+        is_first = self.live.has_news and self._line.is_published(step - 1)
+        if is_first and await retry(lambda: self._queue.load_plan(step), waiting_for=DATA_PLANE) is None:
+            await self.live.adopt(version, step - 1)
+        spec = self.live.spec_at(version)
+        if spec.asynchrony.resolved_max_lag != self.max_lag:
+            self._bound_lag(spec)
+        return spec
 
     async def groups_of(self, step: int, parent: str, make_durable: MakeDurable) -> StepGroups:
         """Find the groups of a step, waiting as long as it takes; the plan stands when this returns.
@@ -120,7 +146,7 @@ class StepPlanner:
 
     async def _await_old_groups(self, version: int, make_durable: MakeDurable) -> None:
         """Wait for outstanding groups that the version after ``version`` would find too old, as many as fit."""
-        too_old_below = self._line.oldest_allowed(version + 1, self._max_lag)
+        too_old_below = self._line.oldest_allowed(version + 1, self.max_lag)
         if too_old_below <= 0:
             return
         end = time.monotonic() + self._patience_seconds

@@ -7,7 +7,7 @@ reward, too few members to compare, a token that is too old) is resolved with it
 import asyncio
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from flotilla.services.trainer.data.batch import baseline_of, check_group, episodes_of, scored_trajectories
@@ -120,6 +120,10 @@ class GroupSource:
         self._already_trained: list[Claim] = []
         self._durable = IntervalSet.from_list(trained.to_list())
         self._changed = asyncio.Event()
+
+    def bound_lag(self, max_lag: int) -> None:
+        """Refuse tokens that are more than so many versions older than the one being trained, from now on."""
+        self._requirements = replace(self._requirements, max_lag=max_lag)
 
     @property
     def num_ready(self) -> int:

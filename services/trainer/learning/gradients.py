@@ -70,6 +70,10 @@ class PolicyGradient:
         self._config, self._policy, self._optimizer = config, policy, optimizer
         self._sizes, self._ranks = sizes, ranks
 
+    def follow(self, config: AlgorithmConfig) -> None:
+        """Compute by another section from now on."""
+        self._config = config
+
     def accumulate(
         self,
         prepared: Prepared,

@@ -122,7 +122,7 @@ class Learner:
         others = [] if self.critic is None else [self.critic.optimizer]
         self.sizes = PassSizes(spec, ranks, need_of(self.policy, [self.optimizer, *others], spec, ranks))
         self._gradient = PolicyGradient(spec.algorithm, self.policy, self.optimizer, self.sizes, ranks)
-        self.kl_coefficient = spec.algorithm.kl.coefficient if spec.algorithm.kl is not None else None
+        self.kl_coefficient = self.configured_kl = _configured_kl(spec)
         self.versions: VersionedWeights | None = None
         if spec.algorithm.old_log_probs == "recompute_at_version":
             self.versions = VersionedWeights(kept_weights(loaded.model, self.adapters, ranks, self.weights))
@@ -199,6 +199,15 @@ class Learner:
         summary = summarise(metrics) | summarise(advantages.metrics)
         values = algorithm_names(mean_of_updates(summary, len(results)))
         return StepResult(tuple(results), values, None if trace is None else trace.arrays())
+
+    def follow(self, spec: ExperimentSpec) -> None:
+        """Train from the next step on by a spec that differs in keys that can change while an experiment runs."""
+        configured = _configured_kl(spec)
+        if configured != self.configured_kl:
+            self.kl_coefficient = self.configured_kl = configured
+        self.spec = spec
+        self._gradient.follow(spec.algorithm)
+        self.optimizer.follow(spec.optimisation)
 
     def keep_version(self, version: int, oldest: int) -> None:
         """Remember the present weights as this version, and none before ``oldest``, if log-probs need them."""
@@ -350,3 +359,7 @@ class Learner:
         if self.average is not None:
             self.average.update()
         return result
+
+
+def _configured_kl(spec: ExperimentSpec) -> float | None:
+    return None if spec.algorithm.kl is None else spec.algorithm.kl.coefficient

@@ -63,6 +63,7 @@ class Policy:
     Args:
         model: a Hugging Face causal LM.
         temperature: of sampling; logits are divided by it, so that the policy that is trained is the one that sampled.
+            Sequences that were sampled at another one are divided by that.
         stored: where the model's weights are, if they are to be read after it is sharded.
         ranks: that it will be sharded among; every one of them makes it.
     """
@@ -234,11 +235,12 @@ class Policy:
         return TokenStatistics(*compute(inputs, with_entropy, with_sum_pi_squared))
 
     def _figures(self, inputs: ModelInput, with_entropy: bool, with_squares: bool) -> tuple[Tensor | None, ...]:
+        temperature = inputs.temperature_of(self.temperature)
         # A tuple, whose tensors FSDP finds: it gathers weights for their backward pass.
         if not self.has_plain_head:
             logits = self.model(**arguments_of(inputs)).logits
             chosen = logits.reshape(-1, logits.shape[-1]).index_select(0, inputs.predictors)
-            found = statistics_from_logits(chosen, inputs.labels, self.temperature)
+            found = statistics_from_logits(chosen, inputs.labels, temperature)
         else:
             hidden = hidden_states(self.base, inputs, self._split, self.tower)
             chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, inputs.predictors)
@@ -247,10 +249,11 @@ class Policy:
                 chosen,
                 weight,
                 inputs.labels,
-                self.temperature,
+                temperature,
                 with_entropy=with_entropy,
                 with_sum_pi_squared=with_squares,
-                kernels=kernels_for(chosen, weight),
+                # They take one temperature.
+                kernels=None if isinstance(temperature, Tensor) else kernels_for(chosen, weight),
             )
         return found.log_probs, found.entropy, found.sum_pi_squared
 

@@ -173,6 +173,10 @@ class PolicyOptimizer:
         self._streamed = StreamedStep(self._adam, self._masters.values()) if is_offloaded else None
         self.updates = 0
 
+    def follow(self, config: OptimisationConfig) -> None:
+        """Take learning rate, schedule and clip from another section from now on."""
+        self._config = config
+
     @property
     def masters(self) -> Mapping[str, nn.Parameter]:
         """What is trained, by name: in float32, unless the spec has the model's own weights trained."""

@@ -5,7 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
+from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.sections.checkpoint import EVERYTHING, Content
+from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.schemas.wire import Wire
 from flotilla.shared.telemetry.logging import LogFormat
 
@@ -44,6 +46,17 @@ class Train(Wire):
     bounds: tuple[tuple[int, int, int, str], ...] = ()
     """Of passes, as the leader has them: first step and piece of work, tokens, why."""
     bounds_path: str | None = None
+
+
+class Follow(Wire):
+    """Train by another spec, which differs in keys that can change while an experiment runs."""
+
+    kind: Literal["follow"] = "follow"
+    spec: Mapping[str, Any]
+
+    def read(self) -> ExperimentSpec:
+        """Validate it."""
+        return validate_spec(self.spec)
 
 
 class KeepVersion(Wire):
@@ -95,5 +108,5 @@ class End(Wire):
     kind: Literal["end"] = "end"
 
 
-Command = Find | Restore | Train | KeepVersion | Snapshot | Save | Offload | Reload | End
+Command = Find | Restore | Train | Follow | KeepVersion | Snapshot | Save | Offload | Reload | End
 COMMAND: TypeAdapter[Command] = TypeAdapter(Annotated[Command, Field(discriminator="kind")])

@@ -22,6 +22,7 @@ from flotilla.services.trainer.parallel.commands import (
     Command,
     End,
     Find,
+    Follow,
     KeepVersion,
     Offload,
     Reload,
@@ -118,6 +119,8 @@ class Follower:
             else:
                 assert isinstance(learner, FinishedLearner)
                 learner.measure(groups)
+        elif isinstance(command, Follow):
+            learner.follow(command.read())
         elif isinstance(command, KeepVersion):
             learner.keep_version(command.version, command.oldest)
         elif isinstance(command, Snapshot):

@@ -19,6 +19,7 @@ from flotilla.services.trainer.parallel.channel import Channel
 from flotilla.services.trainer.parallel.commands import (
     End,
     Find,
+    Follow,
     KeepVersion,
     Offload,
     Reload,
@@ -54,6 +55,13 @@ class LedLearner:
         result = self._learner.train(groups, step)
         self._channel.end()
         return result
+
+    def follow(self, spec: ExperimentSpec) -> None:
+        """Train by another spec from the next step on."""
+        self._channel.send(Follow(spec=spec.model_dump(mode="json")))
+        self.spec = spec
+        self._learner.follow(spec)
+        self._channel.end()
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """Compute the loss on groups that are not trained."""

@@ -56,6 +56,9 @@ class StepLearner(Protocol):
     def train(self, groups: Sequence[Group], step: int) -> StepResult:
         """Train one step; blocks."""
 
+    def follow(self, spec: ExperimentSpec) -> None:
+        """Train by another spec from the next step on; blocks."""
+
     def keep_version(self, version: int, oldest: int) -> None:
         """Remember the present weights as this version, and none before ``oldest``; blocks."""
 
@@ -85,7 +88,11 @@ class TrainingLoop:
         self._device = device or always_held()
         self._is_sampled = learner.spec.finished_job is None
         self.line, self.total_steps = line, learner.spec.optimisation.steps
-        self._max_lag, self._names = learner.spec.asynchrony.resolved_max_lag, SeriesNames()
+        self._names = SeriesNames()
+
+    def announce_changes(self, count: int) -> None:
+        """Note how many live changes of the spec the gateway knows."""
+        self._planner.live.announce(count)
 
     @property
     def version(self) -> int:
@@ -101,6 +108,9 @@ class TrainingLoop:
             if not await self._control.may_go_on():
                 break
             step = self.progress.step + 1
+            await self._control.unless_stopped(self._follow_settings(step))
+            if self._control.is_stopped:
+                break
             work = self._planner.groups_of(step, self.progress.lineage, self._make_durable)
             planned = await self._control.unless_stopped(work)
             if planned is None or not await self._control.may_go_on():
@@ -108,6 +118,11 @@ class TrainingLoop:
             if not await self._with_device(partial(self._train, step, planned)):
                 break
         return await self._finish()
+
+    async def _follow_settings(self, step: int) -> None:
+        """Train as the settings say that hold for the step."""
+        if (spec := await self._planner.spec_of(step)) is not self._learner.spec:
+            await self._on_compute_thread(lambda: self._learner.follow(spec))
 
     async def _begin(self) -> None:
         if self.version and self.is_at_version:
@@ -187,7 +202,7 @@ class TrainingLoop:
         await self._control.unless_stopped(self._publisher.settled())
         if not self._publisher.is_idle:
             return
-        oldest = self.line.oldest_allowed(self.version, self._max_lag)
+        oldest = self.line.oldest_allowed(self.version, self._planner.max_lag)
         await self._on_compute_thread(lambda: self._learner.keep_version(self.version, oldest))
         await self._publisher.publish(
             self.version, self.progress.step, lambda: self._on_compute_thread(self._images.snapshot)

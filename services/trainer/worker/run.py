@@ -72,6 +72,7 @@ class WorkerProcess:
         self._offered: asyncio.Queue[int] = asyncio.Queue()
         self._failures: dict[str, Failure | None] = {"checkpoint": None, "samples": None, "device": None}
         self._device_order: DeviceOrder | None = None
+        self._num_changes = 0
         self._started = time.monotonic()
 
     async def run(self) -> int:
@@ -131,6 +132,7 @@ class WorkerProcess:
                 async with open_session(spec, around, self._control) as session:
                     self._session = session
                     session.device.take(self._device_order)
+                    session.loop.announce_changes(self._num_changes)
                     self._say_status()
                     async with asyncio.TaskGroup() as tasks:
                         # After the last step, too: others may need the device for a last evaluation.
@@ -166,9 +168,10 @@ class WorkerProcess:
                 continue
             if not isinstance(order, Order):
                 continue
-            self._device_order = order.device
+            self._device_order, self._num_changes = order.device, order.changes
             if self._session is not None:
                 self._session.device.take(order.device)
+                self._session.loop.announce_changes(order.changes)
             if order.state is WorkState.RUNNING:
                 self._control.resume()
             elif order.state is WorkState.PAUSED:

@@ -136,7 +136,7 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         learner, progress = restored.learner, restored.progress
         cores.follow(learner.policy.base)
         learner.sizes.keep(around.directory / RECORD)
-        line = await reconcile_with(
+        line, live = await reconcile_with(
             queue, around.plane.admission, around.gateway, spec, restored, around.experiment_id, control
         )
         samples = StepSamples(recorder)
@@ -157,7 +157,7 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         publisher = _publisher(around, images)
         writer = CheckpointWriter(manager, learner, progress, line, queue, source, reporter, compute, around.on_failure)
         durability = CheckpointPolicy(spec.checkpoint, writer, learner, progress, line, queue)
-        planner = StepPlanner(spec, queue, around.plane.admission, source, line)
+        planner = StepPlanner(spec, queue, around.plane.admission, source, line, live)
         trained = execution.learner(learner)
         device = _device(around, execution.memory(learner, around.directory / OFFLOADED), compute)
         held_out = await open_held_out(trained, around.gateway, around.experiment_id)

@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from flotilla.services.trainer.checkpoint.manager import Restored
+from flotilla.services.trainer.checkpoint.manager import Progress, Restored
+from flotilla.services.trainer.data.live_settings import LiveSettings
 from flotilla.services.trainer.worker.control import RunControl, ToldToEnd
 from flotilla.services.trainer.worker.publisher import Gateway
 from flotilla.shared.checkpoints.lineage import PlannedStep, Standing, VersionLine, follow, split_plans
@@ -27,6 +28,7 @@ from flotilla.shared.checkpoints.takeover import (
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import ClaimLost, Conflict
 from flotilla.shared.net.retry import DATA_PLANE, GATEWAY, retry
+from flotilla.shared.schemas.live_changes import AdoptAnswer, AdoptRequest, LiveChange
 from flotilla.shared.streams.admission import Admission
 from flotilla.shared.streams.plans import Plan, TrainerQueue
 
@@ -64,8 +66,8 @@ async def reconcile_with(
     restored: Restored,
     experiment_id: str,
     control: RunControl,
-) -> VersionLine:
-    """Give up what the checkpoint does not lead to, and learn which versions the lineage has.
+) -> tuple[VersionLine, LiveSettings]:
+    """Give up what the checkpoint does not lead to, and learn which versions the lineage has, and what was changed.
 
     Raises:
         ToldToEnd: the gateway refuses, and ``control`` says why: the experiment ends, or is another trainer's.
@@ -95,18 +97,33 @@ async def reconcile_with(
         lineage=standing.lineage,
         groups_waiting=found.waiting,
         groups_lost=found.lost,
+        changes=progress.changes,
     )
     asking = partial(gateway.call, "POST", f"/v1/experiments/{experiment_id}/takeovers", body=request)
     answer = await _answered(asking, control)
     if answer.lost is not None:
         facts = {"lost_version": answer.lost, "version": answer.points[-1].version, "step": answer.points[-1].step}
         log.warning("versions are lost, the weights are published under a new number", extra=facts)
-    return VersionLine.of(
+    line = VersionLine.of(
         answer.published(),
         steps_per_version=spec.steps_per_version,
         total_steps=spec.optimisation.steps,
         lost=restored.lost,
     )
+    return line, _live_settings(spec, answer, gateway, experiment_id, progress)
+
+
+def _live_settings(
+    spec: ExperimentSpec, answer: TakeoverAnswer, gateway: Gateway, experiment_id: str, progress: Progress
+) -> LiveSettings:
+    async def ask(request: AdoptRequest) -> AdoptAnswer:
+        asking = partial(gateway.call, "POST", f"/v1/experiments/{experiment_id}/changes/adopted", body=request)
+        return AdoptAnswer.model_validate(await retry(asking, waiting_for=GATEWAY))
+
+    def keep(changes: tuple[LiveChange, ...]) -> None:
+        progress.changes = changes
+
+    return LiveSettings(spec, answer.changes, ask, keep)
 
 
 def _planned(plan: Plan) -> PlannedStep:

@@ -128,51 +128,8 @@ def validate_spec(document: Mapping[str, Any]) -> ExperimentSpec:
         raise invalid_spec(error, ExperimentSpec) from None
 
 
-LIVE_SECTIONS = ("resources",)
 STEPS = "optimisation"
-"""The section of which one key can be changed, too: ``steps`` can be raised."""
-
-
-def changed_live(spec: ExperimentSpec, changes: Mapping[str, Any]) -> ExperimentSpec:
-    """Apply changes to what an experiment at work may change; keys that are not named stay.
-
-    Raises:
-        InvalidSpec: a change is of something else, or the changed spec does not validate.
-    """
-    live = f"{' and '.join(LIVE_SECTIONS)} and {STEPS}.steps"
-    if not changes:
-        raise InvalidSpec(f"nothing is changed; what can be changed is {live}")
-    entries: list[dict[str, Scalar]] = [
-        {"path": path, "value": None, "allowed": f"only {live} can be changed once an experiment was created"}
-        for path in _not_live(changes)
-    ]
-    if entries:
-        raise InvalidSpec("; ".join(f"{entry['path']}: {entry['allowed']}" for entry in entries), errors=entries)
-    changed = with_changes(spec, changes)
-    if changed.optimisation.steps != spec.optimisation.steps:
-        with_steps(spec, changed.optimisation.steps)
-    _check_devices_stay(spec, changed)
-    return changed
-
-
-def _check_devices_stay(spec: ExperimentSpec, changed: ExperimentSpec) -> None:
-    for kind in ("trainer", "rollouts"):
-        before, after = (getattr(each.resources, kind).devices for each in (spec, changed))
-        if before != after:
-            path = f"resources.{kind}.devices"
-            allowed = f"{before} cannot be changed once an experiment was created: what it computes on is decided"
-            entry: dict[str, Scalar] = {"path": path, "value": after, "allowed": allowed}
-            raise InvalidSpec(f"{path}: {allowed}", errors=[entry])
-
-
-def _not_live(changes: Mapping[str, Any]) -> list[str]:
-    found = []
-    for section, values in changes.items():
-        if section == STEPS and isinstance(values, Mapping):
-            found += [f"{section}.{key}" for key in values if key != "steps"]
-        elif section not in LIVE_SECTIONS:
-            found.append(str(section))
-    return found
+"""The section of which ``steps`` can be raised."""
 
 
 def with_steps(spec: ExperimentSpec, steps: int) -> ExperimentSpec:

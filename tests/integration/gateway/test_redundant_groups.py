@@ -20,6 +20,7 @@ from flotilla.shared.streams.partials import Partials
 from flotilla.shared.streams.plane import DataPlane
 from flotilla.shared.testing.builders import a_group
 from tests.unit.gateway.test_feeder import Rig, a_rig
+from tests.unit.trainer.builders import no_changes
 from tests.unit.trainer.test_source import never
 
 STEPS, GROUPS, REDUNDANT_GROUPS = 4, 3, 4
@@ -65,7 +66,7 @@ async def a_fleet(rig: Rig, gate: VersionGate, episodes: SomeNeverAnswer) -> Asy
     source = GroupSource(queue, needs, IntervalSet(), Totals(), line)
     running = [asyncio.create_task(each) for each in (rig.feeder.run(), consumer.run(), grade(plane), source.run())]
     try:
-        yield StepPlanner(spec, queue, plane.admission, source, line)
+        yield StepPlanner(spec, queue, plane.admission, source, line, no_changes(spec))
     finally:
         for task in running:
             task.cancel()

@@ -1,13 +1,20 @@
 """Chunked log-probabilities and entropy against the plain computation."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flotilla.services.trainer.algorithms import log_probs
-from flotilla.services.trainer.algorithms.log_probs import HeadKernels, log_probs_and_entropy, statistics_from_logits
+from flotilla.services.trainer.algorithms.log_probs import (
+    HeadKernels,
+    TokenStatistics,
+    log_probs_and_entropy,
+    statistics_from_logits,
+)
 from flotilla.services.trainer.models.native.kernels import kernels_for
 
 
@@ -108,3 +115,23 @@ def test_logits_that_are_no_number_stay_visible() -> None:
 def test_a_temperature_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="temperature"):
         log_probs_and_entropy(*inputs(), temperature=0.0)
+
+
+def test_each_token_has_the_gradient_of_its_own_temperature() -> None:
+    torch.manual_seed(3)
+    hidden, weight, labels = torch.randn(6, 8), torch.randn(11, 8), torch.randint(11, (6,))
+    temperatures = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.7, 0.5])[:, None]
+
+    def gradients(compute: Callable[[Tensor], TokenStatistics]) -> tuple[Tensor, Tensor]:
+        leaf = hidden.clone().requires_grad_()
+        found = compute(leaf)
+        assert found.entropy is not None
+        (found.log_probs.sum() + 0.3 * found.entropy.sum()).backward()
+        assert leaf.grad is not None
+        return found.log_probs.detach(), leaf.grad
+
+    expected = gradients(lambda leaf: statistics_from_logits(leaf @ weight.T, labels, temperatures))
+    found = gradients(lambda leaf: log_probs_and_entropy(leaf, weight, labels, temperatures, chunk=4))
+
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from flotilla.cli.continuing import check_same
-from flotilla.shared.config.load.spec_text import changed_live, validate_spec, with_changes
+from flotilla.shared.config.load.live import changed_live
+from flotilla.shared.config.load.spec_text import validate_spec, with_changes
 from flotilla.shared.config.rules.devices import DeviceFacts, DeviceNeed, decide, rollout_need, trainer_need
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import Conflict, InvalidSpec

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from flotilla.shared.config.load.spec_text import changed_live, validate_spec
+from flotilla.shared.config.load.live import changed_live
+from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.errors import InvalidSpec
 from tests.unit.config.test_spec_text import a_document
 

@@ -40,7 +40,9 @@ class Stage:
     @property
     def takeovers(self) -> Takeovers:
         gateway = self.gateway
-        return Takeovers(gateway.repository, gateway.registry, gateway.store, gateway.events)
+        return Takeovers(
+            gateway.repository, gateway.registry, gateway.store, gateway.events, gateway.commands.live.stage_restored
+        )
 
     async def serve(self, version: int) -> None:
         observed = ObservedState(experiment_id=self.experiment.id, state=WorkState.RUNNING, policy_version=version)

@@ -244,7 +244,9 @@ async def test_a_takeover_that_waits_behind_the_end_of_its_experiment_changes_no
     }
     experiment = await add_experiment(gateway, **facts)
     trainer = await add_service(gateway, ServiceKind.TRAINER, "t", experiment.id)
-    takeovers = Takeovers(gateway.repository, gateway.registry, gateway.store, gateway.events)
+    takeovers = Takeovers(
+        gateway.repository, gateway.registry, gateway.store, gateway.events, gateway.commands.live.stage_restored
+    )
     request = TakeoverRequest(step=0, published=StandingPoint(version=0, step=0))
     refused = RefusedIncarnation(recorded=5 * WORKERS_PER_EPOCH)
 

@@ -66,6 +66,19 @@ async def test_an_evaluation_samples_by_its_own_settings_and_training_by_its_own
     assert {(each.sampling.min_p, *each.sampling.penalties) for each in (trained, evaluated)} == {(0.1, 1.2, 0.3, 0.4)}
 
 
+async def test_a_group_is_sampled_with_what_it_was_issued_with_and_an_evaluation_is_not() -> None:
+    settings = {"rollout.sampling.temperature": 0.5, "rollout.sampling.max_new_tokens": 2, "rollout.group_size": 2}
+    held_out = EvaluationConfig(path="held.jsonl", greedy=False)
+
+    changed, plain, evaluated = await requested(
+        held_out, a_task(0, settings=settings), a_task(1), a_task(2, settings=settings, pinned_version=0)
+    )
+
+    assert (changed.sampling.temperature, changed.sampling.max_new_tokens, changed.sampling.top_k) == (0.5, 2, 7)
+    assert plain.sampling == evaluated.sampling
+    assert (plain.sampling.temperature, plain.sampling.max_new_tokens) == (0.9, 6)
+
+
 async def test_an_evaluation_without_settings_samples_as_training_does() -> None:
     trained, evaluated = await requested(
         EvaluationConfig(path="held.jsonl", greedy=False), a_task(0), a_task(1, pinned_version=0)

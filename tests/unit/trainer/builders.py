@@ -7,8 +7,10 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from flotilla.services.trainer.data.live_settings import LiveSettings
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.schemas.live_changes import AdoptAnswer, AdoptRequest
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
 from flotilla.shared.testing.builders import a_task
@@ -93,3 +95,12 @@ def a_spec(**sections: Any) -> ExperimentSpec:
     for name, values in sections.items():
         document[name] = document.get(name, {}) | dict(values)
     return validate_spec(document)
+
+
+def no_changes(spec: ExperimentSpec) -> LiveSettings:
+    """Settings of an experiment of which nothing is changed."""
+
+    async def ask(_: AdoptRequest) -> AdoptAnswer:
+        raise AssertionError("nothing was changed")
+
+    return LiveSettings(spec, (), ask, lambda _: None)

@@ -1,5 +1,6 @@
 """The trainer's log-probabilities are those of the plain Hugging Face model, however sequences are laid out."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,31 @@ def test_packed_padded_and_plain_agree(packing: str, max_tokens: int, temperatur
     assert policy.can_pack
     torch.testing.assert_close(found[batch.sequences.response_mask], expected, atol=1e-5, rtol=0)
     assert (found[~batch.sequences.response_mask] == 0).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_plain", [True, False], ids=["head as a product", "logits computed whole"])
+@pytest.mark.parametrize("packing", ["padded", "packed"])
+def test_a_group_is_scored_at_the_temperature_it_was_sampled_at(packing: str, is_plain: bool) -> None:
+    first, *others = uneven_groups()
+    warm = replace(first, task=replace(first.task, settings={"rollout.sampling.temperature": 0.7}))
+    policy = Policy(a_model(), temperature=1.3)
+    if not is_plain:
+        policy._traits = replace(policy.traits, has_plain_head=False)
+    batch = make_batch([warm, *others]).take(torch.tensor([2, 0, 1, 0]))[0]
+
+    found = torch.zeros(len(batch.positions))
+    cut = make_micro_batches(batch, range(batch.num_sequences), max_tokens=10_000, packing=packing, device=CPU)
+    for micro in cut:
+        found[micro.tokens] = micro.spread(policy.statistics(micro.inputs, with_entropy=False).log_probs)
+
+    of_others = plain_log_probs(policy.model, others, 1.3)
+    of_first = plain_log_probs(policy.model, [first], 0.7)
+    laid = [t for group in (first, *others) for t in group.trajectories]
+    sizes = [int(t.loss_mask.sum()) for t in laid]
+    parts = torch.cat([of_first, of_others]).split(sizes)
+    expected = torch.cat([parts[number] for number in (2, 0, 1, 0)])
+    torch.testing.assert_close(found[batch.sequences.response_mask], expected, atol=1e-5, rtol=0)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from flotilla.shared.streams.keys import HopName
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from flotilla.shared.testing.absence import make_absent
 from flotilla.shared.testing.kept import KeptInMemory
-from tests.unit.trainer.builders import VOCABULARY, a_group, a_spec, a_trajectory
+from tests.unit.trainer.builders import VOCABULARY, a_group, a_spec, a_trajectory, no_changes
 
 STRICT = Requirements(vocabulary=VOCABULARY, min_scored=2, components=(), max_lag=1)
 LINE = VersionLine.of([INITIAL], steps_per_version=1, total_steps=100)
@@ -84,7 +84,7 @@ async def a_running(source: GroupSource) -> AsyncIterator[GroupSource]:
 
 
 def planner(spec: ExperimentSpec, plane: MemoryDataPlane, source: GroupSource) -> StepPlanner:
-    return StepPlanner(spec, source._queue, plane.admission, source, LINE)
+    return StepPlanner(spec, source._queue, plane.admission, source, LINE, no_changes(spec))
 
 
 async def settled(plane: MemoryDataPlane) -> None:

@@ -58,7 +58,7 @@ async def test_a_trainer_that_is_refused_ends_as_soon_as_it_is_told(is_told_befo
     plane, control = MemoryDataPlane(), RunControl(lambda _: None)
     gateway, queue = Gateway(refuses=True), plane.trainer("t")
     await queue.take_over(1)
-    progress = SimpleNamespace(step=0, lineage="", trained=set())
+    progress = SimpleNamespace(step=0, lineage="", trained=set(), changes=())
     restored = cast(Restored, SimpleNamespace(progress=progress, published=INITIAL))
     asking = reconcile_with(queue, plane.admission, gateway, a_spec(), restored, "e", control)
     if is_told_before:

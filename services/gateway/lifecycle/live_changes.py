@@ -1,0 +1,123 @@
+"""Live changes of a spec: recorded before they have an effect, and held from the version that the record names.
+
+    recorded -> (trainer's keys: the trainer asks at a version that it has not begun to train) -> held
+
+A gateway that ends in between comes back with the record, from which feeder, evaluator and trainer take what holds: no
+step of the way is only in memory.
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
+from flotilla.services.gateway.store.transaction import Transaction
+from flotilla.shared.clock import Clock, rfc3339
+from flotilla.shared.config.load.live import MOST_CHANGES, changed_live, effect_of, keys_between, with_applied
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.live_changes import ChangedKey, Effect, LiveChange, merged
+
+CHANGED, HELD, RESTORED = "settings_changed", "settings_held", "settings_restored"
+"""Types of events."""
+
+
+class LiveChanges:
+    """Records live changes of experiments."""
+
+    def __init__(self, repository: ExperimentRepository, events: EventLog, clock: Clock) -> None:
+        self._repository, self._events, self._clock = repository, events, clock
+
+    def changed(self, experiment: Experiment, document: Mapping[str, Any]) -> ExperimentSpec:
+        """Merge keys into the spec of an experiment at work.
+
+        Raises:
+            InvalidSpec: one of them cannot change, or its value is not allowed.
+        """
+        return changed_live(experiment.spec, document, validate_spec(experiment.steering.base))
+
+    def stage(self, change: Transaction, experiment: Experiment, spec: ExperimentSpec, actor: str) -> None:
+        """Replace the spec by one that differs in keys that can change; nothing happens where none does.
+
+        Args:
+            change: the transaction.
+            experiment: whose spec it is.
+            spec: the changed one.
+            actor: who changes it.
+
+        Raises:
+            InvalidSpec: it was changed as often as it can be.
+        """
+        record, known = experiment.record, experiment.steering.changes
+        keys = keys_between(experiment.spec.model_dump(mode="json"), spec.model_dump(mode="json"))
+        by_effect: dict[Effect, list[ChangedKey]] = {}
+        for key in keys:
+            if (effect := effect_of(key.path)) is not None:
+                by_effect.setdefault(effect, []).append(key)
+        if not by_effect:
+            return
+        if len(known) + len(by_effect) > MOST_CHANGES:
+            raise InvalidSpec(
+                f"{experiment.id} was changed {len(known)} times, at most {MOST_CHANGES} are kept with an experiment: "
+                "fork it to go on with other settings"
+            )
+        is_draft = record.state is ExperimentState.DRAFT
+        made = [
+            LiveChange(
+                id=secrets.token_hex(6),
+                at=rfc3339(self._clock.now()),
+                actor=actor,
+                effect=effect,
+                keys=tuple(of_effect),
+                # The trainer alone knows which version it has not begun to train; a draft has none.
+                version=None if effect is Effect.TRAINER and not is_draft else record.policy_version,
+                step=None if effect is Effect.TRAINER and not is_draft else record.step,
+            )
+            for effect, of_effect in by_effect.items()
+        ]
+        self._repository.stage_spec(change, experiment, spec)
+        self._stage_changes(change, experiment, [*known, *made])
+        for each in made:
+            facts = each.model_dump(mode="json", exclude={"at"})
+            self._repository.stage_audit(change, experiment.id, "change", **facts)
+            self._events.stage(change, experiment.id, CHANGED, **facts)
+
+    async def adopt(self, experiment_id: str, version: int, step: int) -> tuple[LiveChange, ...]:
+        """Let what waits for the trainer hold from a version on, which it has not begun to train.
+
+        Repeated, it changes nothing of what holds already.
+        """
+        async with self._repository.transaction() as change:
+            experiment = self._repository.get(experiment_id)
+            known = experiment.steering.changes
+            waiting = [each for each in known if each.version is None]
+            if not waiting:
+                return known
+            held = {each.id: each.model_copy(update={"version": version, "step": step}) for each in waiting}
+            found = tuple(held.get(each.id, each) for each in known)
+            self._stage_changes(change, experiment, found)
+            for each in held.values():
+                self._events.stage(change, experiment_id, HELD, **each.model_dump(mode="json", exclude={"at", "actor"}))
+        return found
+
+    def stage_restored(self, change: Transaction, experiment: Experiment, trained: Sequence[LiveChange]) -> None:
+        """Take over what a checkpoint was trained with, and a database that came back older does not know.
+
+        Raises:
+            InvalidSpec: with what was changed since, it makes no spec.
+        """
+        known = experiment.steering.changes
+        found = merged(known, trained)
+        if found == known:
+            return
+        spec = with_applied(validate_spec(experiment.steering.base), found)
+        self._repository.stage_spec(change, experiment, spec)
+        self._stage_changes(change, experiment, found)
+        restored = [each.id for each in found if each not in known]
+        self._events.stage(change, experiment.id, RESTORED, changes=restored)
+
+    def _stage_changes(self, change: Transaction, experiment: Experiment, changes: Sequence[LiveChange]) -> None:
+        self._repository.stage(change, experiment, changes=[each.model_dump(mode="json") for each in changes])

@@ -1,0 +1,207 @@
+"""Which keys of a spec can change while its experiment runs, where each takes effect, and what a change is.
+
+A change of services' quotas or of ``optimisation.steps`` is another matter: it has an effect of its own.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from fnmatch import fnmatchcase
+from typing import Any
+
+from flotilla.shared.config.load.spec_text import STEPS, validate_spec, with_changes, with_steps
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidSpec, Scalar
+from flotilla.shared.schemas.live_changes import ChangedKey, Effect, LiveChange
+
+Document = Mapping[str, Any]
+"""A spec, or keys of one, as JSON."""
+LIVE: Mapping[str, Effect] = {
+    "optimisation.learning_rate": Effect.TRAINER,
+    "optimisation.schedule": Effect.TRAINER,
+    "optimisation.min_learning_rate_ratio": Effect.TRAINER,
+    "optimisation.warmup_updates": Effect.TRAINER,
+    "optimisation.warmup_start_ratio": Effect.TRAINER,
+    "optimisation.decay_updates": Effect.TRAINER,
+    "optimisation.wsd_decay_updates": Effect.TRAINER,
+    "optimisation.wsd_decay": Effect.TRAINER,
+    "optimisation.max_grad_norm": Effect.TRAINER,
+    "algorithm.kl.coefficient": Effect.TRAINER,
+    "algorithm.entropy_coefficient": Effect.TRAINER,
+    "algorithm.policy_loss.clip_low": Effect.TRAINER,
+    "algorithm.policy_loss.clip_high": Effect.TRAINER,
+    "algorithm.policy_loss.dual_clip": Effect.TRAINER,
+    "algorithm.policy_loss.low": Effect.TRAINER,
+    "algorithm.policy_loss.high": Effect.TRAINER,
+    "algorithm.policy_loss.ratio_cap": Effect.TRAINER,
+    "asynchrony.staleness_threshold": Effect.TRAINER,
+    "asynchrony.max_lag": Effect.TRAINER,
+    "rollout.sampling.temperature": Effect.GROUP,
+    "rollout.sampling.max_new_tokens": Effect.GROUP,
+    "rollout.group_size": Effect.GROUP,
+    "evaluation.every_versions": Effect.GATEWAY,
+}
+"""What can change, and where it takes effect; docs/steering.md has this table."""
+
+OWN_WAY = ("resources.*", f"{STEPS}.steps")
+"""What can change, too, and is no live change: see ``ExperimentCommands.change``."""
+
+REASONS: Mapping[str, str] = {
+    "name": "it is in every address and file of the experiment",
+    "seed": "rows, samples and losses so far were drawn by it",
+    "model.*": "trainer and rollouts have loaded it",
+    "job.*": "its groups, streams and services are of one kind of job",
+    "data.*": "the order of rows, by which a group's number names its row, is made of it",
+    "evaluation.*": "values of an evaluation that is another one would stand in the same series",
+    "rollout.engine.*": "engines were started with it",
+    "rollout.episodes.*": "environments and tools were started with it",
+    "reward.*": "reward services were opened with it, and rewards in one step would not compare",
+    "parallelism.*": "the trainer's ranks were formed with it",
+    "checkpoint.*": "the trainer's checkpoints were opened with it",
+    "asynchrony.*": "it defines what a version and a step are, or how weights travel",
+    "optimisation.*": "the optimiser and its batches were made with it",
+    "algorithm.*": "it decides which models are loaded, or what a loss is made of",
+}
+"""Why other keys cannot; the first pattern that matches says it."""
+OTHERWISE = "its services were opened with it"
+
+MOST_CHANGES = 256
+"""Of one experiment: each is in every answer about it and in every checkpoint."""
+
+
+def effect_of(path: str) -> Effect | None:
+    """Return where a change of a key takes effect; None where it cannot change."""
+    return LIVE.get(path)
+
+
+def keys_between(before: Any, after: Any, path: str = "") -> list[ChangedKey]:
+    """List the keys in which two documents differ, as deep as both have the same sections."""
+    if before == after:
+        return []
+    if isinstance(before, Mapping) and isinstance(after, Mapping) and before.get("kind") == after.get("kind"):
+        names = [*before, *(name for name in after if name not in before)]
+        parts = [keys_between(before.get(n), after.get(n), f"{path}.{n}".removeprefix(".")) for n in names]
+        return [key for part in parts for key in part]
+    return [ChangedKey(path=path, before=before, after=after)]
+
+
+def differences(before: Document, after: Document) -> Document:
+    """Make the smallest document that leads from one to the other where it is merged into it."""
+    found = {}
+    for name, value in after.items():
+        known = before.get(name)
+        if known == value:
+            continue
+        is_section = (
+            isinstance(known, Mapping) and isinstance(value, Mapping) and known.get("kind") == value.get("kind")
+        )
+        found[name] = differences(known, value) if is_section else value  # type: ignore[arg-type]
+    return found
+
+
+def changed_live(spec: ExperimentSpec, changes: Document, base: ExperimentSpec | None = None) -> ExperimentSpec:
+    """Apply changes to what an experiment at work may change; keys that are not named stay.
+
+    Args:
+        spec: as it is.
+        changes: keys, merged into it.
+        base: what its services were opened with; None: the same.
+
+    Raises:
+        InvalidSpec: a change is of something else, or the changed spec does not validate; it names what cannot change,
+            why, and the command that forks with it.
+    """
+    if not changes:
+        raise InvalidSpec(f"nothing is changed; what can be changed is {', '.join((*OWN_WAY, *LIVE))}")
+    changed = with_changes(spec, changes)
+    keys = keys_between(spec.model_dump(mode="json"), changed.model_dump(mode="json"))
+    named = [key.path for key in keys] or list(_leaves(changes))
+    refused = [path for path in named if not _is_live(path)]
+    entries: list[dict[str, Scalar]] = [{"path": path, "value": None, "allowed": _refusal(path)} for path in refused]
+    entries += [
+        {"path": key.path, "value": str(key.after), "allowed": f"{reason}; {FORK}"}
+        for key in keys
+        if (reason := _why_not(key, spec, base or spec)) is not None
+    ]
+    if entries:
+        raise InvalidSpec("; ".join(f"{entry['path']}: {entry['allowed']}" for entry in entries), errors=entries)
+    if changed.optimisation.steps != spec.optimisation.steps:
+        with_steps(spec, changed.optimisation.steps)
+    return changed
+
+
+FORK = "`flotilla fork EXPERIMENT --set KEY=VALUE` goes on from the newest checkpoint with another one"
+
+
+def _is_live(path: str) -> bool:
+    return path in LIVE or any(fnmatchcase(path, pattern) for pattern in OWN_WAY)
+
+
+def _refusal(path: str) -> str:
+    matching = (why for pattern, why in REASONS.items() if fnmatchcase(path, pattern) or f"{path}.*" == pattern)
+    return f"cannot change while the experiment runs, since {next(matching, OTHERWISE)}; {FORK}"
+
+
+def _leaves(changes: Document, path: str = "") -> Iterable[str]:
+    for name, value in changes.items():
+        here = f"{path}.{name}".removeprefix(".")
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, here)
+        else:
+            yield here
+
+
+def _why_not(key: ChangedKey, spec: ExperimentSpec, base: ExperimentSpec) -> str | None:
+    """Return why a key that can change otherwise cannot in this experiment."""
+    path = key.path
+    if path in {"resources.trainer.devices", "resources.rollouts.devices"}:
+        return f"{key.before} cannot be changed once an experiment was created: what it computes on is decided"
+    if path.startswith("rollout.") and spec.rollout.agents is not None:
+        return "cannot change while agents sample, who were told the present one"
+    if path.startswith("rollout.") and spec.finished_job is not None:
+        return "has no effect on answers that are written already"
+    most = base.rollout.sampling.max_new_tokens
+    if path == "rollout.sampling.max_new_tokens" and key.after > most:
+        return f"at most {most}, for which engines and batches were laid out when the services started, got {key.after}"
+    if path in {"asynchrony.max_lag", "asynchrony.staleness_threshold"}:
+        if spec.asynchrony.redundant_groups:
+            return "cannot change with asynchrony.redundant_groups: rollouts end groups by the bound they started with"
+        if spec.algorithm.old_log_probs == "recompute_at_version":
+            return "cannot change with algorithm.old_log_probs recompute_at_version: older weights were not kept"
+    return None
+
+
+def with_values(document: Document, values: Iterable[tuple[str, Any]]) -> Document:
+    """Set keys in a copy of a document; every section on the way has to be there."""
+    changed = deepcopy(dict(document))
+    for path, value in values:
+        *sections, name = path.split(".")
+        target: Any = changed
+        for section in sections:
+            target = target[section]
+        target[name] = value
+    return changed
+
+
+def applied(document: Document, changes: Sequence[LiveChange]) -> Document:
+    """Make the document that changes lead to, in their order."""
+    return with_values(document, ((key.path, key.after) for change in changes for key in change.keys))
+
+
+def undone(document: Document, changes: Sequence[LiveChange]) -> Document:
+    """Make the document that there was before changes, which are the last ones."""
+    keys = [key for change in changes for key in change.keys]
+    return with_values(document, ((key.path, key.before) for key in reversed(keys)))
+
+
+def with_applied(spec: ExperimentSpec, changes: Sequence[LiveChange]) -> ExperimentSpec:
+    """Make the spec that changes lead to; the same object without any.
+
+    Raises:
+        InvalidSpec: together they are none.
+    """
+    return validate_spec(applied(spec.model_dump(mode="json"), changes)) if changes else spec
+
+
+def group_settings(changes: Sequence[LiveChange]) -> Document:
+    """List what the groups issued from now on carry: changed keys by path, with their newest values."""
+    return {key.path: key.after for change in changes if change.effect is Effect.GROUP for key in change.keys}

@@ -1,0 +1,126 @@
+"""Which keys of a spec can change while its experiment runs, and what a change is."""
+
+from typing import Any
+
+import pytest
+
+from flotilla.shared.config.load.live import (
+    LIVE,
+    applied,
+    changed_live,
+    group_settings,
+    keys_between,
+    undone,
+)
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.schemas.live_changes import ChangedKey, Effect, LiveChange, held_at, merged
+from tests.unit.config.test_spec_text import a_document
+
+
+def a_change(name: str, *keys: tuple[str, Any, Any], version: int | None = None, **fields: Any) -> LiveChange:
+    known: dict[str, Any] = {"at": f"2026-01-01T00:00:0{name[-1]}.000Z", "actor": "anna", "effect": Effect.TRAINER}
+    changed = tuple(ChangedKey(path=path, before=before, after=after) for path, before, after in keys)
+    return LiveChange(id=name, keys=changed, version=version, **(known | fields))
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    *sections, name = path.split(".")
+    found: dict[str, Any] = {name: value}
+    for section in reversed(sections):
+        found = {section: found}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("optimisation.learning_rate", 3e-5),
+        ("optimisation.schedule", "linear"),
+        ("algorithm.entropy_coefficient", 0.01),
+        ("algorithm.policy_loss.clip_high", 0.4),
+        ("asynchrony.staleness_threshold", 0.25),
+        ("asynchrony.max_lag", 3),
+        ("rollout.sampling.temperature", 0.7),
+        ("rollout.sampling.max_new_tokens", 5),
+        ("rollout.group_size", 3),
+    ],
+)
+def test_a_key_that_can_change_is_one_change_which_can_be_taken_back(path: str, value: Any) -> None:
+    spec = validate_spec(a_document())
+
+    changed = changed_live(spec, nested(path, value))
+
+    before, after = spec.model_dump(mode="json"), changed.model_dump(mode="json")
+    [key] = keys_between(before, after)
+    assert (key.path, key.after) == (path, value)
+    change = LiveChange(id="c", at="now", actor="anna", effect=LIVE[path], keys=(key,))
+    assert applied(before, [change]) == after and undone(after, [change]) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seed": 4}, r"seed: cannot change while the experiment runs, since rows, samples and losses"),
+        ({"model": {"dtype": "bfloat16"}}, r"model\.dtype: cannot change .* since trainer and rollouts have loaded it"),
+        ({"optimisation": {"groups_per_mini_batch": 9}}, r"groups_per_mini_batch: cannot change .*optimiser"),
+        ({"algorithm": {"policy_loss": {"kind": "gspo"}}}, r"algorithm\.policy_loss: cannot change .*which models"),
+        ({"algorithm": {"kl": {"placement": "loss"}}}, r"algorithm\.kl: cannot change .*which models are loaded"),
+        ({"optimisation": {"learning_rat": 1}}, r"did you mean optimisation\.learning_rate"),
+        ({"optimisation": {"learning_rate": -1}}, r"optimisation\.learning_rate: .*greater than 0"),
+        ({}, r"nothing is changed; what can be changed is resources\.\*, optimisation\.steps, optimisation\.learning"),
+    ],
+)
+def test_what_cannot_change_says_why_and_how_to_fork(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidSpec, match=words) as error:
+        changed_live(validate_spec(a_document()), changes)
+
+    if "cannot change" in words:
+        assert "flotilla fork EXPERIMENT --set" in error.value.detail
+
+
+def test_answers_grow_no_longer_than_engines_and_batches_were_laid_out_for() -> None:
+    base = validate_spec(a_document(rollout={"sampling": {"max_new_tokens": 64}}))
+    shorter = changed_live(base, nested("rollout.sampling.max_new_tokens", 16), base)
+
+    longer = changed_live(shorter, nested("rollout.sampling.max_new_tokens", 64), base)
+
+    assert longer.rollout.sampling.max_new_tokens == 64
+    with pytest.raises(InvalidSpec, match="at most 64, for which engines and batches were laid out"):
+        changed_live(shorter, nested("rollout.sampling.max_new_tokens", 65), base)
+
+
+def test_a_bound_on_lag_stays_where_others_hold_to_it() -> None:
+    spec = validate_spec(a_document(asynchrony={"redundant_groups": 2, "on_max_lag": "drop"}))
+
+    with pytest.raises(InvalidSpec, match=r"asynchrony\.max_lag: cannot change with asynchrony\.redundant_groups"):
+        changed_live(spec, nested("asynchrony.max_lag", 4))
+
+
+def test_a_change_holds_from_its_version_on_and_none_that_waits_holds() -> None:
+    early, late, waiting = (
+        a_change("c1", ("a", 1, 2), version=3),
+        a_change("c2", ("a", 2, 3), version=5),
+        a_change("c3", ("a", 3, 4)),
+    )
+
+    assert [held_at([early, late, waiting], version) for version in (2, 3, 5)] == [(), (early,), (early, late)]
+
+
+def test_groups_carry_the_newest_value_of_what_concerns_them() -> None:
+    temperature = "rollout.sampling.temperature"
+    changes = [
+        a_change("c1", (temperature, 1.0, 0.7), version=1, effect=Effect.GROUP),
+        a_change("c2", ("optimisation.learning_rate", 1e-6, 2e-6), version=1),
+        a_change("c3", (temperature, 0.7, 0.5), version=2, effect=Effect.GROUP),
+    ]
+
+    assert group_settings(changes) == {temperature: 0.5}
+
+
+def test_two_accounts_of_the_same_changes_are_put_together_in_the_order_of_their_times() -> None:
+    first, second = a_change("c1", ("a", 1, 2)), a_change("c2", ("a", 2, 3), version=4)
+    held = first.model_copy(update={"version": 2})
+
+    assert merged([first], [held, second]) == (held, second)
+    assert merged([held, second], [first]) == (held, second), "what holds already is not taken back"

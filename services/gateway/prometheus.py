@@ -46,6 +46,7 @@ def metrics_of(gateway: GatewayState, *, with_experiments: bool = True) -> Itera
     yield from _streams(shown, gateway.measurements)
     yield _lags(shown, gateway.measurements)
     yield _values(shown, gateway.measurements)
+    yield from _audits(shown, gateway.measurements)
     yield from _speed(shown, gateway)
 
 
@@ -123,6 +124,19 @@ def _values(experiments: Iterable[Experiment], measured: PerExperiment[Measureme
         for name, value in sorted(measured.of(experiment).latest.items()):
             values.add_metric((experiment.id, name), value)
     return values
+
+
+def _audits(experiments: Iterable[Experiment], measured: PerExperiment[Measurements]) -> Iterator[Metric]:
+    """Make what second grades say of the newest audited groups; nothing of an experiment without any."""
+    share = gauge("experiment_audit_disagreement", "Share of audited samples whose two grades disagree", "experiment")
+    groups = gauge("experiment_audited_groups", "Newest groups that the share is of", "experiment")
+    for experiment in experiments:
+        config = experiment.spec.reward.audit
+        audited = None if config is None else measured.of(experiment).health.audited(config)
+        if audited is not None and audited.audited_groups:
+            share.add_metric((experiment.id,), audited.audit_disagreement / audited.audited_groups)
+            groups.add_metric((experiment.id,), audited.audited_groups)
+    yield from (share, groups)
 
 
 def _speed(experiments: Iterable[Experiment], gateway: GatewayState) -> Iterator[Metric]:

@@ -7,24 +7,24 @@ issues another in its place.
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
+from flotilla.services.reward.audit import Audit, Auditor
 from flotilla.services.reward.decision import ALL_ABSTAINED, decide, used_names, why_failed
 from flotilla.services.reward.grading import grades_of, with_grades
+from flotilla.services.reward.tally import GradingTally
 from flotilla.services.reward.teacher.teachers import Teachers
 from flotilla.services.reward.verifiers.base import AsksServer, Verifier
 from flotilla.shared.config.sections.reward import RewardConfig
 from flotilla.shared.errors import ClaimLost, FlotillaError
 from flotilla.shared.net.retry import DATA_PLANE, retry
 from flotilla.shared.samples.recorder import KeepsEnded, NothingKept
-from flotilla.shared.schemas.health import LONGEST_TEXT, LONGEST_WORDS, GradingReport, SampleExcerpt
 from flotilla.shared.schemas.sample_kinds import SampleKind
 from flotilla.shared.schemas.service import TEACHER, Failure
-from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
+from flotilla.shared.schemas.trajectory import GradeStatus, Group
 from flotilla.shared.streams.holding import LostClaims, holding
 from flotilla.shared.streams.hop import Claim, Hop, Resolution
 
@@ -32,108 +32,6 @@ log = logging.getLogger(__name__)
 
 CLAIM_WAIT_SECONDS = 1.0
 HAND_BACK_SECONDS = 5.0
-
-LABEL_WORDS = ("label",)
-"""What an error says that a label made: the verifiers' own words."""
-MIDDLE = " [...] "
-
-
-@dataclass
-class GradingTally:
-    """The counts of one session; see ``GradingReport`` for their meaning."""
-
-    session: str = field(default_factory=lambda: secrets.token_hex(4))
-    counts: dict[str, int] = field(default_factory=dict)
-    last_reward: float | None = None
-    highest_reward: float | None = None
-    lowest_reward: float | None = None
-    last_error: str | None = None
-    last_ungraded: SampleExcerpt | None = None
-    _newest: tuple[SampleExcerpt, ...] = ()
-
-    @property
-    def num_groups(self) -> int:
-        """Groups graded so far."""
-        return self.counts.get("groups", 0)
-
-    def add(self, group: Group, *, is_filtered: bool) -> None:
-        """Count a graded group, before anything is shaped or masked.
-
-        Args:
-            group: with its grades.
-            is_filtered: whether it is filtered since it teaches nothing.
-        """
-        rewards = group.rewards()
-        is_flat = len(rewards) > 1 and max(rewards) == min(rewards)
-        self._count("groups")
-        self._count("flat_groups", is_flat)
-        texts = {tuple(turn.text for turn in each.turns) or (each.text,) for each in group.trajectories}
-        self._count("identical_groups", len(texts) == 1 < len(group.trajectories))
-        self._count("filtered_groups", is_filtered)
-        self._count("signalless_groups", is_flat or is_filtered)
-        for trajectory in group.trajectories:
-            self._add_sample(trajectory)
-            if trajectory.reward is None:
-                self.last_ungraded = excerpt(group, trajectory)
-        self._keep(group)
-
-    def _add_sample(self, trajectory: Trajectory) -> None:
-        self._count("samples")
-        self._count("truncated", trajectory.finish_reason.is_truncation)
-        self._count("empty", not any(turn.text.strip() for turn in trajectory.turns) and not trajectory.text.strip())
-        self._count("answered", trajectory.answer is not None)
-        if trajectory.status is GradeStatus.ERROR:
-            self._count("errors")
-            self.last_error = (trajectory.reason or "")[:LONGEST_WORDS]
-            self._count("label_errors", any(word in self.last_error for word in LABEL_WORDS))
-        if trajectory.reward is not None:
-            self._count("scored")
-            self._count("repeated", trajectory.reward == self.last_reward)
-            self.last_reward = reward = trajectory.reward
-            self.highest_reward = reward if self.highest_reward is None else max(reward, self.highest_reward)
-            self.lowest_reward = reward if self.lowest_reward is None else min(reward, self.lowest_reward)
-
-    def _count(self, name: str, happened: bool = True) -> None:
-        self.counts[name] = self.counts.get(name, 0) + happened
-
-    def _keep(self, group: Group) -> None:
-        """Keep the best and the worst of the newest group, or one of the last two groups where all are alike."""
-        ranked = sorted(group.trajectories, key=lambda t: t.reward if t.reward is not None else float("-inf"))
-        worst, best = excerpt(group, ranked[0]), excerpt(group, ranked[-1])
-        self._newest = (best, worst) if best.reward != worst.reward else (*self._newest[-1:], worst)
-
-    def report(self) -> GradingReport:
-        """Make what is reported."""
-        return GradingReport(
-            session=self.session,
-            last_reward=self.last_reward,
-            highest_reward=self.highest_reward,
-            lowest_reward=self.lowest_reward,
-            last_error=self.last_error,
-            samples_seen=self._newest,
-            ungraded_sample=self.last_ungraded,
-            **self.counts,
-        )
-
-
-def excerpt(group: Group, trajectory: Trajectory) -> SampleExcerpt:
-    """Cut a sample for people: beginning and end of prompt and completion."""
-    label = group.task.label
-    return SampleExcerpt(
-        prompt=_cut(group.prompt),
-        completion=_cut(trajectory.text),
-        label=None if label is None else label[:LONGEST_WORDS],
-        answer=None if trajectory.answer is None else trajectory.answer[:LONGEST_WORDS],
-        reward=trajectory.reward,
-        reason=None if trajectory.reason is None else trajectory.reason[:LONGEST_WORDS],
-        finish_reason=trajectory.finish_reason.value,
-    )
-
-
-def _cut(text: str) -> str:
-    text = text if text.isascii() else text.encode("utf-8", "replace").decode()
-    half = (LONGEST_TEXT - len(MIDDLE)) // 2
-    return text if len(text) <= LONGEST_TEXT else f"{text[:half]}{MIDDLE}{text[-half:]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +59,7 @@ class RewardConsumer:
         concurrency: groups graded at the same time in each lane.
         kept: told of groups that are not trained.
         teachers: asked about what is to be trained; None where no teacher is behind a URL.
+        auditor: grades a share of the groups in training a second time; None where the spec asks for none.
     """
 
     def __init__(
@@ -171,9 +70,11 @@ class RewardConsumer:
         concurrency: int,
         kept: KeepsEnded | None = None,
         teachers: Teachers | None = None,
+        auditor: Auditor | None = None,
     ) -> None:
         self._lanes = lanes
         self._teachers = teachers
+        self._auditor = auditor
         self._verifier = verifier
         self._config = config
         self._kept = NothingKept() if kept is None else kept
@@ -259,11 +160,13 @@ class RewardConsumer:
             if sampled is None:
                 return
             async with holding(lane.hop, claim):
-                group = await self._graded(sampled)
+                group, audit = await self._graded_twice(sampled, is_audited=lane.is_filtered)
             # However long the data plane is absent: what was graded is not graded again. Only its answer tells whether
             # the claim is still held.
             async with lane.hop.renewing(claim):
-                await self._send_on(lane, claim, group, why_failed(sampled))
+                is_sent = await self._send_on(lane, claim, group, why_failed(sampled))
+            if is_sent and audit is not None:
+                self.tally.add_audit(group, audit)
         except ClaimLost:
             self._lost.add(claim)
         except FlotillaError as error:
@@ -286,6 +189,15 @@ class RewardConsumer:
             await self._resolve(hop, claim, Resolution.FAILED, "unreadable")
             return None
 
+    async def _graded_twice(self, sampled: Group, *, is_audited: bool) -> tuple[Group, Audit | None]:
+        """Grade a group, and beside that a second time if it is one of those."""
+        auditor = self._auditor
+        if auditor is None or not is_audited or not auditor.chooses(sampled):
+            return await self._graded(sampled), None
+        async with asyncio.TaskGroup() as both:
+            first, second = both.create_task(self._graded(sampled)), both.create_task(auditor.grades_of(sampled))
+        return first.result(), auditor.compare(first.result(), second.result())
+
     async def _graded(self, group: Group) -> Group:
         started = time.perf_counter()
         grades = await grades_of(self._verifier, group)
@@ -298,10 +210,10 @@ class RewardConsumer:
         graded = with_grades(group, grades, time.perf_counter() - started, used_names(self._config))
         return graded.timed("graded_after_seconds", time.time())
 
-    async def _send_on(self, lane: RewardLane, claim: Claim, group: Group, failure: str) -> None:
+    async def _send_on(self, lane: RewardLane, claim: Claim, group: Group, failure: str) -> bool:
+        """Send a graded group where it belongs; False if the claim was lost."""
         if not lane.is_filtered:
-            await self._forward(lane.hop, claim, group)
-            return
+            return await self._forward(lane.hop, claim, group)
         decided = decide(group, self._config, failure)
         self.tally.add(group, is_filtered=decided.is_filtered_by_rule)
         if decided.trained is None:
@@ -312,14 +224,13 @@ class RewardConsumer:
                 log.warning("no sample could be graded", extra={"entry_id": claim.entry_id, "error": self.last_error})
             elif decided.reason != ALL_ABSTAINED:
                 self.failures_in_a_row = 0
-            await self._end(lane.hop, claim, group, decided.resolution, decided.reason)
-        elif (judged := await self._judged(decided.trained)) is not None:
+            return await self._end(lane.hop, claim, group, decided.resolution, decided.reason)
+        if (judged := await self._judged(decided.trained)) is not None:
             self.failures_in_a_row = 0
-            await self._forward(lane.hop, claim, judged)
-        else:
-            self.failures_in_a_row += 1
-            log.warning("no sample could be judged", extra={"entry_id": claim.entry_id, "error": self.last_error})
-            await self._end(lane.hop, claim, group, Resolution.FAILED, "teacher_error")
+            return await self._forward(lane.hop, claim, judged)
+        self.failures_in_a_row += 1
+        log.warning("no sample could be judged", extra={"entry_id": claim.entry_id, "error": self.last_error})
+        return await self._end(lane.hop, claim, group, Resolution.FAILED, "teacher_error")
 
     async def _judged(self, group: Group) -> Group | None:
         """Have a teacher judge what is to be trained, as long as it takes; None if it could judge no member."""
@@ -333,15 +244,15 @@ class RewardConsumer:
         self.last_error = refused[-1] if refused else self.last_error
         return judged if any(each.status is GradeStatus.SCORED for each in judged.trajectories) else None
 
-    async def _end(self, hop: Hop, claim: Claim, group: Group, resolution: Resolution, reason: str) -> None:
+    async def _end(self, hop: Hop, claim: Claim, group: Group, resolution: Resolution, reason: str) -> bool:
         self._kept.ended(group, SampleKind(resolution.value), reason)
-        await self._resolve(hop, claim, resolution, reason)
+        return await self._resolve(hop, claim, resolution, reason)
 
-    async def _forward(self, hop: Hop, claim: Claim, group: Group) -> None:
-        await retry(partial(hop.forward, claim, group), waiting_for=DATA_PLANE)
+    async def _forward(self, hop: Hop, claim: Claim, group: Group) -> bool:
+        return await retry(partial(hop.forward, claim, group), waiting_for=DATA_PLANE)
 
-    async def _resolve(self, hop: Hop, claim: Claim, resolution: Resolution, reason: str) -> None:
-        await retry(partial(hop.resolve, claim, resolution, reason), waiting_for=DATA_PLANE)
+    async def _resolve(self, hop: Hop, claim: Claim, resolution: Resolution, reason: str) -> bool:
+        return await retry(partial(hop.resolve, claim, resolution, reason), waiting_for=DATA_PLANE)
 
     async def _give_up(self, hop: Hop, claim: Claim) -> None:
         # If this fails too, the lease ends and somebody else takes the claim over.

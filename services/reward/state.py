@@ -12,6 +12,7 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
+from flotilla.services.reward.audit import Auditor, build_auditor
 from flotilla.services.reward.consumer import RewardConsumer, RewardLane
 from flotilla.services.reward.service import RewardService
 from flotilla.services.reward.teacher.teachers import Teachers, open_teachers
@@ -19,7 +20,6 @@ from flotilla.services.reward.verifiers.base import Verifier
 from flotilla.services.reward.verifiers.registry import Surroundings, build_verifier
 from flotilla.shared.config.sections.distillation import DistillationConfig
 from flotilla.shared.config.sections.reward import RemoteConfig, RewardConfig
-from flotilla.shared.config.sections.reward_model import HostedModelConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.environment.settings import Secrets, ServiceSettings
 from flotilla.shared.errors import Unavailable
@@ -64,10 +64,13 @@ class RewardSession:
     verifier: Verifier
     recorder: SampleRecorder | None = None
     teachers: Teachers | None = None
+    auditor: Auditor | None = None
 
     async def close(self) -> None:
         """End the verifiers' processes and connections; write the samples that wait."""
         await self.verifier.aclose()
+        if self.auditor is not None:
+            await self.auditor.aclose()
         if self.teachers is not None:
             await self.teachers.aclose()
         if self.recorder is not None:
@@ -97,9 +100,8 @@ class SessionOpener:
             Unavailable: code is to be graded, and there is no sandbox now or the gateway does not name it.
         """
         sandbox_url = await self._sandbox_url(assignment.experiment_id) if spec.runs_code else None
-        for component in spec.reward.components:
-            if isinstance(component, HostedModelConfig):
-                await fetched(component.model)
+        for model in spec.reward.hosted_models:
+            await fetched(model)
         streams = StreamsConfig(lease_seconds=self.settings.lease_seconds)
         surroundings = Surroundings(
             experiment=assignment.experiment_id,
@@ -113,11 +115,16 @@ class SessionOpener:
         )
         distillation = spec.algorithm.distillation
         verifier = build_verifier(spec.reward, surroundings)
+        auditor = build_auditor(spec.reward, surroundings)
         try:
             await verifier.start()
+            if auditor is not None:
+                await auditor.start()
             teachers = open_teachers(distillation, surroundings)
         except BaseException:
             await verifier.aclose()
+            if auditor is not None:
+                await auditor.aclose()
             raise
         lanes = []
         for lane in Lane if spec.evaluation is not None else (Lane.TRAIN,):
@@ -128,8 +135,8 @@ class SessionOpener:
         if spec.samples is not None:
             recorder = SampleRecorder(Path(assignment.directory), spec.samples, writer="reward").start()
         at_a_time = groups_at_a_time(spec.reward, distillation)
-        consumer = RewardConsumer(lanes, verifier, spec.reward, at_a_time, recorder, teachers)
-        return RewardSession(consumer, verifier, recorder, teachers)
+        consumer = RewardConsumer(lanes, verifier, spec.reward, at_a_time, recorder, teachers, auditor)
+        return RewardSession(consumer, verifier, recorder, teachers, auditor)
 
     async def _sandbox_url(self, experiment_id: str) -> str:
         """Find a sandbox of the experiment, or any while it has none; several rewards spread over several.

@@ -126,7 +126,7 @@ class ExperimentSpec(Config):
         """Whether a reward component needs a sandbox."""
         return any(
             component.runs_code if isinstance(component, VerlDefaultConfig) else isinstance(component, CodeConfig)
-            for component in self.reward.components
+            for component in self.reward.graders.values()
         )
 
     @property

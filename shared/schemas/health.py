@@ -8,6 +8,7 @@ from flotilla.shared.schemas.wire import TolerantWire
 
 LONGEST_TEXT = 400
 LONGEST_WORDS = 200
+MOST_AUDITED = 4
 
 
 class SampleExcerpt(TolerantWire):
@@ -22,6 +23,8 @@ class SampleExcerpt(TolerantWire):
     reason: str | None = None
     """Why there is no reward."""
     finish_reason: str = ""
+    audit_reward: float | None = None
+    """The hidden second grade, where it disagrees."""
 
 
 class GradingReport(TolerantWire):
@@ -59,6 +62,16 @@ class GradingReport(TolerantWire):
     """Two of the newest, with different rewards where there are such."""
     ungraded_sample: SampleExcerpt | None = None
     """The newest without a reward."""
+    audited_groups: int = Field(0, ge=0)
+    """Of which samples have a second grade to compare with."""
+    failed_audits: int = Field(0, ge=0)
+    """Groups whose second grade failed."""
+    audit_disagreement: float = Field(0.0, ge=0)
+    """Sum over audited groups of the share of samples whose two grades disagree."""
+    audit_higher: float = Field(0.0, ge=0)
+    """The same of those whose reward is above the second grade."""
+    audited_samples: tuple[SampleExcerpt, ...] = Field((), max_length=MOST_AUDITED)
+    """The newest whose grades disagree."""
 
 
 class SamplingReport(TolerantWire):

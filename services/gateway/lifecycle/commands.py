@@ -287,6 +287,11 @@ class ExperimentCommands:
         if action is Action.STOP:
             self._publications.stage_close(change, experiment.id, "the experiment stops")
 
+    def stage_pause(self, change: Transaction, experiment: Experiment) -> None:
+        """Pause an experiment that runs; one in another state stays as it is."""
+        if change.staged(experiment, experiment.record).state is ExperimentState.RUNNING:
+            self._stage_action(change, experiment, Action.PAUSE)
+
     async def change(self, experiment_id: str, body: str) -> Experiment:
         """Change quotas, the steps or keys that can change while an experiment runs: ``shared/config/load/live.py``.
 

@@ -15,7 +15,7 @@ from flotilla.services.gateway.uploads.remote import check_protocol
 from flotilla.shared.config.rules.devices import tensor_parallel
 from flotilla.shared.config.sections.data import DataConfig, RowsConfig, is_url
 from flotilla.shared.config.sections.model import ModelConfig
-from flotilla.shared.config.sections.reward import CustomConfig, VerlDefaultConfig
+from flotilla.shared.config.sections.reward import Component, CustomConfig, VerlDefaultConfig
 from flotilla.shared.config.sections.reward_model import HostedModelConfig
 from flotilla.shared.config.sections.tracking import JsonlTrackerConfig, TensorboardTrackerConfig
 from flotilla.shared.config.sections.verl_sources import first_not_graded
@@ -37,11 +37,11 @@ def paths_of(spec: ExperimentSpec) -> dict[str, str]:
         paths |= _paths_of_rows("evaluation", "sets", spec.evaluation.path, spec.evaluation.sets)
     if spec.finished_job is not None and spec.finished_job.held_out is not None:
         paths |= _paths_of_row("job.held_out", spec.finished_job.held_out)
-    for number, component in enumerate(spec.reward.components):
+    for where, component in spec.reward.graders.items():
         if isinstance(component, CustomConfig):
-            paths[f"reward.components.{number}.path"] = component.path.rpartition(":")[0]
+            paths[f"{where}.path"] = component.path.rpartition(":")[0]
         if isinstance(component, HostedModelConfig) and not component.model.is_hub_name:
-            paths[f"reward.components.{number}.path"] = component.path
+            paths[f"{where}.path"] = component.path
     paths |= files_of(spec.rollout.episodes)
     for number, tracker in enumerate(spec.tracking.trackers):
         if isinstance(tracker, JsonlTrackerConfig | TensorboardTrackerConfig) and tracker.directory is not None:
@@ -108,9 +108,9 @@ def check_model(spec: ExperimentSpec) -> None:
 def models_of(spec: ExperimentSpec) -> dict[str, ModelConfig]:
     """List the models of a spec by the dotted field of their path: of policy, teacher, critic and reward models."""
     models = {"model.path": spec.model} | spec.algorithm.models
-    for number, component in enumerate(spec.reward.components):
+    for where, component in spec.reward.graders.items():
         if isinstance(component, HostedModelConfig):
-            models[f"reward.components.{number}.path"] = component.model
+            models[f"{where}.path"] = component.model
     return models
 
 
@@ -147,10 +147,10 @@ def pinned(spec: ExperimentSpec) -> ExperimentSpec:
     Raises:
         ModelError: there is no such model or revision, the hub refuses it or cannot be reached.
     """
-    components = tuple(
-        each.model_copy(update={"revision": _commit_of(each.model)}) if isinstance(each, HostedModelConfig) else each
-        for each in spec.reward.components
-    )
+    reward = spec.reward.model_copy(update={"components": _of_commits(spec.reward.components)})
+    if (audit := reward.audit) is not None:
+        audit = audit.model_copy(update={"components": _of_commits(audit.components)})
+        reward = reward.model_copy(update={"audit": audit})
     model = spec.model.model_copy(update={"revision": _commit_of(spec.model)})
     algorithm = spec.algorithm
     for name in ("distillation", "value_loss"):
@@ -158,7 +158,6 @@ def pinned(spec: ExperimentSpec) -> ExperimentSpec:
         if section is not None and section.model is not None:
             of_commit = section.model_copy(update={"revision": _commit_of(section.model)})
             algorithm = algorithm.model_copy(update={name: of_commit})
-    reward = spec.reward.model_copy(update={"components": components})
     return spec.model_copy(update={"model": model, "algorithm": algorithm, "reward": reward})
 
 
@@ -240,6 +239,14 @@ def evaluation_dataset(spec: ExperimentSpec, places: Places | None = None) -> Da
     return dataset
 
 
+def _of_commits(components: tuple[Component, ...]) -> tuple[Component, ...]:
+    """Replace revisions of the hub's reward models by commits."""
+    return tuple(
+        each.model_copy(update={"revision": _commit_of(each.model)}) if isinstance(each, HostedModelConfig) else each
+        for each in components
+    )
+
+
 def check_data_sources(spec: ExperimentSpec, dataset: Dataset, field: str) -> None:
     """Check that a component that chooses a scorer by data source has one for every row that it grades.
 
@@ -247,7 +254,7 @@ def check_data_sources(spec: ExperimentSpec, dataset: Dataset, field: str) -> No
         DataError: it has none for a row; the detail lists the data sources that it knows.
     """
     column = spec.data.data_source_column
-    for number, component in enumerate(spec.reward.components):
+    for where, component in spec.reward.graders.items():
         if not isinstance(component, VerlDefaultConfig) or column is None:
             continue
         values = [value_at(row, column) for row in dataset.rows]
@@ -255,7 +262,7 @@ def check_data_sources(spec: ExperimentSpec, dataset: Dataset, field: str) -> No
         graded = [name for name in given if component.data_sources is None or name in component.data_sources]
         reason = first_not_graded(graded, runs_code=component.runs_code)
         if reason is not None:
-            raise DataError(f"reward.components.{number}, rows of {field}: {reason}", field=field)
+            raise DataError(f"{where}, rows of {field}: {reason}", field=field)
 
 
 def check_taught(spec: ExperimentSpec, dataset: Dataset) -> None:

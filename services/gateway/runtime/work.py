@@ -109,6 +109,7 @@ class ExperimentWork:
             parts.clock,
             parts.measurements.of(experiment).health,
             functools.partial(parts.commands.fail, experiment),
+            parts.commands.stage_pause,
         )
 
     async def _load(self, experiment: Experiment) -> tuple[Dataset | None, Dataset | None]:

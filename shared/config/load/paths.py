@@ -93,8 +93,9 @@ def _absolute(path: str, folder: Path) -> str:
 
 
 def _resolve_reward_models(reward: Any, folder: Path, made: str) -> None:
-    components = reward.get("components") if isinstance(reward, dict) else None
-    for each in components if isinstance(components, list) else []:
+    sections = [reward, reward.get("audit")] if isinstance(reward, dict) else []
+    lists = [each.get("components") for each in sections if isinstance(each, dict)]
+    for each in [component for found in lists if isinstance(found, list) for component in found]:
         is_model = isinstance(each, dict) and each.get("kind") == "reward_model"
         if is_model and not _names_hub(each, folder, made):
             _resolve_path(each, "path", folder)

@@ -287,10 +287,10 @@ def _advantage(spec: Sections) -> None:
 def _episodes(spec: Sections) -> None:
     episodes, kind = spec.rollout.episodes, spec.algorithm.advantage.kind
     has_environment = episodes.kind == "environment"
-    for number, component in enumerate(spec.reward.components):
+    for where, component in spec.reward.graders.items():
         if isinstance(component, EnvironmentRewardConfig) and not has_environment:
             raise ValueError(
-                f"reward.components.{number} is of kind environment, and rollout.episodes.kind {episodes.kind} has "
+                f"{where} is of kind environment, and rollout.episodes.kind {episodes.kind} has "
                 "none, so that nothing would be graded: set rollout.episodes.kind to environment, or use another "
                 "component"
             )
@@ -321,8 +321,7 @@ def _episodes(spec: Sections) -> None:
 
 
 def _labels(spec: Sections) -> None:
-    for number, component in enumerate(spec.reward.components):
-        where = f"reward.components.{number}"
+    for where, component in spec.reward.graders.items():
         if component.data_sources is not None and spec.data.data_source_column is None:
             raise ValueError(
                 f"{where}.data_sources chooses by data source, and data.data_source_column is not set, so that nothing "

@@ -13,6 +13,7 @@ class CheckName(StrEnum):
     GRADER_FAILING = "grader_failing"
     GRADES_MISSING = "grades_missing"
     WRONG_LABELS = "wrong_labels"
+    GRADERS_DISAGREE = "graders_disagree"
     NO_ANSWER_FOUND = "no_answer_found"
     NEVER_RIGHT = "never_right"
     CONSTANT_REWARD = "constant_reward"

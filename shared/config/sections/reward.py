@@ -12,7 +12,8 @@ from flotilla.shared.config.base.model import Config
 from flotilla.shared.config.code_reference import CodeReference
 from flotilla.shared.config.sections.components import AnswerPattern, ComponentConfig, GraderUrl, RegularExpression
 from flotilla.shared.config.sections.judge import JudgeConfig, JudgeModelConfig, QuestionConfig
-from flotilla.shared.config.sections.reward_model import RewardModelConfig
+from flotilla.shared.config.sections.model import ModelConfig
+from flotilla.shared.config.sections.reward_model import HostedModelConfig, RewardModelConfig
 from flotilla.shared.config.sections.shaping import GroupFilterConfig, SampleMaskConfig, ShapingConfig
 
 
@@ -280,6 +281,44 @@ def may_read_label(component: ComponentConfig) -> bool:
     return True
 
 
+class AuditConfig(Config):
+    """A second grade that the policy never sees: of a share of the groups, by graders that are no part of the reward.
+
+    Where the two disagree more than a bound allows, and not by chance, the reward is being gamed, or one of the graders
+    is wrong: the experiment is paused, with examples.
+    """
+
+    components: tuple[Component, ...] = Field(min_length=1)
+    """What grades a second time, as `reward.components` does the first; not of kind agent, which grades once."""
+    share: float = Field(0.1, gt=0, le=1)
+    """Of the groups in training, chosen by their ids."""
+    tolerance: float = Field(1e-6, ge=0)
+    """Two grades of a sample disagree where they differ by more."""
+    bound: float = Field(0.1, ge=0, lt=1)
+    """Share of the samples that may disagree."""
+    confidence: float = Field(0.95, ge=0.5, lt=1)
+    """How sure it must be that more than that do, groups being the independent draws."""
+    min_groups: int = Field(8, ge=2)
+    """Audited groups before anything is concluded."""
+    window: int = Field(64, ge=2)
+    """Newest audited groups that are looked at."""
+    deadline_seconds: float = Field(60.0, gt=0, le=86_400)
+    """Time for the second grade of a group, which waits for it. After it the grade counts as failed."""
+    pause: bool = True
+    """Pause the experiment. False: the finding alone."""
+
+    @model_validator(mode="after")
+    def _window_holds_enough(self) -> Self:
+        if self.window < self.min_groups:
+            raise ValueError(
+                f"audit.window {self.window} is less than audit.min_groups {self.min_groups}, so that nothing is ever "
+                "be concluded: raise the first or lower the second"
+            )
+        if any(isinstance(each, AgentRewardConfig) for each in self.components):
+            raise ValueError("audit.components: a reward of kind agent is given once, and cannot be asked for again")
+        return self
+
+
 class RewardConfig(Config):
     """The reward of a sample: ``sum(weight * reward)`` over the components that scored it."""
 
@@ -296,14 +335,28 @@ class RewardConfig(Config):
     statistics. Null: all."""
     shaping: ShapingConfig | None = None
     """What happens to a reward between the graders and the trainer, except in evaluation; null: nothing."""
+    audit: AuditConfig | None = None
+    """A hidden second grade of a share of the groups, which notices a reward that is gamed; null: none."""
     max_consecutive_failures: int = Field(32, ge=1)
     """The experiment fails, with the words of the last error, when this many groups in a row could not be graded, or
     this many tasks in a row could not be answered at all (prompts that do not fit, say)."""
 
     @property
+    def graders(self) -> dict[str, Component]:
+        """Everything that grades, by the path of its section: the components, and those of the audit."""
+        found = {f"reward.components.{number}": each for number, each in enumerate(self.components)}
+        audited = () if self.audit is None else self.audit.components
+        return found | {f"reward.audit.components.{number}": each for number, each in enumerate(audited)}
+
+    @property
+    def hosted_models(self) -> tuple[ModelConfig, ...]:
+        """Models that reward services load to grade."""
+        return tuple(each.model for each in self.graders.values() if isinstance(each, HostedModelConfig))
+
+    @property
     def may_read_labels(self) -> bool:
         """Whether a grade may depend on the label of the row."""
-        return any(may_read_label(each) for each in self.components)
+        return any(may_read_label(each) for each in self.graders.values())
 
     @property
     def waits_for_answers(self) -> bool:
@@ -325,10 +378,11 @@ class RewardConfig(Config):
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
-        names = [component.name or component.kind for component in self.components]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"two components are called {name!r}; give one of them another `name`")
+        for components in (self.components, () if self.audit is None else self.audit.components):
+            names = [component.name or component.kind for component in components]
+            for name in names:
+                if names.count(name) > 1:
+                    raise ValueError(f"two components are called {name!r}; give one of them another `name`")
         return self
 
     @model_validator(mode="after")

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from flotilla.services.reward import service as service_module
-from flotilla.services.reward.consumer import GradingTally
 from flotilla.services.reward.service import RewardService
+from flotilla.services.reward.tally import GradingTally
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import FlotillaError, Unavailable, WorkerDied
 from flotilla.shared.schemas.service import TEACHER, Assignment, DesiredState, Failure, WorkState

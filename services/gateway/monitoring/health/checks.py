@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from flotilla.services.gateway.monitoring.health import completions, rewards, updates
+from flotilla.services.gateway.monitoring.health import audit, completions, rewards, updates
 from flotilla.services.gateway.monitoring.health.evidence import Evidence, Seen
 from flotilla.shared.config.sections.health import CheckName
 
@@ -105,6 +105,13 @@ CHECKS: tuple[Check, ...] = (
         rewards.grades_missing,
         "find what these rows have in common: samples without a grade are not trained on, and held-out accuracies "
         "leave them out; where graders abstain from them on purpose, put grades_missing into health.skip",
+    ),
+    Check(
+        CheckName.GRADERS_DISAGREE,
+        "reward",
+        audit.graders_disagree,
+        "look at the samples: where the second grade is right, mend reward.components and go on from before by "
+        "`flotilla regrade` and the fork that it names; where it is wrong, mend reward.audit. A resume changes nothing",
     ),
     Check(
         CheckName.EMPTY_COMPLETIONS,

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flotilla.shared.config.sections.health import HealthConfig
+from flotilla.shared.config.sections.reward import AuditConfig
 from flotilla.shared.schemas.health import SampleExcerpt
 
 MIN_SAMPLES = 16
@@ -23,6 +24,7 @@ class Facts:
         learning_rate: peak.
         is_graded: whether what is trained on was graded.
         learns_from_rewards: whether a difference between rewards is what is learned from.
+        audit: the section of the second grade; None without one.
     """
 
     thresholds: HealthConfig
@@ -33,6 +35,7 @@ class Facts:
     learning_rate: float
     is_graded: bool = True
     learns_from_rewards: bool = True
+    audit: AuditConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,16 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
+class Audited:
+    """Counts of second grades in ``GradingReport`` over some groups; see there."""
+
+    audited_groups: int = 0
+    failed_audits: int = 0
+    audit_disagreement: float = 0.0
+    audit_higher: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class StepFigures:
     """The metrics of one step, by name."""
 
@@ -84,6 +97,8 @@ class Evidence:
         steps: the run's steps, oldest first; the newest 64.
         last_reward, last_error, special_token, samples, ungraded_sample: of the newest reports.
         highest_reward, lowest_reward: that any report had.
+        audited: of the newest audited groups.
+        audited_samples: whose two grades disagree.
     """
 
     facts: Facts
@@ -98,6 +113,8 @@ class Evidence:
     special_token: str | None = None
     samples: tuple[SampleExcerpt, ...] = ()
     ungraded_sample: SampleExcerpt | None = None
+    audited: Audited = Audited()
+    audited_samples: tuple[SampleExcerpt, ...] = ()
 
     @property
     def is_enough_graded(self) -> bool:
@@ -143,9 +160,11 @@ class Seen:
         figures: the same, by name.
         advice: what to do, where it depends on what was seen; None takes the check's.
         sample: that shows it; None where any does.
+        samples: that show it, where there are several.
     """
 
     text: str
     figures: Mapping[str, float] = field(default_factory=dict)
     advice: str | None = None
     sample: SampleExcerpt | None = None
+    samples: tuple[SampleExcerpt, ...] = ()

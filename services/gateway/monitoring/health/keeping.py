@@ -4,13 +4,14 @@ What services report only grows while their sessions last, so nothing that they 
 lost: their next report has it. The figures of steps since then are.
 """
 
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 from flotilla.services.gateway.monitoring.health.measurements import Measurements
 from flotilla.services.gateway.monitoring.health.window import HealthWindow
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, PerExperiment
 from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.store.transaction import Transaction
 from flotilla.services.gateway.store.writes import PutWindow
 
 HEALTH: Final = "health"
@@ -31,5 +32,10 @@ async def store_window(experiment: Experiment, repository: ExperimentRepository,
     """Keep what was seen of an experiment, unless it was deleted meanwhile."""
     async with repository.transaction() as change:
         if repository.find(experiment.id) is experiment:
-            data = {"start": experiment.record.start_number, "window": window.to_window()}
-            change.write(PutWindow(experiment.id, HEALTH, data))
+            stage_window(change, experiment, window.to_window())
+
+
+def stage_window(change: Transaction, experiment: Experiment, described: Mapping[str, Any]) -> None:
+    """Keep what ``HealthWindow.to_window`` described."""
+    data = {"start": experiment.record.start_number, "window": dict(described)}
+    change.write(PutWindow(experiment.id, HEALTH, data))

@@ -6,17 +6,21 @@ from typing import Final
 
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.monitoring.health.checks import Found, find
-from flotilla.services.gateway.monitoring.health.evidence import Facts
-from flotilla.services.gateway.monitoring.health.keeping import store_window
-from flotilla.services.gateway.monitoring.health.window import HealthWindow
+from flotilla.services.gateway.monitoring.health.evidence import Facts, Seen
+from flotilla.services.gateway.monitoring.health.keeping import stage_window, store_window
+from flotilla.services.gateway.monitoring.health.window import WITHOUT_AUDIT, HealthWindow
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
+from flotilla.services.gateway.store.transaction import Transaction
 from flotilla.shared.clock import Clock, rfc3339
+from flotilla.shared.config.sections.health import CheckName
 from flotilla.shared.config.sections.reward import MatchConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.health import HealthFinding, SampleExcerpt
 
 LOOK_SECONDS: Final = 1.0
+PAUSING: Final = frozenset({CheckName.GRADERS_DISAGREE.value})
+"""Checks whose findings pause the experiment, where the spec says so."""
 REFRESH_SECONDS: Final = 15.0
 """How old the figures of a finding may be that goes on: each change of a record is stored."""
 STORE_SECONDS: Final = 5.0
@@ -24,6 +28,8 @@ STORE_SECONDS: Final = 5.0
 
 Fail = Callable[[str, str], Awaitable[None]]
 """Ends the experiment, given component and cause."""
+StagePause = Callable[[Transaction, Experiment], None]
+"""Lets the trainer start no further step; nothing where the experiment does not run."""
 
 
 def facts_of(spec: ExperimentSpec) -> Facts:
@@ -37,6 +43,7 @@ def facts_of(spec: ExperimentSpec) -> Facts:
         learning_rate=spec.optimisation.learning_rate,
         is_graded=spec.finished_job is None,
         learns_from_rewards=not spec.algorithm.is_pure_distillation,
+        audit=spec.reward.audit,
     )
 
 
@@ -46,6 +53,7 @@ class HealthMonitor:
     Args:
         window: what was reported of it.
         fail: ends it.
+        stage_pause: pauses it.
     """
 
     def __init__(
@@ -56,10 +64,12 @@ class HealthMonitor:
         clock: Clock,
         window: HealthWindow,
         fail: Fail,
+        stage_pause: StagePause,
     ) -> None:
         self._experiment = experiment
         self._repository = repository
         self._fail = fail
+        self._stage_pause = stage_pause
         self._recorded_at = self._stored_at = clock.monotonic()
         self._stored_changes: int | None = None
         self._events = events
@@ -111,7 +121,7 @@ class HealthMonitor:
             seen=seen.text,
             advice=seen.advice or check.advice,
             figures=seen.figures,
-            samples=known.samples if known and known.samples else samples if seen.sample is None else (seen.sample,),
+            samples=known.samples if known and known.samples else _shown(seen, samples),
         )
 
     async def _record(self, now: list[HealthFinding], known: dict[str, HealthFinding]) -> None:
@@ -125,6 +135,12 @@ class HealthMonitor:
                 if each.check not in known:
                     facts = each.model_dump(mode="json", exclude={"at"})
                     self._events.stage(change, self._experiment.id, "health_finding", **facts)
+            if names & PAUSING and not known.keys() & PAUSING and _pauses(self._experiment.spec):
+                # In one transaction with the finding: a gateway that is killed has done both or neither. The second
+                # grades that paused it are forgotten with it, so that a resume is not undone by them.
+                self._stage_pause(change, self._experiment)
+                change.then(self._window.clear_audit)
+                stage_window(change, self._experiment, {**self._window.to_window(), **WITHOUT_AUDIT})
             for each in known.values():
                 if each.check not in names:
                     facts = {"check": each.check, "component": each.component, "since_step": each.since_step}
@@ -138,3 +154,14 @@ class HealthMonitor:
         why = f": {reward[0].check}, {reward[0].seen}" if reward else ""
         cause = f"{without} groups in a row taught nothing, health.max_groups_without_signal is {bound}{why}"
         await self._fail("reward", cause)
+
+
+def _shown(seen: Seen, others: tuple[SampleExcerpt, ...]) -> tuple[SampleExcerpt, ...]:
+    """Choose the samples of a new finding: those that show it, else the newest."""
+    if seen.samples:
+        return seen.samples
+    return others if seen.sample is None else (seen.sample,)
+
+
+def _pauses(spec: ExperimentSpec) -> bool:
+    return spec.reward.audit is not None and spec.reward.audit.pause

@@ -6,6 +6,7 @@ from dataclasses import asdict, fields
 from typing import Any, Final, TypeVar
 
 from flotilla.services.gateway.monitoring.health.evidence import (
+    Audited,
     Evidence,
     Facts,
     Graded,
@@ -13,6 +14,7 @@ from flotilla.services.gateway.monitoring.health.evidence import (
     StepFigures,
     groups_needed,
 )
+from flotilla.shared.config.sections.reward import AuditConfig
 from flotilla.shared.schemas.health import GradingReport, SampleExcerpt, SamplingReport
 
 MOST_STEPS: Final = 64
@@ -31,7 +33,11 @@ LOOKED_AT: Final = (
 )
 """The figures of a step that checks look at: no others are kept for the gateway after this one."""
 
-Counts = TypeVar("Counts", Graded, Sampled)
+WITHOUT_AUDIT: Final[Mapping[str, Any]] = {"audited": [], "audited_samples": []}
+"""What ``to_window`` describes after ``clear_audit``."""
+
+Counts = TypeVar("Counts", Graded, Sampled, Audited)
+Groups = TypeVar("Groups", Graded, Sampled)
 
 
 def plus(first: Counts, second: Counts) -> Counts:
@@ -56,6 +62,7 @@ class HealthWindow:
         self.num_changes = 0
         self._grading_before: dict[str, Graded] = {}
         self._sampling_before: dict[str, Sampled] = {}
+        self._audit_before: dict[str, Audited] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -75,6 +82,12 @@ class HealthWindow:
         self._samples: tuple[SampleExcerpt, ...] = ()
         self._ungraded_sample: SampleExcerpt | None = None
         self.groups_without_signal = 0
+        self.clear_audit()
+
+    def clear_audit(self) -> None:
+        """Forget second grades, such as when they have paused the experiment: it takes others to pause it again."""
+        self._audited: deque[Audited] = deque(maxlen=MOST_REPORTS)
+        self._audited_samples: tuple[SampleExcerpt, ...] = ()
         self.num_changes += 1
 
     def to_window(self) -> dict[str, Any]:
@@ -82,6 +95,9 @@ class HealthWindow:
         return {
             "grading_before": {session: asdict(counts) for session, counts in self._grading_before.items()},
             "sampling_before": {session: asdict(counts) for session, counts in self._sampling_before.items()},
+            "audit_before": {session: asdict(counts) for session, counts in self._audit_before.items()},
+            "audited": [asdict(counts) for counts in self._audited],
+            "audited_samples": [sample.model_dump(mode="json") for sample in self._audited_samples],
             "steps": [
                 [step.step, {name: step.values[name] for name in LOOKED_AT if name in step.values}]
                 for step in self._steps
@@ -109,8 +125,11 @@ class HealthWindow:
         """
         self._grading_before = {name: Graded(**counts) for name, counts in kept.get("grading_before", {}).items()}
         self._sampling_before = {name: Sampled(**counts) for name, counts in kept.get("sampling_before", {}).items()}
+        self._audit_before = {name: Audited(**counts) for name, counts in kept.get("audit_before", {}).items()}
         if not kept or not is_same_start:
             return
+        self._audited.extend(Audited(**counts) for counts in kept.get("audited", ()))
+        self._audited_samples = tuple(map(SampleExcerpt.model_validate, kept.get("audited_samples", ())))
         self._steps.extend(StepFigures(step, dict(values)) for step, values in kept["steps"])
         self._graded.extend(Graded(**counts) for counts in kept["graded"])
         self._graded_ever = Graded(**kept["graded_ever"])
@@ -128,6 +147,7 @@ class HealthWindow:
         now = Graded(**{f.name: getattr(report, f.name) for f in fields(Graded)})
         more = since(now, self._grading_before.get(report.session, Graded()))
         self._grading_before[report.session] = now
+        self._add_audits(report)
         if not more.groups:
             return
         self.num_changes += 1
@@ -140,6 +160,24 @@ class HealthWindow:
         self._last_error = report.last_error
         self._samples = report.samples_seen
         self._ungraded_sample = report.ungraded_sample or self._ungraded_sample
+
+    def _add_audits(self, report: GradingReport) -> None:
+        now = Audited(**{f.name: getattr(report, f.name) for f in fields(Audited)})
+        more = since(now, self._audit_before.get(report.session, Audited()))
+        self._audit_before[report.session] = now
+        if more.audited_groups or more.failed_audits:
+            self.num_changes += 1
+            self._audited.append(more)
+            self._audited_samples = report.audited_samples or self._audited_samples
+
+    def audited(self, config: AuditConfig) -> Audited:
+        """Add up the second grades of the newest groups."""
+        found = Audited()
+        for each in reversed(self._audited):
+            found = plus(found, each)
+            if found.audited_groups >= config.window:
+                break
+        return found
 
     def add_sampling(self, report: SamplingReport) -> None:
         """Record what a rollout has sampled so far."""
@@ -175,10 +213,12 @@ class HealthWindow:
             special_token=self._special_token,
             samples=self._samples,
             ungraded_sample=self._ungraded_sample,
+            audited=Audited() if facts.audit is None else self.audited(facts.audit),
+            audited_samples=self._audited_samples,
         )
 
 
-def _newest(parts: "deque[Counts]", nothing: Counts, wanted: int) -> Counts:
+def _newest(parts: "deque[Groups]", nothing: Groups, wanted: int) -> Groups:
     """Add up the newest parts until there are so many groups, or prompts."""
     total = nothing
     for part in reversed(parts):

@@ -16,6 +16,7 @@ from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.state import GatewayState
 from flotilla.services.gateway.store.memory import MemoryStore
 from flotilla.shared.clock import ManualClock
+from flotilla.shared.config.sections.reward import AuditConfig
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.health import GradingReport, SamplingReport
 from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment
@@ -34,7 +35,9 @@ def a_monitor(gateway: GatewayState, experiment: Experiment, clock: ManualClock)
         await gateway.commands.fail(experiment, component, cause)
 
     window = gateway.measurements.of(experiment).health
-    return HealthMonitor(experiment, gateway.repository, gateway.events, clock, window, fail)
+    return HealthMonitor(
+        experiment, gateway.repository, gateway.events, clock, window, fail, gateway.commands.stage_pause
+    )
 
 
 async def events_of(gateway: GatewayState, experiment: Experiment) -> list[str]:
@@ -269,3 +272,59 @@ def test_no_check_looks_at_a_figure_that_is_not_kept(without: str) -> None:
 
     assert asked <= set(LOOKED_AT)
     assert asked >= set(LOOKED_AT) - {"correction/log_ppl_abs_diff", "ratio/approx_kl"}
+
+
+AUDIT = {"components": [{"kind": "exact"}], "min_groups": 8}
+
+
+async def audited_experiment(gateway: GatewayState, **audit: Any) -> Experiment:
+    spec = a_spec(reward={"components": [{"kind": "exact"}], "audit": AUDIT | audit})
+    return await add_experiment(gateway, spec=spec.model_dump(mode="json"), step=4, state=ExperimentState.RUNNING)
+
+
+async def test_graders_that_disagree_pause_the_experiment_once_with_examples() -> None:
+    clock, store = ManualClock(), MemoryStore()
+    gateway = a_gateway(clock=clock, store=store)
+    experiment = await audited_experiment(gateway)
+    monitor, window = a_monitor(gateway, experiment, clock), gateway.measurements.of(experiment).health
+    for step in range(1, 5):
+        window.add_step(step, FIGURES)
+
+    window.add_grading(report(60, dead=0, audited_groups=7, audit_disagreement=7.0, audited_samples=SAMPLES))
+    await monitor.look()
+    assert (experiment.state, gateway.commands.view(experiment).health) == (ExperimentState.RUNNING, ())
+
+    disagreeing: dict[str, Any] = {"audited_groups": 9, "audit_disagreement": 9.0, "audit_higher": 9.0}
+    disagreeing["audited_samples"] = SAMPLES
+    window.add_grading(report(80, dead=0, **disagreeing))
+    await monitor.look()
+    await monitor.look()
+    (finding,) = gateway.commands.view(experiment).health
+    assert (finding.check, finding.samples, finding.since_step) == ("graders_disagree", SAMPLES, 4)
+    assert experiment.state is ExperimentState.PAUSED
+    assert await events_of(gateway, experiment) == ["health_finding"]
+
+    restored = HealthWindow()
+    restored.restore((await store.window(experiment.id, "health"))["window"], is_same_start=True)
+    assert restored.audited(AuditConfig.model_validate(AUDIT)).audited_groups == 0
+    await gateway.commands.act(experiment.id, Action.RESUME)
+    window.add_grading(report(100, dead=0, **disagreeing))
+    await monitor.look()
+    assert (experiment.state, gateway.commands.view(experiment).health) == (ExperimentState.RUNNING, ())
+
+    window.add_grading(report(120, dead=0, **(disagreeing | {"audited_groups": 17, "audit_disagreement": 17.0})))
+    await monitor.look()
+    assert experiment.state is ExperimentState.PAUSED
+
+
+async def test_an_audit_that_does_not_pause_warns() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock)
+    experiment = await audited_experiment(gateway, pause=False)
+    window = gateway.measurements.of(experiment).health
+
+    window.add_grading(report(60, dead=0, audited_groups=20, audit_disagreement=20.0))
+    await a_monitor(gateway, experiment, clock).look()
+
+    assert [each.check for each in gateway.commands.view(experiment).health] == ["graders_disagree"]
+    assert experiment.state is ExperimentState.RUNNING

@@ -1,5 +1,5 @@
-from flotilla.services.reward.consumer import GradingTally
 from flotilla.services.reward.grading import with_grades
+from flotilla.services.reward.tally import GradingTally
 from flotilla.shared.schemas.grading import Grade
 from flotilla.shared.schemas.health import LONGEST_TEXT
 from flotilla.shared.schemas.trajectory import FinishReason, Group, Trajectory

@@ -1,0 +1,132 @@
+"""What a reward service has graded, as it reports it for the training-health checks: counts, and samples for people."""
+
+import secrets
+from dataclasses import dataclass, field
+
+from flotilla.services.reward.audit import Audit
+from flotilla.shared.schemas.health import LONGEST_TEXT, LONGEST_WORDS, MOST_AUDITED, GradingReport, SampleExcerpt
+from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
+
+LABEL_WORDS = ("label",)
+"""What an error says that a label made: the verifiers' own words."""
+MIDDLE = " [...] "
+
+
+@dataclass
+class GradingTally:
+    """The counts of one session; see ``GradingReport`` for their meaning."""
+
+    session: str = field(default_factory=lambda: secrets.token_hex(4))
+    counts: dict[str, int] = field(default_factory=dict)
+    last_reward: float | None = None
+    highest_reward: float | None = None
+    lowest_reward: float | None = None
+    last_error: str | None = None
+    last_ungraded: SampleExcerpt | None = None
+    audited_groups: int = 0
+    failed_audits: int = 0
+    audit_disagreement: float = 0.0
+    audit_higher: float = 0.0
+    _newest: tuple[SampleExcerpt, ...] = ()
+    _audited: tuple[SampleExcerpt, ...] = ()
+
+    @property
+    def num_groups(self) -> int:
+        """Groups graded so far."""
+        return self.counts.get("groups", 0)
+
+    def add(self, group: Group, *, is_filtered: bool) -> None:
+        """Count a graded group, before anything is shaped or masked.
+
+        Args:
+            group: with its grades.
+            is_filtered: whether it is filtered since it teaches nothing.
+        """
+        rewards = group.rewards()
+        is_flat = len(rewards) > 1 and max(rewards) == min(rewards)
+        self._count("groups")
+        self._count("flat_groups", is_flat)
+        texts = {tuple(turn.text for turn in each.turns) or (each.text,) for each in group.trajectories}
+        self._count("identical_groups", len(texts) == 1 < len(group.trajectories))
+        self._count("filtered_groups", is_filtered)
+        self._count("signalless_groups", is_flat or is_filtered)
+        for trajectory in group.trajectories:
+            self._add_sample(trajectory)
+            if trajectory.reward is None:
+                self.last_ungraded = excerpt(group, trajectory)
+        self._keep(group)
+
+    def add_audit(self, group: Group, audit: Audit) -> None:
+        """Count the second grade of a group that was sent on."""
+        self.failed_audits += audit.has_failed
+        if not audit.num_compared:
+            return
+        self.audited_groups += 1
+        self.audit_disagreement += audit.disagreement
+        self.audit_higher += audit.higher
+        for member, second in audit.differing[:1]:
+            shown = excerpt(group, group.trajectories[member]).model_copy(update={"audit_reward": second})
+            self._audited = (*self._audited, shown)[-MOST_AUDITED:]
+
+    def _add_sample(self, trajectory: Trajectory) -> None:
+        self._count("samples")
+        self._count("truncated", trajectory.finish_reason.is_truncation)
+        self._count("empty", not any(turn.text.strip() for turn in trajectory.turns) and not trajectory.text.strip())
+        self._count("answered", trajectory.answer is not None)
+        if trajectory.status is GradeStatus.ERROR:
+            self._count("errors")
+            self.last_error = (trajectory.reason or "")[:LONGEST_WORDS]
+            self._count("label_errors", any(word in self.last_error for word in LABEL_WORDS))
+        if trajectory.reward is not None:
+            self._count("scored")
+            self._count("repeated", trajectory.reward == self.last_reward)
+            self.last_reward = reward = trajectory.reward
+            self.highest_reward = reward if self.highest_reward is None else max(reward, self.highest_reward)
+            self.lowest_reward = reward if self.lowest_reward is None else min(reward, self.lowest_reward)
+
+    def _count(self, name: str, happened: bool = True) -> None:
+        self.counts[name] = self.counts.get(name, 0) + happened
+
+    def _keep(self, group: Group) -> None:
+        """Keep the best and the worst of the newest group, or one of the last two groups where all are alike."""
+        ranked = sorted(group.trajectories, key=lambda t: t.reward if t.reward is not None else float("-inf"))
+        worst, best = excerpt(group, ranked[0]), excerpt(group, ranked[-1])
+        self._newest = (best, worst) if best.reward != worst.reward else (*self._newest[-1:], worst)
+
+    def report(self) -> GradingReport:
+        """Make what is reported."""
+        return GradingReport(
+            session=self.session,
+            last_reward=self.last_reward,
+            highest_reward=self.highest_reward,
+            lowest_reward=self.lowest_reward,
+            last_error=self.last_error,
+            samples_seen=self._newest,
+            ungraded_sample=self.last_ungraded,
+            audited_groups=self.audited_groups,
+            failed_audits=self.failed_audits,
+            audit_disagreement=self.audit_disagreement,
+            audit_higher=self.audit_higher,
+            audited_samples=self._audited,
+            **self.counts,
+        )
+
+
+def excerpt(group: Group, trajectory: Trajectory) -> SampleExcerpt:
+    """Cut a sample for people: beginning and end of prompt and completion."""
+    label = group.task.label
+    return SampleExcerpt(
+        prompt=_cut(group.prompt),
+        completion=_cut(trajectory.text),
+        label=None if label is None else label[:LONGEST_WORDS],
+        answer=None if trajectory.answer is None else trajectory.answer[:LONGEST_WORDS],
+        reward=trajectory.reward,
+        reason=None if trajectory.reason is None else trajectory.reason[:LONGEST_WORDS],
+        finish_reason=trajectory.finish_reason.value,
+    )
+
+
+def _cut(text: str) -> str:
+    text = text if text.isascii() else text.encode("utf-8", "replace").decode()
+    half = (LONGEST_TEXT - len(MIDDLE)) // 2
+    return text if len(text) <= LONGEST_TEXT else f"{text[:half]}{MIDDLE}{text[-half:]}"

@@ -224,6 +224,14 @@ def _add_samples(commands: "Commands") -> None:
     regrade.add_argument("--reward", metavar="FILE", required=True, help=what)
     what = "JSON lines to write, a group each; what an interrupted call left is completed (default: beside the samples)"
     regrade.add_argument("--output", "-o", metavar="FILE", help=what)
+    what = "Write a signed record of what a checkpoint was trained on, or check one."
+    receipt = add_command(commands, "receipt", what, "receipt:receipt")
+    receipt.add_argument("checkpoint", nargs="?", help="folder of a checkpoint, or of a run, whose newest is meant")
+    receipt.add_argument("--verify", metavar="FILE", help="check this one, which exits with 1 if something has changed")
+    receipt.add_argument("--output", "-o", metavar="FILE", help="to write (default: receipts/ of the experiment)")
+    what = "private key (PEM) that signs (default: receipt.key of the fleet, made once); with --verify the public one"
+    receipt.add_argument("--key", metavar="FILE", help=what)
+    add_json(receipt)
     for parser in (show, replay, regrade):
         add_json(parser)
         add_gateway(parser)

@@ -127,7 +127,7 @@ def experiment_directory(arguments: argparse.Namespace) -> Path | None:
     """
     named = Path(arguments.experiment) if arguments.experiment else None
     if named is not None and named.is_dir():
-        return _newest_below(named, None)
+        return newest_below(named, None)
     if named is not None and len(named.parts) > 1:  # No name of an experiment has a slash.
         raise NotFound(f"there is no directory {named}")
     if arguments.gateway:
@@ -139,11 +139,11 @@ def experiment_directory(arguments: argparse.Namespace) -> Path | None:
     except Unavailable:
         if not Path(arguments.data).is_dir():
             raise
-        return _newest_below(Path(arguments.data), arguments.experiment)
+        return newest_below(Path(arguments.data), arguments.experiment)
     return None
 
 
-def _newest_below(path: Path, reference: str | None) -> Path:
+def newest_below(path: Path, reference: str | None) -> Path:
     """Find the newest experiment with samples in its own directory, a data directory or a run directory."""
     candidates = [path, *path.glob("experiments/*"), *path.glob("fleet/experiments/*")]
     found = [each for each in candidates if (each / "samples").is_dir()]

@@ -392,6 +392,8 @@ def _import_options(parser: argparse.ArgumentParser, system: str) -> None:
     text = "rows of the training data, where its passes must become steps"
     parser.add_argument("--rows", type=parsing.at_least_one, help=text)
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="set a field of the spec, last of all")
+    text = "which of several programs that a script starts is meant, counted from 1"
+    parser.add_argument("--program", type=parsing.at_least_one, metavar="N", help=text)
     text = "what samples; auto: the server that is named, where its FLOTILLA_..._PYTHON is set, else embedded"
     parser.add_argument("--engine", choices=["auto", "embedded", "sglang", "vllm"], default="auto", help=text)
     parser.add_argument("--allow-refused", action="store_true", help="make the spec without what is refused")

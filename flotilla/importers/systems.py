@@ -50,6 +50,7 @@ def read(
     *,
     source: str,
     beside: Beside = nothing_beside,
+    program: int | None = None,
 ) -> list[Given]:
     """Read the parameters of a launch file.
 
@@ -60,6 +61,7 @@ def read(
         environment: for interpolations that read it; variables that may hold secrets are not read.
         source: the file's name; its suffix tells scripts from YAML.
         beside: finds the files that YAML names in ``defaults``.
+        program: number of the program that is meant, where a script starts several; counted from 1.
 
     Raises:
         InvalidSpec: something cannot be read; ``errors`` has its place.
@@ -67,11 +69,12 @@ def read(
     # What is read is printed, in the spec and in messages; and a file is often somebody else's.
     environment = {name: NOT_READ if may_be_secret(name, value) else value for name, value in environment.items()}
     is_script = source.endswith(SCRIPTS) or text.startswith("#!")
-    if system == "verl":
-        return read_verl(text, overrides, environment, source=source, is_script=is_script, beside=beside)
-    if system == "roll":
-        return read_roll(text, overrides, environment, source=source, is_script=is_script, beside=beside)
-    return read_openrlhf_script(text, overrides, environment, source=source)
+    if program is not None and not is_script:
+        raise problem(source, program, "--program chooses among what a script starts, and this is no script")
+    if system == "openrlhf":
+        return read_openrlhf_script(text, overrides, environment, source=source, program=program)
+    read_file = read_verl if system == "verl" else read_roll
+    return read_file(text, overrides, environment, source=source, is_script=is_script, beside=beside, program=program)
 
 
 def system_of(system: str, given: Sequence[Given]) -> System:

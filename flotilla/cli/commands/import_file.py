@@ -11,6 +11,7 @@ from flotilla.importers.build import Imported, build
 from flotilla.importers.commented import commented
 from flotilla.importers.coverage import UNACCOUNTED, counts, coverage, refused_share
 from flotilla.importers.engines import named_engine
+from flotilla.importers.source import Given
 from flotilla.importers.systems import SCRIPTS, beside, read, read_launch_text, read_openrlhf, system_of
 from flotilla.shared.config.load.yaml_text import write_value
 from flotilla.shared.environment.settings import ENGINE_PYTHONS
@@ -72,15 +73,23 @@ def _imported(arguments: argparse.Namespace) -> Imported:
     if arguments.system == "openrlhf":
         words = list(arguments.words)
         given = (
-            read("openrlhf", read_launch_text(Path(words[0])), words[1:], os.environ, source=words[0])
+            _read_script(words, arguments.program)
             if words[0].endswith(SCRIPTS)
-            else read_openrlhf(words)
+            else _read_flags(words, arguments.program)
         )
     else:
         path = Path(arguments.file)
         first = None if arguments.config_dir is None else Path(arguments.config_dir)
         text, around = read_launch_text(path), beside(path.parent, read_launch_text, first=first)
-        given = read(arguments.system, text, arguments.overrides, os.environ, source=arguments.file, beside=around)
+        given = read(
+            arguments.system,
+            text,
+            arguments.overrides,
+            os.environ,
+            source=arguments.file,
+            beside=around,
+            program=arguments.program,
+        )
     system, sets = system_of(arguments.system, given), arguments.set or ()
     if arguments.engine != AUTO:
         engine = None if arguments.engine == EMBEDDED_ENGINE else arguments.engine
@@ -97,6 +106,17 @@ def _agent_file(imported: Imported, base: Path) -> Path | None:
     """Find the user's file with an agent; None where there is none, or it is not here."""
     names = [each.value for each in imported.report.entries if each.name in AGENT_FILES]
     return next((file for file in (base / Path(name).expanduser() for name in names) if file.is_file()), None)
+
+
+def _read_script(words: list[str], program: int | None) -> list[Given]:
+    text = read_launch_text(Path(words[0]))
+    return read("openrlhf", text, words[1:], os.environ, source=words[0], program=program)
+
+
+def _read_flags(words: list[str], program: int | None) -> list[Given]:
+    if program is not None:
+        raise InvalidRequest("--program chooses among what a script starts, and these are the flags of one program")
+    return read_openrlhf(words)
 
 
 def _report(imported: Imported, as_json: bool) -> str:

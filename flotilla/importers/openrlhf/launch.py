@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from flotilla.importers.hydra import problem
+from flotilla.importers.programs import program_of, which
 from flotilla.importers.shell import Command, given_variables, read_script
 from flotilla.importers.source import Given
 from flotilla.shared.errors import InvalidSpec
@@ -67,9 +68,17 @@ def read_openrlhf(
 
 
 def read_openrlhf_script(
-    text: str, overrides: Sequence[str], environment: Mapping[str, str], *, source: str
+    text: str,
+    overrides: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    source: str,
+    program: int | None = None,
 ) -> list[Given]:
     """Read the flags that a launch script gives to OpenRLHF, with ``NAME=VALUE`` from the command line.
+
+    Args:
+        program: number of the program that is meant, where it starts several; counted from 1.
 
     Raises:
         InvalidSpec: the script cannot be followed, starts OpenRLHF not once, or has no variable of a name.
@@ -80,14 +89,18 @@ def read_openrlhf_script(
         raise problem("command line", other, f"beside {source} there may be NAME=VALUE, for its variables")
     script = read_script(text, fixed, source=source, environment=environment)
     started = [(command, found) for command in script.commands if (found := find_program(command.words))]
-    known = [command for command, (module, _) in started if module == PPO]
-    others = [command for command, (module, start) in started if OWN.fullmatch(module) or _has_model(command, start)]
-    chosen = known or others
+    mine = [each for each in started if OWN.fullmatch(each[1][0]) or _has_model(each[0], each[1][1])]
+    names = [module for _, (module, _) in mine]
+    known = [command for command, (module, _) in mine if module == PPO]
+    trainers = known or [command for command, (module, _) in mine if module in ON_FINISHED]
+    chosen = trainers or [command for command, _ in mine]
+    if program is not None:
+        chosen = trainers = [program_of(mine, names, program, source)[0]]
     if not chosen:
         _raise_unknown(script.commands)
         raise problem(source, "nothing", f"the script must start {PPO} once")
-    if known[1:]:
-        raise problem(source, len(known), f"the script must start {PPO} once")
+    if trainers[1:]:
+        raise problem(source, len(trainers), f"the script starts several programs: {which(names)}")
     if chosen[0].problem is not None and not chosen[0].unknown:  # whether it runs at all is not known
         raise chosen[0].problem
     return read_openrlhf(chosen[0].words, where="script", unknown=chosen[0].unknown)

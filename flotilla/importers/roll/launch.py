@@ -7,6 +7,7 @@ from typing import Final
 
 from flotilla.importers.composition import Beside
 from flotilla.importers.hydra import problem
+from flotilla.importers.programs import program_of, which
 from flotilla.importers.roll.distillation import PURE
 from flotilla.importers.shell import Command, read_script
 from flotilla.importers.source import Given
@@ -30,9 +31,12 @@ MAX_ABOVE = 8
 
 
 def find_file(
-    text: str, environment: Mapping[str, str], *, source: str, beside: Beside
+    text: str, environment: Mapping[str, str], *, source: str, beside: Beside, program: int | None = None
 ) -> tuple[str, str, list[Given]]:
     """Find the file that a script gives to a pipeline.
+
+    Args:
+        program: number of the pipeline that is meant, where it starts several; counted from 1.
 
     Returns:
         Its text, its folder as ``beside`` knows it, and what the pipeline itself says: a refusal where it is not read.
@@ -42,7 +46,12 @@ def find_file(
     """
     script = read_script(text, {}, source=source, environment=environment)
     started = [(command, found) for command in script.commands if (found := _program(command))]
-    if len(started) != 1:
+    names = [f"start_{name}_pipeline.py" for _, (_, name) in started]
+    if program is not None:
+        started = [program_of(started, names, program, source)]
+    if len(started) > 1:
+        raise problem(source, len(started), f"the script starts several pipelines: {which(names)}")
+    if not started:
         known = ", ".join(f"start_{name}_pipeline.py" for name, why in PIPELINES.items() if why is None)
         raise problem(source, len(started), f"the script must start one pipeline of ROLL's ({known}) once")
     command, (position, name) = started[0]

@@ -306,9 +306,19 @@ ROLL: System = make_system(
 
 
 def read_roll(
-    text: str, overrides: Sequence[str], environment: Mapping[str, str], *, source: str, is_script: bool, beside: Beside
+    text: str,
+    overrides: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    source: str,
+    is_script: bool,
+    beside: Beside,
+    program: int | None = None,
 ) -> list[Given]:
     """Read ROLL's YAML, or that which a launch script names, with ``KEY=VALUE`` from the command line.
+
+    Args:
+        program: number of the pipeline that is meant, where a script starts several.
 
     Raises:
         InvalidSpec: something cannot be read; ``errors`` has its place.
@@ -316,7 +326,7 @@ def read_roll(
     folder = ""
     refusals: list[Given] = []
     if is_script:
-        text, folder, refusals = launch.find_file(text, environment, source=source, beside=beside)
+        text, folder, refusals = launch.find_file(text, environment, source=source, beside=beside, program=program)
     composition = Composition(beside, OWN, libraries=OWN)
     flat, touched = apply_hydra_overrides(composition.read(text, source=source, folder=folder), overrides)
     given = as_given(flat, touched, default_of, environment)

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from flotilla.importers.composition import Beside, Composition
 from flotilla.importers.hydra import OVERRIDE, problem
+from flotilla.importers.programs import program_of, which
 from flotilla.importers.shell import Command, Script
 from flotilla.importers.source import Given
 from flotilla.importers.verl.carried import carried
@@ -119,8 +120,11 @@ class Launch:
         return TRAINERS.get(self.module, Kind.SYNCHRONOUS)
 
 
-def find_launch(script: Script, source: str) -> Launch | None:
+def find_launch(script: Script, source: str, program: int | None = None) -> Launch | None:
     """Find the one start of a trainer; None in a fragment that starts no program.
+
+    Args:
+        program: number of the program that is meant, where there are several; counted from 1.
 
     Raises:
         InvalidSpec: there are several, or only programs that are given no parameters of verl's.
@@ -129,10 +133,14 @@ def find_launch(script: Script, source: str) -> Launch | None:
     known = [each for each in started if each[1] in TRAINERS]
     with_parameters = [each for each in started if any(_is_parameter(word) for word in each[0].words[each[2] :])]
     chosen = known or with_parameters
+    mine = [each for each in started if each in known or each in with_parameters]
+    names = [module for _, module, _ in mine]
+    if program is not None:
+        return _launch(*program_of(mine, names, program, source))
     if (both := _answered_and_scored(chosen)) is not None:
         return both
     if len(chosen) > 1:
-        raise problem(source, chosen[1][1], "the script starts verl more than once: keep one command")
+        raise problem(source, chosen[1][1], f"the script starts verl more than once: {which(names)}")
     if chosen:
         return _launch(*chosen[0])
     programs = [command for command in script.commands if PROGRAM.fullmatch(command.words[0])]

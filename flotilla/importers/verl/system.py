@@ -62,15 +62,25 @@ VERL: System = make_system(
 
 
 def read_verl(
-    text: str, overrides: Sequence[str], environment: Mapping[str, str], *, source: str, is_script: bool, beside: Beside
+    text: str,
+    overrides: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    source: str,
+    is_script: bool,
+    beside: Beside,
+    program: int | None = None,
 ) -> list[Given]:
     """Read verl's YAML, or a launch script, with ``KEY=VALUE`` from the command line.
+
+    Args:
+        program: number of the program that is meant, where a script starts several.
 
     Raises:
         InvalidSpec: something cannot be read; ``errors`` has its place.
     """
     if is_script:
-        return tools.with_tools(_from_script(text, overrides, environment, source, beside), beside)
+        return tools.with_tools(_from_script(text, overrides, environment, source, beside, program), beside)
     flat = Composition(beside, OWN).read(text, source=source)
     names = flat | dict(pair.lstrip("+~").split("=", 1) for pair in overrides if "=" in pair)
     kind = launch.kind_of_defaults(flat.get("defaults")) or launch.kind_of_keys(names) or launch.Kind.SYNCHRONOUS
@@ -89,12 +99,17 @@ def default_of(name: str) -> object:
 
 
 def _from_script(
-    text: str, overrides: Sequence[str], environment: Mapping[str, str], source: str, beside: Beside
+    text: str,
+    overrides: Sequence[str],
+    environment: Mapping[str, str],
+    source: str,
+    beside: Beside,
+    program: int | None,
 ) -> list[Given]:
     fixed = given_variables(overrides, text, source=source)
     dotted = [pair for pair in overrides if pair.partition("=")[0] not in fixed]
     script = read_script(text, fixed, source=source, environment=environment)
-    found = launch.find_launch(script, source)
+    found = launch.find_launch(script, source, program)
     if found is None:  # a fragment without a command: its variables are all that there is
         known = {*trainer.LAUNCH_VARIABLES, *(row.name for row in trainer.LAUNCH_ROWS)}
         flat = {name: value for name, value in script.variables.items() if name in known}

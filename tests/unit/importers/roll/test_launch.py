@@ -61,7 +61,7 @@ def test_another_pipeline_is_refused_by_name(pipeline: str, said: str) -> None:
     ("text", "said"),
     [
         ("echo hello", "must start one pipeline"),
-        (f"{START} --config_name a\n{START} --config_name b", "must start one pipeline"),
+        (f"{START} --config_name a\n{START} --config_name b", "--program N"),
         (f"{START} --config_path qwen --config_name rlvr", "give --config-dir DIR"),
         (START, "give --config_name"),
         (f"{START} --config_name $(date)", "what a command prints is not known"),

@@ -14,7 +14,6 @@ from flotilla.services.sandbox.guard import landlock
 from flotilla.services.sandbox.install import compile_guard, install_guard, try_level
 from flotilla.services.sandbox.isolation import Place, Slot, candidates, way_to_a, ways_out
 from flotilla.services.sandbox.languages import Language, find_languages, find_python
-from flotilla.services.sandbox.leftovers import own_directory, sweep_groups
 from flotilla.services.sandbox.limits import Limits
 from flotilla.services.sandbox.metrics import SandboxMetrics
 from flotilla.services.sandbox.pool import SlotPool
@@ -23,6 +22,7 @@ from flotilla.services.sandbox.sessions import Sessions
 from flotilla.services.sandbox.settings import SandboxSettings
 from flotilla.services.sandbox.slots import own_uids
 from flotilla.services.sandbox.spare_time import SpareTime, read_busy_seconds
+from flotilla.services.sandbox.trees import own_directory, sweep_groups
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.host.control_groups import find_mounts
 from flotilla.shared.schemas.sandbox import IsolationLevel

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from flotilla.services.sandbox import leftovers
+from flotilla.services.sandbox import trees
 from flotilla.services.sandbox.app import create_app
 from flotilla.services.sandbox.languages import find_languages, find_python
 from flotilla.services.sandbox.settings import SandboxSettings
@@ -273,7 +273,7 @@ async def test_a_level_that_does_not_contain_the_self_test_is_not_used(monkeypat
 
 async def test_closing_leaves_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     prefix = f"flotilla-test-{os.getpid()}-"
-    monkeypatch.setattr(leftovers, "PREFIX", prefix)
+    monkeypatch.setattr(trees, "PREFIX", prefix)
 
     async with a_client(level="C") as client:
         await client.post("/run_code", json={"code": "open('x', 'w').write('x')", "language": "python"})

@@ -11,7 +11,7 @@ import pytest
 from flotilla.cli.command_line import build_parser
 from flotilla.launch_file import read_launch_file
 from flotilla.services.gateway.preflight import checks
-from flotilla.services.reward.verifiers.custom import grade_of, load_function
+from flotilla.services.reward.verifiers.custom_process import grade_of, load_function
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted(

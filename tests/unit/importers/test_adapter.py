@@ -7,7 +7,7 @@ import pytest
 
 from flotilla.importers.adapter import adapter_name, openrlhf_adapter, verl_adapter, verl_rows_adapter
 from flotilla.services.gateway.datasets.custom import custom_rows
-from flotilla.services.reward.verifiers.custom import grade_of, load_function
+from flotilla.services.reward.verifiers.custom_process import grade_of, load_function
 from flotilla.shared.schemas.grading import GradingSample
 from flotilla.shared.schemas.trajectory import GradeStatus
 

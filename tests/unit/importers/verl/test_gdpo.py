@@ -7,7 +7,7 @@ import pytest
 
 from flotilla.importers.adapter import verl_keys_adapter
 from flotilla.importers.verl.gdpo import BY_KEY, ESTIMATOR, KEYS, MANAGER, WEIGHTS
-from flotilla.services.reward.verifiers.custom import grade_of, load_function
+from flotilla.services.reward.verifiers.custom_process import grade_of, load_function
 from flotilla.shared.schemas.grading import GradingSample
 from tests.unit.importers.sources import BASES, import_flat
 

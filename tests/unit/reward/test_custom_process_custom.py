@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from flotilla.services.reward.verifiers.custom import CustomVerifier, load_function
+from flotilla.services.reward.verifiers.custom_process import CustomVerifier, load_function
 from flotilla.shared.config.sections.reward import CustomConfig
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.schemas.grading import Grade

@@ -14,9 +14,8 @@ from typing import Final, Literal
 
 import httpx
 
-from flotilla.services.reward.grader_call import GraderCall, Retryable
+from flotilla.services.reward.grader_call import GraderCall, Retryable, parse_grades, parse_openrlhf, read_json
 from flotilla.services.reward.remote import openrlhf_lists
-from flotilla.services.reward.reply import parse_grades, parse_openrlhf, read_json
 from flotilla.services.reward.verifiers.registry import new_client
 from flotilla.shared.clock import Clock, SystemClock
 from flotilla.shared.errors import GradingFailed

@@ -16,9 +16,16 @@ from typing import Final
 
 import httpx
 
-from flotilla.services.reward.grader_call import GraderCall, Retryable, Unusable, asked_pause
+from flotilla.services.reward.grader_call import (
+    GraderCall,
+    Retryable,
+    Unusable,
+    asked_pause,
+    parse_grades,
+    parse_openrlhf,
+    read_json,
+)
 from flotilla.services.reward.reachability import Reachability
-from flotilla.services.reward.reply import parse_grades, parse_openrlhf, read_json
 from flotilla.shared.clock import Clock, SystemClock
 from flotilla.shared.config.sections.reward import RemoteConfig
 from flotilla.shared.environment.settings import LOOPBACK, IPNetwork

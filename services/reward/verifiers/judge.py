@@ -15,9 +15,8 @@ from typing import Any
 
 import httpx
 
-from flotilla.services.reward.grader_call import GraderCall, Retryable, asked_pause
+from flotilla.services.reward.grader_call import GraderCall, Retryable, asked_pause, read_json
 from flotilla.services.reward.reachability import Reachability
-from flotilla.services.reward.reply import read_json
 from flotilla.services.reward.verdicts import no_verdict, question_of, reward_of
 from flotilla.shared.clock import Clock, SystemClock
 from flotilla.shared.config.sections.judge import JudgeConfig

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
+from flotilla.services.reward.grader_call import parse_grades, parse_openrlhf
 from flotilla.services.reward.remote import RemoteVerifier, request_id
-from flotilla.services.reward.reply import parse_grades, parse_openrlhf
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.config.sections.reward import RemoteConfig
 from flotilla.shared.environment.settings import LOOPBACK, IPNetwork, networks_from

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flotilla.services.reward.reply import parse_grades, parse_openrlhf, read_json
+from flotilla.services.reward.grader_call import parse_grades, parse_openrlhf, read_json
 from flotilla.shared.errors import GradingFailed
 from flotilla.shared.schemas.grading import Grade
 from tests.unit.reward.test_remote import HOSTILE_BODIES, SAMPLES, Stream, a_verifier, httpx

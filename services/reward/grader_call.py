@@ -4,11 +4,14 @@ Reading what a grader answered: grades or a ``GradingFailed``, soon and in littl
 
 The bytes are bounded before they are parsed, and so is the number of values: parsing holds the event loop, for as long
 as it makes objects.
+
+Which of the servers that a verifier asks do not answer now, as the last call of each said.
 """
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from typing import Final
 
@@ -19,10 +22,11 @@ from flotilla.shared.clock import Clock
 from flotilla.shared.environment.settings import IPNetwork
 from flotilla.shared.errors import GradingFailed
 from flotilla.shared.net.authorisation.tokens import signature
-from flotilla.shared.net.client.address_policy import Resolver, permitted_address, resolve
+from flotilla.shared.net.client.address_policy import AddressRefused, Resolver, permitted_address, resolve
 from flotilla.shared.net.client.bounded_json import ReplyTooLong, at_most, is_packed, parse_json
 from flotilla.shared.schemas.grading import GRADING_SCHEMA, Grade
 from flotilla.shared.schemas.reward_number import reward_number
+from flotilla.shared.schemas.service import Failure
 
 MAX_ANSWER_BYTES: Final = 1024 * 1024
 MAX_NAMES: Final = 64
@@ -304,3 +308,43 @@ async def _reason(response: httpx.Response) -> str:
         text = next((str(answer[key]) for key in ("detail", "error", "message", "title") if answer.get(key)), text)
     words = "".join(character if character.isprintable() else " " for character in text).split()
     return f": {' '.join(words)}"[:REASON_LENGTH] if words else ""
+
+
+class Reachability:
+    """Keeps what the last call of each URL said of it.
+
+    Args:
+        component: what failures call who is asked, such as ``grader``.
+    """
+
+    def __init__(self, component: str) -> None:
+        self._component = component
+        self._failures: dict[str, str] = {}
+
+    @property
+    def problem(self) -> Failure | None:
+        """A server that does not answer; None if each answered when it was last asked."""
+        url = next(iter(self._failures), None)
+        if url is None:
+            return None
+        return Failure(component=self._component, cause=f"{_plain(url)}: {self._failures[url]}", fatal=False)
+
+    @contextmanager
+    def asking(self, url: str) -> Iterator[None]:
+        """Note how the call inside the block ends; an answer of any kind, a refusal too, shows that the URL answers."""
+        try:
+            yield
+        except GradingFailed as error:
+            is_outage = isinstance(error, AddressRefused) or (isinstance(error, Retryable) and error.is_outage)
+            if is_outage:
+                self._failures[url] = error.detail
+            else:
+                self._failures.pop(url, None)
+            raise
+        else:
+            self._failures.pop(url, None)
+
+
+def _plain(url: str) -> str:
+    """Leave out of a URL what may be secret."""
+    return str(httpx.URL(url).copy_with(userinfo=b"", query=None, fragment=None))

@@ -18,6 +18,7 @@ import httpx
 
 from flotilla.services.reward.grader_call import (
     GraderCall,
+    Reachability,
     Retryable,
     Unusable,
     asked_pause,
@@ -25,7 +26,6 @@ from flotilla.services.reward.grader_call import (
     parse_openrlhf,
     read_json,
 )
-from flotilla.services.reward.reachability import Reachability
 from flotilla.shared.clock import Clock, SystemClock
 from flotilla.shared.config.sections.reward import RemoteConfig
 from flotilla.shared.environment.settings import LOOPBACK, IPNetwork

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 import httpx
 from pydantic import ValidationError
 
-from flotilla.services.reward.grader_call import ASKS_FOR_PAUSE, Retryable
-from flotilla.services.reward.reachability import Reachability
+from flotilla.services.reward.grader_call import ASKS_FOR_PAUSE, Reachability, Retryable
 from flotilla.services.reward.verifiers.assertions.rounds import Assertions
 from flotilla.services.reward.verifiers.base import NO_LABEL
 from flotilla.shared.config.sections.reward import CodeConfig

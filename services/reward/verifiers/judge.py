@@ -15,8 +15,7 @@ from typing import Any
 
 import httpx
 
-from flotilla.services.reward.grader_call import GraderCall, Retryable, asked_pause, read_json
-from flotilla.services.reward.reachability import Reachability
+from flotilla.services.reward.grader_call import GraderCall, Reachability, Retryable, asked_pause, read_json
 from flotilla.services.reward.verdicts import no_verdict, question_of, reward_of
 from flotilla.shared.clock import Clock, SystemClock
 from flotilla.shared.config.sections.judge import JudgeConfig

@@ -3,7 +3,7 @@
 import pytest
 
 from flotilla.services.reward.verifiers.registry import Surroundings, build_verifier
-from flotilla.services.reward.verifiers.verl_rules import fenced_program, is_formatted_geometry, prime_answer
+from flotilla.services.reward.verifiers.verl import fenced_program, is_formatted_geometry, prime_answer
 from flotilla.shared.config.sections.reward import RewardConfig
 from tests.unit.reward.builders import a_sample
 

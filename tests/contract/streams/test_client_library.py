@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
 
-from flotilla.shared.streams.redis.connection_io import PACKING, WriterInPieces, _Packing
+from flotilla.shared.streams.redis.connection import PACKING, WriterInPieces, _Packing
 
 OVERRIDDEN = {"_connect", "pack_command", "pack_commands"}
 """Methods of its connections; the first is private, and leaves the stream's writer in ``_writer``."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flotilla.shared.streams.redis.connection_io import LARGE_BYTES, PIECE_BYTES, PackingConnection, WriterInPieces
+from flotilla.shared.streams.redis.connection import LARGE_BYTES, PIECE_BYTES, PackingConnection, WriterInPieces
 
 
 class Sink:

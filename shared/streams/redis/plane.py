@@ -1,19 +1,118 @@
-"""The data plane on a Redis or Valkey server, 6.2 or newer."""
+"""The data plane on a Redis or Valkey server, 6.2 or newer.
 
-from collections.abc import Collection
+Admission over Redis.
+"""
+
+from collections.abc import Collection, Sequence
 
 from redis.asyncio import Redis
 
-from flotilla.shared.schemas.task import Lane
+from flotilla.shared.schemas.task import Lane, Task
+from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.streams.admission import IssueOutcome, IssueResult, check_consecutive, check_finished
+from flotilla.shared.streams.codec import encode_body, encode_grades, encode_task, group_header, task_header
 from flotilla.shared.streams.hop import consumer_name
 from flotilla.shared.streams.keys import LEASED, HopName, StreamKeys
-from flotilla.shared.streams.ledger import Ledger
+from flotilla.shared.streams.ledger import Ledger, token_counters
 from flotilla.shared.streams.mailbox import KEPT_SECONDS, Delivery, Expected
-from flotilla.shared.streams.redis.admission import RedisAdmission
 from flotilla.shared.streams.redis.hop import RedisHop, TrainerHop
-from flotilla.shared.streams.redis.scripts import ScriptRunner
+from flotilla.shared.streams.redis.scripts import Argument, ScriptRunner
 from flotilla.shared.streams.redis.trainer import RedisTrainerQueue
 from flotilla.shared.streams.settings import StreamsConfig
+from flotilla.shared.telemetry.tracing.recording import record_issues
+
+
+class RedisAdmission:
+    """Issues tasks in one script; see ``Admission``."""
+
+    def __init__(self, runner: ScriptRunner, keys: StreamKeys) -> None:
+        self._runner = runner
+        self._keys = keys
+
+    async def issue(self, task: Task, *, limit: int) -> IssueResult:
+        """See ``Admission.issue``."""
+        return await self.issue_many([task], limit=limit)
+
+    async def issue_many(self, tasks: Sequence[Task], *, limit: int) -> IssueResult:
+        """See ``Admission.issue_many``."""
+        check_consecutive(tasks)
+        entries: list[Argument] = []
+        for task in tasks:
+            entries += [task_header(task).to_bytes(), encode_task(task), task.min_version]
+        result = await self._issue([task.group_id for task in tasks], entries, HopName.TASKS, limit)
+        record_issues(self._keys.experiment_id, tasks[: result.count])
+        return result
+
+    async def issue_groups(self, groups: Sequence[Group], *, hop: HopName, limit: int) -> IssueResult:
+        """See ``Admission.issue_groups``."""
+        check_finished(groups, hop)
+        entries: list[Argument] = []
+        for group in groups:
+            header = group_header(group)
+            entries += [header.to_bytes(), encode_body(group), group.task.min_version]
+            entries += [encode_grades(group), header.token_count]
+        result = await self._issue([group.task.group_id for group in groups], entries, hop, limit)
+        record_issues(self._keys.experiment_id, [group.task for group in groups[: result.count]])
+        return result
+
+    async def _issue(
+        self, group_ids: Sequence[int], entries: Sequence[Argument], hop: HopName, limit: int
+    ) -> IssueResult:
+        if not group_ids:
+            return IssueResult(IssueOutcome.ISSUED, 0, await self.next_group_id())
+        keys = self._keys
+        names = [keys.stream(hop), keys.ledger, keys.outstanding, keys.state, keys.consumed, keys.handed_over]
+        names += map(keys.stream, HopName)
+        arguments = [group_ids[0], len(group_ids), limit, " ".join(token_counters(hop)), *entries]
+        count, next_id, is_full = await self._runner.run("issue", names, arguments)
+        if count == len(group_ids):
+            outcome = IssueOutcome.ISSUED
+        elif next_id != group_ids[0] + count:
+            outcome = IssueOutcome.CURSOR_MOVED
+        else:
+            outcome = IssueOutcome.STREAM_FULL if is_full else IssueOutcome.BUDGET_FULL
+        return IssueResult(outcome, count, next_id)
+
+    async def next_group_id(self) -> int:
+        """See ``Admission.next_group_id``."""
+        return int(await self._state("next_group_id") or 0)
+
+    async def begin_at(self, group_id: int) -> None:
+        """See ``Admission.begin_at``."""
+        await self._runner.command("HSETNX", self._keys.state, "next_group_id", group_id)
+
+    async def published(self, version: int) -> bool:
+        """See ``Admission.published``."""
+        return bool(await self._runner.run("published", [self._keys.state, self._keys.consumed], [version]))
+
+    async def published_version(self) -> int | None:
+        """See ``Admission.published_version``."""
+        recorded = await self._state("published_version")
+        return None if recorded is None else int(recorded)
+
+    async def outstanding_older_than(self, version: int) -> list[int]:
+        """See ``Admission.outstanding_older_than``."""
+        return sorted(
+            map(int, await self._runner.command("ZRANGEBYSCORE", self._keys.outstanding, "-inf", f"({version}"))
+        )
+
+    async def bound(self, stream_bytes: int | None) -> dict[HopName, int]:
+        """See ``Admission.bound``."""
+        keys = [self._keys.state, self._keys.handed_over, *map(self._keys.stream, HopName)]
+        sizes = await self._runner.run("set_limit", keys, ["" if stream_bytes is None else stream_bytes])
+        return dict(zip(HopName, sizes, strict=True))
+
+    async def forget_consumers(self, idle_seconds: float) -> int:
+        """See ``Admission.forget_consumers``."""
+        return int(
+            await self._runner.run(
+                "prune_consumers", list(map(self._keys.stream, HopName)), [round(idle_seconds * 1000)]
+            )
+        )
+
+    async def _state(self, field: str) -> bytes | None:
+        value: bytes | None = await self._runner.command("HGET", self._keys.state, field)
+        return value
 
 
 class RedisMailbox:

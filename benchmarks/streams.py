@@ -36,8 +36,7 @@ from flotilla.services.reward.grading import with_grades
 from flotilla.shared.schemas.grading import Grade
 from flotilla.shared.schemas.trajectory import Group
 from flotilla.shared.streams.codec import encode_body, encode_grades, group_header
-from flotilla.shared.streams.hop import Claim, Hop
-from flotilla.shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
+from flotilla.shared.streams.hop import CONSUMER_GROUP, Claim, Hop, HopName, StreamKeys
 from flotilla.shared.streams.redis.connection import check_server, connect
 from flotilla.shared.streams.redis.plane import RedisDataPlane
 from flotilla.shared.testing.builders import a_group

@@ -28,7 +28,7 @@ from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.service import ObservedState, ServiceKind, WorkState
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.schemas.trajectory import Group
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.ledger import Ledger
 from flotilla.shared.streams.plane import DataPlane
 from flotilla.shared.testing.builders import a_task

@@ -18,7 +18,7 @@ from flotilla.services.gateway.records.repository import Experiment, PerExperime
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.service import ServiceKind
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from flotilla.shared.telemetry.prometheus import gauge
 
 MAX_EXPERIMENTS: Final = 100

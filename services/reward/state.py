@@ -34,8 +34,7 @@ from flotilla.shared.schemas.task import Lane
 from flotilla.shared.service.app import at_work
 from flotilla.shared.service.devices import host_capabilities
 from flotilla.shared.service.membership import Membership
-from flotilla.shared.streams.hop import holder_name
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName, holder_name
 from flotilla.shared.streams.redis.connection import connect, silence
 from flotilla.shared.streams.redis.plane import RedisDataPlane
 from flotilla.shared.streams.settings import StreamsConfig

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.schemas.trajectory import GradeStatus, Group
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 
 
 class IssueOutcome(StrEnum):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
 from flotilla.shared.schemas.wire import Described
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 
 REASONED = ("filtered", "dropped", "failed")
 LENGTH = "length"

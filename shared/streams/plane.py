@@ -4,8 +4,7 @@ from collections.abc import Collection
 from typing import Protocol
 
 from flotilla.shared.streams.admission import Admission
-from flotilla.shared.streams.hop import Hop
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import Hop, HopName
 from flotilla.shared.streams.ledger import Ledger
 from flotilla.shared.streams.mailbox import Mailbox
 from flotilla.shared.streams.plans import TrainerQueue

@@ -19,7 +19,7 @@ from redis.exceptions import ResponseError
 from flotilla.connection import FleetInfo
 from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.streams.codec import EntryHeader
-from flotilla.shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
+from flotilla.shared.streams.hop import CONSUMER_GROUP, HopName, StreamKeys
 from tests.faults.test_kill import watch_balance
 from tests.faults.trial import (
     ENGINE,

@@ -23,7 +23,7 @@ from flotilla.connection import FleetInfo
 from flotilla.shared.errors import NotFound
 from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.schemas.service import ServiceView
-from flotilla.shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
+from flotilla.shared.streams.hop import CONSUMER_GROUP, HopName, StreamKeys
 from tests.fleet import FLOTILLA, ROOT, RunningFleet, is_running, running_fleet
 
 STEP_SECONDS = 0.015

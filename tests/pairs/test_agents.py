@@ -20,7 +20,7 @@ from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.schemas.trajectory import Group, Trajectory
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from flotilla.shared.testing.characters import END
 from tests.agent_fleet import EXPERIMENT, TOKEN, AgentFleet, agent_fleet
 from tests.pairs.covering import Row, covering_rows

@@ -31,8 +31,7 @@ from flotilla.shared.schemas.experiment import ExperimentState, MetricPoint
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.schemas.trajectory import Group
 from flotilla.shared.streams.admission import IssueOutcome
-from flotilla.shared.streams.hop import Claim, Hop, Resolution
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import Claim, Hop, HopName, Resolution
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from flotilla.shared.errors import Unavailable
 from flotilla.shared.schemas.experiment import ExperimentState, MetricPoint
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.streams.admission import IssueResult
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.redis.connection import is_refusal
 
 log = logging.getLogger(__name__)

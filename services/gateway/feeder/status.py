@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from flotilla.services.gateway.feeder.admission import AdmissionWait
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.ledger import Ledger
 from flotilla.shared.streams.redis.connection import COMPONENT
 

@@ -5,8 +5,7 @@ import logging
 
 from flotilla.services.gateway.records.repository import Experiment
 from flotilla.shared.schemas.task import Lane
-from flotilla.shared.streams.hop import Hop, Resolution
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import Hop, HopName, Resolution
 from flotilla.shared.streams.ledger import Ledger
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from statistics import fmean, median
 from typing import Final
 
 from flotilla.services.gateway.monitoring.agents import AgentsSeen, slowed_by_agents
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.ledger import Ledger
 
 COMPONENTS: Final = (

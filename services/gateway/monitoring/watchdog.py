@@ -25,7 +25,7 @@ from flotilla.shared.errors import Unavailable
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.service import OUTSIDE, ServiceKind
 from flotilla.shared.schemas.task import Lane
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.ledger import Ledger
 from flotilla.shared.streams.redis.connection import COMPONENT as REDIS
 

@@ -8,10 +8,13 @@ from flotilla.shared.errors import ClaimLost
 from flotilla.shared.schemas.trajectory import Group
 from flotilla.shared.streams.hop import (
     FENCED,
+    HANDED_BACK,
     HANDED_OVER,
     MAX_LOST_BY_THE_LIVING,
+    PLANNED,
     TOO_MANY_DELIVERIES,
     Claim,
+    HopName,
     Renewal,
     Resolution,
     check_hop,
@@ -20,7 +23,6 @@ from flotilla.shared.streams.hop import (
     handed_over,
     renewing,
 )
-from flotilla.shared.streams.keys import HANDED_BACK, PLANNED, HopName
 from flotilla.shared.streams.memory.streams import MemoryStore
 from flotilla.shared.streams.partials import Partials
 from flotilla.shared.streams.settings import StreamsConfig

@@ -20,8 +20,7 @@ from flotilla.shared.streams.codec import (
     group_header,
     task_header,
 )
-from flotilla.shared.streams.hop import consumer_name
-from flotilla.shared.streams.keys import HANDED_BACK, LEASED, HopName
+from flotilla.shared.streams.hop import HANDED_BACK, LEASED, HopName, consumer_name
 from flotilla.shared.streams.ledger import Ledger, token_counters
 from flotilla.shared.streams.mailbox import KEPT_SECONDS, Delivery, Expected
 from flotilla.shared.streams.memory.hop import MemoryHop, MemoryTrainerHop

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from flotilla.shared.streams.codec import EntryHeader
-from flotilla.shared.streams.keys import HANDED_BACK, PLANNED, HopName
+from flotilla.shared.streams.hop import HANDED_BACK, PLANNED, HopName
 from flotilla.shared.streams.ledger import Ledger, length_field
 from flotilla.shared.streams.plans import Plan
 

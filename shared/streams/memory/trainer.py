@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flotilla.shared.errors import ClaimLost, NotFound
-from flotilla.shared.streams.hop import FENCED, Claim, Hop, Resolution, counter_of
-from flotilla.shared.streams.keys import HANDED_BACK, PLANNED, HopName
+from flotilla.shared.streams.hop import FENCED, HANDED_BACK, PLANNED, Claim, Hop, HopName, Resolution, counter_of
 from flotilla.shared.streams.memory.streams import MemoryStore
 from flotilla.shared.streams.plans import LINEAGE_STEPS, LOST_WITH_CHECKPOINT, Plan, Retained, RolledBack, not_newer
 

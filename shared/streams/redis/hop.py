@@ -16,19 +16,21 @@ from flotilla.shared.faults.sites import Site
 from flotilla.shared.schemas.trajectory import Group
 from flotilla.shared.streams.codec import EntryHeader
 from flotilla.shared.streams.hop import (
+    CONSUMER_GROUP,
     FENCED,
     HANDED_OVER,
     MAX_LOST_BY_THE_LIVING,
     Claim,
+    HopName,
     Renewal,
     Resolution,
+    StreamKeys,
     check_hop,
     counter_of,
     forwarded,
     handed_over,
     renewing,
 )
-from flotilla.shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
 from flotilla.shared.streams.partials import Partials
 from flotilla.shared.streams.redis.forwarding import ForwardsTogether
 from flotilla.shared.streams.redis.scripts import Argument, Call, ScriptRunner

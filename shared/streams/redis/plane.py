@@ -11,8 +11,7 @@ from flotilla.shared.schemas.task import Lane, Task
 from flotilla.shared.schemas.trajectory import Group
 from flotilla.shared.streams.admission import IssueOutcome, IssueResult, check_consecutive, check_finished
 from flotilla.shared.streams.codec import encode_body, encode_grades, encode_task, group_header, task_header
-from flotilla.shared.streams.hop import consumer_name
-from flotilla.shared.streams.keys import LEASED, HopName, StreamKeys
+from flotilla.shared.streams.hop import LEASED, HopName, StreamKeys, consumer_name
 from flotilla.shared.streams.ledger import Ledger, token_counters
 from flotilla.shared.streams.mailbox import KEPT_SECONDS, Delivery, Expected
 from flotilla.shared.streams.redis.hop import RedisHop, TrainerHop

@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from flotilla.shared.errors import ClaimLost, NotFound
-from flotilla.shared.streams.hop import FENCED, Claim, Resolution, counter_of
-from flotilla.shared.streams.keys import PLANNED, HopName, StreamKeys
+from flotilla.shared.streams.hop import FENCED, PLANNED, Claim, HopName, Resolution, StreamKeys, counter_of
 from flotilla.shared.streams.plans import LINEAGE_STEPS, LOST_WITH_CHECKPOINT, Plan, Retained, RolledBack, not_newer
 from flotilla.shared.streams.redis.hop import TrainerHop, claim_of
 from flotilla.shared.streams.redis.scripts import Argument, ScriptRunner

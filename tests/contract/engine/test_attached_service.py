@@ -22,7 +22,7 @@ from flotilla.shared.schemas.service import Assignment, DesiredState, WorkState
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.schemas.trajectory import Group
 from flotilla.shared.service import reconciling
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.ledger import Ledger
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from flotilla.shared.testing.builders import a_group, a_task

@@ -13,8 +13,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from flotilla.shared.schemas.task import Lane
-from flotilla.shared.streams.hop import Hop
-from flotilla.shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
+from flotilla.shared.streams.hop import CONSUMER_GROUP, Hop, HopName, StreamKeys
 from flotilla.shared.streams.ledger import REASONED, Ledger
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from flotilla.shared.streams.plane import DataPlane

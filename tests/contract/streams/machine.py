@@ -10,8 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from flotilla.shared.errors import ClaimLost
 from flotilla.shared.schemas.trajectory import NO_VERSION
-from flotilla.shared.streams.hop import Claim, Hop, Resolution
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import Claim, Hop, HopName, Resolution
 from flotilla.shared.streams.plane import DataPlane
 from flotilla.shared.streams.plans import TrainerQueue
 from flotilla.shared.testing.builders import a_group, a_task, a_trajectory, graded

@@ -5,8 +5,7 @@ import time
 import pytest
 
 from flotilla.shared.streams.admission import IssueOutcome, IssueResult
-from flotilla.shared.streams.hop import Resolution
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName, Resolution
 from flotilla.shared.streams.plane import DataPlane
 from flotilla.shared.testing.builders import a_group, a_task, graded
 from tests.contract.streams.conftest import World, a_trainer, issue, ledger_of, move_to_scored

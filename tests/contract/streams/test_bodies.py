@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
-from flotilla.shared.streams.hop import Claim, Hop, Resolution, forwarded
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import Claim, Hop, HopName, Resolution, forwarded
 from flotilla.shared.streams.plane import DataPlane
 from flotilla.shared.streams.redis.hop import APPENDED_BYTES
 from flotilla.shared.testing.builders import a_group, a_task, graded

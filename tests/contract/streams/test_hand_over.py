@@ -5,8 +5,7 @@ import pytest
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.schemas.trajectory import FinishReason, Trajectory
 from flotilla.shared.streams.admission import IssueOutcome
-from flotilla.shared.streams.hop import Resolution
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName, Resolution
 from flotilla.shared.streams.partials import Partials
 from flotilla.shared.streams.plane import DataPlane
 from flotilla.shared.testing.builders import a_group, a_task, a_trajectory

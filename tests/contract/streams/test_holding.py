@@ -6,7 +6,7 @@ import pytest
 
 from flotilla.shared.errors import ClaimLost
 from flotilla.shared.streams.holding import holding
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from flotilla.shared.testing.builders import a_group
 from tests.contract.streams.conftest import World, issue, ledger_of
 

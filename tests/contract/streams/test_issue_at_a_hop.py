@@ -4,7 +4,7 @@ import pytest
 
 from flotilla.shared.schemas.trajectory import NO_VERSION, Group
 from flotilla.shared.streams.admission import IssueOutcome, IssueResult
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.plane import DataPlane
 from flotilla.shared.testing.builders import a_group, a_task
 from tests.contract.streams.conftest import a_trainer, issue, ledger_of

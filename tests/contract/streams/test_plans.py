@@ -6,8 +6,7 @@ import msgpack
 import pytest
 
 from flotilla.shared.errors import ClaimLost, NotFound
-from flotilla.shared.streams.hop import Resolution
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName, Resolution
 from flotilla.shared.streams.plane import DataPlane
 from flotilla.shared.streams.plans import LINEAGE_STEPS, LOST_WITH_CHECKPOINT, Plan, RolledBack, TrainerQueue
 from tests.contract.streams.conftest import World, a_trainer, claim_ids, issue, ledger_of, move_to_scored

@@ -2,8 +2,7 @@
 
 import pytest
 
-from flotilla.shared.streams.hop import MAX_LOST_BY_THE_LIVING, holder_name, holder_of
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import MAX_LOST_BY_THE_LIVING, HopName, holder_name, holder_of
 from flotilla.shared.streams.plane import DataPlane
 from flotilla.shared.testing.builders import a_group, graded
 from tests.contract.streams.conftest import World, a_trainer, claim_ids, issue, ledger_of, move_to_scored

@@ -46,8 +46,7 @@ from flotilla.shared.schemas.service import (
 )
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.service.membership import Membership
-from flotilla.shared.streams.hop import holder_name
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName, holder_name
 from flotilla.shared.streams.redis.connection import connect
 from flotilla.shared.streams.redis.plane import RedisDataPlane
 from flotilla.shared.testing.builders import a_group, graded

@@ -21,7 +21,7 @@ from flotilla.services.reward.verifiers.given import AgentVerifier
 from flotilla.services.rollout.engines.scripted import log_prob_of
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.schemas.trajectory import GradeStatus, Trajectory
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.plane import DataPlane
 from flotilla.shared.testing.characters import END
 from tests.agent_fleet import EXPERIMENT, TOKEN, AgentFleet, agent_fleet, begin

@@ -13,9 +13,8 @@ from flotilla.services.trainer.data.source import GroupSource, Requirements
 from flotilla.shared.checkpoints.lineage import INITIAL, ROOT, VersionLine
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.schemas.trajectory import Group
-from flotilla.shared.streams.hop import REDUNDANT
+from flotilla.shared.streams.hop import REDUNDANT, HopName
 from flotilla.shared.streams.intervals import IntervalSet
-from flotilla.shared.streams.keys import HopName
 from flotilla.shared.streams.partials import Partials
 from flotilla.shared.streams.plane import DataPlane
 from flotilla.shared.testing.builders import a_group

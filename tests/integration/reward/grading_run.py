@@ -27,8 +27,7 @@ from flotilla.shared.config.sections.reward import RemoteConfig, RewardConfig
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.schemas.trajectory import Group
-from flotilla.shared.streams.hop import Resolution
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName, Resolution
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from flotilla.shared.testing.builders import a_group, a_task
 from tests.agent_fleet import EXPERIMENT, TOKEN, served

@@ -8,8 +8,7 @@ import pytest
 
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.streams.admission import IssueOutcome
-from flotilla.shared.streams.hop import Resolution
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName, Resolution
 from flotilla.shared.streams.redis import connection, hop
 from flotilla.shared.streams.redis.connection import connect
 from flotilla.shared.streams.redis.plane import RedisDataPlane

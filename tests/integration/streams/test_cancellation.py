@@ -3,8 +3,7 @@
 import asyncio
 import random
 
-from flotilla.shared.streams.hop import Hop
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import Hop, HopName
 from flotilla.shared.streams.redis.plane import RedisDataPlane
 
 

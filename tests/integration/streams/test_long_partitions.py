@@ -3,7 +3,7 @@
 import pytest
 from redis.asyncio import Redis
 
-from flotilla.shared.streams.keys import HopName, StreamKeys
+from flotilla.shared.streams.hop import HopName, StreamKeys
 from flotilla.shared.streams.redis import hop
 from flotilla.shared.streams.redis.connection import connect
 from flotilla.shared.streams.redis.plane import RedisDataPlane

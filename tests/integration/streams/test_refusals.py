@@ -9,8 +9,7 @@ import pytest
 
 from flotilla.cli.redis_server import LocalRedis, find_server
 from flotilla.shared.errors import Unavailable
-from flotilla.shared.streams.hop import Resolution
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName, Resolution
 from flotilla.shared.streams.redis.connection import connect
 from flotilla.shared.streams.redis.plane import RedisDataPlane
 from flotilla.shared.streams.settings import StreamsConfig

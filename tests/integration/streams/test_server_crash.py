@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from flotilla.cli.redis_server import LocalRedis
-from flotilla.shared.streams.hop import Claim, Hop
+from flotilla.shared.streams.hop import Claim, Hop, HopName
 from flotilla.shared.streams.intervals import IntervalSet
-from flotilla.shared.streams.keys import HopName
 from flotilla.shared.streams.redis.connection import connect
 from flotilla.shared.streams.redis.plane import RedisDataPlane
 from flotilla.shared.streams.settings import StreamsConfig

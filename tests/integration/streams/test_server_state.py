@@ -6,8 +6,7 @@ import pytest
 from redis.asyncio import Redis
 
 from flotilla.shared.errors import Unavailable
-from flotilla.shared.streams.hop import Resolution
-from flotilla.shared.streams.keys import CONSUMER_GROUP, HopName, StreamKeys
+from flotilla.shared.streams.hop import CONSUMER_GROUP, HopName, Resolution, StreamKeys
 from flotilla.shared.streams.redis.hop import MARKER_SECONDS
 from flotilla.shared.streams.redis.plane import RedisDataPlane
 from flotilla.shared.streams.settings import StreamsConfig

@@ -12,7 +12,7 @@ from redis.exceptions import NoPermissionError
 
 from flotilla.cli.redis_server import find_server
 from flotilla.shared.net.server.ports import lasting_port
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.redis.connection import check_server, connect
 from flotilla.shared.streams.redis.plane import RedisDataPlane
 from flotilla.shared.testing.builders import a_group

@@ -24,7 +24,7 @@ from flotilla.shared.schemas.service import Failure, WorkState
 from flotilla.shared.schemas.task import Message, Task, sample_seed
 from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
 from flotilla.shared.streams.admission import IssueOutcome
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
 
 VOCABULARY = 48

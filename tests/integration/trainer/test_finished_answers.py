@@ -17,7 +17,7 @@ from flotilla.shared.schemas.held_out import HeldOutAnswer, HeldOutPage
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.schemas.trajectory import NO_VERSION, FinishReason, GradeStatus, Group, Trajectory
 from flotilla.shared.streams.admission import IssueOutcome
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from tests.integration.trainer.fleet import END, VOCABULARY, YesGateway, a_session, save_tiny_model
 from tests.integration.trainer.test_crash_replay import Crash, crash_once, files_of

@@ -8,7 +8,7 @@ import pytest
 
 from flotilla.services.gateway.monitoring.bottleneck import Bottleneck, Look, StepTimes, find_bottleneck
 from flotilla.services.gateway.monitoring.window import ENOUGH_STEPS, MIN_SECONDS, WINDOW_SECONDS, Window
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.ledger import HopCounts, Ledger
 
 GIVEN = {"budget": 24, "groups_per_step": 8}

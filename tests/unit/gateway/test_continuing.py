@@ -24,8 +24,7 @@ from flotilla.shared.config.load.spec_text import with_changes
 from flotilla.shared.errors import ActionNotAllowed, InvalidSpec, ModelError, NotFound
 from flotilla.shared.schemas.experiment import CheckpointView, ExperimentState, ForkRequest
 from flotilla.shared.schemas.service import ObservedState, ServiceKind, WorkState
-from flotilla.shared.streams.hop import Resolution
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName, Resolution
 from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment, add_service, say
 from tests.unit.gateway.stored import store_checkpoint
 

@@ -16,8 +16,7 @@ from flotilla.shared.samples.folder import SAMPLES, stored_files
 from flotilla.shared.samples.table import to_groups
 from flotilla.shared.schemas.service import ServiceKind
 from flotilla.shared.schemas.task import Task
-from flotilla.shared.streams.hop import Resolution
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName, Resolution
 from flotilla.shared.testing.builders import a_group
 from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment, add_service, running, until
 

@@ -12,8 +12,7 @@ from flotilla.services.gateway.lifecycle import drain_outstanding
 from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.schemas.task import Task
-from flotilla.shared.streams.hop import Claim, Hop
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import Claim, Hop, HopName
 from flotilla.shared.streams.memory.streams import MemoryStore
 from flotilla.shared.testing.builders import a_group
 from tests.unit.gateway.builders import running, until

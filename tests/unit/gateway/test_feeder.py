@@ -19,8 +19,7 @@ from flotilla.services.gateway.store.memory import MemoryStore
 from flotilla.shared.clock import Clock, ManualClock
 from flotilla.shared.schemas.experiment import ExperimentState, MetricPoint
 from flotilla.shared.schemas.task import Lane
-from flotilla.shared.streams.hop import Resolution
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName, Resolution
 from flotilla.shared.streams.ledger import Ledger
 from flotilla.shared.testing.builders import a_group
 from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment, running, spec_document, until

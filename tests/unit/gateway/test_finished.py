@@ -18,7 +18,7 @@ from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import DataError, NotFound, Unavailable
 from flotilla.shared.models.prompts import PromptTemplate
 from flotilla.shared.schemas.trajectory import NO_VERSION, GradeStatus, Group
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from tests.unit.gateway.builders import a_gateway, add_experiment
 
 CHATML = (

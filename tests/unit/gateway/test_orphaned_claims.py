@@ -8,8 +8,7 @@ from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.schemas.service import ObservedState, ServiceKind, WorkState
-from flotilla.shared.streams.hop import Hop, holder_name
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import Hop, HopName, holder_name
 from flotilla.shared.testing.builders import a_task
 from tests.unit.gateway.builders import (
     a_gateway,

@@ -14,7 +14,7 @@ from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.service import ServiceKind
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.ledger import HopCounts, Ledger
 from flotilla.shared.telemetry.prometheus import page_of
 from tests.prometheus import parse_page, value_of

@@ -9,7 +9,7 @@ from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.feeder.feeder import Feeder
 from flotilla.services.gateway.records.repository import step_of
 from flotilla.shared.schemas.experiment import ExperimentState
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment
 
 

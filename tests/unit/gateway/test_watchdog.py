@@ -10,7 +10,7 @@ from flotilla.services.gateway.monitoring.watchdog import POLL_SECONDS, Watchdog
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.schemas.service import GRADER, JUDGE, SANDBOX, TEACHER, Failure, ServiceKind
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from tests.unit.gateway.builders import a_gateway, add_experiment, add_service
 
 

@@ -17,7 +17,7 @@ from flotilla.shared.errors import DataError, InvalidSpec
 from flotilla.shared.models.prompts import PromptTemplate
 from flotilla.shared.schemas.service import ServiceKind
 from flotilla.shared.schemas.trajectory import NO_VERSION, FinishReason, GradeStatus
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from flotilla.shared.testing.builders import graded
 from tests.unit.gateway.builders import a_gateway, add_experiment, running, until
 from tests.unit.gateway.test_diagnosis import WELL

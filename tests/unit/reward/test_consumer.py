@@ -14,7 +14,7 @@ from flotilla.shared.config.sections.reward import RewardConfig
 from flotilla.shared.schemas.grading import Grade, GradingSample
 from flotilla.shared.schemas.sample_kinds import SampleKind
 from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.ledger import Ledger
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from flotilla.shared.streams.settings import StreamsConfig

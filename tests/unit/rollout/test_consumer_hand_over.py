@@ -15,7 +15,7 @@ from flotilla.services.rollout.weights.version import VersionGate
 from flotilla.shared.config.sections.rollout import SamplingConfig
 from flotilla.shared.schemas.task import Message, Task
 from flotilla.shared.schemas.trajectory import FinishReason, Group
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from flotilla.shared.testing.builders import a_task
 

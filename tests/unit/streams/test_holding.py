@@ -11,8 +11,7 @@ import pytest
 from flotilla.shared.errors import ClaimLost, Unavailable
 from flotilla.shared.streams import holding as holding_module
 from flotilla.shared.streams.holding import LostClaims, holding
-from flotilla.shared.streams.hop import Claim, renewing
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import Claim, HopName, renewing
 from flotilla.shared.streams.memory.hop import MemoryHop
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from flotilla.shared.streams.settings import StreamsConfig

@@ -1,6 +1,6 @@
 import pytest
 
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.ledger import Ledger, length_field
 
 COUNTERS = {

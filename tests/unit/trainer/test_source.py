@@ -17,9 +17,8 @@ from flotilla.shared.net.retry import retry
 from flotilla.shared.schemas.sample_kinds import SampleKind
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
-from flotilla.shared.streams.hop import REDUNDANT
+from flotilla.shared.streams.hop import REDUNDANT, HopName
 from flotilla.shared.streams.intervals import IntervalSet
-from flotilla.shared.streams.keys import HopName
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from flotilla.shared.testing.absence import make_absent
 from flotilla.shared.testing.kept import KeptInMemory

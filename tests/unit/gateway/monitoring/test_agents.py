@@ -19,7 +19,7 @@ from flotilla.shared.net.authorisation.access import Principal, Scope
 from flotilla.shared.schemas.episode import OpenEpisode
 from flotilla.shared.schemas.experiment import Problem
 from flotilla.shared.schemas.service import ObservedState, ServiceKind, WorkState
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.ledger import HopCounts, Ledger
 from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment, add_service, say
 from tests.unit.gateway.test_diagnosis import WELL

@@ -9,7 +9,7 @@ from flotilla.services.rollout.agents.episodes import NoTask
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.schemas.episode import EpisodeReward
 from flotilla.shared.schemas.trajectory import Group
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.mailbox import Delivery
 from tests.unit.rollout.agents.world import World, a_spec, ask, user
 

@@ -16,7 +16,7 @@ from flotilla.services.rollout.weights.version import VersionGate
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.schemas.task import Task
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.ledger import Ledger
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from flotilla.shared.testing.builders import a_task

@@ -3,8 +3,8 @@ import re
 import pytest
 
 from flotilla.shared.schemas.task import Lane
-from flotilla.shared.streams import keys
-from flotilla.shared.streams.keys import HopName, StreamKeys
+from flotilla.shared.streams import hop
+from flotilla.shared.streams.hop import HopName, StreamKeys
 from flotilla.shared.streams.redis.scripts import script
 
 
@@ -31,4 +31,4 @@ def test_scripts_and_code_agree_on_reserved_names() -> None:
     names = re.search(r"GROUP, HANDED_BACK, PLANNED = '(.+)', '(.+)', '(.+)'", script("finish").source)
 
     assert names is not None
-    assert names.groups() == (keys.CONSUMER_GROUP, keys.HANDED_BACK, keys.PLANNED)
+    assert names.groups() == (hop.CONSUMER_GROUP, hop.HANDED_BACK, hop.PLANNED)

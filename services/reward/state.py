@@ -34,10 +34,9 @@ from flotilla.shared.schemas.task import Lane
 from flotilla.shared.service.app import at_work
 from flotilla.shared.service.devices import host_capabilities
 from flotilla.shared.service.membership import Membership
-from flotilla.shared.streams.hop import HopName, holder_name
+from flotilla.shared.streams.hop import HopName, StreamsConfig, holder_name
 from flotilla.shared.streams.redis.connection import connect, silence
 from flotilla.shared.streams.redis.plane import RedisDataPlane
-from flotilla.shared.streams.settings import StreamsConfig
 
 CONCURRENCY = 32
 """Groups graded at the same time: graders wait more than they compute."""

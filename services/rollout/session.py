@@ -27,9 +27,8 @@ from flotilla.shared.locations.allowed import Places, check_episodes
 from flotilla.shared.samples.recorder import SampleRecorder
 from flotilla.shared.schemas.service import Assignment
 from flotilla.shared.schemas.task import Lane
-from flotilla.shared.streams.hop import Hop, HopName
+from flotilla.shared.streams.hop import Hop, HopName, StreamsConfig
 from flotilla.shared.streams.redis.plane import RedisDataPlane
-from flotilla.shared.streams.settings import StreamsConfig
 from flotilla.shared.weights.pull.kept_images import DIRECTORY as KEPT_IMAGES
 from flotilla.shared.weights.pull.server import PublishedImages
 

@@ -23,9 +23,8 @@ from flotilla.shared.schemas.service import Registration, ServiceKind
 from flotilla.shared.service.app import at_work
 from flotilla.shared.service.devices import host_capabilities
 from flotilla.shared.service.membership import Membership
-from flotilla.shared.streams.hop import holder_name
+from flotilla.shared.streams.hop import StreamsConfig, holder_name
 from flotilla.shared.streams.redis.connection import connect, silence
-from flotilla.shared.streams.settings import StreamsConfig
 from flotilla.shared.weights.image.files import shared_memory_identity, sweep
 from flotilla.shared.weights.mapped.locate import ImageLocator
 from flotilla.shared.weights.pull.client import WeightPuller

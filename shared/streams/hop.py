@@ -13,6 +13,8 @@ unique to one incarnation of a process, so a restarted process never passes for 
 Names of everything that one experiment keeps in Redis.
 
 All keys of an experiment have the same hash tag, so that its scripts may touch them together on a cluster.
+
+How long claims live and how often an entry may be tried.
 """
 
 import asyncio
@@ -24,6 +26,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from pydantic import Field
+
+from flotilla.shared.config.base.model import Config
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.schemas.task import Lane, Task
 from flotilla.shared.schemas.trajectory import Group
@@ -420,3 +425,16 @@ async def _keep_renewing(hop: Hop, held: list[Claim], renewal: Renewal) -> None:
             renewal.lost_claims.extend(lost)
             renewal.lost.set()
             held = [claim for claim in held if claim not in lost]
+
+
+class StreamsConfig(Config):
+    """Leases, deliveries and patience of the data plane."""
+
+    lease_seconds: float = Field(60.0, gt=0)
+    """A claim that is not renewed for this long is taken over. Holders renew at a third of it."""
+    max_deliveries: int = Field(16, ge=1)
+    """An entry delivered this often and still not forwarded is resolved as failed: too_many_deliveries."""
+    deadline_seconds: float = Field(30.0, gt=0)
+    """How long a call keeps trying while the server does not answer, before it raises Unavailable."""
+    max_partial_bytes: int = Field(16 * 1024**2, ge=0)
+    """Most tokens, in bytes, that a task is handed over with; members beyond are sampled afresh."""

@@ -9,10 +9,10 @@ from redis.asyncio import Redis
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.schemas.task import Lane
+from flotilla.shared.streams.hop import StreamsConfig
 from flotilla.shared.streams.plane import DataPlane
 from flotilla.shared.streams.redis.connection import check_server, connect
 from flotilla.shared.streams.redis.plane import RedisDataPlane
-from flotilla.shared.streams.settings import StreamsConfig
 
 log = logging.getLogger(__name__)
 

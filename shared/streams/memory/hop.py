@@ -17,6 +17,7 @@ from flotilla.shared.streams.hop import (
     HopName,
     Renewal,
     Resolution,
+    StreamsConfig,
     check_hop,
     counter_of,
     forwarded,
@@ -25,7 +26,6 @@ from flotilla.shared.streams.hop import (
 )
 from flotilla.shared.streams.memory.streams import MemoryStore
 from flotilla.shared.streams.partials import Partials
-from flotilla.shared.streams.settings import StreamsConfig
 
 POLL_SECONDS = 0.05
 """How often a waiting claimer looks whether a lease ended; everything else wakes it at once."""

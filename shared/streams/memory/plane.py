@@ -20,13 +20,12 @@ from flotilla.shared.streams.codec import (
     group_header,
     task_header,
 )
-from flotilla.shared.streams.hop import HANDED_BACK, LEASED, HopName, consumer_name
+from flotilla.shared.streams.hop import HANDED_BACK, LEASED, HopName, StreamsConfig, consumer_name
 from flotilla.shared.streams.ledger import Ledger, token_counters
 from flotilla.shared.streams.mailbox import KEPT_SECONDS, Delivery, Expected
 from flotilla.shared.streams.memory.hop import MemoryHop, MemoryTrainerHop
 from flotilla.shared.streams.memory.streams import Clock, MemoryStore
 from flotilla.shared.streams.memory.trainer import MemoryTrainerQueue
-from flotilla.shared.streams.settings import StreamsConfig
 
 
 class MemoryAdmission:

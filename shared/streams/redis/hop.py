@@ -25,6 +25,7 @@ from flotilla.shared.streams.hop import (
     Renewal,
     Resolution,
     StreamKeys,
+    StreamsConfig,
     check_hop,
     counter_of,
     forwarded,
@@ -34,7 +35,6 @@ from flotilla.shared.streams.hop import (
 from flotilla.shared.streams.partials import Partials
 from flotilla.shared.streams.redis.forwarding import ForwardsTogether
 from flotilla.shared.streams.redis.scripts import Argument, Call, ScriptRunner
-from flotilla.shared.streams.settings import StreamsConfig
 
 log = logging.getLogger(__name__)
 

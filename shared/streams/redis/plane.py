@@ -11,13 +11,12 @@ from flotilla.shared.schemas.task import Lane, Task
 from flotilla.shared.schemas.trajectory import Group
 from flotilla.shared.streams.admission import IssueOutcome, IssueResult, check_consecutive, check_finished
 from flotilla.shared.streams.codec import encode_body, encode_grades, encode_task, group_header, task_header
-from flotilla.shared.streams.hop import LEASED, HopName, StreamKeys, consumer_name
+from flotilla.shared.streams.hop import LEASED, HopName, StreamKeys, StreamsConfig, consumer_name
 from flotilla.shared.streams.ledger import Ledger, token_counters
 from flotilla.shared.streams.mailbox import KEPT_SECONDS, Delivery, Expected
 from flotilla.shared.streams.redis.hop import RedisHop, TrainerHop
 from flotilla.shared.streams.redis.scripts import Argument, ScriptRunner
 from flotilla.shared.streams.redis.trainer import RedisTrainerQueue
-from flotilla.shared.streams.settings import StreamsConfig
 from flotilla.shared.telemetry.tracing.recording import record_issues
 
 

@@ -13,14 +13,13 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from flotilla.shared.schemas.task import Lane
-from flotilla.shared.streams.hop import CONSUMER_GROUP, Hop, HopName, StreamKeys
+from flotilla.shared.streams.hop import CONSUMER_GROUP, Hop, HopName, StreamKeys, StreamsConfig
 from flotilla.shared.streams.ledger import REASONED, Ledger
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from flotilla.shared.streams.plane import DataPlane
 from flotilla.shared.streams.plans import TrainerQueue
 from flotilla.shared.streams.redis.connection import connect
 from flotilla.shared.streams.redis.plane import RedisDataPlane
-from flotilla.shared.streams.settings import StreamsConfig
 from flotilla.shared.testing.builders import a_group, a_task, graded
 from tests.integration.conftest import redis_url
 

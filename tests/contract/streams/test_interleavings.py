@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from flotilla.shared.streams.hop import StreamsConfig
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from flotilla.shared.streams.redis.connection import connect
 from flotilla.shared.streams.redis.plane import RedisDataPlane
-from flotilla.shared.streams.settings import StreamsConfig
 from tests.contract.streams.machine import Fleet, Rig
 
 CHECKS = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}

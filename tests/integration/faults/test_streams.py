@@ -11,11 +11,10 @@ from redis.asyncio import Redis
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.faults.armed import arm, disarm
 from flotilla.shared.faults.plan import parse_plan
-from flotilla.shared.streams.hop import Claim, Hop, HopName, Resolution
+from flotilla.shared.streams.hop import Claim, Hop, HopName, Resolution, StreamsConfig
 from flotilla.shared.streams.plane import DataPlane
 from flotilla.shared.streams.redis.connection import connect
 from flotilla.shared.streams.redis.plane import RedisDataPlane
-from flotilla.shared.streams.settings import StreamsConfig
 from flotilla.shared.testing.builders import a_group, a_task, graded
 
 GROUPS = 40

@@ -22,7 +22,7 @@ from flotilla.shared.errors import FlotillaError
 from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.net.server.ports import lasting_port
 from flotilla.shared.schemas.service import Failure, WorkState
-from flotilla.shared.streams.settings import StreamsConfig
+from flotilla.shared.streams.hop import StreamsConfig
 from tests.integration.gateway.fleet import (
     PATIENCE_SECONDS,
     TOKEN,

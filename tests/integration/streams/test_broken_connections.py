@@ -8,12 +8,11 @@ import pytest
 
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.streams.admission import IssueOutcome
-from flotilla.shared.streams.hop import HopName, Resolution
+from flotilla.shared.streams.hop import HopName, Resolution, StreamsConfig
 from flotilla.shared.streams.redis import connection, hop
 from flotilla.shared.streams.redis.connection import connect
 from flotilla.shared.streams.redis.plane import RedisDataPlane
 from flotilla.shared.streams.redis.scripts import script
-from flotilla.shared.streams.settings import StreamsConfig
 from flotilla.shared.testing.builders import a_group, a_task, a_trajectory, graded
 from tests.contract.streams.conftest import a_trainer, claim_ids, issue, ledger_of, move_to_scored
 from tests.integration.streams.proxy import Relay, relaying

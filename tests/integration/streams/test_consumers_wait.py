@@ -19,11 +19,10 @@ from flotilla.shared.config.sections.reward import RewardConfig
 from flotilla.shared.schemas.grading import Grade, GradingSample
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.schemas.trajectory import Group
-from flotilla.shared.streams.hop import HopName
+from flotilla.shared.streams.hop import HopName, StreamsConfig
 from flotilla.shared.streams.intervals import IntervalSet
 from flotilla.shared.streams.redis.connection import connect
 from flotilla.shared.streams.redis.plane import RedisDataPlane
-from flotilla.shared.streams.settings import StreamsConfig
 from flotilla.shared.testing.builders import a_group
 from tests.contract.streams.conftest import issue, ledger_of
 from tests.integration.streams.refusals import REFUSALS, small_disk

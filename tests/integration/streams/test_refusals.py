@@ -9,10 +9,9 @@ import pytest
 
 from flotilla.cli.redis_server import LocalRedis, find_server
 from flotilla.shared.errors import Unavailable
-from flotilla.shared.streams.hop import HopName, Resolution
+from flotilla.shared.streams.hop import HopName, Resolution, StreamsConfig
 from flotilla.shared.streams.redis.connection import connect
 from flotilla.shared.streams.redis.plane import RedisDataPlane
-from flotilla.shared.streams.settings import StreamsConfig
 from flotilla.shared.testing.builders import a_group, a_task
 from tests.contract.streams.conftest import a_trainer, issue, ledger_of
 from tests.integration.streams.proxy import relaying

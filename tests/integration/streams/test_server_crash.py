@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from flotilla.cli.redis_server import LocalRedis
-from flotilla.shared.streams.hop import Claim, Hop, HopName
+from flotilla.shared.streams.hop import Claim, Hop, HopName, StreamsConfig
 from flotilla.shared.streams.intervals import IntervalSet
 from flotilla.shared.streams.redis.connection import connect
 from flotilla.shared.streams.redis.plane import RedisDataPlane
-from flotilla.shared.streams.settings import StreamsConfig
 from flotilla.shared.testing.builders import a_group, a_task, graded
 from tests.contract.streams.conftest import ledger_of
 

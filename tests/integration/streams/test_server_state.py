@@ -6,10 +6,9 @@ import pytest
 from redis.asyncio import Redis
 
 from flotilla.shared.errors import Unavailable
-from flotilla.shared.streams.hop import CONSUMER_GROUP, HopName, Resolution, StreamKeys
+from flotilla.shared.streams.hop import CONSUMER_GROUP, HopName, Resolution, StreamKeys, StreamsConfig
 from flotilla.shared.streams.redis.hop import MARKER_SECONDS
 from flotilla.shared.streams.redis.plane import RedisDataPlane
-from flotilla.shared.streams.settings import StreamsConfig
 from flotilla.shared.testing.builders import a_group, graded
 from tests.contract.streams.conftest import a_trainer, claim_ids, issue, ledger_of, move_to_scored
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from flotilla.cli.redis_server import LocalRedis
+from flotilla.shared.streams.hop import StreamsConfig
 from flotilla.shared.streams.redis.connection import connect
 from flotilla.shared.streams.redis.plane import RedisDataPlane
-from flotilla.shared.streams.settings import StreamsConfig
 from tests.integration.trainer.fleet import ScriptedFleet, YesGateway, a_session, a_spec, save_tiny_model
 
 STEPS = 8

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from flotilla.shared.streams.hop import StreamsConfig
 from flotilla.shared.streams.redis.connection import connect
 from flotilla.shared.streams.redis.plane import RedisDataPlane
-from flotilla.shared.streams.settings import StreamsConfig
 from tests.integration.conftest import redis_url
 from tests.integration.trainer.fleet import ScriptedFleet, YesGateway, a_session, a_spec, save_tiny_model, train
 

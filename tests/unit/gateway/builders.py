@@ -18,8 +18,8 @@ from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.publication import Manifest, PublicationRequest, TensorSpec
 from flotilla.shared.schemas.service import Capabilities, ObservedState, Registration, ServiceKind, WorkState
 from flotilla.shared.schemas.task import Lane
+from flotilla.shared.streams.hop import StreamsConfig
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
-from flotilla.shared.streams.settings import StreamsConfig
 
 
 def spec_document(**changes: Any) -> dict[str, Any]:

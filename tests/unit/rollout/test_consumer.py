@@ -14,11 +14,10 @@ from flotilla.shared.errors import InvalidRequest, PromptTooLong, Unavailable, W
 from flotilla.shared.schemas.sample_kinds import SampleKind
 from flotilla.shared.schemas.task import Message, Task
 from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group
-from flotilla.shared.streams.hop import HopName
+from flotilla.shared.streams.hop import HopName, StreamsConfig
 from flotilla.shared.streams.ledger import Ledger
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from flotilla.shared.streams.partials import Partials
-from flotilla.shared.streams.settings import StreamsConfig
 from flotilla.shared.testing.absence import cancel_on_claim, make_absent
 from flotilla.shared.testing.builders import a_group, a_task
 

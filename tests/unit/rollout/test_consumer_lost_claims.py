@@ -17,10 +17,9 @@ from flotilla.shared.config.sections.rollout import SamplingConfig
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.models.prompts import PromptLimit
 from flotilla.shared.schemas.task import Lane, Message
-from flotilla.shared.streams.hop import HopName
+from flotilla.shared.streams.hop import HopName, StreamsConfig
 from flotilla.shared.streams.ledger import Ledger
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
-from flotilla.shared.streams.settings import StreamsConfig
 from flotilla.shared.testing.builders import a_task
 
 LEASE_SECONDS = 0.2

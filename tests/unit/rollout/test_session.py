@@ -14,7 +14,7 @@ from flotilla.services.rollout.weights.missed import Puller
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.locations.allowed import Places
 from flotilla.shared.schemas.service import Assignment
-from flotilla.shared.streams.settings import StreamsConfig
+from flotilla.shared.streams.hop import StreamsConfig
 from flotilla.shared.weights.group.endpoint_client import EndpointClient
 from tests.unit.gateway.builders import a_spec
 from tests.unit.rollout.test_rendering import renderer_of

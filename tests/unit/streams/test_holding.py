@@ -11,10 +11,9 @@ import pytest
 from flotilla.shared.errors import ClaimLost, Unavailable
 from flotilla.shared.streams import holding as holding_module
 from flotilla.shared.streams.holding import LostClaims, holding
-from flotilla.shared.streams.hop import Claim, HopName, renewing
+from flotilla.shared.streams.hop import Claim, HopName, StreamsConfig, renewing
 from flotilla.shared.streams.memory.hop import MemoryHop
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
-from flotilla.shared.streams.settings import StreamsConfig
 from flotilla.shared.testing.builders import a_task
 
 

@@ -1,6 +1,6 @@
-"""Removing directories whose contents were chosen by a program: any depth, any name, any mode.
+"""The service's directory, what services that were killed have left of theirs, and removing either.
 
-The service's directory; and the directories and control groups that services which were killed have left.
+Programs choose what is in these directories: any depth, any name, any mode.
 """
 
 import fcntl

@@ -10,11 +10,7 @@ by a pause of its process or a partition, does not: the holder says so when it f
 A claim is held while its entry is pending for the same consumer with the same delivery count. Consumer names are
 unique to one incarnation of a process, so a restarted process never passes for its predecessor.
 
-Names of everything that one experiment keeps in Redis.
-
-All keys of an experiment have the same hash tag, so that its scripts may touch them together on a cluster.
-
-How long claims live and how often an entry may be tried.
+All keys of an experiment in Redis have the same hash tag, so that its scripts may touch them together on a cluster.
 """
 
 import asyncio

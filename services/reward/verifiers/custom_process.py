@@ -1,6 +1,6 @@
-"""A function of the user's as a verifier, in a process of its own that knows no secret of the service.
+"""A user's function as a verifier, in a process of its own that knows no secret of the service.
 
-A function of the user's as a verifier: what runs in the child process of ``custom_process.py``.
+``CustomProcessVerifier`` calls from the service; ``CustomVerifier`` runs in the process.
 """
 
 import asyncio

@@ -1,12 +1,10 @@
 """verl's own scorers, chosen by the data source of each row.
 
-Text rules are computed here. Where the texts of geometry and of prime differ, math-verify compares them in its process
-(verl: mathruler, and PRM800K's and Minerva's rules over sympy); programs are run by the sandbox. Where verl gives 0
-because something failed (a label that cannot be read, a sandbox that does not answer), the sample is an error.
-
-verl's scorers as pure functions: what they take for the answer, and when it is right.
-
-They compare text, not mathematics, and what they miss is part of them: ``1,234.`` is not 1234 under the rule of gsm8k.
+Text rules are pure functions: what they take for the answer, and when it is right. They compare text, not mathematics,
+and what they miss is part of them: ``1,234.`` is not 1234 under the rule of gsm8k. Where the texts of geometry and of
+prime differ, math-verify compares them in its process (verl: mathruler, and PRM800K's and Minerva's rules over sympy);
+programs are run by the sandbox. Where verl gives 0 because something failed (a label that cannot be read, a sandbox
+that does not answer), the sample is an error.
 
 Source: verl 0.9.1, ``verl/utils/reward_score``; the text rules of MATH are those of Hendrycks et al., Measuring
 Mathematical Problem Solving With the MATH Dataset, 2021, those of dapo are of Lewkowycz et al., Solving Quantitative

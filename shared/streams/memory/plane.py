@@ -1,8 +1,6 @@
-"""The in-memory twin of the data plane: one process, no server, the same rules.
+"""The in-memory twin of the data plane and of admission to it: one process, no server, the same rules.
 
 Time comes from a clock that tests may move.
-
-Admission in memory.
 """
 
 import time

@@ -1,11 +1,9 @@
-"""Connections to the server, and calls that outlive its short absences.
+"""Connections to the server: calls outlive its short absences, and large commands are sent without copies.
 
-Connections that put commands together in C, and send large ones without copying them.
-
-redis-py's asyncio connections join the parts of a command in Python, which takes longer than the server does for an
-entry of a few kilobytes; its blocking connections use hiredis, and so do these. A large argument it copies three times
-on its way: into the command, into one string with the other commands, and what the socket does not take at once into
-the transport's buffer. Here it goes to the socket in pieces that the socket takes, as it is.
+redis-py's asyncio connections join the parts of a command in Python, which takes longer than the server needs for an
+entry of a few kilobytes; its blocking connections use hiredis, and so do these. It copies a large argument three times:
+into the command, into one string with the other commands, and what the socket does not take at once into the
+transport's buffer. Here it is handed to the socket as it is, in pieces that the socket takes.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""The data plane on a Redis or Valkey server, 6.2 or newer.
-
-Admission over Redis.
-"""
+"""The data plane, and admission to it, on a Redis or Valkey server, 6.2 or newer."""
 
 from collections.abc import Collection, Sequence
 

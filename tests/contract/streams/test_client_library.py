@@ -1,4 +1,4 @@
-"""What ``connection_io`` relies on inside redis-py: a release that changes it fails here, not in a fleet."""
+"""What ``connection`` relies on inside redis-py: a release that changes it fails here, not in a fleet."""
 
 import inspect
 import re

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 STREAMS = Path(__file__).parents[3] / "shared" / "streams"
-OF_THE_SERVER = {"connection", "connection_io", "forwarding", "scripts"}
+OF_THE_SERVER = {"connection", "forwarding", "scripts"}
 """What only the client of a server needs."""
 IN_PLACE_OF_THE_SERVER = {"streams"}
 

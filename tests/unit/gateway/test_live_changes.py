@@ -15,8 +15,7 @@ from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.live_changes import Effect
 from flotilla.shared.schemas.service import ServiceKind
 from flotilla.shared.schemas.task import Task
-from flotilla.shared.streams.hop import Resolution
-from flotilla.shared.streams.keys import HopName
+from flotilla.shared.streams.hop import HopName, Resolution
 from tests.unit.gateway.builders import MemoryPlanes, a_gateway, a_spec, add_experiment, add_service
 
 RATE, TEMPERATURE = "optimisation.learning_rate", "rollout.sampling.temperature"

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from flotilla.services.gateway.datasets.columns import value_at
-from flotilla.services.reward.verifiers.verl_rules import score_dapo, score_gsm8k, score_math, score_search
+from flotilla.services.reward.verifiers.verl import score_dapo, score_gsm8k, score_math, score_search
 from flotilla.trial_run.made_rows import FORMS, RIGHT, image
 from tests.unit.trial_run.recipes import imported, trial_of
 

@@ -42,8 +42,9 @@ SILENCE_SECONDS = 60.0
 
 Spec: TypeAlias = "str | Path | Mapping[str, Any] | ExperimentSpec"
 Reference = str | ExperimentView
-Section = Mapping[str, Any]
 """An experiment by its id or name, or as it was read."""
+Section = Mapping[str, Any]
+"""Keys of a section of a spec."""
 
 
 class Ledgers(NamedTuple):

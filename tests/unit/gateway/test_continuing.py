@@ -223,3 +223,24 @@ async def test_nothing_goes_on_from_checkpoints_that_are_gone(gateway: GatewaySt
             await gateway.commands.extend(experiment.id, 9)
 
     assert experiment.state is ExperimentState.STOPPED
+
+
+@pytest.mark.parametrize(("step", "rate"), [(1, 1e-6), (2, 0.5), (None, 0.5)])
+async def test_a_fork_begins_with_the_settings_that_held_for_its_checkpoint(
+    gateway: GatewayState, step: int | None, rate: float
+) -> None:
+    parent = await add_ended(gateway)
+    key = {"path": "optimisation.learning_rate", "before": 1e-6, "after": 0.5}
+    change = {"id": "c", "at": "2026", "actor": "anna", "effect": "trainer", "keys": [key], "version": 2, "step": 2}
+    async with gateway.repository.transaction() as staged:
+        gateway.repository.stage_spec(
+            staged, parent, with_changes(parent.spec, {"optimisation": {"learning_rate": 0.5}})
+        )
+        gateway.repository.stage(staged, parent, changes=[change])
+
+    fork = await gateway.commands.fork(parent.id, ForkRequest(step=step, changes=LONGER), start=False)
+
+    assert fork.spec.optimisation.learning_rate == rate
+    assert fork.steering.changes == ()
+    [state] = [each.state for each in complete(Path(fork.record.directory) / "checkpoints")]
+    assert (state.changes, state.spec["optimisation"]["learning_rate"]) == ((), rate)

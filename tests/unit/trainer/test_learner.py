@@ -206,3 +206,44 @@ def test_bfloat16_weights_follow_float32_masters() -> None:
     change = (state[f"master/{name}"] - before).abs().max()
     assert 1e-5 < change < 1e-4, "smaller than bfloat16 resolves, and not lost"
     assert torch.equal(weight, state[f"master/{name}"].bfloat16())
+
+
+def test_a_learner_that_follows_another_spec_trains_the_next_step_as_one_that_was_made_with_it() -> None:
+    groups = uneven_groups()
+    settings = {"steps": 5, "groups_per_mini_batch": 2, "epsilon": 1.0}
+
+    def a_learner(rate: float, **algorithm: Any) -> Learner:
+        section = {"kl": {"placement": "loss", "coefficient": 0.1}} | algorithm
+        spec = a_spec(
+            algorithm=section,
+            optimisation=settings | {"learning_rate": rate},
+            asynchrony={"require_batches": len(groups) // 2},
+        )
+        return Learner(spec, LoadedModel(a_model(), Path()), LoadedModel(a_model(), Path()))
+
+    other = {"entropy_coefficient": 0.3, "kl": {"placement": "loss", "coefficient": 0.5}}
+    expected, found = a_learner(3e-2, **other), a_learner(1e-2)
+    before = a_learner(1e-2).train(groups, 1).metrics
+
+    found.follow(expected.spec)
+
+    losses = [dict(each.train(groups, 1).metrics) for each in (found, expected)]
+    assert losses[0] == losses[1] != before
+    assert (found.spec, found.kl_coefficient) == (expected.spec, 0.5)
+    for mine, theirs in zip(found.loaded.model.parameters(), expected.loaded.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_coefficient_that_a_controller_moved_stays_until_another_one_is_configured() -> None:
+    groups = uneven_groups()
+    learner, _ = trained(groups, {"kl": {"placement": "loss", "coefficient": 0.1}})
+    learner.kl_coefficient = 0.17
+
+    learner.follow(learner.spec.model_copy(update={"seed": 8}))
+    assert learner.kl_coefficient == 0.17
+
+    algorithm = learner.spec.algorithm
+    assert algorithm.kl is not None
+    kl = algorithm.kl.model_copy(update={"coefficient": 0.2})
+    learner.follow(learner.spec.model_copy(update={"algorithm": algorithm.model_copy(update={"kl": kl})}))
+    assert learner.kl_coefficient == 0.2

@@ -22,6 +22,7 @@
     │   └── StalePolicyVersion       409  stale_policy_version
     ├── QuotaExceeded                429  quota_exceeded
     ├── Unavailable                  503  unavailable           (retryable)
+    │   ├── NotLeading               503  not_leading           (retryable)
     │   └── TokenExpired             503  token_expired         (retryable)
     ├── DeadlineExceeded             504  deadline_exceeded     (retryable)
     ├── ClaimLost                    409  claim_lost
@@ -191,6 +192,12 @@ class Unavailable(FlotillaError):
     """A component that is needed does not answer now."""
 
     code, title, status, retryable = "unavailable", "Temporarily unavailable", 503, True
+
+
+class NotLeading(Unavailable):
+    """Another gateway works on this database; the context names its address as ``leader``, where it is known."""
+
+    code, title = "not_leading", "Another gateway leads"
 
 
 class TokenExpired(Unavailable):

@@ -22,7 +22,8 @@ class Calls:
     """Calls one gateway; an async context manager.
 
     Args:
-        url: the gateway's; None: ``FLOTILLA_GATEWAY_URL``, else the local fleet of ``data``.
+        url: the gateway's, or those of several with commas between them; None: ``FLOTILLA_GATEWAY_URL``, else the local
+            fleet of ``data``.
         token: None: ``FLOTILLA_TOKEN`` or ``FLOTILLA_TOKEN_FILE``, or the local fleet's own.
         data: data directory of the local fleet.
         deadline_seconds: how long one call may take, with all its attempts.

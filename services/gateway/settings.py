@@ -1,6 +1,6 @@
 """What a gateway is given at start-up."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from flotilla.shared.net.server.limits import MAX_HELD_BYTES
 STALL_SECONDS = 30.0
 SERVICE_SILENCE_SECONDS = 10.0
 ROLLOUT_SILENCE_SECONDS = 5.0
+TAKEOVER_GRACE_SECONDS = 20.0
+"""First leases after a takeover: a call to a gateway that was stopped may hang for fifteen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,10 @@ class GatewaySettings:
         teardown_seconds: how long services may take to fall idle when an experiment ends.
         heartbeat_seconds: pause after which an event stream sends a comment.
         held_body_bytes: what the bodies of all open requests may have together, those of up to 64 KiB not counted.
+        address: of this gateway, told to those who ask a standby; empty: not told.
+        has_standbys: whether others wait to take its place: it shuts them out of the data plane, and answers nothing
+            while it cannot tell whether it leads.
+        on_deposed: called once another gateway has taken its place; it must end the process.
         quota: of tokens that were made without one, and of the operator's.
         answer_seconds: how long the answer to an idempotency key is kept.
         tinker_model: directory of the base model of the Tinker API; None: that is not served.
@@ -64,6 +70,9 @@ class GatewaySettings:
     answer_seconds: float = 86_400.0
     tinker_model: Path | None = None
     quota: Quota = field(default_factory=Quota)
+    address: str = ""
+    has_standbys: bool = False
+    on_deposed: Callable[[], None] = lambda: None
 
     @property
     def resolved_database_url(self) -> str:

@@ -94,9 +94,13 @@ async def open_state(settings: GatewaySettings) -> AsyncIterator[GatewayState]:
     """
     await asyncio.to_thread(settings.experiments.mkdir, parents=True, exist_ok=True)
     async with AsyncExitStack() as stack:
-        planes = await stack.enter_async_context(open_data_plane(settings))
-        store = await SqlStore.open(settings.resolved_database_url)
+        # First: only who leads may touch the data plane.
+        store = await SqlStore.open(settings.resolved_database_url, settings.address, settings.on_deposed)
         stack.push_async_callback(store.close)
+        if store.has_standbys:
+            beating = asyncio.create_task(store.beat(), name="beat")
+            stack.push_async_callback(signals.end, beating)
+        planes = await stack.enter_async_context(open_data_plane(settings, store.confirm))
         state = GatewayState(settings, store, planes.open, planes.ping, SystemClock())
         yield await stack.enter_async_context(running(state))
 

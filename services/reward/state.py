@@ -21,7 +21,7 @@ from flotilla.services.reward.verifiers.registry import Surroundings, build_veri
 from flotilla.shared.config.sections.distillation import DistillationConfig
 from flotilla.shared.config.sections.reward import RemoteConfig, RewardConfig
 from flotilla.shared.config.spec import ExperimentSpec
-from flotilla.shared.environment.settings import Secrets, ServiceSettings
+from flotilla.shared.environment.settings import Secrets, ServiceSettings, gateway_urls
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.locations.allowed import read_places
 from flotilla.shared.models.hub import fetched
@@ -107,7 +107,7 @@ class SessionOpener:
             sandbox_token=self.credentials.for_peer(ServiceKind.SANDBOX),
             grader_networks=self.settings.grader_networks,
             secrets=Secrets(os.environ),
-            gateway_url=self.settings.public_url or self.settings.gateway_url,
+            gateway_url=self.settings.public_url or gateway_urls(self.settings.gateway_url)[0],
             mailbox=RedisDataPlane(self.redis, assignment.experiment_id, Lane.TRAIN, streams).mailbox,
             places=read_places(os.environ, self.settings.data),
         )

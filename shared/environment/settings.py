@@ -35,7 +35,7 @@ class ServiceSettings:
     """Addresses and secrets of one service.
 
     Attributes:
-        gateway_url: where to register.
+        gateway_url: where to register; of several gateways on one database all, with commas between them.
         token: bearer token of the fleet.
         tls: certificates of its listener and of its calls.
         public_url: the gateway as graders outside reach it; None: as this service does.
@@ -130,12 +130,22 @@ def _pid_from(values: Mapping[str, str], name: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def check_gateway_url(url: str) -> None:
-    """Check that a gateway's address is one; what is none would be waited for.
+def gateway_urls(text: str) -> list[str]:
+    """Part the addresses of several gateways, of which one leads: ``http://10.0.0.1:8470,http://10.0.0.2:8470``."""
+    return [each.strip().rstrip("/") for each in text.split(",")]
+
+
+def check_gateway_url(text: str) -> None:
+    """Check that the addresses of gateways are such; what is none would be waited for.
 
     Raises:
-        InvalidRequest: it is not.
+        InvalidRequest: one is not.
     """
+    for each in gateway_urls(text):
+        _check_gateway_url(each)
+
+
+def _check_gateway_url(url: str) -> None:
     try:
         parts = urlsplit(url)
         is_right = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from flotilla.shared.children.processes import die_with_parent, end_after
 from flotilla.shared.children.secret_variables import forget_secrets
-from flotilla.shared.environment.settings import ServiceSettings, read_for_libraries, read_settings
+from flotilla.shared.environment.settings import ServiceSettings, gateway_urls, read_for_libraries, read_settings
 from flotilla.shared.errors import FlotillaError
 from flotilla.shared.faults.armed import arm_process
 from flotilla.shared.net.server.ports import address_towards, check_can_be_told
@@ -40,7 +40,7 @@ def run_service(name: str, create_app: Callable[[ServiceSettings, str], FastAPI]
         read_for_libraries(os.environ)
         forget_secrets()
         if not os.environ.get("FLOTILLA_HOST"):
-            settings = replace(settings, host=address_towards(settings.gateway_url))
+            settings = replace(settings, host=address_towards(gateway_urls(settings.gateway_url)[0]))
         limit_devices()
         if settings.parent_pid is not None:
             die_with_parent(settings.parent_pid)

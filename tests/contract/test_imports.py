@@ -238,6 +238,7 @@ GATEWAY_ORDER = (
     "middleware",
     "description",
     "app",
+    "standby",
     "recorded",
     "__main__",
 )

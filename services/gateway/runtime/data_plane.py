@@ -1,11 +1,12 @@
 """Opens the data plane's server, and each experiment's part of it."""
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from redis.asyncio import Redis
 
+from flotilla.services.gateway.runtime.fencing import Fence
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.schemas.task import Lane
@@ -45,8 +46,14 @@ class RedisPlanes:
 
 
 @asynccontextmanager
-async def open_data_plane(settings: GatewaySettings) -> AsyncIterator[RedisPlanes]:
+async def open_data_plane(
+    settings: GatewaySettings, confirm: Callable[[], Awaitable[None]]
+) -> AsyncIterator[RedisPlanes]:
     """Connect to the data plane's server, once it is seen to be one that may be used.
+
+    Args:
+        settings: with its address.
+        confirm: proves that this gateway leads, or raises.
 
     Raises:
         Unavailable: it does not answer.
@@ -55,6 +62,8 @@ async def open_data_plane(settings: GatewaySettings) -> AsyncIterator[RedisPlane
     log.info("data plane answers", extra={"server": server})
     redis = connect(settings.redis_url)
     try:
+        if settings.has_standbys:
+            await Fence(redis, confirm).claim()
         yield RedisPlanes(redis)
     finally:
         await redis.aclose()

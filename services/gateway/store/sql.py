@@ -4,7 +4,6 @@ One thread owns the connection, so writes are in the order of the calls and the 
 """
 
 import asyncio
-import fcntl
 import logging
 import os
 import secrets
@@ -16,7 +15,7 @@ from dataclasses import fields
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, TypeVar, assert_never
+from typing import Any, TypeVar, assert_never
 
 import sqlalchemy as sa
 from alembic import command
@@ -26,6 +25,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from flotilla.services.gateway.store import tables
 from flotilla.services.gateway.store.base import MetricRow
+from flotilla.services.gateway.store.locks import BEAT_SECONDS, DOUBT_SECONDS, FileLock, deposed, lock_every_session
 from flotilla.services.gateway.store.memory import event_of
 from flotilla.services.gateway.store.records import (
     AuditRecord,
@@ -50,13 +50,15 @@ from flotilla.services.gateway.store.writes import (
     Record,
     Write,
 )
-from flotilla.shared.errors import FlotillaError, InvalidRequest, Unavailable
+from flotilla.shared.errors import FlotillaError, InvalidRequest, NotLeading, Unavailable
 from flotilla.shared.net.retry import Backoff
 from flotilla.shared.schemas.experiment import CheckpointView, Event, ExperimentState, MetricPoint
 
 T = TypeVar("T")
 BUSY_SECONDS = 5.0
 CONNECT_SECONDS = 10
+ABSENCE = {"keepalives_idle": 5, "keepalives_interval": 3, "keepalives_count": 3, "tcp_user_timeout": 15_000}
+"""When a PostgreSQL server whose host has vanished is no longer waited for; the last in milliseconds."""
 UPGRADE_SECONDS = 900.0
 ONLY = 1
 """Key of the one row that names the last transaction."""
@@ -75,18 +77,6 @@ log = logging.getLogger(__name__)
 MIGRATIONS = Path(__file__).parent / "migrations"
 
 
-TAKE_OVER_SECONDS = 3.0
-"""How long a server may take to notice that the session before has ended: its process may have been killed just now."""
-RETRY_SECONDS = 0.1
-ADVISORY_KEY = 0x464C4F54494C4C41
-"""``FLOTILLA`` in ASCII. Advisory locks are the database's own."""
-
-
-def refused(by: str = "") -> Unavailable:
-    """Make the error of a database that another gateway works on."""
-    return Unavailable(f"another gateway works on this database{by}: stop it first, or give this one data of its own")
-
-
 def keep_private(database: Path) -> None:
     """Make a database file readable by its owner alone: it has specs. SQLite's files beside it get the same mode."""
     descriptor = os.open(database, os.O_CREAT | os.O_RDWR, 0o600)
@@ -95,67 +85,6 @@ def keep_private(database: Path) -> None:
             os.fchmod(descriptor, 0o600)
     finally:
         os.close(descriptor)
-
-
-class FileLock:
-    """The lock of a database in a file.
-
-    Args:
-        database: the database; the lock is ``DATABASE.lock`` beside it.
-    """
-
-    def __init__(self, database: Path) -> None:
-        self.database = database
-        self._path = database.with_name(f"{database.name}.lock")
-        self._file: IO[str] | None = None
-
-    def take(self) -> None:
-        """Take the lock.
-
-        Raises:
-            Unavailable: another process holds it, or the folder cannot be written.
-        """
-        try:
-            file = self._path.open("a+")
-        except OSError as error:
-            raise Unavailable(f"the database does not answer: {self._path}: {error.strerror or error}") from None
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            pid = file.read().strip()
-            file.close()
-            raise refused(f" (process {pid})" if pid else "") from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        self._file = file
-
-    def give_up(self) -> None:
-        """Release the lock. The file stays: who deleted it could delete one that another has just locked."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-def lock_every_session(engine: Engine) -> None:
-    """Let each new connection of a PostgreSQL engine take the database's lock before it is used."""
-
-    @sa.event.listens_for(engine, "connect")
-    def take(connection: Any, _record: Any) -> None:
-        end = time.monotonic() + TAKE_OVER_SECONDS
-        with connection.cursor() as cursor:
-            while True:
-                cursor.execute("SELECT pg_try_advisory_lock(%s)", (ADVISORY_KEY,))
-                is_ours = cursor.fetchone()[0]
-                connection.commit()
-                if is_ours:
-                    return
-                if time.monotonic() >= end:
-                    break
-                time.sleep(RETRY_SECONDS)
-        connection.close()
-        raise refused()
 
 
 def alembic_config() -> Config:
@@ -180,7 +109,8 @@ def open_engine(url: str) -> Engine:
         url = "postgresql+psycopg://" + url.split("://", 1)[1]
     if not url.startswith("sqlite"):
         # A server made under the C locale would answer in bytes.
-        arguments = {"client_encoding": "utf8", "connect_timeout": CONNECT_SECONDS} if "psycopg" in url else {}
+        common = {"client_encoding": "utf8", "connect_timeout": CONNECT_SECONDS} | ABSENCE
+        arguments = common if "psycopg" in url else {}
         # One connection at a time: it holds the database's lock.
         return sa.create_engine(url, pool_size=1, max_overflow=0, pool_pre_ping=True, connect_args=arguments)
     engine = sa.create_engine(url, connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False})
@@ -197,10 +127,21 @@ def open_engine(url: str) -> Engine:
 
 
 class SqlStore(TransactionalStore):
-    """Keeps every row in a database; see ``Store``. Open it with ``SqlStore.open``."""
+    """Keeps every row in a database; see ``Store``. Open it with ``SqlStore.open``.
 
-    def __init__(self, engine: Engine, thread: ThreadPoolExecutor) -> None:
+    Each opening has a greater *term* than those before, and writes only while it is the last: whoever was stopped while
+    another took over stores nothing of what it knew.
+
+    Attributes:
+        has_standbys: whether another process may take the database over while this one runs.
+    """
+
+    def __init__(self, engine: Engine, thread: ThreadPoolExecutor, leader: str, on_deposed: Callable[[], None]) -> None:
         super().__init__()
+        self.has_standbys = engine.dialect.name == "postgresql"
+        self._leader, self._on_deposed = leader, on_deposed
+        self._term: int | None = None
+        self._confirmed_at = time.monotonic()
         self._engine = engine
         self._thread = thread
         self._is_closing = threading.Event()
@@ -208,11 +149,17 @@ class SqlStore(TransactionalStore):
         self._lock = FileLock(Path(path)) if path else None
 
     @classmethod
-    async def open(cls, url: str) -> "SqlStore":
-        """Connect, take the database's lock and bring the tables up to date.
+    async def open(cls, url: str, leader: str = "", on_deposed: Callable[[], None] = lambda: None) -> "SqlStore":
+        """Connect, take the database's lock, bring the tables up to date and begin a term.
+
+        Args:
+            url: of the database.
+            leader: address of this gateway, for those who wait.
+            on_deposed: called once another has taken its place.
 
         Raises:
-            Unavailable: the database does not answer, another gateway works on it, or its migration failed.
+            NotLeading: another gateway works on it.
+            Unavailable: the database does not answer, or its migration failed.
         """
         try:
             engine = open_engine(url)
@@ -220,7 +167,8 @@ class SqlStore(TransactionalStore):
             raise Unavailable(f"this database needs {error.name}: install flotilla[postgresql]") from None
         except sa.exc.ArgumentError as error:
             raise Unavailable(f"FLOTILLA_DATABASE_URL is no database url: {error}") from None
-        store = cls(engine, ThreadPoolExecutor(max_workers=1, thread_name_prefix="sql"))
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sql")
+        store = cls(engine, thread, leader, on_deposed)
         try:
             async with asyncio.timeout(UPGRADE_SECONDS):
                 await store._in_thread(store._prepare)
@@ -239,11 +187,51 @@ class SqlStore(TransactionalStore):
         elif self._engine.dialect.name == "postgresql":
             lock_every_session(self._engine)
         upgrade(self._engine)
+        row = tables.last_transaction
+        with self._engine.begin() as connection:
+            before = connection.scalar(sa.select(row.c.term).with_for_update()) or 0
+            _put(connection, row, {"number": ONLY, "name": "", "term": before + 1, "leader": self._leader})
+        self._term, self._confirmed_at = before + 1, time.monotonic()
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether another may have taken the database over: it has not answered ``confirm`` for too long."""
+        return self.has_standbys and time.monotonic() > self._confirmed_at + DOUBT_SECONDS
+
+    async def confirm(self) -> None:
+        """Prove that nobody has taken the database over; what is not asked for some seconds is taken for dead.
+
+        Raises:
+            NotLeading: another gateway has taken it over.
+            Unavailable: the database does not answer.
+        """
+        began = time.monotonic()
+
+        def ask() -> None:
+            with self._engine.connect() as connection:
+                if connection.scalar(sa.select(tables.last_transaction.c.term)) != self._term:
+                    raise deposed()
+
+        await in_time(asyncio.ensure_future(self._in_thread(ask)))
+        self._confirmed_at = began
+
+    async def beat(self) -> None:
+        """Confirm again and again until cancelled, which shows those who wait that this process lives."""
+        while True:
+            try:
+                await self.confirm()
+            except FlotillaError as error:
+                log.warning("the database does not confirm that this gateway leads", extra={"error": error.detail})
+            await asyncio.sleep(BEAT_SECONDS)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Run it after what was asked before; what is cancelled is done in its turn all the same."""
         try:
             return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, work))
+        except NotLeading:
+            if self._term is not None:
+                self._on_deposed()
+            raise
         except (sa.exc.OperationalError, sa.exc.InterfaceError) as error:
             raise Unavailable(f"the database does not answer: {' '.join(str(error.orig).split())}") from error
         except (OverflowError, UnicodeEncodeError, sa.exc.DataError) as error:
@@ -260,9 +248,13 @@ class SqlStore(TransactionalStore):
     def _apply(self, writes: Sequence[Write]) -> list[Event]:
         with self._engine.connect() as connection:
             transaction = connection.begin()
-            events = [event for write in writes if (event := _do(connection, write)) is not None]
             name = secrets.token_hex(8)
-            _put(connection, tables.last_transaction, {"number": ONLY, "name": name})
+            # First, so that whoever takes over waits for this transaction, or this one for them.
+            row = tables.last_transaction
+            ours = sa.update(row).where(row.c.number == ONLY, row.c.term == self._term).values(name=name)
+            if not connection.execute(ours).rowcount:
+                raise deposed()
+            events = [event for write in writes if (event := _do(connection, write)) is not None]
             try:
                 transaction.commit()
                 return events
@@ -286,8 +278,13 @@ class SqlStore(TransactionalStore):
         while True:
             try:
                 with self._engine.connect() as connection:
-                    found = connection.scalar(sa.select(tables.last_transaction.c.name).with_for_update())
-                    return bool(found == name)
+                    row = tables.last_transaction.c
+                    found = connection.execute(sa.select(row.name, row.term).with_for_update()).one()
+                    if found.term != self._term:
+                        raise deposed()
+                    return bool(found.name == name)
+            except NotLeading:
+                raise
             except (SQLAlchemyError, Unavailable) as error:
                 log.warning("nobody knows yet whether a change is stored", extra={"error": repr(error)})
                 if self._is_closing.wait(pauses.after(error)):

@@ -145,7 +145,6 @@ last_transaction = Table(
     Column("number", Integer, primary_key=True, autoincrement=False),
     Column("name", String(16), nullable=False),
     Column("term", Integer, nullable=False, server_default="0"),
-    Column("beat", Integer, nullable=False, server_default="0"),
     Column("leader", Text),
 )
 

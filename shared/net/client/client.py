@@ -17,10 +17,12 @@ from typing import Any, Self
 import httpx
 
 from flotilla.shared.clock import Clock, SystemClock
+from flotilla.shared.environment.settings import gateway_urls
 from flotilla.shared.environment.tls import why_not_believed
 from flotilla.shared.errors import (
     DeadlineExceeded,
     FlotillaError,
+    NotLeading,
     TokenExpired,
     Unauthorized,
     Unavailable,
@@ -36,6 +38,10 @@ log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 2.5
 """Time for the second of the kernel's attempts: one that began in a cut network is made anew soon after the mend."""
+
+
+HUNG_SECONDS = 5.0
+"""How much longer than it may wait one of several gateways may take for an answer before the next is asked."""
 
 
 def problem_to_error(status: int, body: bytes, request: str = "") -> FlotillaError:
@@ -63,7 +69,14 @@ def problem_to_error(status: int, body: bytes, request: str = "") -> FlotillaErr
 
 
 class GatewayClient:
-    """Calls one gateway. Use it as an async context manager, or ``close`` it.
+    """Calls one gateway, or of several that share a database the one that leads; ``close`` it, or use it as a context.
+
+    It stays with the one that answered last. One that cannot be reached, does not answer or does not lead makes it ask
+    the next: the one that a standby names, if it is in the list, since a token goes nowhere else.
+
+    Args:
+        base_url: address of the gateway, or addresses with commas between them.
+        token: shown to it.
 
     Attributes:
         token: what it was made with.
@@ -77,12 +90,23 @@ class GatewayClient:
         transport: httpx.AsyncBaseTransport | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self.base_url = base_url.rstrip("/")
+        self._urls = gateway_urls(base_url)
+        self._at = 0
         self.token = token
         self._pass: str | None = None
         self._clock = clock or SystemClock()
         limits = httpx.Limits(max_connections=64, max_keepalive_connections=16)
-        self._http = bearer_client(self.base_url, token, limits=limits, transport=transport)
+        self._https = [bearer_client(each, token, limits=limits, transport=transport) for each in self._urls]
+
+    @property
+    def base_url(self) -> str:
+        """Address of the gateway that is asked now."""
+        return self._urls[self._at]
+
+    def _turn_from(self, asked: int, leader: object = None) -> None:
+        """Ask another gateway from now on, unless another call has turned from this one already."""
+        if asked == self._at:
+            self._at = self._urls.index(leader) if leader in self._urls else (asked + 1) % len(self._urls)
 
     async def __aenter__(self) -> Self:
         return self
@@ -94,13 +118,15 @@ class GatewayClient:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._http.aclose()
+        for each in self._https:
+            await each.aclose()
 
     def adopt(self, token: str) -> None:
         """Show a pass from now on; that one has expired is then waited for, since another will come."""
         if token != self._pass:
             self._pass = token
-            self._http.headers["Authorization"] = f"Bearer {token}"
+            for each in self._https:
+                each.headers["Authorization"] = f"Bearer {token}"
 
     async def call(
         self,
@@ -137,6 +163,9 @@ class GatewayClient:
             headers["Idempotency-Key"] = uuid.uuid4().hex
         query = {key: value for key, value in (params or {}).items() if value is not None}
         end = self._clock.monotonic() + deadline_seconds
+        if attempt_seconds is None and len(self._urls) > 1:
+            # One that was stopped keeps its connections: the others are asked while there is time.
+            attempt_seconds = float(query.get("wait", 0)) + HUNG_SECONDS
 
         async def attempt() -> Any:
             remaining = end - self._clock.monotonic()
@@ -194,17 +223,26 @@ class GatewayClient:
         self, path: str, headers: Mapping[str, str], silence_seconds: float
     ) -> AsyncGenerator[httpx.Response, None]:
         timeout = httpx.Timeout(silence_seconds, connect=CONNECT_SECONDS)
+        asked, url = self._at, self.base_url
         try:
-            async with self._http.stream("GET", path, headers=dict(headers), timeout=timeout) as response:
+            async with self._https[asked].stream("GET", path, headers=dict(headers), timeout=timeout) as response:
                 if not response.is_success:
                     body = await response.aread()
-                    raise problem_to_error(response.status_code, body, f"GET {self.base_url}{path}")
+                    raise self._refusal(asked, response, body, f"GET {url}{path}")
                 yield response
         except httpx.TimeoutException as error:
-            raise DeadlineExceeded(f"GET {self.base_url}{path} sent nothing for {silence_seconds:.0f} s") from error
+            self._turn_from(asked)
+            raise DeadlineExceeded(f"GET {url}{path} sent nothing for {silence_seconds:.0f} s") from error
         except httpx.TransportError as error:
+            self._turn_from(asked)
             why = why_not_believed(error) or str(error) or type(error).__name__
-            raise Unavailable(f"cannot read from {self.base_url}: {why}") from error
+            raise Unavailable(f"cannot read from {url}: {why}") from error
+
+    def _refusal(self, asked: int, response: httpx.Response, body: bytes, request: str) -> FlotillaError:
+        problem = problem_to_error(response.status_code, body, request)
+        if isinstance(problem, NotLeading):
+            self._turn_from(asked, problem.context.get("leader"))
+        return problem
 
     async def _send(
         self,
@@ -216,24 +254,27 @@ class GatewayClient:
         budget: float,
     ) -> Any:
         timeout = httpx.Timeout(budget, connect=min(budget, CONNECT_SECONDS))
+        asked, url = self._at, self.base_url
         try:
             # httpx limits each read and write; an answer that drips in would never end.
             async with asyncio.timeout(budget):
-                response = await self._http.request(
+                response = await self._https[asked].request(
                     method, path, content=content, headers=dict(headers), params=dict(query), timeout=timeout
                 )
         except (httpx.TimeoutException, TimeoutError) as error:
-            raise DeadlineExceeded(f"{method} {self.base_url}{path} did not answer in {budget:.1f} s") from error
+            self._turn_from(asked)
+            raise DeadlineExceeded(f"{method} {url}{path} did not answer in {budget:.1f} s") from error
         except httpx.TransportError as error:
+            self._turn_from(asked)
             why = why_not_believed(error) or str(error) or type(error).__name__
-            raise Unavailable(f"cannot reach {self.base_url}: {why}") from error
+            raise Unavailable(f"cannot reach {url}: {why}") from error
         renewed = response.headers.get(RENEWED_TOKEN)
         if renewed is not None:
             self.adopt(renewed)
-        request = f"{method} {self.base_url}{path}"
+        request = f"{method} {url}{path}"
         if response.is_success:
             return _decoded(response, request)
-        problem = problem_to_error(response.status_code, response.content, request)
+        problem = self._refusal(asked, response, response.content, request)
         if isinstance(problem, Unauthorized) and self._pass is not None and "Authorization" not in headers:
             raise TokenExpired(problem.detail)
         raise problem

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from flotilla.services.gateway.prometheus import metrics_of
 from flotilla.services.trainer.supervisor.supervisor import STOP_SECONDS as WORKER_STOP_SECONDS
-from flotilla.shared.environment.settings import NOTICE_SECONDS
+from flotilla.shared.environment.settings import NOTICE_SECONDS, ports_from
 from flotilla.shared.net.server.serving import add_health_routes
 from flotilla.shared.service.app import STOP_SECONDS
 from flotilla.shared.telemetry.prometheus import page_of
@@ -268,6 +268,33 @@ def test_no_sandbox_reaches_the_data_plane_or_the_network() -> None:
     assert set(expression["values"]) == {"gateway", "trainer", "rollout", "reward"}
     assert "Egress" in policies["sandbox"]["policyTypes"]
     assert {port["port"] for rule in policies["sandbox"]["egress"] for port in rule["ports"]} == {8470, 53}
+
+
+def test_trainers_and_rollouts_are_reached_at_the_ports_that_they_listen_on_and_at_no_others() -> None:
+    policies = {each["metadata"]["name"]: each["spec"] for each in of_kind(build("sglang"), "NetworkPolicy")}
+    ports = [(rule["from"], port) for rule in policies["compute"]["ingress"] for port in rule["ports"]]
+    listeners = ports_from(shared_variables("sglang"))
+    computing = [
+        spec
+        for kind in ("Deployment", "StatefulSet")
+        for each in of_kind(build("sglang"), kind)
+        if each["metadata"]["name"].partition("-")[0] in {"trainer", "rollout"}
+        for spec in pod_specs(each)
+    ]
+    [kernels] = {
+        tuple(map(int, each["value"].split()))
+        for spec in computing
+        for each in spec["securityContext"]["sysctls"]
+        if each["name"] == "net.ipv4.ip_local_port_range"
+    }
+
+    assert listeners is not None and len(computing) == 3
+    assert all("ports" in rule and rule["ports"] for rule in policies["compute"]["ingress"]), "no rule opens all"
+    [(peers, opened)] = [(peers, port) for peers, port in ports if port["port"] != 8470]
+    assert (opened["port"], opened["endPort"]) == (listeners.start, kernels[1])
+    assert listeners.stop == kernels[0], "one range, without a gap"
+    [expression] = peers[0]["podSelector"]["matchExpressions"]
+    assert set(expression["values"]) == {"trainer", "rollout"}
 
 
 def test_a_spot_pool_is_beside_one_that_stays_and_has_a_notice_that_providers_give() -> None:

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from flotilla.services.gateway.store import sql, tables
+from flotilla.services.gateway.store import locks, tables
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.memory import MemoryStore
 from flotilla.services.gateway.store.records import (
@@ -35,9 +35,9 @@ from flotilla.services.gateway.store.writes import (
     PutWindow,
     Write,
 )
-from flotilla.shared.errors import InvalidRequest, Unavailable
+from flotilla.shared.errors import InvalidRequest, NotLeading, Unavailable
 from flotilla.shared.schemas.experiment import CheckpointView, ExperimentState, MetricPoint
-from tests.contract.gateway.conftest import new_database
+from tests.postgres import new_database
 from tests.unit.gateway.builders import a_manifest, a_record
 
 LATER = {"notice_ends_at", "number", "silent_since", "trainer_epoch"}
@@ -476,7 +476,7 @@ async def test_a_database_is_opened_again_with_all_that_it_held(database_url: st
 async def test_a_database_that_a_gateway_works_on_is_refused_to_another_until_the_first_has_ended(
     database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sql, "TAKE_OVER_SECONDS", 0.1)
+    monkeypatch.setattr(locks, "TAKE_OVER_SECONDS", 0.1)
     first = await SqlStore.open(database_url)
 
     with pytest.raises(Unavailable, match="another gateway works on this database") as refused:
@@ -496,9 +496,10 @@ async def test_who_has_lost_the_lock_of_a_postgresql_database_writes_nothing(
 ) -> None:
     import psycopg
 
-    monkeypatch.setattr(sql, "TAKE_OVER_SECONDS", 0.1)
+    monkeypatch.setattr(locks, "TAKE_OVER_SECONDS", 0.1)
     url = new_database(postgres_url)
-    first = await SqlStore.open(url)
+    deposed: list[str] = []
+    first = await SqlStore.open(url, on_deposed=lambda: deposed.append("first"))
     with psycopg.connect(url, autocommit=True) as connection:
         others = "datname = current_database() AND pid <> pg_backend_pid()"
         connection.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {others}".encode())
@@ -509,9 +510,10 @@ async def test_who_has_lost_the_lock_of_a_postgresql_database_writes_nothing(
 
     assert await second.experiments() == []
     await second.close()
-    await first.apply([PutRecord(a_record("b"))])
-    assert [record.id for record in await first.experiments()] == ["b"]
+    with pytest.raises(NotLeading):
+        await first.apply([PutRecord(a_record("b"))])
     await first.close()
+    assert len(deposed) >= 2, "what it knows is older than the database, whoever has the lock"
 
 
 async def opened_soon(url: str) -> SqlStore:
@@ -529,3 +531,33 @@ async def test_a_database_that_does_not_answer_is_said_not_to(tmp_path: Path, ur
         await SqlStore.open(url.format(tmp_path))
 
     assert "\n" not in error.value.detail
+
+
+async def test_a_standby_ends_the_session_of_a_silent_leader_and_of_no_other(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = new_database(postgres_url)
+    engine = open_engine(url)
+    unopened = locks.look(engine)
+    deposed: list[str] = []
+    first = await SqlStore.open(url, "http://first", lambda: deposed.append("first"))
+
+    seen = locks.look(engine)
+    await first.confirm()
+    assert (unopened, seen) == (locks.Sighting(True, None), locks.Sighting(False, "http://first"))
+    monkeypatch.setattr(locks, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(locks, "TAKE_OVER_SECONDS", 0.1)
+    async with asyncio.timeout(60):
+        while not locks.look(engine).is_free:
+            await asyncio.sleep(0.05)
+    second = await SqlStore.open(url, "http://second")
+    with pytest.raises(NotLeading):
+        await first.confirm()
+    with pytest.raises(NotLeading):
+        await first.apply([PutRecord(a_record("a"))])
+
+    assert await second.experiments() == [] and "first" in deposed
+    assert locks.look(engine).leader == "http://second"
+    engine.dispose()
+    for each in (first, second):
+        await each.close()

@@ -121,3 +121,41 @@ async def test_an_answer_that_drips_in_does_not_outlast_the_deadline() -> None:
     async with a_client(httpx.MockTransport(drip)) as client:
         with pytest.raises(DeadlineExceeded):
             await client.call("GET", "/v1/things", deadline_seconds=0.03)
+
+
+def a_group_of_gateways(asked: list[str], leads: str, *, hint: str | None = None) -> httpx.MockTransport:
+    """Gateways of which one leads, one cannot be reached, and the others are standbys that name a leader."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        host = request.url.host
+        asked.append(host)
+        if host == "gone":
+            raise httpx.ConnectError("no route", request=request)
+        if host == leads:
+            return httpx.Response(200, json={"from": host})
+        problem = {"code": "not_leading", "detail": "a standby"} | ({"leader": hint} if hint else {})
+        return httpx.Response(503, json=problem)
+
+    return httpx.MockTransport(answer)
+
+
+async def test_of_several_gateways_the_one_that_leads_is_found_and_kept() -> None:
+    asked: list[str] = []
+    transport = a_group_of_gateways(asked, "third")
+    async with GatewayClient("http://gone,http://second/, http://third", "t", transport=transport) as client:
+        answers = [await client.call("GET", "/v1/fleet") for _ in range(2)]
+
+        assert answers == [{"from": "third"}] * 2
+        assert (asked, client.base_url) == (["gone", "second", "third", "third"], "http://third")
+
+
+@pytest.mark.parametrize(("hint", "expected"), [("http://c", ["a", "c"]), ("http://elsewhere", ["a", "b", "c"])])
+async def test_a_standby_is_believed_only_in_the_name_of_a_gateway_that_was_listed(
+    hint: str, expected: list[str]
+) -> None:
+    asked: list[str] = []
+    transport = a_group_of_gateways(asked, "c", hint=hint)
+    async with GatewayClient("http://a,http://b,http://c", "t", transport=transport) as client:
+        await client.call("GET", "/v1/fleet")
+
+    assert asked == expected

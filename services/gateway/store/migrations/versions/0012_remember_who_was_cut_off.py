@@ -12,5 +12,4 @@ def upgrade() -> None:
     op.add_column("services", sa.Column("silent_since", sa.Float(53), nullable=True))
     op.add_column("services", sa.Column("trainer_epoch", sa.Integer(), nullable=True))
     op.add_column("last_transaction", sa.Column("term", sa.Integer(), nullable=False, server_default="0"))
-    op.add_column("last_transaction", sa.Column("beat", sa.Integer(), nullable=False, server_default="0"))
     op.add_column("last_transaction", sa.Column("leader", sa.Text(), nullable=True))

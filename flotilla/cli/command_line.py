@@ -380,6 +380,18 @@ def _add_imports(systems: "Commands") -> None:
     openrlhf = add_command(systems, "openrlhf", text, "import_file:import_file")
     _import_options(openrlhf, "openrlhf")
     openrlhf.add_argument("words", nargs="+", metavar="FLAGS", help="launch script and NAME=VALUE, or -- and the flags")
+    text = "trl: a Python script that makes a trainer, which is not run; or the YAML of trl grpo --config"
+    trl = add_command(systems, "trl", text, "import_file:import_file")
+    trl.add_argument("file", help="script (.py) or YAML")
+    trl.add_argument(
+        "overrides", nargs="*", metavar="NAME=VALUE", help="what the script reads when it runs; parameters"
+    )
+    _import_options(trl, "trl")
+    text = "auto: a launch file of any of them, whose marks show which"
+    auto = add_command(systems, "auto", text, "import_file:import_file")
+    auto.add_argument("file", help="script, YAML or Python script")
+    auto.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="parameters, or variables of a script")
+    _import_options(auto, "auto")
     text = "Say what becomes of every parameter in lists of them (JSON)."
     parser = add_command(systems, "coverage", text, "import_file:show_coverage")
     parser.add_argument("directory", help="directory of the lists")

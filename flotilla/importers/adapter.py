@@ -215,3 +215,95 @@ def openrlhf_adapter(path: str) -> str:
     """Write a module whose ``score(sample)`` calls OpenRLHF's ``reward_func(queries, prompts, labels)``."""
     text = HEAD.format(path=path, function="reward_func", system="openrlhf") + OPENRLHF
     return text.replace("import inspect\nimport json\n", "")
+
+
+OF_TRL: Final = '''"""{what} of a script for TRL, with what it needs of it. Written by `flotilla import trl`."""
+
+import sys as _sys
+from pathlib import Path as _Path
+
+_sys.path.insert(0, str(_Path(__file__).resolve().parent))
+
+{code}
+'''
+TRL_ROWS: Final = '''
+PLAIN = (str, bool, int, float, list, tuple, dict, type(None))
+
+
+class Rows:
+    """The script's rows, by columns."""
+
+    def __init__(self):
+        self._rows = rows["train"] if isinstance(rows, dict) else rows
+
+    def __len__(self):
+        return len(self._rows)
+
+    def __getitem__(self, index):
+        return {name: value for name, value in dict(self._rows[index]).items() if isinstance(value, PLAIN)}
+'''
+TRL_GRADER: Final = '''
+import inspect as _inspect
+
+LABEL = {label!r}
+
+
+def _arguments(sample, metrics):
+    """What TRL passes, of one answer: prompts, completions and the row's other columns, each as a list."""
+    is_chat = bool(sample.messages)
+    prompt = [{{"role": each.role, "content": each.content}} for each in sample.messages] if is_chat else sample.prompt
+    completion = [{{"role": "assistant", "content": sample.response}}] if is_chat else sample.response
+    columns = dict(sample.metadata)
+    if LABEL is not None and sample.label is not None:
+        columns[LABEL] = sample.label
+    return {{
+        **{{name: [value] for name, value in columns.items()}},
+        "prompts": [prompt],
+        "completions": [completion],
+        "log_extra": lambda column, values: None,
+        "log_metric": lambda name, value: metrics.__setitem__(name, float(value)),
+    }}
+
+
+def _call(sample, metrics):
+    given = _arguments(sample, metrics)
+    parameters = _inspect.signature(function).parameters.values()
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        given = {{each.name: given[each.name] for each in parameters if each.name in given}}
+    return function(**given)
+
+
+def _grade(found, metrics):
+    value = list(found)[0]
+    if value is None or value != value:
+        return None
+    return {{"reward": float(value), "metrics": metrics}}
+
+
+if _inspect.iscoroutinefunction(function):
+
+    async def score(sample):
+        metrics = {{}}
+        return _grade(await _call(sample, metrics), metrics)
+
+else:
+
+    def score(sample):
+        metrics = {{}}
+        return _grade(_call(sample, metrics), metrics)
+'''
+
+
+def trl_rows_adapter(code: str) -> str:
+    """Write a module whose ``Rows`` gives what ``rows`` is in a script's own code."""
+    return OF_TRL.format(what="Rows", code=code) + TRL_ROWS
+
+
+def trl_adapter(code: str, label: str | None) -> str:
+    """Write a module whose ``score(sample)`` calls ``function(prompts, completions, **columns)`` of a script's code.
+
+    Args:
+        code: that defines it.
+        label: the column that the spec takes as label, which is passed as that column.
+    """
+    return OF_TRL.format(what="A reward function", code=code) + TRL_GRADER.format(label=label)

@@ -48,7 +48,10 @@ NAMES: Final[Mapping[str, EngineNames]] = {
         (f"{INFER}.strategy_config.tensor_parallel_size", "actor_infer.num_gpus_per_worker"),
         (f"{INFER}.strategy_config.gpu_memory_utilization", f"{INFER}.strategy_config.mem_fraction_static"),
     ),
+    "trl": EngineNames((), ("vllm_tensor_parallel_size",), ("vllm_gpu_memory_utilization",), ("use_vllm",)),
 }
+NO: Final = (None, False)
+"""Values of a switch that is off."""
 OPTIONS: Final[Mapping[str, tuple[str, str]]] = {
     "sglang": ("tp_size", "mem_fraction_static"),
     "vllm": ("tensor_parallel_size", "gpu_memory_utilization"),
@@ -62,7 +65,8 @@ def named_engine(system: str, given: Sequence[Given]) -> str | None:
     if names is None:
         return None
     values = _values(given)
-    kind = _first(values, names.kinds) if names.kinds else "vllm" if _first(values, names.shows) is not None else None
+    shows = "vllm" if _first(values, names.shows) not in NO else None
+    kind = _first(values, names.kinds) if names.kinds else shows
     return kind if isinstance(kind, str) and kind in OPTIONS else None
 
 

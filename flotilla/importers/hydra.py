@@ -12,6 +12,7 @@ from flotilla.importers.source import Given
 from flotilla.importers.values import shown
 from flotilla.shared.config.load.spec_text import parse_document
 from flotilla.shared.config.load.yaml_text import MAX_VALUES, DocumentLoader, read_value, too_large
+from flotilla.shared.config.redaction import may_be_secret
 from flotilla.shared.errors import InvalidSpec
 
 OVERRIDE = re.compile(r"^(\+\+|\+|~)?([A-Za-z_][\w.\-/@*]*)(?:=(.*))?$", re.DOTALL)
@@ -32,6 +33,11 @@ class LaunchLoader(DocumentLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag == "tag:yaml.org,2002:int":
                 key.tag = "tag:yaml.org,2002:str"
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """Hide the values of variables that may be secrets."""
+    return {name: NOT_READ if may_be_secret(name, value) else value for name, value in environment.items()}
 
 
 def problem(path: str, value: Any, allowed: str) -> InvalidSpec:

@@ -4,23 +4,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flotilla.importers.composition import Beside, beside, nothing_beside
-from flotilla.importers.hydra import NOT_READ, problem
+from flotilla.importers.hydra import problem, without_secrets
 from flotilla.importers.openrlhf.finished import FINISHED
 from flotilla.importers.openrlhf.launch import MODULE, read_openrlhf, read_openrlhf_script
 from flotilla.importers.openrlhf.system import OPENRLHF
 from flotilla.importers.roll.pipelines import ROLL, read_roll, roll_of
 from flotilla.importers.source import Given
 from flotilla.importers.system import System
+from flotilla.importers.trl.trainers import TRL_GRPO, read_trl, trl_of
 from flotilla.importers.verl.engine_sft import fine_tuning
 from flotilla.importers.verl.generation import OF_PROGRAM
 from flotilla.importers.verl.launch import is_fine_tuning, is_scoring, last_name
 from flotilla.importers.verl.system import VERL, read_verl
 from flotilla.importers.verl.written import VERL_EVAL, is_file_of_answers
-from flotilla.shared.config.redaction import may_be_secret
 from flotilla.shared.errors import InvalidSpec
 
-SYSTEMS: dict[str, System] = {"verl": VERL, "openrlhf": OPENRLHF, "roll": ROLL}
+SYSTEMS: dict[str, System] = {"verl": VERL, "openrlhf": OPENRLHF, "roll": ROLL, "trl": TRL_GRPO}
 SCRIPTS = (".sh", ".bash")
+HINTS: Mapping[str, tuple[str, ...]] = {
+    "openrlhf": ("openrlhf.cli", "openrlhf/cli"),
+    "roll": ("actor_train:", "actor_infer:", "start_rlvr_pipeline", "start_agentic_pipeline", "roll.pipeline"),
+    "verl": ("verl.", "recipe.", "actor_rollout_ref", "main_ppo", "partial_pretrain"),
+    "trl": ("from trl", "import trl", "reward_funcs:", "dataset_name:", "num_generations:"),
+}
+"""What shows whose file it is, the first system that has one of its marks; of a script of Python's only TRL's."""
 MAX_BYTES = 1_000_000
 
 
@@ -40,6 +47,23 @@ def read_launch_text(path: Path) -> str:
         why = error.strerror or str(error)
     entry = {"path": str(path), "value": None, "allowed": f"cannot be read: {why}"}
     raise InvalidSpec(f"{path}: {entry['allowed']}", errors=[entry])
+
+
+def detect(text: str, source: str) -> str:
+    """Find whose launch file it is.
+
+    Args:
+        text: what it holds.
+        source: its name.
+
+    Raises:
+        InvalidSpec: nothing shows it.
+    """
+    candidates = ("trl",) if source.endswith(".py") else tuple(HINTS)
+    found = next((name for name in candidates if any(mark in text for mark in HINTS[name])), None)
+    if found is None:
+        raise problem(source, source, f"nothing shows whose file it is: flotilla import {'|'.join(SYSTEMS)} {source}")
+    return found
 
 
 def read(
@@ -67,12 +91,14 @@ def read(
         InvalidSpec: something cannot be read; ``errors`` has its place.
     """
     # What is read is printed, in the spec and in messages; and a file is often somebody else's.
-    environment = {name: NOT_READ if may_be_secret(name, value) else value for name, value in environment.items()}
+    environment = without_secrets(environment)
     is_script = source.endswith(SCRIPTS) or text.startswith("#!")
     if program is not None and not is_script:
         raise problem(source, program, "--program chooses among what a script starts, and this is no script")
     if system == "openrlhf":
         return read_openrlhf_script(text, overrides, environment, source=source, program=program)
+    if system == "trl":
+        return read_trl(text, overrides, environment, source=source)
     read_file = read_verl if system == "verl" else read_roll
     return read_file(text, overrides, environment, source=source, is_script=is_script, beside=beside, program=program)
 
@@ -82,6 +108,8 @@ def system_of(system: str, given: Sequence[Given]) -> System:
     program = next((str(each.value) for each in given if each.spelling == MODULE), "")
     if system == "openrlhf":
         return FINISHED.get(program, OPENRLHF)
+    if system == "trl":
+        return trl_of(given)
     names = {each.spelling for each in given}
     if system == "roll":
         return roll_of(given)
@@ -93,4 +121,4 @@ def system_of(system: str, given: Sequence[Given]) -> System:
     return fine_tuning(program, names) if system == "verl" and is_sft else SYSTEMS[system]
 
 
-__all__ = ["SYSTEMS", "beside", "read", "read_launch_text", "read_openrlhf"]
+__all__ = ["HINTS", "SYSTEMS", "beside", "detect", "read", "read_launch_text", "read_openrlhf"]

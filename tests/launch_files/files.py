@@ -6,15 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flotilla.importers.systems import SCRIPTS, SYSTEMS
+from flotilla.importers.systems import HINTS, SCRIPTS, SYSTEMS
 
 YAML = (".yaml", ".yml")
-HINTS: Mapping[str, tuple[str, ...]] = {
-    "openrlhf": ("openrlhf.cli", "openrlhf/cli"),
-    "roll": ("actor_train:", "actor_infer:", "start_rlvr_pipeline", "start_agentic_pipeline", "roll.pipeline"),
-    "verl": ("verl.", "recipe.", "actor_rollout_ref", "main_ppo"),
-}
-"""What shows whose file it is, where no name above it does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""``flotilla import verl | openrlhf | roll | coverage``: launch files of other systems. No torch, no fleet needed."""
+"""``flotilla import auto | verl | openrlhf | roll | trl | coverage``: launch files. No torch, no fleet needed."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from flotilla.importers.commented import commented
 from flotilla.importers.coverage import UNACCOUNTED, counts, coverage, refused_share
 from flotilla.importers.engines import named_engine
 from flotilla.importers.source import Given
-from flotilla.importers.systems import SCRIPTS, beside, read, read_launch_text, read_openrlhf, system_of
+from flotilla.importers.systems import SCRIPTS, beside, detect, read, read_launch_text, read_openrlhf, system_of
 from flotilla.shared.config.load.yaml_text import write_value
 from flotilla.shared.environment.settings import ENGINE_PYTHONS
 from flotilla.shared.errors import InvalidRequest
@@ -70,6 +70,9 @@ async def _try(imported: Imported, base: Path, arguments: argparse.Namespace) ->
 
 
 def _imported(arguments: argparse.Namespace) -> Imported:
+    if arguments.system == AUTO:
+        arguments.system = detect(read_launch_text(Path(arguments.file)), arguments.file)
+        arguments.words = [arguments.file, *arguments.overrides]
     if arguments.system == "openrlhf":
         words = list(arguments.words)
         given = (
@@ -79,8 +82,9 @@ def _imported(arguments: argparse.Namespace) -> Imported:
         )
     else:
         path = Path(arguments.file)
-        first = None if arguments.config_dir is None else Path(arguments.config_dir)
-        text, around = read_launch_text(path), beside(path.parent, read_launch_text, first=first)
+        place = getattr(arguments, "config_dir", None)
+        text = read_launch_text(path)
+        around = beside(path.parent, read_launch_text, first=None if place is None else Path(place))
         given = read(
             arguments.system,
             text,

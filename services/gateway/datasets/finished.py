@@ -176,13 +176,19 @@ class FinishedGroups:
         most = self._job.max_tokens
         if most is None or len(mask) <= most:
             return True
-        return self._job.overlong == "truncate" and any(mask[:most])
+        return self._job.overlong == "truncate" and (self._learns_every_token or any(mask[:most]))
+
+    @property
+    def _learns_every_token(self) -> bool:
+        return isinstance(self._job, SftConfig) and self._job.train_on == "every_token"
 
     def _answer(
         self, conversation: Conversation, rendered: tuple[list[int], list[int]], reward: float, *, is_fit: bool
     ) -> Trajectory:
         most = self._job.max_tokens
         token_ids, mask = (np.array(each[:most]) for each in rendered)
+        if self._learns_every_token:
+            mask = np.arange(len(token_ids)) > 0  # nothing stands before the first, which it could follow from
         made = Trajectory(
             token_ids=token_ids.astype(np.int32),
             loss_mask=mask.astype(np.uint8),

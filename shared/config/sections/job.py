@@ -50,8 +50,9 @@ class SftConfig(_FinishedConfig):
     response_column: str | None = Field(None, min_length=1)
     """Column with the answer to ``data.prompt_column``; null: that column holds whole conversations, as lists of
     {role, content}."""
-    train_on: Literal["all", "last"] = "all"
-    """Which of the assistant's turns are learned: all of them, or the last."""
+    train_on: Literal["all", "last", "every_token"] = "all"
+    """Which of the assistant's turns are learned: all of them, or the last; every_token: the whole conversation,
+    prompts and template, too, but for the first token (TRL: assistant_only_loss false)."""
     aggregation: AggregationConfig = AggregationConfig()
     """How token losses become one number."""
 

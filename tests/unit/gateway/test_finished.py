@@ -102,6 +102,23 @@ def test_the_last_turn_alone_may_be_learned() -> None:
     assert learned(group) == "<user> hi <end> <assistant> a <end> <user> hi <end> <assistant> [b] [c] [<end>]"
 
 
+def test_every_token_but_the_first_may_be_learned() -> None:
+    rows = [{"prompt": CHAT}]
+    [group] = groups_of(spec_of(kind="sft", train_on="every_token"), rows)
+    [cut] = groups_of(spec_of(kind="sft", train_on="every_token", max_tokens=3, overlong="truncate"), rows)
+
+    whole = "<user> [hi] [<end>] [<assistant>] [a] [<end>] [<user>] [hi] [<end>] [<assistant>] [b] [c] [<end>]"
+    assert learned(group) == whole
+    assert (learned(cut), cut.trajectories[0].reward) == ("<user> [hi] [<end>]", 1.0)
+
+
+def test_every_token_of_a_template_that_rewrites_earlier_turns_may_be_learned() -> None:
+    spec = spec_of(kind="sft", train_on="every_token")
+    [group] = groups_of(spec, [{"prompt": CHAT}], a_tokenizer(FORGETS))
+
+    assert learned(group).startswith("<user> [hi] [<end>] [<assistant>] [x]")
+
+
 def test_an_answer_may_be_a_column_of_its_own() -> None:
     spec = spec_of({"system_prompt": "x"}, kind="sft", response_column="answer")
     [group] = groups_of(spec, [{"prompt": "hi", "answer": "a b"}])

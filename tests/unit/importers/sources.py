@@ -42,6 +42,14 @@ BASES: Mapping[str, Mapping[str, Any]] = {
         "actor_train.training_args.gradient_accumulation_steps": 2,
         "max_steps": 10,
     },
+    "trl": {
+        "trainer": "grpo",
+        "model": "model",
+        "train_dataset": "owner/rows",
+        "reward_funcs": ["accuracy_reward"],
+        "gradient_accumulation_steps": 2,
+        "max_steps": 48,
+    },
 }
 
 
@@ -64,6 +72,8 @@ def import_flat(
     kept = {name: value for name, value in values.items() if value is not None or system != "openrlhf"}
     if system == "openrlhf":
         given = read_openrlhf(words_of(kept))
+    elif system == "trl":
+        given = read(system, yaml.safe_dump(kept), overrides, {}, source="launch.yaml")
     else:
         tools = [kept.pop(name) for name in list(kept) if name.startswith(f"{TOOLS}.")]
         text = yaml.safe_dump(nested({**kept, PATH: "tools.yaml"} if tools else kept))

@@ -13,6 +13,7 @@ from flotilla.importers.roll.fine_tuning import ROLL_SFT
 from flotilla.importers.roll.finished import ROLL_DPO
 from flotilla.importers.system import System
 from flotilla.importers.systems import read, read_openrlhf, system_of
+from flotilla.importers.trl.finished import TRL_FINISHED
 from flotilla.importers.verl.engine_sft import VERL_ENGINE_SFT
 from flotilla.importers.verl.finished import VERL_SFT
 from flotilla.importers.verl.written import VERL_EVAL
@@ -47,7 +48,9 @@ SYSTEMS: dict[str, System] = {
     "verl eval": VERL_EVAL,
     "roll dpo": ROLL_DPO,
     "roll sft": ROLL_SFT,
+    **{f"trl {name}": system for name, system in TRL_FINISHED.items()},
 }
+TRL_BASE: dict[str, Any] = {"model": "owner/model", "train_dataset": "owner/rows", "max_steps": 48}
 
 
 def imported(name: str, values: dict[str, Any]) -> Imported:
@@ -55,18 +58,23 @@ def imported(name: str, values: dict[str, Any]) -> Imported:
     if name == "verl engine":
         words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
         given = read("verl", shlex.join(["torchrun", "-m", "verl.trainer.sft_trainer", *words]), (), {}, source="a.sh")
+    elif of == "trl":
+        text = json.dumps({"trainer": name.partition(" ")[2].removesuffix("Trainer"), **values})
+        given = read("trl", text, (), {}, source="sft.yaml")
     elif of in {"verl", "roll"}:
         import yaml
 
         given = read(of, yaml.safe_dump(nested(values)), (), {}, source="sft.yaml")
     else:
         given = read_openrlhf(["python", "-m", name, *words_of(values)])
-    system = system_of(of if of in {"verl", "roll"} else "openrlhf", given)
+    system = system_of(of if of in {"verl", "roll", "trl"} else "openrlhf", given)
     assert system is SYSTEMS[name]
     return build(system, given, rows=ROWS, overrides=("model.path=owner/model",) if name == "verl eval" else ())
 
 
 def base_of(name: str) -> dict[str, Any]:
+    if name.startswith("trl"):
+        return dict(TRL_BASE)
     if name == "roll dpo":
         return dict(ROLL_BASE)
     if name == "roll sft":

@@ -1,0 +1,1 @@
+"""TRL: its scripts and configurations as launch files."""

@@ -61,3 +61,13 @@ def test_nine_in_ten_modules_have_their_unit_tests_under_their_name() -> None:
     assert len(missed) <= (len(found) + len(missed)) / 10, "see `python -m tests.suite.names`"
     assert is_named_after(Path("test_paged_pages.py"), "services.rollout.engines.decoders.paged")
     assert not is_named_after(Path("test_pages.py"), "services.rollout.engines.decoders.paged")
+
+
+def test_migrations_follow_each_other_one_by_one() -> None:
+    versions = ROOT / "services/gateway/store/migrations/versions"
+    named = [path.name[:4] for path in sorted(versions.glob("[0-9]*.py"))]
+    assert named == [f"{number:04d}" for number in range(1, len(named) + 1)]
+    for path, before in zip(sorted(versions.glob("[0-9]*.py")), [None, *named[:-1]], strict=True):
+        text = path.read_text()
+        assert f'revision = "{path.name[:4]}"' in text
+        assert f"down_revision = {before and chr(34) + before + chr(34)}" in text

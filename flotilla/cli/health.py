@@ -29,6 +29,7 @@ def finding_lines(finding: HealthFinding) -> list[str]:
 def _sample(sample: SampleExcerpt) -> list[tuple[str, str]]:
     graded = "none" if sample.reward is None else f"{sample.reward:g}"
     parts = [f"reward {graded}"]
+    parts += [f"second grade {sample.audit_reward:g}"] if sample.audit_reward is not None else []
     parts += [f"answer {_plain(sample.answer)}"] if sample.answer is not None else []
     parts += [f"label {_plain(sample.label)}"] if sample.label is not None else []
     parts += [f"ended by {sample.finish_reason}"] if sample.finish_reason else []

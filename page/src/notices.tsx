@@ -28,7 +28,7 @@ function Health({ finding }: { finding: Finding }) {
         <pre key={at}>
           {sample.prompt}
           <mark>{sample.completion}</mark>
-          {`\nreward ${number(sample.reward)}, label ${sample.label ?? "none"}, answer ${sample.answer ?? "none"}${sample.reason ? `, ${sample.reason}` : ""}`}
+          {`\nreward ${number(sample.reward)}${sample.audit_reward == null ? "" : `, second grade ${number(sample.audit_reward)}`}, label ${sample.label ?? "none"}, answer ${sample.answer ?? "none"}${sample.reason ? `, ${sample.reason}` : ""}`}
         </pre>
       ))}
     </details>

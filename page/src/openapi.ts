@@ -622,6 +622,36 @@ export interface components {
             samples_seen: components["schemas"]["SampleExcerpt"][];
             /** @description The newest without a reward. */
             ungraded_sample?: components["schemas"]["SampleExcerpt"] | null;
+            /**
+             * Audited Groups
+             * @description Of which samples have a second grade to compare with.
+             * @default 0
+             */
+            audited_groups: number;
+            /**
+             * Failed Audits
+             * @description Groups whose second grade failed.
+             * @default 0
+             */
+            failed_audits: number;
+            /**
+             * Audit Disagreement
+             * @description Sum over audited groups of the share of samples whose two grades disagree.
+             * @default 0
+             */
+            audit_disagreement: number;
+            /**
+             * Audit Higher
+             * @description The same of those whose reward is above the second grade.
+             * @default 0
+             */
+            audit_higher: number;
+            /**
+             * Audited Samples
+             * @description The newest whose grades disagree.
+             * @default []
+             */
+            audited_samples: components["schemas"]["SampleExcerpt"][];
         };
         /**
          * HandedOutEpisode
@@ -1206,6 +1236,11 @@ export interface components {
              * @default
              */
             finish_reason: string;
+            /**
+             * Audit Reward
+             * @description The hidden second grade, where it disagrees.
+             */
+            audit_reward?: number | null;
         };
         /**
          * SampleKind

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import shutil
 import subprocess
 import tempfile
@@ -36,13 +37,15 @@ def build(overlay: str, *components: str) -> list[Manifest]:
     """Resolve an overlay, with more components laid over it."""
     command = kustomize()
     assert command is not None
-    with tempfile.TemporaryDirectory(dir=KUBERNETES) as folder:
+    with tempfile.TemporaryDirectory(prefix="flotilla-kubernetes-") as folder:
+        # Kustomize takes folders by relative paths alone, and resolves links first.
+        here = os.path.relpath(KUBERNETES.resolve(), Path(folder).resolve())
         resources: Mapping[str, object] = {
             "apiVersion": "kustomize.config.k8s.io/v1beta1",
             "kind": "Kustomization",
             "namespace": "flotilla",
-            "resources": [f"../overlays/{overlay}"],
-            "components": [f"../components/{name}" for name in components],
+            "resources": [f"{here}/overlays/{overlay}"],
+            "components": [f"{here}/components/{name}" for name in components],
         }
         (Path(folder) / "kustomization.yaml").write_text(yaml.safe_dump(resources), encoding="utf-8")
         result = subprocess.run([*command, folder], capture_output=True, text=True, timeout=120)

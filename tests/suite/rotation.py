@@ -19,6 +19,7 @@ SECONDS: Mapping[str, int] = {
     "tests/integration/trainer/test_hosts.py": 45,
     "tests/integration/gateway/test_agents.py": 37,
     "tests/integration/gateway/test_example_agents.py": 14,
+    "tests/integration/gateway/test_standbys.py": 54,
     # With a load of 10: 390, 191 and 164 of these were a processor's.
     "tests/faults/test_ranks.py": 778,
     "tests/e2e/test_agents.py": 566,  # 60 of a processor went into clients that the example's agent no longer makes

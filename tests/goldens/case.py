@@ -24,6 +24,7 @@ class Case:
         family: what they are about.
         name: for people.
         function: the upstream function, without its path.
+        source: the upstream file that the function is in; "" where the case names none.
         config: settings as that system names them.
         inputs: tensors where the JSON holds numbers in rows, else as in the JSON.
         expected: likewise.
@@ -35,6 +36,7 @@ class Case:
     family: str
     name: str
     function: str
+    source: str
     config: dict[str, Any]
     inputs: dict[str, Any]
     expected: dict[str, Any]
@@ -67,6 +69,7 @@ def _case(content: dict[str, Any], case: dict[str, Any]) -> Case:
         family=content["family"],
         name=case["name"],
         function=case["function"].split("::")[-1],
+        source=case["function"].rpartition("::")[0],
         config={name: _plain(value) for name, value in case["config"].items()},
         inputs={name: decoded(value, dtype) for name, value in case["inputs"].items()},
         expected={name: decoded(value, dtype) for name, value in case["expected"].items()},

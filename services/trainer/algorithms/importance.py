@@ -205,6 +205,8 @@ def _statistic(name: str, x: Tensor, numerator: Tensor, rollout: Tensor) -> Tens
             return 0.5 * x.square()
         case "k3":
             return x.exp() - 1 - x
+        case "reverse_k3":
+            return (-x).exp() - 1 + x
         case "probability_difference":
             return numerator.exp() - rollout.exp()
         case "tv":

@@ -37,9 +37,10 @@ class WeightConfig(Config):
 class RejectionConfig(Config):
     """One test; tokens (or whole sequences) that fail it leave the response mask. Several tests are combined by AND."""
 
-    statistic: Literal["ratio", "k1", "k2", "k3", "binary_kl", "tv", "probability_difference"] = "ratio"
+    statistic: Literal["ratio", "k1", "k2", "k3", "reverse_k3", "binary_kl", "tv", "probability_difference"] = "ratio"
     """Of x and the two probabilities p (numerator) and q (sampler): exp(x); k1 = -x, k2 = x^2/2, k3 = exp(x)-1-x, the
-    estimators of KL(sampler || numerator); the KL of taken against not taken; |p-q|; p-q."""
+    estimators of KL(sampler || numerator); reverse_k3 = exp(-x)-1+x, that of KL(numerator || sampler); the KL of taken
+    against not taken; |p-q|; p-q."""
     scope: Literal["token", "segment", "sequence"] = "token"
     """What is tested, and leaves together."""
     reduce: Literal["mean", "sum", "max"] = "mean"

@@ -29,7 +29,13 @@ def correction_config(options: dict[str, Any]) -> CorrectionConfig:
         weight = WeightConfig(level=level, lower=positive(options["lower"]), upper=options["upper"])
         return CorrectionConfig(weight=weight, log_ratio_clamp=None)
     where: dict[str, Any] = {"scope": "sequence", "reduce": options["agg"]} if is_sequence else {"scope": "token"}
-    statistic = {"ratio": "ratio", "kl_k1": "k1", "kl_k2": "k2", "kl_k3": "k3"}[metric]
+    # It estimates KL(proximal || behaviour): its k1 is ours with the other sign, its k3 that of the inverse ratio.
+    statistic = {"ratio": "ratio", "kl_k1": "k1", "kl_k2": "k2", "kl_k3": "reverse_k3"}[metric]
+    if metric == "kl_k1":
+        if is_sequence and options["agg"] == "max":
+            raise NotOffered("the largest kl_k1 of a sequence, which is the least of ours")
+        lower, upper = options["lower"], options["upper"]
+        bounds = {"lower": None if upper is None else -upper, "upper": None if lower is None else -lower}
     test = RejectionConfig(statistic=statistic, **where, **bounds)  # type: ignore[arg-type]
     weight = WeightConfig(level=level, upper=None)
     return CorrectionConfig(weight=weight, rejections=(test,), denominators="original", log_ratio_clamp=None)

@@ -44,9 +44,7 @@ def estimator_config(options: dict[str, Any]) -> adv.AdvantageConfig:
             return adv.ReinforcePlusPlusConfig(gamma=gamma, masked_tokens="step", whiten=whiten)
         case "flash_reinforce":
             return adv.ReinforceConfig(gamma=gamma, masked_tokens="step", baseline="batch_mean")
-    if gamma != 1:
-        raise NotOffered("a discount with a group baseline: the system itself forces gamma to 1 there")
-    match options["estimator"]:
+        # The system puts gamma to 1 where members of a group are compared: ours have none to give.
         case "reinforce_baseline":
             return adv.ReinforceBaselineConfig(whiten=whiten)
         case "group_norm":

@@ -211,7 +211,8 @@ def policy(case: Case) -> dict[str, Any]:
         kl = kl_loss(log_probs, rows["ref_log_probs"], _kl_section("k3"))
         share = aggregate(kl, rows.sequences, counted(rows.sequences), section)
         total = total + options["kl_loss_coef"] * share
-    total = options.get("rl_loss_coef", 1.0) * total
+    if "agentic_actor_worker" not in case.source:  # the agentic worker's loss does not read it
+        total = options.get("rl_loss_coef", 1.0) * total
     return {
         "loss": total.detach(),
         "grad_log_probs": rows.back(gradient(total, log_probs)),

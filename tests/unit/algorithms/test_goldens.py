@@ -56,6 +56,63 @@ def test_the_name_of_a_case_does_not_matter() -> None:
     assert run_case(a_case(name="anything")).outcome is Outcome.PASSED
 
 
+def an_areal_case(expected: list[list[int]], **config: object) -> Case:
+    """A rejection over one row of x = 0.5, -0.2, which AReaL's k1 is itself."""
+    case = next(read_cases(DATA / "rollout_correction.areal.json"))
+    assert case.function == "apply_rejection_sampling"
+    inputs = {
+        "old_log_probs": torch.tensor([[-1.0, -1.2]]),
+        "rollout_log_probs": torch.tensor([[-1.5, -1.0]]),
+        "response_mask": torch.tensor([[1, 1]]),
+    }
+    options = {"level": "token", "action": "mask", "agg": "mean", "upper": None, "lower": None} | config
+    return replace(case, config=options, inputs=inputs, expected={"mask_out": torch.tensor(expected)})
+
+
+@pytest.mark.parametrize(
+    ("expected", "config"),
+    [
+        ([[0, 1]], {"metric": "kl_k1", "upper": 0.3}),
+        ([[1, 0]], {"metric": "kl_k1", "upper": 0.6, "lower": -0.1}),
+        ([[0, 0]], {"metric": "kl_k1", "upper": 0.1, "level": "sequence"}),
+        # exp(-x) - 1 + x is 0.1065 and 0.0214; exp(x) - 1 - x would be 0.1487.
+        ([[1, 1]], {"metric": "kl_k3", "upper": 0.12}),
+        ([[0, 1]], {"metric": "kl_k3", "upper": 0.1}),
+    ],
+)
+def test_areals_kl_is_of_the_proximal_policy_against_the_sampler(
+    expected: list[list[int]], config: dict[str, object]
+) -> None:
+    result = run_case(an_areal_case(expected, **config))
+
+    assert result.outcome is Outcome.PASSED, result.reason
+
+
+def test_areals_largest_k1_of_a_sequence_is_not_offered() -> None:
+    result = run_case(an_areal_case([[1, 1]], metric="kl_k1", upper=0.6, level="sequence", agg="max"))
+
+    assert result.outcome is Outcome.NOT_APPLICABLE
+
+
+@pytest.mark.parametrize(("worker", "is_read"), [("agentic", False), ("rlvr", True)])
+def test_rolls_weight_of_the_policy_loss_is_read_outside_the_agentic_pipeline(worker: str, is_read: bool) -> None:
+    cases = read_cases(DATA / "policy_losses.roll.json")
+    case = next(case for case in cases if f"pipeline/{worker}/" in case.source and case.function.endswith("loss_func"))
+    assert run_case(case).outcome is Outcome.PASSED
+
+    result = run_case(replace(case, config=case.config | {"rl_loss_coef": 0.5}))
+
+    assert (result.outcome is Outcome.FAILED) == is_read
+
+
+@pytest.mark.parametrize("estimator", ["reinforce_baseline", "group_norm", "rloo", "dr_grpo"])
+def test_openrlhfs_discount_is_1_where_members_of_a_group_are_compared(estimator: str) -> None:
+    cases = read_cases(DATA / "advantages.openrlhf.json")
+    case = next(case for case in cases if case.config.get("estimator") == estimator)
+
+    assert run_case(replace(case, config=case.config | {"gamma": 0.9})).outcome is Outcome.PASSED
+
+
 def test_an_unknown_function_is_not_applicable() -> None:
     result = run_case(a_case(function="compute_something_new"))
 

@@ -39,6 +39,7 @@ def build_parser() -> Parser:
     _add_files(commands)
     _add_grader(commands)
     _add_engine(commands)
+    _add_backups(commands)
     text = "Look whether a fleet can run on this machine, and say what to do where it cannot."
     doctor = add_command(commands, "doctor", text, "doctor:doctor")
     doctor.add_argument("--data", default=DEFAULT_DATA, help="data directory of the fleet to come (%(default)s)")
@@ -53,6 +54,25 @@ def build_parser() -> Parser:
     completion = add_command(commands, "completion", "Print the completion script of a shell.", "completion:completion")
     completion.add_argument("shell", choices=["bash", "zsh"])
     return parser
+
+
+def _add_backups(commands: "Commands") -> None:
+    text = (
+        "Copy what a fleet knows (database, data plane, files of its experiments) into a new FOLDER while it works. "
+        "Where FLOTILLA_REDIS_URL and FLOTILLA_DATABASE_URL name no servers, those of the local fleet."
+    )
+    backup = add_command(commands, "backup", text, "backup:backup")
+    backup.add_argument("folder", metavar="FOLDER", help="made by this command, readable for you alone")
+    backup.add_argument("--data", default=DEFAULT_DATA, help="data directory of the gateway (%(default)s)")
+    text = "also the operator's token, which a fleet elsewhere then has: keep the folder as you keep that"
+    backup.add_argument("--token-file", action="store_true", help=text)
+    text = "Put a backup into stores that are empty, elsewhere or after a loss, and say what is lost."
+    restore = add_command(commands, "restore", text, "backup:restore")
+    restore.add_argument("folder", metavar="FOLDER", help="of the backup")
+    restore.add_argument("--data", default=DEFAULT_DATA, help="data directory of the fleet to come (%(default)s)")
+    restore.add_argument(
+        "--dry-run", action="store_true", help="only say what the backup holds, and what would be lost"
+    )
 
 
 class _Version(argparse.Action):

@@ -311,6 +311,8 @@ class ScriptedTrainer(Scripted):
         self.lags: list[int] = []
         self.token: str | None = None
         self.step_seconds = 0.0
+        self.versions_ahead = 0
+        """Of its steps: a trainer that takes over gives new numbers to weights whose own were given out before."""
         self.waits_before: int | None = None
         """Step that is not begun while this stands."""
         self.turns: list[int] = []
@@ -366,7 +368,7 @@ class ScriptedTrainer(Scripted):
         while await queue.lineage(self.step + 1) is not None:
             self.step += 1
         while self.step < spec["optimisation"]["steps"]:
-            step, version = self.step + 1, self.step
+            step, version = self.step + 1, self.step + self.versions_ahead
             while step == self.waits_before:
                 await asyncio.sleep(0.02)
             plan = await queue.load_plan(step)

@@ -1,0 +1,164 @@
+"""The rows of a gateway's database, as lines of JSON: of one moment, and for a database of either kind."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import sqlalchemy as sa
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from alembic.util.exc import CommandError
+from pydantic import BaseModel, JsonValue
+
+from flotilla.services.gateway.store import tables
+from flotilla.services.gateway.store.locks import FileLock, lock_every_session
+from flotilla.services.gateway.store.sql import alembic_config, keep_private, open_engine, upgrade
+from flotilla.shared.errors import Conflict, InvalidRequest, Unavailable
+
+BATCH_ROWS: Final = 1000
+PATHS: Final = {"experiments": ("directory", "id"), "checkpoints": ("path", "experiment_id")}
+"""Columns that name files, by table, and those with the experiment whose files these are."""
+Row = dict[str, JsonValue]
+"""Of any table: its columns by name."""
+OWN: Final = frozenset({tables.last_transaction.name})
+"""What belongs to one database and is not taken to another."""
+
+
+def dump_rows(url: str, folder: Path) -> str:
+    """Write each table to ``TABLE.jsonl``, all as of one moment, while a gateway works on them; blocks.
+
+    Returns:
+        The revision of the schema.
+
+    Raises:
+        Conflict: a gateway of another release made the database.
+        Unavailable: it does not answer.
+    """
+    engine = open_engine(url)
+    try:
+        with engine.connect().execution_options(**_snapshot(engine)) as connection:
+            if engine.dialect.name == "sqlite":
+                connection.exec_driver_sql("BEGIN")  # else each statement would see a moment of its own
+            revision = MigrationContext.configure(connection).get_current_revision()
+            newest = ScriptDirectory.from_config(alembic_config()).get_current_head()
+            if revision is None or revision != newest:
+                raise Conflict(f"the database has schema {revision}, this release {newest}: back up with the gateway's")
+            for table in tables.metadata.sorted_tables:
+                if table.name not in OWN:
+                    _dump(connection, table, folder / f"{table.name}.jsonl")
+            return revision
+    except sa.exc.SQLAlchemyError as error:
+        raise Unavailable(f"the database cannot be read: {' '.join(str(error).split())[:300]}") from error
+    finally:
+        engine.dispose()
+
+
+def _snapshot(engine: sa.Engine) -> dict[str, str]:
+    return {} if engine.dialect.name == "sqlite" else {"isolation_level": "REPEATABLE READ"}
+
+
+def _dump(connection: sa.Connection, table: sa.Table, path: Path) -> None:
+    found = connection.execution_options(stream_results=True, yield_per=BATCH_ROWS).execute(sa.select(table))
+    with path.open("w", encoding="utf-8") as file:
+        for row in found.mappings():
+            file.write(json.dumps(dict(row)) + "\n")
+
+
+class ExperimentRow(BaseModel, frozen=True):
+    """What a restore has to know of an experiment; see the table's columns."""
+
+    id: str
+    state: str
+    step: int
+    policy_version: int
+    directory: str
+    started_at: float | None
+
+
+def experiments_of(folder: Path) -> list[ExperimentRow]:
+    """Read the experiments of a dumped database.
+
+    Raises:
+        InvalidRequest: they are not there, or damaged.
+    """
+    path = folder / f"{tables.experiments.name}.jsonl"
+    try:
+        with path.open(encoding="utf-8") as file:
+            return [ExperimentRow.model_validate_json(line) for line in file]
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"this backup is damaged: {path.name} cannot be read: {error}") from None
+
+
+def restore_rows(url: str, folder: Path, revision: str, directories: Mapping[str, tuple[str, str]]) -> None:
+    """Write the rows into a database that has none, under its lock; all or none; blocks.
+
+    Args:
+        url: of the database.
+        folder: with the tables.
+        revision: of their schema.
+        directories: of each experiment, as recorded and as it will be.
+
+    Raises:
+        Conflict: the database has experiments.
+        NotLeading: a gateway works on it.
+        InvalidRequest: a table is missing, or they are of a later release.
+        Unavailable: it does not answer.
+    """
+    engine = open_engine(url)
+    path = engine.url.database if engine.dialect.name == "sqlite" else None
+    lock = FileLock(Path(path)) if path else None
+    try:
+        if lock is not None:
+            lock.take()
+            keep_private(lock.database)
+        else:
+            lock_every_session(engine)
+        upgrade(engine, revision)
+        with engine.begin() as connection:
+            if connection.scalar(sa.select(sa.func.count()).select_from(tables.experiments)):
+                raise Conflict("the database has experiments already: restore into an empty one")
+            there = frozenset(sa.inspect(connection).get_table_names())  # a backup of an earlier release has fewer
+            for table in tables.metadata.sorted_tables:
+                if table.name in there - OWN:
+                    _restore(connection, table, folder / f"{table.name}.jsonl", directories)
+    except CommandError as error:
+        raise InvalidRequest(f"this backup is of a later release: its schema is {revision}: {error}") from None
+    except OSError as error:
+        raise InvalidRequest(f"this backup is damaged: {error.filename} cannot be read: {error.strerror}") from None
+    except sa.exc.SQLAlchemyError as error:
+        raise Unavailable(f"the database cannot be restored: {' '.join(str(error).split())[:300]}") from error
+    finally:
+        engine.dispose()
+        if lock is not None:
+            lock.give_up()
+
+
+def _restore(
+    connection: sa.Connection, table: sa.Table, path: Path, directories: Mapping[str, tuple[str, str]]
+) -> None:
+    batch: list[Row] = []
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            batch.append(_moved(table, json.loads(line), directories))
+            if len(batch) == BATCH_ROWS:
+                connection.execute(sa.insert(table), batch)
+                batch = []
+    if batch:
+        connection.execute(sa.insert(table), batch)
+    number = next((each for each in table.primary_key if each.autoincrement is True), None)
+    if number is not None and connection.dialect.name == "postgresql":
+        # Rows that bring their number with them do not move the sequence.
+        sequence = sa.func.pg_get_serial_sequence(table.name, number.name)
+        last = sa.select(sa.func.coalesce(sa.func.max(number), 0) + 1).scalar_subquery()
+        connection.execute(sa.select(sa.func.setval(sequence, last, False)))
+
+
+def _moved(table: sa.Table, row: Row, directories: Mapping[str, tuple[str, str]]) -> Row:
+    column, key = PATHS.get(table.name, ("", ""))
+    path = row.get(column)
+    if isinstance(path, str) and (found := directories.get(str(row[key]))) is not None:
+        before, now = found
+        if path == before or path.startswith(f"{before}/"):
+            row[column] = now + path[len(before) :]
+    return row

@@ -16,6 +16,7 @@ export type AuditEntry = Schemas["AuditEntry"];
 export type Step = Schemas["StepView"];
 export type FleetView = Schemas["FleetView"];
 export type Service = Schemas["ServiceView"];
+export type ServiceLogLines = Schemas["ServiceLogLines"];
 export type Diagnosis = Schemas["DiagnosisView"];
 
 const KEY = "flotilla-token";

@@ -5,7 +5,7 @@ import type { ChartDefinition, Line } from "./charts";
 import { duration, number, ticks } from "./format";
 import type { Mark } from "./marks";
 import { colours, type Ink } from "./palette";
-import type { SeriesOf } from "./series";
+import { placeOf, type SeriesOf } from "./series";
 
 export type Axis = "step" | "version" | "time" | "tokens";
 export type Zoom = [number, number] | null;
@@ -87,9 +87,11 @@ export function placesOf(series: SeriesOf, axis: Axis): { at: (step: number) => 
   const isAlike = xs.length === steps.length;
   const at = (step: number): number | null => {
     if (axis === "step") return step;
-    if (!isAlike) return axis === "version" ? (column.versions[column.steps.indexOf(step)] ?? null) : null;
-    const place = steps.findIndex((each) => each >= step);
-    return place < 0 ? null : xs[place]!;
+    if (!isAlike) {
+      const place = placeOf(column.steps, step);
+      return axis === "version" && column.steps[place] === step ? column.versions[place]! : null;
+    }
+    return xs[placeOf(steps, step)] ?? null;
   };
   const publications = column.steps.flatMap((step, place) => (place > 0 && column.versions[place]! > column.versions[place - 1]! ? [at(step)] : []));
   return { at, start, publications: publications.filter((each) => each !== null) };

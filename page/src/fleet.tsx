@@ -7,6 +7,7 @@ import { duration, number } from "./format";
 import type { Shared } from "./main";
 import { colours } from "./palette";
 import { useTheme } from "./run";
+import { ServiceLog } from "./servicelog";
 
 const KINDS = ["trainer", "rollout", "reward", "sandbox"];
 const KEPT = 100;
@@ -33,6 +34,7 @@ function doingOf(service: Service): string {
   const has = (name: string) => load[name] !== undefined;
   if (service.kind === "rollout" && has("slots")) return `${number(load.running!)} of ${number(load.slots!)} slots, ${number(load.tokens_per_second ?? 0)} tokens/s`;
   if (service.kind === "reward" && has("graded_samples")) return `${number(load.graded_samples!)} samples graded, ${number(load.failed_samples ?? 0)} failed`;
+  if (service.kind === "sandbox" && has("runs")) return `${number(load.running ?? 0)} running, ${number(load.waiting ?? 0)} waiting`;
   if (service.kind === "trainer" && has("ready_groups")) return `${number(load.ready_groups!)} groups ready`;
   return "";
 }
@@ -117,6 +119,9 @@ export function Fleet({ shared }: { shared: Shared }) {
         </table>
         </Folded>
       </div>
+      <Graders services={services} nameOf={nameOf} />
+      <Sandboxes services={services} />
+      {shared.isOperator && services.length > 0 && <LogOfService services={services} />}
       <div class="panel">
         <h2>Shares</h2>
         {data.fleet.experiments.length === 0 ? (
@@ -156,6 +161,125 @@ export function Fleet({ shared }: { shared: Shared }) {
         )}
       </div>
     </section>
+  );
+}
+
+/** What the components of rewards took and how often they gave no grade, over the services of an experiment. */
+function Graders({ services, nameOf }: { services: Service[]; nameOf: (id: string | null | undefined) => string }) {
+  const rows = new Map<string, { experiment: string | null | undefined; name: string; calls: number; samples: number; errors: number; abstained: number; seconds: number; slowest: number; by: number }>();
+  for (const service of services) {
+    for (const [name, each] of Object.entries(service.observed.grading?.graders ?? {})) {
+      const key = `${service.observed.experiment_id} ${name}`;
+      const row = rows.get(key) ?? { experiment: service.observed.experiment_id, name, calls: 0, samples: 0, errors: 0, abstained: 0, seconds: 0, slowest: 0, by: 0 };
+      rows.set(key, {
+        ...row,
+        calls: row.calls + (each.calls ?? 0),
+        samples: row.samples + (each.samples ?? 0),
+        errors: row.errors + (each.errors ?? 0),
+        abstained: row.abstained + (each.abstained ?? 0),
+        seconds: row.seconds + (each.seconds ?? 0),
+        slowest: Math.max(row.slowest, each.slowest_seconds ?? 0),
+        by: row.by + 1,
+      });
+    }
+  }
+  if (rows.size === 0) return null;
+  return (
+    <div class="panel graders">
+      <h2>Graders</h2>
+      <table>
+        <thead>
+          <tr>
+            {["Component", "Experiment", "Calls", "Mean", "Slowest", "Samples", "Errors", "Abstained"].map((each) => (
+              <th scope="col" key={each}>
+                {each}
+              </th>
+            ))}
+          </tr>
+        </thead>
+        <tbody>
+          {[...rows.entries()].map(([key, row]) => (
+            <tr key={key}>
+              <td>{row.name}</td>
+              <td class="quiet">{nameOf(row.experiment)}</td>
+              <td class="figure">{number(row.calls)}</td>
+              <td class="figure">{row.calls > 0 ? took(row.seconds / row.calls) : "–"}</td>
+              <td class="figure">{took(row.slowest)}</td>
+              <td class="figure">{number(row.samples)}</td>
+              <td class={row.errors > 0 ? "figure bad" : "figure"}>{number(row.errors)}</td>
+              <td class="figure">{number(row.abstained)}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+      <p class="quiet small">
+        Since each reward service began with its experiment, repetitions included. <code>GET /v1/services?kind=reward</code>: <code>observed.grading.graders</code>
+      </p>
+    </div>
+  );
+}
+
+function Sandboxes({ services }: { services: Service[] }) {
+  const found = services.filter((each) => each.kind === "sandbox" && (each.observed.load as Record<string, number>).runs !== undefined);
+  if (found.length === 0) return null;
+  return (
+    <div class="panel sandboxes">
+      <h2>Sandboxes</h2>
+      <table>
+        <thead>
+          <tr>
+            {["Service", "Programs", "Mean", "Running", "Waiting", "Sandbox errors", "Calls refused", "Cells of sessions"].map((each) => (
+              <th scope="col" key={each}>
+                {each}
+              </th>
+            ))}
+          </tr>
+        </thead>
+        <tbody>
+          {found.map((each) => {
+            const load = each.observed.load as Record<string, number>;
+            const of = (name: string) => load[name] ?? 0;
+            return (
+              <tr key={each.service_id}>
+                <td>{each.service_id}</td>
+                <td class="figure">{number(of("runs"))}</td>
+                <td class="figure">{of("runs") > 0 ? took(of("run_seconds") / of("runs")) : "–"}</td>
+                <td class="figure">{number(of("running"))}</td>
+                <td class="figure">{number(of("waiting"))}</td>
+                <td class={of("run_errors") > 0 ? "figure bad" : "figure"}>{number(of("run_errors"))}</td>
+                <td class={of("refused_calls") > 0 ? "figure bad" : "figure"}>{number(of("refused_calls"))}</td>
+                <td class="figure">{number(of("cells"))}</td>
+              </tr>
+            );
+          })}
+        </tbody>
+      </table>
+      <p class="quiet small">
+        Since each was started. <code>GET /v1/services?kind=sandbox</code>: <code>observed.load</code>
+      </p>
+    </div>
+  );
+}
+
+const took = (seconds: number): string => (seconds < 1 ? `${Math.round(1000 * seconds)} ms` : duration(seconds));
+
+function LogOfService({ services }: { services: Service[] }) {
+  const [chosen, setChosen] = useState("gateway");
+  return (
+    <>
+      <div class="toolbar">
+        <label>
+          Log of{" "}
+          <select value={chosen} onChange={(event) => setChosen(event.currentTarget.value)}>
+            <option>gateway</option>
+            {services.map((each) => (
+              <option key={each.service_id}>{each.service_id}</option>
+            ))}
+          </select>
+        </label>
+      </div>
+      <ServiceLog key={chosen} serviceId={chosen} />
+    </>
   );
 }
 

@@ -3,6 +3,7 @@ import { useEffect, useState } from "preact/hooks";
 import { call, experimentPath, usePoll, type Diagnosis, type Experiment } from "./api";
 import { duration, number, percent } from "./format";
 import type { Shared } from "./main";
+import { Publications } from "./publications";
 import { meaningOf } from "./reasons";
 import { Head } from "./run";
 
@@ -46,11 +47,12 @@ export function Flow({ id, shared }: { id: string; shared: Shared }) {
   const isOver = ["completed", "stopped", "failed", "draft"].includes(experiment.state);
   const { data, error } = usePoll(
     async (signal) => {
-      const [ledgers, diagnosis] = await Promise.all([
+      const [ledgers, diagnosis, episodes] = await Promise.all([
         call<Record<Lane, Ledger>>(`${experimentPath(id)}/ledger`, { signal }),
         call<Diagnosis>(`${experimentPath(id)}/diagnosis`, { signal }),
+        call<Record<string, number>>(`${experimentPath(id)}/episodes`, { signal }),
       ]);
-      return { ledgers, diagnosis };
+      return { ledgers, diagnosis, episodes };
     },
     isOver ? 30 : 2,
     id,
@@ -77,9 +79,33 @@ export function Flow({ id, shared }: { id: string; shared: Shared }) {
           <Picture ledger={data.ledgers[lane]} lane={lane} evidence={lane === "train" && !isOver ? (data.diagnosis.evidence as Record<string, number>) : {}} />
           {lane === "train" && <Admission experiment={experiment} ledger={data.ledgers.train} />}
           <Ends ledger={data.ledgers[lane]} lane={lane} />
+          <Publications id={id} isOver={isOver} />
+          <Episodes id={id} counts={data.episodes} />
         </>
       )}
     </section>
+  );
+}
+
+/** Of agents from outside; of an experiment that has none there is nothing to show. */
+function Episodes({ id, counts }: { id: string; counts: Record<string, number> }) {
+  const shown = Object.entries(counts);
+  if (shown.every(([, count]) => count === 0)) return null;
+  return (
+    <div class="panel">
+      <h2>Episodes of agents</h2>
+      <p>
+        {shown.map(([name, count], at) => (
+          <span key={name}>
+            {at > 0 && ", "}
+            <b class="figure">{whole(count)}</b> {name.replaceAll("_", " ")}
+          </span>
+        ))}
+      </p>
+      <p class="quiet small">
+        <code>GET {experimentPath(id)}/episodes</code>
+      </p>
+    </div>
   );
 }
 

@@ -4,6 +4,7 @@ import { call, experimentPath, usePoll, type AuditEntry, type Event, type EventP
 import { clock } from "./format";
 import type { Route, Shared } from "./main";
 import { Head } from "./run";
+import { ServiceLog } from "./servicelog";
 
 /** So many lines are drawn; the filter looks at all. */
 const SHOWN = 500;
@@ -117,6 +118,7 @@ export function Log({ id, route, shared }: { id: string; route: Route; shared: S
               </tbody>
             </table>
           </div>
+          <ServiceLog experimentId={id} />
         </>
       )}
     </section>

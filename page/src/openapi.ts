@@ -523,6 +523,47 @@ export interface components {
          */
         GradeStatus: "pending" | "scored" | "abstained" | "error";
         /**
+         * GraderReport
+         * @description What one component of the reward did since the session began, in training and evaluation. Counts only grow.
+         */
+        GraderReport: {
+            /**
+             * Calls
+             * @description Of one or more samples each.
+             * @default 0
+             */
+            calls: number;
+            /**
+             * Samples
+             * @default 0
+             */
+            samples: number;
+            /**
+             * Errors
+             * @description Samples without a grade since grading failed.
+             * @default 0
+             */
+            errors: number;
+            /**
+             * Abstained
+             * @description Samples that it is not for, or does not judge.
+             * @default 0
+             */
+            abstained: number;
+            /**
+             * Seconds
+             * @description All calls together, from the call to the last grade, repetitions included.
+             * @default 0
+             */
+            seconds: number;
+            /**
+             * Slowest Seconds
+             * @description The longest call.
+             * @default 0
+             */
+            slowest_seconds: number;
+        };
+        /**
          * GradingReport
          * @description What one reward service has graded in training since its session began. Counts only grow.
          */
@@ -652,6 +693,13 @@ export interface components {
              * @default []
              */
             audited_samples: components["schemas"]["SampleExcerpt"][];
+            /**
+             * Graders
+             * @description By the component's name.
+             */
+            graders?: {
+                [key: string]: components["schemas"]["GraderReport"];
+            };
         };
         /**
          * HandedOutEpisode
@@ -1460,6 +1508,64 @@ export interface components {
          * @enum {string}
          */
         ServiceKind: "rollout" | "reward" | "sandbox" | "trainer";
+        /**
+         * ServiceLogEntry
+         * @description One line of one service.
+         */
+        ServiceLogEntry: {
+            /**
+             * At
+             * @description RFC 3339; when it was read where it does not say it itself, such as a line of a library's process.
+             * @default
+             */
+            at: string;
+            /**
+             * Level
+             * @description One of debug, info, warning, error, critical; empty where the line names none.
+             * @default
+             */
+            level: string;
+            /**
+             * Process
+             * @description What wrote it, such as rollout or trainer-worker.
+             * @default
+             */
+            process: string;
+            /** Message */
+            message: string;
+            /**
+             * Facts
+             * @description What belongs to it, as ``name=value``, and its traceback.
+             * @default
+             */
+            facts: string;
+            /**
+             * Experiment Id
+             * @description What the process worked for; None where it did not say so.
+             */
+            experiment_id?: string | null;
+            /**
+             * Service Id
+             * @description Of the service, or ``gateway``.
+             */
+            service_id: string;
+        };
+        /**
+         * ServiceLogLines
+         * @description The newest lines of several services by time, oldest first.
+         */
+        ServiceLogLines: {
+            /** Items */
+            items: components["schemas"]["ServiceLogEntry"][];
+            /**
+             * Unread
+             * @description Services that did not say what they logged, and why not.
+             * @default {}
+             */
+            unread: {
+                [key: string]: string;
+            };
+        };
         /**
          * ServiceView
          * @description A service as the gateway lists it.

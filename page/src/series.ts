@@ -11,7 +11,7 @@ export interface Column {
 const empty = (): Column => ({ steps: [], versions: [], values: [], seconds: [] });
 
 /** The place of a step, or where it belongs. */
-function placeOf(steps: number[], step: number): number {
+export function placeOf(steps: number[], step: number): number {
   let low = 0;
   let high = steps.length;
   while (low < high) {

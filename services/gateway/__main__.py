@@ -42,6 +42,7 @@ from flotilla.shared.locations.allowed import read_places
 from flotilla.shared.net.server.serving import address_of, bind, serve
 from flotilla.shared.streams.redis.connection import check_server
 from flotilla.shared.telemetry.logging import configure_logging
+from flotilla.shared.telemetry.recent import KeepRecent
 from flotilla.shared.telemetry.tracing.recording import trace_process
 
 DEFAULT_PORT = 8470
@@ -59,7 +60,7 @@ def main() -> int:
     is_standby = parser.parse_args().standby
     try:
         common = read_settings(default_port=DEFAULT_PORT)
-        configure_logging("gateway", common.log_level, common.log_format)
+        configure_logging("gateway", common.log_level, common.log_format, also=KeepRecent("gateway"))
         arm_process("gateway")
         trace_process("gateway")
         if common.parent_pid is not None:

@@ -53,6 +53,7 @@ async def recorded_state(settings: GatewaySettings, folders: Sequence[Path]) -> 
     try:
         yield state
     finally:
+        await state.logs.aclose()
         await state.episodes.rollouts.aclose()
         state.samples.reads.close()
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from flotilla.services.gateway import signals
 from flotilla.services.gateway.episodes.episodes import Episodes
-from flotilla.services.gateway.episodes.rollouts import Rollouts
+from flotilla.services.gateway.membership.service_logs import ServiceLogs
 from flotilla.services.gateway.monitoring.health.keeping import restore_windows
 from flotilla.services.gateway.records.repository import OpenPlane
 from flotilla.services.gateway.runtime.data_plane import open_data_plane
@@ -45,8 +45,8 @@ class GatewayState(GatewayParts):
     ) -> None:
         super().__init__(settings, store, open_plane, clock)
         self._ping_streams = ping_streams
-        rollouts = Rollouts(self.registry, self.tokens.peer_of)
-        self.episodes: Final = Episodes(self.repository, rollouts, self.tokens, clock, self.measurements)
+        self.logs: Final = ServiceLogs(self.registry, self.tokens.for_logs)
+        self.episodes: Final = Episodes(self.repository, self.registry, self.tokens, clock, self.measurements)
         self.scheduler: Final = Scheduler(
             self.registry,
             self.repository,
@@ -117,6 +117,7 @@ async def running(state: GatewayState) -> AsyncIterator[GatewayState]:
         yield state
     finally:
         await signals.end(*tasks)
+        await state.logs.aclose()
         await state.episodes.rollouts.aclose()
         state.samples.reads.close()
 

@@ -17,7 +17,7 @@ from flotilla.services.reward.decision import ALL_ABSTAINED, decide, used_names,
 from flotilla.services.reward.grading import grades_of, with_grades
 from flotilla.services.reward.tally import GradingTally
 from flotilla.services.reward.teacher.teachers import Teachers
-from flotilla.services.reward.verifiers.base import AsksServer, Verifier
+from flotilla.services.reward.verifiers.base import AsksServer, CountsGrades, GraderReports, Verifier
 from flotilla.shared.config.sections.reward import RewardConfig
 from flotilla.shared.errors import ClaimLost, FlotillaError
 from flotilla.shared.net.retry import DATA_PLANE, retry
@@ -88,6 +88,11 @@ class RewardConsumer:
         self.failures_in_a_row = 0
         self.last_error: str | None = None
         self.tally = GradingTally()
+
+    @property
+    def graders(self) -> GraderReports:
+        """What each component of the reward did so far."""
+        return self._verifier.graders if isinstance(self._verifier, CountsGrades) else {}
 
     @property
     def why_hopeless(self) -> str | None:

@@ -55,7 +55,7 @@ class RewardService(SessionFollower[Session]):
             state=self._state,
             load=load,
             failure=self._failure or self._waiting(),
-            grading=worker.tally.report() if worker is not None else None,
+            grading=worker.tally.report(worker.graders) if worker is not None else None,
         )
 
     def _waiting(self) -> Failure | None:

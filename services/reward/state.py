@@ -163,12 +163,11 @@ def groups_at_a_time(reward: RewardConfig, distillation: DistillationConfig | No
 
 
 @contextlib.asynccontextmanager
-async def open_state(settings: ServiceSettings, address: str) -> AsyncIterator[RewardState]:
+async def open_state(settings: ServiceSettings, address: str, credentials: Credentials) -> AsyncIterator[RewardState]:
     """Open the data plane's client, the service and its membership; close them in reverse order."""
     incarnation = secrets.token_hex(8)
     holder = holder_name(ServiceKind.REWARD, os.getpid(), incarnation)
     async with contextlib.AsyncExitStack() as stack:
-        credentials = Credentials(settings.token)
         redis = connect(settings.redis_url)
         stack.push_async_callback(redis.aclose)
         client = await stack.enter_async_context(GatewayClient(settings.gateway_url, settings.token))

@@ -1,10 +1,18 @@
 """What a reward service has graded, as it reports it for the training-health checks: counts, and samples for people."""
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from flotilla.services.reward.audit import Audit
-from flotilla.shared.schemas.health import LONGEST_TEXT, LONGEST_WORDS, MOST_AUDITED, GradingReport, SampleExcerpt
+from flotilla.shared.schemas.health import (
+    LONGEST_TEXT,
+    LONGEST_WORDS,
+    MOST_AUDITED,
+    GraderReport,
+    GradingReport,
+    SampleExcerpt,
+)
 from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
 
 LABEL_WORDS = ("label",)
@@ -93,7 +101,7 @@ class GradingTally:
         worst, best = excerpt(group, ranked[0]), excerpt(group, ranked[-1])
         self._newest = (best, worst) if best.reward != worst.reward else (*self._newest[-1:], worst)
 
-    def report(self) -> GradingReport:
+    def report(self, graders: Mapping[str, GraderReport] | None = None) -> GradingReport:
         """Make what is reported."""
         return GradingReport(
             session=self.session,
@@ -108,6 +116,7 @@ class GradingTally:
             audit_disagreement=self.audit_disagreement,
             audit_higher=self.audit_higher,
             audited_samples=self._audited,
+            graders=graders or {},
             **self.counts,
         )
 

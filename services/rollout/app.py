@@ -13,6 +13,7 @@ from flotilla.shared.environment.settings import ServiceSettings
 from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.net.server.gatekeeper import Gatekeeper
 from flotilla.shared.service.app import create_service_app
+from flotilla.shared.service.logs import logs_router
 from flotilla.shared.weights.pull.server import PublishedImages, weights_router
 
 
@@ -29,6 +30,7 @@ def create_app(
     opening = partial(open_state, settings, address, credentials=lets_in, published=published)
     app = create_service_app("Flotilla rollout", "flotilla.services.rollout", opening)
     app.include_router(weights_router(published, lets_in))
+    app.include_router(logs_router(lets_in.accepts_for_logs))
     app.include_router(episodes_router(_agents, lets_in.accepts))
     # Bodies are read before a route is asked: nobody else's are.
     app.add_middleware(Gatekeeper, credentials=lets_in, max_bytes=MAX_BODY_BYTES)

@@ -43,10 +43,12 @@ class Waiting:
 
     Args:
         spare: is told which experiment that is.
+        load: gives what is reported of its work.
     """
 
-    def __init__(self, spare: SpareTime) -> None:
+    def __init__(self, spare: SpareTime, load: Callable[[], Mapping[str, float]] = dict) -> None:
         self._spare = spare
+        self._load = load
         self.notify: Callable[[], None] = lambda: None
         self._desired: DesiredState | None = None
 
@@ -54,9 +56,9 @@ class Waiting:
         """Say for which experiment it is there; it never has anything to finish first."""
         desired = self._desired
         if desired is None or desired.assignment is None or desired.state is WorkState.IDLE:
-            return ObservedState()
+            return ObservedState(load=self._load())
         state = WorkState.FINISHED if desired.state is WorkState.DRAINING else desired.state
-        return ObservedState(experiment_id=desired.assignment.experiment_id, state=state)
+        return ObservedState(experiment_id=desired.assignment.experiment_id, state=state, load=self._load())
 
     async def apply(self, desired: DesiredState) -> None:
         """Note the experiment."""
@@ -92,7 +94,7 @@ def create_member_app(settings: ServiceSettings, address: str) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def open_and_register(sandbox: SandboxSettings) -> AsyncIterator[SandboxState]:
-        async with open_state(sandbox) as state, _member(settings, address, credentials, state.spare):
+        async with open_state(sandbox) as state, _member(settings, address, credentials, state):
             yield state
 
     return create_app(sandbox_settings(settings.token, os.environ), open_and_register, credentials)
@@ -106,7 +108,7 @@ def main() -> int:
 
 @contextlib.asynccontextmanager
 async def _member(
-    settings: ServiceSettings, address: str, credentials: Credentials, spare: SpareTime
+    settings: ServiceSettings, address: str, credentials: Credentials, state: SandboxState
 ) -> AsyncIterator[None]:
     registration = Registration(
         kind=ServiceKind.SANDBOX,
@@ -116,7 +118,7 @@ async def _member(
         capabilities=await asyncio.to_thread(host_capabilities),
         incarnation=secrets.token_hex(8),
     )
-    waiting = Waiting(spare)
+    waiting = Waiting(state.spare, lambda: state.metrics.load() | state.pool.load())
     async with GatewayClient(settings.gateway_url, settings.token) as client:
         membership = Membership(client, registration, waiting.observe, waiting.apply, credentials=credentials)
         async with at_work(waiting, membership):

@@ -12,6 +12,7 @@ from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.net.server.description import describe, only_reading_is_open
 from flotilla.shared.net.server.gatekeeper import Gatekeeper
 from flotilla.shared.net.server.serving import add_problem_handlers
+from flotilla.shared.service.logs import logs_router
 
 OpenState = Callable[[SandboxSettings], AbstractAsyncContextManager[SandboxState]]
 
@@ -32,12 +33,13 @@ def create_app(
         async with open_state(settings) as state:
             yield {"sandbox": state}
 
+    credentials = credentials or Credentials(settings.token.get_secret_value())
     app = FastAPI(title="Flotilla sandbox", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(health.router)
     app.include_router(run_code.router)
     app.include_router(sessions.router)
+    app.include_router(logs_router(credentials.accepts_for_logs))
     add_problem_handlers(app)
     describe(app, "flotilla.services.sandbox", only_reading_is_open)
-    credentials = credentials or Credentials(settings.token.get_secret_value())
     app.add_middleware(Gatekeeper, credentials=credentials, max_bytes=settings.max_request_bytes)
     return app

@@ -36,6 +36,17 @@ class SandboxMetrics:
         """Count a call that got no turn, by the code of its problem."""
         self._refused[code] += 1
 
+    def load(self) -> dict[str, float]:
+        """Return the counts that the fleet's page shows, as the service reports them."""
+        errors = sum(number for (_, status), number in self._runs.items() if status is RunStatus.SANDBOX_ERROR)
+        return {
+            "runs": float(sum(self._runs.values())),
+            "run_errors": float(errors),
+            "run_seconds": round(self._run_seconds, 3),
+            "refused_calls": float(sum(self._refused.values())),
+            "cells": float(sum(self._cells.values())),
+        }
+
     def families(
         self,
         level: IsolationLevel,

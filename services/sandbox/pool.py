@@ -89,6 +89,10 @@ class SlotPool:
         self._max_queued = max_queued
         self._queue_seconds = queue_seconds
 
+    def load(self) -> dict[str, float]:
+        """Return what the service reports of its slots."""
+        return {"running": float(self.num_running), "waiting": float(self.num_waiting)}
+
     @property
     def num_waiting(self) -> int:
         """Count the calls that wait."""

@@ -11,6 +11,7 @@ from flotilla.services.trainer.supervisor.served_images import ServedImages
 from flotilla.shared.environment.settings import ServiceSettings
 from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.service.app import create_service_app
+from flotilla.shared.service.logs import logs_router
 from flotilla.shared.weights.pull.server import PublishedImages, weights_router
 
 
@@ -27,4 +28,5 @@ def create_app(
     opening = partial(open_state, settings, address, ServedImages(published), credentials)
     app = create_service_app("Flotilla trainer", "flotilla.services.trainer", opening)
     app.include_router(weights_router(published, credentials))
+    app.include_router(logs_router(credentials.accepts_for_logs))
     return app

@@ -18,6 +18,8 @@ from typing import Final
 
 import psutil
 
+from flotilla.shared.telemetry.recent import RECENT
+
 TAIL_LINES: Final = 40
 SHOWN_LINES: Final = 4
 MAX_LINE_CHARACTERS: Final = 400
@@ -54,7 +56,9 @@ class LastWords:
         if line.strip():
             text = line.decode("utf-8", "replace").rstrip()
             self._tail.append(text[-MAX_LINE_CHARACTERS:])
-            if self._on_line is not None:
+            if self._on_line is None:
+                RECENT.hear(text)
+            else:
                 self._on_line(text)
 
     def shown(self) -> str:

@@ -27,6 +27,26 @@ class SampleExcerpt(TolerantWire):
     """The hidden second grade, where it disagrees."""
 
 
+class GraderReport(TolerantWire):
+    """What one component of the reward did since the session began, in training and evaluation. Counts only grow."""
+
+    calls: int = Field(0, ge=0)
+    """Of one or more samples each."""
+    samples: int = Field(0, ge=0)
+    errors: int = Field(0, ge=0)
+    """Samples without a grade since grading failed."""
+    abstained: int = Field(0, ge=0)
+    """Samples that it is not for, or does not judge."""
+    seconds: float = Field(0, ge=0)
+    """All calls together, from the call to the last grade, repetitions included."""
+    slowest_seconds: float = Field(0, ge=0)
+    """The longest call."""
+
+
+MOST_GRADERS = 64
+"""Components that are reported of one reward service."""
+
+
 class GradingReport(TolerantWire):
     """What one reward service has graded in training since its session began. Counts only grow."""
 
@@ -72,6 +92,8 @@ class GradingReport(TolerantWire):
     """The same of those whose reward is above the second grade."""
     audited_samples: tuple[SampleExcerpt, ...] = Field((), max_length=MOST_AUDITED)
     """The newest whose grades disagree."""
+    graders: Mapping[str, GraderReport] = Field(default_factory=dict, max_length=MOST_GRADERS)
+    """By the component's name."""
 
 
 class SamplingReport(TolerantWire):

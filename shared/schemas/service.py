@@ -129,6 +129,8 @@ class Registered(TolerantWire):
     """SHA-256, hexadecimal, of the tokens that it lets in, besides its own."""
     accepts_for_weights: tuple[str, ...] = ()
     """The same of those that it lets in to read weights, and to nothing else."""
+    accepts_for_logs: tuple[str, ...] = ()
+    """The same of those that it lets in to read what it logged."""
 
 
 TEACHER, GRADER, JUDGE, SANDBOX = "teacher", "grader", "judge", "sandbox"

@@ -19,6 +19,7 @@ from flotilla.shared.net.server.serving import address_of, bind, serve
 from flotilla.shared.service.app import leave
 from flotilla.shared.service.devices import limit_devices
 from flotilla.shared.telemetry.logging import configure_logging
+from flotilla.shared.telemetry.recent import KeepRecent
 from flotilla.shared.telemetry.tracing.recording import trace_process
 
 CANNOT_START = 2
@@ -46,7 +47,7 @@ def run_service(name: str, create_app: Callable[[ServiceSettings, str], FastAPI]
             die_with_parent(settings.parent_pid)
         if settings.fleet_pid is not None:
             end_after(settings.fleet_pid)
-        configure_logging(name, settings.log_level, settings.log_format)
+        configure_logging(name, settings.log_level, settings.log_format, also=KeepRecent(name))
         arm_process(name)
         trace_process(name)
         listening = bind(settings.host, settings.port)

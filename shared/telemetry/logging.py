@@ -8,6 +8,7 @@ import logging
 import sys
 import textwrap
 import traceback
+from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any, Literal, cast
 
@@ -42,13 +43,14 @@ def format_for(wanted: str, *, is_terminal: bool) -> LogFormat:
     return cast(LogFormat, wanted)
 
 
-def _facts(record: logging.LogRecord) -> dict[str, Any]:
+def facts_of(record: logging.LogRecord) -> dict[str, Any]:
     """Collect the context variables and what was given as ``extra``."""
     facts = {name: value for name, variable in CONTEXT.items() if (value := variable.get()) is not None}
     return facts | {key: value for key, value in record.__dict__.items() if key not in STANDARD}
 
 
-def _traceback(record: logging.LogRecord) -> str | None:
+def traceback_of(record: logging.LogRecord) -> str | None:
+    """Write the traceback of a record that has one."""
     if record.exc_info and record.exc_info[0] is not None:
         return "".join(traceback.format_exception(*record.exc_info))
     return None
@@ -70,8 +72,8 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line |= _facts(record)
-        if (trace := _traceback(record)) is not None:
+        line |= facts_of(record)
+        if (trace := traceback_of(record)) is not None:
             line["exception"] = trace
         return json.dumps(line, default=str)
 
@@ -86,10 +88,17 @@ class PlainLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Format one record."""
         time = rfc3339(record.created)[11:19]
-        facts = "".join(f" {name}={_plain(value)}" for name, value in _facts(record).items())
-        line = f"{time} {record.levelname:<8} {self._service:<8} {_printable(record.getMessage())}{facts}"
-        trace = _traceback(record)
+        facts = plain_facts(facts_of(record).items())
+        line = (
+            f"{time} {record.levelname:<8} {self._service:<8} {_printable(record.getMessage())}{facts and ' '}{facts}"
+        )
+        trace = traceback_of(record)
         return line if trace is None else f"{line}\n{textwrap.indent(trace.rstrip(), '    ')}"
+
+
+def plain_facts(facts: Iterable[tuple[str, Any]]) -> str:
+    """Write facts as ``name=value``, with a space between two."""
+    return " ".join(f"{name}={_plain(value)}" for name, value in facts)
 
 
 def _plain(value: Any) -> str:
@@ -105,19 +114,22 @@ def _printable(text: str) -> str:
     return text if text.isprintable() else json.dumps(text)[1:-1]
 
 
-def configure_logging(service: str, level: str = "INFO", log_format: str = "auto") -> None:
+def configure_logging(
+    service: str, level: str = "INFO", log_format: str = "auto", *, also: logging.Handler | None = None
+) -> None:
     """Send every record of this process to standard error; called by ``__main__`` only.
 
     Args:
         service: named in each record.
         level: least severe level that is written.
         log_format: one of ``FORMATS``.
+        also: gets each of these records, too.
     """
     handler = logging.StreamHandler(sys.stderr)
     is_plain = format_for(log_format, is_terminal=sys.stderr.isatty()) == "plain"
     handler.setFormatter(PlainLines(service) if is_plain else JsonLines(service))
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    root.handlers[:] = [handler] if also is None else [handler, also]
     root.setLevel(level.upper())
     for chatty in ("httpx", "httpcore", "uvicorn.access", "asyncio"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -14,6 +14,8 @@ from tests.fleet import RunningFleet, make_experiment, running_fleet, until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580), needs_browser]
 
 LONG_SECONDS = 120.0
+MANY = 65
+"""One service more than lanes are drawn for."""
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +142,7 @@ def test_an_operator_creates_watches_pauses_forks_compares_and_stops(
             pause_seconds=0.1,
         )
     browser.wait(".panel h2", "What bounds the speed")
+    browser.wait(".publications td", "served by 1", LONG_SECONDS)
 
     # Its state is changed by buttons, and what is shown follows.
     browser.click("nav a", "Overview")
@@ -180,9 +183,17 @@ def test_an_operator_creates_watches_pauses_forks_compares_and_stops(
     browser.choose(".panel select", "checkpoint")
     browser.wait(".panel td", "checkpoint")
     assert browser.find(".panel td", "publication committed") is None
+    browser.click(".log summary", "What the services logged")
+    browser.wait(".log td", "trainer-worker")
+    browser.wait(".log td", "gateway")
+    browser.choose(".log .toolbar label:nth-of-type(2) select", "error")
+    until(lambda: browser.find(".log td", "info") is None, LONG_SECONDS, "errors alone")
     browser.click("nav a", "Fleet")
     browser.wait(".panel td", "rollout-")
     browser.wait(".panel td", "first")
+    browser.wait(".graders td", "custom")
+    browser.click(".log summary", "What the services logged")
+    browser.wait(".log td", "event")
 
     browser.click("nav a", "Overview")
     for name in ("second", "first"):
@@ -210,6 +221,15 @@ def test_a_reader_sees_everything_and_changes_nothing(fleet: RunningFleet, brows
     browser.click(".experiment h2 a", "first")
     browser.wait("#reward .legend", "reward/mean")
     assert browser.find(".actions") is None
+
+    # Of very many services how busy they are is seen as a map.
+    for number in range(MANY):
+        registration = {"kind": "rollout", "address": "http://127.0.0.1:9", "host": "h", "pid": 1}
+        ask(fleet, "POST", "/v1/services", registration | {"incarnation": f"many {number}"})
+    browser.click("nav a", "Fleet")
+    browser.wait("details summary", "All ")
+    assert browser.find("canvas.heat") is not None
+    assert browser.find(".log") is None
     assert browser.complaints() == []
 
     # The token is gone with the session, and a revoked one lets nobody look any further.

@@ -68,6 +68,8 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ),
     ("GET", SERVICE): READING,
     ("POST", f"{SERVICE}/drain"): OPERATING,
+    # Of whichever experiments it worked for.
+    ("GET", f"{SERVICE}/logs"): OPERATING,
     ("GET", "/v1/fleet"): READING,
     ("POST", f"{EXPERIMENT}/metrics"): TRAINING,
     ("POST", f"{EXPERIMENT}/checkpoints"): TRAINING,
@@ -89,6 +91,7 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("GET", f"{EXPERIMENT}/series"): READING,
     ("GET", f"{EXPERIMENT}/events"): READING,
     ("GET", f"{EXPERIMENT}/log"): READING,
+    ("GET", f"{EXPERIMENT}/logs"): READING,
     ("GET", f"{EXPERIMENT}/checkpoints"): READING,
     ("GET", f"{EXPERIMENT}/checkpoints/{{step}}/upload"): READING,
     ("GET", f"{EXPERIMENT}/checkpoints/{{step}}/files"): READING,

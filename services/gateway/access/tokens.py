@@ -149,6 +149,14 @@ class Tokens:
         """Digests of the tokens that a service of a kind lets in to read weights, and to nothing else."""
         return (digest_of(self._key.weights_token()),) if kind is ServiceKind.ROLLOUT else ()
 
+    def for_logs(self) -> str:
+        """What the gateway shows to a service to read what it logged."""
+        return self._key.logs_token()
+
+    def accepted_for_logs(self) -> tuple[str, ...]:
+        """Digests of the tokens that services let in to read what they logged: the gateway's and the operator's."""
+        return digest_of(self._key.logs_token()), digest_of(self._operator)
+
     async def create(self, request: TokenRequest) -> tuple[TokenRecord, str]:
         """Make a token; this is the only time that it is seen.
 

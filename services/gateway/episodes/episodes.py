@@ -15,6 +15,7 @@ from flotilla.services.gateway.episodes.naming import EpisodeName
 from flotilla.services.gateway.episodes.rollouts import EpisodeGone, Rollouts
 from flotilla.services.gateway.monitoring.health.measurements import Measurements
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, PerExperiment
+from flotilla.services.gateway.registry.services import Registry
 from flotilla.services.gateway.signals import wait_for_any
 from flotilla.shared.clock import Clock
 from flotilla.shared.config.sections.reward import AgentRewardConfig
@@ -92,7 +93,7 @@ class Episodes:
     def __init__(
         self,
         repository: ExperimentRepository,
-        rollouts: Rollouts,
+        registry: Registry,
         tokens: Tokens,
         clock: Clock,
         measurements: PerExperiment[Measurements],
@@ -102,7 +103,7 @@ class Episodes:
         self._tokens = tokens
         self._clock = clock
         self._turn = 0
-        self.rollouts = rollouts
+        self.rollouts = Rollouts(registry, tokens.peer_of)
         self._handed = HandedOutEpisodes()
 
     async def open(self, experiment_id: str, wanted: OpenEpisode, who: Principal, base_url: str) -> HandedOutEpisode:

@@ -1,4 +1,4 @@
-"""Events of an experiment, streamed as server-sent events."""
+"""Events of an experiment, streamed as server-sent events or listed, and what its services logged."""
 
 from collections.abc import AsyncIterator
 from typing import Annotated
@@ -6,9 +6,12 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import StreamingResponse
 
+from flotilla.services.gateway.membership.service_logs import LogQuery
 from flotilla.services.gateway.routes.dependencies import Cursor, Gateway, Limit, number_of
 from flotilla.shared.net.authorisation.tokens import bearer_of
 from flotilla.shared.schemas.experiment import Event, Page
+from flotilla.shared.schemas.logs import ServiceLogLines
+from flotilla.shared.service.logs import Containing, Count, Level
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
 
@@ -67,6 +70,24 @@ async def log(
     chosen = frozenset(types.split(",")) if types else frozenset[str]()
     found = await gateway.store.events(experiment_id, after=number_of(after), limit=limit, types=chosen)
     return Page(items=tuple(found), next=str(found[-1].id) if found else None)
+
+
+@router.get("/logs")
+async def logs(
+    experiment_id: str,
+    gateway: Gateway,
+    service: Annotated[str | None, Query(max_length=200, description="one of them, or `gateway`")] = None,
+    level: Level = "debug",
+    containing: Containing = "",
+    lines: Count = 200,
+) -> ServiceLogLines:
+    """List the newest lines that belong to an experiment: the gateway's, and those of the services that work for it.
+
+    Raises:
+        NotFound: there is no such experiment, or the service does not work for it.
+    """
+    gateway.repository.record_of(experiment_id)
+    return await gateway.logs.of_experiment(experiment_id, LogQuery(level, containing, lines, experiment_id), service)
 
 
 def frame_of(event: Event | None) -> str:

@@ -2,11 +2,13 @@
 
 from fastapi import APIRouter, Request, Response
 
+from flotilla.services.gateway.membership.service_logs import LogQuery
 from flotilla.services.gateway.routes.dependencies import Caller, Cursor, Gateway, Limit, Wait, page_of
 from flotilla.services.gateway.routes.exchange import JSON, exchange, watching
 from flotilla.shared.errors import Forbidden
 from flotilla.shared.net.authorisation.access import Scope
 from flotilla.shared.schemas.experiment import Page
+from flotilla.shared.schemas.logs import ServiceLogLines
 from flotilla.shared.schemas.service import (
     DesiredState,
     DrainRequest,
@@ -16,6 +18,7 @@ from flotilla.shared.schemas.service import (
     ServiceKind,
     ServiceView,
 )
+from flotilla.shared.service.logs import Containing, Count, Level
 
 DEFAULT_NOTICE = DrainRequest()
 
@@ -92,3 +95,15 @@ async def show(service_id: str, gateway: Gateway) -> ServiceView:
         NotFound: it is not registered.
     """
     return gateway.registry.view(gateway.registry.get(service_id))
+
+
+@router.get("/{service_id}/logs")
+async def logs(
+    service_id: str, gateway: Gateway, level: Level = "debug", containing: Containing = "", lines: Count = 200
+) -> ServiceLogLines:
+    """List the newest lines that a service logged, whatever they belong to; ``gateway`` names the gateway.
+
+    Raises:
+        NotFound: it is not registered.
+    """
+    return await gateway.logs.of_service(service_id, LogQuery(level, containing, lines))

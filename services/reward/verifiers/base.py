@@ -1,11 +1,13 @@
 """What every verifier is, and how one that only compares text is made of a pure function."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from flotilla.shared.config.sections.reward import MatchConfig
+from flotilla.shared.schemas.grade_status import GradeStatus
 from flotilla.shared.schemas.grading import Grade, GradingSample
+from flotilla.shared.schemas.health import MOST_GRADERS, GraderReport
 from flotilla.shared.schemas.service import Failure
 
 
@@ -45,6 +47,63 @@ class AsksServer(Protocol):
     @property
     def problem(self) -> Failure | None:
         """A server that did not answer when it was last asked; None if each did."""
+
+
+GraderReports = Mapping[str, GraderReport]
+"""What the components of a reward did, by their names."""
+
+
+@runtime_checkable
+class CountsGrades(Protocol):
+    """A verifier of several components that counts what each of them does."""
+
+    @property
+    def graders(self) -> GraderReports:
+        """What each did so far, by its name."""
+
+
+class GraderFigures:
+    """Of one component.
+
+    Args:
+        name: of the component.
+        now: a clock in seconds that never goes back.
+    """
+
+    def __init__(self, name: str, now: Callable[[], float]) -> None:
+        self.name = name
+        self._now = now
+        self._calls = self._samples = self._errors = self._abstained = 0
+        self._seconds = self._slowest = 0.0
+
+    async def of_call(self, grading: Awaitable[Sequence[Grade]]) -> Sequence[Grade]:
+        """Await the grades of a call and count them; one that is given up counts for nothing."""
+        began = self._now()
+        grades = await grading
+        seconds = self._now() - began
+        self._calls += 1
+        self._seconds += seconds
+        self._slowest = max(self._slowest, seconds)
+        self._samples += len(grades)
+        self._errors += sum(grade.status is GradeStatus.ERROR for grade in grades)
+        self._abstained += sum(grade.status is GradeStatus.ABSTAINED for grade in grades)
+        return grades
+
+    def report(self) -> GraderReport:
+        """Make what is reported."""
+        return GraderReport(
+            calls=self._calls,
+            samples=self._samples,
+            errors=self._errors,
+            abstained=self._abstained,
+            seconds=round(self._seconds, 3),
+            slowest_seconds=round(self._slowest, 3),
+        )
+
+
+def reports_of(figures: Sequence[GraderFigures]) -> GraderReports:
+    """Make what is reported of several components, by their names."""
+    return {each.name: each.report() for each in figures[:MOST_GRADERS]}
 
 
 NO_LABEL = "the sample has no label to compare with"

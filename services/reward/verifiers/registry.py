@@ -1,6 +1,7 @@
 """From the reward section of a spec to one verifier that grades by all its components."""
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Any
 import httpx
 
 from flotilla.services.reward.remote import Callbacks, RemoteVerifier
-from flotilla.services.reward.verifiers.base import AsksServer, Verifier
+from flotilla.services.reward.verifiers.base import AsksServer, GraderFigures, GraderReports, Verifier, reports_of
 from flotilla.services.reward.verifiers.code import CodeVerifier
 from flotilla.services.reward.verifiers.comparing import JsonSchemaVerifier, MathVerifier, RegexVerifier
 from flotilla.services.reward.verifiers.custom_process import CustomProcessVerifier
@@ -157,16 +158,27 @@ def build_verifier(config: sections.RewardConfig, surroundings: Surroundings) ->
 class CombinedVerifier:
     """Grades by several components; the reward is the weighted sum over those that scored the sample."""
 
-    def __init__(self, parts: Sequence[tuple[sections.Component, Verifier]]) -> None:
+    def __init__(
+        self, parts: Sequence[tuple[sections.Component, Verifier]], now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._parts = list(parts)
+        self._figures = [GraderFigures(config.name or config.kind, now) for config, _ in parts]
 
     async def score(self, samples: Sequence[GradingSample]) -> list[Grade]:
         """Grade each sample by every component at once."""
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_score_routed(config, part, samples)) for config, part in self._parts]
+            tasks = [
+                group.create_task(figures.of_call(_score_routed(config, part, samples)))
+                for (config, part), figures in zip(self._parts, self._figures, strict=True)
+            ]
         columns = [task.result() for task in tasks]
         configs = [config for config, _ in self._parts]
         return [combine(list(zip(configs, grades, strict=True))) for grades in zip(*columns, strict=True)]
+
+    @property
+    def graders(self) -> GraderReports:
+        """What each component did so far, by its name."""
+        return reports_of(self._figures)
 
     @property
     def problem(self) -> Failure | None:

@@ -79,12 +79,14 @@ class Credentials:
         self._peers: dict[ServiceKind, str] = {}
         self._accepted = frozenset({digest_of(token)})
         self._accepted_for_weights: frozenset[str] = frozenset()
+        self._accepted_for_logs: frozenset[str] = frozenset()
 
     def take(self, registered: Registered) -> None:
         """Remember what the gateway says."""
         self._peers = dict(registered.peers)
         self._accepted = frozenset({digest_of(self._token), *registered.accepts})
         self._accepted_for_weights = frozenset(registered.accepts_for_weights)
+        self._accepted_for_logs = frozenset(registered.accepts_for_logs)
 
     def for_peer(self, kind: ServiceKind) -> str:
         """Return the token to show to services of a kind; its own where the gateway named none."""
@@ -97,6 +99,10 @@ class Credentials:
     def accepts_for_weights(self, authorization: str | None) -> bool:
         """Return whether an ``Authorization`` header allows to read weights."""
         return _is_in(self._accepted | self._accepted_for_weights, authorization)
+
+    def accepts_for_logs(self, authorization: str | None) -> bool:
+        """Return whether an ``Authorization`` header allows to read what was logged: a peer's does not."""
+        return _is_in(self._accepted_for_logs, authorization)
 
 
 def _is_in(digests: frozenset[str], authorization: str | None) -> bool:

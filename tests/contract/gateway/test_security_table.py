@@ -75,7 +75,16 @@ def told(gateway: Any, kind: ServiceKind) -> Credentials:
     """Make what a registered service of this kind lets in."""
     credentials = Credentials(f"given to the {kind} at its start")
     accepts, for_weights = gateway.tokens.accepted_by(kind), gateway.tokens.accepted_for_weights(kind)
-    credentials.take(Registered(service_id="s", lease_seconds=1, accepts=accepts, accepts_for_weights=for_weights))
+    for_logs = gateway.tokens.accepted_for_logs()
+    credentials.take(
+        Registered(
+            service_id="s",
+            lease_seconds=1,
+            accepts=accepts,
+            accepts_for_weights=for_weights,
+            accepts_for_logs=for_logs,
+        )
+    )
     return credentials
 
 
@@ -91,7 +100,9 @@ def services(gateway: Any) -> dict[ServiceKind, FastAPI]:
         ServiceKind.ROLLOUT: rollout_app(
             settings, "http://r", open_state=never, credentials=told(gateway, ServiceKind.ROLLOUT)
         ),
-        ServiceKind.REWARD: reward_app(settings, "http://r", open_state=never),
+        ServiceKind.REWARD: reward_app(
+            settings, "http://r", open_state=never, credentials=told(gateway, ServiceKind.REWARD)
+        ),
         ServiceKind.SANDBOX: sandbox_app(sandbox, never, told(gateway, ServiceKind.SANDBOX)),
     }
     made[ServiceKind.TRAINER] = trainer.create_app(

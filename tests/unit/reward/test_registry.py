@@ -139,3 +139,17 @@ async def test_a_constant_component_looks_at_nothing() -> None:
     grades = await build_verifier(config, Surroundings("exp")).score([a_sample("right"), a_sample("wrong")])
 
     assert [grade.reward for grade in grades] == [1.0, 1.0]
+
+
+async def test_what_each_component_does_is_counted_with_its_time() -> None:
+    ticks = iter([0.0, 1.0, 10.0, 13.0])
+    failing = a_part("style", Grade.error("no"))
+    verifier = CombinedVerifier([failing], now=lambda: next(ticks))
+
+    await verifier.score([a_sample(), a_sample()])
+    failing[1].grade = Grade.abstained("not mine")
+    await verifier.score([a_sample()])
+
+    report = verifier.graders["style"]
+    assert (report.calls, report.samples, report.errors, report.abstained) == (2, 3, 2, 1)
+    assert (report.seconds, report.slowest_seconds) == (4.0, 3.0)

@@ -32,6 +32,7 @@ class ScriptedSession:
         self.problem: Failure | None = None
         self.is_claiming = self.is_closed = False
         self.tally = GradingTally()
+        self.graders: dict[str, object] = {}
 
     async def run(self) -> None:
         await asyncio.Event().wait()

@@ -8,7 +8,7 @@ from flotilla.shared.schemas.service import Assignment, DesiredState, ObservedSt
 async def test_a_sandbox_follows_the_experiment_that_it_is_assigned_to() -> None:
     told: list[None] = []
     spare = SpareTime(2, least=0.05, now=lambda: 0.0, busy=lambda: 0.0, own=lambda: 0.0)
-    waiting = Waiting(spare)
+    waiting = Waiting(spare, lambda: {"runs": 3.0})
     waiting.notify = lambda: told.append(None)
     assignment = Assignment(experiment_id="a", revision=1, spec={}, directory="/nowhere")
     seen, own = [waiting.observe()], []
@@ -23,10 +23,10 @@ async def test_a_sandbox_follows_the_experiment_that_it_is_assigned_to() -> None
         own.append(spare.own_experiment)
 
     assert seen == [
-        ObservedState(),
-        ObservedState(experiment_id="a", state=WorkState.RUNNING),
-        ObservedState(experiment_id="a", state=WorkState.FINISHED),
-        ObservedState(),
+        ObservedState(load={"runs": 3.0}),
+        ObservedState(experiment_id="a", state=WorkState.RUNNING, load={"runs": 3.0}),
+        ObservedState(experiment_id="a", state=WorkState.FINISHED, load={"runs": 3.0}),
+        ObservedState(load={"runs": 3.0}),
     ]
     assert own == ["a", "a", None], "whose programs are not bounded"
     assert len(told) == 3

@@ -1,0 +1,162 @@
+"""The newest lines that this process and its children logged, kept in memory for whoever looks at them from afar.
+
+Bounded in lines and characters. What looks like a credential is taken out as a line comes in, whoever wrote it: records
+of ours have none, but children and libraries write what they like.
+"""
+
+import json
+import logging
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Final
+
+from flotilla.shared.clock import rfc3339
+from flotilla.shared.schemas.logs import LEVELS, MOST_LINES, LogEntry, LogLines
+from flotilla.shared.telemetry.logging import experiment_id, facts_of, plain_facts, traceback_of
+
+MOST_CHARACTERS: Final = 1_000_000
+"""Of all lines that are kept."""
+LONGEST: Final = 2000
+"""Characters of a message, and of its facts."""
+OURS: Final = frozenset({"at", "level", "service", "logger", "message", "exception", "experiment_id"})
+_PLAIN: Final = re.compile(r"\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR|CRITICAL) +(\S+) +(.*)", re.DOTALL)
+_SECRETS: Final = (
+    (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]+"), r"\1 ***"),
+    (
+        re.compile(
+            r"(?i)([\w-]*(?:token|secret|password|passwd|api[_-]?key)[\w-]*[\"']?\s*[=:]\s*[\"']?)[^\s\"'&,;)]+"
+        ),
+        r"\1***",
+    ),
+    (re.compile(r"\b(?:fl[a-z]|tml)[_-][\w.-]{16,}"), "***"),
+    (re.compile(r"\b(?:sk|hf|ghp|AKIA)[-_]?[A-Za-z0-9_-]{16,}"), "***"),
+    (re.compile(r"(?<=://)[^/\s@]+@"), "***@"),
+)
+
+
+def without_secrets(text: str) -> str:
+    """Replace what looks like a token, a password or a key by three stars."""
+    for pattern, replacement in _SECRETS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+class RecentLines:
+    """Keeps lines; any thread may add to it and look."""
+
+    def __init__(self, most: int = MOST_LINES, characters: int = MOST_CHARACTERS) -> None:
+        self._most, self._characters = most, characters
+        self._kept: deque[LogEntry] = deque()
+        self._size = 0
+        self._lock = threading.Lock()
+
+    def add(self, entry: LogEntry) -> None:
+        """Keep a line, cut and without secrets; the oldest go where there are too many."""
+        shown = {"message": without_secrets(entry.message[:LONGEST]), "facts": without_secrets(entry.facts[:LONGEST])}
+        kept = entry.model_copy(update=shown)
+        with self._lock:
+            self._kept.append(kept)
+            self._size += _size_of(kept)
+            while len(self._kept) > self._most or self._size > self._characters:
+                self._size -= _size_of(self._kept.popleft())
+
+    def hear(self, line: str) -> None:
+        """Keep a line that a child wrote: a record of ours, or anything."""
+        if line.strip():
+            self.add(_entry_of(line))
+
+    def newest(self, count: int, *, of: str | None = None, least: str = "debug", containing: str = "") -> LogLines:
+        """Return the newest lines that are wanted, oldest first.
+
+        Args:
+            count: how many, at most.
+            of: the experiment that they belong to; None: any, and lines that belong to none.
+            least: level that they have at least; a line that names no level is wanted at each.
+            containing: what process, message or facts have in them, in capitals or not.
+        """
+        wanted, words = LEVELS.index(least), containing.casefold()
+        with self._lock:
+            kept = list(self._kept)
+        found: list[LogEntry] = []
+        for entry in reversed(kept):
+            if len(found) == count:
+                break
+            is_severe = entry.level not in LEVELS or LEVELS.index(entry.level) >= wanted
+            is_meant = of is None or entry.experiment_id == of
+            if is_severe and is_meant and words in f"{entry.process} {entry.message} {entry.facts}".casefold():
+                found.append(entry)
+        return LogLines(items=tuple(reversed(found)))
+
+
+RECENT: Final = RecentLines()
+"""Of this process."""
+
+
+class KeepRecent(logging.Handler):
+    """Keeps each record of this process.
+
+    Args:
+        process: what it is called.
+        lines: where they are kept.
+    """
+
+    def __init__(self, process: str, lines: RecentLines = RECENT) -> None:
+        super().__init__()
+        self._process = process
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one."""
+        try:
+            facts = facts_of(record)
+            owner = facts.pop("experiment_id", None)
+            trace = traceback_of(record)
+            entry = LogEntry(
+                at=rfc3339(record.created),
+                level=record.levelname.lower(),
+                process=self._process,
+                message=record.getMessage(),
+                facts=plain_facts(facts.items()) + ("" if trace is None else f"\n{trace.rstrip()}"),
+                experiment_id=None if owner is None else str(owner),
+            )
+            self._lines.add(entry)
+        except Exception:
+            self.handleError(record)
+
+
+def _size_of(entry: LogEntry) -> int:
+    return len(entry.message) + len(entry.facts)
+
+
+def _entry_of(line: str) -> LogEntry:
+    """Read a line of a child; the experiment is what it says, else what this process works for."""
+    record = dict(_record_of(line))
+    at, owner = rfc3339(time.time()), experiment_id.get()
+    if not record:
+        if (found := _PLAIN.fullmatch(line)) is None:
+            return LogEntry(at=at, message=line, experiment_id=owner)
+        return LogEntry(at=at, level=found[1].lower(), process=found[2], message=found[3], experiment_id=owner)
+    trace = str(record.get("exception", "")).rstrip()
+    facts = {key: value for key, value in record.items() if key not in OURS}
+    return LogEntry(
+        at=str(record.get("at", at)),
+        level=str(record.get("level", "")),
+        process=str(record.get("service", "")),
+        message=str(record["message"]),
+        facts=plain_facts(facts.items()) + (f"\n{trace}" if trace else ""),
+        experiment_id=str(record["experiment_id"]) if record.get("experiment_id") else owner,
+    )
+
+
+def _record_of(line: str) -> Iterable[tuple[str, object]]:
+    """Read the fields of a record of ours; none where the line is something else."""
+    if not line.startswith("{"):
+        return ()
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return ()
+    return found.items() if isinstance(found, dict) and "message" in found else ()

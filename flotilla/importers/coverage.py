@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.importers.metrics import METRICS
+from flotilla.importers.openrlhf.finished import FINISHED
 from flotilla.importers.parameter import Parameter, Verdict
 from flotilla.importers.systems import SYSTEMS
 from flotilla.importers.verl.finished import VERL_SFT
@@ -24,6 +25,8 @@ INTERNAL = (
 """Names of schedulers, Ray and Megatron: where and on what a run is placed."""
 VERL_OWN = {"sft.": VERL_SFT, "evaluation.": VERL_EVAL}
 """verl's programs with tables of their own, by what their names begin with in the lists."""
+SFT_ALONE = frozenset({"--output_key"})
+"""What of OpenRLHF's programs in the lists train_sft alone takes: train_ppo_ray knows no such flag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,8 @@ def find(system: str, name: str) -> Parameter | None:
     """Find the row of a name, or of a metric; ``system`` is as the list says, such as ``verl launch script``."""
     metric = next((row for row in METRICS if row.name == name), None)
     known = SYSTEMS.get(system.split(maxsplit=1)[0].lower()) if system.strip() else None
+    if known is not None and known.name == "openrlhf" and name in SFT_ALONE:
+        known = FINISHED["openrlhf.cli.train_sft"]
     if known is not None and known.name == "verl":
         known = next((own for prefix, own in VERL_OWN.items() if name.startswith(prefix)), known)
     return metric if metric is not None or known is None else known.find(name)

@@ -38,6 +38,11 @@ AT_A_TIME = (
 )
 TRAIN = "actor_train"
 INFER = "actor_infer"
+IN_AN_ENVIRONMENT = {
+    "train_env_manager.tags": ["Lake"], "train_env_manager.num_env_groups": 16,
+    "train_env_manager.num_groups_partition": [16], "train_env_manager.group_size": 8, "sequence_length": 4096,
+    "custom_envs.Lake": {"env_type": "frozen_lake", "max_steps": 8, "env_config": {"is_slippery": False}},
+}  # fmt: skip
 VALIDATION = "validation.generating_args"
 WITH_LORA = {f"{TRAIN}.model_args.lora_target": "all-linear"}
 INTERLEAVE = f"{TRAIN}.data_args.domain_interleave_probs"
@@ -238,8 +243,10 @@ WORKERS: tuple[Parameter, ...] = (
     translated(f"{INFER}.generating_args.top_k", "rollout.sampling.top_k", integer,
                "-1, all tokens, is 0 here (by itself 50 in ROLL)", example=20, default=50,
                translate=lambda value: max(value or 0, 0), aliases=("generating_args.top_k",)),
-    refused(f"{INFER}.generating_args.max_new_tokens", "ROLL replaces it by response_length: give that",
-            default=Inherit("response_length"), is_judged=True, aliases=("generating_args.max_new_tokens",)),
+    translated(f"{INFER}.generating_args.max_new_tokens", "rollout.sampling.max_new_tokens", count,
+               "of a turn in an environment; the other pipelines put response_length in its place", example=32,
+               default=Inherit("response_length"), context=IN_AN_ENVIRONMENT,
+               aliases=("generating_args.max_new_tokens",)),
     refused(f"{INFER}.generating_args.num_return_sequences", "give num_return_sequences_in_group",
             default=Inherit("num_return_sequences_in_group")),
     refused(f"{INFER}.generating_args.num_beams", "answers are sampled", default=1),

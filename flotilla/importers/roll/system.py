@@ -15,11 +15,11 @@ from flotilla.importers.parameter import UNSET, Inherit
 from flotilla.importers.roll import distillation, environments, graders, launch, learning, rows
 from flotilla.importers.roll.learning import response_length
 from flotilla.importers.roll.placement import placement, shares_of_the_batch
-from flotilla.importers.roll.rows import INFER, TRAIN, VALIDATION
+from flotilla.importers.roll.rows import TRAIN, VALIDATION
 from flotilla.importers.source import Given, Source
 from flotilla.importers.system import System, make_system
 from flotilla.importers.trackers import chosen
-from flotilla.importers.values import number, same
+from flotilla.importers.values import number
 from flotilla.shared.config.sections.data import PLACE, is_data_file
 
 Fields = dict[str, Any]
@@ -198,9 +198,7 @@ def lengths(source: Source) -> Fields:
     """Make the longest prompt, the longest answer and the engine's context."""
     if environments.is_agentic(source):
         return {}
-    answer, name = response_length(source), f"{INFER}.generating_args.max_new_tokens"
-    if source.has(name) and not any(same(source.given[name].value, each) for each in (None, answer)):
-        source.refuse(name, "ROLL replaces it by response_length: give that")
+    answer = response_length(source)
     context = source.required("prompt_length") + answer
     workers = source.value(f"{TRAIN}.data_args.preprocessing_num_workers")
     return {

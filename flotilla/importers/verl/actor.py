@@ -299,7 +299,8 @@ OPTIM_ROWS: tuple[Parameter, ...] = (
             default=0.01, context={}),
     translated(f"{OPTIM}.betas", "optimisation.betas", lambda name, value: value, "decay of AdamW's two moments",
                example=[0.9, 0.95], default=[0.9, 0.999], translate=lambda value: value),
-    refused(f"{OPTIM}.num_cycles", "cosine falls once: leave it at 0.5", default=0.5),
+    translated(f"{OPTIM}.num_cycles", "optimisation.cosine_cycles", number, "waves of cosine: 0.5 falls once",
+               example=1.5, default=0.5, context={f"{OPTIM}.lr_scheduler_type": "cosine"}),
     refused(f"{OPTIM}.optimizer", "the optimiser is AdamW", default="AdamW", harmless=("adam", "adamw")),
     *unsupported(SHARDING, *(f"{OPTIM}.override_optimizer_config.{name}" for name in (
         "optimizer_offload_fraction", "optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d"))),

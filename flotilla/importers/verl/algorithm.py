@@ -12,7 +12,7 @@ from flotilla.importers.parameter import (
     unsupported,
 )
 from flotilla.importers.values import count, flag, integer, number, text, unchanged
-from flotilla.importers.verl.actor import ACTOR, KERNELS, PROFILING, SHARDING
+from flotilla.importers.verl.actor import ACTOR, KERNELS, PROFILING, REMOTE_CODE, SHARDING
 
 ALGORITHM = "algorithm"
 CORRECTION = f"{ALGORITHM}.rollout_correction"
@@ -172,7 +172,7 @@ REWARD_ROWS: tuple[Parameter, ...] = (
     translated(f"{RM}.max_length", "reward.components", count, "longer conversations lose their first tokens",
                example=512, default=None, context=MODEL),
     refused(f"{RM}.model.external_lib", "code beside a model is not imported", default=None),
-    refused(f"{RM}.model.trust_remote_code", "code from a model directory is never run", default=False),
+    *unsupported(REMOTE_CODE, f"{RM}.model.trust_remote_code"),
     refused(f"{RM}.sandbox_fusion.url", "the fleet has a sandbox of its own: use a component of kind code, with the "
             "test cases in a column", default=None),
     *ignored("only read with sandbox_fusion.url, which is refused", f"{RM}.sandbox_fusion.max_concurrent",

@@ -98,8 +98,6 @@ TURNS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("function_tool_path", None, ()), ("interaction_config_path", None, ()),
     ("completion_callback", None, ()), ("num_repeat_rollouts", None, ()),
     ("tool_response_truncate_side", "middle", (None,)), ("use_inference_chat_template", False, (None,)),
-    ("tokenization_sanity_check_mode", "strict", (None, "disable", "ignore_strippable")),
-    ("enable_tokenization_sanity_check", True, (None, False)),
 )  # fmt: skip
 """Options of turns and tools, verl's defaults, and other values that ask for nothing. The default agent loop may read
 them although ``enable`` is false, since each row can name another one."""
@@ -151,6 +149,9 @@ ROLLOUT: tuple[Parameter, ...] = (
     *(refused(f"{ROLLOUT_NAME}.multi_turn.{name}",
               TOOLS if name.endswith("tool_path") else SINGLE, default=default, harmless=harmless)
       for name, default, harmless in TURNS),
+    *ignored("an episode's tokens are those that were sampled: there is no second tokenisation to compare",
+             f"{ROLLOUT_NAME}.multi_turn.tokenization_sanity_check_mode",
+             f"{ROLLOUT_NAME}.multi_turn.enable_tokenization_sanity_check"),
     refused(f"{ROLLOUT_NAME}.multi_turn", SINGLE, default=None, harmless=({},), is_tree=True),
     refused(f"{ROLLOUT_NAME}.agent.custom_async_server.path", "the engine is the fleet's own: leave it null",
             default=None),

@@ -50,7 +50,8 @@ OWN: tuple[Parameter, ...] = (
                default="constant", aliases=("optim.warmup_style",)),
     translated("optim.min_lr_ratio", "optimisation.min_learning_rate_ratio", number, "where cosine ends", example=0.1,
                default=0.0, context={"optim.lr_scheduler_type": "cosine"}),
-    refused("optim.num_cycles", "cosine falls once", default=0.5),
+    translated("optim.num_cycles", "optimisation.cosine_cycles", number, "waves of cosine: 0.5 falls once",
+               example=1.5, default=0.5, context={"optim.lr_scheduler_type": "cosine"}),
     translated("data.messages_key", "data.prompt_column", text, "column with the conversation", example="chat",
                default="messages"),
     refused("data.tools_key", "tools are no part of a row's rendering here", default="tools"),
@@ -79,6 +80,7 @@ def sizes(source: Source) -> Fields:
     rows = source.required("data.micro_batch_size_per_gpu") * longest
     schedule = source.choose("optim.lr_scheduler_type", SHAPES) or "constant"
     least = source.value("optim.min_lr_ratio") if schedule != "constant" else None
+    cycles = source.value("optim.num_cycles") if schedule != "constant" else 0.5
     dtype = source.choose("engine.dtype", DTYPES) or "bfloat16"
     is_narrow = masters(source, "engine.model_dtype") and dtype == "bfloat16"
     return {
@@ -91,6 +93,7 @@ def sizes(source: Source) -> Fields:
         else rows,
         "optimisation.schedule": schedule,
         **({"optimisation.min_learning_rate_ratio": least} if least else {}),
+        **({} if cycles in {None, 0.5} else {"optimisation.cosine_cycles": cycles}),
         **duration(source, "checkpoint.save_contents", _warmup),
     }
 

@@ -138,6 +138,9 @@ def schedule(source: Source) -> Fields:
     if _decays_all(source):
         fields["optimisation.decay_all"] = True
     updates = mini_batches(source) * source.required(f"{ACTOR}.ppo_epochs")
+    cycles = source.value(f"{OPTIM}.num_cycles") if fields["optimisation.schedule"] == "cosine" else 0.5
+    if cycles not in {None, 0.5}:
+        fields["optimisation.cosine_cycles"] = cycles
     if fields["optimisation.schedule"] != "constant":
         least = source.value(f"{MEGATRON}.min_lr")
         fields["optimisation.min_learning_rate_ratio"] = (
@@ -311,7 +314,10 @@ def contents(source: Source, name: str) -> list[str] | None:
 
 def beginning(source: Source) -> Fields:
     """Make the checkpoint to begin from; verl reads its path under ``resume_path`` alone."""
-    if source.value("trainer.resume_mode") != "resume_path":
+    mode = source.value("trainer.resume_mode")
+    if mode not in {None, "auto", "disable", "resume_path"}:
+        source.refuse("trainer.resume_mode", "must be auto, disable or resume_path")
+    if mode != "resume_path":
         return {}
     path = source.value("trainer.resume_from_path")
     if path is None:

@@ -1,6 +1,16 @@
 """Rows of verl's ``trainer`` section, its fully asynchronous trainer, Ray, and what is no reinforcement learning."""
 
-from flotilla.importers.parameter import Inherit, Parameter, Verdict, applied, ignored, refused, translated, unsupported
+from flotilla.importers.parameter import (
+    UNSET,
+    Inherit,
+    Parameter,
+    Verdict,
+    applied,
+    ignored,
+    refused,
+    translated,
+    unsupported,
+)
 from flotilla.importers.spelling import experiment_name
 from flotilla.importers.values import count, flag, integer, number, text, texts
 from flotilla.importers.verl.actor import ACTOR, FOLDER, PROFILING
@@ -49,15 +59,17 @@ TRAINER_ROWS: tuple[Parameter, ...] = (
                "read with resume_mode resume_path; a checkpoint of ours: one of verl's is refused when it is started, "
                "to begin from its weights alone set model.path to their directory", example="/runs/mine@40",
                default=None, context={"trainer.resume_mode": "resume_path"}),
-    refused("trainer.resume_mode", "auto is flotilla run --continue, disable --fresh; resume_path wants "
-            "resume_from_path", default="auto", harmless=("disable", "resume_path")),
+    translated("trainer.resume_mode", "checkpoint.resume_from", text,
+               "resume_path begins from resume_from_path; auto is flotilla run --continue, disable --fresh",
+               example="resume_path", default="auto", context={"trainer.resume_from_path": "/runs/mine@40"}),
     *unsupported(PROFILING, "trainer.profile_steps"),
     *ignored("all answers of every evaluation are kept (samples), and a right and a wrong one are shown with it",
              "trainer.log_val_generations"),
     *ignored("all groups of every step and evaluation are kept (samples), in parquet files in the run's own folder: "
              "see flotilla show", "trainer.rollout_data_dir", "trainer.validation_data_dir"),
-    refused("trainer.default_hdfs_dir", "leave it out, and set checkpoint.upload_to: checkpoints are copied to any URL "
-            "that fsspec knows", default=None),
+    translated("trainer.default_hdfs_dir", "checkpoint.upload_to", text, "URL of a folder to which checkpoints are "
+               "copied; the operator says which are allowed", example="hdfs://name/checkpoints", default=None,
+               translate=lambda value: UNSET if value is None else value),
     *unsupported("a checkpoint is never deleted for having been read", "trainer.del_local_ckpt_after_load",
                  default=False),
     *unsupported("an evaluation at the start is always made; training does not wait for it", "trainer.val_before_train",

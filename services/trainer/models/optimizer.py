@@ -123,6 +123,8 @@ def learning_rate_at(update: int, total_updates: int, config: OptimisationConfig
     end = (config.decay_updates or total_updates) - 1
     start = warmup if config.wsd_decay_updates is None else max(warmup, end - config.wsd_decay_updates)
     progress = min(1.0, max(0.0, (update - start) / (end - start))) if end > start else 1.0
+    if config.schedule == "cosine":
+        progress *= 2 * config.cosine_cycles
     kind = config.wsd_decay if config.schedule == "wsd" else config.schedule
     return config.learning_rate * (floor + (1 - floor) * _SHAPES[kind](progress))
 

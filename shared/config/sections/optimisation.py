@@ -56,6 +56,8 @@ class OptimisationConfig(Config):
     """Updates over which the learning rate rises linearly from ``warmup_start_ratio``."""
     warmup_start_ratio: float = Field(0.0, ge=0, le=1)
     """Share of the peak that the warm-up rises from."""
+    cosine_cycles: float = Field(0.5, gt=0)
+    """Waves of cosine between the warm-up and the last update: 0.5 falls once, 1 falls and rises again."""
     decay_updates: int | None = Field(None, ge=1)
     """Updates, warm-up included, at whose last one linear, cosine and wsd reach ``min_learning_rate_ratio``, at which
     they stay; null: all of the experiment."""
@@ -106,6 +108,11 @@ class OptimisationConfig(Config):
             raise ValueError(
                 "optimisation.min_learning_rate_ratio has no effect while optimisation.schedule is constant: "
                 "choose linear or cosine, or leave the ratio out"
+            )
+        if self.cosine_cycles != 0.5 and self.schedule != "cosine":
+            raise ValueError(
+                f"optimisation.cosine_cycles has no effect while optimisation.schedule is {self.schedule}: choose "
+                "cosine, or leave it out"
             )
         if self.decay_updates is not None and self.schedule in {"constant", "inverse_sqrt"}:
             raise ValueError(

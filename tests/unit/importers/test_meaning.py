@@ -166,6 +166,8 @@ def field(found: Imported, path: str) -> Any:
         ("roll", {"actor_train.device_mapping": "list(range(0,2)) + list(range(4,6))"},
          "optimisation.groups_per_mini_batch", 64),
         ("roll", {"response_length": None, "sequence_length": 3000}, "rollout.sampling.max_new_tokens", 3000 - 1024),
+        ("verl", {f"{ACTOR}.optim.num_cycles": 1.5}, "optimisation.cosine_cycles", 0.5),
+        ("roll", {"actor_infer.generating_args.max_new_tokens": 100}, "rollout.sampling.max_new_tokens", 2048),
     ],
 )  # fmt: skip
 def test_the_spec_means_what_the_source_meant(system: str, values: dict[str, Any], path: str, expected: Any) -> None:
@@ -300,7 +302,6 @@ def test_datasets_become_sources_and_sets(system: str, values: dict[str, Any], p
         ("roll", {"rl_loss_coef": 0.5}, "rl_loss_coef"),
         ("roll", {"actor_train.data_args.file_name": "folder"}, "actor_train.data_args.file_name"),
         ("roll", {f"{MIX}.math": 1.0}, f"{MIX}.math"),
-        ("roll", {"actor_infer.generating_args.max_new_tokens": 100}, "actor_infer.generating_args.max_new_tokens"),
         ("roll", {"adv_estimator": "gigpo"}, "reward_normalization.method"),
         ("roll", {**GIGPO, "reward_normalization.grouping": "tags"}, "reward_normalization.grouping"),
         ("roll", {**GIGPO, "reward_normalization.method": "asym_clip"}, "reward_normalization.method"),

@@ -77,7 +77,6 @@ def test_a_flag_that_has_lost_its_value_is_named(flag: str) -> None:
     ("system", "name", "way_out"),
     [
         ("verl", "trainer.val_only", "flotilla evaluate"),
-        ("verl", "trainer.default_hdfs_dir", "checkpoint.upload_to"),
         ("verl", "data.response_key", "verl.trainer.main_eval or sft_trainer"),
         ("openrlhf", "--output_key", "a script of train_sft is imported"),
     ],

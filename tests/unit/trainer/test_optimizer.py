@@ -36,6 +36,15 @@ def test_the_schedule_warms_up_and_ends_at_the_last_update(settings: dict[str, o
     assert [learning_rate_at(update, 6, config) for update in range(6)] == pytest.approx(expected)
 
 
+def test_a_cosine_of_a_whole_wave_rises_again_between_peak_and_floor() -> None:
+    config = OptimisationConfig(steps=5, learning_rate=1.0, schedule="cosine", warmup_updates=1, cosine_cycles=1.0,
+                                min_learning_rate_ratio=0.2)  # fmt: skip
+
+    rates = [learning_rate_at(update, 5, config) for update in range(5)]
+
+    assert rates == pytest.approx([1.0, 1.0, 0.4, 0.4, 1.0])  # 0.6 + 0.4 cos(2 pi/3) in between
+
+
 MEGATRON_WSD = {
     "linear": lambda share: 1 - share,
     "cosine": lambda share: 0.5 * (math.cos(math.pi * share) + 1),

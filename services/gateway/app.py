@@ -67,7 +67,15 @@ def create_app(settings: GatewaySettings, *, open_state: OpenState = open_state)
     add_doors(app, settings)
     describe_gateway(app)
     add_pages(app)
+    _prepare(app)
     return app
+
+
+def _prepare(app: FastAPI) -> None:
+    """Let the framework read every route's signature now: it would in the first request, and hold the loop for that."""
+    nowhere = {"type": "http", "method": "GET", "path": "/", "root_path": "", "headers": []}
+    for route in app.routes:
+        route.matches(nowhere)
 
 
 class _GatewayApp(FastAPI):

@@ -5,14 +5,14 @@ import { all, call, experimentPath, type Checkpoint, type Experiment } from "./a
 import { Dialog } from "./dialog";
 import type { Shared } from "./main";
 
-type Action = "start" | "pause" | "resume" | "stop" | "extend" | "fork" | "delete";
+type Action = "start" | "pause" | "resume" | "stop" | "extend" | "change" | "fork" | "delete";
 
 /** As services/gateway/lifecycle/states.py has them; the gateway refuses what has changed meanwhile. */
 const ALLOWED: Record<Experiment["state"], Action[]> = {
-  draft: ["start", "extend", "delete"],
-  starting: ["stop", "extend"],
-  running: ["pause", "stop", "extend", "fork"],
-  paused: ["resume", "stop", "extend", "fork"],
+  draft: ["start", "extend", "change", "delete"],
+  starting: ["stop", "extend", "change"],
+  running: ["pause", "stop", "extend", "change", "fork"],
+  paused: ["resume", "stop", "extend", "change", "fork"],
   stopping: [],
   stopped: ["resume", "extend", "fork", "delete"],
   completed: ["extend", "fork", "delete"],
@@ -24,6 +24,7 @@ const LABELS: Record<Action, string> = {
   resume: "Resume",
   stop: "Stop",
   extend: "Extend…",
+  change: "Change…",
   fork: "Fork…",
   delete: "Delete",
 };
@@ -47,7 +48,7 @@ export function Actions({ experiment, shared }: { experiment: Experiment; shared
     shared.refresh();
   };
   const close = () => setOpen(null);
-  const asks = new Set<Action>(["stop", "extend", "fork", "delete"]);
+  const asks = new Set<Action>(["stop", "extend", "change", "fork", "delete"]);
   return (
     <div class="actions">
       <div class="buttons" role="group" aria-label={`Actions on ${experiment.name}`}>
@@ -94,6 +95,7 @@ export function Actions({ experiment, shared }: { experiment: Experiment; shared
         </Dialog>
       )}
       {open === "extend" && <Extend experiment={experiment} shared={shared} onClose={close} />}
+      {open === "change" && <Change experiment={experiment} shared={shared} onClose={close} />}
       {open === "fork" && <Fork experiment={experiment} shared={shared} onClose={close} />}
     </div>
   );
@@ -137,6 +139,36 @@ export function changesOf(text: string): Record<string, unknown> {
     place[parts.at(-1)!] = value;
   }
   return found;
+}
+
+/** Keys that change while the experiment runs; one that cannot is refused by the gateway, with the reason. */
+function Change({ experiment, shared, onClose }: { experiment: Experiment; shared: Shared; onClose: () => void }) {
+  const [changes, setChanges] = useState("");
+  const waiting = experiment.changes.filter((each) => each.version === null).flatMap((each) => each.keys.map((key) => key.path));
+  return (
+    <Dialog
+      title={`Change ${experiment.name}`}
+      verb="Change"
+      onClose={onClose}
+      onDo={async () => {
+        await call(experimentPath(experiment.id), { method: "PATCH", json: changesOf(changes) });
+        shared.refresh();
+      }}
+    >
+      <label for="changes">Changes, one a line</label>
+      <textarea
+        id="changes"
+        rows={5}
+        required
+        spellcheck={false}
+        placeholder={"optimisation.learning_rate: 5e-7\nrollout.sampling.temperature: 0.8"}
+        value={changes}
+        onInput={(event) => setChanges(event.currentTarget.value)}
+      />
+      <p class="quiet">The trainer's settings hold from its next version on, a group's from the next one that is issued. What cannot change is refused with the reason.</p>
+      {waiting.length > 0 && <p class="quiet">Changed already, and waiting for a version: {waiting.join(", ")}.</p>}
+    </Dialog>
+  );
 }
 
 function Fork({ experiment, shared, onClose }: { experiment: Experiment; shared: Shared; onClose: () => void }) {

@@ -151,6 +151,7 @@ def test_an_operator_creates_watches_pauses_forks_compares_and_stops(
     browser.click(".actions button", "Pause")
     shown_state(browser, "first", "paused")
     assert state_of(fleet, "first") == "paused"
+    change_on_the_page(browser, fleet)
     browser.click(".actions button", "Resume")
     shown_state(browser, "first", "running")
 
@@ -203,6 +204,20 @@ def test_an_operator_creates_watches_pauses_forks_compares_and_stops(
     audit = ask(fleet, "GET", f"/v1/experiments/{forked['id']}/audit")["items"]
     assert audit[0]["action"] == "stop"
     assert browser.complaints() == []
+
+
+def change_on_the_page(browser: Browser, fleet: RunningFleet) -> None:
+    """Set a key of an experiment at work, which the record has with its value and the page with what it waits for."""
+    browser.click(".actions button", "Change")
+    browser.paste("#changes", "optimisation.learning_rate: 3.0e-4")
+    browser.click("dialog button", "Change")
+    first = until(
+        lambda: next((each for each in ask(fleet, "GET", "/v1/experiments")["items"] if each["changes"]), None),
+        LONG_SECONDS,
+        "the change to be recorded",
+        pause_seconds=0.1,
+    )
+    assert first["name"] == "first" and first["spec"]["optimisation"]["learning_rate"] == 3.0e-4
 
 
 def test_a_reader_sees_everything_and_changes_nothing(fleet: RunningFleet, browser: Browser) -> None:

@@ -7,15 +7,18 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flotilla.cli.gateway import START_SECONDS
 from flotilla.client.asynchronous import AsyncClient
+from flotilla.shared.config.load.live import LIVE as CHANGEABLE
+from flotilla.shared.config.load.live import undone
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import ActionNotAllowed, Conflict
 from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView
+from flotilla.shared.schemas.live_changes import LiveChange
 
 REST_SECONDS = 60.0
 PAUSE_SECONDS = 0.2
@@ -74,13 +77,31 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, node
 
 
-def check_same(recorded: ExperimentSpec, wanted: ExperimentSpec) -> None:
+def check_same(recorded: ExperimentSpec, wanted: ExperimentSpec, changes: Sequence[LiveChange] = ()) -> list[str]:
     """Refuse to go on under another spec, but for what an experiment may change.
+
+    Args:
+        recorded: as it is now.
+        wanted: as the file has it: from before what was changed while the experiment ran, or from after.
+        changes: that led to ``recorded``, oldest first.
+
+    Returns:
+        A line for each key that was changed and has its former value in the file.
 
     Raises:
         Conflict: a key differs; the detail names it with both values and the ways out.
     """
-    others = {path: pair for path, pair in differences(recorded, wanted).items() if not path.startswith(LIVE)}
+    former = validate_spec(undone(recorded.model_dump(mode="json"), changes))
+    since = {key.path: change.version for change in changes for key in change.keys}
+    present = differences(recorded, wanted)
+    others = {path: pair for path, pair in present.items() if not path.startswith(LIVE)}
+    before = differences(former, wanted)
+    kept = [path for path in others if path in since and path not in before]
+    lines = []
+    for path in kept:
+        is_, was = others.pop(path)
+        held = "the next version" if since[path] is None else f"version {since[path]}"
+        lines.append(f"{path} was changed while it ran and stays {is_!r} from {held} on; the spec says {was!r}")
     # Its directory says which run is meant, and may have a number behind the name; the experiment keeps its own.
     others.pop("name", None)
     for path in [path for path in AUTO if others.get(path, ("", ""))[1] == "auto"]:
@@ -92,10 +113,16 @@ def check_same(recorded: ExperimentSpec, wanted: ExperimentSpec) -> None:
     if others:
         named = "; ".join(f"{path} was {was!r}, is {now!r}" for path, (was, now) in list(others.items())[:MAX_NAMED])
         more = f"; and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
-        raise Conflict(
-            f"the run was started with another spec: {named}{more}. Set it back to go on, or begin another run from "
-            "this one's checkpoint: --name NAME --set checkpoint.resume_from=RUN_DIRECTORY"
+        live = (
+            "; a running experiment takes it: flotilla set EXPERIMENT KEY=VALUE"
+            if others.keys() & CHANGEABLE.keys()
+            else ""
         )
+        raise Conflict(
+            f"the run was started with another spec: {named}{more}{live}. Set it back to go on, or begin another "
+            "run from this one's checkpoint: --name NAME --set checkpoint.resume_from=RUN_DIRECTORY"
+        )
+    return lines
 
 
 async def go_on(
@@ -117,7 +144,8 @@ async def go_on(
     view = await at_rest(client, found[0])
     client = client.with_deadline(START_SECONDS)
     recorded = validate_spec(view.spec)
-    check_same(recorded, wanted)
+    for line in check_same(recorded, wanted, view.changes):
+        say(line)
     if wanted.resources != recorded.resources and not view.state.is_final:
         await client.change(view, wanted.resources.model_dump(mode="json"))
     steps, known = wanted.optimisation.steps, recorded.optimisation.steps

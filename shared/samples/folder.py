@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 SAMPLES = "samples"
 """Folder of an experiment's directory."""
 SPEC_FILE = "spec.json"
+CHANGES = "changes"
+"""Among the facts about a step: the live changes that it was trained with; where there are none, it is not there."""
 """Within the folder: the spec that the last trainer worked with."""
 TEMPORARY = ".tmp"
 STALE_SECONDS = 600.0

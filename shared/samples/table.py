@@ -24,6 +24,9 @@ SCHEMA = 1
 FACTS = b"flotilla"
 """Key of the file's facts among the schema's metadata."""
 
+SETTINGS = "settings"
+"""Column of what was changed while the experiment ran; in files with groups that carry such settings."""
+
 _Pair = tuple[KeptGroup, int]
 """A group, and the number of one of its trajectories."""
 
@@ -47,6 +50,8 @@ def to_table(file: SampleFile) -> pa.Table:
         # With the first of a group alone: they are its prompt's.
         shown = [list(kept.group.task.images) if member == 0 else None for kept, member in pairs]
         columns |= {"images": pa.array(shown, pa.list_(pa.binary()))}
+    if any(kept.group.task.settings for kept in file.groups):
+        columns |= {SETTINGS: pa.array([_json(dict(kept.group.task.settings)) for kept, _ in pairs], pa.string())}
     columns["prompt"] = pa.array([kept.group.prompt for kept, _ in pairs], pa.string())
     columns["ended"] = pa.array([kept.reason for kept, _ in pairs], pa.string())
     trajectories = [kept.group.trajectories[member] for kept, member in pairs]
@@ -185,6 +190,7 @@ def _group(rows: Sequence[Mapping[str, Any]]) -> KeptGroup:
         greedy=first["greedy"],
         issued_at=first["issued_at"],
         images=tuple(first.get("images") or ()),
+        settings=json.loads(first.get(SETTINGS) or "{}"),
     )
     trajectories = tuple(_trajectory(row) for row in rows)
     tokens = [_tokens(row) for row in rows]

@@ -66,7 +66,11 @@ class LiveSettings:
 
         What groups carry is not in it: they were sampled before.
         """
-        held = tuple(each for each in held_at(self.changes, version) if each.effect is Effect.TRAINER)
+        held = self.trained_with(version)
         if held != self._known[0]:
             self._known = held, with_applied(self._base, held)
         return self._known[1]
+
+    def trained_with(self, version: int) -> tuple[LiveChange, ...]:
+        """Choose the changes that make ``spec_at`` of a version, oldest first."""
+        return tuple(each for each in held_at(self.changes, version) if each.effect is Effect.TRAINER)

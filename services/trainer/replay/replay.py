@@ -13,14 +13,14 @@ from flotilla.services.trainer.checkpoint.manager import beginning, restored_fro
 from flotilla.services.trainer.learning.learner import Learner, StepResult
 from flotilla.services.trainer.learning.pass_sizes import RECORD
 from flotilla.services.trainer.models.loading import check_device
-from flotilla.shared.checkpoints.folders import CHECKPOINTS, OPTIMIZER, StoredCheckpoint, complete
+from flotilla.services.trainer.replay.settings import base_spec, spec_of_step
+from flotilla.shared.checkpoints.folders import CHECKPOINTS, OPTIMIZER, complete
 from flotilla.shared.checkpoints.lineage import ROOT
-from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidRequest, ModelError
 from flotilla.shared.host.cores import usable_cores
 from flotilla.shared.models.hub import model_directory
-from flotilla.shared.samples.folder import SAMPLES, SPEC_FILE, step_name, stored_files
+from flotilla.shared.samples.folder import SAMPLES, step_name, stored_files
 from flotilla.shared.samples.table import facts_of, to_groups
 from flotilla.shared.schemas.sample_kinds import KeptGroup, TrainedTokens
 
@@ -175,7 +175,7 @@ def replay(directory: Path, step: int, *, tell: Callable[[str], None] = lambda _
     facts = _facts(folder)
     records = {number: _record_of(each) for number, each in facts.items()}
     checkpoints = {each.step: each for each in complete(directory / CHECKPOINTS)}
-    spec = _spec_of(directory, step, checkpoints)
+    spec = base_spec(directory, step, checkpoints)
     # Without the optimiser's state the steps after it were trained with other moments than they would be now.
     starts = {number: each.state.lineage for number, each in checkpoints.items() if OPTIMIZER in each.state.files}
     model = _model_here(spec)
@@ -191,13 +191,14 @@ def replay(directory: Path, step: int, *, tell: Callable[[str], None] = lambda _
     learner, worst = restored.learner, 0.0
     learner.sizes.load(directory / RECORD)
     for number in range(start + 1, step):
-        result, _ = _train(learner, folder, number)
+        result, _ = _train(learner, spec_of_step(spec, facts[number]), folder, number)
         compared = _compare(result, facts[number])
         worst = max(worst, *(each.difference for each in compared))
         tell(f"step {number} again: largest difference {max(each.difference for each in compared):.1e}")
         if facts[number + 1]["version"] != facts[number]["version"]:
             learner.keep_version(int(facts[number + 1]["version"]), 0)
-    result, groups = _train(learner, folder, step)
+    trained_with = spec_of_step(spec, facts[step])
+    result, groups = _train(learner, trained_with, folder, step)
     assert result.traced is not None
     traced = result.traced.of_groups([kept.group for kept in groups], lambda _: 0)
     return Replayed(
@@ -208,7 +209,7 @@ def replay(directory: Path, step: int, *, tell: Callable[[str], None] = lambda _
         worst_before=worst,
         groups=tuple(groups),
         now=tuple(tokens for _, tokens in traced),
-        spec=spec,
+        spec=trained_with,
         model=checkpoints[start].path / "model" if start else model or Path(spec.model.path),
     )
 
@@ -222,10 +223,11 @@ def _model_here(spec: ExperimentSpec) -> Path | None:
     return directory if directory.is_dir() else None
 
 
-def _train(learner: Learner, folder: Path, step: int) -> tuple[StepResult, list[KeptGroup]]:
+def _train(learner: Learner, spec: ExperimentSpec, folder: Path, step: int) -> tuple[StepResult, list[KeptGroup]]:
     from pyarrow import parquet
 
     groups = to_groups(parquet.read_table(folder / step_name(step)))
+    learner.follow(spec)
     return learner.train([kept.group for kept in groups], step), groups
 
 
@@ -249,19 +251,6 @@ def _record_of(facts: Mapping[str, Any]) -> StepRecord:
     return StepRecord(
         facts["parent"], facts["lineage"], facts.get("num_kept", facts["num_groups"]) == facts["num_groups"]
     )
-
-
-def _spec_of(directory: Path, step: int, checkpoints: Mapping[int, StoredCheckpoint]) -> ExperimentSpec:
-    """Find the settings that a step was trained with: those of the next checkpoint, else those of now."""
-    later = min((number for number in checkpoints if number >= step), default=None)
-    path = directory / SAMPLES / SPEC_FILE
-    if later is not None:
-        document: Any = dict(checkpoints[later].state.spec)
-    elif path.is_file():
-        return ExperimentSpec.model_validate_json(path.read_text(encoding="utf-8"))
-    else:
-        raise InvalidRequest(f"{directory} has neither a checkpoint after step {step} nor {SAMPLES}/{SPEC_FILE}")
-    return validate_spec(document)
 
 
 def _compare(result: StepResult, facts: Mapping[str, Any]) -> tuple[Comparison, ...]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ from flotilla.services.trainer.data.plan import StepGroups
 from flotilla.services.trainer.learning.learner import StepResult
 from flotilla.shared.checkpoints.lineage import follow
 from flotilla.shared.config.sections.samples import SamplesConfig
-from flotilla.shared.samples.folder import step_name
+from flotilla.shared.samples.folder import CHANGES, step_name
 from flotilla.shared.samples.recorder import KeepsEnded, NothingKept, SampleRecorder
+from flotilla.shared.schemas.live_changes import LiveChange
 from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind
 from flotilla.shared.schemas.service import Failure
 
@@ -46,7 +47,13 @@ class StepSamples:
         }
 
     def trained(
-        self, planned: StepGroups, result: StepResult, version: int, parent: str, lag: Callable[[int], int]
+        self,
+        planned: StepGroups,
+        result: StepResult,
+        version: int,
+        parent: str,
+        lag: Callable[[int], int],
+        changes: Sequence[LiveChange] = (),
     ) -> None:
         """Keep the groups of a step, or the first of them.
 
@@ -56,6 +63,7 @@ class StepSamples:
             version: that was trained.
             parent: the lineage that the step continued.
             lag: versions from the one that sampled a token to the one that was trained.
+            changes: of the spec while the experiment ran, which the step was trained with, oldest first.
         """
         recorder, traced = self._recorder, result.traced
         if recorder is None or traced is None or recorder.config.groups_per_step == 0:
@@ -68,6 +76,8 @@ class StepSamples:
                 for group, tokens in traced.of_groups(planned.groups[:most], lag)
             ]
             facts = _facts(planned, result, parent) | {"num_kept": len(kept)}
+            if changes:
+                facts[CHANGES] = [each.model_dump(mode="json") for each in changes]
             return SampleFile(step_name(planned.plan.step), kept, planned.plan.step, version, facts)
 
         recorder.keep(make)

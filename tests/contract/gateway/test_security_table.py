@@ -207,6 +207,7 @@ async def answers_to(gateway: Any, token: str) -> list[tuple[str, int, str]]:
         "rendezvous": rendezvous,
         "sent": {"epoch": 1, "checksum": f"{1:016x}"},
         "failed": {"epoch": 1, "detail": "made up"},
+        "adopted": {"version": 1, "step": 2},
     }
 
     async def with_state(scope: Any, receive: Any, send: Any) -> None:
@@ -242,7 +243,7 @@ async def test_no_trainer_speaks_for_another(whose: str) -> None:
 
     answers = await answers_to(gateway, token)
 
-    assert len(answers) == len(ASSIGNED) == 10
+    assert len(answers) == len(ASSIGNED) == 11
     assert {(status, code) for _, status, code in answers} == refusals, answers
     assert gateway.repository.get(EXPERIMENT).record == record
     assert await gateway.publications.get(EXPERIMENT, 1) == before

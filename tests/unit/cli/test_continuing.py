@@ -1,10 +1,14 @@
 """What a run that goes on may differ in, and the command that is printed for it."""
 
+from typing import Any
+
 import pytest
 
 from flotilla.cli.command_line import build_parser
 from flotilla.cli.continuing import check_same, continue_command, differences, overrides_of
+from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import Conflict
+from flotilla.shared.schemas.live_changes import ChangedKey, Effect, LiveChange
 from tests.unit.gateway.builders import a_spec
 
 
@@ -45,6 +49,37 @@ def test_steps_and_quotas_may_differ_and_nothing_else() -> None:
     assert set(differences(recorded, longer)) == {"optimisation.steps", "resources.priority"}
     with pytest.raises(Conflict, match=r"rollout\.group_size was 2, is 3; seed was 0, is 4.*resume_from"):
         check_same(recorded, other)
+
+
+def changed(after: float, version: int | None, before: float = 1e-6) -> LiveChange:
+    key = ChangedKey(path="optimisation.learning_rate", before=before, after=after)
+    return LiveChange(
+        id=f"{after}", at="2026-01-01T00:00:00Z", actor="a", effect=Effect.TRAINER, keys=(key,), version=version
+    )
+
+
+def with_rate(rate: float, **sections: Any) -> ExperimentSpec:
+    return a_spec(optimisation={"steps": 4, "groups_per_mini_batch": 2, "learning_rate": rate}, **sections)
+
+
+def test_a_run_goes_on_with_what_was_changed_while_it_ran_and_says_so() -> None:
+    changes = [changed(5e-7, 3), changed(2e-7, None, before=5e-7)]
+    recorded = with_rate(2e-7)
+
+    (line,) = check_same(recorded, with_rate(1e-6), changes)
+
+    told = "was changed while it ran and stays 2e-07 from the next version on; the spec says 1e-06"
+    assert line == f"optimisation.learning_rate {told}"
+    assert check_same(recorded, with_rate(2e-7), changes) == []
+
+
+def test_a_value_that_a_run_never_began_with_is_refused_though_the_key_was_changed() -> None:
+    changes = [changed(5e-7, 3), changed(2e-7, None, before=5e-7)]
+
+    with pytest.raises(Conflict, match=r"learning_rate was 2e-07, is 3e-07; a running .* flotilla set"):
+        check_same(with_rate(2e-7), with_rate(3e-7), changes)
+    with pytest.raises(Conflict, match="seed was 0, is 4"):
+        check_same(with_rate(2e-7), with_rate(1e-6, seed=4), changes)
 
 
 def test_the_commit_that_a_hubs_model_was_pinned_to_stays() -> None:

@@ -48,6 +48,7 @@ def assert_same(found: KeptGroup, expected: KeptGroup) -> None:
 
 def test_a_file_gives_back_the_very_same_groups(tmp_path: Path) -> None:
     task = a_task(7, row=3, group_size=4, metadata={"difficulty": 0.25, "tags": ["ä"]}, data_source="math", seed=2**62)
+    task = replace(task, settings={"rollout.sampling.temperature": 0.7, "rollout.group_size": 4})
     members = (
         a_trajectory(reward=0.1 + 0.2, versions=((0, 3), (5, 4)), text="zwölf\n", timings={"generation_seconds": 0.5}),
         a_trajectory(finish_reason=FinishReason.LENGTH).graded(GradeStatus.ERROR, None, reason="timed out"),

@@ -1,6 +1,6 @@
 """A step computed again from its samples and a checkpoint gives the same figures, and tells each token's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import sub
 from pathlib import Path
@@ -19,9 +19,11 @@ from flotilla.services.trainer.replay.tokens import explain, take_apart
 from flotilla.services.trainer.worker.samples import StepSamples
 from flotilla.shared.checkpoints.folders import CHECKPOINTS
 from flotilla.shared.checkpoints.lineage import INITIAL, VersionLine
+from flotilla.shared.config.load.live import with_applied
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidRequest, NotFound
 from flotilla.shared.samples.recorder import SampleRecorder
+from flotilla.shared.schemas.live_changes import ChangedKey, Effect, LiveChange, held_at
 from flotilla.shared.schemas.trajectory import Group
 from flotilla.shared.streams.plans import Plan
 from tests.unit.trainer.builders import a_model, a_spec, uneven_groups
@@ -31,7 +33,10 @@ CHECKPOINT = 2
 
 
 def train(
-    directory: Path, judge: Callable[[list[Group]], list[Group]] = lambda groups: groups, **sections: Any
+    directory: Path,
+    judge: Callable[[list[Group]], list[Group]] = lambda groups: groups,
+    changes: Sequence[LiveChange] = (),
+    **sections: Any,
 ) -> ExperimentSpec:
     """Train a few steps as the loop does, with a checkpoint in the middle, and keep every step."""
     model = directory / "model"
@@ -53,10 +58,13 @@ def train(
     for step in range(1, STEPS + 1):
         groups = tuple(judge(uneven_groups(spec.groups_per_step, seed=1000 * step)))
         plan = Plan(step, step - 1, tuple(group.task.group_id + 10 * step for group in groups), (), 0, 0, 0, ())
+        held = held_at(changes, step - 1)
+        learner.follow(with_applied(spec, held))
         result = learner.train(groups, step)
         planned = StepGroups(plan, groups, False, 0.0, 0.0)
-        StepSamples(recorder).trained(planned, result, step - 1, progress.lineage, partial(sub, step - 1))
+        StepSamples(recorder).trained(planned, result, step - 1, progress.lineage, partial(sub, step - 1), held)
         progress.add(plan)
+        progress.changes = held
         learner.keep_version(step, 0)
         if step == CHECKPOINT:
             manager.save(learner, progress, line)
@@ -87,6 +95,24 @@ def test_a_step_gives_the_recorded_losses_and_gradients_again(tmp_path: Path, se
         names = {each.name for each in found.figures}
         assert {"loss/total", "grad_norm/1"} <= names
         assert all(each.recorded != 0 for each in found.figures if each.name == "loss/total")
+
+
+def a_change(path: str, before: float, after: float, version: int) -> LiveChange:
+    key = ChangedKey(path=path, before=before, after=after)
+    at = f"2026-01-01T00:00:0{version}Z"
+    return LiveChange(id=f"{version}", at=at, actor="a", effect=Effect.TRAINER, keys=(key,), version=version)
+
+
+@pytest.mark.parametrize("step", [CHECKPOINT, STEPS])
+def test_each_step_is_computed_again_with_the_settings_of_its_version(tmp_path: Path, step: int) -> None:
+    rate = "optimisation.learning_rate"
+    entropy = a_change("algorithm.entropy_coefficient", 0.0, 0.05, 2)
+    train(tmp_path, changes=[a_change(rate, 1e-2, 2e-2, 1), entropy, a_change(rate, 2e-2, 4e-2, 3)])
+
+    found = replay(tmp_path, step)
+
+    assert (found.is_equal, found.worst_before <= TOLERANCE) == (True, True)
+    assert found.spec.optimisation.learning_rate == {CHECKPOINT: 2e-2, STEPS: 4e-2}[step]
 
 
 def test_samples_that_were_changed_give_other_figures(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ APART: Mapping[str, tuple[str, ...]] = {
         "algorithm.advantage.*", "algorithm.policy_loss.*", "algorithm.aggregation.*", "algorithm.correction.*",
         "algorithm.kl.coefficient", "algorithm.kl.value_clamp", "algorithm.kl.log_ratio_bounds",
         "algorithm.kl.estimator", "algorithm.kl.gradient", "algorithm.kl.order", "algorithm.entropy_coefficient",
+        "algorithm.policy_coefficient",
         "algorithm.supervised.coefficient", "algorithm.sequence_weights.*", "algorithm.resampling.power",
         "algorithm.distillation.coefficient", "algorithm.distillation.pure", "algorithm.value_loss.clip",
         "algorithm.value_loss.aggregation.*", "algorithm.value_loss.learning_rate",

@@ -68,8 +68,8 @@ ROWS: tuple[Parameter, ...] = (
             default=0.0),
     applied("sft_loss_coef", "algorithm.supervised.coefficient", number,
             "likelihood of the answers with a positive reward; 0 is none", example=0.1, default=0.0, context={}),
-    refused("rl_loss_coef", "the policy's loss has weight 1: scale the others by its inverse (ROLL's agentic pipeline "
-            "does not read it)", default=1.0, is_judged=True),
+    applied("rl_loss_coef", "algorithm.policy_coefficient", number, "of the policy's loss, and of its KL; ROLL's "
+            "agentic pipeline does not read it", example=0.5, default=1.0, context={}),
     translated("difficulty_loss_weight", "algorithm.sequence_weights.difficulty", flag,
                "sequences weigh 0.5 to 2 by the column difficulty", example=True, default=False),
     translated("length_loss_weight", "algorithm.sequence_weights.length", flag,
@@ -255,8 +255,6 @@ MODES = {name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-t
 
 def _loss(source: Source) -> Section:
     """Make the loss by the worker that computes it: only one of ROLL's reads pg_variant."""
-    if source.value("rl_loss_coef") != 1 and not source.trees.get("env_manager"):
-        source.refuse("rl_loss_coef", "the policy's loss has weight 1: scale the others by its inverse")
     worker = str(source.value(WORKER) or "ActorWorker").rpartition(".")[2]
     if worker not in {"ActorWorker", "ActorPGWorker"}:
         source.refuse(WORKER, f"{worker} computes a loss of its own: use ActorWorker or ActorPGWorker, or set "
@@ -295,6 +293,8 @@ def policy_loss(source: Source) -> Fields:
     }
     if any(weights.values()):
         fields["algorithm.sequence_weights"] = weights
+    if _policy_weight(source) != 1:
+        fields["algorithm.policy_coefficient"] = _policy_weight(source)
     weight = source.value("sft_loss_coef")
     return fields | ({"algorithm.supervised": {"coefficient": weight}} if weight else {})
 
@@ -308,6 +308,11 @@ def response_length(source: Source) -> int:
         source.lack("rollout.sampling.max_new_tokens: give response_length")
         return 1
     return max(int(whole) - int(source.required("prompt_length")), 1)
+
+
+def _policy_weight(source: Source) -> float:
+    """Return the weight of the policy's loss and of the KL in it: 1 in the agentic pipeline, which knows none."""
+    return 1.0 if _has_environments(source) else float(source.required("rl_loss_coef"))
 
 
 def kl(source: Source) -> Fields:
@@ -326,7 +331,8 @@ def kl(source: Source) -> Fields:
         if source.value("target_kl") is not None:
             section |= {"target": source.value("target_kl"), "horizon": source.required("kl_horizon")}
     elif in_loss and source.value("kl_loss_coef"):
-        section = {"placement": "loss", "estimator": "k3", "coefficient": source.required("kl_loss_coef")}
+        weight = source.required("kl_loss_coef") * _policy_weight(source)
+        section = {"placement": "loss", "estimator": "k3", "coefficient": weight}
     else:
         return {}
     clamp = 10.0 if section["estimator"] == "k3" else None

@@ -196,7 +196,7 @@ def policy_objective(
     loss = aggregate(values, survivors, denominators, config.aggregation)
     metrics |= _policy_metrics(token_loss, log_probs, old_log_probs, survivors.response_mask)
     metrics["policy_loss"] = once(loss)
-
+    loss = config.policy_coefficient * loss
     terms = _Terms(config, survivors, denominators, metrics)
     if entropy is not None:
         metrics["entropy"] = mean_over(entropy, mask)

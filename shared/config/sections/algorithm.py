@@ -251,6 +251,8 @@ class AlgorithmConfig(Config):
     correction: CorrectionConfig | Literal["auto"] | None = "auto"
     """``auto``: token weights truncated at 2 wherever the loss itself does not correct for the sampler: always, except
     when its ratio is taken against the sampler. Null for none."""
+    policy_coefficient: float = Field(1.0, ge=0)
+    """Weight of the policy loss beside the terms of kl, entropy and supervised, which have their own."""
     entropy_coefficient: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
     supervised: SupervisedConfig | None = None
@@ -269,6 +271,11 @@ class AlgorithmConfig(Config):
             raise ValueError(
                 f"algorithm.value_loss has no effect while algorithm.advantage.kind is {self.advantage.kind}, which "
                 "has no critic: remove value_loss, or use gae"
+            )
+        if not self.policy_coefficient and not self._has_other_terms:
+            raise ValueError(
+                "algorithm.policy_coefficient 0 leaves no loss to train on: raise it, or set kl with placement loss, "
+                "entropy_coefficient or supervised"
             )
         self._check_kl_order()
         self._check_pure_distillation()
@@ -290,6 +297,10 @@ class AlgorithmConfig(Config):
                 f"{self.policy_loss.kind} and nothing else uses old log-probs: set old_log_probs to rollout"
             )
         return self
+
+    @property
+    def _has_other_terms(self) -> bool:
+        return isinstance(self.kl, KlLossConfig) or bool(self.entropy_coefficient) or self.supervised is not None
 
     def _check_kl_order(self) -> None:
         if not isinstance(self.kl, KlRewardConfig):

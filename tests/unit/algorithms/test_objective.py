@@ -67,6 +67,24 @@ def test_shares_of_micro_batches_add_up_to_the_mini_batch(name: str) -> None:
     assert cut[2] == pytest.approx(whole[2], rel=1e-4, abs=1e-5)
 
 
+def test_the_policy_loss_alone_is_weighed_by_its_coefficient() -> None:
+    others = {"kl": {"placement": "loss", "coefficient": 0.1}, "entropy_coefficient": 0.01}
+    batch = a_batch([5, 9, 2])
+    none, half, whole = (
+        run(algorithm(policy_coefficient=weight, **others), batch, [[0, 1, 2]]) for weight in (0.0, 0.5, 1.0)
+    )
+
+    assert whole[0] != pytest.approx(none[0])
+    assert half[0] == pytest.approx((none[0] + whole[0]) / 2)
+    torch.testing.assert_close(half[1], (none[1] + whole[1]) / 2)
+    assert half[2]["policy_loss"] == pytest.approx(whole[2]["policy_loss"])
+
+
+def test_a_policy_loss_of_weight_0_wants_another_term() -> None:
+    with pytest.raises(ValueError, match="no loss to train on"):
+        algorithm(policy_coefficient=0)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_masked_positions_hold_does_not_matter(name: str) -> None:
     batch = a_batch([5, 9, 2, 7], mask_holes=True)

@@ -167,6 +167,7 @@ def field(found: Imported, path: str) -> Any:
          "optimisation.groups_per_mini_batch", 64),
         ("roll", {"response_length": None, "sequence_length": 3000}, "rollout.sampling.max_new_tokens", 3000 - 1024),
         ("verl", {f"{ACTOR}.optim.num_cycles": 1.5}, "optimisation.cosine_cycles", 0.5),
+        ("roll", {"rl_loss_coef": 0.5, "use_kl_loss": True, "kl_loss_coef": 0.1}, "algorithm.kl.coefficient", 0.05),
         ("roll", {"actor_infer.generating_args.max_new_tokens": 100}, "rollout.sampling.max_new_tokens", 2048),
     ],
 )  # fmt: skip
@@ -299,7 +300,6 @@ def test_datasets_become_sources_and_sets(system: str, values: dict[str, Any], p
         ("openrlhf", {"--train_batch_size": 130}, "--train_batch_size"),
         ("roll", {"actor_train.data_args.template": "longcot_V3"}, "actor_train.data_args.template"),
         ("roll", {"actor_train.worker_cls": "my.Worker"}, "actor_train.worker_cls"),
-        ("roll", {"rl_loss_coef": 0.5}, "rl_loss_coef"),
         ("roll", {"actor_train.data_args.file_name": "folder"}, "actor_train.data_args.file_name"),
         ("roll", {f"{MIX}.math": 1.0}, f"{MIX}.math"),
         ("roll", {"adv_estimator": "gigpo"}, "reward_normalization.method"),

@@ -1,8 +1,10 @@
 """What each system takes by itself, as notes on its sources have it, is what the tables take.
 
-The notes lie beside the working tree, in ``shared/reference``; where they are not the tests are skipped.
+The notes lie beside the working tree, in ``shared/reference``; where they are not the tests are skipped. verl's are in
+``defaults/verl.json``, which says of which release and file they are.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from flotilla.importers.parameter import UNSET, Inherit
 from flotilla.importers.systems import SYSTEMS
+from flotilla.importers.values import same
 
 WORDS: dict[str, Any] = {"off": False, "false": False, "true": True, "none": None, "{}": {}}
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
@@ -70,3 +73,31 @@ def test_the_tables_take_what_the_system_takes_by_itself(system: str, least: int
 
     assert wrong == {}
     assert len(found) >= least
+
+
+OTHERWISE = {
+    "actor_rollout_ref.actor.optim.warmup_style": "the older name of lr_scheduler_type, which has the default",
+    "actor_rollout_ref.actor.checkpoint.save_contents": "silence keeps everything here, which is what verl lists",
+    "data.video_key": "verl names a column that rows without videos lack",
+    "data.audio_key": "verl names a column that rows without sound lack",
+    "custom_reward_function.name": "the older name of reward.custom_reward_function.name, which has the default",
+    "reward_model.reward_manager": "the older name of reward.reward_manager.name, which has the default",
+    "algorithm.filter_groups.metric": "without effect until filter_groups.enable is true, which wants a metric",
+    "distillation.teacher_models.teacher_model.num_replicas": "how many servers a teacher has is not said by a spec",
+    "trainer.n_gpus_per_node": "a rule takes 8 where nnodes is above 1, and one process where neither is written",
+}
+"""Names of verl's whose default is another here, with why that means the same."""
+
+
+def test_the_tables_take_what_verl_takes_by_itself() -> None:
+    listed = json.loads((Path(__file__).parent / "defaults" / "verl.json").read_text(encoding="utf-8"))
+    wrong = {}
+    for name, value in listed["defaults"].items():
+        row = SYSTEMS["verl"].find(name)
+        assert row is not None, name
+        if not same(row.default, value) and row.default != value and not (not row.default and not value):
+            wrong[name] = (row.default, value)
+
+    assert {name: found for name, found in wrong.items() if name not in OTHERWISE} == {}
+    assert OTHERWISE.keys() <= wrong.keys(), "these agree by now: take them off the list"
+    assert listed["release"] and listed["file"] and len(listed["defaults"]) > 150

@@ -11,7 +11,8 @@ from flotilla.services.gateway.store.sql import SqlStore
 from flotilla.services.gateway.store.writes import AppendAudit, AppendEvent, PutCheckpoint, PutRecord
 from flotilla.shared.errors import Conflict, InvalidRequest
 from flotilla.shared.schemas.experiment import CheckpointView
-from tests.contract.gateway.test_store import SERVICE, a_record
+from tests.contract.gateway.test_store import SERVICE
+from tests.unit.gateway.builders import a_record
 
 
 async def test_rows_are_restored_into_a_database_of_either_kind(database_url: str, tmp_path: Path) -> None:

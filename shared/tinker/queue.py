@@ -218,14 +218,14 @@ class TinkerQueue(Store):
         Raises:
             NotFound: it is no longer kept.
         """
-        found: bytes | None = await self._retried("GET", answer_key(request_id, *([] if work is None else [work])))
-        if found is not None:
-            return Answer(Form(found[:1].decode()), found[1:])
+        # First whether it was answered: an answer that comes between the two is found then.
         request = key("request", request_id)
         parts = [work] if work is not None else [Work.TRAIN, Work.SAMPLE]
-        if any(await self._retried("HMGET", request, *(f"answered {each}" for each in parts))):
+        is_answered = any(await self._retried("HMGET", request, *(f"answered {each}" for each in parts)))
+        found: bytes | None = await self._retried("GET", answer_key(request_id, *([] if work is None else [work])))
+        if found is None and is_answered:
             raise NotFound(f"the answer to {request_id} is no longer kept")
-        return None
+        return None if found is None else Answer(Form(found[:1].decode()), found[1:])
 
     async def done_since(self, entry: str | None) -> tuple[str, list[str]]:
         """Wait a moment for answers; return where to go on, and whose they are. None: only where to begin."""

@@ -88,6 +88,8 @@ def build(
     fields = _direct(source)
     for rule in system.rules:
         fields |= rule(source)
+    if system.finish is not None:
+        fields = system.finish(source, fields)
     of_engine = () if engine is None else overrides_for(system.name, given, engine)
     document = apply_overrides(_nested(_without_replaced(fields, overrides)), [*of_engine, *overrides])
     missing = [*source.missing] if not overrides else [each for each in source.missing if not _is_set(each, overrides)]

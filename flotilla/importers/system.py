@@ -9,6 +9,8 @@ from flotilla.importers.source import Source
 
 Rule = Callable[[Source], Mapping[str, Any]]
 """Makes spec fields, by dotted path, of several parameters."""
+Finish = Callable[[Source, Mapping[str, Any]], dict[str, Any]]
+"""Makes of all fields those that the spec has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +19,11 @@ class System(ParameterTable):
 
     Attributes:
         rules: what is made of several parameters, in this order; a later one may replace a field.
+        finish: what is made of all fields in the end; None leaves them.
     """
 
     rules: tuple[Rule, ...]
+    finish: Finish | None = None
 
 
 def make_system(
@@ -27,6 +31,7 @@ def make_system(
     tables: Iterable[Iterable[Parameter]],
     rules: tuple[Rule, ...],
     spellings: Mapping[str, str] | None = None,
+    finish: Finish | None = None,
 ) -> System:
     """Join the tables of a system.
 
@@ -43,4 +48,4 @@ def make_system(
     for spelling, canonical in all_spellings.items():
         if canonical not in parameters or spelling in parameters:
             raise ValueError(f"{name}: the spelling {spelling} of {canonical} leads nowhere")
-    return System(name, parameters, all_spellings, rules)
+    return System(name, parameters, all_spellings, rules, finish)

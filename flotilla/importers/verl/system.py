@@ -27,6 +27,7 @@ from flotilla.importers.verl import (
     tools,
     trainer,
 )
+from flotilla.importers.verl.validation import only_validated
 
 OWN = frozenset(
     {*launch.OWN, "sft_trainer",
@@ -58,6 +59,7 @@ VERL: System = make_system(
         tools.episodes,
     ),
     spellings={name: targets[0] for name, targets in trainer.LAUNCH_VARIABLES.items()},
+    finish=only_validated,
 )  # fmt: skip
 
 

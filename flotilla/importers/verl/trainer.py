@@ -53,8 +53,8 @@ TRAINER_ROWS: tuple[Parameter, ...] = (
                example=["console", "tensorboard"]),
     translated("trainer.project_name", "tracking.trackers", text, "project of wandb, experiment of mlflow",
                example="another", default="verl_examples", context={"trainer.logger": ["wandb"]}),
-    refused("trainer.val_only", "leave it out, and give the spec to flotilla evaluate, which answers the held-out "
-            "problems once", default=False),
+    translated("trainer.val_only", "job.kind", flag, "true is an evaluation: the held-out problems are answered and "
+               "graded once", example=True, default=False),
     translated("trainer.resume_from_path", "checkpoint.resume_from", text,
                "read with resume_mode resume_path; a checkpoint of ours: one of verl's is refused when it is started, "
                "to begin from its weights alone set model.path to their directory", example="/runs/mine@40",

@@ -76,7 +76,6 @@ def test_a_flag_that_has_lost_its_value_is_named(flag: str) -> None:
 @pytest.mark.parametrize(
     ("system", "name", "way_out"),
     [
-        ("verl", "trainer.val_only", "flotilla evaluate"),
         ("verl", "data.response_key", "verl.trainer.main_eval or sft_trainer"),
         ("openrlhf", "--output_key", "a script of train_sft is imported"),
     ],

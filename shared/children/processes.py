@@ -18,8 +18,6 @@ from typing import Final
 
 import psutil
 
-from flotilla.shared.telemetry.recent import RECENT
-
 TAIL_LINES: Final = 40
 SHOWN_LINES: Final = 4
 MAX_LINE_CHARACTERS: Final = 400
@@ -57,6 +55,9 @@ class LastWords:
             text = line.decode("utf-8", "replace").rstrip()
             self._tail.append(text[-MAX_LINE_CHARACTERS:])
             if self._on_line is None:
+                # With it comes pydantic, which a command that starts no process does without.
+                from flotilla.shared.telemetry.recent import RECENT
+
                 RECENT.hear(text)
             else:
                 self._on_line(text)

@@ -54,8 +54,14 @@ Companion = Callable[[str, str, str], Coroutine[None, None, None]]
 """Works on an experiment while it is followed, given gateway, token and experiment, such as an agent that plays it."""
 
 
-async def run(arguments: argparse.Namespace, *, companion: Companion | None = None) -> int:
-    """Run one experiment from nothing, or from where it ended, to its summary."""
+async def run(arguments: argparse.Namespace, *, companion: Companion | None = None, is_kept: bool = True) -> int:
+    """Run one experiment from nothing, or from where it ended, to its summary.
+
+    Args:
+        arguments: of the command.
+        companion: works on the experiment while it is followed.
+        is_kept: whether its directory is there afterwards, so that an interrupted run can go on.
+    """
     check_packages()
     console = new_console()
     launch = read_launch_file(Path(arguments.spec), overrides_of(arguments), os.environ)
@@ -69,7 +75,9 @@ async def run(arguments: argparse.Namespace, *, companion: Companion | None = No
     try:
         return await run_on_own_fleet(arguments, launch, directory, companion)
     except asyncio.CancelledError:
-        if directory.experiment_id is None:
+        if not is_kept:
+            console.print("ended before the trial was over: nothing of it is left (--keep DIR keeps it)")
+        elif directory.experiment_id is None:
             console.print("ended before an experiment was created: the same command begins again")
         else:
             written = launch.spec.name if arguments.name is None else ""

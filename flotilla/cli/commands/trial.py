@@ -53,7 +53,7 @@ async def try_out(spec: ExperimentSpec, trial: Trial, *, keep: Path | None, agen
         companion: Companion | None = partial(play_trial, file=agent) if spec.rollout.agents is not None else None
         try:
             async with asyncio.timeout(TRY_SECONDS):
-                code = await run(arguments, companion=companion)
+                code = await run(arguments, companion=companion, is_kept=keep is not None)
         except TimeoutError:
             raise Unavailable(
                 f"the trial did not end within {TRY_SECONDS:.0f} s: the lines above say how far it came"

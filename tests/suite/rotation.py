@@ -29,6 +29,7 @@ SECONDS: Mapping[str, int] = {
     "tests/e2e/test_traces.py": 63,
     "tests/containers/test_read_only_root.py": 63,
     "tests/integration/cli/test_node_script.py": 36,
+    "tests/faults/test_steering.py": 49,
 }
 """Seconds of the long tests of each file in the rotation: kills of ranks and hosts, agents, whole fleets."""
 NUM_SLOTS = 4

@@ -29,6 +29,7 @@ SECONDS: Mapping[str, int] = {
     "tests/e2e/test_traces.py": 63,
     "tests/e2e/test_trust.py": 176,
     "tests/containers/test_read_only_root.py": 63,
+    "tests/e2e/test_backup.py": 120,
     "tests/integration/cli/test_node_script.py": 36,
     "tests/faults/test_steering.py": 49,
 }

@@ -18,6 +18,7 @@ from flotilla.backup.rows import dump_rows, experiments_of, restore_rows
 from flotilla.shared.checkpoints.folders import CHECKPOINTS, complete
 from flotilla.shared.clock import rfc3339
 from flotilla.shared.errors import Conflict, InvalidRequest
+from flotilla.shared.locations.allowed import GRANTS
 
 FORMAT: Final = 1
 ABOUT: Final = "backup.json"
@@ -87,6 +88,8 @@ async def make_backup(stores: Stores, target: Path, say: Say, *, with_token: boo
         source, place = Path(each.directory), partial / EXPERIMENTS / each.id
         num_bytes = await asyncio.to_thread(copy_experiment, source, place)
         say(f"files        {each.id}: {num_bytes / 1e6:.1f} MB")
+    if (stores.data / GRANTS).exists():
+        await asyncio.to_thread(_copy_private, stores.data / GRANTS, partial / GRANTS)
     if with_token:
         await asyncio.to_thread(_copy_token, stores.data / TOKEN, partial / TOKEN)
     about = About(format=FORMAT, revision=revision, at=rfc3339(began), has_token=with_token)
@@ -96,11 +99,15 @@ async def make_backup(stores: Stores, target: Path, say: Say, *, with_token: boo
 
 def _copy_token(source: Path, target: Path) -> None:
     try:
-        token = source.read_bytes()
-    except OSError as error:
+        _copy_private(source, target)
+    except FileNotFoundError as error:
         raise InvalidRequest(f"the operator's token is not in {source}: {error.strerror}") from None
+
+
+def _copy_private(source: Path, target: Path) -> None:
+    content = source.read_bytes()
     with os.fdopen(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "wb") as file:
-        file.write(token)
+        file.write(content)
 
 
 def read_about(folder: Path) -> About:
@@ -156,6 +163,8 @@ async def restore_backup(folder: Path, stores: Stores, say: Say) -> None:
     directories = {each.id: (each.directory, str(home / each.id)) for each in experiments}
     await asyncio.to_thread(restore_rows, stores.database_url, folder / DATABASE, about.revision, directories)
     say("database     restored")
+    if (folder / GRANTS).exists() and not (stores.data / GRANTS).exists():
+        await asyncio.to_thread(_copy_private, folder / GRANTS, stores.data / GRANTS)
     if (folder / TOKEN).exists() and not (stores.data / TOKEN).exists():
         await asyncio.to_thread(_copy_token, folder / TOKEN, stores.data / TOKEN)
         say(f"token        {stores.data / TOKEN}")

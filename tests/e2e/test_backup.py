@@ -34,6 +34,7 @@ def test_a_fleet_that_is_backed_up_while_it_works_goes_on_elsewhere(tmp_path: Pa
     foreseen = there.run("restore", str(backup), "--dry-run")
     assert not there.data.exists()
     there.run("restore", str(backup))
+    assert there.data.stat().st_mode & 0o777 == 0o700
     there.run("up", "--port", "0", "--no-sandbox", "--detach")
     try:
         until(lambda: there.look(path)["step"] >= reached + 3, 2 * PATIENCE_SECONDS, "steps of the restored fleet")

@@ -64,5 +64,6 @@ def _redis(data: Path) -> Iterator[str]:
     if named:
         yield named
         return
+    data.mkdir(mode=0o700, parents=True, exist_ok=True)  # before a Redis server makes it, readable for others
     with LocalRedis(data / "redis") as server:
         yield server.url

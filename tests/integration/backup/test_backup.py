@@ -16,6 +16,7 @@ from flotilla.backup.rows import experiments_of
 from flotilla.cli.redis_server import LocalRedis
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.shared.errors import Conflict, FlotillaError, InvalidRequest, NotLeading
+from flotilla.shared.locations.allowed import GRANTS
 from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.streams.redis.connection import connect
@@ -134,6 +135,7 @@ async def test_a_restore_refuses_stores_that_are_not_empty_and_folders_that_are_
     backup = tmp_path / "backup"
     async with a_gateway(here) as (url, _), GatewayClient(url, TOKEN) as client:
         created = await client.call("POST", "/v1/experiments", body=spec, params={"start": True})
+        (here.data / GRANTS).write_text("/code/grade.py")
         await make_backup(stores_of(here), backup, quiet)
         with pytest.raises(Conflict, match="is there already"):
             await make_backup(stores_of(here), backup, quiet)
@@ -148,8 +150,11 @@ async def test_a_restore_refuses_stores_that_are_not_empty_and_folders_that_are_
     await redis.set(f"{{exp:{created['id']}}}:state", "another's")
     with pytest.raises(Conflict, match="has keys of"):
         await restore_keys(other_redis, [created["id"]], backup / "redis")
+    await redis.flushdb()
     await redis.aclose()
     with pytest.raises(InvalidRequest, match="no complete backup"):
         await restore_backup(tmp_path / "other.partial", stores_of(there), quiet)
+    await restore_backup(backup, stores_of(there), quiet)
+    assert (there.data / GRANTS).read_text() == "/code/grade.py", "what the fleet may run"
     assert created["id"] in lines_of(backup)[0]
     assert (backup.stat().st_mode & 0o777) == 0o700

@@ -26,6 +26,8 @@ LIMITS: Final[dict[tuple[str, str], BodyLimit]] = {
     ("POST", "/v1/chat/completions"): CHAT,
     ("POST", "/v1/completions"): CHAT,
     ("POST", "/v1/responses"): CHAT,
+    ("POST", "/v1/messages"): CHAT,
+    ("POST", "/v1/messages/count_tokens"): CHAT,
     # The client cuts what it sends into chunks of five megabytes, by its own estimate.
     ("POST", "/api/v1/forward_backward"): BodyLimit(32 * MEBIBYTE),
     ("POST", "/api/v1/asample"): BodyLimit(4 * MEBIBYTE, max_values=200_000),

@@ -34,6 +34,7 @@ from flotilla.shared.net.authorisation.access import RENEWED_TOKEN
 from flotilla.shared.net.authorisation.tokens import TINKER_PREFIX, bearer_of
 from flotilla.shared.net.server.connections import connection_of
 from flotilla.shared.net.server.gatekeeper import READING, refuse
+from flotilla.shared.net.server.model_api_problems import is_anthropic
 from flotilla.shared.net.server.request_body import Bodies, BodyBrokenOff, BodyTooLarge, replay
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,8 @@ SELF_AUTHORISED = "/v1/gradings/"
 the fleet."""
 NEVER_KEPT = re.compile(
     r"/api/v1/.*|"
-    r"/v1/(tokens|services|experiments/[^/]+/episodes|chat/completions|completions|responses|gradings/[^/]*)/?"
+    r"/v1/(chat/completions|completions|responses|messages(/count_tokens)?)/?|"
+    r"/v1/(tokens|services|experiments/[^/]+/episodes|gradings/[^/]*)/?"
 )
 """Answers that hold tokens, which no database may: names and processes are unique, and an episode whose key was lost
 ends with its lease. What the model writes: the episode's rollout knows a request that is sent again. What is said to
@@ -242,11 +244,11 @@ class _Answer:
 
 
 def _token_of(path: str, headers: Mapping[str, str]) -> str | None:
-    """Find the token: of the Tinker API's client in its own header, and with its own prefix before it."""
-    key = headers.get("x-api-key")
+    """Find the token: clients of Tinker and Anthropic have a header of their own, Tinker's with a prefix before it."""
+    key, bearer = headers.get("x-api-key"), bearer_of(headers.get("authorization"))
     if path.startswith(TINKER_API) and key is not None:
         return key.removeprefix(TINKER_PREFIX) or None
-    return bearer_of(headers.get("authorization"))
+    return bearer or key or None if is_anthropic(path) else bearer
 
 
 def _when_asked(read: Callable[[], Awaitable[bytes]], receive: Receive) -> Receive:

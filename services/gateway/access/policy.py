@@ -107,6 +107,8 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("POST", "/v1/chat/completions"): ACTING,
     ("POST", "/v1/completions"): ACTING,
     ("POST", "/v1/responses"): ACTING,
+    ("POST", "/v1/messages"): ACTING,
+    ("POST", "/v1/messages/count_tokens"): ACTING,
     ("GET", "/v1/models"): ACTING,
     ("POST", "/v1/experiments"): OPERATING,
     ("PATCH", EXPERIMENT): OPERATING,

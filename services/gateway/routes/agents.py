@@ -1,11 +1,11 @@
-"""Agents from outside: episodes, and what OpenAI clients call.
+"""Agents from outside: episodes, and what clients of OpenAI and Anthropic call.
 
 Requests for completions are passed on to the rollout of the episode byte by byte: an agent waits for each of them.
 """
 
 import asyncio
-import json
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
@@ -17,7 +17,8 @@ from flotilla.services.gateway.routes.dependencies import Gateway
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.errors import FlotillaError, InvalidRequest
 from flotilla.shared.net.authorisation.access import Principal
-from flotilla.shared.net.server.serving import PROBLEM_JSON, problem_response
+from flotilla.shared.net.server.model_api_problems import anthropic_problem, openai_problem
+from flotilla.shared.net.server.serving import PROBLEM_JSON
 from flotilla.shared.schemas.episode import CompleteEpisode, EndedEpisode, EpisodeReward, HandedOutEpisode, OpenEpisode
 
 router = APIRouter(tags=["agents"])
@@ -25,6 +26,7 @@ router = APIRouter(tags=["agents"])
 RETRIES: Final = b"x-stainless-retry-count"
 LOOK_SECONDS: Final = 2.0
 """How often it is looked whether the rollout that is waited for is still there."""
+Refusal = Callable[[FlotillaError], Response]
 ANY_EPISODE = OpenEpisode()
 NO_REWARD = CompleteEpisode()
 
@@ -112,17 +114,36 @@ async def responses(request: Request) -> Response:
     return PassedOn("responses", await request.body())
 
 
-class PassedOn(Response):
-    """The answer of the rollout that holds the key's episode."""
+@router.post("/messages", response_class=Response)
+async def messages(request: Request) -> Response:
+    """Sample the next message, as Anthropic's endpoint of this name; the key may come as ``x-api-key``, too."""
+    return PassedOn("messages", await request.body(), anthropic_problem)
 
-    def __init__(self, what: str, content: bytes) -> None:
+
+@router.post("/messages/count_tokens", response_class=Response)
+async def count_tokens(request: Request) -> Response:
+    """Count the tokens of a message's prompt, as Anthropic's endpoint of this name; nothing is sampled."""
+    return PassedOn("count_tokens", await request.body(), anthropic_problem)
+
+
+class PassedOn(Response):
+    """The answer of the rollout that holds the key's episode.
+
+    Args:
+        what: is asked of it.
+        content: of the request.
+        refusal: makes the answer to a request that is not passed on.
+    """
+
+    def __init__(self, what: str, content: bytes, refusal: Refusal = openai_problem) -> None:
         super().__init__()
         self._what = what
         self._content = content
+        self._refusal = refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass it on as it comes."""
-        answer = _Answer(send)
+        answer = _Answer(send, self._refusal)
         try:
             await _pass_on(scope, self._what, self._content, answer, receive)
         except FlotillaError as error:
@@ -135,8 +156,9 @@ class PassedOn(Response):
 class _Answer:
     """What is sent to the client."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, refusal: Refusal) -> None:
         self._send = send
+        self._refusal = refusal
         self.has_begun = False
 
     async def begin(self, status: int, content_type: bytes) -> None:
@@ -148,11 +170,9 @@ class _Answer:
         await self._send({"type": "http.response.body", "body": piece, "more_body": not is_last})
 
     async def refuse(self, error: FlotillaError) -> None:
-        """Send a problem document that OpenAI clients read as an error of theirs."""
-        problem: dict[str, Any] = json.loads(bytes(problem_response(error).body))
-        problem["error"] = {"message": problem["detail"], "type": error.code, "code": error.code, "param": None}
+        """Send a problem document that the client reads as an error of its own."""
         await self.begin(error.status, PROBLEM_JSON.encode())
-        await self.go_on(json.dumps(problem).encode(), is_last=True)
+        await self.go_on(bytes(self._refusal(error).body), is_last=True)
 
 
 async def _pass_on(scope: Scope, what: str, body: bytes, answer: _Answer, receive: Receive) -> None:

@@ -140,6 +140,11 @@ class Prompt:
     tools: tuple[Mapping[str, Any], ...] = ()
     said: str = ""
 
+    @property
+    def num_tokens(self) -> int:
+        """Count the tokens of all, those up to the reply included."""
+        return len(self.token_ids) + (0 if self.reply is None else self.reply.num_tokens)
+
 
 @dataclass(eq=False)
 class Draft:

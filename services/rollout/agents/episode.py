@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from flotilla.services.rollout.agents.conversation import Conversations, Draft, Prompt, TooManyBranches
+from flotilla.services.rollout.agents.messages import MessagesChat, messages_reply, read_messages
 from flotilla.services.rollout.agents.replies import Reply, chat_reply, text_reply
 from flotilla.services.rollout.agents.requests import (
     AnyRequest,
@@ -47,11 +48,19 @@ class Ended(StrEnum):
 
 
 class Endpoint(StrEnum):
-    """What of OpenAI's an agent may ask."""
+    """What an agent may ask: of OpenAI's and of Anthropic's."""
 
     CHAT = "chat"
     TEXT = "text"
     RESPONSES = "responses"
+    MESSAGES = "messages"
+    COUNT_TOKENS = "count_tokens"
+    """How many a message's prompt has: nothing is sampled or recorded."""
+
+    @property
+    def is_anthropic(self) -> bool:
+        """Whether Anthropic's clients ask it."""
+        return self in (Endpoint.MESSAGES, Endpoint.COUNT_TOKENS)
 
 
 class EpisodeGone(FlotillaError):
@@ -204,6 +213,8 @@ class Episode:
         self._check_open()
         with self._working():
             async with self._preparing:
+                if asked.endpoint is Endpoint.COUNT_TOKENS:
+                    return await self._counted(asked)
                 turn = self._known(asked) or await self._new(asked)
                 turn.waiting.append(has_hung_up)
             try:
@@ -239,6 +250,11 @@ class Episode:
         if turn.reply is None:
             self._keep(turn, completion, reply)
         return turn.reply
+
+    async def _counted(self, asked: Asked) -> Reply:
+        _, prompt = await self._threads.run(lambda: self._prompt(asked))
+        self._check_open()
+        return Reply({"input_tokens": prompt.num_tokens}, "")
 
     def _known(self, asked: Asked) -> "_Turn | None":
         return self._turns.get(asked.name) if asked.is_repeated else None
@@ -300,6 +316,8 @@ class Episode:
                 return read_text(asked.body, *self._allowed)
             case Endpoint.RESPONSES:
                 return read_responses(asked.body, self._responses, *self._allowed)
+            case Endpoint.MESSAGES | Endpoint.COUNT_TOKENS:
+                return read_messages(asked.body, *self._allowed)
 
     def _forget(self, turn: "_Turn") -> None:
         if turn not in self._unrecorded:
@@ -369,6 +387,8 @@ class Episode:
         if not isinstance(request, ChatRequest):
             return text_reply(request, completion, self._template, **facts)
         reply = chat_reply(request, completion, self._template, **facts)
+        if isinstance(request, MessagesChat):
+            return messages_reply(request, reply, self._sampling)
         return responses_reply(request, reply, self._sampling) if isinstance(request, ResponsesChat) else reply
 
     def _keep(self, turn: "_Turn", completion: Completion, reply: Reply) -> None:

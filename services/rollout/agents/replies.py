@@ -1,4 +1,4 @@
-"""What OpenAI clients are answered: whole, or as a stream of the same in pieces."""
+"""What clients of a model are answered: whole, or as a stream of the same in pieces."""
 
 import json
 import secrets
@@ -160,11 +160,16 @@ def _log_probs(completion: Completion, template: ChatTemplate) -> list[dict[str,
 
 def _stopped(text: str, stops: Sequence[str], finish_reason: FinishReason) -> tuple[str, str]:
     """Cut a text before and behind the stop string that ended it: clients do not expect it."""
-    found = [(text.find(stop), stop) for stop in stops if stop in text]
-    if finish_reason is not FinishReason.STOP or not found:
+    found = first_stop(text, stops)
+    if finish_reason is not FinishReason.STOP or found is None:
         return text, text
-    at, stop = min(found)
+    at, stop = found
     return text[:at], text[: at + len(stop)]
+
+
+def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
+    """Find the stop string that comes first in a text, and where it is."""
+    return min(((text.find(stop), stop) for stop in stops if stop in text), default=None)
 
 
 def pieces(text: str) -> Iterator[str]:

@@ -136,8 +136,8 @@ def read_request(kind: type[Request], body: bytes) -> Request:
 
 
 def _check_sampling(request: AnyRequest, sampling: Sequence[SamplingConfig]) -> None:
-    for name in ("temperature", "top_p"):
-        given, allowed = getattr(request, name), [getattr(each, name) for each in sampling]
+    for name in ("temperature", "top_p", "top_k"):
+        given, allowed = getattr(request, name, None), [getattr(each, name) for each in sampling]
         if given is not None and given not in allowed:
             raise InvalidRequest(
                 f"{name} {given:g} is not the spec's {allowed[-1]:g} (rollout.sampling.{name}), under which the tokens "

@@ -1,6 +1,6 @@
 """How the gateway reaches the episodes of a rollout: requests of agents, passed on with the fleet's token.
 
-Bodies are bounded by the gateway, and again here. Errors are problem documents that OpenAI clients can read, too.
+Bodies are bounded by the gateway, and again here. Errors are problem documents that clients of a model can read, too.
 """
 
 import asyncio
@@ -13,9 +13,10 @@ from fastapi.responses import StreamingResponse
 
 from flotilla.services.rollout.agents.episode import Asked, Endpoint, Episode
 from flotilla.services.rollout.agents.episodes import AgentEpisodes
+from flotilla.services.rollout.agents.messages import PING
 from flotilla.services.rollout.agents.replies import Reply
 from flotilla.shared.errors import FlotillaError, InvalidRequest, NotFound, Unauthorized
-from flotilla.shared.net.server.serving import problem_response
+from flotilla.shared.net.server.model_api_problems import anthropic_problem, openai_problem
 from flotilla.shared.schemas.episode import (
     LONGEST_WAIT_SECONDS,
     CompleteEpisode,
@@ -29,7 +30,7 @@ MAX_BODY_BYTES: Final = 16 * 1024 * 1024
 ALIVE_SECONDS: Final = 5.0
 ALIVE: Final = b": the policy is writing\n\n"
 RETRIES: Final = "x-stainless-retry-count"
-"""Header in which OpenAI's clients say that they send a request again."""
+"""Header in which OpenAI's and Anthropic's clients say that they send a request again."""
 
 STREAMED: Final[dict[str, Any]] = {"content": {"application/json": {}, "text/event-stream": {}}}
 
@@ -75,7 +76,7 @@ def episodes_router(find: Callable[[Request, str], AgentEpisodes | None], accept
 
     @router.post("/{episode_id}/{what}", responses={200: STREAMED})
     async def ask(experiment_id: str, episode_id: str, what: str, request: Request) -> Response:
-        """Sample a reply: ``chat``, ``text`` or ``responses``.
+        """Sample a reply: ``chat``, ``text``, ``responses`` or ``messages``; or ``count_tokens`` of the last.
 
         Raises:
             EpisodeGone: the episode has ended.
@@ -87,22 +88,20 @@ def episodes_router(find: Callable[[Request, str], AgentEpisodes | None], accept
             episode = episodes.find(episode_id)
             is_repeated = request.headers.get(RETRIES, "0") != "0"
             asked = Asked(Endpoint(what), await _body(request), is_repeated)
-            if b'"stream"' in asked.body and await episodes.threads.run(lambda: _is_streamed(asked.body)):
+            may_stream = b'"stream"' in asked.body and asked.endpoint is not Endpoint.COUNT_TOKENS
+            if may_stream and await episodes.threads.run(lambda: _is_streamed(asked.body)):
                 return StreamingResponse(_stream(episode, asked, request), media_type="text/event-stream")
             reply = await episode.answer(asked, request.is_disconnected)
         except FlotillaError as error:
-            return openai_problem(error)
+            return _problem(what, error)
         return Response(reply.to_json() if reply is not None else b"", media_type="application/json")
 
     return router
 
 
-def openai_problem(error: FlotillaError) -> Response:
-    """Make a problem document that OpenAI clients read as an error of theirs."""
-    response = problem_response(error)
-    problem = json.loads(bytes(response.body))
-    problem["error"] = {"message": problem["detail"], "type": error.code, "code": error.code, "param": None}
-    return Response(json.dumps(problem), status_code=error.status, media_type="application/problem+json")
+def _problem(what: str, error: FlotillaError) -> Response:
+    is_anthropic = what in set(Endpoint) and Endpoint(what).is_anthropic
+    return anthropic_problem(error) if is_anthropic else openai_problem(error)
 
 
 async def _body(request: Request) -> bytes:
@@ -123,16 +122,20 @@ def _is_streamed(body: bytes) -> bool:
 
 async def _stream(episode: Episode, asked: Asked, request: Request) -> AsyncIterator[bytes]:
     """Send comments while the reply is sampled, so that nobody takes the silence for a broken connection."""
+    is_anthropic = asked.endpoint.is_anthropic
     answering = asyncio.ensure_future(episode.answer(asked, request.is_disconnected))
     try:
         while not answering.done():
             await asyncio.wait([answering], timeout=ALIVE_SECONDS)
             if not answering.done():
-                yield ALIVE
+                yield PING if is_anthropic else ALIVE
         reply: Reply | None = answering.result()
     except FlotillaError as error:
-        content = json.loads(bytes(openai_problem(error).body))["error"]
-        yield b"data: " + json.dumps({"error": content}).encode() + b"\n\n"
+        content = {"error": json.loads(bytes(_problem(asked.endpoint, error).body))["error"]}
+        if is_anthropic:
+            yield b"event: error\n"
+            content["type"] = "error"
+        yield b"data: " + json.dumps(content).encode() + b"\n\n"
         return
     finally:
         answering.cancel()

@@ -8,8 +8,8 @@ from flotilla.shared.errors import FlotillaError, TooManyRefused, Unauthorized
 from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.net.server.connections import REFUSED_OFTEN, connection_of
 from flotilla.shared.net.server.limits import BodyLimit
+from flotilla.shared.net.server.model_api_problems import problem_at
 from flotilla.shared.net.server.request_body import Bodies, BodyBrokenOff, replay
-from flotilla.shared.net.server.serving import problem_response
 
 READING = {"GET", "HEAD"}
 
@@ -28,7 +28,7 @@ async def refuse(scope: Scope, receive: Receive, send: Send, error: FlotillaErro
         seconds = 0 if connection is None else connection.refused()
         headers = {"Retry-After": str(seconds), "Connection": "close"} if seconds else {"WWW-Authenticate": "Bearer"}
         error = TooManyRefused(f"{REFUSED_OFTEN}: {error.detail}") if seconds else error
-    response = problem_response(error)
+    response = problem_at(scope["path"], error)
     response.headers.update(headers)
     await response(scope, receive, send)
 

@@ -1,6 +1,7 @@
 """Agents from outside, with the real OpenAI client, against a gateway and rollouts behind sockets."""
 
 import asyncio
+import json
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -141,6 +142,122 @@ async def test_the_responses_api_is_recorded_as_chats_are(fleet: AgentFleet, htt
     assert text_of(group.trajectories[0], sampled=True) == "reply 1~reply 2~reply 3~"
     assert text_of(group.trajectories[0], sampled=False).startswith("<system>Be brief.~")
     assert text_of(group.trajectories[1], sampled=True) == f"{CALL}~It is 2.~"
+
+
+class Messages:
+    """Speaks the wire of Anthropic's messages, as its clients do."""
+
+    def __init__(self, fleet: AgentFleet, http: httpx.AsyncClient, key: str, *, is_bearer: bool = False) -> None:
+        credentials = {"authorization": f"Bearer {key}"} if is_bearer else {"x-api-key": key}
+        self._headers = credentials | {"anthropic-version": "2023-06-01"}
+        self._http, self._url = http, f"{fleet.url}/v1/messages"
+
+    async def post(self, *messages: Any, path: str = "", **fields: Any) -> httpx.Response:
+        body = {"model": "claude", "max_tokens": 99, "messages": messages} | fields
+        return await self._http.post(self._url + path, json=body, headers=self._headers, params={"beta": "true"})
+
+    async def streamed(self, *messages: Any, **fields: Any) -> list[dict[str, Any]]:
+        answer = await self.post(*messages, stream=True, **fields)
+        assert (answer.status_code, answer.headers["content-type"][:17]) == (200, "text/event-stream")
+        events = []
+        for each in filter(None, answer.text.split("\n\n")):
+            name, data = each.split("\n")
+            events.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {events[-1]['type']}"
+        return events
+
+
+ADD: Any = {"name": "add", "input_schema": {"type": "object"}}
+
+
+async def test_the_messages_api_is_recorded_as_chats_are(fleet: AgentFleet, http: httpx.AsyncClient) -> None:
+    await fleet.issue(1)
+    one, two = await begin(fleet, http), await begin(fleet, http)
+    chat: list[Any] = [{"role": "user", "content": "1?"}]
+    talking, calling = Messages(fleet, http, one["key"]), Messages(fleet, http, two["key"], is_bearer=True)
+
+    first = (await talking.post(*chat, system="Be brief.")).json()
+    chat += [{"role": "assistant", "content": first["content"]}, {"role": "user", "content": "2?"}]
+    counted = await talking.post(*chat, system="Be brief.", path="/count_tokens")
+    events = await talking.streamed(*chat, system="Be brief.")
+    ask: list[Any] = [{"role": "user", "content": "1 + 1?"}]
+    begun = await calling.streamed(*ask, tools=[ADD])
+    call = next(each["content_block"] for each in begun if each["type"] == "content_block_start")
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": "2"}
+    said = {"role": "assistant", "content": [call | {"input": {"a": 1}}]}
+    last = (await calling.post(*ask, said, {"role": "user", "content": [result]}, tools=[ADD])).json()
+    ended = [await complete(fleet, http, each, reward=1.0) for each in (one, two)]
+    await fleet.until(lambda ledger: ledger.waiting.generated == 1)
+
+    assert (first["content"], first["stop_reason"]) == ([{"type": "text", "text": "reply 1"}], "end_turn")
+    kinds = ["message_start", "content_block_start", "content_block_delta", "content_block_stop"]
+    assert [each["type"] for each in events] == [*kinds, "message_delta", "message_stop"]
+    assert events[2]["delta"] == {"type": "text_delta", "text": "reply 2"}
+    assert events[4]["usage"]["input_tokens"] == counted.json()["input_tokens"]
+    assert "".join(each["delta"].get("partial_json", "") for each in begun if "delta" in each) == '{"a": 1}'
+    assert begun[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert last["content"] == [{"type": "text", "text": "It is 2."}]
+    assert [(each.json()["num_turns"], each.json()["num_trajectories"]) for each in ended] == [(2, 1), (2, 1)]
+    (group,) = await fleet.groups()
+    sampled = [text_of(each, sampled=True) for each in group.trajectories]
+    assert sampled == ["reply 1~reply 2~", f"{CALL}~It is 2.~"]
+
+
+async def test_errors_of_the_messages_api_are_those_that_its_clients_know(
+    fleet: AgentFleet, http: httpx.AsyncClient
+) -> None:
+    await fleet.issue(1)
+    episode = await begin(fleet, http)
+    client, forged = Messages(fleet, http, episode["key"]), Messages(fleet, http, "flp_forged")
+    chat: Any = {"role": "user", "content": "?"}
+
+    refused = [
+        await client.post(chat, temperature=0.1),
+        await client.post({"role": "user", "content": "x" * 5000}),
+        await client.post({"role": "user", "content": "x" * 9_000_000}),
+        await Messages(fleet, http, TOKEN).post(chat),
+        await forged.post(chat),
+        await forged.post(chat, path="/count_tokens"),
+    ]
+    told = [(each.status_code, each.json()["type"], each.json()["error"]["type"]) for each in refused]
+    assert told == [
+        (422, "error", "invalid_request_error"),
+        (400, "error", "invalid_request_error"),
+        (413, "error", "request_too_large"),
+        (422, "error", "invalid_request_error"),
+        (401, "error", "authentication_error"),
+        (401, "error", "authentication_error"),
+    ]
+    assert "not the spec's 0.9" in refused[0].json()["error"]["message"]
+    (event,) = await client.streamed(chat, temperature=0.1)
+    assert (event["type"], event["error"]["type"]) == ("error", "invalid_request_error")
+    elsewhere = await http.get(f"{fleet.url}/v1/models", headers={"x-api-key": episode["key"]})
+    assert elsewhere.status_code == 401, "the header is read on its own routes alone"
+    await complete(fleet, http, episode)
+    await fleet.rollouts[0].consumer.interrupt()
+    gone = await client.post(chat)
+    assert (gone.status_code, gone.json()["code"], gone.json()["type"]) == (410, "episode_gone", "error")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_messages_client_that_hangs_up_leaves_no_turn_behind(
+    fleet: AgentFleet, http: httpx.AsyncClient, *, stream: bool
+) -> None:
+    await fleet.issue(1)
+    episode = await begin(fleet, http)
+    engine = fleet.rollouts[0].engine
+    engine.pause()
+    client = Messages(fleet, http, episode["key"])
+    asking = asyncio.create_task(client.post({"role": "user", "content": "?"}, stream=stream))
+    while not engine.request_ids:
+        await asyncio.sleep(0.01)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    engine.resume()
+
+    ended = await complete(fleet, http, episode, reward=1.0)
+
+    assert (ended.status_code, ended.json()["code"]) == (422, "invalid_request")
 
 
 @pytest.mark.parametrize(

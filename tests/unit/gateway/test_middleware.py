@@ -184,6 +184,8 @@ class Kept(MemoryStore):
     [
         ("/v1/chat/completions", 0),
         ("/v1/completions", 0),
+        ("/v1/messages", 0),
+        ("/v1/messages/count_tokens", 0),
         ("/v1/experiments/e.1/episodes", 0),
         ("/v1/episodes/e.1.rollout-1.0/complete", 2),
     ],

@@ -68,9 +68,20 @@ def held_at(changes: Sequence[LiveChange], version: int) -> tuple[LiveChange, ..
 
 
 def merged(known: Sequence[LiveChange], others: Sequence[LiveChange]) -> tuple[LiveChange, ...]:
-    """Put two accounts of the same changes together, by their ids and in the order of their times."""
-    found = {each.id: each for each in (*others, *known)}
+    """Put two accounts of the same changes together, by their ids.
+
+    The known ones stay as they are and in their order; one that waits takes the version that the others say. One that
+    is missing comes right after the one that it follows in the others' account: clocks are not compared.
+    """
+    found = list(known)
+    place = -1
     for each in others:
-        if found[each.id].version is None:
-            found[each.id] = each
-    return tuple(sorted(found.values(), key=lambda each: each.at))
+        there = next((index for index, one in enumerate(found) if one.id == each.id), None)
+        if there is None:
+            place += 1
+            found.insert(place, each)
+            continue
+        place = there
+        if found[place].version is None and each.version is not None:
+            found[place] = found[place].model_copy(update={"version": each.version, "step": each.step})
+    return tuple(found)

@@ -161,9 +161,11 @@ class Feeder:
         finished = self._finished
         # In a thread: the order of a new epoch of a large dataset takes seconds, and other experiments share this loop.
         if finished is None:
-            return await self._admission.issue_many(
-                await asyncio.to_thread(self._tasks, group_ids, version), limit=limit
-            )
+            # What may change is read before, on the loop that changes it.
+            settings = self._experiment.steering.settings
+            size = settings.get(GROUP_SIZE, self._experiment.spec.rollout.group_size)
+            tasks = await asyncio.to_thread(self._tasks, group_ids, version, settings, size)
+            return await self._admission.issue_many(tasks, limit=limit)
         now = self._clock.now()
         groups = await asyncio.to_thread(lambda: finished.groups(self._dataset, group_ids, issued_at=now))
         return await self._admission.issue_groups(groups, hop=HopName.SCORED, limit=limit)
@@ -191,8 +193,7 @@ class Feeder:
         full = [FullStream(hop, bound) for hop, size in sizes.items() if size > limit]
         self._status.full_stream = full[0] if full else None
 
-    def _tasks(self, group_ids: range, version: int) -> list[Task]:
-        settings = self._experiment.steering.settings
-        size, now = settings.get(GROUP_SIZE, self._experiment.spec.rollout.group_size), self._clock.now()
+    def _tasks(self, group_ids: range, version: int, settings: Mapping[str, Any], size: int) -> list[Task]:
+        now = self._clock.now()
         make = partial(self._dataset.task, group_size=size, min_version=version, issued_at=now)
         return [replace(make(group_id), settings=settings) for group_id in group_ids]

@@ -6,6 +6,7 @@ A gateway that ends in between comes back with the record, from which feeder, ev
 step of the way is only in memory.
 """
 
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
 from flotilla.services.gateway.store.transaction import Transaction
 from flotilla.shared.clock import Clock, rfc3339
-from flotilla.shared.config.load.live import MOST_CHANGES, changed_live, effect_of, keys_between, with_applied
+from flotilla.shared.config.load.live import MOST_CHANGES, changed_live, effect_of, keys_between, with_told
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec
@@ -22,7 +23,14 @@ from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.live_changes import ChangedKey, Effect, LiveChange, merged
 
 CHANGED, HELD, RESTORED = "settings_changed", "settings_held", "settings_restored"
+REFUSED = "settings_refused"
 """Types of events."""
+
+
+log = logging.getLogger(__name__)
+
+MOST_TOLD = 500
+"""Letters of the reason why changes are refused."""
 
 
 class LiveChanges:
@@ -106,17 +114,28 @@ class LiveChanges:
     def stage_restored(self, change: Transaction, experiment: Experiment, trained: Sequence[LiveChange]) -> None:
         """Take over what a checkpoint was trained with, and a database that came back older does not know.
 
-        Raises:
-            InvalidSpec: with what was changed since, it makes no spec.
+        The trainer's word is worth no more than a person's ``changed``. What goes beyond that is told of in an event
+        and left out, all of it: the takeover goes on.
         """
         known = experiment.steering.changes
-        found = merged(known, trained)
-        if found == known:
+        try:
+            if len(trained) > MOST_CHANGES:
+                raise InvalidSpec(f"at most {MOST_CHANGES} changes are kept with an experiment, got {len(trained)}")
+            found = merged(known, trained)
+            if found == known:
+                return
+            if len(found) > MOST_CHANGES:
+                raise InvalidSpec(f"at most {MOST_CHANGES} changes are kept with an experiment, got {len(found)}")
+            told = {each.id for each in found} - {each.id for each in known}
+            found, spec = with_told(validate_spec(experiment.steering.base), found, told)
+        except InvalidSpec as error:
+            log.warning("live changes of a checkpoint are refused", extra={"experiment_id": experiment.id})
+            self._events.stage(change, experiment.id, REFUSED, cause=str(error)[:MOST_TOLD])
             return
-        spec = with_applied(validate_spec(experiment.steering.base), found)
         self._repository.stage_spec(change, experiment, spec)
         self._stage_changes(change, experiment, found)
         restored = [each.id for each in found if each not in known]
+        self._repository.stage_audit(change, experiment.id, "restore", changes=restored)
         self._events.stage(change, experiment.id, RESTORED, changes=restored)
 
     def _stage_changes(self, change: Transaction, experiment: Experiment, changes: Sequence[LiveChange]) -> None:

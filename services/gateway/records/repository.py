@@ -103,10 +103,12 @@ class Experiment:
     @property
     def steering(self) -> Steering:
         """What its live changes make of the spec."""
+        record = self.record
         of, known = self._steering or (None, None)
-        if of is None or known is None or of.spec is not self.record.spec or of.changes is not self.record.changes:
-            known = self.steering_of(self.record)
-            self._steering = self.record, known
+        if of is None or known is None or of.spec is not record.spec or of.changes is not record.changes:
+            known = self.steering_of(record)
+            # With the record that it was made of: another thread may set the next one meanwhile.
+            self._steering = record, known
         return known
 
     def steering_of(self, record: ExperimentRecord) -> Steering:
@@ -281,7 +283,8 @@ class ExperimentRepository:
         record = replace(record, updated_at=self._clock.now(), **changes)
 
         def follow() -> None:
-            experiment.record = record
+            # The last of a transaction that changes it several times: what is in between never is.
+            experiment.record = change.staged(experiment, record)
             experiment.changed.fire()
             self._on_change(experiment.id)
 

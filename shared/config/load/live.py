@@ -3,7 +3,7 @@
 A change of services' quotas or of ``optimisation.steps`` is another matter: it has an effect of its own.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from typing import Any
@@ -66,6 +66,8 @@ OTHERWISE = "its services were opened with it"
 
 MOST_CHANGES = 256
 """Of one experiment: each is in every answer about it and in every checkpoint."""
+MOST_LETTERS = 200
+"""Of the id, the time and the actor of a change that a service tells."""
 
 
 def effect_of(path: str) -> Effect | None:
@@ -200,6 +202,64 @@ def with_applied(spec: ExperimentSpec, changes: Sequence[LiveChange]) -> Experim
         InvalidSpec: together they are none.
     """
     return validate_spec(applied(spec.model_dump(mode="json"), changes)) if changes else spec
+
+
+def with_told(
+    base: ExperimentSpec, changes: Sequence[LiveChange], told: Collection[str]
+) -> tuple[tuple[LiveChange, ...], ExperimentSpec]:
+    """Make the spec that changes lead to, of which some were told by a service: those are held to what a person may do.
+
+    Args:
+        base: the spec without changes.
+        changes: all of them, oldest first.
+        told: ids of those that were told.
+
+    Returns:
+        The changes, with values of those that were told as a spec has them, and the spec.
+
+    Raises:
+        InvalidSpec: one of them names a key that cannot change or does not take effect there, begins with another value
+            than the key had, has one that is not allowed, or does not hold yet.
+    """
+    document: Document = base.model_dump(mode="json")
+    found: list[LiveChange] = []
+    for change in changes:
+        if change.id not in told:
+            document = applied(document, [change])
+            found.append(change)
+            continue
+        _check_told(change, document)
+        spec = validate_spec(applied(document, [change]))
+        before, document = document, spec.model_dump(mode="json")
+        paths = [key.path for key in change.keys]
+        keys = [ChangedKey(path=p, before=_value_at(before, p), after=_value_at(document, p)) for p in paths]
+        for key in keys:
+            if (reason := _why_not(key, spec, base)) is not None:
+                raise InvalidSpec(f"{key.path}: {reason}")
+        found.append(change.model_copy(update={"keys": tuple(keys)}))
+    with_applied(base, [each for each in found if each.version is not None])
+    return tuple(found), validate_spec(document)
+
+
+def _check_told(change: LiveChange, document: Document) -> None:
+    if change.version is None or max(map(len, (change.id, change.at, change.actor))) > MOST_LETTERS:
+        raise InvalidSpec(f"a change does not hold yet, or its id, time or actor has over {MOST_LETTERS} letters")
+    if len({key.path for key in change.keys}) < len(change.keys):
+        raise InvalidSpec("a change names a key twice")
+    for key in change.keys:
+        if effect_of(key.path) is not change.effect:
+            raise InvalidSpec(f"{key.path[:MOST_LETTERS]}: cannot change with effect {change.effect} while it runs")
+        if _value_at(document, key.path) != key.before:
+            raise InvalidSpec(f"{key.path}: the change begins with another value than the key had")
+
+
+def _value_at(document: Document, path: str) -> Any:
+    found: Any = document
+    for name in path.split("."):
+        if not isinstance(found, Mapping) or name not in found:
+            raise InvalidSpec(f"{path}: the spec does not have this key")
+        found = found[name]
+    return found
 
 
 def group_settings(changes: Sequence[LiveChange]) -> Document:

@@ -118,9 +118,24 @@ def test_groups_carry_the_newest_value_of_what_concerns_them() -> None:
     assert group_settings(changes) == {temperature: 0.5}
 
 
-def test_two_accounts_of_the_same_changes_are_put_together_in_the_order_of_their_times() -> None:
+def test_two_accounts_of_the_same_changes_are_put_together() -> None:
     first, second = a_change("c1", ("a", 1, 2)), a_change("c2", ("a", 2, 3), version=4)
     held = first.model_copy(update={"version": 2})
 
     assert merged([first], [held, second]) == (held, second)
     assert merged([held, second], [first]) == (held, second), "what holds already is not taken back"
+
+
+def test_what_is_missing_comes_after_the_one_that_it_followed_whatever_clocks_say() -> None:
+    first, second, third, fourth = (a_change(f"c{n}", ("a", n, n + 1), version=n) for n in (4, 3, 2, 1))
+
+    assert merged([first, fourth], [first, second, third]) == (first, second, third, fourth)
+    assert merged([fourth], [first]) == (first, fourth), "nothing that is known came before"
+    assert merged([first, fourth], [fourth]) == (first, fourth)
+
+
+def test_a_known_change_takes_a_version_from_another_account_and_nothing_else() -> None:
+    waiting = a_change("c1", ("a", 1, 2))
+    other = a_change("c1", ("b", 5, 6), version=7, step=8, actor="eve")
+
+    assert merged([waiting], [other]) == (waiting.model_copy(update={"version": 7, "step": 8}),)

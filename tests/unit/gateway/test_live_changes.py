@@ -1,5 +1,7 @@
 """Live changes in the gateway: recorded first, held from a version, carried by groups, given to forks and trainers."""
 
+import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,11 +10,13 @@ from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.feeder.feeder import Feeder
 from flotilla.services.gateway.lifecycle import live_changes
 from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.records.steering import Steering
 from flotilla.services.gateway.state import GatewayState
 from flotilla.services.gateway.store.memory import MemoryStore
+from flotilla.services.gateway.store.records import ExperimentRecord
 from flotilla.shared.errors import ActionNotAllowed, InvalidSpec
 from flotilla.shared.schemas.experiment import ExperimentState
-from flotilla.shared.schemas.live_changes import Effect
+from flotilla.shared.schemas.live_changes import ChangedKey, Effect, LiveChange
 from flotilla.shared.schemas.service import ServiceKind
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.streams.hop import HopName, Resolution
@@ -178,3 +182,133 @@ async def test_there_is_a_bound_on_how_often_an_experiment_changes(monkeypatch: 
         await gateway.commands.change(experiment.id, '{"rollout": {"group_size": 4}}')
 
     assert experiment.spec.rollout.group_size == 3
+
+
+def told(path: str, before: Any, after: Any, effect: Effect = Effect.TRAINER, **facts: Any) -> LiveChange:
+    key = ChangedKey(path=path, before=before, after=after)
+    known = {"id": "5eed5eed5eed", "at": "2026-01-01T00:00:00.000Z", "actor": "operator x", "version": 3, "step": 3}
+    return LiveChange(effect=effect, keys=(key,), **(known | facts))
+
+
+GRADER = [{"kind": "http", "url": "http://elsewhere:80/"}]
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (told("reward.components", GRADER, GRADER), "reward.components: cannot change"),
+        (told("asynchrony", None, {}), "asynchrony: cannot change"),
+        (told("resources.stream_bytes", 1, 1 << 60), "resources.stream_bytes: cannot change"),
+        (told(RATE, 1e-6, 0.5, Effect.GROUP), f"{RATE}: cannot change with effect group"),
+        (told(RATE, 0.25, 0.5), f"{RATE}: the change begins with another value"),
+        (told(RATE, 1e-6, -1), "greater than 0"),
+        (told(RATE, 1e-6, 0.5, version=None), "does not hold yet"),
+        (told(RATE, 1e-6, 0.5, actor="x" * 1000), "letters"),
+        (told("algorithm.kl.coefficient", None, 0.1), "the spec does not have this key"),
+        (told("rollout.sampling.max_new_tokens", 16, 9999, Effect.GROUP), "rollout.sampling.max_new_tokens"),
+    ],
+)
+async def test_a_trainer_changes_no_more_by_its_checkpoint_than_a_person_may(change: LiveChange, cause: str) -> None:
+    gateway = a_gateway()
+    experiment = await add_running(gateway)
+    before = experiment.record
+
+    async with gateway.repository.transaction() as transaction:
+        gateway.commands.live.stage_restored(transaction, experiment, [change])
+
+    assert (experiment.record.spec, experiment.record.changes) == (before.spec, before.changes)
+    assert experiment.steering.base == before.spec
+    [event] = await gateway.store.events(experiment.id, after=0, limit=10)
+    assert event.type == live_changes.REFUSED and cause in event.data["cause"]
+
+
+async def test_a_checkpoints_word_on_a_change_that_is_known_is_its_version_alone() -> None:
+    gateway = a_gateway()
+    experiment = await add_running(gateway)
+    await gateway.commands.change(experiment.id, '{"optimisation": {"learning_rate": 0.5}}')
+    [known] = experiment.steering.changes
+
+    async with gateway.repository.transaction() as transaction:
+        gateway.commands.live.stage_restored(transaction, experiment, [told("asynchrony", 1, 2, id=known.id)])
+
+    assert experiment.steering.changes == (known.model_copy(update={"version": 3, "step": 3}),)
+    assert experiment.spec.optimisation.learning_rate == 0.5
+
+
+async def test_a_checkpoint_brings_no_more_changes_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_changes, "MOST_CHANGES", 1)
+    gateway = a_gateway()
+    experiment = await add_running(gateway)
+    changes = [told(RATE, 1e-6, 0.5, id="a"), told(RATE, 0.5, 0.25, id="b")]
+
+    async with gateway.repository.transaction() as transaction:
+        gateway.commands.live.stage_restored(transaction, experiment, changes)
+
+    assert experiment.steering.changes == ()
+
+
+async def test_what_restored_changes_is_in_the_audit_with_the_service_that_told_it() -> None:
+    gateway = a_gateway()
+    experiment = await add_running(gateway)
+
+    async with gateway.repository.transaction() as transaction:
+        gateway.commands.live.stage_restored(transaction, experiment, [told(RATE, 1e-6, 0.5)])
+
+    assert experiment.spec.optimisation.learning_rate == 0.5
+    assert experiment.steering.base["optimisation"]["learning_rate"] == 1e-6
+    [record] = await gateway.store.audit(f"experiments/{experiment.id}", limit=1)
+    assert (record.action, record.detail) == ("restore", {"changes": ["5eed5eed5eed"]})
+
+
+async def test_steering_belongs_to_the_record_that_it_was_made_of_whoever_sets_another_meanwhile() -> None:
+    gateway = a_gateway()
+    experiment, other = await add_running(gateway), await add_running(gateway)
+    await gateway.commands.change(other.id, BOTH)
+    after = replace(experiment.record, spec=other.record.spec, changes=other.record.changes)
+    make = experiment.steering_of
+
+    def slow(record: ExperimentRecord) -> Steering:
+        found = make(record)
+        experiment.record = after
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experiment, "steering_of", slow)
+        assert experiment.steering.changes == ()
+
+    assert len(experiment.steering.changes) == 2
+
+
+async def test_a_change_of_spec_and_record_shows_no_record_in_between() -> None:
+    gateway = a_gateway()
+    experiment = await add_running(gateway)
+    seen: list[tuple[float, int]] = []
+
+    def look(_id: str) -> None:
+        spec = experiment.record.spec
+        seen.append((spec["optimisation"]["learning_rate"], len(experiment.record.changes or ())))
+
+    gateway.repository._on_change = look
+    await gateway.commands.change(experiment.id, BOTH)
+
+    assert set(seen) == {(0.5, 2)}
+
+
+async def test_tasks_are_made_in_a_thread_from_settings_that_were_read_before() -> None:
+    gateway = a_gateway()
+    experiment = await add_running(gateway)
+    await gateway.commands.change(experiment.id, BOTH)
+    threads: list[bool] = []
+    of = Steering.of
+
+    def noting(*arguments: Any) -> Steering:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return of(*arguments)
+
+    experiment._steering = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Steering, "of", noting)
+        patch.setattr(Experiment, "steering", property(lambda each: each.steering_of(each.record)))
+        await issued(gateway, experiment, 1)
+
+    assert threads and all(threads)

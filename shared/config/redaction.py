@@ -1,4 +1,8 @@
-"""What of a spec others may see: passwords and keys inside of URLs, headers and commands are left out."""
+"""What of a spec and of logs others may see: passwords and keys inside of URLs, headers and commands are left out.
+
+Logs are read as they come in, so no pattern takes more time than in proportion to the text: names are taken whole, by
+quantifiers that give nothing back, and looked at by themselves.
+"""
 
 import re
 from collections.abc import Mapping
@@ -7,8 +11,8 @@ from typing import Any, Final
 HIDDEN: Final = "***"
 _SENSITIVE = r"(?:token|api-?_?key|access-?_?key|secret|signature|\bsig\b|password|passwd|pwd|credential|auth)"
 _USER = re.compile(r"(?<=://)[^/?#\s]*@")
-_QUERY = re.compile(rf"([?&;#][^=&;#\s]*{_SENSITIVE}[^=&;#\s]*=)[^&;#\s]+", re.IGNORECASE)
-_SHORT_QUERY = re.compile(r"([?&;](?:key|sig|code|auth)=)[^&;#\s]+", re.IGNORECASE)
+_QUERY = re.compile(r"([?&;#]([^=?&;#\s]*+)=)[^&;#\s\"']+")
+_PARAMETER = re.compile(rf"{_SENSITIVE}|\A(?:key|code)\Z", re.IGNORECASE)
 _ARGUMENT = re.compile(rf"(--?[\w-]*{_SENSITIVE}[\w-]*=).+", re.IGNORECASE | re.DOTALL)
 _OPTION = re.compile(rf"--?[\w-]*{_SENSITIVE}[\w-]*", re.IGNORECASE)
 _KEY = re.compile(
@@ -16,12 +20,25 @@ _KEY = re.compile(
     r"(?:access|auth|bearer|api)[-_]?token)",
     re.IGNORECASE,
 )
+_WORDS = r"token(?!s$|s_|i[sz]er)|secret|password|passwd|passphrase|credential|(?:api|access|private)_?key|"
 _VARIABLE = re.compile(
-    r"token(?!s$|s_|i[sz]er)|secret|password|passwd|passphrase|credential|api_?key|"
-    r"(?:^|_)(?:auth|keys?|pass|pwd|cookie|private|dsn|signature)(?:_|$)",
+    _WORDS + r"(?:^|_)(?:auth|keys?|pass|pwd|cookie|private|dsn|signature)(?:_|$)",
     re.IGNORECASE,
 )
 """Names of environment variables that hold secrets; ``MAX_TOKENS`` and ``TOKENIZER`` do not."""
+_LOGGED = re.compile(_WORDS + r"(?:^|_)(?:auth|authorization|pwd|cookie)(?:_|$)", re.IGNORECASE)
+"""Names before values in a line of a log, where a ``key`` is most often none that opens anything."""
+_NAMED = re.compile(
+    r"(?<![\w-])([\w-]++)(\\*+[\"']?\s*+[=:]\s*+\\*+[\"']?)((?:(?:bearer|basic|token|digest)\s++)?[^\s\"'&,;)]+)",
+    re.IGNORECASE,
+)
+_FOLLOWED = re.compile(r"(?<![\w-])(--?[A-Za-z][\w-]*+)(\\*+[\"']?,?\s++\\*+[\"']?)([^\s\"'-][^\s\"']*+)")
+_KNOWN = (
+    (re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]+", re.IGNORECASE), r"\1 ***"),
+    (re.compile(r"\b(?:fl[a-z]|tml)[_-][\w.-]{16,}", re.IGNORECASE), HIDDEN),
+    (re.compile(r"\b(?:sk|hf|ghp|AKIA)[-_]?[A-Za-z0-9_-]{16,}"), HIDDEN),
+)
+"""What secrets look like, whatever their names."""
 _VALUES = frozenset({"headers", "env"})
 """Mappings of which every value may be a secret."""
 
@@ -35,7 +52,24 @@ def redacted_text(text: str) -> str:
     """Leave out users with their passwords, and the values of parameters that look like secrets, of the URLs in it."""
     if "://" not in text:
         return text
-    return _SHORT_QUERY.sub(rf"\1{HIDDEN}", _QUERY.sub(rf"\1{HIDDEN}", _USER.sub(f"{HIDDEN}@", text)))
+    return _without_parameters(_USER.sub(f"{HIDDEN}@", text))
+
+
+def redacted_line(text: str) -> str:
+    """Leave out what looks like a token, a password or a key in a line of a log, whoever wrote it."""
+    for pattern, replacement in _KNOWN:
+        text = pattern.sub(replacement, text)
+    text = _without_parameters(_USER.sub(f"{HIDDEN}@", text))
+    return _FOLLOWED.sub(_value_hidden, _NAMED.sub(_value_hidden, text))
+
+
+def _without_parameters(text: str) -> str:
+    return _QUERY.sub(lambda found: found[1] + HIDDEN if _PARAMETER.search(found[2]) else found[0], text)
+
+
+def _value_hidden(found: re.Match[str]) -> str:
+    is_secret = _LOGGED.search(found[1].replace("-", "_")) is not None
+    return found[1] + found[2] + HIDDEN if is_secret else found[0]
 
 
 def redacted(document: Any) -> Any:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from flotilla.shared.clock import rfc3339
+from flotilla.shared.config.redaction import redacted_line
 from flotilla.shared.schemas.logs import LEVELS, MOST_LINES, LogEntry, LogLines
 from flotilla.shared.telemetry.logging import experiment_id, facts_of, plain_facts, traceback_of
 
@@ -23,25 +24,6 @@ LONGEST: Final = 2000
 """Characters of a message, and of its facts."""
 OURS: Final = frozenset({"at", "level", "service", "logger", "message", "exception", "experiment_id"})
 _PLAIN: Final = re.compile(r"\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR|CRITICAL) +(\S+) +(.*)", re.DOTALL)
-_SECRETS: Final = (
-    (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]+"), r"\1 ***"),
-    (
-        re.compile(
-            r"(?i)([\w-]*(?:token|secret|password|passwd|api[_-]?key)[\w-]*[\"']?\s*[=:]\s*[\"']?)[^\s\"'&,;)]+"
-        ),
-        r"\1***",
-    ),
-    (re.compile(r"\b(?:fl[a-z]|tml)[_-][\w.-]{16,}"), "***"),
-    (re.compile(r"\b(?:sk|hf|ghp|AKIA)[-_]?[A-Za-z0-9_-]{16,}"), "***"),
-    (re.compile(r"(?<=://)[^/\s@]+@"), "***@"),
-)
-
-
-def without_secrets(text: str) -> str:
-    """Replace what looks like a token, a password or a key by three stars."""
-    for pattern, replacement in _SECRETS:
-        text = pattern.sub(replacement, text)
-    return text
 
 
 class RecentLines:
@@ -55,7 +37,7 @@ class RecentLines:
 
     def add(self, entry: LogEntry) -> None:
         """Keep a line, cut and without secrets; the oldest go where there are too many."""
-        shown = {"message": without_secrets(entry.message[:LONGEST]), "facts": without_secrets(entry.facts[:LONGEST])}
+        shown = {"message": redacted_line(entry.message[:LONGEST]), "facts": redacted_line(entry.facts[:LONGEST])}
         kept = entry.model_copy(update=shown)
         with self._lock:
             self._kept.append(kept)

@@ -1,10 +1,11 @@
 """What others may not see of a spec is left out of it, and nothing else is."""
 
+import time
 from typing import Any
 
 import pytest
 
-from flotilla.shared.config.redaction import redacted
+from flotilla.shared.config.redaction import redacted, redacted_line
 from flotilla.shared.config.spec import ExperimentSpec
 from tests.unit.gateway.builders import a_spec
 
@@ -40,3 +41,75 @@ def test_a_spec_without_secrets_stays_as_it_is() -> None:
     spec: ExperimentSpec = a_spec()
 
     assert redacted(spec.model_dump(mode="json")) == spec.model_dump(mode="json")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Authorization: Bearer SeCrEt-SeCrEt-SeCrEt",
+        "Authorization: Token SeCrEt",
+        "FLOTILLA_TOKEN=SeCrEt-SeCrEt-SeCrEt",
+        "http://h/v1/gradings/1?experiment=e&token=SeCrEt-SeCrEt-SeCrEt",
+        '{"api_key": "SeCrEt-SeCrEt-SeCrEt"}',
+        r'{"body": "{\"api_key\": \"SeCrEt\"}"}',
+        r'"{\\\"password\\\": \\\"SeCrEt\\\"}"',
+        "GET /x?sig=SeCrEt HTTP/1.1",
+        "https://host/x?v=1&key=SeCrEt",
+        "s3://bucket/x?X-Amz-Signature=SeCrEt",
+        "X-Auth: SeCrEt",
+        "'x-auth-key': 'SeCrEt'",
+        "Cookie: SeCrEt",
+        "python serve.py --api-key SeCrEt --port 80",
+        "['serve', '--api-key', 'SeCrEt']",
+        "serve --hf-token=SeCrEt",
+        "redis://:SeCrEt-SeCrEt-SeCrEt@host:6379/0",
+        "the token flt_SeCrEt-SeCrEt-SeCrEt was used",
+        "key sk-SeCrEtSeCrEtSeCrEt",
+        "x" * 60 + "_token=SeCrEt",
+    ],
+)
+def test_what_looks_like_a_secret_is_left_out_of_a_line(text: str) -> None:
+    assert "SeCrEt" not in redacted_line(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "num_tokens 12, tokens/s 4.5; the token budget is 8 of group 3 at http://host:80/x",
+        "num_tokens=12 tokenizer: /models/x key=tasks --max-tokens 12 --port 80",
+        "the author: nobody; KeyError: 'x' of http://host/x?page=2&keyword=y",
+    ],
+)
+def test_ordinary_words_stay_in_a_line(text: str) -> None:
+    assert redacted_line(text) == text
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "x",
+        "token",
+        "-",
+        "--token ",
+        "?",
+        "?token",
+        "&sig",
+        "://",
+        "a@",
+        "\\",
+        'token\\"',
+        "token ",
+        " ",
+        "bearer ",
+        "=",
+        "sk-",
+    ],
+)
+def test_a_line_is_read_in_proportion_to_its_length_whatever_it_repeats(piece: str) -> None:
+    text = piece * (100_000 // len(piece))
+
+    began = time.process_time()
+    redacted_line(text)
+
+    # A pattern that is quadratic in such a text takes minutes, one in proportion some hundredths of a second.
+    assert time.process_time() - began < 5

@@ -1,14 +1,17 @@
 """``flotilla extend | set | fork``: an experiment trains on, perhaps otherwise; or another one goes on from it."""
 
 import argparse
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 from flotilla.cli.continuing import at_rest
 from flotilla.cli.gateway import COPY_SECONDS, START_SECONDS, open_gateway
 from flotilla.cli.output import new_console, write_json
 from flotilla.client.asynchronous import AsyncClient
 from flotilla.shared.config.load.live import differences
-from flotilla.shared.config.load.overrides import apply, on_command_line, with_origins
+from flotilla.shared.config.load.overrides import Override, apply, on_command_line, with_origins
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.schemas.experiment import ExperimentView
@@ -82,7 +85,26 @@ async def fork_of(client: AsyncClient, arguments: argparse.Namespace, name: str 
     except InvalidSpec as error:
         raise with_origins(error, layers) from None
     # Not whole sections: what was changed after the checkpoint is in them.
-    return await client.with_deadline(COPY_SECONDS).fork(parent, differences(parent.spec, wanted), step)
+    return await client.with_deadline(COPY_SECONDS).fork(parent, keys_of_fork(parent.spec, wanted, layers), step)
+
+
+def keys_of_fork(present: Mapping[str, Any], wanted: Mapping[str, Any], layers: Sequence[Override]) -> dict[str, Any]:
+    """List what a fork is sent: what differs from the parent, and whatever was named.
+
+    The checkpoint may have had another value than the parent has now.
+    """
+    keys = deepcopy(dict(differences(present, wanted)))
+    for layer in layers:
+        here, value = keys, wanted
+        for depth, part in enumerate(layer.path, 1):
+            if part not in value:
+                break
+            value = value[part]
+            if depth == len(layer.path) or not isinstance(value, Mapping):
+                here[part] = deepcopy(value)
+                break
+            here = here.setdefault(part, {})
+    return keys
 
 
 def parse_reference(text: str) -> tuple[str, int | None]:

@@ -101,10 +101,12 @@ class Evaluator:
     def due(self) -> int | None:
         """Find the version to evaluate now."""
         record = self._experiment.record
+        # It can change while the experiment runs, unlike the rest of the section.
+        config = self._experiment.steering.in_force.evaluation or self._config
         return due_version(
             policy_version=record.policy_version,
             evaluated_version=record.evaluated_version,
-            every_versions=self._config.every_versions,
+            every_versions=config.every_versions,
             is_trained=self._experiment.is_trained,
         )
 

@@ -237,6 +237,10 @@ def _fill(partial: Path, stored: StoredCheckpoint, spec: ExperimentSpec, experim
     checksums = {name: value for name, value in stored.state.checksums.items() if name in files}
     # The fork's spec has what was changed, and nothing was changed of that.
     changed: dict[str, Any] = {"spec": spec.model_dump(mode="json"), "changes": ()}
+    configured = None if spec.algorithm.kl is None else spec.algorithm.kl.coefficient
+    if configured != ((stored.state.spec.get("algorithm") or {}).get("kl") or {}).get("coefficient"):
+        # Where a controller brought the parent's is of no use for another one.
+        changed["kl_coefficient"] = configured
     own = {"experiment_id": experiment_id, "files": files, "checksums": checksums} | changed
     state = stored.state.model_copy(update=own)
     with (partial / STATE_FILE).open("w", encoding="utf-8") as file:

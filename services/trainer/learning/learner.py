@@ -208,6 +208,8 @@ class Learner:
         self.spec = spec
         self._gradient.follow(spec.algorithm)
         self.optimizer.follow(spec.optimisation)
+        if self.critic is not None:
+            self.critic.follow(spec.optimisation)
 
     def keep_version(self, version: int, oldest: int) -> None:
         """Remember the present weights as this version, and none before ``oldest``, if log-probs need them."""

@@ -90,12 +90,20 @@ class Critic:
             _take_head(own, self._head)
         if self._stored is None:
             self._head.to(next(body.parameters()).device)
-        if config.learning_rate is not None:
-            optimisation = optimisation.model_copy(update={"learning_rate": config.learning_rate})
+        optimisation = self._own(optimisation)
         self.moments = ReturnMoments.none()
         self._optimisation, self._total_updates, self._is_offloaded = optimisation, total_updates, is_offloaded
         if self._stored is None:
             self.optimizer = self._new_optimizer()
+
+    def _own(self, optimisation: OptimisationConfig) -> OptimisationConfig:
+        rate = self.config.learning_rate
+        return optimisation if rate is None else optimisation.model_copy(update={"learning_rate": rate})
+
+    def follow(self, optimisation: OptimisationConfig) -> None:
+        """Take the policy's learning rate, unless it has its own, schedule and clip from another section."""
+        self._optimisation = self._own(optimisation)
+        self.optimizer.follow(self._optimisation)
 
     @property
     def body(self) -> nn.Module:

@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 
 from flotilla.cli.command_line import build_parser
+from flotilla.cli.commands.continuing import keys_of_fork
 from flotilla.cli.continuing import check_same, continue_command, differences, overrides_of
+from flotilla.shared.config.load.overrides import apply, on_command_line
+from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import Conflict
 from flotilla.shared.schemas.live_changes import ChangedKey, Effect, LiveChange
@@ -103,3 +106,11 @@ def test_a_name_is_of_the_experiment_and_of_its_directory() -> None:
 
 def test_a_run_whose_experiment_has_another_name_than_its_directory_goes_on() -> None:
     check_same(a_spec(name="trial"), a_spec(name="trial-2"))
+
+
+def test_a_fork_is_sent_every_key_that_was_named_though_the_parent_has_that_value_by_now() -> None:
+    present = with_rate(0.5).model_dump(mode="json")
+    layers = on_command_line(["optimisation.learning_rate=0.5", "seed=9"])
+    wanted = validate_spec(apply(present, layers)).model_dump(mode="json")
+
+    assert keys_of_fork(present, wanted, layers) == {"optimisation": {"learning_rate": 0.5}, "seed": 9}

@@ -262,3 +262,13 @@ async def test_answers_that_come_one_by_one_are_taken_and_ended_together(monkeyp
 
     assert (len(claims), sum(collected)) == (3, 3)
     assert len(collected) <= 2, "the first wakes the evaluator, the others gather meanwhile"
+
+
+async def test_what_is_due_follows_a_change_of_the_period_at_once() -> None:
+    gateway, experiment, evaluator = await an_evaluator(every_versions=5)
+    await gateway.repository.update(experiment, state="running", policy_version=2, evaluated_version=0)
+    assert evaluator.due() is None
+
+    await gateway.commands.change(experiment.id, '{"evaluation": {"every_versions": 2}}')
+
+    assert evaluator.due() == 2

@@ -185,3 +185,16 @@ def test_what_a_crash_left_without_a_record_is_removed_and_what_has_one_is_finis
 
     assert [path.name for path in (tmp_path / "experiments").iterdir()] == ["stored-1"]
     assert not (tmp_path / "experiments" / "stored-1" / UNFINISHED).exists()
+
+
+def test_a_fork_with_another_coefficient_begins_with_it_and_others_where_the_controller_was(tmp_path: Path) -> None:
+    kl = {"placement": "loss", "coefficient": 0.1}
+    parent = tmp_path / "kl-1"
+    store_checkpoint(parent, 2, a_longer_spec(algorithm={"kl": kl}).model_dump(mode="json"), kl_coefficient=0.17)
+
+    for name, coefficient in (("same", 0.1), ("other", 0.4)):
+        spec = a_longer_spec(algorithm={"kl": kl | {"coefficient": coefficient}})
+        take(find(parent, None), spec, name, tmp_path / name)
+
+    found = [next(iter(complete(tmp_path / name / "checkpoints"))).state.kl_coefficient for name in ("same", "other")]
+    assert found == [0.17, 0.4]

@@ -247,3 +247,17 @@ def test_a_coefficient_that_a_controller_moved_stays_until_another_one_is_config
     kl = algorithm.kl.model_copy(update={"coefficient": 0.2})
     learner.follow(learner.spec.model_copy(update={"algorithm": algorithm.model_copy(update={"kl": kl})}))
     assert learner.kl_coefficient == 0.2
+
+
+@pytest.mark.parametrize(("own", "expected"), [(None, 0.5), (0.125, 0.125)])
+def test_a_critic_follows_the_learning_rate_unless_it_has_its_own(own: float | None, expected: float) -> None:
+    value_loss = {} if own is None else {"value_loss": {"learning_rate": own}}
+    spec = a_spec(algorithm={"advantage": {"kind": "gae"}} | value_loss)
+    learner = Learner(spec, LoadedModel(a_model(), Path()))
+    assert learner.critic is not None
+
+    changed = spec.optimisation.model_copy(update={"learning_rate": 0.5, "max_grad_norm": 0.25})
+    learner.follow(spec.model_copy(update={"optimisation": changed}))
+
+    config = learner.critic.optimizer._config
+    assert (config.learning_rate, config.max_grad_norm) == (expected, 0.25)

@@ -29,8 +29,8 @@ Array = npt.NDArray[np.float32] | npt.NDArray[np.int64]
 
 FLOAT32, INT64, INT32 = 1, 2, 3
 DTYPES: Final[Mapping[int, npt.DTypeLike]] = {FLOAT32: np.float32, INT64: np.int64, INT32: np.int32}
-MAX_ELEMENTS: Final = 1 << 24
-"""Of one tensor, so that a few bytes of a sparse one do not become gigabytes."""
+MAX_ELEMENTS: Final = 1 << 23
+"""Of all tensors of a request, so that the few bytes of sparse ones do not become gigabytes."""
 MISSING: Final = -99999.0
 """Log-probability in an empty cell of a table of the most likely tokens."""
 NO_BYTES: Final = memoryview(b"")
@@ -73,13 +73,15 @@ class ForwardBackwardRequest:
         """Read a message.
 
         Raises:
-            InvalidRequest: it is none, or holds what is not served (pictures, sound).
+            InvalidRequest: it is none, holds what is not served (pictures, sound), or more elements than may be.
         """
         head, loss, config, data = Head.read(raw), "", dict[str, float | str](), list[Datum]()
+        left = MAX_ELEMENTS
         for number, value in fields_of(memoryview(raw)):
             match number:
                 case 3:
-                    data.append(_datum(value))
+                    data.append(_datum(value, left))
+                    left -= sum(each.size for each in data[-1].inputs.values())
                 case 4:
                     loss = as_text(value)
                 case 5:
@@ -125,16 +127,20 @@ def _config_value(raw: Value) -> float | str:
     return ""
 
 
-def _datum(raw: Value) -> Datum:
-    tokens, inputs = list[npt.NDArray[np.int32]](), dict[str, Array]()
+def _datum(raw: Value, most: int) -> Datum:
+    tokens, tensors, inputs = list[npt.NDArray[np.int32]](), dict[str, memoryview](), dict[str, Array]()
     for number, value in fields_of(as_bytes(raw)):
         if number == 1:
             tokens.append(_chunk(value))
         elif number == 2:
             name, content = entry_of(value)
-            inputs[name] = read_tensor(as_bytes(content))
-    if not tokens or not sum(each.size for each in tokens):
+            tensors[name] = as_bytes(content)
+    count = sum(each.size for each in tokens)
+    if not count:
         raise InvalidRequest("a datum has no tokens in model_input")
+    for name, content in tensors.items():
+        inputs[name] = read_tensor(content, rows=count, most=most)
+        most -= inputs[name].size
     return Datum(np.concatenate(tokens).astype(np.int64), inputs)
 
 
@@ -155,14 +161,19 @@ def _elements(raw: memoryview, dtype: npt.DTypeLike) -> npt.NDArray[np.int32]:
     return np.frombuffer(raw, kind.newbyteorder("<"))
 
 
-def read_tensor(raw: memoryview) -> Array:
+def read_tensor(raw: memoryview, *, rows: int | None = None, most: int = MAX_ELEMENTS) -> Array:
     """Read a ``Tensor``: dense, or sparse (CSR), of which what is not listed is 0.
+
+    Args:
+        raw: the message.
+        rows: its first dimension; None: any.
+        most: how many elements it may have.
 
     Returns:
         float32 or int64, in its shape.
 
     Raises:
-        InvalidRequest: it does not fit its own shape, or is too large.
+        InvalidRequest: it does not fit its own shape or the rows, or is too large; nothing was made of it.
     """
     dense, sparse, dtype, shape = NO_BYTES, None, 0, list[int]()
     for number, value in fields_of(raw):
@@ -177,16 +188,28 @@ def read_tensor(raw: memoryview) -> Array:
                 shape += as_ints(value)
     if dtype not in DTYPES:
         raise InvalidRequest(f"a tensor has the dtype {dtype}, which is not read: float32, int64 or int32")
-    if any(size < 0 for size in shape) or math.prod(shape) > MAX_ELEMENTS:
-        raise InvalidRequest(f"a tensor has the shape {shape}: at most {MAX_ELEMENTS} elements")
-    found = _elements(dense, DTYPES[dtype]) if sparse is None else _from_csr(sparse, dtype, shape)
-    if shape and math.prod(shape) != found.size:
+    if not shape and sparse is None:
+        shape = [_elements(dense, DTYPES[dtype]).size]
+    _check_shape(shape, rows, most)
+    if sparse is not None:
+        return _from_csr(sparse, dtype, shape)
+    found = _elements(dense, DTYPES[dtype])
+    if math.prod(shape) != found.size:
         raise InvalidRequest(f"a tensor of shape {shape} has {found.size} elements")
-    kept = found.reshape(shape) if shape else found
+    kept = found.reshape(shape)
     return kept.astype(np.float32) if dtype == FLOAT32 else kept.astype(np.int64)
 
 
-def _from_csr(raw: memoryview, dtype: int, shape: Sequence[int]) -> npt.NDArray[np.int32]:
+def _check_shape(shape: Sequence[int], rows: int | None, most: int) -> None:
+    if any(size < 0 for size in shape) or math.prod(shape) > most:
+        raise InvalidRequest(
+            f"a tensor has the shape {shape}: all tensors of a request have at most {MAX_ELEMENTS} elements together"
+        )
+    if rows is not None and (not shape or shape[0] != rows):
+        raise InvalidRequest(f"a tensor has the shape {shape}: it must have a row for each of the {rows} tokens")
+
+
+def _from_csr(raw: memoryview, dtype: int, shape: Sequence[int]) -> Array:
     values, rows, columns = NO_BYTES, NO_BYTES, NO_BYTES
     for number, value in fields_of(raw):
         match number:
@@ -206,7 +229,8 @@ def _from_csr(raw: memoryview, dtype: int, shape: Sequence[int]) -> npt.NDArray[
         raise InvalidRequest("a sparse tensor's rows do not fit its shape")
     if places.size and not (int(places.min()) >= 0 and int(places.max()) < shape[1]):
         raise InvalidRequest("a sparse tensor names a column that is not there")
-    found = np.zeros(tuple(shape), DTYPES[dtype])
+    size = tuple(shape)
+    found: Array = np.zeros(size, np.float32) if dtype == FLOAT32 else np.zeros(size, np.int64)
     found[np.repeat(np.arange(shape[0]), np.diff(starts)), places] = entries
     return found
 

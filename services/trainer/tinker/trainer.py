@@ -304,8 +304,8 @@ class Trainer:
             raise InvalidRequest(
                 f"loss_fn_inputs: {TARGETS} must have a row for each of the {datum.token_ids.size} tokens read"
             )
-        whole = targets.astype(np.int64)
         self._check_size(datum.token_ids.size, targets.size)
+        whole = targets.astype(np.int64, copy=False)
         self._check(datum.token_ids)
         self._check(whole.reshape(-1))
         return datum.token_ids, whole

@@ -18,7 +18,14 @@ from flotilla.shared.tinker.fields import (
     put_ints,
     varint,
 )
-from flotilla.shared.tinker.messages import ForwardBackwardRequest, Head, read_tensor, write_output, write_tensor
+from flotilla.shared.tinker.messages import (
+    MAX_ELEMENTS,
+    ForwardBackwardRequest,
+    Head,
+    read_tensor,
+    write_output,
+    write_tensor,
+)
 
 INT64 = 2
 
@@ -165,3 +172,40 @@ def test_a_message_of_millions_of_fields_is_not_read_to_its_end(read: Callable[[
 def test_a_shape_of_millions_of_sizes_is_not_read_to_its_end() -> None:
     with pytest.raises(InvalidRequest, match="65536 numbers"):
         read_tensor(memoryview(put_bytes(4, b"\x01" * (MAX_FIELDS + 1))))
+
+
+def an_empty_csr(rows: int, columns: int) -> bytes:
+    csr = put_bytes(2, np.zeros(rows + 1, "<i8").tobytes())
+    return put_bytes(2, csr) + put_int(3, INT64) + put_ints(4, [rows, columns])
+
+
+def a_sparse_datum(num_tokens: int, tensors: dict[str, bytes]) -> bytes:
+    text = put_bytes(1, put_bytes(1, put_bytes(1, np.zeros(num_tokens, "<i4").tobytes())))
+    return text + b"".join(put_entry(2, name, put_bytes(2, each)) for name, each in tensors.items())
+
+
+def test_a_tensor_that_has_no_row_for_each_token_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = a_request([a_sparse_datum(2, {"target_tokens": an_empty_csr(1, MAX_ELEMENTS)})])
+    made: list[object] = []
+    monkeypatch.setattr(np, "zeros", lambda *shape: made.append(shape))
+
+    with pytest.raises(InvalidRequest, match="a row for each of the 2 tokens"):
+        ForwardBackwardRequest.read(request)
+
+    assert made == []
+
+
+@pytest.mark.parametrize("is_one_datum", [True, False])
+def test_all_sparse_tensors_of_a_request_have_no_more_elements_than_one_may(is_one_datum: bool) -> None:
+    tensor = an_empty_csr(1, MAX_ELEMENTS // 8)
+    several = {str(number): tensor for number in range(9)}
+    one_each = [a_sparse_datum(1, {name: each}) for name, each in several.items()]
+
+    with pytest.raises(InvalidRequest, match="of a request"):
+        ForwardBackwardRequest.read(a_request([a_sparse_datum(1, several)] if is_one_datum else one_each))
+
+
+def test_sparse_tensors_within_the_bound_are_read() -> None:
+    found = ForwardBackwardRequest.read(a_request([a_sparse_datum(2, {"weights": an_empty_csr(2, 3)})] * 2))
+
+    assert [each.inputs["weights"].shape for each in found.data] == [(2, 3)] * 2

@@ -1,6 +1,7 @@
 """Reward functions of other systems' contracts, wrapped in a file that our reward service can load.
 
 The file is written beside the spec; when the experiment starts it loads the user's own file, relative to its folder.
+What a launch file says comes into the code as literals alone.
 """
 
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Final
 
 from flotilla.importers.spelling import experiment_name
 
-HEAD: Final = '''"""Calls {function}() of {path} as {system} does. Written by `flotilla import {system}`."""
+HEAD: Final = '''"""Calls FUNCTION of the file PATH as {system} does. Written by `flotilla import {system}`."""
 
 import importlib.util
 import inspect
@@ -115,7 +116,7 @@ def score(sample):
     return {"reward": _first(found["rewards"]), "metrics": metrics}
 '''
 
-ROWS: Final = '''"""Reads rows through {name} of {path} as verl does. Written by `flotilla import verl`."""
+ROWS: Final = '''"""Reads rows through NAME of the file PATH as verl does. Written by `flotilla import verl`."""
 
 import importlib.util
 import inspect
@@ -207,8 +208,9 @@ def verl_batch_adapter(path: str, function: str) -> str:
     """Write the same for a function of verl's manager ``batch``, which takes and gives lists: here of one answer."""
     plain = "function(**_arguments(sample))"
     listed = 'function(**{f"{name}s": [value] for name, value in _arguments(sample).items()})'
-    made = HEAD.format(path=path, function=function, system="verl") + VERL
-    return made.replace(f"await {plain}", f"(await {listed})[0]").replace(plain, f"{listed}[0]")
+    # Not in what a path became: there it would end the text.
+    calls = VERL.replace(f"await {plain}", f"(await {listed})[0]").replace(plain, f"{listed}[0]")
+    return HEAD.format(path=path, function=function, system="verl") + calls
 
 
 def openrlhf_adapter(path: str) -> str:

@@ -10,7 +10,7 @@ from flotilla.shared.config.sections.reward_model import RewardModelConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.trial_run.edits import Edits
 from flotilla.trial_run.families import family_of
-from flotilla.trial_run.stand_ins import SAMPLE, grader_for, loaded_by, loading
+from flotilla.trial_run.stand_ins import SAMPLE, grader_for, loaded_by, loading, named
 
 STAND_IN = "stand_in.py"
 
@@ -81,12 +81,12 @@ def _custom(
         edits.set(f"{field}.path", f"{there.resolve()}:{function}", "the same file, by its absolute path")
         return
     name = f"stand_in_{number}.py"
-    made[name] = SAMPLE.format(name=function)
+    made[name] = named(SAMPLE, function)
     edits.set(f"{field}.path", f"{name}:{function}", "that file is not here: one of the same signature")
 
 
 def _stand_in(edits: Edits, field: str, component: Component, made: dict[str, str], why: str) -> None:
-    made[STAND_IN] = SAMPLE.format(name="score")
+    made[STAND_IN] = named(SAMPLE, "score")
     stand_in = CustomConfig(
         kind="custom",
         path=f"{STAND_IN}:score",

@@ -17,7 +17,7 @@ from flotilla.shared.config.sections.episodes import (
 from flotilla.shared.config.sections.rollout import RolloutConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.trial_run.edits import Edits
-from flotilla.trial_run.stand_ins import ENVIRONMENT, TOOL, call_of
+from flotilla.trial_run.stand_ins import ENVIRONMENT, TOOL, call_of, named
 
 ACTIONS: Final = ("Up", "Down", "Left", "Right")
 NEEDED: Final = "gem"
@@ -44,7 +44,7 @@ def replace_players(
                 _code(edits, f"{field}.path", tool.path, TOOL, files, made, base)
             elif not isinstance(tool, CodeInterpreterConfig):
                 name = f"stand_in_tool_{number}"
-                made[f"{name}.py"] = TOOL.format(name=name)
+                made[f"{name}.py"] = named(TOOL, name)
                 stand_in = PythonToolConfig(kind="python", path=f"{name}.py:{name}")
                 edits.set(field, stand_in.model_dump(mode="json"), "no server is asked in a trial")
 
@@ -60,7 +60,7 @@ def _code(
     if written is None and there.is_file():
         edits.set(field, f"{there.resolve()}:{name}", "the same file, by its absolute path")
         return
-    made[f"stand_in_{name.lower()}.py"] = stand_in.format(name=name)
+    made[f"stand_in_{name.lower()}.py"] = named(stand_in, name)
     why = f"the package {NEEDED} is not here: a stand-in" if written is not None else NOT_HERE
     edits.set(field, f"stand_in_{name.lower()}.py:{name}", why)
 

@@ -1,8 +1,12 @@
 """What stands for code and services that are not on this machine: of the same signature, with made-up results."""
 
 import ast
+import keyword
 import re
+from collections.abc import Sequence
 from typing import Final
+
+from flotilla.shared.errors import InvalidRequest
 
 GRADED: Final = '''"""Stands for a grader that is not here: half of all answers are right, always the same ones."""
 
@@ -68,13 +72,28 @@ CALLS: Final = re.compile(r"^FUNCTION = (.+)$", re.MULTILINE)
 PARTS: Final = re.compile(r"^score_\d+ = _part\((.+)\)$", re.MULTILINE)
 
 
+def named(stand_in: str, name: str, keys: Sequence[str] = ()) -> str:
+    """Write one of the above under the name that is asked for.
+
+    Raises:
+        InvalidRequest: the name is none of a function or a class.
+    """
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise InvalidRequest(f"{name!r} is no name of a function or a class in Python: give one of letters and digits")
+    return stand_in.format(name=name, keys=list(keys))
+
+
 def grader_for(adapter: str) -> str:
-    """Write a function of the signature that an importer's adapter calls."""
+    """Write a function of the signature that an importer's adapter calls.
+
+    Raises:
+        InvalidRequest: the name that it calls is none of a function.
+    """
     name = ast.literal_eval(CALLS.search(adapter)[1])  # type: ignore[index]
     keys = [ast.literal_eval(each) for each in PARTS.findall(adapter)]
     if "function([prompt" in adapter:
-        return OPENRLHF.format(name=name)
-    return (VERL_BATCH if '{name}s": [value]' in adapter else VERL).format(name=name, keys=keys)
+        return named(OPENRLHF, name)
+    return named(VERL_BATCH if '{name}s": [value]' in adapter else VERL, name, keys)
 
 
 def loaded_by(adapter: str) -> str | None:

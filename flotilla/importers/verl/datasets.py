@@ -53,6 +53,9 @@ def _places(source: Source, name: str) -> list[Fields]:
     if class_name is None:
         source.lack("data.sources: data.custom_cls.path names a file: give data.custom_cls.name, the class in it")
         class_name = "Dataset"
+    if not class_name.isidentifier():
+        source.refuse(f"{CLASS}.name", f"{class_name!r} is no name of a class")
+        class_name = "Dataset"
     file = adapter_name(path, class_name)
     source.files[file] = verl_rows_adapter(path, class_name)
     options = {

@@ -449,6 +449,9 @@ def function_or_default(source: Source) -> Fields:
     if path is None:
         return {"reward.components": [{"kind": "verl_default"}]}
     function = source.required("custom_reward_function.name")
+    if not function.isidentifier():
+        source.refuse("custom_reward_function.name", f"{function!r} is no name of a function")
+        return {}
     if gdpo.by_key(source):
         return gdpo.components(source, path, function)
     file = adapter_name(path, function)

@@ -1,11 +1,19 @@
 """The files that wrap reward functions of other contracts load in our reward service and call them as promised."""
 
+import ast
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flotilla.importers.adapter import adapter_name, openrlhf_adapter, verl_adapter, verl_rows_adapter
+from flotilla.importers.adapter import (
+    adapter_name,
+    openrlhf_adapter,
+    verl_adapter,
+    verl_batch_adapter,
+    verl_keys_adapter,
+    verl_rows_adapter,
+)
 from flotilla.services.gateway.datasets.custom import custom_rows
 from flotilla.services.reward.verifiers.custom_process import grade_of, load_function
 from flotilla.shared.schemas.grading import GradingSample
@@ -131,3 +139,23 @@ def test_an_error_of_the_function_stays_an_error(tmp_path: Path) -> None:
 
 def test_adapters_of_two_functions_have_two_names() -> None:
     assert adapter_name("x/grade.py", "a") != adapter_name("x/grade.py", "b")
+
+
+HOSTILE = ['x""";intruder();"""', "x\nintruder()", "x'function(**_arguments(sample))", "x{0}\\"]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_what_a_launch_file_says_is_never_code_of_an_adapter(text: str) -> None:
+    for write in (
+        lambda each: verl_adapter(each, each),
+        lambda each: verl_batch_adapter(each, each),
+        lambda each: verl_keys_adapter(each, each, [each]),
+        lambda each: verl_rows_adapter(each, each),
+        openrlhf_adapter,
+    ):
+        assert shape_of(write(text)) == shape_of(write("x"))
+
+
+def shape_of(code: str) -> list[str]:
+    """List the nodes of code: none more where a text is only a literal."""
+    return [type(each).__name__ for each in ast.walk(ast.parse(code))]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.tinker import messages
 from flotilla.shared.tinker.fields import (
     MAX_FIELDS,
     as_int,
@@ -196,8 +197,11 @@ def test_a_tensor_that_has_no_row_for_each_token_is_refused_before_it_is_made(mo
 
 
 @pytest.mark.parametrize("is_one_datum", [True, False])
-def test_all_sparse_tensors_of_a_request_have_no_more_elements_than_one_may(is_one_datum: bool) -> None:
-    tensor = an_empty_csr(1, MAX_ELEMENTS // 8)
+def test_all_sparse_tensors_of_a_request_together_have_a_bound(
+    is_one_datum: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "MAX_ELEMENTS", 64)
+    tensor = an_empty_csr(1, 8)
     several = {str(number): tensor for number in range(9)}
     one_each = [a_sparse_datum(1, {name: each}) for name, each in several.items()]
 

@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 
 from flotilla.importers.adapter import openrlhf_adapter, verl_adapter, verl_batch_adapter, verl_keys_adapter
-from flotilla.trial_run.stand_ins import ENVIRONMENT, SAMPLE, TOOL, call_of, grader_for, loaded_by, loading
+from flotilla.shared.errors import InvalidRequest
+from flotilla.trial_run.stand_ins import ENVIRONMENT, SAMPLE, TOOL, call_of, grader_for, loaded_by, loading, named
 
 SAMPLES = [
     SimpleNamespace(response=f"answer {n}", prompt="p", label="1", data_source="d", metadata={}) for n in range(16)
@@ -53,3 +54,10 @@ def test_stand_ins_have_the_signatures_that_the_fleet_calls() -> None:
 
 def test_arguments_are_those_of_the_function() -> None:
     assert call_of("def f(a, b=1): ...\ndef g(): ...\n", "f") == {"a": "1", "b": "1"}
+
+
+@pytest.mark.parametrize("name", ["a():\n    pass\nprint(1)\ndef b", "class", "", "a.b"])
+def test_a_name_that_is_none_of_python_comes_into_no_code(name: str) -> None:
+    for write in (lambda: grader_for(verl_adapter("own/grade.py", name)), lambda: named(TOOL, name)):
+        with pytest.raises(InvalidRequest, match="no name of a function"):
+            write()

@@ -28,7 +28,7 @@ APART: Mapping[str, tuple[str, ...]] = {
         "optimisation.learning_rate", "optimisation.min_learning_rate_ratio", "optimisation.betas",
         "optimisation.epsilon", "optimisation.weight_decay", "optimisation.max_grad_norm", "optimisation.decay_all",
         "optimisation.warmup_start_ratio", "optimisation.decay_updates", "optimisation.wsd_decay_updates",
-        "optimisation.wsd_decay", "optimisation.router.*", "optimisation.masters",
+        "optimisation.wsd_decay", "optimisation.cosine_cycles", "optimisation.router.*", "optimisation.masters",
     ),
     "how much, where the table has whether": (
         "model.lora.alpha", "model.lora.rank_stabilised", "model.lora.targets", "model.lora.exclude",

@@ -31,6 +31,7 @@ ROOT: Final = Path(__file__).parents[2]
 OURS: Final = tuple(f"{ROOT / 'flotilla' / top}/" for top in ("services", "shared"))
 SERVICES: Final = frozenset({"gateway", "rollout", "reward", "sandbox"})
 TEST_RUNNER: Final = "_run_tests_and_fixtures"
+CREATES_APPS: Final = "create_app"
 
 
 @dataclass(slots=True)
@@ -48,9 +49,14 @@ class _Callback:
     def seconds(self) -> float:
         return time.clock_gettime(self.clock) - self.began - self.collecting
 
-    def look(self) -> None:
-        """Add the time since the last look to that asleep, if the thread used no processor and sleeps now."""
+    def look(self, frame: FrameType | None) -> None:
+        """Add the time since the last look to that asleep, if the thread used no processor and sleeps now.
+
+        An app is created before its process has a loop: what that takes is no hold of one.
+        """
         now, used = time.monotonic(), time.clock_gettime(self.clock)
+        if _is_in(frame, CREATES_APPS):
+            self.collecting += used - max(self.used, self.began)
         if used == self.used and _is_asleep(self.native_id):
             self.asleep += now - self.looked
         self.looked, self.used = now, used
@@ -116,12 +122,20 @@ class SlowCallbacks:
     def _look(self) -> None:
         while not self._is_over.wait(LOOK_SECONDS):
             for thread, callback in list(self._running.items()):
-                callback.look()
+                callback.look(sys._current_frames().get(thread))
                 if not callback.stack and self._is_too_long(callback):
                     callback.stack = list(_frames_of(sys._current_frames().get(thread)))
 
     def _is_too_long(self, callback: _Callback) -> bool:
         return callback.seconds > self._most_seconds or callback.asleep > self._most_asleep_seconds
+
+
+def _is_in(frame: FrameType | None, name: str) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == name:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_asleep(native_id: int) -> bool:

@@ -369,6 +369,18 @@ ELSEWHERE: Final = {
     ("docs/rest.md", 'curl -H "$auth" $api/experiments/arithmetic-3f9a1c/checkpoints/20/upload'):
         "tests/e2e/test_fleet_commands.py, by flotilla checkpoints --verify",
     ("examples/short_answers/README.md", "flotilla show runs/short-answers --best"): "as on docs/cli.md",
+    ("docs/cluster.md", "FLOTILLA_DATABASE_URL_FILE="): "tests/integration/gateway/test_standbys.py",
+    ("docs/import.md", "flotilla import auto train.py"): "tests/unit/importers/test_commands.py",
+    ("docs/import.md", "flotilla import trl train.py"): "tests/unit/importers/test_commands.py",
+    ("docs/import.md", "flotilla import roll rlvr.yaml --set rollout.group_size=2 --try"):
+        "tests/integration/importers/test_trials.py",
+    ("docs/import.md", "flotilla import verl run.sh --rows 17398 --try"): "tests/integration/importers/test_trials.py",
+    ("docs/import/trl.md", "flotilla import trl"): "tests/unit/importers/test_documented_examples.py",
+    ("docs/rest.md", 'curl -H "$auth" "$api/experiments/arithmetic-3f9a1c/logs?level=warning"'):
+        "tests/unit/gateway/test_service_logs.py",
+    ("docs/steering.md", "flotilla set arithmetic"): "tests/unit/gateway/test_live_changes.py",
+    ("docs/trust.md", "flotilla receipt"): "tests/unit/cli/test_receipts.py",
+    ("docs/trust.md", "flotilla regrade"): "tests/unit/cli/test_regrading.py",
 }  # fmt: skip
 """Lines, by page and beginning, that other tests run."""
 

@@ -212,7 +212,8 @@ def test_a_trainer_that_gives_its_device_up_keeps_nothing_of_pictures(folder: Pa
 
 def _num_features() -> int:
     gc.collect()
-    return sum(isinstance(each, Features) for each in gc.get_objects())
+    # Not isinstance: objects that torch deprecates warn when they are asked for their class.
+    return sum(issubclass(type(each), Features) for each in gc.get_objects())
 
 
 def folder_kind(folder: Path) -> str:

@@ -207,11 +207,8 @@ async def test_a_change_of_quotas_takes_effect_and_no_service_notices() -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (
-            "{optimisation: {steps: 9, shuffle: true}}",
-            r"optimisation\.shuffle: only resources and optimisation\.steps can be",
-        ),
-        ("{seed: 9}", "only resources and"),
+        ("{optimisation: {steps: 9, epochs_per_step: 2}}", r"optimisation\.epochs_per_step: cannot change while"),
+        ("{seed: 9}", "seed: cannot change while the experiment runs"),
         ("{optimisation: {steps: 1}}", "more than the 2 that there are"),
         ("{resources: {rollouts: {min: 3, max: 2}}}", "max 2 is below min 3"),
         ("{resources: {rolouts: {max: 2}}}", "did you mean resources.rollouts"),

@@ -38,6 +38,12 @@ class KilledAfterTheCheckpoint:
 
 
 class Planner:
+    live = SimpleNamespace(trained_with=lambda _version: ())
+    max_lag = 1
+
+    async def spec_of(self, _step: int) -> Any:
+        return Learner.spec
+
     async def groups_of(self, step: int, *_: Any) -> StepGroups:
         plan = Plan(step, step - 1, (step,), (), 0, 0, 3, (3,))
         return StepGroups(plan, (a_group([1.0, 0.0], 1),), False, wait_seconds=0.0, pace_seconds=0.0)

@@ -3,10 +3,19 @@
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from flotilla.shared.checkpoints.folders import CHECKPOINTS, complete, state_of
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.files.beneath import Outside, open_beneath, read_beneath
+
+PIECE_BYTES = 8 << 20
+
+
+class Interrupted(Exception):
+    """Whoever wanted a copy does not want it any more."""
 
 
 def copy_experiment(source: Path, target: Path) -> int:
@@ -21,26 +30,69 @@ def copy_experiment(source: Path, target: Path) -> int:
     num_bytes = 0
     for stored in complete(source / CHECKPOINTS, source):
         copied = target / CHECKPOINTS / stored.path.name
-        num_bytes += _copy(stored.path, copied)
+        num_bytes += _copy(source, stored.path, target)
         if state_of(copied) is None:
             shutil.rmtree(copied, ignore_errors=True)
-    return num_bytes + _copy(source, target, leave_out=source / CHECKPOINTS)
+    return num_bytes + _copy(source, source, target, leave_out=source / CHECKPOINTS)
 
 
-def _copy(source: Path, target: Path, leave_out: Path | None = None) -> int:
+def restore_experiment(backup: Path, name: str, target: Path, is_unwanted: Callable[[], bool] = lambda: False) -> None:
+    """Copy a directory of a backup into a new one; blocks.
+
+    Args:
+        backup: the whole folder, which may be somebody else's.
+        name: of the directory in it.
+        target: must not be there.
+        is_unwanted: asked before each file.
+
+    Raises:
+        InvalidRequest: something in it is a link, or neither a file nor a folder.
+        Interrupted: it is unwanted.
+        OSError: it cannot be copied.
+    """
+    target.mkdir(mode=0o700, parents=True)
+    if (backup / name).is_symlink() or not (backup / name).is_dir():
+        raise InvalidRequest(f"this backup is damaged: {name} is no folder")
+    for folder, names, files in os.walk(backup / name, onerror=_raise):
+        here = Path(folder)
+        below = here.relative_to(backup / name)
+        for each in names:
+            if (here / each).is_symlink():
+                raise InvalidRequest(f"this backup is damaged: {name}/{below / each} is a link")
+            (target / below / each).mkdir()
+        for each in files:
+            if is_unwanted():
+                raise Interrupted
+            try:
+                with read_beneath(backup, str(Path(name, below, each))) as file:
+                    _write(file, target, below / each)
+            except Outside as error:
+                raise InvalidRequest(f"this backup is damaged: {error.filename}: {error.strerror}") from None
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _copy(source: Path, part: Path, target: Path, leave_out: Path | None = None) -> int:
     num_bytes = 0
-    for path in _files(source, leave_out):
-        place = target / path.relative_to(source)
+    for path in _files(part, leave_out):
+        name = path.relative_to(source)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            file = read_beneath(source, str(name))
         except OSError:
             continue
-        with os.fdopen(descriptor, "rb") as file:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with place.open("wb") as copy:
-                shutil.copyfileobj(file, copy, 8 << 20)
-                num_bytes += copy.tell()
+        with file:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            num_bytes += _write(file, target, name)
     return num_bytes
+
+
+def _write(file: BinaryIO, target: Path, name: Path) -> int:
+    descriptor = open_beneath(target, str(name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    with os.fdopen(descriptor, "wb") as copy:
+        shutil.copyfileobj(file, copy, PIECE_BYTES)
+        return copy.tell()
 
 
 def _files(source: Path, leave_out: Path | None) -> Iterator[Path]:

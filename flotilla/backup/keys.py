@@ -1,15 +1,18 @@
 """What an experiment keeps in Redis: read in one instant, by one script, and written to another server."""
 
+import asyncio
 import base64
-from collections.abc import Iterator
+import binascii
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from flotilla.shared.errors import Conflict, InvalidRequest, Unavailable
+from flotilla.shared.files.beneath import read_beneath
 from flotilla.shared.streams.hop import StreamKeys
 from flotilla.shared.streams.plans import Plan
 from flotilla.shared.streams.redis.connection import connect
@@ -30,6 +33,9 @@ return {found, redis.call('HVALS', KEYS[1]), redis.call('HKEYS', KEYS[2])}
 """
 """All keys of an experiment, its plans, and the numbers of the committed steps that it remembers."""
 BATCH: Final = 100
+ANSWER_SECONDS: Final = 60.0
+"""Longest time for one answer of a server: of all that an experiment has, or to some keys."""
+Answer = TypeVar("Answer")
 
 
 class PlaneSummary(BaseModel, frozen=True):
@@ -69,12 +75,20 @@ async def dump_keys(url: str, experiment_ids: list[str], folder: Path) -> None:
         for each in experiment_ids:
             keys = StreamKeys(each)
             pattern = f"{{exp:{each}}}*"
-            found, plans, steps = await redis.eval(READ, 2, keys.plans, keys.lineage, pattern)
+            found, plans, steps = await _in_time(redis.eval(READ, 2, keys.plans, keys.lineage, pattern))
             _write(folder / f"{each}.jsonl", found, plans, steps)
     except (RedisError, OSError) as error:
         raise Unavailable(f"the data plane cannot be read: {error}") from error
     finally:
         await redis.aclose()
+
+
+async def _in_time(answer: Awaitable[Answer]) -> Answer:
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            return await answer
+    except TimeoutError:
+        raise Unavailable(f"the Redis server did not answer within {ANSWER_SECONDS:g} s") from None
 
 
 def _write(path: Path, found: list[Any], plans: list[bytes], steps: list[bytes]) -> None:
@@ -92,11 +106,15 @@ def _damaged(path: Path, error: Exception) -> InvalidRequest:
 
 
 def _keys(path: Path) -> Iterator[StoredKey]:
+    prefix = f"{StreamKeys(path.stem).prefix}:"
     try:
-        with path.open(encoding="utf-8") as file:
-            next(file, "")
+        with read_beneath(path.parent, path.name) as file:
+            next(file, b"")
             for line in file:
-                yield StoredKey.model_validate_json(line)
+                stored = StoredKey.model_validate_json(line)
+                if not stored.key.startswith(prefix):
+                    raise ValueError(f"{stored.key!r} is no key of this experiment")
+                yield stored
     except (OSError, ValueError) as error:
         raise _damaged(path, error) from None
 
@@ -110,27 +128,34 @@ def summary_of(path: Path) -> PlaneSummary | None:
     if not path.exists():
         return None
     try:
-        with path.open(encoding="utf-8") as file:
+        with read_beneath(path.parent, path.name) as file:
             return PlaneSummary.model_validate_json(file.readline())
     except (OSError, ValueError) as error:
         raise _damaged(path, error) from None
 
 
 async def restore_keys(url: str, experiment_ids: list[str], folder: Path) -> None:
-    """Write what each experiment had.
+    """Write what each experiment had, and none of it if the whole of it cannot be written.
 
     Raises:
         Conflict: the server has keys of one of them.
+        InvalidRequest: a file is damaged, or has keys that are not its experiment's.
         Unavailable: it does not answer, or is older than the one that was read.
     """
     redis = connect(url)
     try:
         for each in experiment_ids:
-            async for key in redis.scan_iter(match=f"{{exp:{each}}}*", count=1000):
-                raise Conflict(f"the Redis server has keys of {each} already ({key.decode()}): restore to an empty one")
-        for each in experiment_ids:
-            if (path := folder / f"{each}.jsonl").exists():
-                await _restore(redis, path)
+            async for keys in _pages(redis, each):
+                for key in keys:
+                    name = key.decode(errors="replace")
+                    raise Conflict(f"the Redis server has keys of {each} already ({name}): restore to an empty one")
+        try:
+            for each in experiment_ids:
+                if (path := folder / f"{each}.jsonl").exists():
+                    await _restore(redis, path)
+        except BaseException:
+            await _remove(redis, experiment_ids)
+            raise
     except ResponseError as error:
         raise Unavailable(f"the Redis server refuses a key, as one that is older does: {error}") from error
     except (RedisError, OSError) as error:
@@ -139,10 +164,45 @@ async def restore_keys(url: str, experiment_ids: list[str], folder: Path) -> Non
         await redis.aclose()
 
 
+async def remove_keys(url: str, experiment_ids: list[str]) -> None:
+    """Delete what a restore has written of experiments.
+
+    Raises:
+        Unavailable: the server does not answer, or refuses.
+    """
+    redis = connect(url)
+    try:
+        await _remove(redis, experiment_ids)
+    except (RedisError, OSError) as error:
+        raise Unavailable(f"the data plane cannot be written: {error}") from error
+    finally:
+        await redis.aclose()
+
+
+async def _pages(redis: Redis, experiment_id: str) -> AsyncIterator[list[bytes]]:
+    cursor = 0
+    while True:
+        cursor, keys = await _in_time(redis.scan(cursor, match=f"{{exp:{experiment_id}}}*", count=1000))
+        yield keys
+        if cursor == 0:
+            return
+
+
+async def _remove(redis: Redis, experiment_ids: list[str]) -> None:
+    for each in experiment_ids:
+        async for keys in _pages(redis, each):
+            if keys:
+                await _in_time(redis.unlink(*keys))
+
+
 async def _restore(redis: Redis, path: Path) -> None:
     pipeline = redis.pipeline(transaction=False)
     for count, each in enumerate(_keys(path), start=1):
-        pipeline.restore(each.key, each.ttl, base64.b64decode(each.dump))
+        try:
+            content = base64.b64decode(each.dump, validate=True)
+        except binascii.Error as error:
+            raise _damaged(path, error) from None
+        pipeline.restore(each.key, each.ttl, content)
         if count % BATCH == 0:
-            await pipeline.execute()
-    await pipeline.execute()
+            await _in_time(pipeline.execute())
+    await _in_time(pipeline.execute())

@@ -3,21 +3,23 @@
 import asyncio
 import os
 import shutil
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pydantic import BaseModel
 
-from flotilla.backup.files import copy_experiment
-from flotilla.backup.keys import dump_keys, restore_keys, summary_of
+from flotilla.backup.files import copy_experiment, restore_experiment
+from flotilla.backup.keys import dump_keys, remove_keys, restore_keys, summary_of
 from flotilla.backup.losses import Parts, losses_of
-from flotilla.backup.rows import dump_rows, experiments_of, restore_rows
+from flotilla.backup.rows import dump_rows, experiments_of, restore_rows, tokens_of
 from flotilla.shared.checkpoints.folders import CHECKPOINTS, complete
 from flotilla.shared.clock import rfc3339
-from flotilla.shared.errors import Conflict, InvalidRequest
+from flotilla.shared.errors import Conflict, FlotillaError, InvalidRequest
+from flotilla.shared.files.beneath import read_beneath
 from flotilla.shared.locations.allowed import GRANTS
 
 FORMAT: Final = 1
@@ -105,9 +107,15 @@ def _copy_token(source: Path, target: Path) -> None:
 
 
 def _copy_private(source: Path, target: Path) -> None:
-    content = source.read_bytes()
+    with read_beneath(source.parent, source.name) as kept:
+        content = kept.read()
     with os.fdopen(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
+
+
+def _text(folder: Path, name: str) -> str:
+    with read_beneath(folder, name) as file:
+        return file.read().decode()
 
 
 def read_about(folder: Path) -> About:
@@ -117,7 +125,7 @@ def read_about(folder: Path) -> About:
         InvalidRequest: it is no complete backup, or one of a later release.
     """
     try:
-        about = About.model_validate_json((folder / ABOUT).read_text())
+        about = About.model_validate_json(_text(folder, ABOUT))
     except (OSError, ValueError):
         raise InvalidRequest(f"{folder} is no complete backup: it has no {ABOUT}") from None
     if about.format != FORMAT:
@@ -139,32 +147,120 @@ def lines_of(folder: Path) -> list[str]:
     return lines
 
 
-async def restore_backup(folder: Path, stores: Stores, say: Say) -> None:
+def rights_of(folder: Path) -> list[str]:
+    """Say what a backup has that lets somebody do something: it is restored only for who trusts the backup.
+
+    Raises:
+        InvalidRequest: it is damaged.
+    """
+    found = []
+    for each in tokens_of(folder / DATABASE):
+        bound = "" if each.experiment_id is None else f" of {each.experiment_id}"
+        found.append(f"token {each.name!r}: {each.scope}{bound}")
+    if (folder / TOKEN).exists():
+        found.append("the operator's token")
+    if (folder / GRANTS).exists():
+        try:
+            granted = _text(folder, GRANTS).splitlines()
+        except (OSError, ValueError) as error:
+            raise InvalidRequest(f"this backup is damaged: {GRANTS} cannot be read: {error}") from None
+        found += [f"a file of code that the fleet may run: {each!r}" for each in granted if each.strip()]
+    return found
+
+
+async def restore_backup(folder: Path, stores: Stores, say: Say, *, with_rights: bool = False) -> None:
     """Write a backup into stores that are empty; the database last, so that what broke off is no fleet.
+
+    What was written is removed if the whole of it cannot be.
+
+    Args:
+        folder: the backup, which may be somebody else's.
+        stores: of the fleet to come.
+        say: gets a line for each part, and one for what could not be removed.
+        with_rights: also what ``rights_of`` lists.
 
     Raises:
         Conflict: one of them is not empty.
-        InvalidRequest: it is no complete backup.
+        InvalidRequest: it is no complete backup, or has links, or keys of others.
         Unavailable: a store cannot be written.
     """
     about = read_about(folder)
     experiments = experiments_of(folder / DATABASE)
-    ids = [each.id for each in experiments]
     home = stores.data.resolve() / EXPERIMENTS
-    for each in ids:
-        if (home / each).exists():
-            raise Conflict(f"{home / each} is there already: restore to another data directory")
+    for each in experiments:
+        if (home / each.id).exists():
+            raise Conflict(f"{home / each.id} is there already: restore to another data directory")
     stores.data.mkdir(mode=0o700, parents=True, exist_ok=True)
-    await restore_keys(stores.redis_url, ids, folder / PLANE)
-    say("data plane   restored")
-    for each in ids:
-        await asyncio.to_thread(shutil.copytree, folder / EXPERIMENTS / each, home / each)
-        say(f"files        {each}")
-    directories = {each.id: (each.directory, str(home / each.id)) for each in experiments}
-    await asyncio.to_thread(restore_rows, stores.database_url, folder / DATABASE, about.revision, directories)
-    say("database     restored")
-    if (folder / GRANTS).exists() and not (stores.data / GRANTS).exists():
-        await asyncio.to_thread(_copy_private, folder / GRANTS, stores.data / GRANTS)
-    if (folder / TOKEN).exists() and not (stores.data / TOKEN).exists():
-        await asyncio.to_thread(_copy_token, folder / TOKEN, stores.data / TOKEN)
-        say(f"token        {stores.data / TOKEN}")
+    restored = _Restored([each.id for each in experiments], stores)
+    try:
+        await restore_keys(stores.redis_url, restored.ids, folder / PLANE)
+        restored.has_keys = True
+        say("data plane   restored")
+        for each in experiments:
+            place = home / each.id
+            restored.paths.append(place)
+            await _finished(
+                asyncio.to_thread(
+                    restore_experiment, folder, f"{EXPERIMENTS}/{each.id}", place, restored.is_unwanted.is_set
+                ),
+                restored.is_unwanted,
+            )
+            say(f"files        {each.id}")
+        for name in (GRANTS, TOKEN) if with_rights else ():
+            place = stores.data / name
+            if (folder / name).exists() and not place.exists():
+                restored.paths.append(place)
+                _copy_private(folder / name, place)
+                say(f"{name:<12} {place}")
+        directories = {each.id: (each.directory, str(home / each.id)) for each in experiments}
+
+        def write_rows() -> None:
+            url, source = stores.database_url, folder / DATABASE
+            restore_rows(url, source, about.revision, directories, with_tokens=with_rights)
+            restored.is_complete = True
+
+        await _finished(asyncio.to_thread(write_rows), restored.is_unwanted)
+        say("database     restored")
+    except BaseException:
+        if not restored.is_complete:
+            await restored.remove(say)
+        raise
+
+
+@dataclass
+class _Restored:
+    """What a restore has written so far: none of it was there before."""
+
+    ids: list[str]
+    stores: Stores
+    paths: list[Path] = field(default_factory=list)
+    has_keys: bool = False
+    is_complete: bool = False
+    is_unwanted: threading.Event = field(default_factory=threading.Event)
+
+    async def remove(self, say: Say) -> None:
+        """Remove it; say what is left."""
+        for path in self.paths:
+            if path.is_dir():
+                await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+            if path.exists():
+                say(f"left behind  {path}: remove it before the next restore")
+        if self.has_keys:
+            try:
+                await remove_keys(self.stores.redis_url, self.ids)
+            except FlotillaError as error:
+                patterns = ", ".join(f"{{exp:{each}}}*" for each in self.ids)
+                say(f"left behind  the keys {patterns} in Redis: delete them before the next restore ({error})")
+
+
+async def _finished(work: Coroutine[Any, Any, None], is_unwanted: threading.Event) -> None:
+    """Wait for a thread, also where this is cancelled: what it writes cannot be removed before it has ended."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        is_unwanted.set()
+        await asyncio.wait([task])
+        raise

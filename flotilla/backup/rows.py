@@ -3,26 +3,30 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final, TypeVar
 
 import sqlalchemy as sa
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util.exc import CommandError
-from pydantic import BaseModel, JsonValue
+from pydantic import BaseModel, JsonValue, StringConstraints, ValidationError
 
 from flotilla.services.gateway.store import tables
 from flotilla.services.gateway.store.locks import FileLock, lock_every_session
 from flotilla.services.gateway.store.sql import alembic_config, keep_private, open_engine, upgrade
 from flotilla.shared.errors import Conflict, InvalidRequest, Unavailable
+from flotilla.shared.files.beneath import read_beneath
 
 BATCH_ROWS: Final = 1000
 PATHS: Final = {"experiments": ("directory", "id"), "checkpoints": ("path", "experiment_id")}
 """Columns that name files, by table, and those with the experiment whose files these are."""
+Known = TypeVar("Known", bound=BaseModel)
 Row = dict[str, JsonValue]
 """Of any table: its columns by name."""
-OWN: Final = frozenset({tables.last_transaction.name})
-"""What belongs to one database and is not taken to another."""
+OWN: Final = frozenset({tables.last_transaction.name, tables.services.name})
+"""What belongs to one fleet and is not taken to another: its services register with the gateway that they have."""
+ExperimentId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")]
+"""As the gateway makes them; names of folders and of keys are made of it."""
 
 
 def dump_rows(url: str, folder: Path) -> str:
@@ -68,12 +72,20 @@ def _dump(connection: sa.Connection, table: sa.Table, path: Path) -> None:
 class ExperimentRow(BaseModel, frozen=True):
     """What a restore has to know of an experiment; see the table's columns."""
 
-    id: str
+    id: ExperimentId
     state: str
     step: int
     policy_version: int
     directory: str
     started_at: float | None
+
+
+class TokenRow(BaseModel, frozen=True):
+    """What somebody who restores has to know of a token; see the table's columns."""
+
+    name: str
+    scope: str
+    experiment_id: str | None
 
 
 def experiments_of(folder: Path) -> list[ExperimentRow]:
@@ -82,15 +94,34 @@ def experiments_of(folder: Path) -> list[ExperimentRow]:
     Raises:
         InvalidRequest: they are not there, or damaged.
     """
-    path = folder / f"{tables.experiments.name}.jsonl"
+    return _rows_of(folder, tables.experiments, ExperimentRow)
+
+
+def tokens_of(folder: Path) -> list[TokenRow]:
+    """Read the tokens of a dumped database; raises as ``experiments_of``."""
+    return _rows_of(folder, tables.tokens, TokenRow)
+
+
+def _rows_of(folder: Path, table: sa.Table, model: type[Known]) -> list[Known]:
+    name = f"{table.name}.jsonl"
     try:
-        with path.open(encoding="utf-8") as file:
-            return [ExperimentRow.model_validate_json(line) for line in file]
+        with read_beneath(folder, name) as file:
+            return [model.model_validate_json(line) for line in file]
+    except ValidationError as error:
+        what = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:3])
+        raise InvalidRequest(f"this backup is damaged: {name} cannot be read: {what}") from None
     except (OSError, ValueError) as error:
-        raise InvalidRequest(f"this backup is damaged: {path.name} cannot be read: {error}") from None
+        raise InvalidRequest(f"this backup is damaged: {name} cannot be read: {error}") from None
 
 
-def restore_rows(url: str, folder: Path, revision: str, directories: Mapping[str, tuple[str, str]]) -> None:
+def restore_rows(
+    url: str,
+    folder: Path,
+    revision: str,
+    directories: Mapping[str, tuple[str, str]],
+    *,
+    with_tokens: bool = False,
+) -> None:
     """Write the rows into a database that has none, under its lock; all or none; blocks.
 
     Args:
@@ -98,6 +129,7 @@ def restore_rows(url: str, folder: Path, revision: str, directories: Mapping[str
         folder: with the tables.
         revision: of their schema.
         directories: of each experiment, as recorded and as it will be.
+        with_tokens: also the tokens that were made by the fleet's operators, which let their holders in.
 
     Raises:
         Conflict: the database has experiments.
@@ -108,6 +140,7 @@ def restore_rows(url: str, folder: Path, revision: str, directories: Mapping[str
     engine = open_engine(url)
     path = engine.url.database if engine.dialect.name == "sqlite" else None
     lock = FileLock(Path(path)) if path else None
+    left_out = OWN if with_tokens else OWN | {tables.tokens.name}
     try:
         if lock is not None:
             lock.take()
@@ -120,7 +153,7 @@ def restore_rows(url: str, folder: Path, revision: str, directories: Mapping[str
                 raise Conflict("the database has experiments already: restore into an empty one")
             there = frozenset(sa.inspect(connection).get_table_names())  # a backup of an earlier release has fewer
             for table in tables.metadata.sorted_tables:
-                if table.name in there - OWN:
+                if table.name in there - left_out:
                     _restore(connection, table, folder / f"{table.name}.jsonl", directories)
     except CommandError as error:
         raise InvalidRequest(f"this backup is of a later release: its schema is {revision}: {error}") from None
@@ -138,7 +171,7 @@ def _restore(
     connection: sa.Connection, table: sa.Table, path: Path, directories: Mapping[str, tuple[str, str]]
 ) -> None:
     batch: list[Row] = []
-    with path.open(encoding="utf-8") as file:
+    with read_beneath(path.parent, path.name) as file:
         for line in file:
             batch.append(_moved(table, json.loads(line), directories))
             if len(batch) == BATCH_ROWS:

@@ -73,6 +73,8 @@ def _add_backups(commands: "Commands") -> None:
     restore.add_argument(
         "--dry-run", action="store_true", help="only say what the backup holds, and what would be lost"
     )
+    text = "also its tokens and the files of code that its fleet might run: only of a backup that is your own"
+    restore.add_argument("--with-rights", action="store_true", help=text)
 
 
 class _Version(argparse.Action):

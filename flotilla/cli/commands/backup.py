@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from flotilla.backup.parts import Stores, lines_of, make_backup, read_about, restore_backup
+from flotilla.backup.parts import Stores, lines_of, make_backup, read_about, restore_backup, rights_of
 from flotilla.cli.exit_codes import ExitCode
 from flotilla.cli.output import new_console
 from flotilla.cli.redis_server import LocalRedis
@@ -45,11 +45,15 @@ async def restore(arguments: argparse.Namespace) -> int:
     console.print(f"backup of {about.at}", markup=False)
     for line in lines_of(folder):
         console.print(line, markup=False)
+    for line in rights_of(folder):
+        what = "restored" if arguments.with_rights else "left out without --with-rights"
+        console.print(f"{line} ({what})", markup=False)
     if arguments.dry_run:
         return ExitCode.DONE
     with _redis(data) as redis_url:
         stores = Stores(data, _database_url(data), redis_url)
-        await restore_backup(folder, stores, lambda line: console.print(line, markup=False))
+        rights = arguments.with_rights
+        await restore_backup(folder, stores, lambda line: console.print(line, markup=False), with_rights=rights)
     return ExitCode.DONE
 
 

@@ -149,13 +149,13 @@ class Tokens:
         """Digests of the tokens that a service of a kind lets in to read weights, and to nothing else."""
         return (digest_of(self._key.weights_token()),) if kind is ServiceKind.ROLLOUT else ()
 
-    def for_logs(self) -> str:
-        """What the gateway shows to a service to read what it logged."""
-        return self._key.logs_token()
+    def for_logs(self, service_id: str) -> str:
+        """What the gateway shows to a service to read what it logged; no other service lets it in."""
+        return self._key.logs_token(service_id)
 
-    def accepted_for_logs(self) -> tuple[str, ...]:
-        """Digests of the tokens that services let in to read what they logged: the gateway's and the operator's."""
-        return digest_of(self._key.logs_token()), digest_of(self._operator)
+    def accepted_for_logs(self, service_id: str) -> tuple[str, ...]:
+        """Digests of the tokens that a service lets in to read what it logged: the gateway's and the operator's."""
+        return digest_of(self._key.logs_token(service_id)), digest_of(self._operator)
 
     async def create(self, request: TokenRequest) -> tuple[TokenRecord, str]:
         """Make a token; this is the only time that it is seen.

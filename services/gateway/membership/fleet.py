@@ -111,7 +111,7 @@ class Fleet:
             peers=self._tokens.peers_of(service.kind),
             accepts=self._tokens.accepted_by(service.kind),
             accepts_for_weights=self._tokens.accepted_for_weights(service.kind),
-            accepts_for_logs=self._tokens.accepted_for_logs(),
+            accepts_for_logs=self._tokens.accepted_for_logs(service.id),
         )
 
     async def report(

@@ -47,7 +47,7 @@ class ServiceLogs:
 
     Args:
         registry: of the services.
-        token: makes what they let in for this.
+        token: makes what one lets in for this, by its id.
         transport: another way to them, of a test.
         own: the gateway's own lines.
     """
@@ -55,7 +55,7 @@ class ServiceLogs:
     def __init__(
         self,
         registry: Registry,
-        token: Callable[[], str],
+        token: Callable[[str], str],
         transport: httpx.AsyncBaseTransport | None = None,
         own: RecentLines = RECENT,
     ) -> None:
@@ -124,7 +124,7 @@ class ServiceLogs:
         parameters: dict[str, str | int] = {"level": query.level, "containing": query.containing, "lines": query.lines}
         if query.experiment_id is not None:
             parameters["experiment_id"] = query.experiment_id
-        headers = HEADERS | {"Authorization": f"Bearer {self._token()}"}
+        headers = HEADERS | {"Authorization": f"Bearer {self._token(service.id)}"}
         url = f"{service.record.address}/v1/logs"
         try:
             async with (

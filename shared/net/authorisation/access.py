@@ -107,9 +107,9 @@ class PassKey:
         """Return what rollouts show to each other to pull weights; who has it can do nothing else with it."""
         return self._derive("readers of weights").hex()
 
-    def logs_token(self) -> str:
-        """Return what the gateway shows to services to read their logs; who has it can do nothing else with it."""
-        return self._derive("readers of logs").hex()
+    def logs_token(self, service_id: str) -> str:
+        """Return what the gateway shows to one service to read its logs; who has it can do nothing else with it."""
+        return self._derive(f"readers of logs of {service_id}").hex()
 
     def joining(self, kind: ServiceKind) -> str:
         """Make the pass with which a service of a kind registers, and can do nothing else."""

@@ -75,7 +75,7 @@ def told(gateway: Any, kind: ServiceKind) -> Credentials:
     """Make what a registered service of this kind lets in."""
     credentials = Credentials(f"given to the {kind} at its start")
     accepts, for_weights = gateway.tokens.accepted_by(kind), gateway.tokens.accepted_for_weights(kind)
-    for_logs = gateway.tokens.accepted_for_logs()
+    for_logs = gateway.tokens.accepted_for_logs("s")
     credentials.take(
         Registered(
             service_id="s",

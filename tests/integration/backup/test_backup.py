@@ -154,7 +154,7 @@ async def test_a_restore_refuses_stores_that_are_not_empty_and_folders_that_are_
     await redis.aclose()
     with pytest.raises(InvalidRequest, match="no complete backup"):
         await restore_backup(tmp_path / "other.partial", stores_of(there), quiet)
-    await restore_backup(backup, stores_of(there), quiet)
+    await restore_backup(backup, stores_of(there), quiet, with_rights=True)
     assert (there.data / GRANTS).read_text() == "/code/grade.py", "what the fleet may run"
     assert created["id"] in lines_of(backup)[0]
     assert (backup.stat().st_mode & 0o777) == 0o700

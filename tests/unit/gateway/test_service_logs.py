@@ -33,8 +33,7 @@ class Fleet:
             kept.add(LogEntry(at=f"2026-01-01T00:00:{len(message):02}Z", experiment_id=owner, message=message))
         monkeypatch.setattr(service_side, "RECENT", kept)
         credentials = Credentials("given at its start")
-        accepts = self.gateway.tokens.accepted_for_logs()
-        credentials.take(Registered(service_id="s", lease_seconds=1, accepts_for_logs=accepts))
+        self.credentials = credentials
         app = FastAPI()
         add_problem_handlers(app)
         # Addresses of these services are told apart by a folder.
@@ -42,8 +41,13 @@ class Fleet:
         self.transport: httpx.AsyncBaseTransport = httpx.ASGITransport(app)
         self.logs = self.with_(self.transport)
 
+    def let_in(self, *service_ids: str) -> None:
+        """Have the app, which stands for all services, let in what a gateway shows to those of these ids."""
+        accepts = tuple(digest for each in service_ids for digest in self.gateway.tokens.accepted_for_logs(each))
+        self.credentials.take(Registered(service_id="s", lease_seconds=1, accepts_for_logs=accepts))
+
     def with_(self, transport: httpx.AsyncBaseTransport, token: str | None = None) -> ServiceLogs:
-        shown = self.gateway.tokens.for_logs if token is None else lambda: token
+        shown = self.gateway.tokens.for_logs if token is None else lambda _: token
         return ServiceLogs(self.gateway.registry, shown, transport, self.own)
 
 
@@ -52,6 +56,7 @@ async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
     made = Fleet(monkeypatch)
     await add_experiment(made.gateway)
     await add_service(made.gateway, ServiceKind.ROLLOUT, "one", "tiny-1")
+    made.let_in(the_service(made))
     yield made
     await made.gateway.logs.aclose()
 
@@ -108,6 +113,15 @@ async def test_a_service_that_does_not_say_is_named_with_the_cause(fleet: Fleet,
     assert found.unread == {the_service(fleet): why}
 
 
+async def test_what_the_gateway_shows_to_one_service_opens_the_lines_of_no_other(fleet: Fleet) -> None:
+    fleet.let_in("rollout-another")
+
+    found = await fleet.logs.of_service(the_service(fleet), ANY)
+
+    assert found.items == ()
+    assert found.unread
+
+
 async def test_a_service_shows_its_lines_to_no_peer(fleet: Fleet) -> None:
     peers = fleet.gateway.tokens.peer_of(ServiceKind.ROLLOUT)
 
@@ -120,6 +134,7 @@ async def test_a_service_shows_its_lines_to_no_peer(fleet: Fleet) -> None:
 async def test_of_very_many_services_some_are_asked_and_the_others_named(fleet: Fleet) -> None:
     for number in range(MOST_SERVICES):
         await add_service(fleet.gateway, ServiceKind.ROLLOUT, f"more {number}", "tiny-1")
+    fleet.let_in(*(each.id for each in fleet.gateway.registry))
 
     found = await fleet.logs.of_experiment("tiny-1", OWN, None)
     only_gateway = await fleet.logs.of_experiment("tiny-1", OWN, GATEWAY)

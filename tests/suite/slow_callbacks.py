@@ -124,7 +124,7 @@ class SlowCallbacks:
             for thread, callback in list(self._running.items()):
                 callback.look(sys._current_frames().get(thread))
                 if not callback.stack and self._is_too_long(callback):
-                    callback.stack = list(_frames_of(sys._current_frames().get(thread)))
+                    callback.stack = _frames_of(sys._current_frames().get(thread))
 
     def _is_too_long(self, callback: _Callback) -> bool:
         return callback.seconds > self._most_seconds or callback.asleep > self._most_asleep_seconds
@@ -148,8 +148,14 @@ def _is_asleep(native_id: int) -> bool:
     return stat.rpartition(")")[2].split()[0] in "SD"
 
 
-def _frames_of(frame: FrameType | None) -> traceback.StackSummary:
-    return traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
+def _frames_of(frame: FrameType | None) -> list[traceback.FrameSummary]:
+    """List the frames, outermost first, without their sources: the callback would be over before those are read."""
+    found = []
+    while frame is not None:
+        code = frame.f_code
+        found.append(traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name, lookup_line=False))
+        frame = frame.f_back
+    return found[::-1]
 
 
 def _is_ours(stack: list[traceback.FrameSummary]) -> bool:

@@ -46,7 +46,7 @@ async def found(
 
 
 async def test_a_callback_that_holds_the_loop_is_found_with_its_place() -> None:
-    (report,) = await found(lambda: burn(0.3))
+    (report,) = await found(lambda: burn(0.08))
 
     assert "flotilla/services/gateway/any.py" in report and "in burn" in report
 

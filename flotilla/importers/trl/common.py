@@ -194,6 +194,20 @@ def tracking(source: Source) -> Fields:
     return chosen(source, "report_to", [each for each in written if each in FED])
 
 
+def held_out(source: Source) -> tuple[Fields, int | None] | None:
+    """Read the rows that are evaluated on, and after how many steps; None where there are none, or no strategy asks."""
+    strategy = source.choose("eval_strategy", {"no": None, "steps": "steps", "epoch": "epoch"})
+    if strategy is None:
+        return None
+    found = place(source, "eval_dataset", "dataset_test_split")
+    if found is None and source.has("dataset_test_split"):
+        found = place(source, "train_dataset", "dataset_test_split")
+    if found is None:
+        return None
+    every = source.value("eval_steps") if strategy == "steps" else None
+    return found, None if every is None else int(every)
+
+
 def place(source: Source, name: str, split_name: str) -> Fields | None:
     """Read where rows are; None where nothing is written, or where it was refused."""
     value = source.value(name)

@@ -16,6 +16,7 @@ from flotilla.importers.trl import arguments
 from flotilla.importers.trl.common import (
     STEPS,
     batch,
+    held_out,
     model,
     naming,
     optimiser,
@@ -127,16 +128,10 @@ def _rows(source: Source) -> Fields:
 
 
 def _held_out(source: Source) -> Fields:
-    strategy = source.choose("eval_strategy", {"no": None, "steps": "steps", "epoch": "epoch"})
-    if strategy is None:
+    if (held := held_out(source)) is None:
         return {}
-    found = place(source, "eval_dataset", "dataset_test_split")
-    if found is None and source.has("dataset_test_split"):
-        found = place(source, "train_dataset", "dataset_test_split")
-    if found is None:
-        return {}
-    every = source.value("eval_steps") if strategy == "steps" else None
-    return {"job.held_out": {**found, "every_steps": None if every is None else int(every)}}
+    found, every = held
+    return {"job.held_out": {**found, "every_steps": every}}
 
 
 def _steps(source: Source) -> Fields:

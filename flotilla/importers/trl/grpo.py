@@ -12,7 +12,18 @@ from flotilla.importers.parameter import Parameter, applied, ignored, refused, t
 from flotilla.importers.source import Source
 from flotilla.importers.system import System, make_system
 from flotilla.importers.trl import arguments
-from flotilla.importers.trl.common import STEPS, batch, model, naming, optimiser, over, place, router, tracking
+from flotilla.importers.trl.common import (
+    STEPS,
+    batch,
+    held_out,
+    model,
+    naming,
+    optimiser,
+    over,
+    place,
+    router,
+    tracking,
+)
 from flotilla.importers.trl.graders import rewards
 from flotilla.importers.trl.releases import default
 from flotilla.importers.trl.written import Rows
@@ -326,21 +337,15 @@ def correction(source: Source) -> Fields:
 
 def evaluation(source: Source) -> Fields:
     """Make the evaluation, where there are rows for it and a strategy asks for it."""
-    strategy = source.choose("eval_strategy", {"no": None, "steps": "steps", "epoch": "epoch"})
-    if strategy is None:
+    if (held := held_out(source)) is None:
         return {}
-    found = place(source, "eval_dataset", "dataset_test_split")
-    if found is None and source.has("dataset_test_split"):
-        found = place(source, "train_dataset", "dataset_test_split")
-    if found is None:
-        return {}
+    found, every = held
     _, _, batches = _sizes(source)
-    every = source.value("eval_steps") if strategy == "steps" else None
     sets = {"evaluation.path": found["path"]} if set(found) == {"path"} else {
         "evaluation.sets": [{"name": "held-out", **found}]
     }  # fmt: skip
     return sets | {
-        "evaluation.every_versions": None if every is None else max(int(every) // batches, 1),
+        "evaluation.every_versions": None if every is None else max(every // batches, 1),
         "evaluation.greedy": False,
         "evaluation.group_size": source.value("num_generations_eval") or source.required("num_generations"),
     }

@@ -13,8 +13,9 @@ _SENSITIVE = r"(?:token|api-?_?key|access-?_?key|secret|signature|\bsig\b|passwo
 _USER = re.compile(r"(?<=://)[^/?#\s]*@")
 _QUERY = re.compile(r"([?&;#]([^=?&;#\s]*+)=)[^&;#\s\"']+")
 _PARAMETER = re.compile(rf"{_SENSITIVE}|\A(?:key|code)\Z", re.IGNORECASE)
-_ARGUMENT = re.compile(rf"(--?[\w-]*{_SENSITIVE}[\w-]*=).+", re.IGNORECASE | re.DOTALL)
-_OPTION = re.compile(rf"--?[\w-]*{_SENSITIVE}[\w-]*", re.IGNORECASE)
+_SECRET = re.compile(_SENSITIVE, re.IGNORECASE)
+_ARGUMENT = re.compile(r"(--?[\w-]*+=).+", re.DOTALL)
+_OPTION = re.compile(r"--?[\w-]*+")
 _KEY = re.compile(
     r"(?:x[-_])?(?:authorization|cookie|password|passwd|secret|credentials?|(?:\w+[-_])?(?:api|access|secret)[-_]?key|"
     r"(?:access|auth|bearer|api)[-_]?token)",
@@ -92,8 +93,8 @@ def _of_field(name: str, value: Any) -> Any:
 
 
 def _of_argument(before: Any, value: Any) -> Any:
-    if isinstance(value, str) and isinstance(before, str) and _OPTION.fullmatch(before):
+    if isinstance(value, str) and isinstance(before, str) and _OPTION.fullmatch(before) and _SECRET.search(before):
         return HIDDEN
-    if isinstance(value, str) and (found := _ARGUMENT.fullmatch(value)):
+    if isinstance(value, str) and (found := _ARGUMENT.fullmatch(value)) and _SECRET.search(found[1]):
         return found[1] + HIDDEN
     return redacted(value)

@@ -12,7 +12,7 @@ from flotilla.importers.hydra import problem
 from flotilla.importers.source import Given
 from flotilla.importers.trl.script import CONFIGS, TRAINERS, Script
 from flotilla.importers.trl.slices import CannotSlice, slice_for
-from flotilla.importers.trl.written import Called, Code, Function, Rows, is_known
+from flotilla.importers.trl.written import Called, Code, Function, Rows, described, is_known
 from flotilla.shared.config.load.yaml_text import read_value, too_large
 
 TRAINER: Final = "trainer"
@@ -166,7 +166,7 @@ class _Reader:
             elif isinstance(value, Called) and value.name == "from_pretrained":
                 yield self._one(name, value.argument(0, "pretrained_model_name_or_path"))
             else:
-                yield Given(value if is_known(value) else repr(value), name, _where(value))
+                yield Given(value if is_known(value) else described(value), name, _where(value))
 
     def _config(self, value: Any) -> Iterator[Given]:
         if value is None:
@@ -223,13 +223,14 @@ class _Reader:
         why = (
             value.why if isinstance(value, Code) and value.why else f"only a run of the script knows: give {name}=VALUE"
         )
-        return Given(repr(value), name, _where(value), refusal=f"{value!r}: {why}")
+        shown = described(value)
+        return Given(shown, name, _where(value), refusal=f"{shown}: {why}")
 
     def _function(self, value: Any) -> Any:
         if isinstance(value, str) or (isinstance(value, Called) and value.name in OF_TRL):
             return value
         if not isinstance(value, Code | Called):
-            return Function(repr(value), "", "it is no function that is known before the script runs")
+            return Function(described(value), "", "it is no function that is known before the script runs")
         imported = self._script.calls.imported.get(ast.unparse(value.node), "")
         if imported.startswith("trl.") and (name := imported.rpartition(".")[2]) in OF_TRL:
             return Called(name, value.node)

@@ -1,6 +1,7 @@
 """Values of a script as they are read without running it: known, a call of a name that matters, or code."""
 
 import ast
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -9,6 +10,10 @@ from flotilla.importers.values import shown
 
 PLAIN: Final = (str, int, float, bool, type(None))
 MAX_ITEMS: Final = 10_000
+MAX_WRITTEN: Final = 1_000_000
+"""Characters and items of a value that is written out, each place of a list that has several counted."""
+MAX_NESTED: Final = 64
+ENDLESS: Final = math.inf
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,9 +100,30 @@ class Rows:
 
 
 def is_known(value: Any) -> bool:
-    """Whether a value is plain data throughout."""
-    if isinstance(value, list | tuple | set):
-        return len(value) <= MAX_ITEMS and all(is_known(each) for each in value)
-    if isinstance(value, Mapping):
-        return len(value) <= MAX_ITEMS and all(is_known(each) for pair in value.items() for each in pair)
-    return isinstance(value, PLAIN)
+    """Whether a value is plain data throughout, and small enough to be written out."""
+    return _written(value, PLAIN, {}, 0) <= MAX_WRITTEN
+
+
+def described(value: Any) -> str:
+    """Write a value for a message, in which there may be code."""
+    is_small = _written(value, (*PLAIN, object), {}, 0) <= MAX_WRITTEN
+    return shown(value) if is_small else f"a {type(value).__name__} that is too large to be shown"
+
+
+def _written(value: Any, plain: tuple[type, ...], sizes: dict[int, float], depth: int) -> float:
+    """Count what a value takes when it is written out; what contains itself or is no plain data has no end.
+
+    Args:
+        plain: what a value without others in it may be.
+        sizes: of what was counted, by identity: a list in many places would be counted as often, twice as many for
+            each further one that holds it twice.
+    """
+    if not isinstance(value, list | tuple | set | Mapping):
+        return (len(value) + 1 if isinstance(value, str) else 1) if isinstance(value, plain) else ENDLESS
+    if (known := sizes.get(id(value))) is not None:
+        return known
+    sizes[id(value)] = ENDLESS
+    if depth < MAX_NESTED and len(value) <= MAX_ITEMS:
+        parts = [each for pair in value.items() for each in pair] if isinstance(value, Mapping) else value
+        sizes[id(value)] = 1 + sum(_written(each, plain, sizes, depth + 1) for each in parts)
+    return sizes[id(value)]

@@ -113,3 +113,13 @@ def test_a_line_is_read_in_proportion_to_its_length_whatever_it_repeats(piece: s
 
     # A pattern that is quadratic in such a text takes minutes, one in proportion some hundredths of a second.
     assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("piece", ["-", "--token", "--x", "api-", "--token="])
+def test_the_arguments_of_a_spec_are_read_in_proportion_to_their_length(piece: str) -> None:
+    text = piece * (100_000 // len(piece))
+
+    began = time.process_time()
+    redacted({"command": [text, text]})
+
+    assert time.process_time() - began < 5

@@ -156,3 +156,18 @@ def test_arithmetic_of_a_hostile_script_stays_small() -> None:
     found = given(HEAD + "\n".join(lines) + "\n" + END)["beta"]
 
     assert found.refusal is not None
+
+
+@pytest.mark.parametrize("piece", ["[a, a]", "{'x': a, 'y': a}", "[a, a, fine]"])
+def test_a_list_that_holds_another_many_times_is_refused_at_once(piece: str) -> None:
+    lines = f"a = []\n{'a = ' + piece + chr(10)}" + f"a = {piece}\n" * 60
+
+    found = given(f"{HEAD}{lines}args = GRPOConfig(vllm_server_host=a)\n{END}")
+
+    assert "too large" in str(found["vllm_server_host"].refusal)
+
+
+def test_a_list_that_holds_itself_is_no_known_value() -> None:
+    found = given(f"{HEAD}a = []\na.append(a)\nargs = GRPOConfig(vllm_server_host=a)\n{END}")
+
+    assert found["vllm_server_host"].refusal is not None

@@ -4,8 +4,12 @@ JSON lines: a head with the checkpoint's files, spec, graders and software; a li
 group in it; a signature over all of them. Memory holds one file of samples.
 """
 
+import contextlib
 import hashlib
 import json
+import os
+import secrets
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +27,7 @@ from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.sections.reward import CustomConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidRequest, Unavailable
+from flotilla.shared.files.beneath import FOLDER as BENEATH_FOLDER
 from flotilla.shared.samples.folder import SAMPLES, StoredFile, open_samples_file, stored_files
 from flotilla.shared.samples.table import facts_of, to_groups
 from flotilla.shared.schemas.sample_kinds import KeptGroup
@@ -104,7 +109,7 @@ def write(checkpoint: StoredCheckpoint, output: Path, key: Path) -> Head:
 
     Args:
         checkpoint: complete.
-        output: replaced at once when all is written.
+        output: replaced at once when all is written; no link below the experiment's folder is followed to it.
         key: PEM of a private key, Ed25519 or EC.
 
     Raises:
@@ -129,20 +134,44 @@ def write(checkpoint: StoredCheckpoint, output: Path, key: Path) -> Head:
         missing_steps=[step for step in range(1, checkpoint.step + 1) if step not in whole],
         public_key=_openssl(["pkey", "-in", str(key), "-pubout"]).decode("ascii"),
     )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f".{output.name}.tmp")
     digest = hashlib.sha256()
-    try:
-        with temporary.open("wb") as target:
-            for line in _lines(directory, head, files):
-                text = _written(line)
-                digest.update(text)
-                target.write(text)
-            target.write(json.dumps({"signature": sign(digest.hexdigest(), key).hex()}).encode() + b"\n")
-        temporary.replace(output)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with _replacing(output, directory) as target:
+        for line in _lines(directory, head, files):
+            text = _written(line)
+            digest.update(text)
+            target.write(text)
+        target.write(json.dumps({"signature": sign(digest.hexdigest(), key).hex()}).encode() + b"\n")
     return head
+
+
+@contextlib.contextmanager
+def _replacing(output: Path, directory: Path) -> Iterator[BinaryIO]:
+    """Write a file that takes its place once it is whole.
+
+    The experiment's folder may come from someone else: its folder for receipts may be a link, and so may the name that
+    is written first.
+    """
+    parent = output.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    is_beneath = parent == directory / FOLDER
+    try:
+        at = os.open(parent, BENEATH_FOLDER | (os.O_NOFOLLOW if is_beneath else 0))
+    except NotADirectoryError:
+        raise InvalidRequest(f"{parent} is no folder, or a link: name another file by --output") from None
+    temporary = f".{output.name}.{secrets.token_hex(4)}.tmp"
+    try:
+        made = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=at)
+        try:
+            with os.fdopen(made, "wb") as target:
+                yield target
+                target.flush()
+                os.fsync(target.fileno())
+            os.replace(temporary, output.name, src_dir_fd=at, dst_dir_fd=at)
+        except BaseException:
+            os.unlink(temporary, dir_fd=at)
+            raise
+    finally:
+        os.close(at)
 
 
 def _lines(directory: Path, head: Head, files: Sequence[StoredFile]) -> Iterator[Head | SamplesLine | GroupLine]:
@@ -186,7 +215,24 @@ def graders_of(spec: ExperimentSpec) -> dict[str, list[str]]:
     return found
 
 
-def verify(receipt: Path, checkpoint: StoredCheckpoint, tell: Callable[[str], None]) -> Head:
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a receipt was held against.
+
+    Attributes:
+        head: of the receipt.
+        files: of the checkpoint.
+        samples: files of them.
+        groups: in these files.
+    """
+
+    head: Head
+    files: int
+    samples: int
+    groups: int
+
+
+def verify(receipt: Path, checkpoint: StoredCheckpoint, tell: Callable[[str], None]) -> Checked:
     """Hold a receipt against a checkpoint and the samples beside it; blocks.
 
     Args:
@@ -214,7 +260,8 @@ def verify(receipt: Path, checkpoint: StoredCheckpoint, tell: Callable[[str], No
         if list(head.graders.get(where, ())) != found:
             tell(f"grader: {where} is another, or the file of its function is")
     _verify_samples(checkpoint.path.parent.parent, lines, head, tell)
-    return head
+    samples = sum(isinstance(each, SamplesLine) for each in lines)
+    return Checked(head, len(head.files), samples, len(lines) - samples)
 
 
 def _verify_samples(
@@ -295,14 +342,28 @@ def _read(receipt: Path) -> tuple[list[SamplesLine | GroupLine], Head, bool]:
 def make_key(path: Path) -> None:
     """Make an Ed25519 key that nobody else can read; one that is there stays.
 
+    It is there whole or not at all: what was cut off by a crash would be taken for the key from then on.
+
     Raises:
+        InvalidRequest: what is there is a link, or no file.
         Unavailable: openssl is missing.
     """
-    if path.exists():
+    if os.path.lexists(path):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise InvalidRequest(f"{path} is a link or no file: name the key that signs by --key")
         return
     pem = _openssl(["genpkey", "-algorithm", "ed25519"])
-    path.touch(mode=0o600, exist_ok=False)
-    path.write_bytes(pem)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    made = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(made, "wb") as target:
+            target.write(pem)
+            target.flush()
+            os.fsync(target.fileno())
+        with contextlib.suppress(FileExistsError):  # another call made one meanwhile, which stays
+            os.link(temporary, path, follow_symlinks=False)
+    finally:
+        temporary.unlink()
 
 
 def sign(digest: str, key: Path) -> bytes:

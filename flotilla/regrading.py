@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from flotilla.receipts import graders_of
 from flotilla.services.reward.regrading import Regraded, graded_reward, lost_mask, names_of, regrade
 from flotilla.services.reward.verifiers.base import Verifier
 from flotilla.services.reward.verifiers.registry import Surroundings, build_verifier
@@ -29,12 +31,15 @@ from flotilla.services.trainer.replay.regraded import (
     why_not_computed,
     why_not_trained,
 )
+from flotilla.services.trainer.replay.settings import changes_in, spec_of_step
+from flotilla.shared.config.load.live import with_applied
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.spec import ExperimentSpec
-from flotilla.shared.environment.settings import Secrets
 from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.files.beneath import open_beneath, read_beneath
 from flotilla.shared.samples.folder import SAMPLES, SPEC_FILE, StoredFile, open_samples_file, stored_files
-from flotilla.shared.samples.table import to_groups
+from flotilla.shared.samples.table import facts_of, to_groups
+from flotilla.shared.schemas.live_changes import LiveChange, held_at
 from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleKind
 
 FOLDER = "regraded"
@@ -58,6 +63,8 @@ class Plan:
         spec: the same with the new reward section.
         output: the JSON lines.
         files: of samples, evaluations and other ends first by their version, then by step.
+        header: first line of the output: the section, and what its graders are by content.
+        changes: of the spec while the experiment ran, as far as its newest step knew them.
     """
 
     directory: Path
@@ -65,6 +72,14 @@ class Plan:
     spec: ExperimentSpec
     output: Path
     files: tuple[StoredFile, ...]
+    header: str
+    changes: tuple[LiveChange, ...]
+
+    def spec_of(self, file: StoredFile, facts: Mapping[str, Any]) -> ExperimentSpec:
+        """Make the spec of a file's groups: with what had been changed by its step, or by its version."""
+        if file.family == "step":
+            return spec_of_step(self.spec, facts)
+        return with_applied(self.spec, held_at(self.changes, file.number))
 
     @property
     def why_no_advantages(self) -> str | None:
@@ -223,45 +238,57 @@ def plan(directory: Path, reward: Mapping[str, Any], output: Path | None = None)
         InvalidRequest: there are no samples, or no spec beside them, or the run has no rewards.
         InvalidSpec: the section does not go with the rest of the spec.
     """
-    path = directory / SAMPLES / SPEC_FILE
-    if not path.is_file():
-        raise InvalidRequest(f"{directory} has no {SAMPLES}/{SPEC_FILE}: its trainer has written no samples")
-    was = validate_spec(json.loads(path.read_text(encoding="utf-8")))
+    try:
+        with read_beneath(directory, f"{SAMPLES}/{SPEC_FILE}") as source:
+            was = validate_spec(json.load(source))
+    except FileNotFoundError:
+        why = f"{directory} has no {SAMPLES}/{SPEC_FILE}: its trainer has written no samples"
+        raise InvalidRequest(why) from None
     if was.finished_job is not None:
         raise InvalidRequest(f"{directory} is a job of kind {was.job.kind}, which has no rewards")
     spec = validate_spec(was.model_dump(mode="json") | {"reward": dict(reward)})
     files = sorted(stored_files(directory / SAMPLES), key=lambda each: (each.family, each.number, each.name))
     if not files:
         raise InvalidRequest(f"{directory / SAMPLES} has no samples any more")
+    made_by = {"version": metadata.version("flotilla"), "graders": graders_of(spec)}
+    header = json.dumps({"flotilla": "regraded", **made_by, "reward": spec.reward.model_dump(mode="json")}) + "\n"
     if output is None:
-        document = json.dumps(spec.reward.model_dump(mode="json"), sort_keys=True)
-        output = directory / FOLDER / f"{sha256(document.encode()).hexdigest()[:12]}.jsonl"
-    return Plan(directory, was, spec, output, tuple(files))
+        output = directory / FOLDER / f"{sha256(header.encode()).hexdigest()[:12]}.jsonl"
+    changes = changes_in(_facts(directory, files[-1])) if files[-1].family == "step" else ()
+    return Plan(directory, was, spec, output, tuple(files), header, changes)
 
 
-async def regrade_run(planned: Plan, tell: Callable[[int, int], None] = lambda _, __: None) -> Flips:
+def secrets_asked_for(spec: ExperimentSpec) -> frozenset[str]:
+    """Name the environment variables that a spec's graders read, and whose values their servers could come to know."""
+    names = {getattr(each, key, None) for each in spec.reward.components for key in ("secret_env", "api_key_env")}
+    return frozenset(name for name in names if name)
+
+
+async def regrade_run(
+    planned: Plan, tell: Callable[[int, int], None] = lambda _, __: None, secrets: Mapping[str, str] | None = None
+) -> Flips:
     """Grade every recorded group again, or what an earlier call left, and count what would be other.
 
     Args:
         planned: what.
         tell: told of the files that are done, and of all.
+        secrets: environment variables that graders may read, by name: the section may be of someone else.
 
     Raises:
-        InvalidSpec: a grader cannot be loaded.
+        InvalidSpec: a grader cannot be loaded, or names another environment variable.
         InvalidRequest: the output holds what another grader made.
         OSError: the output cannot be written.
     """
-    header = json.dumps({"flotilla": "regraded", "reward": planned.spec.reward.model_dump(mode="json")}) + "\n"
     planned.output.parent.mkdir(parents=True, exist_ok=True)
-    flips, done, end = await asyncio.to_thread(_resume, planned, header)
-    verifier = build_verifier(planned.spec.reward, Surroundings(planned.directory.name, secrets=Secrets(os.environ)))
+    flips, done, end = await asyncio.to_thread(_resume, planned)
+    verifier = build_verifier(planned.spec.reward, Surroundings(planned.directory.name, secrets=secrets or {}))
     try:
         await verifier.start()
-        with planned.output.open("r+" if end else "w", encoding="utf-8") as target:
+        with os.fdopen(_open_output(planned, os.O_RDWR | os.O_CREAT), "r+", encoding="utf-8") as target:
             target.seek(end)
             target.truncate()
             if not end:
-                target.write(header)
+                target.write(planned.header)
             for number, file in enumerate(planned.files):
                 tell(number, len(planned.files))
                 if file.name in done:
@@ -277,14 +304,21 @@ async def regrade_run(planned: Plan, tell: Callable[[int, int], None] = lambda _
     return flips
 
 
-def _resume(planned: Plan, header: str) -> tuple[Flips, set[str], int]:
+def _open_output(planned: Plan, flags: int) -> int:
+    """Open the output; below the experiment's folder, which may be of someone else, no link is followed to it."""
+    if planned.output.parent == planned.directory / FOLDER:
+        return open_beneath(planned.directory, f"{FOLDER}/{planned.output.name}", flags, 0o644)
+    return os.open(planned.output, flags | os.O_CLOEXEC, 0o644)
+
+
+def _resume(planned: Plan) -> tuple[Flips, set[str], int]:
     """Count what an output has of whole files, and where they end: bytes.
 
     Nothing where there is none, or where a file was written again since, as of a step that was trained again.
     """
     nothing = Flips(), set[str](), 0
     try:
-        source = planned.output.open("rb")
+        source = os.fdopen(_open_output(planned, os.O_RDONLY), "rb")
     except FileNotFoundError:
         return nothing
     now = {file.name: file.modified_ns for file in planned.files}
@@ -294,8 +328,10 @@ def _resume(planned: Plan, header: str) -> tuple[Flips, set[str], int]:
         for text in source:
             read += len(text)
             if end == 0:
-                if text.decode("utf-8", "replace") != header:
-                    raise InvalidRequest(f"{planned.output} holds what another grader made: name another file")
+                if text.decode("utf-8", "replace") != planned.header:
+                    raise InvalidRequest(
+                        f"{planned.output} holds what another grader made, or this one as it was: name another file"
+                    )
                 end = read
                 continue
             line = _read(text)
@@ -324,7 +360,7 @@ def _read(text: bytes) -> GroupLine | FileEnd | None:
 
 
 async def _grade_file(planned: Plan, file: StoredFile, verifier: Verifier) -> list[GroupLine]:
-    groups = await asyncio.to_thread(_groups_of, planned, file)
+    groups, facts = await asyncio.to_thread(_read_samples, planned.directory, file)
     graders, room = names_of(planned.was.reward), asyncio.Semaphore(GROUPS_AT_A_TIME)
 
     async def of(kept: KeptGroup) -> Regraded | None:
@@ -336,24 +372,39 @@ async def _grade_file(planned: Plan, file: StoredFile, verifier: Verifier) -> li
     async with asyncio.TaskGroup() as tasks:
         found = [tasks.create_task(of(kept)) for kept in groups]
     pairs = list(zip(groups, (task.result() for task in found), strict=True))
-    return await asyncio.to_thread(_lines, planned, file, pairs)
+    return await asyncio.to_thread(_lines, planned.spec_of(file, facts), file, pairs)
 
 
-def _groups_of(planned: Plan, file: StoredFile) -> list[KeptGroup]:
+def _facts(directory: Path, file: StoredFile) -> dict[str, Any]:
     from pyarrow import ArrowException, parquet
 
     try:
-        with open_samples_file(planned.directory / SAMPLES, file.name) as source:
-            return to_groups(parquet.read_table(source))
+        with open_samples_file(directory / SAMPLES, file.name) as source:
+            return facts_of(parquet.read_schema(source).metadata)
     except FileNotFoundError:
-        return []  # Removed meanwhile, to keep to the bounds of samples.
+        return {}  # Removed meanwhile, to keep to the bounds of samples.
     except (OSError, ArrowException, ValueError) as error:
         raise InvalidRequest(f"{file.name} cannot be read: {error}") from error
 
 
-def _lines(planned: Plan, file: StoredFile, pairs: Sequence[tuple[KeptGroup, Regraded | None]]) -> list[GroupLine]:
-    outcomes = [_outcome(planned.spec, kept, regraded) for kept, regraded in pairs]
-    advantages = _advantages(planned.spec, file, pairs, outcomes)
+def _read_samples(directory: Path, file: StoredFile) -> tuple[list[KeptGroup], dict[str, Any]]:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        with open_samples_file(directory / SAMPLES, file.name) as source:
+            table = parquet.read_table(source)
+            return to_groups(table), facts_of(table.schema.metadata)
+    except FileNotFoundError:
+        return [], {}
+    except (OSError, ArrowException, ValueError) as error:
+        raise InvalidRequest(f"{file.name} cannot be read: {error}") from error
+
+
+def _lines(
+    spec: ExperimentSpec, file: StoredFile, pairs: Sequence[tuple[KeptGroup, Regraded | None]]
+) -> list[GroupLine]:
+    outcomes = [_outcome(spec, kept, regraded) for kept, regraded in pairs]
+    advantages = _advantages(spec, file, pairs, outcomes)
     return [
         _line(file, kept, regraded, outcome, found)
         for (kept, regraded), outcome, found in zip(pairs, outcomes, advantages, strict=True)

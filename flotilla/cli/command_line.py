@@ -246,6 +246,8 @@ def _add_samples(commands: "Commands") -> None:
     regrade.add_argument("--reward", metavar="FILE", required=True, help=what)
     what = "JSON lines to write, a group each; what an interrupted call left is completed (default: beside the samples)"
     regrade.add_argument("--output", "-o", metavar="FILE", help=what)
+    what = "environment variable that graders of FILE may read (secret_env, api_key_env); may be repeated"
+    regrade.add_argument("--secret", metavar="NAME", action="append", default=[], help=what)
     what = "Write a signed record of what a checkpoint was trained on, or check one."
     receipt = add_command(commands, "receipt", what, "receipt:receipt")
     receipt.add_argument("checkpoint", nargs="?", help="folder of a checkpoint, or of a run, whose newest is meant")

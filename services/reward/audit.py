@@ -14,7 +14,7 @@ from flotilla.services.reward.grading import grading_samples, is_gradable
 from flotilla.services.reward.verifiers.registry import CombinedVerifier, Surroundings, build_verifier
 from flotilla.shared.config.sections.reward import AuditConfig, RewardConfig
 from flotilla.shared.schemas.grading import Grade
-from flotilla.shared.schemas.trajectory import GradeStatus, Group
+from flotilla.shared.schemas.trajectory import Group
 
 log = logging.getLogger(__name__)
 
@@ -29,13 +29,25 @@ class Audit:
         num_compared: samples that both graded.
         differing: members whose grades disagree, with the second.
         num_higher: of them, those whose reward is above the second grade.
-        has_failed: whether nothing could be compared since the second grader failed.
+        num_missing: samples that the first graded, and the second did not: it failed, or abstained.
+        why_missing: words of the second grader about one of them.
     """
 
     num_compared: int
     differing: tuple[tuple[int, float], ...] = ()
     num_higher: int = 0
-    has_failed: bool = False
+    num_missing: int = 0
+    why_missing: str | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether nothing could be compared, though there was something to compare."""
+        return not self.num_compared and self.num_missing > 0
+
+    @property
+    def missing(self) -> float:
+        """Share of the graded samples without a second grade."""
+        return self.num_missing / (self.num_compared + self.num_missing) if self.num_missing else 0.0
 
     @property
     def disagreement(self) -> float:
@@ -46,9 +58,6 @@ class Audit:
     def higher(self) -> float:
         """Share of the compared samples that the reward is too kind to."""
         return self.num_higher / self.num_compared if self.num_compared else 0.0
-
-
-FAILED = Audit(0, has_failed=True)
 
 
 def is_audited(group: Group, share: float) -> bool:
@@ -71,12 +80,17 @@ def compare(graded: Group, seconds: Sequence[Grade | None], tolerance: float) ->
         if grade is not None and grade.reward is not None and trajectory.reward is not None
     ]
     differing = [(member, reward, second) for member, reward, second in pairs if abs(reward - second) > tolerance]
-    has_failed = not pairs and any(each is not None and each.status is GradeStatus.ERROR for each in seconds)
+    missing = [
+        grade
+        for trajectory, grade in zip(graded.trajectories, seconds, strict=True)
+        if grade is not None and grade.reward is None and trajectory.reward is not None
+    ]
     return Audit(
         len(pairs),
         tuple((member, second) for member, _, second in differing),
         sum(reward > second for _, reward, second in differing),
-        has_failed,
+        len(missing),
+        next((grade.reason or "it abstained" for grade in missing), None),
     )
 
 

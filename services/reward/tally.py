@@ -35,6 +35,8 @@ class GradingTally:
     failed_audits: int = 0
     audit_disagreement: float = 0.0
     audit_higher: float = 0.0
+    audit_missing: float = 0.0
+    last_audit_error: str | None = None
     _newest: tuple[SampleExcerpt, ...] = ()
     _audited: tuple[SampleExcerpt, ...] = ()
 
@@ -67,6 +69,9 @@ class GradingTally:
     def add_audit(self, group: Group, audit: Audit) -> None:
         """Count the second grade of a group that was sent on."""
         self.failed_audits += audit.has_failed
+        self.audit_missing += audit.missing
+        if audit.why_missing is not None:
+            self.last_audit_error = audit.why_missing[:LONGEST_WORDS]
         if not audit.num_compared:
             return
         self.audited_groups += 1
@@ -115,6 +120,8 @@ class GradingTally:
             failed_audits=self.failed_audits,
             audit_disagreement=self.audit_disagreement,
             audit_higher=self.audit_higher,
+            audit_missing=self.audit_missing,
+            last_audit_error=self.last_audit_error,
             audited_samples=self._audited,
             graders=graders or {},
             **self.counts,

@@ -49,8 +49,8 @@ class Order(Line):
     state: Literal[WorkState.RUNNING, WorkState.PAUSED, WorkState.DRAINING, WorkState.IDLE]
     device: DeviceOrder | None = None
     """Where the device is shared in turns: whether the worker may hold it."""
-    changes: int = 0
-    """How many live changes of the spec the gateway knows."""
+    last_change: str | None = None
+    """Id of the newest live change of the spec that the gateway knows."""
 
 
 class Offered(Line):

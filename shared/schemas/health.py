@@ -85,11 +85,15 @@ class GradingReport(TolerantWire):
     audited_groups: int = Field(0, ge=0)
     """Of which samples have a second grade to compare with."""
     failed_audits: int = Field(0, ge=0)
-    """Groups whose second grade failed."""
+    """Groups of which no sample has a second grade, though some have a first: it failed, or abstained from all."""
     audit_disagreement: float = Field(0.0, ge=0)
     """Sum over audited groups of the share of samples whose two grades disagree."""
     audit_higher: float = Field(0.0, ge=0)
     """The same of those whose reward is above the second grade."""
+    audit_missing: float = Field(0.0, ge=0)
+    """Sum over audited groups and those whose audit failed of the share of graded samples without a second grade."""
+    last_audit_error: str | None = Field(None, max_length=LONGEST_WORDS)
+    """What the second grader said of the newest of them."""
     audited_samples: tuple[SampleExcerpt, ...] = Field((), max_length=MOST_AUDITED)
     """The newest whose grades disagree."""
     graders: Mapping[str, GraderReport] = Field(default_factory=dict, max_length=MOST_GRADERS)

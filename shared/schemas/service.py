@@ -231,9 +231,9 @@ class Assignment(TolerantWire):
     trainer_epoch: int = 0
     """How often a trainer was assigned; the latest one alone may plan and commit. With several nodes it also rises when
     one is lost or its ranks end: the job of each epoch is another one."""
-    changes: int = 0
-    """How many live changes of the spec the gateway knows, which ``spec`` is without. Only for the trainer, which asks
-    for them; groups carry what concerns the others."""
+    last_change: str | None = None
+    """Id of the newest live change of the spec, which ``spec`` is without. Only for the trainer, which asks for those
+    that it does not know; groups carry what concerns the others."""
     node: JobNode | None = None
     """Its place in the epoch's job; None where there is one node, and while others are missing."""
     token: str | None = None

@@ -40,12 +40,17 @@ async def _verify(arguments: argparse.Namespace) -> int:
     where = checkpoint_of(file) if arguments.checkpoint is None else Path(arguments.checkpoint)
     stored = await asyncio.to_thread(stored_checkpoint, where)
     async with telling("reading checkpoint and samples"):
-        head = await asyncio.to_thread(verify, file, stored, problems.append)
+        checked = await asyncio.to_thread(verify, file, stored, problems.append)
+    head = checked.head
     expected = await asyncio.to_thread(_public_key, arguments.key) if arguments.key else head.public_key
     if expected.strip() != head.public_key.strip():
         problems.append(f"key: the receipt is not signed by {arguments.key}")
     if arguments.json:
-        write_json({"receipt": str(file), **_facts(head), "problems": problems})
+        counts = {"files": checked.files, "samples": checked.samples, "groups": checked.groups}
+        graders = sorted(head.graders)
+        write_json(
+            {"receipt": str(file), **_facts(head), "checked": counts | {"graders": graders}, "problems": problems}
+        )
     else:
         console = new_console()
         for problem in problems:
@@ -93,4 +98,9 @@ def _extent(head: Head) -> str:
 
 
 def _facts(head: Head) -> dict[str, object]:
-    return {"experiment": head.experiment_id, "step": head.step, "missing_steps": list(head.missing_steps)}
+    return {
+        "experiment": head.experiment_id,
+        "step": head.step,
+        "missing_steps": list(head.missing_steps),
+        "public_key": head.public_key.strip(),
+    }

@@ -3,9 +3,10 @@
 import argparse
 import asyncio
 import json
+import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from flotilla.cli.output import new_console, short_path, table_of, write_json
 from flotilla.shared.checkpoints.folders import CHECKPOINTS, complete
 from flotilla.shared.config.load.paths import resolve_paths
 from flotilla.shared.config.load.spec_text import parse_document
+from flotilla.shared.environment.settings import Secrets
 from flotilla.shared.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -27,13 +29,14 @@ async def regrade(arguments: argparse.Namespace) -> int:
     """Grade the samples again and print what would be other."""
     directory = experiment_directory(arguments) or await directory_of(arguments, "regrade it where its samples are")
     try:
-        from flotilla.regrading import plan, regrade_run
+        from flotilla.regrading import plan, regrade_run, secrets_asked_for
     except ModuleNotFoundError as error:
         raise InvalidRequest(f"regrading needs {error.name}: pip install 'flotilla[torch]'") from None
     output = None if arguments.output is None else Path(arguments.output)
     planned = await asyncio.to_thread(plan, directory, reward_section(Path(arguments.reward)), output)
-    flips = await regrade_run(planned, _tell)
-    fork = _fork(planned, flips)
+    secrets = _secrets(secrets_asked_for(planned.spec), arguments.secret, arguments.reward)
+    flips = await regrade_run(planned, _tell, secrets)
+    fork = fork_command(planned, flips)
     if arguments.json:
         write_json({"experiment": directory.name, "output": str(planned.output), "fork": fork, **flips.document()})
     else:
@@ -55,13 +58,33 @@ def reward_section(path: Path) -> Mapping[str, Any]:
     return resolved
 
 
+def _secrets(asked: Collection[str], allowed: Collection[str], source: str) -> Mapping[str, str]:
+    """Read the environment variables that graders may use: those that were named for it, and no others.
+
+    Raises:
+        InvalidRequest: the section asks for another one, or one is not set.
+    """
+    if others := sorted(set(asked) - set(allowed)):
+        options = " ".join(f"--secret {shlex.quote(name)}" for name in others)
+        raise InvalidRequest(
+            f"{source} asks for environment variables, whose values its servers could come to know: "
+            f"{', '.join(map(repr, others))}; {options} lets it"
+        )
+    found, values = {}, Secrets(os.environ)
+    for name in asked:
+        if name not in values:
+            raise InvalidRequest(f"the environment variable {name!r} is not set")
+        found[name] = values[name]
+    return found
+
+
 def _tell(done: int, of: int) -> None:
     if sys.stderr.isatty():
         sys.stderr.write(f"\rgraded {done} of {of} files of samples" + ("\n" if done == of else ""))
         sys.stderr.flush()
 
 
-def _fork(planned: "Plan", flips: "Flips") -> str | None:
+def fork_command(planned: "Plan", flips: "Flips") -> str | None:
     """Write the command that trains on with the new grader from before the first step that it changes."""
     if flips.first_step is None:
         return None
@@ -69,7 +92,8 @@ def _fork(planned: "Plan", flips: "Flips") -> str | None:
     if not steps:
         return None
     section = json.dumps(planned.spec.reward.model_dump(mode="json", exclude_defaults=True), separators=(",", ":"))
-    return f"flotilla fork {planned.directory.name}@{max(steps)} --set {shlex.quote(f'{SECTION}={section}')}"
+    source = shlex.quote(f"{planned.directory.name}@{max(steps)}")
+    return f"flotilla fork {source} --set {shlex.quote(f'{SECTION}={section}')}"
 
 
 def _print(planned: "Plan", flips: "Flips", fork: str | None) -> None:

@@ -1,22 +1,37 @@
 """What can be done with an experiment whose stored spec is refused now: show it with its problem, and delete it."""
 
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 from flotilla.services.gateway.lifecycle.commands import ExperimentCommands
 from flotilla.services.gateway.lifecycle.states import Action
-from flotilla.services.gateway.records.repository import ExperimentRepository, UnusableExperiment
+from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, UnusableExperiment
 from flotilla.shared.clock import rfc3339
 from flotilla.shared.config.redaction import redacted
+from flotilla.shared.errors import FlotillaError
 from flotilla.shared.schemas.experiment import ExperimentView, Origin, Problem
+
+log = logging.getLogger(__name__)
 
 COMPONENT = "spec"
 
 
 def views(commands: ExperimentCommands, repository: ExperimentRepository) -> list[ExperimentView]:
     """Show all experiments, oldest first; those that cannot be used among them."""
-    usable = [(each.record.number, each.record.created_at, commands.view(each)) for each in repository]
+    usable = [(each.record.number, each.record.created_at, _shown(each, commands)) for each in repository]
     others = [(each.record.number, each.record.created_at, view(each)) for each in repository.unusable()]
     return [shown for *_, shown in sorted([*usable, *others], key=lambda entry: entry[:2])]
+
+
+def _shown(experiment: Experiment, commands: ExperimentCommands) -> ExperimentView:
+    """Show one of many: a record that makes no view must not hide the others."""
+    try:
+        return commands.view(experiment)
+    except (FlotillaError, ValueError, LookupError, TypeError) as error:
+        log.exception("experiment cannot be shown", extra={"experiment_id": experiment.id})
+        cause = f"{type(error).__name__}: {error}"
+        return view(UnusableExperiment(replace(experiment.record, origin=None), cause), "its record is damaged")
 
 
 def show(experiment_id: str, commands: ExperimentCommands, repository: ExperimentRepository) -> ExperimentView:
@@ -47,12 +62,12 @@ async def delete(experiment_id: str, commands: ExperimentCommands, repository: E
         repository.stage_audit(change, experiment_id, Action.DELETE.value, before=unusable.record.state.value)
 
 
-def view(unusable: UnusableExperiment) -> ExperimentView:
+def view(unusable: UnusableExperiment, what: str = "this release refuses the stored spec") -> ExperimentView:
     """Show one that cannot be used: its record, its spec as it was written, and what is wrong with that."""
     record = unusable.record
     section = record.spec.get("optimisation")
     steps = section.get("steps") if isinstance(section, Mapping) else None
-    cause = f"this release refuses the stored spec (revision {record.spec_revision} of the schema): {unusable.cause}"
+    cause = f"{what} (revision {record.spec_revision} of the schema): {unusable.cause}"
     return ExperimentView(
         id=record.id,
         name=record.name,

@@ -189,7 +189,7 @@ class Fleet:
             spec_digest=experiment.steering.base_digest,
             directory=record.directory,
             trainer_epoch=record.trainer_epoch,
-            changes=len(record.changes or ()),
+            last_change=record.changes[-1]["id"] if record.changes else None,
             policy_version=record.policy_version,
             weights_address=trainer.record.address if trainer else None,
             hold_version=experiment.hold_version,

@@ -65,7 +65,7 @@ class ExperimentFacts:
         policy_checksum: of the image that was committed as ``policy_version``; None for the initial weights.
         device_shift: where trainer and rollouts share devices: the number of the shift.
         may_hold: who may load its weights in it; None while others have not released theirs.
-        changes: how many live changes there are.
+        last_change: id of the newest live change; None without one.
     """
 
     experiment_id: str
@@ -81,7 +81,7 @@ class ExperimentFacts:
     policy_checksum: str | None = None
     device_shift: int | None = None
     may_hold: ServiceKind | None = None
-    changes: int = 0
+    last_change: str | None = None
 
 
 def desired(
@@ -111,7 +111,7 @@ def desired(
             directory=experiment.directory,
             # Only for the trainer: the others have nothing to do when it is replaced.
             trainer_epoch=experiment.trainer_epoch if service.kind is ServiceKind.TRAINER else 0,
-            changes=experiment.changes if service.kind is ServiceKind.TRAINER else 0,
+            last_change=experiment.last_change if service.kind is ServiceKind.TRAINER else None,
             node=service.node,
             token=service.token,
         ),

@@ -32,34 +32,39 @@ class LiveSettings:
 
     def __init__(self, base: ExperimentSpec, changes: tuple[LiveChange, ...], ask: Ask, keep: Keep) -> None:
         self._base, self._ask, self._keep = base, ask, keep
-        self._announced = len(changes)
+        self._announced: str | None = None
         self._known: tuple[tuple[LiveChange, ...], ExperimentSpec] = ((), base)
         self.changes = changes
         keep(changes)
 
-    def announce(self, count: int) -> None:
-        """Note how many changes the gateway has."""
-        self._announced = max(self._announced, count)
+    def announce(self, newest: str | None) -> None:
+        """Note the id of the gateway's newest change: its database may have come back without some of those before."""
+        self._announced = newest
 
     @property
     def has_news(self) -> bool:
         """Whether a change waits for a version, or is not known here."""
-        return self._announced > len(self.changes) or any(each.version is None for each in self.changes)
+        is_known = self._announced is None or any(each.id == self._announced for each in self.changes)
+        return not is_known or any(each.version is None for each in self.changes)
 
     async def adopt(self, version: int, step: int) -> None:
         """Let what waits hold from a version on; blocks until the gateway answers, since only that makes it so.
+
+        What was trained with stays, also where the gateway's database has lost it: a checkpoint tells it again.
 
         Args:
             version: of which no step was begun.
             step: done.
         """
         found = (await self._ask(AdoptRequest(version=version, step=step))).changes
-        for each in found[len(self.changes) :]:
+        known, told = {each.id for each in self.changes}, {each.id: each for each in found}
+        news = [each for each in found if each.id not in known]
+        for each in news:
             paths = [key.path for key in each.keys]
             log.info("settings are changed", extra={"keys": paths, "effect": each.effect, "version": each.version})
-        self.changes = found
-        self._announced = len(found)
-        self._keep(found)
+        held = (each if each.version is not None else told.get(each.id, each) for each in self.changes)
+        self.changes = (*held, *news)
+        self._keep(self.changes)
 
     def spec_at(self, version: int) -> ExperimentSpec:
         """Return the spec that a version is trained with; the same object while nothing changes.

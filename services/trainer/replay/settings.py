@@ -32,4 +32,9 @@ def base_spec(directory: Path, step: int, checkpoints: Mapping[int, StoredCheckp
 
 def spec_of_step(base: ExperimentSpec, facts: Mapping[str, Any]) -> ExperimentSpec:
     """Make the spec that a step was trained with: with what had been changed by then."""
-    return with_applied(base, tuple(map(LiveChange.model_validate, facts.get(CHANGES, ()))))
+    return with_applied(base, changes_in(facts))
+
+
+def changes_in(facts: Mapping[str, Any]) -> tuple[LiveChange, ...]:
+    """Read the changes that a step was trained with, oldest first."""
+    return tuple(map(LiveChange.model_validate, facts.get(CHANGES, ())))

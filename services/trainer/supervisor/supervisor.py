@@ -229,7 +229,7 @@ class Supervisor(StateFollower):
         elif self._worker is None and not self._backoff.is_pending:
             await self._start(wanted)
         if self._worker is not None:
-            self._worker.tell(Order(state=desired.state, device=desired.device, changes=wanted.changes))
+            self._worker.tell(Order(state=desired.state, device=desired.device, last_change=wanted.last_change))
 
     def _is_named_otherwise(self) -> bool:
         """Whether the service has another id than the one that its worker was told: nobody would listen to that one."""

@@ -90,9 +90,9 @@ class TrainingLoop:
         self.line, self.total_steps = line, learner.spec.optimisation.steps
         self._names = SeriesNames()
 
-    def announce_changes(self, count: int) -> None:
-        """Note how many live changes of the spec the gateway knows."""
-        self._planner.live.announce(count)
+    def announce_change(self, newest: str | None) -> None:
+        """Note the id of the newest live change of the spec that the gateway knows."""
+        self._planner.live.announce(newest)
 
     @property
     def version(self) -> int:

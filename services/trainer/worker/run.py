@@ -72,7 +72,7 @@ class WorkerProcess:
         self._offered: asyncio.Queue[int] = asyncio.Queue()
         self._failures: dict[str, Failure | None] = {"checkpoint": None, "samples": None, "device": None}
         self._device_order: DeviceOrder | None = None
-        self._num_changes = 0
+        self._last_change: str | None = None
         self._started = time.monotonic()
 
     async def run(self) -> int:
@@ -132,7 +132,7 @@ class WorkerProcess:
                 async with open_session(spec, around, self._control) as session:
                     self._session = session
                     session.device.take(self._device_order)
-                    session.loop.announce_changes(self._num_changes)
+                    session.loop.announce_change(self._last_change)
                     self._say_status()
                     async with asyncio.TaskGroup() as tasks:
                         # After the last step, too: others may need the device for a last evaluation.
@@ -168,10 +168,10 @@ class WorkerProcess:
                 continue
             if not isinstance(order, Order):
                 continue
-            self._device_order, self._num_changes = order.device, order.changes
+            self._device_order, self._last_change = order.device, order.last_change
             if self._session is not None:
                 self._session.device.take(order.device)
-                self._session.loop.announce_changes(order.changes)
+                self._session.loop.announce_change(order.last_change)
             if order.state is WorkState.RUNNING:
                 self._control.resume()
             elif order.state is WorkState.PAUSED:

@@ -14,6 +14,7 @@ class CheckName(StrEnum):
     GRADES_MISSING = "grades_missing"
     WRONG_LABELS = "wrong_labels"
     GRADERS_DISAGREE = "graders_disagree"
+    AUDIT_MISSING = "audit_missing"
     NO_ANSWER_FOUND = "no_answer_found"
     NEVER_RIGHT = "never_right"
     CONSTANT_REWARD = "constant_reward"

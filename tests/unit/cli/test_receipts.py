@@ -165,3 +165,56 @@ def test_what_is_no_receipt_is_refused(run: Path) -> None:
 
     with pytest.raises(InvalidRequest, match="no receipt"):
         problems_of(run)
+
+
+def test_what_is_written_follows_no_link_of_the_folder(run: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (run / "receipts").rename(tmp_path / "before")
+    (run / "receipts").symlink_to(elsewhere)
+
+    assert main(["receipt", str(run / CHECKPOINTS / "step-00000002")]) != 0
+
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_name_that_is_written_first_cannot_be_laid_out_as_a_link(run: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (run / "receipts" / ".step-00000002.jsonl.tmp").symlink_to(precious)
+
+    assert main(["receipt", str(run / CHECKPOINTS / "step-00000002")]) == 0
+
+    assert precious.read_text() == "mine"
+    assert problems_of(run) == []
+
+
+def test_a_key_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: int) -> None:
+        raise KeyboardInterrupt
+
+    key = tmp_path / "receipt.key"
+    monkeypatch.setattr("flotilla.receipts.os.fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make_key(key)
+    assert list(tmp_path.iterdir()) == []
+
+    monkeypatch.undo()
+    make_key(key)
+    assert key.stat().st_mode & 0o777 == 0o600
+    made = key.read_bytes()
+    make_key(key)
+    assert key.read_bytes() == made
+    link = tmp_path / "link.key"
+    link.symlink_to(key)
+    with pytest.raises(InvalidRequest, match="a link"):
+        make_key(link)
+
+
+def test_the_check_as_json_says_who_signed_and_what_was_checked(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["receipt", "--verify", str(receipt_of(run)), "--json"]) == 0
+
+    told = json.loads(capsys.readouterr().out)
+    assert told["public_key"].startswith("-----BEGIN PUBLIC KEY-----")
+    assert told["checked"] == {"files": 2, "samples": 3, "groups": 5, "graders": ["reward.components.0"]}

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,23 @@ import numpy as np
 import pytest
 
 from flotilla.cli.__main__ import main
-from flotilla.cli.commands.regrade import reward_section
-from flotilla.regrading import plan, regrade_run
+from flotilla.cli.commands.regrade import fork_command, reward_section
+from flotilla.regrading import Flips, plan, regrade_run
 from flotilla.services.reward.decision import Decision, decide, used_names
 from flotilla.services.reward.grading import grades_of, with_grades
 from flotilla.services.reward.verifiers.registry import Surroundings, build_verifier
 from flotilla.services.trainer.data.batch import make_batch
 from flotilla.services.trainer.learning.advantages import step_advantages
 from flotilla.services.trainer.replay.regraded import NewlyGraded, regraded_advantages
+from flotilla.shared.checkpoints.folders import CHECKPOINTS, STATE_FILE, CheckpointState
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidRequest, InvalidSpec
-from flotilla.shared.samples.folder import SampleFolder, ended_name, step_name
+from flotilla.shared.samples.folder import CHANGES, SampleFolder, ended_name, step_name
+from flotilla.shared.schemas.live_changes import LiveChange
 from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind, TrainedTokens
-from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.schemas.trajectory import Group, Trajectory
 from flotilla.shared.testing.builders import a_task, a_trajectory
+from tests.unit.config.test_live import a_change
 from tests.unit.trainer.builders import a_spec
 
 ANY_NUMBER = {"kind": "regex", "pattern": r"\d$", "name": "answer"}
@@ -42,6 +46,15 @@ def sampled(number: int) -> Group:
         for member, text in enumerate(TEXTS[number])
     )
     return Group(a_task(number, group_size=4), members, f"What is {number} plus 1?")
+
+
+FIGURES = ("advantages", "old_log_probs", "log_probs", "weights", "clipped")
+
+
+def laid(trajectory: Trajectory, value: float) -> np.ndarray:
+    """Lay a figure out over sampled tokens, another one for each."""
+    mask = trajectory.loss_mask
+    return np.where(mask, value * np.arange(mask.shape[0]), np.nan).astype(np.float32)
 
 
 def spec_of(component: dict[str, Any], **sections: Any) -> ExperimentSpec:
@@ -78,8 +91,11 @@ def advantages_of(spec: ExperimentSpec, groups: Sequence[Group]) -> np.ndarray:
     return found.advantages[batch.sequences.response_mask].numpy()
 
 
-def record(directory: Path, spec: ExperimentSpec) -> None:
-    """Write the samples of a step and of what was filtered, as trainer and reward service do."""
+def record(directory: Path, spec: ExperimentSpec, changed: Sequence[LiveChange] = ()) -> None:
+    """Write the samples of a step and of what was filtered, as trainer and reward service do.
+
+    With live changes there is a fourth step that was trained with them.
+    """
     assert spec.samples is not None
     folder = SampleFolder(directory, spec.samples)
     folder.write_spec(spec.model_dump_json())
@@ -94,11 +110,14 @@ def record(directory: Path, spec: ExperimentSpec) -> None:
             ended.append(KeptGroup(graded, SampleKind.FILTERED, decision.reason))
         else:
             tokens = [
-                TrainedTokens(*[np.where(each.loss_mask, 0.5, np.nan).astype(np.float32)] * 5, None, ((0, 0),))
+                TrainedTokens(**dict.fromkeys(FIGURES, laid(each, 0.5)), ref_log_probs=laid(each, -0.1), lags=((0, 0),))
                 for each in decision.trained.trajectories
             ]
             trained.append(KeptGroup(decision.trained, SampleKind.TRAINED, tokens=tokens))
     folder.write(SampleFile(step_name(3), trained, 3, 2, {}))
+    if changed:
+        facts = {CHANGES: [each.model_dump(mode="json") for each in changed]}
+        folder.write(SampleFile(step_name(4), trained, 4, 3, facts))
     folder.write(SampleFile(ended_name(2, "reward", 1), ended, None, 2))
 
 
@@ -225,3 +244,102 @@ def test_a_file_without_a_reward_section_is_refused(tmp_path: Path) -> None:
         plan(tmp_path, {"components": [{"kind": "exakt"}]})
     with pytest.raises(InvalidRequest, match="no samples"):
         plan(tmp_path / "elsewhere", {"components": [RIGHT_NUMBER]})
+
+
+def test_a_grader_whose_code_changed_grades_again(tmp_path: Path) -> None:
+    record(tmp_path, spec_of(ANY_NUMBER))
+    grader = tmp_path / "mine.py"
+    grader.write_text("def grade(sample):\n    return 1.0\n")
+    section = {"components": [{"kind": "custom", "path": f"{grader}:grade"}]}
+    before, named = plan(tmp_path, section), tmp_path / "named.jsonl"
+    named.write_text(before.header, encoding="utf-8")
+
+    grader.write_text("def grade(sample):\n    return 0.0\n")
+
+    assert plan(tmp_path, section).output != before.output
+    with pytest.raises(InvalidRequest, match="as it was: name another file"):
+        asyncio.run(regrade_run(plan(tmp_path, section, named)))
+
+
+def test_each_step_has_the_settings_that_it_was_trained_with(tmp_path: Path) -> None:
+    spec = spec_of(ANY_NUMBER, algorithm={"kl": {"placement": "reward", "coefficient": 0.5}})
+    change = a_change("c1", ("algorithm.kl.coefficient", 0.5, 4.0), version=3)
+    record(tmp_path, spec, [change])
+
+    planned = plan(tmp_path, spec.reward.model_dump(mode="json"))
+    files = {file.name: file for file in planned.files}
+    coefficients = []
+    for name, facts in ((step_name(3), {}), (step_name(4), {CHANGES: [change.model_dump()]})):
+        kl = planned.spec_of(files[name], facts).algorithm.kl
+        assert kl is not None
+        coefficients.append(kl.coefficient)
+    asyncio.run(regrade_run(planned))
+
+    assert coefficients == [0.5, 4.0]
+    assert planned.spec_of(files[ended_name(2, "reward", 1)], {}) == planned.spec
+    lines = [json.loads(line) for line in planned.output.read_text().splitlines()]
+    found: dict[str, list[Any]] = {"step-00000003.parquet": [], "step-00000004.parquet": []}
+    for line in lines:
+        if line.get("step"):
+            found[line["file"]].append(line["advantages"])
+    assert found["step-00000003.parquet"] != found["step-00000004.parquet"], "the KL in the reward counts for more"
+
+
+def test_a_section_reads_no_environment_variable_that_was_not_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment = tmp_path / "arithmetic-1a2b3c"
+    experiment.mkdir()
+    record(experiment, spec_of(ANY_NUMBER))
+    section = tmp_path / "new.yaml"
+    remote = {"kind": "remote", "urls": [{"url": "http://127.0.0.1:9"}], "secret_env": "CLOUD_KEY"}
+    section.write_text(json.dumps({"components": [remote]}))
+    monkeypatch.setenv("CLOUD_KEY", "precious")
+
+    assert main(["regrade", str(experiment), "--reward", str(section)]) != 0
+    assert "--secret CLOUD_KEY" in capsys.readouterr().err
+
+    monkeypatch.delenv("CLOUD_KEY")
+    assert main(["regrade", str(experiment), "--reward", str(section), "--secret", "CLOUD_KEY"]) != 0
+    assert "is not set" in capsys.readouterr().err
+
+
+def test_the_fork_that_it_suggests_is_one_word_of_a_shell(tmp_path: Path) -> None:
+    experiment = tmp_path / "x; touch pwned"
+    experiment.mkdir()
+    record(experiment, spec_of(ANY_NUMBER))
+    state = CheckpointState(
+        experiment_id="x",
+        step=1,
+        version=1,
+        lineage="",
+        updates=1,
+        trained=[],
+        seed=0,
+        kl_coefficient=None,
+        totals={},
+        spec={},
+        software={},
+        files={},
+    )
+    (experiment / CHECKPOINTS / "step-00000001").mkdir(parents=True)
+    (experiment / CHECKPOINTS / "step-00000001" / STATE_FILE).write_text(state.model_dump_json())
+
+    command = fork_command(plan(experiment, {"components": [RIGHT_NUMBER]}), Flips(first_step=3))
+
+    assert command is not None
+    assert shlex.split(command)[:3] == ["flotilla", "fork", "x; touch pwned@1"]
+
+
+def test_no_link_of_the_folder_is_followed_to_the_output(tmp_path: Path) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run.mkdir()
+    elsewhere.mkdir()
+    record(run, spec_of(ANY_NUMBER))
+    planned = plan(run, {"components": [RIGHT_NUMBER]})
+    planned.output.parent.symlink_to(elsewhere)
+
+    with pytest.raises(OSError, match="is a link"):
+        asyncio.run(regrade_run(planned))
+
+    assert list(elsewhere.iterdir()) == []

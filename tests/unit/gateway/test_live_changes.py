@@ -74,8 +74,9 @@ async def test_services_are_opened_with_the_spec_without_live_changes_and_the_tr
     after = [gateway.fleet.desired(each) for each in (trainer, rollout)]
     assert before[1] == after[1], "a rollout does not notice"
     assert before[0].tag != after[0].tag
+    newest = experiment.steering.changes[-1].id
     assert after[0].assignment is not None and before[0].assignment is not None
-    assert (after[0].assignment.changes, after[0].assignment.spec) == (2, before[0].assignment.spec)
+    assert (after[0].assignment.last_change, after[0].assignment.spec) == (newest, before[0].assignment.spec)
 
 
 async def test_groups_carry_what_they_are_sampled_with_from_the_next_one_issued_on() -> None:

@@ -1,6 +1,7 @@
 """A stored spec that a newer rule refuses concerns its own experiment, and nobody else's."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -64,6 +65,17 @@ async def test_it_is_shown_with_its_problem_and_the_others_go_on(client: httpx.A
     assert (shown["state"], shown["total_steps"], shown["problem"]["component"]) == ("completed", 2, "spec")
     assert "unknown key 'key_of_before'" in shown["problem"]["cause"]
     assert "is of a later release" in listed["later-1"]["problem"]["cause"]
+
+
+async def test_a_damaged_record_hides_no_other(gateway: GatewayState, client: httpx.AsyncClient) -> None:
+    good = gateway.repository.get("good-1")
+    good.record = replace(good.record, changes=({"id": "c1"},), origin={"step": "none"})
+
+    listed = {each["id"]: each for each in (await client.get("/v1/experiments")).json()["items"]}
+
+    assert list(listed) == ["refused-1", "good-1", "old-1", "later-1"]
+    assert listed["good-1"]["problem"]["cause"].startswith("its record is damaged")
+    assert listed["old-1"]["problem"] is None
 
 
 async def test_a_spec_of_an_earlier_revision_migrates_and_stays_as_it_was_written(

@@ -117,7 +117,9 @@ async def test_a_second_grader_that_hangs_or_raises_costs_its_deadline_and_no_gr
         await world.until_audited(2)
 
     assert ledger.issued == 2
-    assert (world.worker.tally.failed_audits, world.worker.tally.audited_groups) == (2, 0)
+    tally = world.worker.tally
+    assert (tally.failed_audits, tally.audited_groups, tally.audit_missing) == (2, 0, 2.0)
+    assert tally.last_audit_error is not None and tally.last_audit_error.startswith("audit: ")
 
 
 def test_samples_that_either_grader_left_without_a_reward_are_not_compared() -> None:

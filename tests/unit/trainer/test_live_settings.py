@@ -36,7 +36,7 @@ async def test_a_change_holds_from_the_version_that_the_trainer_asked_at() -> No
     live = gateway.settings(base)
     assert not live.has_news and live.spec_at(3) is base
 
-    live.announce(1)
+    live.announce("c1")
     assert live.has_news
     await live.adopt(3, 3)
 
@@ -63,3 +63,22 @@ async def test_what_groups_carry_does_not_change_how_others_are_trained() -> Non
     change = a_change("c1", ("rollout.sampling.temperature", 1.0, 0.7), version=1, effect=Effect.GROUP)
 
     assert Gateway().settings(base, change).spec_at(4) is base
+
+
+async def test_a_change_is_noticed_where_the_database_has_lost_the_one_before_it() -> None:
+    base = a_spec()
+    rate = base.optimisation.learning_rate
+    first, lost = a_change("c1", (RATE, rate, 0.5), version=3), a_change("c2", (RATE, 0.5, 0.25), version=5)
+    gateway = Gateway(first)
+    live = gateway.settings(base, first, lost)
+    live.announce("c1")
+    assert not live.has_news, "it has been trained with what the database lost"
+
+    gateway.changes = (first, a_change("c3", (RATE, 0.5, 0.125)))
+    live.announce("c3")
+    assert live.has_news
+    await live.adopt(8, 8)
+
+    assert not live.has_news
+    assert [each.id for each in live.changes] == ["c1", "c2", "c3"]
+    assert [live.spec_at(v).optimisation.learning_rate for v in (4, 7, 8)] == [0.5, 0.25, 0.125]

@@ -31,6 +31,26 @@ def disagreement(audited: Audited, confidence: float) -> tuple[float, float]:
     return share, lower_bound(share, audited.audited_groups, confidence)
 
 
+def audit_missing(evidence: Evidence) -> Seen | None:
+    """See second grades that are not given: what they would say of the reward is not known then."""
+    config, audited = evidence.facts.audit, evidence.audited
+    if config is None or audited.chosen_groups < config.min_groups:
+        return None
+    share = min(1.0, max(0.0, audited.audit_missing / audited.chosen_groups))
+    if lower_bound(share, audited.chosen_groups, config.confidence) <= config.bound:
+        return None
+    words = f"; the last: {evidence.last_audit_error}" if evidence.last_audit_error else ""
+    return Seen(
+        f"of the samples of {audited.chosen_groups} audited groups {share:.0%} have no second grade, in "
+        f"{audited.failed_audits} groups none: it failed, or abstained{words}",
+        {
+            "chosen_groups": float(audited.chosen_groups),
+            "failed_audits": float(audited.failed_audits),
+            "missing": share,
+        },
+    )
+
+
 def graders_disagree(evidence: Evidence) -> Seen | None:
     """See a reward that another grader contradicts more often than the bound allows, and not by chance."""
     config, audited = evidence.facts.audit, evidence.audited

@@ -114,6 +114,13 @@ CHECKS: tuple[Check, ...] = (
         "`flotilla regrade` and the fork that it names; where it is wrong, mend reward.audit. A resume changes nothing",
     ),
     Check(
+        CheckName.AUDIT_MISSING,
+        "reward",
+        audit.audit_missing,
+        "mend the graders of reward.audit by their words, or raise reward.audit.deadline_seconds: until then nothing "
+        "tells whether the reward is gamed",
+    ),
+    Check(
         CheckName.EMPTY_COMPLETIONS,
         "rollout",
         completions.empty_completions,

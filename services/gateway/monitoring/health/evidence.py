@@ -76,6 +76,12 @@ class Audited:
     failed_audits: int = 0
     audit_disagreement: float = 0.0
     audit_higher: float = 0.0
+    audit_missing: float = 0.0
+
+    @property
+    def chosen_groups(self) -> int:
+        """Groups that a second grade was asked for."""
+        return self.audited_groups + self.failed_audits
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +105,7 @@ class Evidence:
         highest_reward, lowest_reward: that any report had.
         audited: of the newest audited groups.
         audited_samples: whose two grades disagree.
+        last_audit_error: what the second grader said where it gave none.
     """
 
     facts: Facts
@@ -115,6 +122,7 @@ class Evidence:
     ungraded_sample: SampleExcerpt | None = None
     audited: Audited = Audited()
     audited_samples: tuple[SampleExcerpt, ...] = ()
+    last_audit_error: str | None = None
 
     @property
     def is_enough_graded(self) -> bool:

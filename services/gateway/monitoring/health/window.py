@@ -33,7 +33,7 @@ LOOKED_AT: Final = (
 )
 """The figures of a step that checks look at: no others are kept for the gateway after this one."""
 
-WITHOUT_AUDIT: Final[Mapping[str, Any]] = {"audited": [], "audited_samples": []}
+WITHOUT_AUDIT: Final[Mapping[str, Any]] = {"audited": [], "audited_samples": [], "last_audit_error": None}
 """What ``to_window`` describes after ``clear_audit``."""
 
 Counts = TypeVar("Counts", Graded, Sampled, Audited)
@@ -88,6 +88,7 @@ class HealthWindow:
         """Forget second grades, such as when they have paused the experiment: it takes others to pause it again."""
         self._audited: deque[Audited] = deque(maxlen=MOST_REPORTS)
         self._audited_samples: tuple[SampleExcerpt, ...] = ()
+        self._last_audit_error: str | None = None
         self.num_changes += 1
 
     def to_window(self) -> dict[str, Any]:
@@ -98,6 +99,7 @@ class HealthWindow:
             "audit_before": {session: asdict(counts) for session, counts in self._audit_before.items()},
             "audited": [asdict(counts) for counts in self._audited],
             "audited_samples": [sample.model_dump(mode="json") for sample in self._audited_samples],
+            "last_audit_error": self._last_audit_error,
             "steps": [
                 [step.step, {name: step.values[name] for name in LOOKED_AT if name in step.values}]
                 for step in self._steps
@@ -130,6 +132,7 @@ class HealthWindow:
             return
         self._audited.extend(Audited(**counts) for counts in kept.get("audited", ()))
         self._audited_samples = tuple(map(SampleExcerpt.model_validate, kept.get("audited_samples", ())))
+        self._last_audit_error = kept.get("last_audit_error")
         self._steps.extend(StepFigures(step, dict(values)) for step, values in kept["steps"])
         self._graded.extend(Graded(**counts) for counts in kept["graded"])
         self._graded_ever = Graded(**kept["graded_ever"])
@@ -169,13 +172,14 @@ class HealthWindow:
             self.num_changes += 1
             self._audited.append(more)
             self._audited_samples = report.audited_samples or self._audited_samples
+            self._last_audit_error = report.last_audit_error or self._last_audit_error
 
     def audited(self, config: AuditConfig) -> Audited:
         """Add up the second grades of the newest groups."""
         found = Audited()
         for each in reversed(self._audited):
             found = plus(found, each)
-            if found.audited_groups >= config.window:
+            if found.chosen_groups >= config.window:
                 break
         return found
 
@@ -215,6 +219,7 @@ class HealthWindow:
             ungraded_sample=self._ungraded_sample,
             audited=Audited() if facts.audit is None else self.audited(facts.audit),
             audited_samples=self._audited_samples,
+            last_audit_error=self._last_audit_error,
         )
 
 

@@ -4,7 +4,7 @@ from math import comb
 
 import pytest
 
-from flotilla.services.gateway.monitoring.health.audit import graders_disagree, lower_bound
+from flotilla.services.gateway.monitoring.health.audit import audit_missing, graders_disagree, lower_bound
 from flotilla.services.gateway.monitoring.health.evidence import Audited
 from flotilla.shared.config.sections.reward import AuditConfig
 from tests.unit.gateway.health.builders import SAMPLES, evidence, facts
@@ -25,6 +25,23 @@ def test_what_chance_can_explain_is_no_finding(groups: int, disagreement: float,
     if seen is not None:
         assert seen.samples == SAMPLES
         assert seen.figures["disagreement_at_least"] > AUDIT.bound
+
+
+@pytest.mark.parametrize(
+    ("audited", "is_seen"),
+    [
+        (Audited(0, 8, audit_missing=8.0), True),
+        (Audited(0, 7, audit_missing=7.0), False),
+        (Audited(16, 0, audit_missing=8.0), True),
+        (Audited(64, 1, audit_missing=1.0), False),
+    ],
+)
+def test_second_grades_that_are_missing_are_a_finding(audited: Audited, is_seen: bool) -> None:
+    seen = audit_missing(evidence(facts=facts(audit=AUDIT), audited=audited, last_audit_error="audit: TimeoutError()"))
+
+    assert (seen is not None) is is_seen
+    if seen is not None:
+        assert "TimeoutError" in seen.text
 
 
 def test_without_an_audit_nothing_is_concluded() -> None:

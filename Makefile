@@ -16,7 +16,7 @@ TINKER_STAMP := $(TINKER)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
-.PHONY: help install demo page test test-sglang test-vllm test-slurm test-netns test-tinker style check format coverage test-all lock audit release clean
+.PHONY: help install demo docs page test test-sglang test-vllm test-slurm test-netns test-tinker style check format coverage test-all lock audit release clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,6 +36,11 @@ install: $(STAMP) ## make .venv with everything; costs nothing the second time
 
 demo: install ## a fleet comes up, a model visibly learns, the result is shown, the fleet goes down (about a minute)
 	@$(BIN)/flotilla run examples/arithmetic/experiment.yaml --fresh
+
+# The builder is the extra `docs`, alone: its version is in pyproject.toml.
+docs: install ## build the documentation as a site that needs no network: build/docs/site/index.html
+	@$(BIN)/python -c 'import zensical' 2>/dev/null || $(BIN)/pip install --quiet "$$(sed -n 's/^docs = \["\(.*\)"\]/\1/p' pyproject.toml)"
+	@$(BIN)/python -m docs.site.build
 
 # What it writes is kept in services/gateway/page/static, so nobody else needs node; a test compares it with its source.
 page: install ## build the gateway's page from page/src into the package; needs node 20 and npm

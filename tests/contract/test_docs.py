@@ -14,7 +14,7 @@ from flotilla.cli.parsing import Parser
 from tests.contract.shell_text import blocks, commands, inline
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "import").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 GUIDES = [page for page in PAGES if page.name != "CHANGELOG.md"] + sorted((ROOT / "examples").glob("*/README.md"))
 OURS = ("flotilla", "services", "shared", "tests", "benchmarks", "examples", "docker", "deploy", "docs")
 FILE = re.compile(rf"`((?:{'|'.join(OURS)})/[\w./-]+)(?::\w+)?`")
@@ -23,20 +23,24 @@ SHORT = re.compile(r"`([\w.]+(?:/[\w.-]+)+\.(?:py|lua|md))`")
 LINK = re.compile(r"\]\((?!https?:)([\w./-]*)(?:#([\w-]+))?\)")
 
 
+def named(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
 def anchors_of(text: str) -> set[str]:
     """List the names under which a page's headings can be linked to."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=named)
 def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     named = FILE.findall(page.read_text(encoding="utf-8"))
 
     assert [name for name in named if "prepared" not in name and not (ROOT / name).exists()] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=named)
 def test_every_end_of_a_path_that_a_page_names_is_that_of_a_file(page: Path) -> None:
     there = [path.relative_to(ROOT).as_posix() for top in OURS for path in (ROOT / top).rglob("*.*")]
 
@@ -45,7 +49,7 @@ def test_every_end_of_a_path_that_a_page_names_is_that_of_a_file(page: Path) -> 
     assert {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in there)} == set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=named)
 def test_every_link_leads_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     missing = []
@@ -83,7 +87,7 @@ def misuse(words: list[str], *, may_lack: bool) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", GUIDES, ids=named)
 def test_every_command_on_a_page_is_one_that_the_command_line_takes(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     typed = [(words, False) for line in blocks(text) for words in commands(line)]
@@ -99,7 +103,7 @@ def test_every_command_on_a_page_is_one_that_the_command_line_takes(page: Path) 
     assert refused == {}
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", GUIDES, ids=named)
 def test_every_target_and_module_on_a_page_is_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)

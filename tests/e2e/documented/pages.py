@@ -9,8 +9,7 @@ from tests.contract.shell_text import blocks, commands
 ROOT = Path(__file__).parents[3]
 GUIDES = (
     *(page for page in sorted(ROOT.glob("*.md")) if page.name != "CHANGELOG.md"),
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs" / "import").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
 )
 PROGRAMS = {

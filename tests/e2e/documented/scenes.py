@@ -299,6 +299,7 @@ ELSEWHERE: Final = {
     ("CONTRIBUTING.md", "make check"): "this suite is a part of it",
     ("CONTRIBUTING.md", "make style"): "`.ci/run` before this suite",
     ("CONTRIBUTING.md", "make coverage"): "a figure to look at: minutes, and a package of its own",
+    ("CONTRIBUTING.md", "make docs"): "`.ci/run` beside this suite",
     ("CONTRIBUTING.md", "make release"): "tests/integration/cli/test_installed_wheel.py uses what pip builds",
     ("CONTRIBUTING.md", "make test"): "this suite",
     ("CONTRIBUTING.md", "make test-all"): "this suite, this test included",

@@ -40,9 +40,13 @@ def build_parser() -> Parser:
     _add_grader(commands)
     _add_engine(commands)
     _add_backups(commands)
-    text = "Look whether a fleet can run on this machine, and say what to do where it cannot."
+    text = (
+        "Look whether a fleet can run on this machine, or whether one that runs is well, and say what to do where not."
+    )
     doctor = add_command(commands, "doctor", text, "doctor:doctor")
-    doctor.add_argument("--data", default=DEFAULT_DATA, help="data directory of the fleet to come (%(default)s)")
+    text = "let services of every host of the fleet try to reach each other, Redis and the shared folder"
+    doctor.add_argument("--fleet", action="store_true", help=text)
+    add_gateway(doctor)
     add_json(doctor)
     text = "Make certificates for the hosts of a fleet, of an authority of its own in FOLDER, with openssl."
     certs = add_command(commands, "certs", text, "certs:certs")

@@ -7,9 +7,13 @@ from flotilla.client.calls import Calls
 from flotilla.shared.errors import NotFound
 from flotilla.shared.net.authorisation.access import Scope
 from flotilla.shared.net.authorisation.token_records import DEFAULT_SECONDS, NewToken, Quota, TokenView
+from flotilla.shared.schemas.checks import FleetExamination
 from flotilla.shared.schemas.fleet import FleetView
 from flotilla.shared.schemas.service import ServiceKind, ServiceView
 from flotilla.shared.schemas.tinker import TinkerLedger, TinkerLedgers, TinkerSequence
+
+EXAMINATION_SECONDS = 90.0
+"""More than an examination takes on a busy host."""
 
 
 class FleetCalls(Calls):
@@ -43,6 +47,20 @@ class FleetCalls(Calls):
     async def fleet(self) -> FleetView:
         """Read which experiment has what share of the services, and what it waits for."""
         return await self._call(FleetView, "GET", "/v1/fleet")
+
+    async def examine(self) -> FleetExamination:
+        """Let services of every host try to reach each other, Redis and the shared folder; takes half a minute at most.
+
+        Raises:
+            Conflict: the fleet is being examined already.
+        """
+        answer = await self._gateway.call(
+            "POST",
+            "/v1/fleet/checks",
+            deadline_seconds=max(self._deadline_seconds, EXAMINATION_SECONDS),
+            attempt_seconds=EXAMINATION_SECONDS,
+        )
+        return FleetExamination.model_validate(answer)
 
     async def tinker_ledgers(self) -> list[TinkerLedger]:
         """Count what became of the requests to the Tinker API, of each token; empty where it is not served."""
@@ -115,6 +133,10 @@ class BlockingFleetCalls(BlockingCalls):
     def fleet(self) -> FleetView:
         """Read which experiment has what share of the services."""
         return self._run(self._client.fleet)
+
+    def examine(self) -> FleetExamination:
+        """Examine the fleet; see :meth:`FleetCalls.examine`."""
+        return self._run(self._client.examine)
 
     def tinker_ledgers(self) -> list[TinkerLedger]:
         """Count what became of the requests to the Tinker API; see :meth:`FleetCalls.tinker_ledgers`."""

@@ -7,8 +7,8 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from typing import Final
 
 from flotilla.services.gateway import signals
+from flotilla.services.gateway.checks.inquiries import Inquiries
 from flotilla.services.gateway.episodes.episodes import Episodes
-from flotilla.services.gateway.membership.service_logs import ServiceLogs
 from flotilla.services.gateway.monitoring.health.keeping import restore_windows
 from flotilla.services.gateway.records.repository import OpenPlane
 from flotilla.services.gateway.runtime.data_plane import open_data_plane
@@ -45,7 +45,9 @@ class GatewayState(GatewayParts):
     ) -> None:
         super().__init__(settings, store, open_plane, clock)
         self._ping_streams = ping_streams
-        self.logs: Final = ServiceLogs(self.registry, self.tokens.for_logs)
+        inquiries = Inquiries(self.registry, self.fleet.returning, self.tokens.for_logs, settings.data, clock)
+        self.logs: Final = inquiries.logs
+        self.examinations: Final = inquiries.examinations
         self.episodes: Final = Episodes(self.repository, self.registry, self.tokens, clock, self.measurements)
         self.scheduler: Final = Scheduler(
             self.registry,

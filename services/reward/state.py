@@ -187,6 +187,7 @@ async def open_state(settings: ServiceSettings, address: str, credentials: Crede
             service.apply,
             credentials=credentials,
             gauges=partial(silence, redis),
+            settings=settings,
         )
         await stack.enter_async_context(at_work(service, membership))
         yield RewardState(service, membership)

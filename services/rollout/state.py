@@ -88,6 +88,7 @@ async def open_state(
             service.apply,
             credentials=credentials,
             gauges=partial(silence, redis),
+            settings=settings,
         )
         stack.enter_context(published.served_directly(settings.host))
         await stack.enter_async_context(at_work(service, membership))

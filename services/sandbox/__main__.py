@@ -120,7 +120,9 @@ async def _member(
     )
     waiting = Waiting(state.spare, lambda: state.metrics.load() | state.pool.load())
     async with GatewayClient(settings.gateway_url, settings.token) as client:
-        membership = Membership(client, registration, waiting.observe, waiting.apply, credentials=credentials)
+        membership = Membership(
+            client, registration, waiting.observe, waiting.apply, credentials=credentials, settings=settings
+        )
         async with at_work(waiting, membership):
             yield
 

@@ -54,7 +54,9 @@ async def open_state(
             ),
             incarnation=secrets.token_hex(8),
         )
-        membership = Membership(client, registration, service.observe, service.apply, credentials=credentials)
+        membership = Membership(
+            client, registration, service.observe, service.apply, credentials=credentials, settings=settings
+        )
         with images.served_directly(settings.host):
             async with at_work(service, membership):
                 yield TrainerState(service, membership)

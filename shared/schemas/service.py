@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
+from flotilla.shared.schemas.checks import CheckOrder
 from flotilla.shared.schemas.engine import EngineOffer
 from flotilla.shared.schemas.health import GradingReport, SamplingReport
 from flotilla.shared.schemas.publication import PublicationOrder, PublicationReport
@@ -264,6 +265,8 @@ class DesiredState(TolerantWire):
     publication: PublicationOrder | None = None
     device: DeviceOrder | None = None
     """Where devices are shared in turns. None: it may use them all the time."""
+    check: CheckOrder | None = None
+    """What to try while the fleet is examined."""
 
 
 class DrainRequest(Wire):

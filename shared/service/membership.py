@@ -8,13 +8,17 @@ so it does not matter which arrives. One that another overtook is older than wha
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 
+from flotilla.shared.checks.host_checks import HostChecks
 from flotilla.shared.clock import Pauses
+from flotilla.shared.environment.settings import ServiceSettings
 from flotilla.shared.errors import FlotillaError, Forbidden, NotFound, TokenExpired, Unauthorized
 from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.net.client.client import GatewayClient
-from flotilla.shared.schemas.service import DesiredState, ObservedState, Registered, Registration
+from flotilla.shared.schemas.checks import CheckOrder
+from flotilla.shared.schemas.service import DesiredState, ObservedState, Registered, Registration, ServiceKind
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +27,10 @@ CALL_SECONDS = 5.0
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 1.0
 LEAVE_SECONDS = 2.0
 GAUGE_SECONDS = 2.0
+CHECK_SECONDS = 20.0
+"""For one phase of an examination, and to tell what it found."""
+LISTENING = frozenset({ServiceKind.TRAINER, ServiceKind.ROLLOUT})
+"""Kinds of service that exchange weights on ports besides their own."""
 
 
 class Membership:
@@ -38,6 +46,7 @@ class Membership:
         apply: takes a desired state in; it must return quickly and start longer work as tasks of its owner.
         credentials: told what the gateway says of tokens, if the service calls others or is called.
         gauges: reported with the load, and soon; none while all is well.
+        settings: of a service that takes part in examinations of the fleet.
     """
 
     def __init__(
@@ -49,6 +58,7 @@ class Membership:
         *,
         credentials: Credentials | None = None,
         gauges: Callable[[], Mapping[str, float]] = dict,
+        settings: ServiceSettings | None = None,
         poll_seconds: float = POLL_SECONDS,
     ) -> None:
         self._client = client
@@ -57,6 +67,12 @@ class Membership:
         self._apply = apply
         self._credentials = credentials
         self._gauges = gauges
+        self._checker: HostChecks | None = None
+        if settings is not None:
+            listens = registration.kind in LISTENING
+            self._checker = HostChecks(settings.host, settings.redis_url, listens=listens)
+        self._checks: asyncio.Queue[tuple[CheckOrder, float]] = asyncio.Queue(1)
+        self._last_check: tuple[str, int] | None = None
         self._poll_seconds = poll_seconds
         self.call_seconds = CALL_SECONDS
         self._changed = asyncio.Event()
@@ -78,7 +94,10 @@ class Membership:
                 tasks.create_task(self._repeat(self._poll), name="membership poll")
                 tasks.create_task(self._repeat(self._push), name="membership push")
                 tasks.create_task(self._watch_gauges(), name="membership gauges")
+                tasks.create_task(self._answer_checks(), name="membership checks")
         finally:
+            if self._checker is not None:
+                self._checker.close()
             await self._leave()
 
     async def _repeat(self, call: Callable[[str], Awaitable[None]]) -> None:
@@ -116,6 +135,27 @@ class Membership:
                 self.notify()
             was_there = is_there
             await asyncio.sleep(GAUGE_SECONDS)
+
+    async def _answer_checks(self) -> None:
+        """Take part in examinations, one phase after the other; one that nobody waits for any more is dropped."""
+        while True:
+            order, received_at = await self._checks.get()
+            try:
+                async with asyncio.timeout(CHECK_SECONDS):
+                    service_id = await self._registered()
+                    assert self._checker is not None
+                    report = await self._checker.answer(order, service_id, received_at)
+                    await self._client.call("POST", f"/v1/services/{service_id}/checks", body=report)
+            except (FlotillaError, OSError) as error:
+                log.warning("an examination of the fleet has no answer from here", extra={"error": repr(error)})
+
+    def _note_check(self, order: CheckOrder | None) -> None:
+        """Take an order in, once."""
+        if order is None or self._checker is None or self._last_check == (order.check_id, order.phase):
+            return
+        if not self._checks.full():
+            self._last_check = (order.check_id, order.phase)
+            self._checks.put_nowait((order, time.time()))
 
     async def _registered(self) -> str:
         async with self._applying:
@@ -170,6 +210,7 @@ class Membership:
             log.info("the gateway answers again")
             self._is_absence_told = False
         desired = DesiredState.model_validate(answer)
+        self._note_check(desired.check)
         async with self._applying:
             if desired.tag == self._acknowledged:
                 return

@@ -227,6 +227,7 @@ GATEWAY_ORDER = (
     "evaluation",
     "samples",
     "membership",
+    "checks",
     "episodes",
     "scheduler",
     "runtime",

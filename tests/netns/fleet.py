@@ -43,9 +43,10 @@ class ThreeHosts:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         hub = hosts.address("hub")
         self.port, self.redis_port = ports
+        self.url = f"http://{hub}:{self.port}"
         self._environment = {
             **os.environ,
-            "FLOTILLA_GATEWAY_URL": f"http://{hub}:{self.port}",
+            "FLOTILLA_GATEWAY_URL": self.url,
             "FLOTILLA_TOKEN": self.token,
             "FLOTILLA_REDIS_URL": f"redis://{hub}:{self.redis_port}/0",
             "FLOTILLA_DATA": str(folder / "data"),
@@ -58,7 +59,7 @@ class ThreeHosts:
 
     def client(self) -> GatewayClient:
         """Make a client of the gateway, which reaches it whatever is cut."""
-        return GatewayClient(self._environment["FLOTILLA_GATEWAY_URL"], self.token)
+        return GatewayClient(self.url, self.token)
 
     def start(self, host: str, name: str, *, port: int = 0) -> None:
         """Start a service on a host."""

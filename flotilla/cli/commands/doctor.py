@@ -17,6 +17,7 @@ import psutil
 from pydantic import SecretStr
 
 from flotilla.cli import machine
+from flotilla.cli.commands.fleet_examination import examine
 from flotilla.cli.fleet import check_port
 from flotilla.cli.machine import Finding, Gpu, TorchFacts, Verdict
 from flotilla.cli.output import new_console, table_of, telling, write_json
@@ -57,7 +58,9 @@ print(json.dumps([
 
 
 async def doctor(arguments: argparse.Namespace) -> int:
-    """Look at this machine; 1 if something is missing without which no fleet works."""
+    """Look at this machine, or at a whole fleet; 1 if something is missing without which none works."""
+    if arguments.fleet:
+        return await examine(arguments)
     async with telling("importing torch and trying the sandbox"):
         findings = await look(Path(arguments.data))
     is_ready = all(each.verdict is not Verdict.MISSING for each in findings)

@@ -67,10 +67,12 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
         frozenset({Scope.READER, Scope.SERVICE}), frozenset({ServiceKind.REWARD, ServiceKind.ROLLOUT})
     ),
     ("GET", SERVICE): READING,
+    ("POST", f"{SERVICE}/checks"): MEMBER,
     ("POST", f"{SERVICE}/drain"): OPERATING,
     # Of whichever experiments it worked for.
     ("GET", f"{SERVICE}/logs"): OPERATING,
     ("GET", "/v1/fleet"): READING,
+    ("POST", "/v1/fleet/checks"): OPERATING,
     ("POST", f"{EXPERIMENT}/metrics"): TRAINING,
     ("POST", f"{EXPERIMENT}/checkpoints"): TRAINING,
     ("POST", f"{EXPERIMENT}/takeovers"): TRAINING,

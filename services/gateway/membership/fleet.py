@@ -22,7 +22,13 @@ from flotilla.services.gateway.publications.negotiation import Reported
 from flotilla.services.gateway.publications.publications import Publications
 from flotilla.services.gateway.publications.transports import lacks_version, peers_of
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, PerExperiment
-from flotilla.services.gateway.registry.desired import DesiredBodies, DesiredStates, ExperimentFacts, may_move_others
+from flotilla.services.gateway.registry.desired import (
+    DesiredBodies,
+    DesiredStates,
+    ExperimentFacts,
+    may_move_others,
+    with_check,
+)
 from flotilla.services.gateway.registry.services import LiveService, Registry, wake_services
 from flotilla.services.gateway.registry.shifts import SHARERS, holder_of, is_clear
 from flotilla.services.gateway.signals import Signal, wait_for_any
@@ -163,6 +169,9 @@ class Fleet:
 
     def desired(self, service: LiveService) -> DesiredState:
         """Compute what a service should do now."""
+        return with_check(self._desired_work(service), service.check)
+
+    def _desired_work(self, service: LiveService) -> DesiredState:
         experiment = self._repository.find(service.experiment_id)
         if experiment is None:
             return self._idle.of(self._registry.facts(service), None)

@@ -91,13 +91,16 @@ class Returning:
 
     def why_missing(self, experiment_id: str) -> str | None:
         """Name the hosts of an experiment's services that are out of reach, and for how long; None: there are none."""
+        return "; ".join(words for record, words in self.away() if record.experiment_id == experiment_id) or None
+
+    def away(self) -> list[tuple[ServiceRecord, str]]:
+        """List the services that were given up and are remembered, and for how long there is no contact with each."""
         now = self._registry.now()
-        silent = [
-            each
+        return [
+            (each.record, no_contact(each.record, now - each.heard_at))
             for each in self._cut_off.values()
-            if each.record.experiment_id == experiment_id and now < each.heard_at + REMEMBERED_SECONDS
+            if now < each.heard_at + REMEMBERED_SECONDS
         ]
-        return "; ".join(no_contact(each.record, now - each.heard_at) for each in silent) or None
 
     def stage_registration(self, change: Transaction, registration: Registration) -> LiveService:
         """Add a service; one that was out of reach gets back its id, and its assignment if that is still free.

@@ -9,6 +9,7 @@ from typing import Any
 
 from flotilla.services.gateway.digest import digest
 from flotilla.services.gateway.registry.shifts import SHARERS
+from flotilla.shared.schemas.checks import CheckOrder
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.publication import PublicationOrder
 from flotilla.shared.schemas.service import (
@@ -178,6 +179,13 @@ class DesiredBodies:
                 self._bodies.clear()
             body = self._bodies[answer.tag] = answer.model_dump_json().encode()
         return body
+
+
+def with_check(answer: DesiredState, order: CheckOrder | None) -> DesiredState:
+    """Add what a service should try while the fleet is examined."""
+    if order is None:
+        return answer
+    return answer.model_copy(update={"check": order, "tag": digest([answer.tag, order.check_id, order.phase])})
 
 
 def weights_url(experiment: ExperimentFacts) -> str | None:

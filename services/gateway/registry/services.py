@@ -19,6 +19,7 @@ from flotilla.services.gateway.store.transaction import Transaction
 from flotilla.services.gateway.store.writes import DeleteRecord, PutRecord
 from flotilla.shared.clock import Clock, rfc3339
 from flotilla.shared.errors import Conflict, NotFound
+from flotilla.shared.schemas.checks import CheckOrder
 from flotilla.shared.schemas.service import (
     DRAIN_NOTICE_SECONDS,
     Capabilities,
@@ -58,6 +59,7 @@ class LiveService:
         released_from: the experiment that it was assigned to last, whose devices it may still hold.
         is_restored: it registered with an earlier process, so where it was released from is not known.
         leaving: set while it is asked to leave its experiment, which is not for good: it will get another.
+        check: what it should try while the fleet is examined.
         drained: set once it is asked to leave the fleet; a gateway that restarts finds it in the record.
     """
 
@@ -76,6 +78,7 @@ class LiveService:
         self.is_restored = False
         self.leaving: Notice | None = None
         self.drained: Notice | None = None
+        self.check: CheckOrder | None = None
 
     def can_do(self, capabilities: Capabilities) -> None:
         """Record its capabilities."""

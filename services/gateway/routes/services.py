@@ -7,6 +7,7 @@ from flotilla.services.gateway.routes.dependencies import Caller, Cursor, Gatewa
 from flotilla.services.gateway.routes.exchange import JSON, exchange, watching
 from flotilla.shared.errors import Forbidden
 from flotilla.shared.net.authorisation.access import Scope
+from flotilla.shared.schemas.checks import CheckReport
 from flotilla.shared.schemas.experiment import Page
 from flotilla.shared.schemas.logs import ServiceLogLines
 from flotilla.shared.schemas.service import (
@@ -53,6 +54,17 @@ async def report(
     # Calls in plain order do not come here: see StatusCalls.
     with watching(request.receive) as watch:
         return Response(await exchange(gateway, service_id, observed, wait, watch), media_type=JSON)
+
+
+@router.post("/{service_id}/checks", status_code=204)
+async def checked(service_id: str, report: CheckReport, gateway: Gateway) -> None:
+    """Record what a service found while the fleet is examined.
+
+    Raises:
+        NotFound: it is not registered.
+    """
+    gateway.registry.get(service_id)
+    gateway.examinations.report(service_id, report)
 
 
 @router.post("/{service_id}/drain")

@@ -1,0 +1,268 @@
+"""An examination of the whole fleet: orders go out with the desired states, what services find comes back by a call.
+
+Nothing but the services' own calls is needed, so a service that nobody can reach from outside takes part as well. Each
+phase has an end; who has not answered by then is named. Orders are in memory alone: after a restart nobody has one, and
+whoever asked asks again.
+"""
+
+import asyncio
+import secrets
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from flotilla.services.gateway.checks.judging import Answer, Evidence, judge
+from flotilla.services.gateway.checks.pairs import Member, Pairs, choose_pairs, representatives
+from flotilla.services.gateway.membership.returning import Returning
+from flotilla.services.gateway.registry.services import LiveService, Registry
+from flotilla.services.gateway.signals import Signal, fire_in_turn, wait_for_any
+from flotilla.shared.checks.attempts import reach_all
+from flotilla.shared.checks.facts import host_facts
+from flotilla.shared.checks.host_checks import missing_in, write_into
+from flotilla.shared.clock import Clock
+from flotilla.shared.errors import Conflict
+from flotilla.shared.schemas.checks import (
+    LOOK,
+    MOST_FILES,
+    REACH,
+    Attempt,
+    CheckOrder,
+    CheckReport,
+    CheckTarget,
+    FleetExamination,
+    FleetFinding,
+)
+from flotilla.shared.schemas.service import ServiceKind
+
+PHASE_SECONDS: Final = 15.0
+"""For all answers of a phase. Attempts take four seconds, Redis five, and a host may be busy."""
+MOST_FINDINGS: Final = 200
+MOST_DIALLED: Final = 48
+"""Services that the gateway itself tries to reach."""
+FOLDER: Final = "checks"
+GATEWAY: Final = "gateway"
+
+
+class Examinations:
+    """Examines the fleet, one examination at a time.
+
+    Args:
+        data: the gateway's data directory.
+        dial: tries to reach services from here; another one in tests.
+        phase_seconds: for all answers of a phase.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        returning: Returning,
+        data: Path,
+        clock: Clock,
+        *,
+        dial: Callable[[Iterable[CheckTarget], str], Awaitable[tuple[Attempt, ...]]] = reach_all,
+        phase_seconds: float = PHASE_SECONDS,
+    ) -> None:
+        self._registry = registry
+        self._returning = returning
+        self._data = data
+        self._clock = clock
+        self._dial = dial
+        self._phase_seconds = phase_seconds
+        self._orders: dict[str, CheckOrder] = {}
+        self._answers: dict[str, Answer] = {}
+        self._answered = Signal()
+        self._room = asyncio.Lock()
+
+    def report(self, service_id: str, report: CheckReport) -> None:
+        """Record what a service found; one of another examination or phase counts for nothing."""
+        order = self._orders.get(service_id)
+        if order is None or (order.check_id, order.phase) != (report.check_id, report.phase):
+            return
+        # The first counts: a repeated call would have a later time.
+        self._answers.setdefault(service_id, Answer(report, order.sent_at, self._clock.now()))
+        self._answered.fire()
+
+    async def examine(self) -> FleetExamination:
+        """Examine the fleet.
+
+        Raises:
+            Conflict: another examination is under way.
+        """
+        if self._room.locked():
+            raise Conflict("the fleet is being examined already: ask again in half a minute")
+        async with self._room:
+            return await self._examine(secrets.token_hex(8))
+
+    async def _examine(self, check_id: str) -> FleetExamination:
+        began = time.monotonic()
+        members = {each.id: Member(each.id, _host_of(each), each.kind) for each in self._registry}
+        asked = representatives(members.values())
+        folder = self._data.resolve() / FOLDER / check_id
+        await asyncio.to_thread(_make, folder, check_id)
+        try:
+            dialling = asyncio.create_task(self._dial_some(asked, check_id), name="dial services")
+            try:
+                writers = {each.id for each in asked if each.kind is not ServiceKind.SANDBOX}
+                orders = {
+                    each.id: CheckOrder(
+                        check_id=check_id, phase=LOOK, sent_at=0.0, folder=str(folder) if each.id in writers else None
+                    )
+                    for each in asked
+                }
+                own = await asyncio.to_thread(host_facts)
+                looked = await self._phase(orders)
+                pairs = choose_pairs([each for each in asked if each.id in looked], seed=check_id)
+                wrote = sorted(name for name in writers & looked.keys() if _wrote(looked[name]))
+                unseen = await asyncio.to_thread(missing_in, str(folder), wrote, check_id)
+                seen = [name for name in wrote if name not in unseen]
+                orders = {
+                    name: self._reaching(
+                        name, looked, pairs, check_id=check_id, folder=str(folder) if name in wrote else None, seen=seen
+                    )
+                    for name in looked
+                }
+                reached = await self._phase(orders)
+                dialled = await dialling
+            finally:
+                dialling.cancel()
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        evidence = Evidence(
+            asked=asked,
+            looked=looked,
+            targets=pairs.targets,
+            reached=reached,
+            dialled=dialled,
+            silences=[*self._silences(asked, looked), *self._given_up()],
+            own=own,
+            data=str(self._data),
+            data_free_bytes=shutil.disk_usage(self._data).free,
+            unseen=unseen,
+            machines={each.id: each.capabilities.machine for each in self._registry},
+        )
+        return self._told(evidence, pairs, len(members), time.monotonic() - began)
+
+    def _told(self, evidence: Evidence, pairs: Pairs, num_services: int, seconds: float) -> FleetExamination:
+        findings = judge(evidence)
+        skews = [abs(each.skew[0]) for each in evidence.looked.values()]
+        return FleetExamination(
+            is_well=all(each.verdict != "failed" for each in findings),
+            findings=tuple(findings[:MOST_FINDINGS]),
+            num_more_findings=max(0, len(findings) - MOST_FINDINGS),
+            num_hosts=len({each.host for each in evidence.asked}),
+            num_services=num_services,
+            num_asked=len(evidence.asked),
+            num_pairs=pairs.num_hosts,
+            num_pairs_tried=pairs.num_tried,
+            largest_skew_seconds=round(max(skews), 3) if skews else None,
+            seconds=round(seconds, 1),
+        )
+
+    async def _phase(self, orders: dict[str, CheckOrder]) -> dict[str, Answer]:
+        """Give orders out, and wait until each has an answer, or the phase is over."""
+        self._answers = {}
+        now = self._clock.now()
+        self._orders = {name: each.model_copy(update={"sent_at": now}) for name, each in orders.items()}
+        end = time.monotonic() + self._phase_seconds
+        try:
+            self._give(self._orders)
+            while True:
+                answered = self._answered.next
+                # Who leaves meanwhile will not answer.
+                waits = any(name not in self._answers and self._registry.find(name) for name in orders)
+                left = end - time.monotonic()
+                if not waits or left <= 0:
+                    return dict(self._answers)
+                await wait_for_any(min(left, 1.0), answered)
+        finally:
+            self._give(dict.fromkeys(self._orders))
+            self._orders = {}
+
+    def _give(self, orders: "dict[str, CheckOrder] | dict[str, None]") -> None:
+        found = [(each, order) for name, order in orders.items() if (each := self._registry.find(name)) is not None]
+        for service, order in found:
+            service.check = order
+        fire_in_turn([service.changed for service, _ in found])
+
+    def _reaching(
+        self,
+        name: str,
+        looked: dict[str, Answer],
+        pairs: Pairs,
+        *,
+        check_id: str,
+        folder: str | None,
+        seen: Iterable[str],
+    ) -> CheckOrder:
+        return CheckOrder(
+            check_id=check_id,
+            phase=REACH,
+            sent_at=0.0,
+            folder=folder,
+            files=() if folder is None else (GATEWAY, *seen)[:MOST_FILES],
+            targets=tuple(
+                CheckTarget(service_id=target, url=service.record.address, ports=_ports_of(looked[target]))
+                for target in pairs.targets.get(name, ())
+                if (service := self._registry.find(target)) is not None
+            ),
+        )
+
+    async def _dial_some(self, asked: list[Member], check_id: str) -> tuple[Attempt, ...]:
+        services = [service for each in asked if (service := self._registry.find(each.id)) is not None]
+        return await self._dial(
+            [CheckTarget(service_id=each.id, url=each.record.address) for each in services[:MOST_DIALLED]], check_id
+        )
+
+    def _silences(self, asked: list[Member], looked: dict[str, Answer]) -> list[FleetFinding]:
+        found = []
+        for member in asked:
+            if member.id in looked:
+                continue
+            service = self._registry.find(member.id)
+            words = f"it left while it was asked ({member.id})"
+            if service is not None:
+                words = f"{self._returning.silence_of(service)}, and no answer in {self._phase_seconds:g} s"
+            advice = "it may be of a release without this, cut off, or too busy: see its log"
+            found.append(_silence(member.host, member.id, words, advice))
+        return found
+
+    def _given_up(self) -> list[FleetFinding]:
+        advice = "see whether the host runs and reaches the gateway; it registers again by itself once it does"
+        return [
+            _silence(urlsplit(record.address).hostname or record.host, record.id, words, advice)
+            for record, words in self._returning.away()
+        ]
+
+
+def _silence(host: str, service_id: str, found: str, advice: str) -> FleetFinding:
+    return FleetFinding(
+        verdict="failed",
+        topic="silence",
+        host=host,
+        service_id=service_id,
+        tried="waited for its calls to the gateway",
+        found=found,
+        advice=advice,
+    )
+
+
+def _host_of(service: LiveService) -> str:
+    return urlsplit(service.record.address).hostname or service.record.host
+
+
+def _wrote(answer: Answer) -> bool:
+    return answer.report.facts is not None and answer.report.facts.folder_problem is None
+
+
+def _ports_of(answer: Answer) -> dict[str, int]:
+    return {} if answer.report.facts is None else dict(answer.report.facts.ports)
+
+
+def _make(folder: Path, check_id: str) -> None:
+    """Make the folder; what an examination that was broken off has left is removed."""
+    shutil.rmtree(folder.parent, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_into(str(folder), GATEWAY, check_id)

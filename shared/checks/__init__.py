@@ -1,0 +1,1 @@
+"""What a process of the fleet finds out about its host, and about the way to others."""

@@ -1,0 +1,141 @@
+"""A service's part in an examination of its fleet: it looks at its host and listens, then tries to reach others."""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from redis.exceptions import RedisError
+
+from flotilla.shared.checks.attempts import reach_all
+from flotilla.shared.checks.facts import host_facts
+from flotilla.shared.checks.listeners import Listeners
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.schemas.checks import LOOK, MOST_FILES, REACH, CheckOrder, CheckReport, HostFacts
+from flotilla.shared.streams.redis.connection import connect
+
+log = logging.getLogger(__name__)
+
+REDIS_SECONDS: Final = 5.0
+FOLDER_SECONDS: Final = 3.0
+"""A file system of a network may show a new file that much later."""
+POLL_SECONDS: Final = 0.25
+LONGEST_PROBLEM: Final = 400
+
+
+class HostChecks:
+    """Answers the orders of one service.
+
+    Args:
+        host: address that its listeners are bound to, and reached at.
+        redis_url: of the data plane; empty for a service that has nothing to do with it.
+        listens: whether others exchange data with it.
+    """
+
+    def __init__(self, host: str, redis_url: str = "", *, listens: bool = False) -> None:
+        self._redis_url = redis_url
+        self._listeners = Listeners(host) if listens else None
+
+    async def answer(self, order: CheckOrder, name: str, received_at: float) -> CheckReport:
+        """Do what an order says.
+
+        Args:
+            name: the service's id.
+            received_at: when the order came, in seconds since the epoch.
+        """
+        report = CheckReport(check_id=order.check_id, phase=order.phase, received_at=received_at, sent_at=received_at)
+        if order.phase == LOOK:
+            report = report.model_copy(update={"facts": await self._look(order, name)})
+        elif order.phase == REACH:
+            attempts, unseen = await asyncio.gather(reach_all(order.targets, order.check_id), _unseen(order))
+            report = report.model_copy(update={"attempts": attempts, "unseen": unseen})
+        return report.model_copy(update={"sent_at": time.time()})
+
+    def close(self) -> None:
+        """Listen no more."""
+        if self._listeners is not None:
+            self._listeners.close()
+
+    async def _look(self, order: CheckOrder, name: str) -> HostFacts:
+        facts, folder_problem, (seconds, problem) = await asyncio.gather(
+            asyncio.to_thread(host_facts),
+            asyncio.to_thread(write_into, order.folder, name, order.check_id),
+            ping(self._redis_url),
+        )
+        ports, port_problem = ({}, None) if self._listeners is None else await self._listeners.open(order.check_id)
+        return facts.model_copy(
+            update={
+                "folder_problem": folder_problem and folder_problem[:LONGEST_PROBLEM],
+                "redis_seconds": seconds,
+                "redis_problem": problem and problem[:LONGEST_PROBLEM],
+                "ports": dict(ports),
+                "port_problem": port_problem and port_problem[:LONGEST_PROBLEM],
+            }
+        )
+
+
+def write_into(folder: str | None, name: str, content: str) -> str | None:
+    """Write a small file of this name into a folder that somebody else has made; return why it cannot be."""
+    if folder is None:
+        return None
+    if Path(name).name != name:
+        return f"{name!r} is no name of a file"
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with os.fdopen(os.open(Path(folder, name), flags, 0o644), "w") as file:
+            file.write(content)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def missing_in(folder: str, names: Iterable[str], content: str) -> tuple[str, ...]:
+    """List the files that a folder does not have, or that have another content."""
+    return tuple(name for name in names if not _has(Path(folder, Path(name).name), content))
+
+
+async def ping(url: str) -> tuple[float | None, str | None]:
+    """Ask a Redis server for a sign of life.
+
+    Returns:
+        The seconds that it took, and what is wrong; neither where no server is named.
+    """
+    if not url:
+        return None, None
+    began = time.monotonic()
+    try:
+        client = connect(url)
+    except InvalidRequest as error:
+        return None, error.detail
+    try:
+        async with asyncio.timeout(REDIS_SECONDS):
+            await client.ping()
+    except TimeoutError:
+        return None, f"no answer within {REDIS_SECONDS:g} s"
+    except (RedisError, OSError) as error:
+        return None, str(error)
+    finally:
+        await client.aclose()
+    return round(time.monotonic() - began, 4), None
+
+
+async def _unseen(order: CheckOrder) -> tuple[str, ...]:
+    if order.folder is None:
+        return ()
+    end, names = time.monotonic() + FOLDER_SECONDS, order.files[:MOST_FILES]
+    while True:
+        left = await asyncio.to_thread(missing_in, order.folder, names, order.check_id)
+        if not left or time.monotonic() >= end:
+            return left
+        await asyncio.sleep(POLL_SECONDS)
+
+
+def _has(path: Path, content: str) -> bool:
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.read(len(content) + 1) == content
+    except (OSError, UnicodeDecodeError):
+        return False

@@ -1,0 +1,154 @@
+"""What a fleet's own examination is made of: what services are asked to try, and what each of them found.
+
+An examination has two phases: each service that is asked looks at its host and listens, then tries to reach others.
+"""
+
+from collections.abc import Mapping
+from typing import Final, Literal
+
+from pydantic import Field
+
+from flotilla.shared.schemas.wire import TolerantWire
+
+MOST_TARGETS: Final = 48
+"""Services that one is asked to reach."""
+MOST_FILES: Final = 256
+"""Files of the shared folder that one is asked to look for."""
+MOST_ORPHANS: Final = 32
+LOOK, REACH = 1, 2
+"""Phases."""
+REACHED: Final = "reached"
+SILENT: Final = "silent"
+REFUSED: Final = "refused"
+NO_ROUTE: Final = "no_route"
+NOT_BELIEVED: Final = "not_believed"
+ANOTHER: Final = "another"
+FAILED: Final = "failed"
+"""Outcomes of an attempt: no answer in time; nobody listens there; no network leads there; its certificate is not that
+of a known authority; something else answers; anything else. A later release may know more."""
+
+
+class CheckTarget(TolerantWire):
+    """A service that another one should reach."""
+
+    service_id: str
+    url: str
+    """Base URL of its HTTP interface."""
+    ports: Mapping[str, int] = {}
+    """Where it listens for this examination alone, by what such ports are for: ``data``, ``collective``."""
+
+
+class CheckOrder(TolerantWire):
+    """What a service should try."""
+
+    check_id: str = Field(min_length=1, max_length=64, pattern="^[0-9a-f]+$")
+    """What listeners answer, and what files of the shared folder contain."""
+    phase: int
+    sent_at: float
+    """Seconds since the epoch, by the gateway's clock."""
+    folder: str | None = None
+    """A folder of the gateway's data directory, as the gateway names it."""
+    targets: tuple[CheckTarget, ...] = ()
+    files: tuple[str, ...] = ()
+    """What others have written in the folder."""
+
+
+class Orphan(TolerantWire):
+    """A process that holds devices or memory, and that no service owns."""
+
+    pid: int
+    command: str = Field("", max_length=200)
+    """What it runs; empty where this container cannot see it."""
+    devices: tuple[str, ...] = Field((), max_length=64)
+    memory_bytes: int = Field(0, ge=0)
+    """Of the devices."""
+
+
+class HostFacts(TolerantWire):
+    """What a process found out about its host and itself."""
+
+    release: str = Field(max_length=64)
+    spec_revision: int
+    code: str = Field(max_length=64)
+    """Short digest of the sources on its disk."""
+    schemas: str = Field(max_length=64)
+    """The same of those of what goes over the wire alone."""
+    is_changed: bool = False
+    """Whether sources were written after the process began: it runs what was there before."""
+    ports: Mapping[str, int] = Field({}, max_length=8)
+    """Where it listens now, by what such ports are for."""
+    port_problem: str | None = Field(None, max_length=400)
+    port_range: str | None = Field(None, max_length=32)
+    free_ports: int | None = None
+    """Of the range that is set."""
+    redis_seconds: float | None = None
+    """How long Redis took to answer; None: it did not, or is not needed."""
+    redis_problem: str | None = Field(None, max_length=400)
+    folder_problem: str | None = Field(None, max_length=400)
+    """Why it could not write into the gateway's folder."""
+    temporary: str = Field("", max_length=400)
+    temporary_free_bytes: int = 0
+    """Of the directory for temporary files."""
+    shared_memory_free_bytes: int | None = None
+    shared_memory_bytes: int | None = None
+    orphans: tuple[Orphan, ...] = Field((), max_length=MOST_ORPHANS)
+
+
+class Attempt(TolerantWire):
+    """How one port of another service was reached."""
+
+    service_id: str = Field(max_length=64)
+    port: int
+    use: str = Field(max_length=32)
+    """``http``, ``data`` or ``collective``."""
+    outcome: str = Field(max_length=32)
+    detail: str = Field("", max_length=200)
+    seconds: float = 0.0
+
+
+class CheckReport(TolerantWire):
+    """What a service found in one phase."""
+
+    check_id: str = Field(max_length=64)
+    phase: int
+    received_at: float
+    """When the order came, in seconds since the epoch by the service's own clock."""
+    sent_at: float
+    """When this was sent."""
+    facts: HostFacts | None = None
+    attempts: tuple[Attempt, ...] = Field((), max_length=4 * MOST_TARGETS)
+    unseen: tuple[str, ...] = Field((), max_length=MOST_FILES)
+    """Files of the shared folder that it did not find."""
+
+
+class FleetFinding(TolerantWire):
+    """Something that is wrong with a fleet, or may become so."""
+
+    verdict: Literal["failed", "warning"]
+    topic: str
+    """reachability, gateway, redis, clock, release, folder, ports, devices, disk, shared_memory, address or silence."""
+    host: str
+    service_id: str | None = None
+    tried: str
+    found: str
+    advice: str
+
+
+class FleetExamination(TolerantWire):
+    """What was tried in a fleet, and what is wrong with it."""
+
+    is_well: bool
+    """Whether nothing failed; there may be warnings."""
+    findings: tuple[FleetFinding, ...]
+    """What failed first."""
+    num_more_findings: int = 0
+    num_hosts: int
+    num_services: int
+    num_asked: int
+    """Services that were asked: one of each kind on each host."""
+    num_pairs: int
+    """Pairs of hosts of which one needs the other."""
+    num_pairs_tried: int
+    largest_skew_seconds: float | None = None
+    """Of the clocks of those that were asked, against the gateway's; None where nobody answered."""
+    seconds: float

@@ -15,8 +15,8 @@ from redis.asyncio import Redis
 
 from flotilla.shared.errors import ClaimLost, Conflict, NotFound, TooManyRequests
 from flotilla.shared.schemas.tinker import TinkerLedger
-from flotilla.shared.tinker.records import Failure, Model, Sampler, Verb
-from flotilla.shared.tinker.scripts import ANSWER, ASK, ATTEMPT, LEDGER, SUBMIT
+from flotilla.shared.tinker.records import Category, Failure, Model, Sampler, Verb
+from flotilla.shared.tinker.scripts import ANSWER, ASK, ATTEMPT, CLOSE, GAPS, LEDGER, SKIP, SUBMIT
 from flotilla.shared.tinker.store import Store, answer_key, key, request_id_of, session_of
 
 BLOCK_MILLISECONDS: Final = 500
@@ -33,6 +33,8 @@ MOST_ANSWER_BYTES: Final = 512 * 1024 * 1024
 """Of the answers that are kept for one owner; older ones go first."""
 MOST_MODELS: Final = 256
 """Of one session."""
+MOST_ATTEMPTS: Final = 3
+"""A request that ended its process so often is not begun again: it would end that of all."""
 
 
 class Work(StrEnum):
@@ -110,13 +112,32 @@ class Made:
     Attributes:
         sampler: a sampling session, with its id.
         sampled: what sampled each sequence (``records.Sampled``, JSON).
+        inflight: what the sampling sessions in flight of the request's model sample from now.
     """
 
     sampler: tuple[str, Sampler] | None = None
     sampled: str = ""
+    inflight: str = ""
 
 
 NOTHING: Final = Made()
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A model whose requests wait for an earlier one that did not come.
+
+    Attributes:
+        model_id: of the model.
+        next: the place that is missing.
+        first: the first one that waits behind it.
+        seconds: since the model's last request came.
+    """
+
+    model_id: str
+    next: int
+    first: int
+    seconds: float
 
 
 class TinkerQueue(Store):
@@ -159,11 +180,35 @@ class TinkerQueue(Store):
             key("open", whose),
             key("owner", whose),
             key("models", session_of(request.model_id)),
+            key("gaps"),
         ]
         made = "" if record is None else record.model_dump_json()
         arguments = [request.id, request.seq, digest, request.verb, request.body, request.model_id, made, now]
         bounds = [whose, self._bounds.requests, self._bounds.num_bytes, MOST_MODELS, key("request", "")]
         self._check(await self._run(SUBMIT, keys, arguments + bounds), request.id)
+
+    async def gaps(self) -> list[Gap]:
+        """List models whose requests wait for an earlier one."""
+        rows = await self._run(GAPS, [key("gaps")], [key("model", ""), key("pending", "")])
+        return [Gap(name.decode(), int(missing), int(first), float(since)) for name, missing, first, since in rows]
+
+    async def skip(self, model_id: str, last: int) -> None:
+        """Hand on what waits behind requests that were lost, which the model has up to ``last``."""
+        whose = await self._owner_of(model_id)
+        keys = [key("model", model_id), key("pending", model_id), key(Work.TRAIN, whose), key("owners", Work.TRAIN)]
+        keys += [key("bell", Work.TRAIN), key("owner", whose), key("gaps")]
+        await self._run(SKIP, keys, [model_id, last, whose, key("request", "")])
+
+    async def give_up(self, model_id: str, why: str) -> None:
+        """Take no more requests of a model, and answer those that wait for an earlier one, with the reason."""
+        whose = await self._owner_of(model_id)
+        keys = [key("model", model_id), key("pending", model_id), key("open", whose), key("owner", whose)]
+        failure = Form.FAILED.encode() + Answer.failed(Failure(error=why, category=Category.SERVER)).content
+        arguments = [key("request", ""), model_id, why, key("answer", ""), failure, ANSWER_SECONDS, DONE_LENGTH]
+        await self._run(CLOSE, [*keys, key("gaps"), key("done")], arguments)
+
+    async def _owner_of(self, model_id: str) -> str:
+        return (await self._retried("HGET", key("model", model_id), "owner") or b"").decode()
 
     async def ask(self, request_id: str, body: bytes, digest: str, owner: str, *, is_scored: bool) -> None:
         """Take a request to sample, and to score the prompt; nothing happens where it is there already.
@@ -185,8 +230,8 @@ class TinkerQueue(Store):
                 raise Conflict(f"another request came as {request_id} before")
             case b"unknown" | b"passed":
                 raise NotFound(f"{request_id}: there is no such model, or this place among its requests is over")
-            case b"closed":
-                raise NotFound(f"{request_id}: the model's session ended, and the model was let go")
+            case _ if found.startswith(b"closed "):
+                raise NotFound(f"{request_id}: {found.decode().removeprefix('closed ')}")
             case b"models":
                 raise TooManyRequests(f"a session has at most {MOST_MODELS} models: open another one")
             case b"full":
@@ -294,6 +339,7 @@ class TinkerQueue(Store):
             key("open", owner),
             key("owner", owner),
             key("answers", owner),
+            key("inflight"),
         ]
         done = str(request.seq) if work is Work.TRAIN else ""
         failed = Failure.model_validate_json(answer.content).category if answer.form is Form.FAILED else ""
@@ -303,7 +349,8 @@ class TinkerQueue(Store):
         content = answer.form.encode() + answer.content
         arguments = [incarnation, request.id, content, ANSWER_SECONDS, request.entry, DONE_LENGTH, done]
         arguments += [sampler_id, record, owner, str(work), drops_body, made.sampled, self._bounds.answer_bytes]
-        if not await self._run(ANSWER, keys, [*arguments, key("request", ""), str(failed)]):
+        arguments += [key("request", ""), str(failed), request.model_id, made.inflight]
+        if not await self._run(ANSWER, keys, arguments):
             raise ClaimLost(f"another process does the work {work} now")
 
     async def sampled(self, request_id: str) -> bytes | None:

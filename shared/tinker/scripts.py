@@ -31,9 +31,29 @@ local function hand_on(stream, owners, bell, whose, id)
   redis.call('XADD', bell, 'MAXLEN', '1', '*', 'request', id)
 end
 """
+HAND_ON_READY: Final = """
+local function hand_on_ready(model, pending, stream, owners, bell, owner, gaps, whose, model_id, requests, next)
+  while true do
+    local ready = redis.call('HGET', pending, next)
+    if not ready then break end
+    hand_on(stream, owners, bell, whose, ready)
+    redis.call('HDEL', pending, next)
+    redis.call('HINCRBY', owner, 'held', -1)
+    redis.call('HINCRBY', owner, 'held_bytes', -redis.call('HSTRLEN', requests .. ready, 'body'))
+    next = next + 1
+  end
+  redis.call('HSET', model, 'next', next)
+  if redis.call('HLEN', pending) == 0 then
+    redis.call('ZREM', gaps, model_id)
+  else
+    redis.call('ZADD', gaps, redis.call('TIME')[1], model_id)
+  end
+end
+"""
 SUBMIT: Final = (
     FULL
     + HAND_ON
+    + HAND_ON_READY
     + """
 local request, model, pending, stream, models = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local owners, bell, open, owner, session = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
@@ -46,7 +66,8 @@ end
 local next = tonumber(redis.call('HGET', model, 'next') or '0')
 local seq = tonumber(ARGV[2])
 if seq > 0 and not redis.call('HGET', model, 'record') then return 'unknown' end
-if redis.call('HEXISTS', model, 'closed') == 1 then return 'closed' end
+local closed = redis.call('HGET', model, 'closed')
+if closed then return 'closed ' .. closed end
 if seq < next then return 'passed' end
 if full(open, owner, ARGV[10], ARGV[11], size, seq == next) then return 'full' end
 if ARGV[7] ~= '' and redis.call('SCARD', session) >= tonumber(ARGV[12]) then return 'models' end
@@ -62,16 +83,7 @@ redis.call('HSET', model, 'seen', ARGV[8])
 redis.call('HSET', pending, seq, id)
 redis.call('HINCRBY', owner, 'held', 1)
 redis.call('HINCRBY', owner, 'held_bytes', size)
-while true do
-  local ready = redis.call('HGET', pending, next)
-  if not ready then break end
-  hand_on(stream, owners, bell, ARGV[9], ready)
-  redis.call('HDEL', pending, next)
-  redis.call('HINCRBY', owner, 'held', -1)
-  redis.call('HINCRBY', owner, 'held_bytes', -redis.call('HSTRLEN', ARGV[13] .. ready, 'body'))
-  next = next + 1
-end
-redis.call('HSET', model, 'next', next)
+hand_on_ready(model, pending, stream, owners, bell, owner, KEYS[11], ARGV[9], ARGV[6], ARGV[13], next)
 return 'new'
 """
 )
@@ -96,6 +108,36 @@ ATTEMPT: Final = """
 if redis.call('EXISTS', KEYS[1]) == 0 then return 1 end
 return redis.call('HINCRBY', KEYS[1], ARGV[1], 1)
 """
+GAPS: Final = """
+local found = {}
+local now = tonumber(redis.call('TIME')[1])
+for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
+  local first = nil
+  for _, seq in ipairs(redis.call('HKEYS', ARGV[2] .. id)) do
+    if not first or tonumber(seq) < first then first = tonumber(seq) end
+  end
+  local next = redis.call('HGET', ARGV[1] .. id, 'next') or '0'
+  if first then
+    table.insert(found, {id, next, tostring(first), tostring(now - tonumber(redis.call('ZSCORE', KEYS[1], id)))})
+  else
+    redis.call('ZREM', KEYS[1], id)
+  end
+end
+return found
+"""
+"""List models whose requests wait for an earlier one: which is missing, which waits first, and since when."""
+SKIP: Final = (
+    HAND_ON
+    + HAND_ON_READY
+    + """
+local model, pending = KEYS[1], KEYS[2]
+local next = tonumber(ARGV[2]) + 1
+redis.call('HSET', model, 'done', ARGV[2], 'kept_from', next)
+hand_on_ready(model, pending, KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7], ARGV[3], ARGV[1], ARGV[4], next)
+return 1
+"""
+)
+"""Go on behind requests that were lost after they were done."""
 ANSWER: Final = """
 local request, answer, stream, owners, done, model = KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7]
 local samplers, open, owner, answers = KEYS[8], KEYS[9], KEYS[10], KEYS[11]
@@ -136,6 +178,7 @@ if is_new then
 end
 redis.call('XADD', done, 'MAXLEN', '~', ARGV[6], '*', 'request', ARGV[2])
 if ARGV[8] ~= '' then redis.call('HSET', samplers, ARGV[8], ARGV[9]) end
+if ARGV[18] ~= '' then redis.call('HSET', KEYS[12], ARGV[17], ARGV[18]) end
 return 1
 """
 OPEN: Final = """
@@ -149,7 +192,7 @@ return 1
 """Open a session, unless its owner has too many."""
 CLOSE: Final = """
 local model, pending, open, owner = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-redis.call('HSET', model, 'closed', 1)
+redis.call('HSET', model, 'closed', ARGV[3])
 for _, id in ipairs(redis.call('HVALS', pending)) do
   local request = ARGV[1] .. id
   if redis.call('SREM', open, id) == 1 then
@@ -160,11 +203,18 @@ for _, id in ipairs(redis.call('HVALS', pending)) do
     redis.call('HINCRBY', owner, 'failed', 1)
   end
   redis.call('DEL', request)
+  if ARGV[5] ~= '' then
+    redis.call('HSET', request, 'failed', 'server', 'answered train', 1)
+    redis.call('EXPIRE', request, ARGV[6])
+    redis.call('SET', ARGV[4] .. id, ARGV[5], 'EX', ARGV[6])
+    redis.call('XADD', KEYS[6], 'MAXLEN', '~', ARGV[7], '*', 'request', id)
+  end
 end
 redis.call('DEL', pending)
+redis.call('ZREM', KEYS[5], ARGV[2])
 return 1
 """
-"""Take no more requests of a model, and let go of those that wait for an earlier one that never came."""
+"""Take no more requests of a model; let go of those that wait for an earlier one, or answer them if that is given."""
 LEDGER: Final = """
 local found = redis.call('HMGET', KEYS[1], 'actor', 'accepted', 'done', 'failed')
 return {found[1], found[2], found[3], found[4], redis.call('SCARD', KEYS[2]), redis.call('HGET', KEYS[1], 'bytes')}

@@ -16,6 +16,7 @@ from flotilla.shared.tinker.store import Store, key, session_of
 
 MOST_SESSIONS: Final = 1000
 """That one owner has open."""
+ENDED: Final = "the model's session ended, and the model was let go"
 MOST_SAMPLERS: Final = 50_000
 """Of one session."""
 
@@ -67,7 +68,8 @@ class TinkerSessions(Store):
             owner = await self._retried("HGET", key("model", model_id), "owner")
             whose = (owner or b"").decode()
             keys = [key("model", model_id), key("pending", model_id), key("open", whose), key("owner", whose)]
-            await self._run(CLOSE, keys, [key("request", "")])
+            keys += [key("gaps"), key("done")]
+            await self._run(CLOSE, keys, [key("request", ""), model_id, ENDED, key("answer", ""), "", 0, 0])
         return ids
 
     async def is_idle(self, model_id: str) -> bool:
@@ -121,11 +123,7 @@ class TinkerSessions(Store):
         ids = await self._names("models")
         return [(each, float(await self._retried("HGET", key("model", each), "seen") or 0)) for each in ids]
 
-    async def put_inflight(self, model_id: str, path: str) -> None:
-        """Say from what the sampling sessions in flight of a model sample."""
-        await self._retried("HSET", key("inflight"), model_id, path)
-
     async def inflight(self, model_id: str) -> str | None:
-        """Return from what they sample."""
+        """Return from what the sampling sessions in flight of a model sample."""
         found: bytes | None = await self._retried("HGET", key("inflight"), model_id)
         return None if found is None else found.decode()

@@ -93,7 +93,10 @@ def load_saved(directory: Path, slot: Slot, *, with_optimizer: bool) -> None:
 
 
 def keep_state(directory: Path, slot: Slot, seq: int) -> None:
-    """Write the present state, gradients that wait for an update included; older ones are removed then."""
+    """Write the present state, gradients that wait for an update included; the one before stays, older ones go.
+
+    Where Redis comes back older than the newest state, the one before is gone on from.
+    """
     kept = directory / str(seq)
     unfinished = _begun(kept)
     save_file(_on_host(slot.weights()), unfinished / WEIGHTS)
@@ -102,36 +105,37 @@ def keep_state(directory: Path, slot: Slot, seq: int) -> None:
     (unfinished / STATE).write_text(Progress(seq=seq, step=slot.step).model_dump_json(), encoding="utf-8")
     _finish(unfinished, kept)
     # Not newer ones: a process that was replaced may come here late.
-    for older in _states(directory):
-        if older < seq:
-            shutil.rmtree(directory / str(older), ignore_errors=True)
+    for older in sorted(each for each in _states(directory) if each < seq)[:-1]:
+        shutil.rmtree(directory / str(older), ignore_errors=True)
 
 
-def state_seq(directory: Path) -> int | None:
-    """Return up to which request the state on disk is; None where there is none."""
-    return max(_states(directory), default=None)
+def state_seq(directory: Path, before: int | None = None) -> int | None:
+    """Return up to which request the newest state is, of those behind no request from ``before`` on; None: none is."""
+    return max((each for each in _states(directory) if before is None or each < before), default=None)
+
+
+def drop_states(directory: Path, first: int) -> None:
+    """Remove states that have a request from ``first`` on: it is asked for again."""
+    for later in _states(directory):
+        if later >= first:
+            shutil.rmtree(directory / str(later), ignore_errors=True)
 
 
 def _states(directory: Path) -> list[int]:
     return [int(each.name) for each in directory.glob("*") if each.name.isdigit() and (each / STATE).is_file()]
 
 
-def load_state(directory: Path, slot: Slot) -> int:
-    """Take the newest state; returns its last request.
+def load_state(directory: Path, slot: Slot, seq: int) -> None:
+    """Take the state behind a request.
 
     Raises:
-        NotFound: there is none.
         ModelError: it cannot be read.
     """
-    seq = state_seq(directory)
-    if seq is None:
-        raise NotFound(f"{directory.name}: there is no state of this model")
     kept = directory / str(seq)
     progress = Progress.model_validate_json((kept / STATE).read_bytes())
     slot.load(_read(kept / WEIGHTS), _read(kept / OPTIMIZER))
     slot.add_gradients(_read(kept / GRADIENTS))
     slot.step = progress.step
-    return seq
 
 
 def _begun(directory: Path) -> Path:

@@ -97,14 +97,28 @@ class Trainer:
         """Return whether a model is in this process."""
         return model_id in self._kept
 
-    def restore(self, model: Model) -> int:
-        """Take a model as it is on the disk; returns the last request that is in that, -1 for none."""
+    def reached(self, model_id: str) -> int:
+        """Return the last request that was done of a model, here or as its state on the disk has it; -1 for none."""
+        kept = self._kept.get(model_id)
+        if kept is not None:
+            return kept.seq
+        on_disk = files.state_seq(state_of(self._data, model_id))
+        return -1 if on_disk is None else on_disk
+
+    def go_back(self, model_id: str, seq: int) -> None:
+        """Drop what has a request, in memory and on the disk: it is done again from before."""
+        self.forget(model_id)
+        files.drop_states(state_of(self._data, model_id), seq)
+
+    def restore(self, model: Model, before: int) -> int:
+        """Take a model as it is on the disk without a request and later ones; returns its last one, -1 for none."""
         directory = state_of(self._data, model.model_id)
-        seq = files.state_seq(directory)
+        seq = files.state_seq(directory, before)
         if seq is None:
             return -1
         slot = self._base.make(model.lora)
-        self._kept[model.model_id] = Kept(slot, model.owner, files.load_state(directory, slot), seq)
+        files.load_state(directory, slot, seq)
+        self._kept[model.model_id] = Kept(slot, model.owner, seq, seq)
         return seq
 
     def forget(self, model_id: str) -> None:
@@ -127,9 +141,14 @@ class Trainer:
     def unload(self, model_id: str) -> Written | None:
         """Write a model's state, and drop it from memory; None where it is not there, or nothing was new."""
         kept = self._kept.get(model_id)
-        written = self._write(model_id) if kept is not None and kept.on_disk < kept.seq else None
+        written = self.write(model_id) if kept is not None else None
         self.forget(model_id)
         return written
+
+    def write(self, model_id: str) -> Written | None:
+        """Write a model's state; None where nothing is new."""
+        kept = self._kept.get(model_id)
+        return self._write(model_id) if kept is not None and kept.on_disk < kept.seq else None
 
     def do(self, request: Request, model: Model) -> Answer:
         """Do one request.

@@ -25,7 +25,7 @@ from flotilla.shared.errors import (
 from flotilla.shared.tinker.fields import put_bytes
 from flotilla.shared.tinker.messages import MISSING, write_top
 from flotilla.shared.tinker.paths import Kind, SavedPath
-from flotilla.shared.tinker.queue import NOTHING, Answer, Form, Made, Request, TinkerQueue, Work
+from flotilla.shared.tinker.queue import MOST_ATTEMPTS, NOTHING, Answer, Form, Made, Request, TinkerQueue, Work
 from flotilla.shared.tinker.records import Category, Failure, Model, Sample, Sampler, Save, Verb
 from flotilla.shared.tinker.sessions import TinkerSessions
 from flotilla.shared.tinker.turns import Turns
@@ -34,11 +34,20 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 SCORES_AT_A_TIME = 16
-MOST_ATTEMPTS = 3
-"""A request that ended the process so often is not begun again: it would end that of all."""
 DONE_ONCE = frozenset({Verb.SAVE, Verb.SAVE_FOR_SAMPLER, Verb.FORWARD, Verb.UNLOAD})
 """They change nothing of the model; their files are there, or were deleted since."""
 CLEANING_SECONDS = 60.0
+GAPS_SECONDS = 5.0
+AWAY_SECONDS = 1.0
+
+GAP_SECONDS = 30.0
+"""How long a missing request is waited for, though it was done: above a long poll, whose client may send it again."""
+LONGEST_GAP_SECONDS = 330.0
+"""How long one is waited for that was not: above the five minutes for which the client tries to send one."""
+LOST = (
+    "request {next} of {model_id} was lost with the data plane's last writes, and cannot be done again: "
+    "go on from the last saved state (create_training_client_from_state)"
+)
 
 
 class TrainingWorker:
@@ -55,6 +64,8 @@ class TrainingWorker:
         self._training, self._scoring = Turns(), Turns()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._train = self._score = ""
+        # What was begun last: where Redis was away meanwhile, it is begun again without having ended the process.
+        self._begun = ""
 
     async def run(self) -> None:
         """Work until cancelled.
@@ -64,16 +75,23 @@ class TrainingWorker:
         """
         self._train, self._score = await self._queue.begin(Work.TRAIN), await self._queue.begin(Work.SCORE)
         log.info("tinker trainer works", extra={"incarnation": self._train})
-        heard, cleaned = "0", 0.0
+        heard, cleaned, looked = "0", 0.0, 0.0
         while True:
-            if time.monotonic() >= cleaned:
-                await self._discard_closed()
-                cleaned = time.monotonic() + CLEANING_SECONDS
-            # What is scored is waited for by who samples; it is short beside an update.
-            has_scored = await self._take(Work.SCORE, self._scoring, SCORES_AT_A_TIME, self._scores_once)
-            has_trained = await self._take(Work.TRAIN, self._training, 1, self._trained)
-            if not has_scored and not has_trained:
-                heard = await self._queue.hears(Work.TRAIN, heard)
+            try:
+                if time.monotonic() >= cleaned:
+                    await self._discard_closed()
+                    cleaned = time.monotonic() + CLEANING_SECONDS
+                if time.monotonic() >= looked:
+                    await self._close_gaps()
+                    looked = time.monotonic() + GAPS_SECONDS
+                # What is scored is waited for by who samples; it is short beside an update.
+                has_scored = await self._take(Work.SCORE, self._scoring, SCORES_AT_A_TIME, self._scores_once)
+                has_trained = await self._take(Work.TRAIN, self._training, 1, self._trained)
+                if not has_scored and not has_trained:
+                    heard = await self._queue.hears(Work.TRAIN, heard)
+            except Unavailable as error:
+                log.warning("Redis is waited for", extra={"error": error.detail})
+                await asyncio.sleep(AWAY_SECONDS)
 
     async def _take(self, work: Work, turns: Turns, count: int, does: Callable[[Request], Awaitable[None]]) -> bool:
         """Do some requests of whoever's turn it is; returns whether there was one."""
@@ -92,8 +110,43 @@ class TrainingWorker:
             if await self._queue.is_closed(model_id):
                 await self._compute(partial(self._trainer.discard, model_id))
 
+    async def _close_gaps(self) -> None:
+        """Go on with models whose requests Redis lost, where the lost ones were done; or else say that they are lost.
+
+        A client sends what was answered no second time: without this, later requests would wait for it for ever.
+        """
+        for gap in await self._queue.gaps():
+            if gap.seconds < GAP_SECONDS:
+                continue
+            reached = await self._compute(partial(self._trainer.reached, gap.model_id))
+            if reached == gap.first - 1:
+                await self._check_latest()
+                # What was lost cannot be done again.
+                await self._compute(partial(self._trainer.write, gap.model_id))
+                await self._queue.skip(gap.model_id, reached)
+                log.warning("requests were lost after they were done", extra={"model_id": gap.model_id})
+            elif reached >= gap.next or gap.seconds >= LONGEST_GAP_SECONDS:
+                await self._check_latest()
+                await self._queue.give_up(gap.model_id, LOST.format(next=gap.next, model_id=gap.model_id))
+                log.error("requests of a model were lost", extra={"model_id": gap.model_id, "seq": gap.next})
+
+    async def _check_latest(self) -> None:
+        if not await self._queue.is_latest(Work.TRAIN, self._train):
+            raise ClaimLost("another process does the work train now")
+
     async def _scores_once(self, request: Request) -> None:
-        await self._queue.reply(Work.SCORE, self._score, request, await self._scored(request))
+        await self._reply(Work.SCORE, self._score, request, await self._scored(request))
+
+    async def _reply(
+        self, work: Work, incarnation: str, request: Request, answer: Answer, made: Made = NOTHING
+    ) -> None:
+        """Answer a request, however long Redis is away: it was done, and is not done a second time."""
+        while True:
+            try:
+                return await self._queue.reply(work, incarnation, request, answer, made)
+            except Unavailable as error:
+                log.warning("Redis is waited for", extra={"error": error.detail, "request_id": request.id})
+                await asyncio.sleep(AWAY_SECONDS)
 
     async def _trained(self, request: Request) -> None:
         model = await self._queue.model(request.model_id)
@@ -102,6 +155,10 @@ class TrainingWorker:
             if model is None or await self._queue.is_closed(model.model_id):
                 raise NotFound(f"{request.model_id}: there is no such model, or its session ended")
             await self._begin(request, Work.TRAIN)
+            if await self._compute(partial(self._trainer.reached, request.model_id)) >= request.seq:
+                # Redis came back older than the model: what it asks for is done again, and not on top.
+                await self._check_latest()
+                await self._compute(partial(self._trainer.go_back, request.model_id, request.seq))
             if not self._trainer.knows(model.model_id):
                 await self._make_room()
                 if request.seq > 0:
@@ -118,7 +175,7 @@ class TrainingWorker:
             self._trainer.forget(request.model_id)
             answer = failed(error)
         made, replaced = await self._made(request, model, answer)
-        await self._queue.reply(Work.TRAIN, self._train, request, answer, made)
+        await self._reply(Work.TRAIN, self._train, request, answer, made)
         if replaced is not None:
             await self._compute(partial(self._trainer.drop_snapshot, replaced))
         if answer.form is Form.FAILED or await self._queue.is_closed(request.model_id):
@@ -134,8 +191,7 @@ class TrainingWorker:
     async def _make_room(self) -> None:
         """Keep a model on the disk alone that was not used for longest, where another one needs its place."""
         while (unused := self._trainer.unused()) is not None:
-            if not await self._queue.is_latest(Work.TRAIN, self._train):
-                raise ClaimLost("another process does the work train now")
+            await self._check_latest()
             await self._let_go(await self._compute(partial(self._trainer.unload, unused)))
             log.info("model left memory", extra={"model_id": unused})
 
@@ -145,6 +201,9 @@ class TrainingWorker:
 
     async def _begin(self, request: Request, work: Work) -> None:
         """Refuse a request that has ended the process too often."""
+        if request.id == self._begun:
+            return
+        self._begun = request.id
         if await self._queue.attempt(request, work) > MOST_ATTEMPTS:
             raise WorkerDied(f"the trainer ended {MOST_ATTEMPTS} times while it did this request")
 
@@ -159,7 +218,7 @@ class TrainingWorker:
 
     async def _do_again(self, model: Model, request: Request) -> None:
         done = await self._queue.progress(model.model_id)
-        on_disk = await self._compute(partial(self._trainer.restore, model))
+        on_disk = await self._compute(partial(self._trainer.restore, model, request.seq))
         again = 0
         async for past in self._queue.past(model.model_id, on_disk + 1, min(done, request.seq - 1)):
             if past.verb in DONE_ONCE or _did_nothing(past):
@@ -179,14 +238,12 @@ class TrainingWorker:
         save = Save.model_validate_json(request.body)
         if save.sampling_session_id is None:
             return NOTHING, None
-        replaced = None
-        if save.is_inflight:
-            replaced = await self._sessions.inflight(model.model_id)
-            await self._sessions.put_inflight(model.model_id, save.path)
+        replaced = await self._sessions.inflight(model.model_id) if save.is_inflight else None
         inflight_of = model.model_id if save.is_inflight else None
         path = None if save.is_inflight else save.path
         sampler = Sampler(session_id=model.session_id, owner=model.owner, path=path, inflight_of=inflight_of)
-        return Made((save.sampling_session_id, sampler)), None if replaced == save.path else replaced
+        made = Made((save.sampling_session_id, sampler), inflight=save.path if save.is_inflight else "")
+        return made, None if replaced == save.path else replaced
 
     async def _scored(self, request: Request) -> Answer:
         try:
@@ -201,6 +258,8 @@ class TrainingWorker:
                 if sampler.inflight_of is not None:
                     path = await self._sessions.inflight(sampler.inflight_of)
             return await self._compute(partial(self._scores, wanted, path))
+        except (Unavailable, ClaimLost):
+            raise
         except (FlotillaError, ValidationError) as error:
             return failed(error)
         except Exception as error:

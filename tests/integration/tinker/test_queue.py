@@ -85,7 +85,8 @@ async def test_an_answer_is_written_once_and_moves_the_model_on(queue: TinkerQue
     (request,) = await waiting(queue)
 
     sampler = Sampler(session_id="s", owner="me", path="tinker://x")
-    await queue.reply(Work.TRAIN, mine, request, Answer.json({"a": 1}), Made(("s:sample:0", sampler)))
+    made = Made(("s:sample:0", sampler), inflight="tinker://newest")
+    await queue.reply(Work.TRAIN, mine, request, Answer.json({"a": 1}), made)
     await queue.reply(Work.TRAIN, mine, request, Answer.json({"a": 2}))
 
     found = await queue.answer(request.id)
@@ -93,6 +94,7 @@ async def test_an_answer_is_written_once_and_moves_the_model_on(queue: TinkerQue
     assert await queue.progress(MODEL) == 0
     assert await waiting(queue) == []
     assert await sessions.sampler("s:sample:0") == sampler
+    assert await sessions.inflight(MODEL) == "tinker://newest"
     assert (await queue.done_since("0"))[1][0] == request.id
 
 
@@ -258,6 +260,45 @@ async def test_a_session_that_ended_leaves_nothing(queue: TinkerQueue, sessions:
     assert (await sessions.session("s"), await sessions.sampler("s:sample:0")) == (None, None)
     assert await queue.ledger(ME) == TinkerLedger(owner=ME, accepted=2, done=1, failed=1, waiting=0, waiting_bytes=0)
     assert await queue.is_closed(MODEL)
+
+
+async def test_what_waits_behind_lost_requests_goes_on_where_those_were_done(queue: TinkerQueue) -> None:
+    await make(queue)
+    await queue.submit(a_request(3), "d3", NOW)
+    (gap,) = await queue.gaps()
+
+    await queue.skip(MODEL, 2)
+
+    assert (gap.model_id, gap.next, gap.first) == (MODEL, 1, 3)
+    assert [each.seq for each in await waiting(queue)] == [0, 3]
+    assert (await queue.progress(MODEL), await queue.gaps()) == (2, [])
+    with pytest.raises(NotFound, match="is over"):
+        await queue.submit(a_request(2), "d2", NOW)
+    await answered(queue)
+    assert await queue.ledger(ME) == TinkerLedger(owner=ME, accepted=2, done=2, failed=0, waiting=0, waiting_bytes=0)
+
+
+async def test_what_waits_behind_lost_requests_is_answered_where_those_were_not_done(queue: TinkerQueue) -> None:
+    await make(queue)
+    await queue.submit(a_request(3), "d3", NOW)
+
+    await queue.give_up(MODEL, "request 1 was lost")
+
+    found = await queue.answer(request_id_of(MODEL, 3))
+    assert found == Answer.failed(Failure(error="request 1 was lost", category=Category.SERVER))
+    assert await queue.gaps() == []
+    with pytest.raises(NotFound, match="request 1 was lost"):
+        await queue.submit(a_request(4), "d4", NOW)
+    ledger = await queue.ledger(ME)
+    assert (ledger.accepted, ledger.failed, ledger.waiting, ledger.waiting_bytes) == (2, 1, 1, 1)
+
+
+async def test_a_gap_that_is_filled_is_none(queue: TinkerQueue) -> None:
+    await make(queue)
+    for seq in (2, 1):
+        await queue.submit(a_request(seq), f"d{seq}", NOW)
+
+    assert await queue.gaps() == []
 
 
 async def test_one_owner_opens_no_more_sessions_than_it_may(

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +48,55 @@ async def submit(queue: TinkerQueue, number: int, first: int, steps: int) -> lis
     return [request_id_of(run, seq) for seq, (verb, _) in verbs if verb is Verb.FORWARD_BACKWARD]
 
 
+async def answered(queue: TinkerQueue, sessions: TinkerSessions, trainer: Trainer, *owners: str) -> None:
+    """Have a worker answer all that waits."""
+    working = asyncio.create_task(TrainingWorker(queue, sessions, trainer).run())
+    async with asyncio.timeout(240):
+        while any([(await queue.ledger(owner)).waiting for owner in owners]):
+            assert not working.done()
+            await asyncio.sleep(0.05)
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+
+
+async def contents(redis: Any) -> dict[bytes, bytes]:
+    return {name: await redis.dump(name) for name in await redis.keys("*")}
+
+
+async def become(redis: Any, kept: dict[bytes, bytes]) -> None:
+    await redis.flushdb()
+    for name, value in kept.items():
+        await redis.restore(name, 0, value)
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_a_redis_that_comes_back_older_than_the_trainers_disk_applies_no_request_twice(
+    queue: TinkerQueue, redis_url: str, tmp_path: Path, *, is_restarted: bool
+) -> None:
+    base = Base(tiny_model(), device="cpu", dtype="float32")
+    expected = made(base, tmp_path / "quiet", 0, lora(0)).learns(10)
+    redis = connect(redis_url)
+    sessions = TinkerSessions(redis, queue)
+    trainer = Trainer(base, "tiny", tmp_path / "data", ManualClock())
+    passes = await submit(queue, 0, 0, 3)
+    await answered(queue, sessions, trainer, "owner 0")
+    older = await contents(redis)
+    passes += await submit(queue, 0, 7, 6)
+    await answered(queue, sessions, trainer, "owner 0")
+
+    # The ninth update is lost, and the state on the disk, behind the eighth, is newer than what is left.
+    await become(redis, older)
+    if is_restarted:
+        trainer = Trainer(base, "tiny", tmp_path / "data", ManualClock())
+    await submit(queue, 0, 7, 7)
+    await answered(queue, sessions, trainer, "owner 0")
+
+    answers = [await queue.answer(each) for each in [*passes, request_id_of("s:train:0", 19)]]
+    assert [loss_of(each) for each in answers if each is not None] == expected
+    await redis.aclose()
+
+
 async def test_models_share_less_memory_than_they_need_and_a_takeover_changes_no_loss(
     queue: TinkerQueue, redis_url: str, tmp_path: Path
 ) -> None:
@@ -60,14 +110,7 @@ async def test_models_share_less_memory_than_they_need_and_a_takeover_changes_no
         trainer = Trainer(base, "tiny", tmp_path / "shared", ManualClock(), most_models=1)
         for number in range(2):
             passes[number] += await submit(queue, number, first, steps)
-        working = asyncio.create_task(TrainingWorker(queue, sessions, trainer).run())
-        async with asyncio.timeout(240):
-            while any([(await queue.ledger(f"owner {number}")).waiting for number in range(2)]):
-                assert not working.done()
-                await asyncio.sleep(0.05)
-        working.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await working
+        await answered(queue, sessions, trainer, "owner 0", "owner 1")
         assert len(trainer.models()) == 2
 
     answers = [[await queue.answer(each) for each in ids] for ids in passes]

@@ -137,7 +137,7 @@ def test_a_trainer_that_takes_over_comes_to_the_same_bits(base: Base, tmp_path: 
     half = client.passes()
 
     other = a_trainer(base, tmp_path / "killed")
-    on_disk = other.restore(client.model)
+    on_disk = other.restore(client.model, client.seq + 1)
     client.trainer = other
     # The queue has the later requests: three updates, and half of one.
     passed = client.seq
@@ -267,7 +267,7 @@ def test_a_model_that_left_memory_comes_back_with_its_half_of_an_update(base: Ba
 
     written = client.trainer.unload(client.model.model_id)
     assert not client.trainer.knows(client.model.model_id)
-    assert client.trainer.restore(client.model) == client.seq
+    assert client.trainer.restore(client.model, client.seq + 1) == client.seq
     client.updates()
 
     assert written == Written(client.model.model_id, 0, client.seq - 1)
@@ -316,6 +316,14 @@ def test_a_late_process_deletes_no_newer_state_and_no_newer_saved_model(base: Ba
 
     assert files.read_saved(tmp_path / "tinker/saved/s:train:0/weights/a").step == 8
     assert files.state_seq(tmp_path / "tinker/state/s:train:0") == 16
+
+
+def test_one_state_is_kept_beside_the_newest(base: Base, tmp_path: Path) -> None:
+    client = made(base, tmp_path)
+
+    client.learns(24)
+
+    assert sorted(each.name for each in (tmp_path / "tinker/state/s:train:0").iterdir()) == ["32", "48"]
 
 
 def test_weights_fit_whatever_the_adapters_were_drawn_from(base: Base, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,14 @@ import pytest
 from flotilla.services.rollout.tinker.worker import SamplingWorker
 from flotilla.services.trainer.tinker.trainer import Written
 from flotilla.services.trainer.tinker.worker import TrainingWorker
-from flotilla.shared.errors import NotFound, Unavailable, WorkerDied
-from flotilla.shared.tinker.queue import Answer, Form, Request, Work
+from flotilla.shared.errors import ClaimLost, NotFound, Unavailable, WorkerDied
+from flotilla.shared.tinker.queue import Answer, Form, Gap, Request, Work
 from flotilla.shared.tinker.records import Chunk, Model, Prompt, Sample, Sampler, Save, Verb
 
 MODEL = Model(model_id="s:train:0", session_id="s", owner="me")
 PROMPT = Prompt(chunks=[Chunk(tokens=[1, 2])])
+
+MOST_ROUNDS = 100
 
 
 class AllDone(Exception):
@@ -34,7 +37,14 @@ class MemoryQueue:
         self.samplers: dict[str, Sampler] = {}
         self.snapshots: dict[str, str] = {}
         self.closed: set[str] = set()
-        self.attempts = 0
+        self.attempts = Counter[str]()
+        self.missing: list[Gap] = []
+        self.skipped: list[int] = []
+        self.given_up: list[str] = []
+        self.is_replaced = False
+        self.rounds = 0
+        # How often Redis is away when an answer comes.
+        self.away = 0
 
     async def begin(self, work: Work) -> str:
         """Become the process that answers."""
@@ -42,6 +52,8 @@ class MemoryQueue:
 
     async def owners(self, work: Work) -> list[str]:
         """Name who waits."""
+        self.rounds += 1
+        assert self.rounds < MOST_ROUNDS
         left = sorted({each.owner for each in self.requests if each.id not in self.answers})
         if work is not self.work:
             return []
@@ -78,9 +90,17 @@ class MemoryQueue:
         """Return from what sampling sessions in flight sample."""
         return self.snapshots.get(model_id)
 
-    async def put_inflight(self, model_id: str, path: str) -> None:
-        """Say from what."""
-        self.snapshots[model_id] = path
+    async def gaps(self) -> list[Gap]:
+        """List what waits for an earlier request."""
+        return self.missing
+
+    async def skip(self, model_id: str, last: int) -> None:
+        """Go on behind what was lost."""
+        self.skipped.append(last)
+
+    async def give_up(self, model_id: str, why: str) -> None:
+        """Say that it is lost."""
+        self.given_up.append(why)
 
     async def progress(self, model_id: str) -> int:
         """Return the last place that was answered."""
@@ -95,12 +115,19 @@ class MemoryQueue:
 
     async def attempt(self, request: Request, work: Work) -> int:
         """Count how often it was begun."""
-        self.attempts += 1
-        return self.attempts
+        self.attempts[request.id] += 1
+        return self.attempts[request.id]
 
     async def reply(self, work: Work, incarnation: str, request: Request, answer: Answer, made: Any = None) -> None:
         """Answer."""
+        if self.away > 0:
+            self.away -= 1
+            raise Unavailable("Redis is away")
+        if self.is_replaced:
+            raise ClaimLost("another process")
         self.answers[request.id] = answer
+        if made is not None and made.inflight:
+            self.snapshots[request.model_id] = made.inflight
 
     async def forget_bodies(self, model_id: str, first: int, last: int) -> None:
         """Note what was let go."""
@@ -116,12 +143,27 @@ class NotingTrainer:
         self.scored: list[str | None] = []
         self.dropped: list[str] = []
         self.has_saved = has_saved
+        self.last = -1
+        self.went_back: list[int] = []
 
     def knows(self, model_id: str) -> bool:
         """Return whether a model is there."""
         return self.is_there
 
-    def restore(self, model: Model) -> int:
+    def reached(self, model_id: str) -> int:
+        """Return the last request that was done."""
+        return self.last
+
+    def go_back(self, model_id: str, seq: int) -> None:
+        """Drop what has a request."""
+        self.went_back.append(seq)
+        self.is_there, self.last = False, -1
+
+    def write(self, model_id: str) -> None:
+        """Write the state."""
+        self.done.append("write")
+
+    def restore(self, model: Model, before: int) -> int:
         """Find nothing on the disk."""
         return -1
 
@@ -130,12 +172,12 @@ class NotingTrainer:
         if request.verb == Verb.LOAD and not self.has_saved:
             raise NotFound("there is no saved model of this name")
         self.done.append(request.verb)
-        self.is_there = True
+        self.is_there, self.last = True, request.seq
         return Answer.json({})
 
     def forget(self, model_id: str) -> None:
         """Drop the model."""
-        self.is_there = False
+        self.is_there, self.last = False, -1
 
     def unused(self) -> str | None:
         """There is room."""
@@ -192,22 +234,23 @@ def test_what_was_refused_is_not_loaded_by_the_process_that_takes_over() -> None
     assert other.done == [Verb.CREATE, Verb.FORWARD_BACKWARD]
 
 
-async def broken_off(model_id: str, first: int, last: int) -> AsyncIterator[Request]:
-    yield requests(Verb.CREATE)[0]
-    raise Unavailable("Redis is away")
-
-
 def test_a_model_that_was_done_again_by_half_is_not_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flotilla.services.trainer.tinker.worker.AWAY_SECONDS", 0.0)
     queue = MemoryQueue(Work.TRAIN, requests(Verb.CREATE, Verb.FORWARD_BACKWARD, Verb.OPTIM_STEP))
     queue.answers |= {"r0": Answer.json({}), "r1": Answer.json({})}
+    whole = queue.past
+
+    async def broken_off(model_id: str, first: int, last: int) -> AsyncIterator[Request]:
+        yield queue.requests[0]
+        monkeypatch.setattr(queue, "past", whole)
+        raise Unavailable("Redis is away")
+
     monkeypatch.setattr(queue, "past", broken_off)
     trainer = NotingTrainer()
 
-    with pytest.raises(Unavailable):
-        asyncio.run(TrainingWorker(queue, queue, trainer).run())  # type: ignore[arg-type]
+    trained(queue, trainer)
 
-    assert not trainer.is_there
-    assert "r2" not in queue.answers
+    assert trainer.done == [Verb.CREATE, Verb.CREATE, Verb.FORWARD_BACKWARD, Verb.OPTIM_STEP]
 
 
 def test_a_model_whose_requests_are_gone_is_not_gone_on_from() -> None:
@@ -227,7 +270,7 @@ def test_a_model_whose_requests_are_gone_is_not_gone_on_from() -> None:
 def test_a_request_that_ended_the_process_three_times_is_answered(work: Work) -> None:
     body = Sample(prompt=PROMPT).model_dump_json().encode()
     queue = MemoryQueue(work, [Request("r0", "0", Verb.CREATE, 0, MODEL.model_id, body)])
-    queue.attempts = 3
+    queue.attempts["r0"] = 3
     trainer = NotingTrainer()
 
     trained(queue, trainer)
@@ -297,6 +340,88 @@ def test_a_snapshot_in_flight_is_dropped_once_a_newer_one_is_sampled_from() -> N
     trained(queue, trainer)
 
     assert trainer.dropped == [saves[0].path]
+
+
+def test_a_request_that_the_model_has_already_is_done_again_from_before_and_not_on_top() -> None:
+    queue = MemoryQueue(Work.TRAIN, requests(Verb.CREATE, Verb.FORWARD_BACKWARD, Verb.OPTIM_STEP))
+    trainer = NotingTrainer()
+    trained(queue, trainer)
+
+    # Redis comes back older than the second answer.
+    del queue.answers["r1"], queue.answers["r2"]
+    trained(queue, trainer)
+
+    assert trainer.went_back == [1]
+    assert trainer.done[3:] == [Verb.CREATE, Verb.FORWARD_BACKWARD, Verb.OPTIM_STEP]
+
+
+def test_an_answer_that_redis_did_not_take_is_given_again_without_doing_the_request_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("flotilla.services.trainer.tinker.worker.AWAY_SECONDS", 0.0)
+    queue = MemoryQueue(Work.TRAIN, requests(Verb.CREATE))
+    queue.away = 5
+    trainer = NotingTrainer()
+
+    trained(queue, trainer)
+
+    assert trainer.done == [Verb.CREATE]
+    assert queue.answers["r0"].form is Form.JSON
+
+
+@pytest.mark.parametrize("work", [Work.TRAIN, Work.SCORE])
+def test_while_redis_is_away_no_request_fails_and_none_counts_as_an_end_of_the_process(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flotilla.services.trainer.tinker.worker.AWAY_SECONDS", 0.0)
+    away = iter([Unavailable("Redis is away")] * 5)
+
+    async def absent(*_: Any) -> Any:
+        if (error := next(away, None)) is not None:
+            raise error
+        return MODEL if work is Work.TRAIN else Sampler(session_id="s", owner="me")
+
+    body = Sample(prompt=PROMPT, sampling_session_id="q").model_dump_json().encode()
+    queue = MemoryQueue(work, [Request("r0", "0", Verb.CREATE, 0, MODEL.model_id, body)])
+    monkeypatch.setattr(queue, "model" if work is Work.TRAIN else "sampler", absent)
+    trainer = NotingTrainer()
+
+    trained(queue, trainer)
+
+    assert next(away, None) is None
+    assert queue.attempts == {"r0": 1}
+    assert (trainer.done, trainer.scored) == (([Verb.CREATE], []) if work is Work.TRAIN else ([], [None]))
+
+
+@pytest.mark.parametrize(
+    ("reached", "seconds", "skipped", "num_given_up"),
+    [(6, 31.0, [6], 0), (6, 5.0, [], 0), (5, 31.0, [], 1), (3, 31.0, [], 0), (3, 331.0, [], 1)],
+)
+def test_behind_lost_requests_the_model_goes_on_where_they_were_done_and_is_given_up_where_not(
+    reached: int, seconds: float, skipped: list[int], num_given_up: int
+) -> None:
+    queue = MemoryQueue(Work.TRAIN, [])
+    queue.missing = [Gap(MODEL.model_id, 5, 7, seconds)]
+    trainer = NotingTrainer()
+    trainer.last = reached
+
+    trained(queue, trainer)
+
+    assert (queue.skipped, len(queue.given_up)) == (skipped, num_given_up)
+    assert trainer.done == (["write"] if skipped else [])
+    assert all("request 5" in why for why in queue.given_up)
+
+
+def test_a_process_that_was_replaced_says_of_no_snapshot_that_it_is_sampled_from() -> None:
+    save = Save(path="tinker://s:train:0/ephemeral/1", sampling_session_id="s:sample:1", is_inflight=True)
+    queue = MemoryQueue(Work.TRAIN, requests(Verb.SAVE_FOR_SAMPLER))
+    queue.requests[0] = replace(queue.requests[0], body=save.model_dump_json().encode())
+    queue.is_replaced = True
+
+    with pytest.raises(ClaimLost):
+        asyncio.run(TrainingWorker(queue, queue, NotingTrainer()).run())  # type: ignore[arg-type]
+
+    assert queue.snapshots == {}
 
 
 class DeadEngine:

@@ -15,8 +15,8 @@ from redis.asyncio import Redis
 
 from flotilla.shared.errors import ClaimLost, Conflict, NotFound, TooManyRequests
 from flotilla.shared.schemas.tinker import TinkerLedger
-from flotilla.shared.tinker.records import Category, Failure, Model, Sampler, Verb
-from flotilla.shared.tinker.scripts import ANSWER, ASK, ATTEMPT, CLOSE, GAPS, LEDGER, SKIP, SUBMIT
+from flotilla.shared.tinker.records import Failure, Model, Sampler, Verb
+from flotilla.shared.tinker.scripts import ANSWER, ASK, ATTEMPT, LEDGER, SUBMIT
 from flotilla.shared.tinker.store import Store, answer_key, key, request_id_of, session_of
 
 BLOCK_MILLISECONDS: Final = 500
@@ -123,23 +123,6 @@ class Made:
 NOTHING: Final = Made()
 
 
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """A model whose requests wait for an earlier one that did not come.
-
-    Attributes:
-        model_id: of the model.
-        next: the place that is missing.
-        first: the first one that waits behind it.
-        seconds: since the model's last request came.
-    """
-
-    model_id: str
-    next: int
-    first: int
-    seconds: float
-
-
 class TinkerQueue(Store):
     """Requests and answers.
 
@@ -186,29 +169,6 @@ class TinkerQueue(Store):
         arguments = [request.id, request.seq, digest, request.verb, request.body, request.model_id, made, now]
         bounds = [whose, self._bounds.requests, self._bounds.num_bytes, MOST_MODELS, key("request", "")]
         self._check(await self._run(SUBMIT, keys, arguments + bounds), request.id)
-
-    async def gaps(self) -> list[Gap]:
-        """List models whose requests wait for an earlier one."""
-        rows = await self._run(GAPS, [key("gaps")], [key("model", ""), key("pending", "")])
-        return [Gap(name.decode(), int(missing), int(first), float(since)) for name, missing, first, since in rows]
-
-    async def skip(self, model_id: str, last: int) -> None:
-        """Hand on what waits behind requests that were lost, which the model has up to ``last``."""
-        whose = await self._owner_of(model_id)
-        keys = [key("model", model_id), key("pending", model_id), key(Work.TRAIN, whose), key("owners", Work.TRAIN)]
-        keys += [key("bell", Work.TRAIN), key("owner", whose), key("gaps")]
-        await self._run(SKIP, keys, [model_id, last, whose, key("request", "")])
-
-    async def give_up(self, model_id: str, why: str) -> None:
-        """Take no more requests of a model, and answer those that wait for an earlier one, with the reason."""
-        whose = await self._owner_of(model_id)
-        keys = [key("model", model_id), key("pending", model_id), key("open", whose), key("owner", whose)]
-        failure = Form.FAILED.encode() + Answer.failed(Failure(error=why, category=Category.SERVER)).content
-        arguments = [key("request", ""), model_id, why, key("answer", ""), failure, ANSWER_SECONDS, DONE_LENGTH]
-        await self._run(CLOSE, [*keys, key("gaps"), key("done")], arguments)
-
-    async def _owner_of(self, model_id: str) -> str:
-        return (await self._retried("HGET", key("model", model_id), "owner") or b"").decode()
 
     async def ask(self, request_id: str, body: bytes, digest: str, owner: str, *, is_scored: bool) -> None:
         """Take a request to sample, and to score the prompt; nothing happens where it is there already.

@@ -4,14 +4,15 @@ A session ends when its client says so, or was not heard of for long: what belon
 was saved under a name.
 """
 
+from dataclasses import dataclass
 from typing import Final
 
 from redis.asyncio import Redis
 
 from flotilla.shared.errors import TooManyRequests
-from flotilla.shared.tinker.queue import TinkerQueue
-from flotilla.shared.tinker.records import Sampler, Session
-from flotilla.shared.tinker.scripts import CLOSE, OPEN
+from flotilla.shared.tinker.queue import ANSWER_SECONDS, DONE_LENGTH, Answer, Form, TinkerQueue, Work
+from flotilla.shared.tinker.records import Category, Failure, Sampler, Session
+from flotilla.shared.tinker.scripts import CLOSE, GAPS, OPEN, SKIP
 from flotilla.shared.tinker.store import Store, key, session_of
 
 MOST_SESSIONS: Final = 1000
@@ -19,6 +20,23 @@ MOST_SESSIONS: Final = 1000
 ENDED: Final = "the model's session ended, and the model was let go"
 MOST_SAMPLERS: Final = 50_000
 """Of one session."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A model whose requests wait for an earlier one that did not come.
+
+    Attributes:
+        model_id: of the model.
+        next: the place that is missing.
+        first: the first one that waits behind it.
+        seconds: since the model's last request came.
+    """
+
+    model_id: str
+    next: int
+    first: int
+    seconds: float
 
 
 class TinkerSessions(Store):
@@ -65,12 +83,34 @@ class TinkerSessions(Store):
         """Take no more requests of a session's models; returns their ids. What waits in its place is answered."""
         ids = await self._names("models", session_id)
         for model_id in ids:
-            owner = await self._retried("HGET", key("model", model_id), "owner")
-            whose = (owner or b"").decode()
+            whose = await self._owner_of(model_id)
             keys = [key("model", model_id), key("pending", model_id), key("open", whose), key("owner", whose)]
             keys += [key("gaps"), key("done")]
             await self._run(CLOSE, keys, [key("request", ""), model_id, ENDED, key("answer", ""), "", 0, 0])
         return ids
+
+    async def gaps(self) -> list[Gap]:
+        """List models whose requests wait for an earlier one."""
+        rows = await self._run(GAPS, [key("gaps")], [key("model", ""), key("pending", "")])
+        return [Gap(name.decode(), int(missing), int(first), float(since)) for name, missing, first, since in rows]
+
+    async def skip(self, model_id: str, last: int) -> None:
+        """Hand on what waits behind requests that were lost, which the model has up to ``last``."""
+        whose = await self._owner_of(model_id)
+        keys = [key("model", model_id), key("pending", model_id), key(Work.TRAIN, whose), key("owners", Work.TRAIN)]
+        keys += [key("bell", Work.TRAIN), key("owner", whose), key("gaps")]
+        await self._run(SKIP, keys, [model_id, last, whose, key("request", "")])
+
+    async def give_up(self, model_id: str, why: str) -> None:
+        """Take no more requests of a model, and answer those that wait for an earlier one, with the reason."""
+        whose = await self._owner_of(model_id)
+        keys = [key("model", model_id), key("pending", model_id), key("open", whose), key("owner", whose)]
+        failure = Form.FAILED.encode() + Answer.failed(Failure(error=why, category=Category.SERVER)).content
+        arguments = [key("request", ""), model_id, why, key("answer", ""), failure, ANSWER_SECONDS, DONE_LENGTH]
+        await self._run(CLOSE, [*keys, key("gaps"), key("done")], arguments)
+
+    async def _owner_of(self, model_id: str) -> str:
+        return (await self._retried("HGET", key("model", model_id), "owner") or b"").decode()
 
     async def is_idle(self, model_id: str) -> bool:
         """Return whether all that was asked of a model is answered."""

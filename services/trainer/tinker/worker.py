@@ -115,7 +115,7 @@ class TrainingWorker:
 
         A client sends what was answered no second time: without this, later requests would wait for it for ever.
         """
-        for gap in await self._queue.gaps():
+        for gap in await self._sessions.gaps():
             if gap.seconds < GAP_SECONDS:
                 continue
             reached = await self._compute(partial(self._trainer.reached, gap.model_id))
@@ -123,11 +123,11 @@ class TrainingWorker:
                 await self._check_latest()
                 # What was lost cannot be done again.
                 await self._compute(partial(self._trainer.write, gap.model_id))
-                await self._queue.skip(gap.model_id, reached)
+                await self._sessions.skip(gap.model_id, reached)
                 log.warning("requests were lost after they were done", extra={"model_id": gap.model_id})
             elif reached >= gap.next or gap.seconds >= LONGEST_GAP_SECONDS:
                 await self._check_latest()
-                await self._queue.give_up(gap.model_id, LOST.format(next=gap.next, model_id=gap.model_id))
+                await self._sessions.give_up(gap.model_id, LOST.format(next=gap.next, model_id=gap.model_id))
                 log.error("requests of a model were lost", extra={"model_id": gap.model_id, "seq": gap.next})
 
     async def _check_latest(self) -> None:

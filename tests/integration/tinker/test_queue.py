@@ -262,43 +262,47 @@ async def test_a_session_that_ended_leaves_nothing(queue: TinkerQueue, sessions:
     assert await queue.is_closed(MODEL)
 
 
-async def test_what_waits_behind_lost_requests_goes_on_where_those_were_done(queue: TinkerQueue) -> None:
+async def test_what_waits_behind_lost_requests_goes_on_where_those_were_done(
+    queue: TinkerQueue, sessions: TinkerSessions
+) -> None:
     await make(queue)
     await queue.submit(a_request(3), "d3", NOW)
-    (gap,) = await queue.gaps()
+    (gap,) = await sessions.gaps()
 
-    await queue.skip(MODEL, 2)
+    await sessions.skip(MODEL, 2)
 
     assert (gap.model_id, gap.next, gap.first) == (MODEL, 1, 3)
     assert [each.seq for each in await waiting(queue)] == [0, 3]
-    assert (await queue.progress(MODEL), await queue.gaps()) == (2, [])
+    assert (await queue.progress(MODEL), await sessions.gaps()) == (2, [])
     with pytest.raises(NotFound, match="is over"):
         await queue.submit(a_request(2), "d2", NOW)
     await answered(queue)
     assert await queue.ledger(ME) == TinkerLedger(owner=ME, accepted=2, done=2, failed=0, waiting=0, waiting_bytes=0)
 
 
-async def test_what_waits_behind_lost_requests_is_answered_where_those_were_not_done(queue: TinkerQueue) -> None:
+async def test_what_waits_behind_lost_requests_is_answered_where_those_were_not_done(
+    queue: TinkerQueue, sessions: TinkerSessions
+) -> None:
     await make(queue)
     await queue.submit(a_request(3), "d3", NOW)
 
-    await queue.give_up(MODEL, "request 1 was lost")
+    await sessions.give_up(MODEL, "request 1 was lost")
 
     found = await queue.answer(request_id_of(MODEL, 3))
     assert found == Answer.failed(Failure(error="request 1 was lost", category=Category.SERVER))
-    assert await queue.gaps() == []
+    assert await sessions.gaps() == []
     with pytest.raises(NotFound, match="request 1 was lost"):
         await queue.submit(a_request(4), "d4", NOW)
     ledger = await queue.ledger(ME)
     assert (ledger.accepted, ledger.failed, ledger.waiting, ledger.waiting_bytes) == (2, 1, 1, 1)
 
 
-async def test_a_gap_that_is_filled_is_none(queue: TinkerQueue) -> None:
+async def test_a_gap_that_is_filled_is_none(queue: TinkerQueue, sessions: TinkerSessions) -> None:
     await make(queue)
     for seq in (2, 1):
         await queue.submit(a_request(seq), f"d{seq}", NOW)
 
-    assert await queue.gaps() == []
+    assert await sessions.gaps() == []
 
 
 async def test_one_owner_opens_no_more_sessions_than_it_may(

@@ -14,8 +14,9 @@ from flotilla.services.rollout.tinker.worker import SamplingWorker
 from flotilla.services.trainer.tinker.trainer import Written
 from flotilla.services.trainer.tinker.worker import TrainingWorker
 from flotilla.shared.errors import ClaimLost, NotFound, Unavailable, WorkerDied
-from flotilla.shared.tinker.queue import Answer, Form, Gap, Request, Work
+from flotilla.shared.tinker.queue import Answer, Form, Request, Work
 from flotilla.shared.tinker.records import Chunk, Model, Prompt, Sample, Sampler, Save, Verb
+from flotilla.shared.tinker.sessions import Gap
 
 MODEL = Model(model_id="s:train:0", session_id="s", owner="me")
 PROMPT = Prompt(chunks=[Chunk(tokens=[1, 2])])

@@ -4,14 +4,18 @@ The file is written beside the spec; when the experiment starts it loads the use
 What a launch file says comes into the code as literals alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Final
+from types import MappingProxyType
+from typing import Any, Final
 
 from flotilla.importers.spelling import experiment_name
 
+NO_MORE: Final[Mapping[str, Any]] = MappingProxyType({})
+
 HEAD: Final = '''"""Calls FUNCTION of the file PATH as {system} does. Written by `flotilla import {system}`."""
 
+import functools
 import importlib.util
 import inspect
 import json
@@ -20,6 +24,7 @@ from pathlib import Path
 
 PATH = {path!r}
 FUNCTION = {function!r}
+MORE = {more!r}
 
 
 def _load():
@@ -28,7 +33,7 @@ def _load():
     spec = importlib.util.spec_from_file_location("imported_reward", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return getattr(module, FUNCTION)
+    return functools.partial(getattr(module, FUNCTION), **MORE) if MORE else getattr(module, FUNCTION)
 
 
 function = _load()
@@ -188,15 +193,15 @@ def adapter_name(path: str, function: str) -> str:
     return f"{experiment_name(PurePosixPath(path).stem)}_{experiment_name(function)}_adapter.py"
 
 
-def verl_adapter(path: str, function: str) -> str:
-    """Write a module whose ``score(sample)`` calls verl's ``function(data_source, solution_str, ...)``."""
-    return HEAD.format(path=path, function=function, system="verl") + VERL
+def verl_adapter(path: str, function: str, more: Mapping[str, Any] = NO_MORE) -> str:
+    """Write a module whose ``score(sample)`` calls verl's ``function(data_source, solution_str, ..., **more)``."""
+    return HEAD.format(path=path, function=function, system="verl", more=dict(more)) + VERL
 
 
-def verl_keys_adapter(path: str, function: str, keys: Sequence[str]) -> str:
+def verl_keys_adapter(path: str, function: str, keys: Sequence[str], more: Mapping[str, Any] = NO_MORE) -> str:
     """Write the same, with a function besides for each key that verl's returns: ``score_0``, ``score_1``, ..."""
     parts = "".join(f"score_{number} = _part({key!r})\n" for number, key in enumerate(keys))
-    return f"{verl_adapter(path, function)}{KEYS}{parts}"
+    return f"{verl_adapter(path, function, more)}{KEYS}{parts}"
 
 
 def verl_rows_adapter(path: str, name: str) -> str:
@@ -204,18 +209,18 @@ def verl_rows_adapter(path: str, name: str) -> str:
     return ROWS.format(path=path, name=name)
 
 
-def verl_batch_adapter(path: str, function: str) -> str:
+def verl_batch_adapter(path: str, function: str, more: Mapping[str, Any] = NO_MORE) -> str:
     """Write the same for a function of verl's manager ``batch``, which takes and gives lists: here of one answer."""
     plain = "function(**_arguments(sample))"
     listed = 'function(**{f"{name}s": [value] for name, value in _arguments(sample).items()})'
     # Not in what a path became: there it would end the text.
     calls = VERL.replace(f"await {plain}", f"(await {listed})[0]").replace(plain, f"{listed}[0]")
-    return HEAD.format(path=path, function=function, system="verl") + calls
+    return HEAD.format(path=path, function=function, system="verl", more=dict(more)) + calls
 
 
 def openrlhf_adapter(path: str) -> str:
     """Write a module whose ``score(sample)`` calls OpenRLHF's ``reward_func(queries, prompts, labels)``."""
-    text = HEAD.format(path=path, function="reward_func", system="openrlhf") + OPENRLHF
+    text = HEAD.format(path=path, function="reward_func", system="openrlhf", more={}) + OPENRLHF
     return text.replace("import inspect\nimport json\n", "")
 
 

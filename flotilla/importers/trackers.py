@@ -18,7 +18,7 @@ KEY = "the account's key is not part of a spec: set WANDB_API_KEY where the gate
 
 
 def chosen(source: Source, parameter: str, written: Sequence[str], **options: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the trackers that a list of names asks for; a name that is not offered is refused.
+    """Make the trackers that a list of names asks for; one that is not offered is called unsupported.
 
     Args:
         parameter: that the list was written to.
@@ -27,7 +27,8 @@ def chosen(source: Source, parameter: str, written: Sequence[str], **options: Ma
     kinds: list[str] = []
     for name in written:
         if name not in KINDS:
-            source.refuse(parameter, f"{name} is not offered here: use {', '.join(sorted(KINDS))}")
+            why = f"{name} is none of the trackers here, which are {', '.join(sorted(KINDS))}: the run is shown by them"
+            source.put_aside(source.given[parameter].spelling, why)
             continue
         kind = KINDS[name]
         if kind is not None and kind not in kinds:

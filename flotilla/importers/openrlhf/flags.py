@@ -25,7 +25,6 @@ ENGINE = EMBEDDED
 KERNELS = "activations are kept and kernels are torch's own: this changes speed and memory, not what is computed"
 ROLES = ("critic", "ref", "reward")
 MOST_IMAGES = "--data.max_images_per_prompt"
-ONE_RANK = "prompts with images are trained on one rank, which changes speed, not what is computed"
 PICTURES = {**WITHOUT_CRITIC, MOST_IMAGES: 1}
 ON_FOUR_GPUS = {"--actor_num_gpus_per_node": 4}
 WANDB = {"--use_wandb": "key"}

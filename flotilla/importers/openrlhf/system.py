@@ -8,6 +8,7 @@ from flotilla.importers.attention import attention_of
 from flotilla.importers.datasets import file_or_hub, held_out, takes_split, training
 from flotilla.importers.low_rank import low_rank
 from flotilla.importers.openrlhf import flags, learning
+from flotilla.importers.pictures import ONE_RANK, not_seen
 from flotilla.importers.source import Source
 from flotilla.importers.spelling import is_private_host
 from flotilla.importers.system import System, make_system
@@ -76,10 +77,12 @@ def trainer_devices(source: Source) -> Fields:
     """Make the trainer's devices; with images one rank trains."""
     if not source.value(flags.MOST_IMAGES):
         return devices(source)
+    if (why := not_seen(str(source.value("--pretrain") or ""))) is not None:
+        source.lack(why)
     for name in source.given.keys() & {
         "--actor_num_gpus_per_node", "--actor_num_nodes", "--ds_tensor_parallel_size", "--ring_attn_size",
     }:  # fmt: skip
-        source.put_aside(source.given[name].spelling, flags.ONE_RANK)
+        source.put_aside(source.given[name].spelling, ONE_RANK)
     return {}
 
 

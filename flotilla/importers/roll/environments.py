@@ -6,6 +6,7 @@ a seed and the tag of its environment.
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
 from typing import Any, Final
@@ -46,6 +47,7 @@ READ: Final = {
     "generating_args",
 }  # fmt: skip
 HOW: Final = {"use_thread_lock", "max_env_step_concurrent", "agent_runner_cls"}
+SUFFIX = re.compile(r"\{observation\}(\s*\{suffix\})")
 MANAGERS: Final = ("TrajEnvManager", "StepConcatEnvManager")
 """Managers that show the policy its whole conversation."""
 TREE: Final = (
@@ -230,11 +232,11 @@ def _environment(source: Source, custom: Tree, manager: Tree, tag: str) -> Field
             "the whole conversation here: use TrajEnvManager",
             tag, "env_manager_cls",
         )  # fmt: skip
-    template = _template(custom, tag)
+    template, after = _template(custom, tag, may_follow=is_played)
     shown: Fields = {"data_sources": [tag], **({} if template is None else {"turn_template": template})}
     _put_how_aside(custom, tag)
     if is_played:
-        return _played(source, custom, tag) | shown
+        return _played(source, custom, tag, after) | shown
     options: Fields = dict(DEFAULTS[kind])
     if (penalty := manager.get("format_penalty")) is not None:
         options["format_penalty"] = penalty
@@ -249,12 +251,15 @@ def _environment(source: Source, custom: Tree, manager: Tree, tag: str) -> Field
     return {"environment": kind, "options": options, **shown}
 
 
-def _played(source: Source, custom: Tree, tag: str) -> Fields:
+def _played(source: Source, custom: Tree, tag: str, after: str) -> Fields:
     """Make one of GEM's or ROLL's own, which a file beside the spec plays."""
-    if custom.get(tag, "tool_wrapper") is not None:
-        custom.refuse("tools of environments are not offered: use rollout.episodes of kind tools", tag, "tool_wrapper")
+    wrapper = custom.get(tag, "tool_wrapper")
+    tools = None if wrapper is None else gem.tools(wrapper)
+    if isinstance(tools, str):
+        custom.refuse(tools, tag, "tool_wrapper")
+        tools = None
     source.files[gem.FILE] = gem.written()
-    return gem.environment(custom.get(tag, "env_type"), custom.get(tag, "env_config") or {})
+    return gem.environment(custom.get(tag, "env_type"), custom.get(tag, "env_config") or {}, tools=tools, after=after)
 
 
 def _put_how_aside(custom: Tree, tag: str) -> None:
@@ -276,11 +281,20 @@ def _room(custom: Tree, tag: str, options: Fields) -> None:
     options["size"] = sides[0]
 
 
-def _template(custom: Tree, tag: str) -> str | None:
-    """Make what each turn's message is made of."""
-    written = custom.get(tag, "agent_template")
+def _template(custom: Tree, tag: str, *, may_follow: bool) -> tuple[str | None, str]:
+    """Make what each turn's message is made of.
+
+    Args:
+        may_follow: whether the environment's own ``suffix`` may follow the observation.
+
+    Returns:
+        The template, if it is not the observation alone, and what the environment puts after each observation.
+    """
+    written, after = custom.get(tag, "agent_template"), ""
+    if isinstance(written, str) and may_follow and (found := SUFFIX.search(written)):
+        written, after = written.replace(found[0], "{observation}", 1), found[1]
     if not isinstance(written, str) or written.strip() == "{observation}":
-        return None
+        return None, after
     most = custom.get(tag, "max_tokens_per_step")
     for place, ours in {**PLACES, "{max_response_length}": str(most or "")}.items():
         written = written.replace(place, ours)
@@ -292,8 +306,8 @@ def _template(custom: Tree, tag: str) -> str | None:
             f"{', '.join(unknown) or 'a text without the observation'}",
             tag, "agent_template",
         )  # fmt: skip
-        return None
-    return written
+        return None, after
+    return written, after
 
 
 def _rows(custom: Tree, shares: Mapping[str, int], count: int, first: int) -> str:

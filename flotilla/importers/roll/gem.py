@@ -9,15 +9,20 @@ OF_ROLL: Final = frozenset({"webshop"})
 """Environments of ROLL's own that its plain manager plays, by the names that it registers with GEM."""
 QUESTIONS: Mapping[str, str] = {"roll_math": "gem.envs.math_env:MathEnv", "roll_qa": "gem.envs.qa_env:QaEnv"}
 """Those that are GEM's own, and how they are found: ROLL's draw rows from a process of Ray's."""
+CODE: Final = "python_code"
+TOOLS: Final = (CODE, "search", "mcp")
+"""Tools that ROLL registers for environments."""
 PREFIXES: Final = ("game:", "math:", "qa:")
 """Kinds of GEM's own."""
 
 TEXT: Final = '''"""Plays environments of GEM and ROLL. Written by `flotilla import roll`.
 
-Needs gem-llm where rollouts run, and ROLL beside it (on PYTHONPATH) for environments of its own.
+Needs gem-llm where rollouts run, and ROLL beside it (on PYTHONPATH) for environments and tools of its own. Programs
+that the policy writes run in bubblewrap (bwrap), whatever the launch file says of a sandbox.
 """
 
 import importlib
+import shutil
 
 import gem
 
@@ -32,9 +37,9 @@ class Environment:
 
     _free = {{}}
 
-    def __init__(self, kind, config):
-        self._kind, self._config = kind, config
-        self._waiting = self._free.setdefault((kind, repr(sorted(config.items()))), [])
+    def __init__(self, kind, config, tools=None, after=""):
+        self._kind, self._config, self._tools, self._after = kind, config, tools, after
+        self._waiting = self._free.setdefault((kind, repr(sorted(config.items())), repr(tools)), [])
         self._now = None
         if not self._waiting:
             self._waiting.append(self._made())
@@ -45,15 +50,28 @@ class Environment:
         except IndexError:
             self._now = self._made()
         observation, info = self._now.reset(seed=seed)
-        return observation, {{"instruction": info.get("env_instruction") or "", "metrics": info.get("metrics") or {{}}}}
+        shown = {{"instruction": info.get("env_instruction") or "", "metrics": info.get("metrics") or {{}}}}
+        return self._shown(observation, info), shown
 
     def step(self, text):
         observation, reward, terminated, truncated, info = self._now.step(text)
         if terminated or truncated:
             self._waiting.append(self._now)
-        return observation, reward, terminated, truncated, {{"metrics": info.get("metrics") or {{}}}}
+        return self._shown(observation, info), reward, terminated, truncated, {{"metrics": info.get("metrics") or {{}}}}
+
+    def _shown(self, observation, info):
+        return observation + self._after.replace("{{suffix}}", str(info.get("suffix") or ""))
 
     def _made(self):
+        made = self._bare()
+        if self._tools is None:
+            return made
+        if any(each["tool_id"] == "python_code" for each in self._tools["tool_configs"]) and not shutil.which("bwrap"):
+            raise RuntimeError("programs of the policy run in bubblewrap, and there is no bwrap: install it")
+        wrapper = importlib.import_module("roll.pipeline.agentic.tools.tool_env_wrapper")
+        return wrapper.tool_wrapper(made, **self._tools)
+
+    def _bare(self):
         if self._kind in CLASSES:
             module, _, name = CLASSES[self._kind].partition(":")
             return getattr(importlib.import_module(module), name)(**self._config)
@@ -73,6 +91,28 @@ def written() -> str:
     return TEXT.format(classes=json.dumps(dict(QUESTIONS)))
 
 
-def environment(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the section of an environment that the file plays."""
-    return {"environment": f"{FILE}:Environment", "options": {"kind": kind, "config": dict(config)}}
+def tools(wrapper: Any) -> dict[str, Any] | str:
+    """Make what the file wraps an environment in; or say what of it is not offered.
+
+    Programs run in bubblewrap: ROLL runs them without a sandbox unless told otherwise.
+    """
+    configs = wrapper.get("tool_configs") if isinstance(wrapper, Mapping) else None
+    if not isinstance(configs, list) or not all(isinstance(each, Mapping) for each in configs):
+        return "wants tool_configs, a list of tools with a tool_id and tool_args"
+    made = []
+    for each in configs:
+        name, arguments = each.get("tool_id"), dict(each.get("tool_args") or {})
+        if name not in TOOLS:
+            return f"of tools {', '.join(TOOLS)} are offered, not {name}"
+        made.append({"tool_id": name, "tool_args": arguments | ({"sandbox_type": "bwrap"} if name == CODE else {})})
+    return {"wrapper_args": dict(wrapper.get("wrapper_args") or {}), "tool_configs": made}
+
+
+def environment(kind: str, config: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Make the section of an environment that the file plays.
+
+    Args:
+        more: further options: ``tools``, and text that follows each observation, as ``after``.
+    """
+    options = {"kind": kind, "config": dict(config), **{name: value for name, value in more.items() if value}}
+    return {"environment": f"{FILE}:Environment", "options": options}

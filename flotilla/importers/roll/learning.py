@@ -330,8 +330,7 @@ def kl(source: Source) -> Fields:
         section: Section = {"placement": "reward", "estimator": estimator, "coefficient": coefficient}
         if source.value("target_kl") is not None:
             section |= {"target": source.value("target_kl"), "horizon": source.required("kl_horizon")}
-    elif in_loss and source.value("kl_loss_coef"):
-        weight = source.required("kl_loss_coef") * _policy_weight(source)
+    elif in_loss and (weight := source.required("kl_loss_coef") * _policy_weight(source)):
         section = {"placement": "loss", "estimator": "k3", "coefficient": weight}
     else:
         return {}

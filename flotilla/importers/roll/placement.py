@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flotilla.importers.parameter import UNSET
+from flotilla.importers.roll.images import has_images
 from flotilla.importers.roll.rows import CONFIG, INFER, TRAIN
 from flotilla.importers.source import Source
 from flotilla.importers.values import same, wrong
@@ -53,7 +54,7 @@ def shares_of_the_batch(source: Source) -> int:
 def placement(source: Source) -> Fields:
     """Make the devices of the trainer, as many on each machine, and the engines that each have one."""
     trainer = devices_of(source, f"{TRAIN}.device_mapping")
-    if trainer is None or not 1 < len(trainer) <= MOST_RANKS:
+    if trainer is None or not 1 < len(trainer) <= MOST_RANKS or has_images(source):
         return {}
     of_nodes = Counter(number // _of_a_node(source) for number in trainer)
     if len(set(of_nodes.values())) > 1:

@@ -12,7 +12,7 @@ from flotilla.importers.datasets import FILES, held_out, training
 from flotilla.importers.hydra import apply_hydra_overrides, as_given
 from flotilla.importers.low_rank import named_layers
 from flotilla.importers.parameter import UNSET, Inherit
-from flotilla.importers.roll import distillation, environments, graders, launch, learning, rows
+from flotilla.importers.roll import distillation, environments, graders, images, launch, learning, rows
 from flotilla.importers.roll.learning import response_length
 from flotilla.importers.roll.placement import placement, shares_of_the_batch
 from flotilla.importers.roll.rows import TRAIN, VALIDATION
@@ -98,7 +98,7 @@ def adapters(source: Source) -> Fields:
     prefix = f"{TRAIN}.model_args.lora"
     targets = named_layers(source, f"{prefix}_target")
     if not targets:
-        frozen = source.value(f"{TRAIN}.model_args.freeze_module_prefix") or []
+        frozen = images.weights_frozen(source)
         return {"optimisation.freeze": [f"{name}*" for name in frozen]} if frozen else {}
     rank = source.required(f"{prefix}_rank")
     return {
@@ -170,6 +170,8 @@ def template(source: Source) -> Fields:
     """Make the variables of the chat template; environments' turns are rendered without thinking."""
     if environments.is_agentic(source):
         return {"data.chat_template_options": {"enable_thinking": False}}
+    if images.has_images(source):
+        return {}
     if source.value(f"{TRAIN}.data_args.messages") is None and source.value(f"{TRAIN}.data_args.prompt") is not None:
         return {}
     name = "global_template" if source.value("global_template") is not None else f"{TRAIN}.data_args.template"
@@ -211,7 +213,9 @@ def lengths(source: Source) -> Fields:
 
 def data(source: Source) -> Fields:
     """Make model and dataset."""
-    fields: Fields = {"data.label_column": "ground_truth", "data.data_source_column": "tag"}
+    is_pictured = images.has_images(source)
+    columns: Fields = {"data.label_column": "ground_truth", "data.data_source_column": "tag"}
+    fields: Fields = {"data.format": "verl"} if is_pictured else columns
     model = source.value("pretrain")
     if model is None:
         source.lack("model.path: give pretrain, or actor_train.model_args.model_name_or_path")
@@ -226,6 +230,8 @@ def data(source: Source) -> Fields:
     else:
         _check_files(source, name, files)
         fields |= training(_domains(source, files) or [{"path": file} for file in files])
+    if is_pictured:
+        return fields
     column, prompt = source.value(f"{TRAIN}.data_args.messages"), f"{TRAIN}.data_args.prompt"
     if column is not None:
         return fields | {"data.prompt_column": column}
@@ -280,7 +286,7 @@ def tracking(source: Source) -> Fields:
 
 TABLES = (
     rows.RUN, rows.BATCHES, rows.WORKERS, rows.BACKENDS, rows.AGENTIC, environments.ROWS, rows.EVALUATION,
-    learning.ROWS, learning.LOSS_ROWS, learning.REWARD_ROWS, graders.ROWS, distillation.ROWS,
+    learning.ROWS, learning.LOSS_ROWS, learning.REWARD_ROWS, graders.ROWS, distillation.ROWS, images.ROWS,
 )  # fmt: skip
 STUDENT = {
     f"student_{name.removeprefix('actor_')}": row.name
@@ -295,7 +301,7 @@ ROLL: System = make_system(
     "roll",
     TABLES,
     rules=(
-        data, template, batches, placement, kernels, memory, run, adapters, lengths,
+        data, images.images, template, batches, placement, kernels, memory, run, adapters, lengths,
         learning.advantage, learning.policy_loss, learning.kl, learning.normalisation, learning.masks,
         distillation.distillation, graders.rewards, tracking, environments.environments,
     ),

@@ -35,6 +35,10 @@ REMOTE_CODE = (
     "code from a model's directory is never run: its weights are read by transformers' own class of that kind, and "
     "where transformers has none it is refused when it is loaded"
 )
+HEADS = (
+    "the loss of heads that predict several tokens reaches the model's output layer, and there is none here: set it "
+    "to false"
+)
 PROFILING = "there is no profiler here"
 FOLDER = "the fleet keeps an experiment's files under its own data directory"
 WITH_GAE = {"algorithm.adv_estimator": "gae"}
@@ -76,6 +80,9 @@ MODEL_ROWS: tuple[Parameter, ...] = (
             "model as path", default=None),
     refused(f"{MODEL}.custom_chat_template", "the chat template is the tokenizer's: put it into the model's directory",
             default=None),
+    refused(f"{MODEL}.mtp.enable_train", HEADS, default=False),
+    *unsupported("heads that predict several tokens speed sampling up, and are neither read nor kept: what is sampled "
+                 "is the same", f"{MODEL}.mtp", is_tree=True),
     applied(f"{MODEL}.enable_gradient_checkpointing", "optimisation.activation_checkpointing", flag,
             "activations are computed again in the backward pass; where it is silent, ours, false", example=True),
     translated(f"{MODEL}.override_config.attn_implementation", "model.attention", text,

@@ -122,6 +122,7 @@ CORRECTION_ROWS: tuple[Parameter, ...] = (
 )  # fmt: skip
 
 RM = "reward_model"
+ARGUMENTS = "custom_reward_function.reward_kwargs"
 UNSCORED = {"reward_model.model.path": "r", "custom_reward_function.path": None}
 MODEL = {"reward_model.enable": True, **UNSCORED}
 SCORED = "the reward service loads the model itself, on the device of the component: what scores is the same"
@@ -142,8 +143,9 @@ REWARD_ROWS: tuple[Parameter, ...] = (
     translated("custom_reward_function.name", "reward.components", text, "name of the function", example="other",
                default="compute_score", context={"custom_reward_function.path": "grade.py"},
                aliases=("reward.custom_reward_function.name",)),
-    refused("custom_reward_function.reward_kwargs", "the adapter passes no further arguments: give them defaults",
-            default={}, harmless=(None,), is_tree=True, aliases=("reward.custom_reward_function.reward_kwargs",)),
+    Parameter(name=ARGUMENTS, verdict=Verdict.TRANSLATED, targets=("reward.components",), is_tree=True,
+              reason="further arguments of the function, which the adapter passes",
+              aliases=("reward.custom_reward_function.reward_kwargs",)),
     translated(f"{RM}.reward_manager", "reward.shaping.overlong", text,
                "naive, dapo, batch, whose function gets lists of one answer, and gdpo, with its estimator; dapo "
                "alone reads the overlong buffer",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from flotilla.importers.parameter import Parameter, ignored, refused, translated, unsupported
+from flotilla.importers.parameter import Parameter, Verdict, ignored, refused, translated, unsupported
 from flotilla.importers.source import Source
 from flotilla.importers.values import flag, number, text
 
@@ -37,8 +37,9 @@ ROWS: tuple[Parameter, ...] = (
     refused(f"{LOSS}.use_policy_gradient", "a distance that is differentiated is no reward: set it to true, with k1",
             default=False, harmless=(True,), is_judged=True),
     refused(f"{LOSS}.loss_max_clamp", "the difference is bounded to 10 nats, either way", default=None, harmless=(10,)),
-    refused(f"{LOSS}.log_prob_min_clamp", "the difference is bounded to 10 nats, either way", default=None),
     *ignored("read by other distances than k1", f"{LOSS}.topk", f"{LOSS}.jsd_beta"),
+    Parameter(name=f"{LOSS}.log_prob_min_clamp", verdict=Verdict.IGNORED, reason="read by other distances than k1",
+              default=None),
     refused(f"{LOSS}.policy_loss_mode", "the policy's own loss is taken: actor.policy_loss", default="vanilla"),
     *(refused(f"{LOSS}.{name}", "the policy's own clip is taken: actor.clip_ratio", default=0.2)
       for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")),

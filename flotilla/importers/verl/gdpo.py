@@ -49,10 +49,10 @@ def estimator(source: Source) -> Fields:
     return {"components": keys or [TOTAL], **of_keys, "epsilon": 1e-6, "group_of_one": "raw"}
 
 
-def components(source: Source, path: str, function: str) -> Fields:
+def components(source: Source, path: str, function: str, more: Fields) -> Fields:
     """Make a component for each key, of factor 0 in the reward, and one for the score that verl reports."""
     file, keys = adapter_name(path, function), source.value(KEYS) or []
-    source.files[file] = verl_keys_adapter(path, function, keys)
+    source.files[file] = verl_keys_adapter(path, function, keys, more)
     total: Fields = {"kind": "custom", "name": TOTAL, "path": f"{file}:score"}
     parts = [
         {"kind": "custom", "name": key, "path": f"{file}:score_{number}", "weight": 0.0}

@@ -14,7 +14,7 @@ from flotilla.importers.system import System, make_system
 from flotilla.importers.values import count, integer, number, text, texts
 from flotilla.importers.verl.actor import REMOTE_CODE
 from flotilla.importers.verl.algorithm import REWARD_ROWS
-from flotilla.importers.verl.rules import function_or_default
+from flotilla.importers.verl.rewards import function_or_default
 from flotilla.shared.config.sections.data import is_data_file
 
 Fields = dict[str, Any]

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from flotilla.importers.low_rank import low_rank
 from flotilla.importers.parameter import Parameter, ignored, translated
+from flotilla.importers.pictures import OF_A_MODEL, OF_ROWS, ONE_RANK, VIDEOS, not_seen
 from flotilla.importers.source import Source
 from flotilla.importers.values import flag, text
 from flotilla.importers.verl.actor import ACTOR, LOW_RANK, MODEL
@@ -14,15 +15,9 @@ Fields = dict[str, Any]
 
 KEY: Final = "data.image_key"
 FROZEN: Final = f"{ACTOR}.freeze_vision_tower"
-OF_A_MODEL = re.compile(
-    r"(?:^|[-_/.\d])(?:vl|vlm|vision|omni|llava|internvl|minicpm-?[ov])(?:$|[-_/.\d])", re.IGNORECASE
-)
-OF_ROWS = re.compile(r"geo3k|geometry3k|(?:^|[-_/.])(?:vl|vqa|visual|vision|images?)(?:$|[-_/.])", re.IGNORECASE)
-VIDEOS = re.compile(r"videos?(?:$|[-_/.])", re.IGNORECASE)
 TOWER = re.compile(r"(?:\.\*)?\.?visual\.?(?:\.\*)?")
 """The tower's layers as a pattern of names."""
 PICTURES = {f"{MODEL}.path": "owner/a-VL-model"}
-ONE_RANK: Final = "prompts with images are trained on one rank, which changes speed, not what is computed"
 PLACED: Final = (
     "trainer.n_gpus_per_node", "trainer.nnodes", f"{ACTOR}.fsdp_config.fsdp_size",
     f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.megatron.tensor_model_parallel_size",
@@ -55,6 +50,8 @@ def images(source: Source) -> Fields:
         return {}
     if any(VIDEOS.search(str(file)) for file in source.value("data.train_files") or []):
         source.lack("data.images: the files are of videos by their name, and images alone are offered")
+    if (why := not_seen(str(source.value(f"{MODEL}.path") or ""))) is not None:
+        source.lack(why)
     return {
         "data.images.column": source.required(KEY),
         "model.vision_tower": "frozen" if source.value(FROZEN) or _excludes_tower(source) else "trained",

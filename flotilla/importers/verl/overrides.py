@@ -25,7 +25,7 @@ def overrides(source: Source) -> Fields:
         if (instead := FIXED.get(first.lstrip("_"))) is not None:
             source.refuse_written(spelling, instead)
         elif rest:
-            _set(found.setdefault(first, {}), rest, value)
+            put(found, key, value)
         elif not (key == OF_MEGATRON.rstrip(".") and not value):
             found[first] = value
     return {"model.overrides": found} if found else {}
@@ -36,9 +36,12 @@ def _section(source: Source, spelling: str, value: Any) -> None:
         source.refuse_written(spelling, "must be a section with keys of the model's config.json")
 
 
-def _set(section: Fields, name: str, value: Any) -> None:
+def put(section: Fields, name: str, value: Any) -> None:
+    """Set a value at a dotted name, in the place of what is no section on the way."""
     first, _, rest = name.partition(".")
-    if rest:
-        _set(section.setdefault(first, {}), rest, value)
-    else:
+    if not rest:
         section[first] = value
+        return
+    if not isinstance(section.get(first), dict):
+        section[first] = {}
+    put(section[first], rest, value)

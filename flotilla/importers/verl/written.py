@@ -10,7 +10,7 @@ from flotilla.importers.source import Source
 from flotilla.importers.system import System, make_system
 from flotilla.importers.values import text
 from flotilla.importers.verl.algorithm import REWARD_ROWS
-from flotilla.importers.verl.rules import function_or_default
+from flotilla.importers.verl.rewards import function_or_default
 from flotilla.shared.config.sections.data import is_data_file
 
 Fields = dict[str, Any]

@@ -159,3 +159,19 @@ def test_what_a_launch_file_says_is_never_code_of_an_adapter(text: str) -> None:
 def shape_of(code: str) -> list[str]:
     """List the nodes of code: none more where a text is only a literal."""
     return [type(each).__name__ for each in ast.walk(ast.parse(code))]
+
+
+def test_further_arguments_of_the_launch_file_reach_a_function_of_verl(tmp_path: Path) -> None:
+    user = "def compute_score(data_source, solution_str, ground_truth, extra_info, low, more): return low + more['x']"
+
+    score = adapter(tmp_path, "a.py", verl_adapter("grade.py", "compute_score", {"low": 0.5, "more": {"x": 1}}), user)
+
+    assert grade_of(score(a_sample())).reward == 1.5
+
+
+def test_further_arguments_of_a_batch_function_are_no_lists(tmp_path: Path) -> None:
+    user = "def grade(data_sources, solution_strs, ground_truths, extra_infos, low): return [low] * len(data_sources)"
+
+    score = adapter(tmp_path, "a.py", verl_batch_adapter("grade.py", "grade", {"low": 0.5}), user)
+
+    assert grade_of(score(a_sample())).reward == 0.5

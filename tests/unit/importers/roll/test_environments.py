@@ -14,6 +14,7 @@ from flotilla.importers.roll.environments import FIRST_HELD_OUT, HELD_OUT_TASKS,
 from flotilla.services.rollout.environments.conversation import EnvironmentConversations
 from flotilla.services.rollout.environments.loading import load_environment
 from flotilla.shared.config.sections.episodes import EnvironmentEpisodesConfig
+from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.schemas.task import Message
 from flotilla.shared.testing.builders import a_task
 from tests.unit.importers.sources import import_flat
@@ -137,8 +138,8 @@ def test_the_managers_penalty_is_that_of_environments_without_one() -> None:
     [
         ({"custom_envs__Room": {"env_type": "deepeyes"}}, "custom_envs.Room.env_type", "deepeyes is not offered"),
         ({"custom_envs__Lake": {"env_type": "game:Wordle-v0", "max_steps": 8, "max_tokens_per_step": 64,
-                                   "tool_wrapper": {"tool_configs": []}}},
-         "custom_envs.Lake.tool_wrapper.tool_configs", "tools of environments"),
+                                   "tool_wrapper": {"tool_configs": [{"tool_id": "browser"}]}}},
+         "custom_envs.Lake.tool_wrapper.tool_configs", "not browser"),
         ({"custom_envs__Lake": LAKE | {"env_manager_cls": "x.StepEnvManager"}}, "custom_envs.Lake.env_manager_cls",
          "StepEnvManager cuts"),
         ({"custom_envs__Lake": LAKE | {"agent_template": "{history} {observation}"}}, "custom_envs.Lake.agent_template",
@@ -242,3 +243,57 @@ def test_environments_of_gem_are_played_by_a_file_beside_the_spec(
     assert wordle().reset(5)[0] == "1.2 seed 5"
     assert asked == [("game:Wordle-v0", {"word_length": 5})] * 2
     assert rows().reset(1)[0] == "2.1 seed 1"
+
+
+def with_tools(*tools: dict[str, Any]) -> dict[str, Any]:
+    wrapper = {"wrapper_args": {"max_tool_uses": 2}, "tool_configs": list(tools)}
+    return {"max_steps": 8, "max_tokens_per_step": 64, "env_type": "roll_qa", "env_config": {}, "tool_wrapper": wrapper,
+            "agent_template": "{observation}\n{suffix}\n"}  # fmt: skip
+
+
+def played(found: Imported, tmp_path: Path) -> Any:
+    assert found.spec is not None and isinstance(found.spec.rollout.episodes, EnvironmentEpisodesConfig)
+    (tmp_path / "roll_environments.py").write_text(found.files["roll_environments.py"])
+    section = found.spec.rollout.episodes.environments[0]
+    return load_environment(section.model_copy(update={"environment": f"{tmp_path}/{section.environment}"}))
+
+
+def test_tools_of_an_environment_wrap_it_as_roll_does_and_programs_run_in_bubblewrap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrapped: list[tuple[Any, Any]] = []
+
+    def tool_wrapper(env: Any, wrapper_args: Any, tool_configs: Any) -> Any:
+        wrapped.append((wrapper_args, tool_configs))
+        return env
+
+    module = types.ModuleType("roll.pipeline.agentic.tools.tool_env_wrapper")
+    vars(module)["tool_wrapper"] = tool_wrapper
+    questions = types.ModuleType("gem.envs.qa_env")
+    vars(questions)["QaEnv"] = Counting
+    monkeypatch.setitem(sys.modules, "gem", types.ModuleType("gem"))
+    monkeypatch.setitem(sys.modules, "gem.envs.qa_env", questions)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    search = {"tool_id": "search", "tool_args": {"search_url": "http://passages/retrieve"}}
+    code = {"tool_id": "python_code", "tool_args": {"timeout": 5, "sandbox_type": "none"}}
+
+    found = imported(custom_envs__Lake=with_tools(search, code), custom_envs__Room=with_tools(search, code))
+    environment = played(found, tmp_path)()
+
+    assert environment.reset(1)[0].endswith("seed 1\n")
+    assert environment.step("a")[0] == "saw a\nx"
+    assert wrapped[0][0] == {"max_tool_uses": 2}
+    assert [each["tool_args"].get("sandbox_type") for each in wrapped[0][1]] == [None, "bwrap"]
+
+
+def test_programs_of_the_policy_without_bubblewrap_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    questions = types.ModuleType("gem.envs.qa_env")
+    vars(questions)["QaEnv"] = Counting
+    monkeypatch.setitem(sys.modules, "gem", types.ModuleType("gem"))
+    monkeypatch.setitem(sys.modules, "gem.envs.qa_env", questions)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    each = with_tools({"tool_id": "python_code", "tool_args": {}})
+
+    with pytest.raises(InvalidSpec, match="bwrap"):
+        played(imported(custom_envs__Lake=each, custom_envs__Room=each), tmp_path)

@@ -45,7 +45,7 @@ def test_the_file_of_a_pipeline_is_read(command: str, place: str) -> None:
     [
         ("distill", "start_onpolicy_distill_pipeline.py"),
         ("distill_vl", "no images"),
-        ("rlvr_vl", "no images"),
+        ("reward_fl", "no answers"),
         ("mine", "that this importer"),
     ],
 )

@@ -187,3 +187,44 @@ def test_a_routers_balance_is_read_only_where_verls_model_has_one() -> None:
 
     assert silent.document["optimisation"]["router"] == {"z": 0.001}
     assert named.document["optimisation"]["router"] == {"z": 0.001, "balance": 0.01}
+
+
+def test_arguments_of_the_reward_function_are_written_into_its_adapter() -> None:
+    names = {"custom_reward_function.path": "grade.py", "custom_reward_function.name": "grade"}
+    more = {
+        "custom_reward_function.reward_kwargs.low": 0.5,
+        "reward.custom_reward_function.reward_kwargs.judge.model": "m",
+    }
+
+    made = import_flat("verl", {**BASES["verl"], **names, **more})
+
+    assert "MORE = {'low': 0.5, 'judge': {'model': 'm'}}" in next(iter(made.files.values()))
+    assert made.report.refused == []
+
+
+def test_heads_of_several_tokens_that_are_trained_are_refused_and_others_are_set_aside() -> None:
+    mtp = "actor_rollout_ref.model.mtp"
+
+    trained = import_flat("verl", {**BASES["verl"], f"{mtp}.enable": True, f"{mtp}.enable_train": True})
+    kept = import_flat("verl", {**BASES["verl"], f"{mtp}.enable": True, f"{mtp}.enable_rollout": True,
+                                f"{mtp}.method": "mtp", f"{mtp}.enable_train": False})  # fmt: skip
+
+    assert [entry.name for entry in trained.report.refused] == [f"{mtp}.enable_train"]
+    assert {entry.name for entry in kept.report.unsupported} == {
+        f"{mtp}.enable",
+        f"{mtp}.enable_rollout",
+        f"{mtp}.method",
+    }
+    assert kept.report.problems == []
+
+
+def test_the_floor_of_a_teachers_likeliest_tokens_is_not_read_beside_k1() -> None:
+    loss = "distillation.distillation_loss"
+    teacher = {"distillation.enabled": True, f"{loss}.loss_mode": "k1", f"{loss}.use_policy_gradient": True,
+               f"{loss}.use_task_rewards": False, f"{loss}.log_prob_min_clamp": -10.0, f"{loss}.loss_max_clamp": 10.0,
+               "distillation.teacher_model.model_path": "a-teacher", "actor_rollout_ref.rollout.n": 1}  # fmt: skip
+
+    made = import_flat("verl", {**BASES["verl"], **teacher})
+
+    assert (made.report.refused, made.report.problems) == ([], [])
+    assert made.spec is not None and made.spec.rollout.group_size == 1

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from flotilla.importers.parameter import Parameter, Verdict, translated, unsupported
-from flotilla.importers.roll import environments
+from flotilla.importers.roll import boxes, environments
 from flotilla.importers.roll.filtering import group_filter
 from flotilla.importers.roll.learning import response_length
 from flotilla.importers.source import Source
@@ -162,9 +162,12 @@ def _grader(source: Source, domain: str, options: Mapping[str, Any]) -> Fields |
     kind = str(options.get("worker_cls", "")).rpartition(".")[2]
     if kind in GRADERS:
         return dict(GRADERS[kind])
+    if kind == boxes.WORKER:
+        return _boxes(source, domain)
     if kind != JUDGE:
-        images = " (it needs images)" if "Detection" in kind or "Video" in kind else ""
-        offered = f"{kind or 'none'} is not offered{images}: use {', '.join(sorted([*GRADERS, JUDGE]))}, or --set"
+        images = " (it needs videos)" if "Video" in kind else ""
+        known = ", ".join(sorted([*GRADERS, JUDGE, boxes.WORKER]))
+        offered = f"{kind or 'none'} is not offered{images}: use {known}, or --set"
         source.refuse_written(f"rewards.{domain}.worker_cls", offered)
         return None
     question = QUESTIONS.get(str(options.get("judge_prompt")))
@@ -176,6 +179,18 @@ def _grader(source: Source, domain: str, options: Mapping[str, Any]) -> Fields |
     if options.get("judge_model_type") in RUN_BY_ROLL:
         return _own_judge(source, domain, options, asked)
     return _judge_behind_a_url(source, domain, options, asked)
+
+
+def _boxes(source: Source, domain: str) -> Fields | None:
+    """Make the grader of boxes, where it can be told what ROLL's is told."""
+    if boxes.IN_PIXELS.search(str(source.value("pretrain") or "")):
+        source.refuse_written(f"rewards.{domain}.worker_cls", boxes.NOT_TOLD)
+        return None
+    variable = f"system_envs.{boxes.THRESHOLD}"
+    if variable in source.trees.get("system_envs", {}):
+        source.refuse_written(variable, "boxes are compared at the average of ROLL's thresholds: leave it out")
+    source.files[boxes.FILE] = boxes.TEXT
+    return boxes.component()
 
 
 def _own_judge(source: Source, domain: str, options: Mapping[str, Any], asked: Fields) -> Fields | None:

@@ -1,10 +1,15 @@
 """ROLL's pipeline for vision-language models reads verl's rows with images; a text pipeline reads none of them."""
 
+import sys
+import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flotilla.importers.parameter import Verdict
+from flotilla.services.reward.verifiers.custom_process import grade_of, load_function
+from flotilla.shared.schemas.grading import GradingSample
 from tests.unit.importers.sources import BASES, import_flat
 
 DATA = "actor_train.data_args"
@@ -74,3 +79,46 @@ def test_held_out_images_of_another_size_are_refused() -> None:
     made = import_flat("roll", {**PICTURED, **more})
 
     assert [entry.name for entry in made.report.refused] == ["validation.data_args.image_max_pixels"]
+
+
+BOXES = {
+    "rewards.boxes.worker_cls": "roll.pipeline.rlvr.rewards.detection_reward_worker.DetectionRewardWorker",
+    "rewards.boxes.tag_included": ["coco"],
+}
+
+
+def test_boxes_are_graded_by_rolls_own_verifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Verifier:
+        def __init__(self, **given: Any) -> None:
+            asked.append(given)
+
+        def verify_format(self, response: str) -> float:
+            return 1.0
+
+        def verify_accuracy(self, response: str, truth: str) -> dict[str, float]:
+            return {"final_score": 0.5 if truth == "[]" else 0.0}
+
+    module = types.ModuleType("roll.pipeline.rlvr.rewards.detection_reward_worker")
+    vars(module)["DetectionVerifier"] = Verifier
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    made = import_flat("roll", {**PICTURED, "pretrain": "Qwen/Qwen3-VL-4B-Instruct", **BOXES})
+    (tmp_path / "roll_boxes.py").write_text(made.files["roll_boxes.py"])
+    column = {"ground_truth": "[]", "verifier_parm": {"det_reward_ratio": {"map": 1.0}}, "format_ratio": 0.25}
+    sample = GradingSample(id="1/0", prompt="p", response="r", metadata={"reward_model": column})
+
+    grade = grade_of(load_function(f"{tmp_path}/roll_boxes.py:score")(sample))
+
+    assert made.report.refused == []
+    assert grade.reward == pytest.approx((0.5 * 1.0 + 1.0 * 0.25) / 1.25)
+    assert asked[0]["det_reward_ratio"] == {"map": 1.0}
+
+
+def test_boxes_in_pixels_of_the_image_are_refused_and_so_is_another_threshold() -> None:
+    pixels = import_flat("roll", {**PICTURED, **BOXES})
+    named = {"pretrain": "Qwen/Qwen3-VL-4B-Instruct", "system_envs.DET_IOU_THRESHOLD": "dynamic"}
+    threshold = import_flat("roll", {**PICTURED, **BOXES, **named})
+
+    assert [entry.name for entry in pixels.report.refused] == ["rewards.boxes.worker_cls"]
+    assert [entry.name for entry in threshold.report.refused] == ["system_envs.DET_IOU_THRESHOLD"]

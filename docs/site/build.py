@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from docs.site.references import cli_page, notebook_page, rest_page
+from docs.site.sequences import with_pictures
 
 ROOT = Path(__file__).parents[2]
 TOP = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "AGENTS.md")
@@ -38,20 +39,24 @@ def lay_out(root: Path, target: Path) -> None:
         FileNotFoundError: a page links to what is not there.
     """
     for page in pages(root):
-        copy(root, target, page)
-        for link in LINK.findall((root / page).read_text(encoding="utf-8")):
+        text = (root / page).read_text(encoding="utf-8")
+        write(target / page, with_pictures(text))
+        for link in LINK.findall(text):
             linked = Path(os.path.relpath((root / page).parent / link, root))
             if linked.suffix != ".md" and not (root / linked).is_dir():
                 copy(root, target, linked)
     for notebook in root.glob("examples/**/*.ipynb"):
-        page = target / notebook.relative_to(root).with_suffix(".md")
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(notebook_page(notebook.read_text(encoding="utf-8"), notebook.name), encoding="utf-8")
+        page = notebook.relative_to(root).with_suffix(".md")
+        write(target / page, notebook_page(notebook.read_text(encoding="utf-8"), notebook.name))
         copy(root, target, notebook.relative_to(root))
-    reference = target / "docs" / "reference"
-    reference.mkdir()
-    (reference / "rest.md").write_text(rest_page(), encoding="utf-8")
-    (reference / "cli.md").write_text(cli_page(), encoding="utf-8")
+    write(target / "docs" / "reference" / "rest.md", rest_page())
+    write(target / "docs" / "reference" / "cli.md", cli_page())
+
+
+def write(path: Path, text: str) -> None:
+    """Write a page."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
 
 
 def copy(root: Path, target: Path, path: Path) -> None:

@@ -107,8 +107,9 @@ def test_the_sweep_trains_compares_and_fetches(client: flotilla.Client, made: Pa
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_notebooks_cells_run(client: flotilla.Client, made: Path) -> None:
-    notebook = json.loads((EXAMPLES / "sweep" / "sweep.ipynb").read_text())
+@pytest.mark.parametrize("name", ["notebook.ipynb", "sweep/sweep.ipynb"])
+def test_a_notebooks_cells_run(name: str, client: flotilla.Client, made: Path) -> None:
+    notebook = json.loads((EXAMPLES / name).read_text())
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     names: dict[str, Any] = {}
 

@@ -28,6 +28,7 @@ SECONDS: Mapping[str, int] = {
     "tests/e2e/test_tls.py": 122,
     "tests/e2e/test_traces.py": 63,
     "tests/e2e/test_trust.py": 176,
+    "tests/e2e/test_tutorials.py": 150,
     "tests/containers/test_read_only_root.py": 63,
     "tests/e2e/test_backup.py": 120,
     "tests/integration/cli/test_node_script.py": 36,

@@ -3,6 +3,7 @@
 ``examples/arithmetic/experiment.yaml`` is a tiny experiment of that name: its model is random, its steps take a moment.
 """
 
+import re
 from collections.abc import Callable
 from typing import Final
 
@@ -290,11 +291,58 @@ SEVERAL: Final[Scene] = (
     lambda reader: reader.runs("flotilla down --data sweep"),
 )  # fmt: skip
 
+
+def tutorial(page: str, line: str, **more: object) -> Typed:
+    """A line of a tutorial, whose files are in a folder of its name."""
+    swap = {name: f"tutorials/{page}/{name}" for name in re.findall(r"[\w-]+\.(?:yaml|py)", line)}
+    return Typed(
+        f"docs/tutorials/{page}.md", line, swap | {"steps=3": "steps=2"} if "steps=3" in line else swap, **more
+    )  # type: ignore[arg-type]
+
+
+TUTORIALS: Final[Scene] = (
+    tutorial("own-model", "flotilla spec check mine.yaml --data"),
+    tutorial("own-model", "flotilla evaluate mine.yaml"),
+    tutorial("own-model", "flotilla run mine.yaml --fresh --set optimisation.steps=3"),
+    tutorial("own-data", "flotilla spec check data.yaml --data"),
+    tutorial("own-reward", "flotilla spec check reward.yaml --data"),
+    tutorial("own-reward", "flotilla run reward.yaml --fresh --set optimisation.steps=3"),
+    tutorial("own-reward", "flotilla show runs/my-reward --best -n 2"),
+    tutorial("environment", "flotilla spec check guess.yaml --data"),
+    tutorial("environment", "flotilla run guess.yaml --fresh --set optimisation.steps=3"),
+    tutorial("environment", "flotilla show runs/guess --best -n 1"),
+    Typed("docs/tutorials/agent.md", "flotilla up --detach", UP),
+    knows_the_gateway,
+    Typed("docs/tutorials/agent.md", "flotilla start examples/agent/experiment.yaml"),
+    lambda reader: reader.learns("agent"),
+    Typed("docs/tutorials/agent.md", "python my_agent.py EXPERIMENT",
+          {"python my_agent.py EXPERIMENT": "FLOTILLA_GATEWAY_URL={url} FLOTILLA_TOKEN=$(cat .flotilla/token) "
+                                            "python tutorials/agent/my_agent.py {agent}"}),
+    waits("agent", state="completed"),
+    lambda reader: reader.runs("flotilla down"),
+)  # fmt: skip
+
 SCENES: Final = {
     "without-a-fleet": WITHOUT_A_FLEET, "runs": RUNS, "fleet": FLEET, "forks": FORKS, "several": SEVERAL
 }  # fmt: skip
+ALL_SCENES: Final = {**SCENES, "tutorials": TUTORIALS}
+"""With the one that has a turn among the long tests (``test_tutorials.py``)."""
 
 ELSEWHERE: Final = {
+    ("docs/quick-start.md", "make demo"): "tests/e2e/test_learns.py runs its experiment",
+    ("docs/quick-start.md", "flotilla page"): "tests/e2e/test_page_of_folders.py",
+    ("docs/quick-start.md", "flotilla"): "as on docs/cli.md and docs/continue.md",
+    ("docs/concepts/group.md", "flotilla ledger"): "tests/e2e/test_fleet_commands.py",
+    ("docs/concepts/ledger.md", "flotilla ledger"): "tests/e2e/test_fleet_commands.py",
+    ("docs/concepts/publication.md", "flotilla status"): "as on docs/debug.md",
+    ("docs/concepts/staleness.md", "flotilla"): "as on docs/cli.md and docs/debug.md",
+    ("docs/tutorials/read-the-page.md", "flotilla page --demo"): "tests/e2e/test_page_of_folders.py",
+    ("docs/tutorials/coming-from.md", "flotilla import auto train.py"): "tests/unit/importers/test_commands.py",
+    ("docs/tutorials/coming-from.md", "flotilla spec check spec.yaml --data"): "as on docs/data.md",
+    ("docs/tutorials/scale-out.md", "flotilla run"): "tests/e2e/test_parallel_fleets.py",
+    ("docs/tutorials/scale-out.md", "flotilla up --trainers"): "as on docs/scheduling.md",
+    ("docs/tutorials/scale-out.md", "flotilla drain"): "tests/faults/test_leaving.py drains rollouts",
+    ("docs/tutorials/scale-out.md", "flotilla"): "as on README.md and docs/continue.md",
     ("CONTRIBUTING.md", "make install"): "Makefile: what every checkout begins with",
     ("CONTRIBUTING.md", "make check"): "this suite is a part of it",
     ("CONTRIBUTING.md", "make style"): "`.ci/run` before this suite",
@@ -386,6 +434,10 @@ ELSEWHERE: Final = {
 """Lines, by page and beginning, that other tests run."""
 
 NOT_HERE: Final = {
+    (
+        "docs/tutorials/scale-out.md",
+        "python -P -m flotilla.services.rollout",
+    ): "on another machine; tests/faults/test_hosts.py has two hosts on one",
     ("examples/verifiers/README.md", "python -m venv .venv-verifiers"): "tests/e2e/test_verifiers.py",
     ("examples/verifiers/README.md", ".venv-verifiers/bin/"): "tests/e2e/test_verifiers.py",
     ("examples/verifiers/README.md", "python examples/arithmetic/prepare.py"): "tests/e2e/test_verifiers.py",

@@ -9,7 +9,7 @@ import pytest
 
 from docs.site.build import ROOT, SHIM, lay_out, make_whole, pages
 
-MADE = {"docs/reference/rest.md", "docs/reference/cli.md", "examples/sweep/sweep.md"}
+MADE = {"docs/reference/rest.md", "docs/reference/cli.md", "examples/notebook.md", "examples/sweep/sweep.md"}
 """Pages that the build writes."""
 
 

@@ -1,4 +1,4 @@
-"""Every example's experiment file is valid, and the notebook is one that has not been run."""
+"""Every example's experiment file is valid, and the notebooks are such as have not been run."""
 
 import json
 from pathlib import Path
@@ -19,8 +19,9 @@ def test_an_examples_file_is_valid_and_makes_what_it_needs(path: Path) -> None:
     assert Path(launch.spec.model.path).resolve().is_relative_to(output)
 
 
-def test_the_notebook_has_no_outputs() -> None:
-    notebook = json.loads((EXAMPLES / "sweep" / "sweep.ipynb").read_text())
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("**/*.ipynb")), ids=lambda path: path.name)
+def test_a_notebook_has_no_outputs(path: Path) -> None:
+    notebook = json.loads(path.read_text())
 
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert len(code) > 3

@@ -1,8 +1,9 @@
 #!/bin/sh
 # Writes secrets/ beside docker-compose.yml, a file for each: the operator's token, one with which services register, the
-# data plane's password and its address with the password in it. The folder is for you alone; its files are readable for
-# the users of the containers that they are mounted into. What is there already stays: the data plane's password must not
-# change under a fleet that runs. Values that an earlier release kept in .env are taken from there, and out of it.
+# address of the data plane for each kind of service, with its user and password, and the list of these users for the
+# server (docker/users.acl with digests of the passwords). The folder is for you alone; its files are readable for the
+# users of the containers that they are mounted into. What is there already stays. Values that an earlier release kept in
+# .env are taken from there, and out of it; its one password of the data plane is used no more.
 set -eu
 umask 077
 cd "$(dirname "$0")/.."
@@ -20,9 +21,20 @@ keep() { # FILE VARIABLE
 }
 keep token FLOTILLA_TOKEN
 keep service-token FLOTILLA_SERVICE_TOKEN
-keep redis-password FLOTILLA_REDIS_PASSWORD
-printf 'redis://:%s@redis:6379/0' "$(cat secrets/redis-password)" > secrets/redis-url
-chmod 644 secrets/redis-url
+cp docker/users.acl secrets/redis-users.new
+for kind in gateway rollout reward trainer backup; do
+    file=secrets/redis-url-$kind
+    [ -s "$file" ] || printf 'redis://%s:%s@redis:6379/0' "$kind" "$(secret)" > "$file"
+    password=$(sed 's|^redis://[a-z]*:||; s|@redis:6379/0$||' "$file")
+    digest=$(printf '%s' "$password" | sha256sum | cut -d ' ' -f 1)
+    sed "s/^\(user $kind on \)#[A-Z]*/\1#$digest/" secrets/redis-users.new > secrets/redis-users.newer
+    mv secrets/redis-users.newer secrets/redis-users.new
+    chmod 644 "$file"
+done
+# In place: a container that runs has this very file mounted.
+cat secrets/redis-users.new > secrets/redis-users.acl
+rm -f secrets/redis-users.new secrets/redis-password secrets/redis-url
+chmod 644 secrets/redis-users.acl
 if [ -e .env ] && grep -qE '^FLOTILLA_(TOKEN|SERVICE_TOKEN|REDIS_PASSWORD)=' .env; then
     sed -E '/^FLOTILLA_(TOKEN|SERVICE_TOKEN|REDIS_PASSWORD)=/d' .env > .env.new
     mv .env.new .env

@@ -1,5 +1,6 @@
 """The compose file as a stranger runs it: what is built, restarted, published and mounted, and what it asks for."""
 
+import hashlib
 import importlib.util
 import re
 import shlex
@@ -150,7 +151,7 @@ def test_the_data_plane_survives_a_crash_and_never_evicts() -> None:
 
     assert "--appendonly yes" in command
     assert "--maxmemory-policy noeviction" in command
-    assert "--include /tmp/password.conf" in command
+    assert "--aclfile /run/secrets/redis-users.acl" in command
 
 
 def test_nothing_but_files_holds_a_secret() -> None:
@@ -165,11 +166,11 @@ def test_nothing_but_files_holds_a_secret() -> None:
 
 def test_a_container_is_given_the_secrets_that_it_needs_and_no_others() -> None:
     assert {name: set(service["secrets"]) for name, service in SERVICES.items()} == {
-        "redis": {"redis-password"},
-        "gateway": {"token", "service-token", "redis-url"},
-        "reward": {"service-token", "redis-url"},
-        "rollout": {"service-token", "redis-url"},
-        "trainer": {"service-token", "redis-url"},
+        "redis": {"redis-users.acl"},
+        "gateway": {"token", "service-token", "redis-url-gateway"},
+        "reward": {"service-token", "redis-url-reward"},
+        "rollout": {"service-token", "redis-url-rollout"},
+        "trainer": {"service-token", "redis-url-trainer"},
         "sandbox": {"service-token"},
         "cli": {"token"},
     }
@@ -183,12 +184,14 @@ def test_the_root_of_a_container_is_read_only_and_what_is_temporary_has_its_plac
     assert "exec" in place or name == "redis", "kernels and a sandbox's programs are compiled there"
 
 
-SECRETS = ("redis-password", "redis-url", "service-token", "token")
+URLS = tuple(f"redis-url-{kind}" for kind in ("gateway", "reward", "rollout", "trainer"))
+SECRETS = (*URLS, "redis-users.acl", "service-token", "token")
 
 
 def write_secrets(folder: Path) -> dict[str, str]:
     (folder / "docker").mkdir(exist_ok=True)
-    shutil.copy(ROOT / "docker" / "env.sh", folder / "docker")
+    for name in ("env.sh", "users.acl"):
+        shutil.copy(ROOT / "docker" / name, folder / "docker")
     subprocess.run(["sh", str(folder / "docker" / "env.sh")], check=True, timeout=30)
     return {path.name: path.read_text() for path in (folder / "secrets").iterdir()}
 
@@ -196,11 +199,16 @@ def write_secrets(folder: Path) -> dict[str, str]:
 def test_the_script_writes_every_secret_once_into_a_folder_of_its_owner_alone(tmp_path: Path) -> None:
     first = write_secrets(tmp_path)
 
-    assert sorted(first) == sorted(SECRETS)
-    made = {name: value for name, value in first.items() if name != "redis-url"}
-    assert all(re.fullmatch(r"[0-9a-f]{64}", value) for value in made.values())
-    assert len(set(made.values())) == len(made), "Redis has a password of its own"
-    assert first["redis-url"] == f"redis://:{first['redis-password']}@redis:6379/0"
+    assert sorted(first) == sorted({*SECRETS, "redis-url-backup"}), "that of backups is mounted nowhere"
+    urls = {name.removeprefix("redis-url-"): value for name, value in first.items() if name.startswith("redis-url-")}
+    passwords = {kind: value.split(":")[2].removesuffix("@redis") for kind, value in urls.items()}
+    made = [first["token"], first["service-token"], *passwords.values()]
+    assert all(re.fullmatch(r"[0-9a-f]{64}", value) for value in made)
+    assert len(set(made)) == len(made), "each has a password of its own"
+    for kind, password in passwords.items():
+        assert urls[kind] == f"redis://{kind}:{password}@redis:6379/0"
+        digest = hashlib.sha256(password.encode()).hexdigest()
+        assert f"user {kind} on #{digest} " in first["redis-users.acl"] and password not in first["redis-users.acl"]
     assert write_secrets(tmp_path) == first
     assert stat.S_IMODE((tmp_path / "secrets").stat().st_mode) == 0o700
     assert {stat.S_IMODE((tmp_path / "secrets" / name).stat().st_mode) for name in SECRETS} == {0o644}, (
@@ -214,7 +222,7 @@ def test_the_script_moves_the_secrets_of_an_earlier_release_and_keeps_all_else(t
 
     found = write_secrets(tmp_path)
 
-    assert (found["token"], found["redis-password"]) == ("mine", "old")
+    assert found["token"] == "mine" and "old" not in "".join(found.values()), "it was every service's"
     assert re.fullmatch(r"[0-9a-f]{64}", found["service-token"])
     assert (tmp_path / ".env").read_text() == "FLOTILLA_PORT=9000\n"
     assert stat.S_IMODE((tmp_path / ".env").stat().st_mode) == 0o600

@@ -18,7 +18,7 @@ import psutil
 from flotilla.cli.redis_server import find_server
 from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.weights.image.files import HOST_ID
-from tests.fleet import make_experiment, until
+from tests.fleet import ROOT, make_experiment, until
 from tests.netns.hosts import Hosts, RelayedHosts
 
 PARTS = (
@@ -30,6 +30,18 @@ PARTS = (
 END_SECONDS = 30.0
 PORTS = (8470, 6379)
 """Of the gateway and of Redis."""
+
+
+KINDS = ("gateway", "rollout", "reward", "trainer", "backup")
+"""Users of Redis."""
+
+
+def shipped_users(passwords: Mapping[str, str]) -> str:
+    """Read the list of users that is deployed, with these passwords."""
+    text = (ROOT / "docker" / "users.acl").read_text(encoding="utf-8")
+    for kind, password in passwords.items():
+        text = text.replace(f"#{kind.upper()} ", f">{password} ")
+    return text
 
 
 class ThreeHosts:
@@ -48,7 +60,6 @@ class ThreeHosts:
             **os.environ,
             "FLOTILLA_GATEWAY_URL": self.url,
             "FLOTILLA_TOKEN": self.token,
-            "FLOTILLA_REDIS_URL": f"redis://{hub}:{self.redis_port}/0",
             "FLOTILLA_DATA": str(folder / "data"),
             "FLOTILLA_CODE_FOLDERS": str(folder),
             "FLOTILLA_LEASE_SECONDS": "15",
@@ -64,6 +75,8 @@ class ThreeHosts:
     def start(self, host: str, name: str, *, port: int = 0) -> None:
         """Start a service on a host."""
         own = {"FLOTILLA_HOST": self.hosts.address(host), "FLOTILLA_PORT": str(port), HOST_ID: host}
+        # As where it is deployed: each kind has a user of its own in Redis.
+        own["FLOTILLA_REDIS_URL"] = f"redis://{name}:{self.token}@{self.hosts.address('hub')}:{self.redis_port}/0"
         command = [sys.executable, "-P", "-m", f"flotilla.services.{name}"]
         log = self.folder / f"{host}-{name}.log"
         self.processes[host if name not in {"gateway", "reward"} else name] = self.hosts.start(
@@ -73,7 +86,9 @@ class ThreeHosts:
     def start_redis(self) -> None:
         """Start the data plane's server."""
         (self.folder / "redis").mkdir()
-        options = ("--bind", "0.0.0.0", "--protected-mode", "no", "--appendonly", "yes", "--save", "")
+        users = self.folder / "users.acl"
+        users.write_text(shipped_users(dict.fromkeys(KINDS, self.token)))
+        options = ("--bind", "0.0.0.0", "--appendonly", "yes", "--save", "", "--aclfile", str(users))
         place = ("--dir", str(self.folder / "redis"), "--port", str(self.redis_port))
         command = [str(find_server()), *options, *place]
         self.processes["redis"] = self.hosts.start("hub", command, os.environ, self.folder / "redis.log")

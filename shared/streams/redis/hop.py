@@ -96,7 +96,12 @@ class RedisHop:
         self._stream = keys.stream(name)
         self._markers = keys.marker("")
         # No delivery of the trainer's hop ends but with the trainer.
-        self._limits: list[Argument] = [config.max_deliveries, MAX_LOST_BY_THE_LIVING, keys.lost_alive(name, "")]
+        self._limits: list[Argument] = [
+            config.max_deliveries,
+            MAX_LOST_BY_THE_LIVING,
+            keys.lost_alive(name, ""),
+            keys.state,
+        ]
         self._max_partial_bytes = config.max_partial_bytes
         self._sweep_seconds = min(SWEEP_SECONDS, config.lease_seconds / 4)
         self._next_sweep = 0.0
@@ -247,7 +252,7 @@ class RedisHop:
         return await self._run_sweep(count, str(lease_ms))
 
     async def _run_sweep(self, count: int, *mode: str) -> list[Claim]:
-        keys = [self._stream, self._keys.ledger, self._keys.outstanding, self._keys.state, self._keys.handed_over]
+        keys = [self._stream, self._keys.ledger, self._keys.outstanding, self._keys.handed_over]
         if self.name.next is not None:
             keys.append(self._keys.stream(self.name.next))
         answer = await self._runner.run("sweep", keys, [self.consumer, count, *self._limits, *mode])
@@ -278,7 +283,9 @@ class RedisHop:
         except ResponseError as error:
             if "NOGROUP" not in str(error):
                 raise
-            await self._runner.run("create_group", [self._stream, self._keys.plans])
+            # Plans name entries of the last stream alone, and only its reader may see them.
+            plans = [self._keys.plans] if self.name.next is None else []
+            await self._runner.run("create_group", [self._stream, *plans])
             answer = await self._runner.command(*command)
         return await self._arrived(
             [self._claim(entry_id, fields, 1) for _, entries in answer or () for entry_id, fields in entries]

@@ -37,7 +37,8 @@ VARIANTS: list[tuple[str, ...]] = [
     ("gpu", "monitoring", "hpa", "job-set"),
 ]
 SERVICES = {"gateway", "reward", "sandbox", "rollout", "trainer"}
-SECRET_FILES = {"token", "service-token", "redis-url", "redis-password"}
+REDIS_FILES = {"redis-users.acl", *(f"redis-url-{kind}" for kind in ("gateway", "reward", "rollout", "trainer"))}
+SECRET_FILES = {"token", "service-token", *REDIS_FILES}
 
 
 def every_container(overlay: str) -> dict[str, dict[str, Any]]:
@@ -117,7 +118,23 @@ def test_secrets_are_files_that_the_script_writes_and_no_variables(overlay: str)
     for container in every_container(overlay).values():
         for name, value in variables_of(container).items():
             if name.endswith("_FILE"):
-                assert value.removeprefix("/run/secrets/flotilla/") in SECRET_FILES
+                assert value.removeprefix("/run/secrets/flotilla/") in {"token", "service-token", "redis-url"}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_each_kind_of_service_has_its_own_user_of_redis_and_no_other(overlay: str) -> None:
+    found: dict[str, set[str]] = {}
+    for manifest in build(overlay):
+        for spec in pod_specs(manifest):
+            keys = {item["key"] for each in spec["volumes"] for item in each.get("secret", {}).get("items", [])}
+            [name] = {each["name"] for each in spec["containers"]}
+            found.setdefault(name, set()).update(keys & REDIS_FILES)
+
+    assert found == {
+        "redis": {"redis-users.acl"},
+        "sandbox": set(),
+        **{kind: {f"redis-url-{kind}"} for kind in ("gateway", "reward", "rollout", "trainer")},
+    }
 
 
 def test_each_file_of_a_secret_that_a_variable_names_is_mounted() -> None:

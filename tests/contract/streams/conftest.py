@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import inspect
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import pytest
 from redis.asyncio import Redis
@@ -22,6 +23,7 @@ from flotilla.shared.streams.redis.connection import connect
 from flotilla.shared.streams.redis.plane import RedisDataPlane
 from flotilla.shared.testing.builders import a_group, a_task, graded
 from tests.integration.conftest import redis_url
+from tests.netns.fleet import shipped_users
 
 __all__ = ["redis_url"]
 
@@ -66,12 +68,49 @@ def lengths_add_up(ledger: Ledger) -> bool:
     return sums == counts
 
 
+USERS = ("gateway", "rollout", "reward", "trainer")
+
+
+class EachItsOwn:
+    """A data plane whose parts are used as in a fleet: each by a service of its kind, under the user of that kind."""
+
+    def __init__(self, planes: Mapping[str, RedisDataPlane]) -> None:
+        # The evaluator, which reads the last hop of its lane, is the gateway's.
+        self._readers = {HopName.TASKS: "rollout", HopName.GENERATED: "reward", HopName.SCORED: "gateway"}
+        self._planes = planes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planes["gateway"], name)
+
+    def hop(self, name: HopName, service_id: str) -> Hop:
+        """Open a hop as its reader."""
+        return self._planes[self._readers[name]].hop(name, service_id)
+
+    def trainer(self, service_id: str) -> TrainerQueue:
+        """Open the trainer's queue."""
+        return self._planes["trainer"].trainer(service_id)
+
+
+async def add_users(redis: Redis, url: str) -> dict[str, Redis]:
+    """Make the users that are deployed, and a client of each."""
+    clients = {}
+    for line in shipped_users(dict.fromkeys(USERS, "secret")).splitlines():
+        _, name, *rules = line.split()
+        if name in USERS:
+            await redis.execute_command("ACL", "SETUSER", name, "reset", *rules)
+            parts = urlsplit(url)
+            place = parts.netloc.rpartition("@")[2]
+            clients[name] = connect(urlunsplit(parts._replace(netloc=f"{name}:secret@{place}")))
+    return clients
+
+
 @dataclass
 class World:
     """A data plane, its clock, and the shortest ways to the states that tests start from."""
 
     kind: str
     redis: Redis | None
+    users: Mapping[str, Redis] = field(default_factory=dict)
     seconds: float = 0.0
     experiment_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -81,7 +120,10 @@ class World:
         if self.redis is None:
             plane: Any = MemoryDataPlane(lane, settings, clock=lambda: self.seconds)
         else:
-            plane = RedisDataPlane(self.redis, self.experiment_id, lane, settings)
+            planes = {
+                kind: RedisDataPlane(client, self.experiment_id, lane, settings) for kind, client in self.users.items()
+            }
+            plane = EachItsOwn(planes)
         checked: Any = Checked(plane, plane)
         return checked
 
@@ -109,11 +151,14 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     if request.param == "memory":
         yield World("memory", None)
         return
-    redis = connect(request.getfixturevalue("redis_url"))
+    url = request.getfixturevalue("redis_url")
+    redis = connect(url)
+    users = await add_users(redis, url)
     try:
-        yield World("redis", redis)
+        yield World("redis", redis, users)
     finally:
-        await redis.aclose()
+        for client in (redis, *users.values()):
+            await client.aclose()
 
 
 @pytest.fixture

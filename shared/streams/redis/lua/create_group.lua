@@ -1,4 +1,4 @@
--- Create the stream's consumer group from its beginning, if it is missing. KEYS: stream, plans.
+-- Create the stream's consumer group from its beginning, if it is missing. KEYS: stream [, plans].
 -- Should the group of a stream with plans be missing, planned entries must not be delivered again: every entry is
 -- made pending, planned ones for the plans, others as handed back. Returns 1, or 0 if the group is there.
 local stream, plans = unpack(KEYS)
@@ -8,7 +8,7 @@ if made.err then
   error(made.err)
 end
 local planned = {}
-for _, encoded in ipairs(redis.call('HVALS', plans)) do
+for _, encoded in ipairs(plans and redis.call('HVALS', plans) or {}) do
   for _, entry in ipairs(cmsgpack.unpack(encoded).entry_ids) do planned[entry] = true end
 end
 if not next(planned) then return 1 end

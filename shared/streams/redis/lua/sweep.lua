@@ -1,14 +1,15 @@
 -- Claim entries that were delivered before and are free again.
--- KEYS: stream, ledger, outstanding, state, what was handed over with tasks [, the stream that claims are forwarded to]
+-- KEYS: stream, ledger, outstanding, what was handed over with tasks [, the stream that claims are forwarded to]
 -- ARGV: consumer, count, most deliveries, how many times as many whoever lost them, what the keys begin with that say
--- which claims of an entry were lost by holders who lived, lease in milliseconds or 'trainer' [, entries that the trainer holds ...]
+-- which claims of an entry were lost by holders who lived, state, lease in milliseconds or 'trainer' [, entries that the
+-- trainer holds ...]. The state is read alone: were it one of KEYS, the server would ask for the right to write it.
 --   lease: entries handed back, then entries idle for longer than the lease.
 --   trainer: entries of every other consumer but the plans', then own entries whose delivery never arrived.
 -- Returns {entries as {id, deliveries, fields}, number of entries given up}; 'full' if what is claimed could not be
 -- forwarded, since the next stream has all the memory that it may; or 'fenced'.
-local stream, ledger, outstanding, state, handed_over_key, next_stream = unpack(KEYS)
-local consumer, count, most, times, lost_alive, lease = unpack(ARGV, 1, 6)
-local held_by_trainer = after(6, ARGV)
+local stream, ledger, outstanding, handed_over_key, next_stream = unpack(KEYS)
+local consumer, count, most, times, lost_alive, state, lease = unpack(ARGV, 1, 7)
+local held_by_trainer = after(7, ARGV)
 local handed_over = has_any(handed_over_key)
 count, most = tonumber(count), tonumber(most)
 local taken, given_up = {}, 0

@@ -1,14 +1,24 @@
 """How the Tinker API's state lies in Redis: names of keys, and commands that are sent again while it is away."""
 
+import asyncio
 import hashlib
-from typing import Any, Final
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, TypeVar
 
 from redis.asyncio import Redis
 
+from flotilla.shared.errors import Unavailable
 from flotilla.shared.streams.redis.connection import retried
+
+log = logging.getLogger(__name__)
 
 PREFIX: Final = "flotilla:tinker:"
 DEADLINE_SECONDS: Final = 30.0
+AWAY_SECONDS: Final = 1.0
+"""Between two tries, where Redis was away for longer than a command waits."""
+
+Result = TypeVar("Result")
 
 
 class Store:
@@ -32,6 +42,16 @@ class Store:
             return await self._redis.execute_command(*command)
 
         return await retried(once, deadline_seconds=DEADLINE_SECONDS)
+
+
+async def as_long_as_it_takes(operation: Callable[[], Awaitable[Result]]) -> Result:
+    """Do what must not be given up while Redis is away: an answer to what was done already."""
+    while True:
+        try:
+            return await operation()
+        except Unavailable as error:
+            log.warning("Redis is waited for", extra={"error": error.detail})
+            await asyncio.sleep(AWAY_SECONDS)
 
 
 def key(*parts: str) -> str:

@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flotilla.services.rollout.engines.decoders.checkpoint import safetensors_files
-from flotilla.shared.errors import ModelError, NotFound
+from flotilla.shared.errors import ModelError, NotFound, Unavailable
 from flotilla.shared.models.hub import ADAPTER, ADAPTER_CONFIG
+from flotilla.shared.net.absence import absent_or
 from flotilla.shared.tinker.records import MANIFEST, Record, Saved
 
 PREFIX = "base_model.model."
@@ -27,18 +28,27 @@ class Adapter(Record):
     fan_in_fan_out: bool = False
 
 
-def write_image(base: Path, saved: Path | None, image: Path) -> None:
-    """Write an image of a saved model; None: of the base.
+def write_image(base: Path, saved: Path | None, image: Path) -> int:
+    """Write an image of a saved model; None: of the base. Returns how many updates its weights had.
 
     Raises:
-        NotFound: the saved model is not there.
+        NotFound: the saved model is not there, or another one took its place meanwhile.
         ModelError: it cannot be read, or is of another model.
+        Unavailable: the image cannot be written, such as on a full disk.
     """
     try:
-        tensors = _tensors(base) if saved is None else _with(base, saved)
+        tensors, step = (_tensors(base), 0) if saved is None else _with(base, saved)
+    except FileNotFoundError as error:
+        if saved is None:
+            raise ModelError(f"the base model cannot be read: {error}") from error
+        raise NotFound(f"{saved.name}: the saved model was deleted or replaced meanwhile") from None
     except (OSError, SafetensorError, ValidationError, KeyError) as error:
-        raise ModelError(f"the saved model cannot be read: {error}") from error
-    save_file(tensors, image)
+        raise absent_or(error, ModelError(f"the saved model cannot be read: {error}")) from error
+    try:
+        save_file(tensors, image)
+    except (OSError, SafetensorError) as error:
+        raise Unavailable(f"the weights that are sampled from cannot be written: {error}") from error
+    return step
 
 
 def read_manifest(saved: Path) -> Saved:
@@ -56,11 +66,20 @@ def read_manifest(saved: Path) -> Saved:
         raise ModelError(f"the saved model cannot be read: {error}") from error
 
 
-def _with(base: Path, saved: Path) -> dict[str, Tensor]:
+def _with(base: Path, saved: Path) -> tuple[dict[str, Tensor], int]:
     manifest = read_manifest(saved)
-    if manifest.lora is None:
-        with safe_open(saved / "model.safetensors", framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    tensors = _whole(saved) if manifest.lora is None else _adapted(base, saved)
+    if read_manifest(saved) != manifest:
+        raise NotFound(f"{saved.name}: the saved model was replaced meanwhile")
+    return tensors, manifest.step
+
+
+def _whole(saved: Path) -> dict[str, Tensor]:
+    with safe_open(saved / "model.safetensors", framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def _adapted(base: Path, saved: Path) -> dict[str, Tensor]:
     tensors = _tensors(base)
     config = Adapter.model_validate(json.loads((saved / ADAPTER_CONFIG).read_text(encoding="utf-8")))
     with safe_open(saved / ADAPTER, framework="pt") as file:

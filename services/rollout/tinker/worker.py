@@ -8,23 +8,26 @@ import asyncio
 import hashlib
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from flotilla.services.rollout.engines.base import Engine, GenerationRequest, SamplingParameters
-from flotilla.services.rollout.tinker.images import read_manifest, write_image
+from flotilla.services.rollout.tinker.images import write_image
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
-from flotilla.shared.errors import FlotillaError, InvalidRequest, NotFound, WorkerDied
+from flotilla.shared.errors import ClaimLost, FlotillaError, InvalidRequest, NotFound, Unavailable, WorkerDied
 from flotilla.shared.schemas.trajectory import FinishReason
 from flotilla.shared.tinker.messages import write_sequence
 from flotilla.shared.tinker.paths import Kind, SavedPath
-from flotilla.shared.tinker.queue import Answer, Form, Made, Request, TinkerQueue, Work
+from flotilla.shared.tinker.queue import MOST_ATTEMPTS, NOTHING, Answer, Form, Made, Request, TinkerQueue, Work
 from flotilla.shared.tinker.records import Category, Failure, Sample, Sampled, SampledSequences
 from flotilla.shared.tinker.sessions import TinkerSessions
+from flotilla.shared.tinker.store import AWAY_SECONDS, as_long_as_it_takes
 from flotilla.shared.tinker.turns import Turns
 
 log = logging.getLogger(__name__)
@@ -77,6 +80,9 @@ class SamplingWorker:
         self._served: dict[int, Sampled] = {0: Sampled(first_token=0)}
         self._incarnation = ""
         self._active: set[asyncio.Task[None]] = set()
+        # Of requests that were begun and wait for room on the disk: counted once by one process.
+        self._attempts: dict[str, int] = {}
+        self._aside: dict[str, float] = {}
 
     async def run(self) -> None:
         """Work until cancelled.
@@ -98,19 +104,30 @@ class SamplingWorker:
         after: dict[str, str] = {}
         heard = "0"
         while True:
-            waiting = set(await self._queue.owners(Work.SAMPLE))
-            after = {owner: entry for owner, entry in after.items() if owner in waiting}
-            owner, requests = await self._turn(waiting, after)
-            if owner is None:
-                heard = await self._queue.hears(Work.SAMPLE, heard)
-                continue
-            for request in requests:
-                after[owner] = request.entry
-                self._turns.uses(owner, await self._begin(request, tasks))
+            owner = None
+            try:
+                waiting = set(await self._queue.owners(Work.SAMPLE))
+                after = {owner: entry for owner, entry in after.items() if owner in waiting}
+                owner, requests = await self._turn(waiting, after)
+                if owner is None:
+                    heard = await self._queue.hears(Work.SAMPLE, heard)
+                    continue
+                for request in requests:
+                    self._turns.uses(owner, await self._begin(request, tasks))
+                    after[owner] = request.entry
+            except Unavailable as error:
+                # Redis, or room on the disk for the weights that one owner samples from: others go on.
+                log.warning("what is sampled waits", extra={"error": error.detail})
+                if owner is None:
+                    await asyncio.sleep(AWAY_SECONDS)
+                else:
+                    self._aside[owner] = time.monotonic() + AWAY_SECONDS
 
     async def _turn(self, waiting: set[str], after: Mapping[str, str]) -> tuple[str | None, list[Request]]:
         """Return whose turn it is, and requests of theirs that were not begun; None where there are none."""
-        left = set(waiting)
+        now = time.monotonic()
+        self._aside = {owner: until for owner, until in self._aside.items() if until > now}
+        left = waiting - self._aside.keys()
         while (owner := self._turns.next(left)) is not None:
             requests = await self._queue.waiting(Work.SAMPLE, owner, after.get(owner, "0"), AT_A_TURN)
             if requests:
@@ -122,19 +139,30 @@ class SamplingWorker:
         """Have a request sampled, once there is room for it; returns its cost in tokens."""
         while len(self._active) >= AT_A_TIME:
             await asyncio.wait(self._active, return_when=asyncio.FIRST_COMPLETED)
+        attempt = self._attempts.get(request.id) or await self._queue.attempt(request, Work.SAMPLE)
+        self._attempts[request.id] = attempt
         try:
+            if attempt > MOST_ATTEMPTS:
+                await self._refuse(request, WorkerDied(f"the engine ended {MOST_ATTEMPTS} times in this request"))
+                return 1.0
             wanted = Sample.model_validate_json(request.body)
             await self._serve_newest(wanted)
-        except WorkerDied:
-            raise  # Another process samples what waits.
+        except (WorkerDied, Unavailable, ClaimLost):
+            raise  # What waits is sampled by another process, or later.
         except (FlotillaError, ValidationError) as error:
             await self._refuse(request, error)
             return 1.0
+        if attempt > 1 and self._active:
+            # One of several ended the engine: alone, those that did not are done, and that one is counted.
+            await asyncio.wait(self._active)
+        self._attempts.pop(request.id, None)
         task = tasks.create_task(self._sample(request, wanted, self._version), name=request.id)
         self._active.add(task)
         task.add_done_callback(self._active.discard)
         # Its request reaches the engine before the next change of weights.
         await asyncio.sleep(0)
+        if attempt > 1:
+            await asyncio.wait({task})
         tokens = wanted.sampling_params.max_tokens or DEFAULT_TOKENS
         return float(len(wanted.prompt.token_ids) + wanted.num_samples * min(tokens, self._context_tokens))
 
@@ -143,11 +171,9 @@ class SamplingWorker:
         try:
             await self._serve(source)
         except NotFound:
-            # What is in flight is deleted when newer weights are: those are sampled from then.
-            newer = await self._source_of(wanted)
-            if newer == source:
-                raise
-            await self._serve(newer)
+            # What is in flight is deleted when newer weights are: those are sampled from then. What is saved under
+            # a name is not there for a moment while it is replaced.
+            await self._serve(await self._source_of(wanted))
 
     async def _source_of(self, wanted: Sample) -> Source:
         if not wanted.sampling_session_id:
@@ -163,17 +189,16 @@ class SamplingWorker:
         """Have the engine sample from these weights; what samples from others ends first, unless it is in flight."""
         if source == self._source:
             return
-        saved, step = None, 0
+        saved = None
         if source.path is not None:
             path = SavedPath.read(source.path)
             if path.kind is Kind.TRAINING:
                 raise InvalidRequest(f"{source.path} is to be trained from, not to be sampled from")
             saved = path.below(self._data)
-            step = (await asyncio.to_thread(read_manifest, saved)).step
         is_newer = self._source.inflight_of is not None and source.inflight_of == self._source.inflight_of
-        with tempfile.TemporaryDirectory(prefix="flotilla-tinker-") as folder:
-            image = Path(folder) / "image.safetensors"
-            await asyncio.to_thread(write_image, self._base, saved, image)
+        with _folder() as folder:
+            image = folder / "image.safetensors"
+            step = await asyncio.to_thread(write_image, self._base, saved, image)
             if not is_newer and self._active:
                 # The engine may not have begun with all of them, and would sample those from the new weights.
                 await asyncio.wait(self._active)
@@ -188,7 +213,7 @@ class SamplingWorker:
     async def _sample(self, request: Request, wanted: Sample, version: int) -> None:
         try:
             completions = await self._engine.generate(self._generation(request.id, wanted))
-        except WorkerDied:
+        except (WorkerDied, Unavailable):
             raise
         except FlotillaError as error:
             await self._refuse(request, error)
@@ -201,7 +226,12 @@ class SamplingWorker:
         )
         runs = [self._runs(each.versions) for each in completions]
         made = Made(sampled=SampledSequences(sequences=runs).model_dump_json())
-        await self._queue.reply(Work.SAMPLE, self._incarnation, request, Answer(Form.PROTOBUF, content), made)
+        await self._reply(request, Answer(Form.PROTOBUF, content), made)
+
+    async def _reply(self, request: Request, answer: Answer, made: Made = NOTHING) -> None:
+        self._attempts.pop(request.id, None)
+        reply = partial(self._queue.reply, Work.SAMPLE, self._incarnation, request, answer, made)
+        await as_long_as_it_takes(reply)
 
     def _runs(self, versions: Sequence[tuple[int, int]]) -> list[Sampled]:
         return [self._served[version].model_copy(update={"first_token": first}) for first, version in versions]
@@ -234,7 +264,22 @@ class SamplingWorker:
         detail = error.detail if isinstance(error, FlotillaError) else str(error)
         failure = Failure(error=detail, category=Category.USER if is_theirs else Category.SERVER)
         log.warning("request failed", extra={"request_id": request.id, "error": detail})
-        await self._queue.reply(Work.SAMPLE, self._incarnation, request, Answer.failed(failure))
+        await self._reply(request, Answer.failed(failure))
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """Make a folder for an image.
+
+    Raises:
+        Unavailable: it cannot be made, such as on a full disk.
+    """
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="flotilla-tinker-")
+    except OSError as error:
+        raise Unavailable(f"there is no folder for the weights that are sampled from: {error}") from error
+    with folder as name:
+        yield Path(name)
 
 
 async def run_until_cancelled(worker: SamplingWorker) -> None:

@@ -28,6 +28,7 @@ from flotilla.shared.tinker.paths import Kind, SavedPath
 from flotilla.shared.tinker.queue import MOST_ATTEMPTS, NOTHING, Answer, Form, Made, Request, TinkerQueue, Work
 from flotilla.shared.tinker.records import Category, Failure, Model, Sample, Sampler, Save, Verb
 from flotilla.shared.tinker.sessions import TinkerSessions
+from flotilla.shared.tinker.store import AWAY_SECONDS, as_long_as_it_takes
 from flotilla.shared.tinker.turns import Turns
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,6 @@ DONE_ONCE = frozenset({Verb.SAVE, Verb.SAVE_FOR_SAMPLER, Verb.FORWARD, Verb.UNLO
 """They change nothing of the model; their files are there, or were deleted since."""
 CLEANING_SECONDS = 60.0
 GAPS_SECONDS = 5.0
-AWAY_SECONDS = 1.0
 
 GAP_SECONDS = 30.0
 """How long a missing request is waited for, though it was done: above a long poll, whose client may send it again."""
@@ -141,12 +141,7 @@ class TrainingWorker:
         self, work: Work, incarnation: str, request: Request, answer: Answer, made: Made = NOTHING
     ) -> None:
         """Answer a request, however long Redis is away: it was done, and is not done a second time."""
-        while True:
-            try:
-                return await self._queue.reply(work, incarnation, request, answer, made)
-            except Unavailable as error:
-                log.warning("Redis is waited for", extra={"error": error.detail, "request_id": request.id})
-                await asyncio.sleep(AWAY_SECONDS)
+        await as_long_as_it_takes(partial(self._queue.reply, work, incarnation, request, answer, made))
 
     async def _trained(self, request: Request) -> None:
         model = await self._queue.model(request.model_id)

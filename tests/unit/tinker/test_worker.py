@@ -69,6 +69,7 @@ class MemoryQueue:
 
     async def hears(self, work: Work, heard: str) -> str:
         """Hear of nothing new."""
+        await asyncio.sleep(0.005)
         return heard
 
     async def is_closed(self, model_id: str) -> bool:
@@ -359,7 +360,7 @@ def test_a_request_that_the_model_has_already_is_done_again_from_before_and_not_
 def test_an_answer_that_redis_did_not_take_is_given_again_without_doing_the_request_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("flotilla.services.trainer.tinker.worker.AWAY_SECONDS", 0.0)
+    monkeypatch.setattr("flotilla.shared.tinker.store.AWAY_SECONDS", 0.0)
     queue = MemoryQueue(Work.TRAIN, requests(Verb.CREATE))
     queue.away = 5
     trainer = NotingTrainer()
@@ -425,20 +426,118 @@ def test_a_process_that_was_replaced_says_of_no_snapshot_that_it_is_sampled_from
     assert queue.snapshots == {}
 
 
-class DeadEngine:
-    """An engine whose process has ended."""
+class NotingEngine:
+    """Samples nothing; ends while it does one request."""
+
+    def __init__(self, *, ends_in: str = "") -> None:
+        self.ends_in = ends_in
+        self.loaded: list[bytes] = []
 
     async def generate(self, request: Any) -> Any:
-        """Say so."""
-        raise WorkerDied("the engine ended")
+        """Sample a while."""
+        await asyncio.sleep(0.01)
+        if request.request_id == self.ends_in:
+            raise WorkerDied("the engine ended")
+        return []
+
+    async def load_weights(self, image: Path, version: int, mode: Any) -> None:
+        """Note what is loaded."""
+        self.loaded.append(image.read_bytes())
+
+
+def samples(count: int, **source: Any) -> list[Request]:
+    body = Sample(prompt=PROMPT, **source).model_dump_json().encode()
+    return [Request(f"r{number}", str(number + 1), "", 0, "", body) for number in range(count)]
+
+
+def sampled(queue: Any, engine: Any, ends: type[Exception] = AllDone) -> None:
+    with pytest.raises(ends):
+        asyncio.run(SamplingWorker(queue, queue, engine, Path("/nowhere"), Path("/nowhere"), 64).run())
 
 
 def test_a_sampler_whose_engine_died_ends_and_leaves_what_waits_to_the_next() -> None:
-    body = Sample(prompt=PROMPT).model_dump_json().encode()
-    queue: Any = MemoryQueue(Work.SAMPLE, [Request(f"r{number}", str(number), "", 0, "", body) for number in range(2)])
-    engine: Any = DeadEngine()
+    queue = MemoryQueue(Work.SAMPLE, samples(1))
 
-    with pytest.raises(WorkerDied):
-        asyncio.run(SamplingWorker(queue, queue, engine, Path("/nowhere"), Path("/nowhere"), 64).run())
+    sampled(queue, NotingEngine(ends_in="r0"), WorkerDied)
 
     assert queue.answers == {}
+
+
+def test_a_request_that_ends_the_engine_is_refused_after_three_times_and_holds_up_nobody() -> None:
+    queue = MemoryQueue(Work.SAMPLE, samples(4))
+
+    for _ in range(3):
+        sampled(queue, NotingEngine(ends_in="r1"), WorkerDied)
+    sampled(queue, NotingEngine(ends_in="r1"))
+
+    assert b"ended 3 times" in queue.answers.pop("r1").content
+    assert {each.form for each in queue.answers.values()} == {Form.PROTOBUF}
+    assert len(queue.answers) == 3
+
+
+@pytest.mark.parametrize("where", ["sampler", "reply"])
+def test_while_redis_is_away_no_sample_fails(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("rollout.tinker.worker", "shared.tinker.store"):
+        place = module if module.startswith("shared") else f"services.{module}"
+        monkeypatch.setattr(f"flotilla.{place}.AWAY_SECONDS", 0.0)
+    away = iter([Unavailable("Redis is away")] * 3)
+
+    async def absent(*_: Any) -> Any:
+        if (error := next(away, None)) is not None:
+            raise error
+        return Sampler(session_id="s", owner="me")
+
+    queue = MemoryQueue(Work.SAMPLE, samples(2, sampling_session_id="q"))
+    queue.away = 3 if where == "reply" else 0
+    monkeypatch.setattr(queue, "sampler", absent)
+
+    sampled(queue, NotingEngine())
+
+    assert {name: each.form for name, each in queue.answers.items()} == {"r0": Form.PROTOBUF, "r1": Form.PROTOBUF}
+    assert queue.attempts == {"r0": 1, "r1": 1}
+
+
+def test_a_full_disk_holds_up_those_alone_whose_weights_have_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flotilla.services.rollout.tinker.worker.AWAY_SECONDS", 0.05)
+    full = iter([Unavailable("No space left on device")] * 4)
+
+    def write(base: Path, saved: Path | None, image: Path) -> int:
+        if (error := next(full, None)) is not None:
+            raise error
+        image.write_bytes(b"weights")
+        return 1
+
+    monkeypatch.setattr("flotilla.services.rollout.tinker.worker.write_image", write)
+    theirs = samples(1, path="tinker://s:train:0/sampler_weights/a")[0]
+    queue = MemoryQueue(Work.SAMPLE, [replace(theirs, owner="a"), replace(samples(2)[1], owner="b")])
+    engine = NotingEngine()
+
+    sampled(queue, engine)
+
+    assert list(queue.answers) == ["r1", "r0"]
+    assert engine.loaded == [b"weights"]
+
+
+def test_weights_that_were_replaced_while_they_were_read_are_sampled_from_as_they_are_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[str] = []
+
+    def write(base: Path, saved: Path | None, image: Path) -> int:
+        assert saved is not None
+        read.append(saved.name)
+        queue.snapshots[MODEL.model_id] = "tinker://s:train:0/ephemeral/2"
+        if saved.name == "1":
+            raise NotFound("it was replaced")
+        image.write_bytes(b"weights")
+        return 1
+
+    monkeypatch.setattr("flotilla.services.rollout.tinker.worker.write_image", write)
+    queue = MemoryQueue(Work.SAMPLE, samples(1, sampling_session_id="q"))
+    queue.samplers["q"] = Sampler(session_id="s", owner="me", inflight_of=MODEL.model_id)
+    queue.snapshots[MODEL.model_id] = "tinker://s:train:0/ephemeral/1"
+
+    sampled(queue, NotingEngine())
+
+    assert read == ["1", "2"]
+    assert queue.answers["r0"].form is Form.PROTOBUF

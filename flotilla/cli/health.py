@@ -1,8 +1,9 @@
-"""Findings of the training-health checks, for people."""
+"""Findings of the training-health checks, and rules of a spec, for people."""
 
 from collections.abc import Iterable, Sequence
 
 from flotilla.shared.schemas.health import HealthFinding, SampleExcerpt
+from flotilla.shared.schemas.rules import RuleView
 
 LONGEST_SHOWN = 160
 
@@ -23,6 +24,14 @@ def finding_lines(finding: HealthFinding) -> list[str]:
     lines.append(f"  advice   {finding.advice}")
     for sample in finding.samples:
         lines += [f"  {name:<10} {text}" for name, text in _sample(sample)]
+    return lines
+
+
+def rule_lines(rule: RuleView) -> list[str]:
+    """Write where a rule stands, then what it did, one line each."""
+    points = f"{rule.num_met} of {rule.patience} points of {rule.metric} meet it"
+    lines = [f"{rule.name}: {points}, acted {rule.num_fired} of {rule.times} times"]
+    lines += [f"  step {done.step}, {done.value:.4g}: {done.did}" for done in rule.fired]
     return lines
 
 

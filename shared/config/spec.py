@@ -30,8 +30,8 @@ from flotilla.shared.config.sections.publication import ENGINE_BUCKET_MEGABYTES,
 from flotilla.shared.config.sections.resources import ResourcesConfig, Sharing
 from flotilla.shared.config.sections.reward import CodeConfig, EnvironmentRewardConfig, RewardConfig, VerlDefaultConfig
 from flotilla.shared.config.sections.rollout import RolloutConfig
-from flotilla.shared.config.sections.samples import SamplesConfig
-from flotilla.shared.config.sections.tracking import TrackingConfig
+from flotilla.shared.config.sections.rule import MOST_RULES, RuleConfig
+from flotilla.shared.config.sections.tracking import SamplesConfig, TrackingConfig
 
 STEPS_AHEAD = 4
 """Steps whose groups wait for the trainer where they need not be sampled."""
@@ -62,6 +62,8 @@ class ExperimentSpec(Config):
     """Null: nothing that the model wrote is kept."""
     tracking: TrackingConfig = TrackingConfig()
     health: HealthConfig = HealthConfig()
+    rules: tuple[RuleConfig, ...] = Field((), max_length=MOST_RULES)
+    """What the gateway does by itself once a series of the run behaves as a rule says."""
     resources: ResourcesConfig = ResourcesConfig()
 
     @property

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from flotilla.shared.files.beneath import read_beneath
 
 if TYPE_CHECKING:
-    from flotilla.shared.config.sections.samples import SamplesConfig
+    from flotilla.shared.config.sections.tracking import SamplesConfig
     from flotilla.shared.schemas.sample_kinds import SampleFile
     from flotilla.shared.streams.intervals import IntervalSet
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from flotilla.shared.config.sections.samples import SamplesConfig
+from flotilla.shared.config.sections.tracking import SamplesConfig
 from flotilla.shared.samples.folder import SampleFolder, ended_name
 from flotilla.shared.samples.table import newest_version
 from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from flotilla.shared.schemas.health import HealthFinding
 from flotilla.shared.schemas.live_changes import LiveChange
 from flotilla.shared.schemas.plain_name import PlainName
+from flotilla.shared.schemas.rules import RuleView
 from flotilla.shared.schemas.wire import TolerantWire, Wire
 
 Item = TypeVar("Item", bound=BaseModel)
@@ -223,6 +224,8 @@ class DiagnosisView(TolerantWire):
     """A stall or failure, which comes before any question of speed."""
     health: tuple[HealthFinding, ...] = ()
     """A run that learns nothing is no faster for more speed."""
+    rules: tuple[RuleView, ...] = ()
+    """Rules of the spec, where each stands, and what each did."""
     failing: tuple[FailingService, ...] = ()
     """Who does not work now, as an engine that has died and is started again: it bounds the speed until it is back."""
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from flotilla.cli.following import follow, follow_as_json
 from flotilla.cli.gateway import ACT_SECONDS, open_gateway
-from flotilla.cli.health import finding_lines
+from flotilla.cli.health import finding_lines, rule_lines
 from flotilla.cli.output import new_console, write_json
 from flotilla.cli.progress import Progress
 from flotilla.cli.reasons import first_words, histograms
@@ -64,6 +64,9 @@ async def diagnose(arguments: argparse.Namespace) -> int:
     for finding in found.health:
         for line in finding_lines(finding):
             console.print(f"health     {line}", markup=False)
+    for rule in found.rules:
+        for line in rule_lines(rule):
+            console.print(f"rule       {line}", markup=False)
     console.print(f"bottleneck {found.component}: {found.cause}", markup=False)
     if found.advice:
         console.print(f"advice     {found.advice}", markup=False)

@@ -114,6 +114,7 @@ class ExperimentCommands:
         self, spec: ExperimentSpec, *, start: bool, as_at: Callable[[int], ExperimentSpec] | None = None
     ) -> Experiment:
         spec = await asyncio.to_thread(checks.pinned, spec)
+        self.live.check(spec)
         await asyncio.to_thread(checks.check, spec, self._places)
         stored = None
         if spec.checkpoint.resume_from is not None:
@@ -291,6 +292,11 @@ class ExperimentCommands:
         """Pause an experiment that runs; one in another state stays as it is."""
         if change.staged(experiment, experiment.record).state is ExperimentState.RUNNING:
             self._stage_action(change, experiment, Action.PAUSE)
+
+    def stage_stop(self, change: Transaction, experiment: Experiment) -> None:
+        """Stop an experiment that is at work; one in another state stays as it is."""
+        if Action.STOP in allowed_actions(change.staged(experiment, experiment.record).state):
+            self._stage_action(change, experiment, Action.STOP)
 
     async def change(self, experiment_id: str, body: str) -> Experiment:
         """Change quotas, the steps or keys that can change while an experiment runs: ``shared/config/load/live.py``.

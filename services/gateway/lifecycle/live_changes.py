@@ -16,6 +16,7 @@ from flotilla.services.gateway.records.repository import Experiment, ExperimentR
 from flotilla.services.gateway.store.transaction import Transaction
 from flotilla.shared.clock import Clock, rfc3339
 from flotilla.shared.config.load.live import MOST_CHANGES, changed_live, effect_of, keys_between, with_told
+from flotilla.shared.config.load.rule_effects import check_rules
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec
@@ -39,15 +40,27 @@ class LiveChanges:
     def __init__(self, repository: ExperimentRepository, events: EventLog, clock: Clock) -> None:
         self._repository, self._events, self._clock = repository, events, clock
 
+    def check(self, spec: ExperimentSpec) -> None:
+        """Check what the rules of a new spec would change.
+
+        Raises:
+            InvalidSpec: a rule could not act.
+        """
+        check_rules(spec)
+
     def changed(self, experiment: Experiment, document: Mapping[str, Any]) -> ExperimentSpec:
         """Merge keys into the spec of an experiment at work.
 
         Raises:
             InvalidSpec: one of them cannot change, or its value is not allowed.
         """
-        return changed_live(experiment.spec, document, validate_spec(experiment.steering.base))
+        return changed_live(experiment.spec, document, self.base_of(experiment))
 
-    def stage(self, change: Transaction, experiment: Experiment, spec: ExperimentSpec, actor: str) -> None:
+    def base_of(self, experiment: Experiment) -> ExperimentSpec:
+        """Return what the services of an experiment were opened with."""
+        return validate_spec(experiment.steering.base)
+
+    def stage(self, change: Transaction, experiment: Experiment, spec: ExperimentSpec, actor: str) -> tuple[str, ...]:
         """Replace the spec by one that differs in keys that can change; nothing happens where none does.
 
         Args:
@@ -55,6 +68,9 @@ class LiveChanges:
             experiment: whose spec it is.
             spec: the changed one.
             actor: who changes it.
+
+        Returns:
+            Ids of the changes.
 
         Raises:
             InvalidSpec: it was changed as often as it can be.
@@ -66,7 +82,7 @@ class LiveChanges:
             if (effect := effect_of(key.path)) is not None:
                 by_effect.setdefault(effect, []).append(key)
         if not by_effect:
-            return
+            return ()
         if len(known) + len(by_effect) > MOST_CHANGES:
             raise InvalidSpec(
                 f"{experiment.id} was changed {len(known)} times, at most {MOST_CHANGES} are kept with an experiment: "
@@ -92,6 +108,7 @@ class LiveChanges:
             facts = each.model_dump(mode="json", exclude={"at"})
             self._repository.stage_audit(change, experiment.id, "change", **facts)
             self._events.stage(change, experiment.id, CHANGED, **facts)
+        return tuple(each.id for each in made)
 
     async def adopt(self, experiment_id: str, version: int, step: int) -> tuple[LiveChange, ...]:
         """Let what waits for the trainer hold from a version on, which it has not begun to train.

@@ -13,6 +13,7 @@ from flotilla.services.gateway.datasets.dataset import Dataset, Part
 from flotilla.services.gateway.preflight import checks
 from flotilla.services.gateway.tracking.opening import check_trackers
 from flotilla.services.gateway.uploads.remote import check_protocol
+from flotilla.shared.config.load.rule_effects import check_rules
 from flotilla.shared.config.sections.data import RowsConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import FlotillaError, Scalar
@@ -86,6 +87,7 @@ def inspect(spec: ExperimentSpec) -> Inspection:
             rows.extend(_rows_of(held_out, spec.evaluation.all_sets, "evaluation", "sets"))
 
     attempt("", lambda: checks.check_paths(spec))
+    attempt("rules", lambda: check_rules(spec))
     has_model = attempt("model.path", check_model)
     attempt("reward.components", lambda: checks.check_functions(spec))
     attempt("tracking.trackers", lambda: check_trackers(spec))

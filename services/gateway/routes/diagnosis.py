@@ -2,6 +2,7 @@
 
 from fastapi import APIRouter
 
+from flotilla.services.gateway.lifecycle.rules import views_of
 from flotilla.services.gateway.monitoring.idle_cores import Placed, advice_on_cores
 from flotilla.services.gateway.routes.dependencies import Gateway
 from flotilla.shared.schemas.experiment import DiagnosisView, ExperimentState, FailingService, Problem
@@ -37,5 +38,6 @@ async def diagnosis(experiment_id: str, gateway: Gateway) -> DiagnosisView:
             for s in gateway.registry.of(experiment.id)
             if (failure := s.observed.failure) is not None
         ),
+        rules=await views_of(gateway.store, experiment, measured.rule_points),
         health=tuple(HealthFinding.model_validate(each) for each in experiment.record.health or ()),
     )

@@ -3,20 +3,19 @@
 import asyncio
 import contextlib
 import functools
-import threading
 from collections.abc import Iterator
 
 from flotilla.services.gateway import signals
 from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.datasets.finished import FinishedGroups
-from flotilla.services.gateway.datasets.overlong import without_overlong
 from flotilla.services.gateway.datasets.written import WrittenAnswers
 from flotilla.services.gateway.evaluation.evaluator import Evaluator
 from flotilla.services.gateway.feeder.feeder import Feeder
+from flotilla.services.gateway.lifecycle.rules import Rules
 from flotilla.services.gateway.monitoring.health.monitor import HealthMonitor
 from flotilla.services.gateway.monitoring.watchdog import Watchdog
-from flotilla.services.gateway.preflight import checks
 from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.runtime import rows
 from flotilla.services.gateway.runtime.orphaned_claims import OrphanedClaims
 from flotilla.services.gateway.runtime.parts import GatewayParts
 from flotilla.services.gateway.runtime.shifts import Shifts
@@ -39,11 +38,11 @@ class ExperimentWork:
         Raises:
             DataError: a dataset cannot be read (any more), or all its prompts are too long.
         """
-        dataset, held_out = await self._load(experiment)
+        dataset, held_out = await rows.load(experiment, self._parts.settings.places, self._parts.events)
         with self._finished_groups(experiment) as finished:
             if finished is not None:
-                rows = await asyncio.to_thread(checks.held_out_dataset, experiment.spec, self._parts.settings.places)
-                self._parts.held_out.of(experiment).open(finished, rows)
+                with_loss = await rows.load_with_loss(experiment, self._parts.settings.places)
+                self._parts.held_out.of(experiment).open(finished, with_loss)
             await self._run(experiment, dataset, held_out, finished)
 
     async def _run(
@@ -76,6 +75,10 @@ class ExperimentWork:
         ]
         if dataset is not None:
             lanes.append(Feeder(experiment, dataset, parts.store, parts.clock, feeder_status, finished).run())
+        if experiment.spec.rules:
+            points = parts.measurements.of(experiment).rule_points
+            rules = Rules(experiment, parts.repository, parts.commands, parts.events, parts.store, parts.clock, points)
+            lanes.append(rules.run())
         if experiment.spec.shares_devices:
             shifts = Shifts(
                 experiment, parts.repository, parts.registry, parts.publications, parts.clock, feeder_status
@@ -111,29 +114,6 @@ class ExperimentWork:
             functools.partial(parts.commands.fail, experiment),
             parts.commands.stage_pause,
         )
-
-    async def _load(self, experiment: Experiment) -> tuple[Dataset | None, Dataset | None]:
-        """Load training and held-out rows, without those that are too long; None for rows that it does not have."""
-        spec, stop = experiment.spec, threading.Event()
-        places = self._parts.settings.places
-        dataset = await asyncio.to_thread(checks.train_dataset, spec, places) if spec.trains else None
-        held_out = await asyncio.to_thread(checks.evaluation_dataset, spec, places)
-        found: list[Dataset | None] = []
-        try:
-            for what, each in (("training", dataset), ("held-out", held_out)):
-                is_whole = each is dataset and spec.finished_job is not None
-                if each is None or is_whole or spec.written_answers is not None:
-                    # The limit on whole answers is another, which each row meets when its turn comes.
-                    found.append(each)
-                else:
-                    filtered = await asyncio.to_thread(without_overlong, each, spec, what, stop=stop)
-                    found.append(filtered.dataset)
-                    if filtered.num_dropped:
-                        facts = {"num_rows": filtered.num_rows, "num_dropped": filtered.num_dropped}
-                        await self._parts.events.append(experiment.id, "prompts_filtered", dataset=what, **facts)
-        finally:
-            stop.set()
-        return found[0], found[1]
 
     async def end(self, experiment: Experiment) -> None:
         """Bring an experiment to rest."""

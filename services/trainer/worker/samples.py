@@ -10,7 +10,7 @@ from typing import Any
 from flotilla.services.trainer.data.plan import StepGroups
 from flotilla.services.trainer.learning.learner import StepResult
 from flotilla.shared.checkpoints.lineage import follow
-from flotilla.shared.config.sections.samples import SamplesConfig
+from flotilla.shared.config.sections.tracking import SamplesConfig
 from flotilla.shared.samples.folder import CHANGES, step_name
 from flotilla.shared.samples.recorder import KeepsEnded, NothingKept, SampleRecorder
 from flotilla.shared.schemas.live_changes import LiveChange

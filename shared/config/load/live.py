@@ -59,6 +59,7 @@ REASONS: Mapping[str, str] = {
     "checkpoint.*": "the trainer's checkpoints were opened with it",
     "asynchrony.*": "it defines what a version and a step are, or how weights travel",
     "optimisation.*": "the optimiser and its batches were made with it",
+    "rules": "what they have done is told by their names",
     "algorithm.*": "it decides which models are loaded, or what a loss is made of",
 }
 """Why other keys cannot; the first pattern that matches says it."""
@@ -118,7 +119,7 @@ def changed_live(spec: ExperimentSpec, changes: Document, base: ExperimentSpec |
     keys = keys_between(spec.model_dump(mode="json"), changed.model_dump(mode="json"))
     named = [key.path for key in keys] or list(_leaves(changes))
     refused = [path for path in named if not _is_live(path)]
-    entries: list[dict[str, Scalar]] = [{"path": path, "value": None, "allowed": _refusal(path)} for path in refused]
+    entries: list[dict[str, Scalar]] = [{"path": path, "value": None, "allowed": refusal(path)} for path in refused]
     entries += [
         {"path": key.path, "value": str(key.after), "allowed": f"{reason}; {FORK}"}
         for key in keys
@@ -138,7 +139,8 @@ def _is_live(path: str) -> bool:
     return path in LIVE or any(fnmatchcase(path, pattern) for pattern in OWN_WAY)
 
 
-def _refusal(path: str) -> str:
+def refusal(path: str) -> str:
+    """Say why a key cannot change, and which command goes on with another value."""
     matching = (why for pattern, why in REASONS.items() if fnmatchcase(path, pattern) or f"{path}.*" == pattern)
     return f"cannot change while the experiment runs, since {next(matching, OTHERWISE)}; {FORK}"
 

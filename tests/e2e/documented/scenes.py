@@ -428,6 +428,7 @@ ELSEWHERE: Final = {
     ("docs/rest.md", 'curl -H "$auth" "$api/experiments/arithmetic-3f9a1c/logs?level=warning"'):
         "tests/unit/gateway/test_service_logs.py",
     ("docs/steering.md", "flotilla set arithmetic"): "tests/unit/gateway/test_live_changes.py",
+    ("docs/steering.md", "flotilla diagnose arithmetic"): "as on docs/debug.md",
     ("docs/trust.md", "flotilla receipt"): "tests/unit/cli/test_receipts.py",
     ("docs/trust.md", "flotilla regrade"): "tests/unit/cli/test_regrading.py",
 }  # fmt: skip

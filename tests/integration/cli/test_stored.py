@@ -17,7 +17,7 @@ from flotilla.cli.exit_codes import ExitCode
 from flotilla.services.gateway.store.sql import SqlStore
 from flotilla.services.gateway.store.writes import PutCheckpoint, PutMetrics, PutRecord, PutWindow, Write
 from flotilla.services.gateway.uploads.uploads import WINDOW
-from flotilla.shared.config.sections.samples import SamplesConfig
+from flotilla.shared.config.sections.tracking import SamplesConfig
 from flotilla.shared.samples.folder import SampleFolder
 from flotilla.shared.schemas.experiment import (
     CheckpointView,

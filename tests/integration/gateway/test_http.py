@@ -17,7 +17,7 @@ from flotilla.services.gateway.app import create_app
 from flotilla.services.gateway.body_limits import limit_of
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.services.gateway.state import GatewayState
-from flotilla.shared.config.sections.samples import SamplesConfig
+from flotilla.shared.config.sections.tracking import SamplesConfig
 from flotilla.shared.errors import (
     ActionNotAllowed,
     DataError,

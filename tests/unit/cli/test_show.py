@@ -15,7 +15,7 @@ from flotilla.cli.commands.show import _write_page
 from flotilla.cli.exit_codes import ExitCode
 from flotilla.cli.right_and_wrong import lines_of
 from flotilla.cli.sample_text import describe
-from flotilla.shared.config.sections.samples import SamplesConfig
+from flotilla.shared.config.sections.tracking import SamplesConfig
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.samples.folder import SampleFolder, ended_name
 from flotilla.shared.samples.reading import ReadSample

@@ -19,7 +19,7 @@ from flotilla.services.gateway.store.records import PublicationRecord
 from flotilla.services.gateway.store.sql import SqlStore
 from flotilla.services.gateway.store.writes import AppendEvent, PutMetrics, PutRecord
 from flotilla.shared.clock import rfc3339
-from flotilla.shared.config.sections.samples import SamplesConfig
+from flotilla.shared.config.sections.tracking import SamplesConfig
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.samples.folder import SampleFolder, step_name
 from flotilla.shared.schemas.experiment import ExperimentState, MetricPoint

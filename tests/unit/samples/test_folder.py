@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
-from flotilla.shared.config.sections.samples import SamplesConfig
+from flotilla.shared.config.sections.tracking import SamplesConfig
 from flotilla.shared.samples import recorder as recorder_module
 from flotilla.shared.samples.folder import SAMPLES, SampleFolder, StoredFile, beyond, step_name, stored_files
 from flotilla.shared.samples.recorder import MOST_WAITING, SampleRecorder

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flotilla.shared.config.sections.samples import SamplesConfig
+from flotilla.shared.config.sections.tracking import SamplesConfig
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.samples import index as index_module
 from flotilla.shared.samples.folder import SampleFolder, ended_name, evaluation_name

@@ -9,6 +9,7 @@ from typing import Final
 
 from flotilla.services.gateway.monitoring.agents import LastAsked
 from flotilla.services.gateway.monitoring.bottleneck import Bottleneck
+from flotilla.services.gateway.monitoring.conditions import Seen
 from flotilla.services.gateway.monitoring.health.window import HealthWindow
 from flotilla.services.gateway.monitoring.lags import LagHistogram
 from flotilla.services.gateway.monitoring.window import Window
@@ -39,6 +40,7 @@ class Measurements:
         lags: of the tokens that it has trained.
         health: what the training-health checks look at.
         asked: when an agent from outside last asked for an episode.
+        rule_points: of the series that rules watch.
         latest: values of the last step that was reported, of ``SHOWN_VALUES``.
     """
 
@@ -46,6 +48,7 @@ class Measurements:
     lags: LagHistogram = field(default_factory=LagHistogram)
     health: HealthWindow = field(default_factory=HealthWindow)
     asked: LastAsked = field(default_factory=LastAsked)
+    rule_points: Seen = field(default_factory=Seen)
     latest: dict[str, float] = field(default_factory=dict)
 
     def add_step(self, at: float, step: int, values: Mapping[str, float]) -> None:

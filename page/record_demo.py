@@ -16,7 +16,7 @@ from contextlib import closing
 from pathlib import Path
 
 from flotilla.cli.demo.unpacking import ARCHIVE, PLACE
-from flotilla.cli.stored import DATABASE, EXPERIMENTS
+from flotilla.services.gateway.store.left_behind import DATABASE, EXPERIMENTS
 from flotilla.shared.checkpoints.folders import CHECKPOINTS
 from flotilla.shared.samples.folder import SAMPLES, stored_files
 

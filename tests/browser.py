@@ -62,6 +62,11 @@ class Browser:
         """Run the body of a function in the page; give what it returns."""
         return self._call("POST", "execute/sync", {"script": text, "args": list(arguments)})
 
+    def before_scripts(self, text: str) -> None:
+        """Run a script in every page that is opened from now on, before the page's own."""
+        body = {"cmd": "Page.addScriptToEvaluateOnNewDocument", "params": {"source": text}}
+        self._call("POST", "goog/cdp/execute", body)
+
     def find(self, selector: str, text: str = "") -> str | None:
         """Find the first visible element of a CSS selector whose text has this in it."""
         found = self.script(

@@ -1,11 +1,11 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
-import type { ChartDefinition, Line } from "./charts";
+import { linesOf, type ChartDefinition, type Line } from "./charts";
 import { duration, number, ticks } from "./format";
 import type { Mark } from "./marks";
 import { colours, type Ink } from "./palette";
-import { placeOf, type SeriesOf } from "./series";
+import { placeOf, SeriesOf } from "./series";
 
 export type Axis = "step" | "version" | "time" | "tokens";
 export type Zoom = [number, number] | null;
@@ -223,6 +223,19 @@ function download(name: string, content: Blob): void {
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
+const ALL_POINTS = 100_000;
+
+/** Save every value of a chart: what is drawn of a long run is thinned. */
+async function saveCsv(chart: ChartDefinition, runs: RunLines[]): Promise<void> {
+  const whole: RunLines[] = [];
+  for (const run of runs) {
+    const series = new SeriesOf(run.id, [...chart.names], ALL_POINTS);
+    await series.update(new AbortController().signal);
+    whole.push({ ...run, series, lines: linesOf(chart, series) });
+  }
+  download(`${chart.id}.csv`, new Blob([csvOf(whole)], { type: "text/csv" }));
+}
+
 function csvOf(runs: RunLines[]): string {
   const quoted = (text: string) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
   const rows = runs.flatMap((run) =>
@@ -381,7 +394,7 @@ export function Chart(props: {
           <button class="plain" onClick={() => savePng(chart, plot.current!, plan)} title="save as a picture">
             PNG
           </button>
-          <button class="plain" onClick={() => download(`${chart.id}.csv`, new Blob([csvOf(runs)], { type: "text/csv" }))} title="save the values">
+          <button class="plain" onClick={() => void saveCsv(chart, runs).catch((reason: unknown) => setNear([`not saved: ${String(reason)}`]))} title="save all values">
             CSV
           </button>
         </div>

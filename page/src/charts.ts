@@ -32,13 +32,14 @@ const named = (series: SeriesOf, pattern: RegExp, label: (match: RegExpExecArray
     .map(({ match, column }) => ({ label: label(match!), column }))
     .sort((one, other) => one.label.localeCompare(other.label, "en", { numeric: true }));
 
-/** Compute a series from others, at the steps that the first of them has. */
-function computed(columns: (Column | undefined)[], compute: (values: number[]) => number): Column | null {
+/** Compute a series from others, at the steps that the first of them has, unless parts of a step were left out. */
+function computed(thinned: ReadonlySet<number>, columns: (Column | undefined)[], compute: (values: number[]) => number): Column | null {
   const [first, ...rest] = columns;
   if (first === undefined) return null;
   const maps = rest.map((column) => new Map(column?.steps.map((step, at) => [step, column.values[at]!])));
   const found: Column = { steps: [], versions: [], values: [], seconds: [] };
   first.steps.forEach((step, at) => {
+    if (thinned.has(step)) return;
     const value = compute([first.values[at]!, ...maps.map((each) => each.get(step) ?? 0)]);
     if (!Number.isFinite(value)) return;
     found.steps.push(step);
@@ -59,19 +60,21 @@ function lagShares(series: SeriesOf): Line[] {
   const base = series.get("lag/mean");
   return lags.flatMap(({ label, column }) => {
     const values = new Map(column.steps.map((step, at) => [step, column.values[at]!]));
-    const share = base && computed([{ ...base, values: base.steps.map((step) => (values.get(step) ?? 0) / (totals.get(step) ?? Number.NaN)) }], ([value]) => value!);
+    const share = base && computed(series.thinned, [{ ...base, values: base.steps.map((step) => (values.get(step) ?? 0) / (totals.get(step) ?? Number.NaN)) }], ([value]) => value!);
     return line(label === "0" ? "fresh" : `lag ${label}`, share);
   });
 }
 
 function timeByCause(series: SeriesOf): Line[] {
   const get = (name: string) => series.get(`time/${name}_seconds`);
+  // What is stacked has all of its parts at each step.
+  const part = (name: string) => computed(series.thinned, [get(name)], ([value]) => value!);
   return [
-    ...line("computing", get("compute")),
-    ...line("waiting for groups", computed([get("wait"), get("pace")], ([wait, pace]) => Math.max(0, wait! - pace!))),
-    ...line("pacing (lag limit)", get("pace")),
-    ...line("publishing", get("publish")),
-    ...line("checkpointing", get("checkpoint")),
+    ...line("computing", part("compute")),
+    ...line("waiting for groups", computed(series.thinned, [get("wait"), get("pace")], ([wait, pace]) => Math.max(0, wait! - pace!))),
+    ...line("pacing (lag limit)", part("pace")),
+    ...line("publishing", part("publish")),
+    ...line("checkpointing", part("checkpoint")),
   ];
 }
 
@@ -245,7 +248,7 @@ export const SECTIONS: Section[] = [
         names: ["tokens/trained_in_step", "time/step_seconds"],
         what: "Sampled tokens that a step trained on, over the time of the step with all its waiting.",
         worry: "It falls during the run while lengths stay the same: the Flow view and the diagnosis name the bottleneck.",
-        lines: (series) => line("trained", computed([series.get("tokens/trained_in_step"), series.get("time/step_seconds")], ([tokens, seconds]) => tokens! / seconds!)),
+        lines: (series) => line("trained", computed(series.thinned, [series.get("tokens/trained_in_step"), series.get("time/step_seconds")], ([tokens, seconds]) => tokens! / seconds!)),
       },
       {
         id: "time",

@@ -188,15 +188,7 @@ function Graders({ services, nameOf }: { services: Service[]; nameOf: (id: strin
     <div class="panel graders">
       <h2>Graders</h2>
       <table>
-        <thead>
-          <tr>
-            {["Component", "Experiment", "Calls", "Mean", "Slowest", "Samples", "Errors", "Abstained"].map((each) => (
-              <th scope="col" key={each}>
-                {each}
-              </th>
-            ))}
-          </tr>
-        </thead>
+        <Columns names={["Component", "Experiment", "Calls", "Mean", "Slowest", "Samples", "Errors", "Abstained"]} />
         <tbody>
           {[...rows.entries()].map(([key, row]) => (
             <tr key={key}>
@@ -226,15 +218,7 @@ function Sandboxes({ services }: { services: Service[] }) {
     <div class="panel sandboxes">
       <h2>Sandboxes</h2>
       <table>
-        <thead>
-          <tr>
-            {["Service", "Programs", "Mean", "Running", "Waiting", "Sandbox errors", "Calls refused", "Cells of sessions"].map((each) => (
-              <th scope="col" key={each}>
-                {each}
-              </th>
-            ))}
-          </tr>
-        </thead>
+        <Columns names={["Service", "Programs", "Mean", "Running", "Waiting", "Sandbox errors", "Calls refused", "Cells of sessions"]} />
         <tbody>
           {found.map((each) => {
             const load = each.observed.load as Record<string, number>;
@@ -258,6 +242,20 @@ function Sandboxes({ services }: { services: Service[] }) {
         Since each was started. <code>GET /v1/services?kind=sandbox</code>: <code>observed.load</code>
       </p>
     </div>
+  );
+}
+
+function Columns({ names }: { names: string[] }) {
+  return (
+    <thead>
+      <tr>
+        {names.map((each) => (
+          <th scope="col" key={each}>
+            {each}
+          </th>
+        ))}
+      </tr>
+    </thead>
   );
 }
 

@@ -1501,6 +1501,11 @@ export interface components {
             items: components["schemas"]["Series"][];
             /** Next */
             next?: string | null;
+            /**
+             * Common
+             * @description Steps that every series has here if it was measured there; null where no series was thinned, so all are.
+             */
+            common?: number[] | null;
         };
         /**
          * ServiceKind

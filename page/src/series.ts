@@ -24,6 +24,8 @@ export function placeOf(steps: number[], step: number): number {
 
 export class SeriesOf {
   readonly columns = new Map<string, Column>();
+  /** Steps at which the gateway left values out: what is computed of several series passes them over. */
+  readonly thinned = new Set<number>();
   private cursor: string | null = null;
 
   constructor(
@@ -38,7 +40,13 @@ export class SeriesOf {
       query: { names: this.names.join(","), after: this.cursor, points: this.points },
       signal,
     });
-    for (const found of page.items) this.add(found.name, found);
+    const common = page.common ? new Set(page.common) : null;
+    for (const found of page.items) {
+      this.add(found.name, found);
+      if (common !== null && found.num_points > found.steps.length) {
+        for (const step of found.steps) if (!common.has(step)) this.thinned.add(step);
+      }
+    }
     this.cursor = page.next ?? this.cursor;
     return page.items.length > 0;
   }

@@ -136,6 +136,8 @@ class SeriesPage(TolerantWire):
 
     items: tuple[Series, ...]
     next: str | None = None
+    common: tuple[int, ...] | None = None
+    """Steps that every series has here if it was measured there; null where no series was thinned, so all are."""
 
 
 MAX_METRICS = 4096

@@ -17,8 +17,15 @@ import pytest
 from flotilla.cli.demo.unpacking import ARCHIVE
 from flotilla.services.gateway.store.records import AuditRecord
 from flotilla.services.gateway.store.sql import SqlStore
-from flotilla.services.gateway.store.writes import AppendAudit, AppendEvent, PutCheckpoint, PutMetrics, PutRecord
-from flotilla.shared.schemas.experiment import CheckpointView, ExperimentState, MetricPoint
+from flotilla.services.gateway.store.writes import (
+    AppendAudit,
+    AppendEvent,
+    PointRecord,
+    PutCheckpoint,
+    PutMetrics,
+    PutRecord,
+)
+from flotilla.shared.schemas.experiment import CheckpointView, ExperimentState
 from tests.browser import needs_browser, open_browser
 from tests.fleet import FLOTILLA, ROOT, until
 from tests.unit.gateway.builders import a_record
@@ -51,7 +58,7 @@ async def keep_run(run: Path, name: str, rewards: list[float]) -> None:
     record = a_record(name, name=name, state=ExperimentState.COMPLETED, step=len(rewards))
     store = await SqlStore.open(f"sqlite:///{data / 'gateway.sqlite'}")
     points = [
-        MetricPoint(name="reward/mean", step=step, version=step, value=value, at=AT)
+        PointRecord(name="reward/mean", step=step, version=step, value=value, at=AT)
         for step, value in enumerate(rewards, start=1)
     ]
     await store.apply(

@@ -22,12 +22,12 @@ from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.lifecycle.drain_outstanding import GATEWAY, drain_outstanding
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
 from flotilla.services.gateway.signals import wait_for_any
-from flotilla.services.gateway.store.writes import PutMetrics
+from flotilla.services.gateway.store.writes import PointRecord, PutMetrics
 from flotilla.shared.clock import Clock, rfc3339
 from flotilla.shared.config.sections.evaluation import EvaluationConfig
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.net.retry import DATA_PLANE, Backoff, retry
-from flotilla.shared.schemas.experiment import ExperimentState, MetricPoint
+from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.schemas.trajectory import Group
 from flotilla.shared.streams.admission import IssueOutcome
@@ -147,7 +147,7 @@ class Evaluator:
         step = await self._repository.step_of(self._experiment, version)
         await keep_evaluation(self._experiment, groups, version=version, step=step)
         at = rfc3339(self._clock.now())
-        points = [MetricPoint(name=n, step=step, version=version, value=v, at=at) for n, v in metrics.items()]
+        points = [PointRecord(name=n, step=step, version=version, value=v, at=at) for n, v in metrics.items()]
         seconds = round(self._clock.monotonic() - started_at, 3)
         facts: dict[str, Any] = {"version": version, "step": step, "seconds": seconds, "metrics": metrics}
         facts["samples"] = right_and_wrong(groups)

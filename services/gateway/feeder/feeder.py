@@ -18,10 +18,10 @@ from flotilla.services.gateway.feeder.status import FeederStatus, FullStream
 from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.signals import wait_for_any
 from flotilla.services.gateway.store.base import Store
-from flotilla.services.gateway.store.writes import PutMetrics, PutWindow, Write
+from flotilla.services.gateway.store.writes import PointRecord, PutMetrics, PutWindow, Write
 from flotilla.shared.clock import Clock, rfc3339
 from flotilla.shared.errors import Unavailable
-from flotilla.shared.schemas.experiment import ExperimentState, MetricPoint
+from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.streams.admission import IssueResult
 from flotilla.shared.streams.hop import HopName
@@ -174,7 +174,7 @@ class Feeder:
         # The step that ended with the next publication, to which the trainer's figures of this version belong.
         step = self._experiment.record.published_step
         at = rfc3339(self._clock.now())
-        point = MetricPoint(name=ADMISSION_WAIT, step=step, version=version, value=seconds, at=at)
+        point = PointRecord(name=ADMISSION_WAIT, step=step, version=version, value=seconds, at=at)
         window = self._status.wait.to_window()
         window_write = PutWindow(self._experiment.id, ADMISSION_WAIT, window)
         await self._keep([PutMetrics(self._experiment.id, [point]), window_write])

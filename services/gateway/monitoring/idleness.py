@@ -13,9 +13,8 @@ from typing import Any
 
 from flotilla.services.gateway.records.repository import Experiment, PerExperiment, step_of
 from flotilla.services.gateway.store.base import Store
-from flotilla.services.gateway.store.writes import PutMetrics, PutWindow, Write
+from flotilla.services.gateway.store.writes import PointRecord, PutMetrics, PutWindow, Write
 from flotilla.shared.clock import Clock, rfc3339
-from flotilla.shared.schemas.experiment import MetricPoint
 from flotilla.shared.schemas.service import ObservedState
 
 
@@ -111,7 +110,7 @@ class IdleRatios:
             # The step with which the version ended: that of the one which the rollout serves now.
             step = await step_of(self._store, experiment.record, observed.policy_version or 0)
             at = rfc3339(self._clock.now())
-            point = MetricPoint(name=IDLE_RATIO, step=step, version=version, value=ratio, at=at)
+            point = PointRecord(name=IDLE_RATIO, step=step, version=version, value=ratio, at=at)
             writes.append(PutMetrics(experiment.id, [point]))
         async with self._store.transaction() as change:
             change.write(*writes)

@@ -27,3 +27,17 @@ def thinned(values: Sequence[float], points: int) -> list[int]:
         places = range(number * len(values) // stretches, (number + 1) * len(values) // stretches)
         kept.update((min(places, key=values.__getitem__), max(places, key=values.__getitem__)))
     return sorted(kept)
+
+
+def in_common(steps: Sequence[int], points: int) -> list[int]:
+    """Choose steps that several thinned series keep together, so that what is computed of them has all parts.
+
+    Args:
+        steps: of all of them, ascending.
+        points: how many each series may keep, at least 4.
+
+    Returns:
+        Ascending; the first of each stretch of equal length, less than a third of ``points``. Few points leave none.
+    """
+    stretches = min((points - 4) // 3, len(steps))
+    return [steps[number * len(steps) // stretches] for number in range(stretches)]

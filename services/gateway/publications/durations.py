@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from flotilla.services.gateway.publications.negotiation import Negotiation
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.transaction import Transaction
-from flotilla.services.gateway.store.writes import PutMetrics, PutWindow
+from flotilla.services.gateway.store.writes import PointRecord, PutMetrics, PutWindow
 from flotilla.shared.clock import Clock, rfc3339
-from flotilla.shared.schemas.experiment import MetricPoint
 from flotilla.shared.schemas.publication import PublicationPhase
 
 PREPARE = "publication/prepare_seconds"
@@ -184,7 +183,7 @@ class Durations:
     def _values(self, experiment_id: str, committed: _Committed) -> PutMetrics:
         at = rfc3339(self._clock.now())
         points = [
-            MetricPoint(name=name, step=committed.step, version=committed.version, value=value, at=at)
+            PointRecord(name=name, step=committed.step, version=committed.version, value=value, at=at)
             for name, value in committed.seconds.items()
         ]
         return PutMetrics(experiment_id, points)

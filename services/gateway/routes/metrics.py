@@ -3,16 +3,17 @@
 import asyncio
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from datetime import datetime
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
-from flotilla.services.gateway.page.thinning import thinned
+from flotilla.services.gateway.page.thinning import in_common, thinned
 from flotilla.services.gateway.routes.dependencies import LARGEST_PAGE, OF_TRAINER, Cursor, Gateway, number_of
 from flotilla.services.gateway.store.answers import stage_answer
 from flotilla.services.gateway.store.base import Store
-from flotilla.services.gateway.store.writes import PutMetrics
+from flotilla.services.gateway.store.writes import PointRecord, PutMetrics
 from flotilla.shared.clock import rfc3339
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.schemas.experiment import MetricBatch, MetricPoint, Page, Series, SeriesPage
@@ -28,15 +29,7 @@ MOST_VALUES = 1_000_000
 """Of one answer, before it is thinned: 200 MB."""
 
 
-class _Value(NamedTuple):
-    """Of a step; smaller by far than a ``MetricPoint``."""
-
-    version: int
-    value: float
-    seconds: float | None
-
-
-_Values = dict[str, dict[int, _Value]]
+_Values = dict[str, dict[int, PointRecord]]
 """By name and step."""
 
 
@@ -64,7 +57,7 @@ async def put_metrics(experiment_id: str, batch: MetricBatch, gateway: Gateway) 
         raise InvalidRequest(f"not finite: {', '.join(wrong)}", errors=errors)
     at = rfc3339(gateway.clock.now())
     points = [
-        MetricPoint(name=name, step=batch.step, version=batch.version, value=value, at=at)
+        PointRecord(name=name, step=batch.step, version=batch.version, value=value, at=at)
         for name, value in batch.values.items()
     ]
     answer = Stored(stored=len(points))
@@ -98,7 +91,9 @@ async def metrics(
     strange = [name for name in wanted if name not in found and not is_known(name)]
     if strange:
         check_names(strange, await gateway.store.metric_names(experiment_id))
-    return Page(items=tuple(point for _, point in rows), next=str(rows[-1][0]) if rows else None)
+    return Page(
+        items=tuple(MetricPoint(**point._asdict()) for _, point in rows), next=str(rows[-1][0]) if rows else None
+    )
 
 
 @router.get("/series", response_model=SeriesPage)
@@ -140,28 +135,32 @@ async def _read(store: Store, experiment_id: str, names: list[str], cursor: int)
         if num_read > MOST_VALUES:
             raise InvalidRequest("too many values: name fewer series")
         for _, row in found:
-            seconds = None if row.at is None else datetime.fromisoformat(row.at).timestamp()
-            values[row.name][row.step] = _Value(row.version, row.value, seconds)
+            values[row.name][row.step] = row
         cursor = found[-1][0] if found else cursor
         if len(found) < SLICE:
             return values, cursor
 
 
 def _page_of(values: _Values, points: int, following: str | None) -> SeriesPage:
-    return SeriesPage(
-        items=tuple(_series_of(name, values[name], points) for name in sorted(values)),
-        next=following,
-    )
+    common: list[int] | None = None
+    if any(len(series) > points for series in values.values()):
+        common = in_common(sorted(set().union(*values.values())), points)
+    items = tuple(_series_of(name, values[name], points, common or ()) for name in sorted(values))
+    return SeriesPage(items=items, next=following, common=None if common is None else tuple(common))
 
 
-def _series_of(name: str, values: dict[int, _Value], points: int) -> Series:
+def _series_of(name: str, values: dict[int, PointRecord], points: int, common: Sequence[int]) -> Series:
     steps = sorted(values)
-    kept = [steps[place] for place in thinned([values[step].value for step in steps], points)]
+    kept = steps
+    if len(steps) > points:
+        places = thinned([values[step].value for step in steps], points - len(common))
+        kept = sorted({steps[place] for place in places}.union(step for step in common if step in values))
+    rows = [values[step] for step in kept]
     return Series(
         name=name,
         num_points=len(steps),
         steps=tuple(kept),
-        versions=tuple(values[step].version for step in kept),
-        values=tuple(values[step].value for step in kept),
-        seconds=tuple(values[step].seconds for step in kept),
+        versions=tuple(row.version for row in rows),
+        values=tuple(row.value for row in rows),
+        seconds=tuple(None if row.at is None else datetime.fromisoformat(row.at).timestamp() for row in rows),
     )

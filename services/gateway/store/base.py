@@ -16,10 +16,10 @@ from flotilla.services.gateway.store.records import (
     TokenRecord,
 )
 from flotilla.services.gateway.store.transaction import Transaction
-from flotilla.services.gateway.store.writes import Write
-from flotilla.shared.schemas.experiment import CheckpointView, Event, MetricPoint
+from flotilla.services.gateway.store.writes import PointRecord, Write
+from flotilla.shared.schemas.experiment import CheckpointView, Event
 
-MetricRow = tuple[int, MetricPoint]
+MetricRow = tuple[int, PointRecord]
 """A point and its place in the order of writing, which is the cursor of its page."""
 
 
@@ -60,7 +60,7 @@ class Store(Protocol):
     async def window(self, experiment_id: str, name: str) -> Mapping[str, Any]:
         """Find a measurement that had not ended; empty if there is none."""
 
-    async def put_metrics(self, experiment_id: str, points: Sequence[MetricPoint]) -> None:
+    async def put_metrics(self, experiment_id: str, points: Sequence[PointRecord]) -> None:
         """Store points; one with the same name and step replaces the earlier one and moves to the end."""
 
     async def metrics(self, experiment_id: str, *, names: Sequence[str], after: int, limit: int) -> list[MetricRow]:

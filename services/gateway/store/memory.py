@@ -27,6 +27,7 @@ from flotilla.services.gateway.store.writes import (
     DeleteCheckpoints,
     DeleteExperiment,
     DeleteRecord,
+    PointRecord,
     PutCheckpoint,
     PutMetrics,
     PutRecord,
@@ -35,7 +36,7 @@ from flotilla.services.gateway.store.writes import (
     Write,
 )
 from flotilla.shared.clock import rfc3339
-from flotilla.shared.schemas.experiment import CheckpointView, Event, MetricPoint
+from flotilla.shared.schemas.experiment import CheckpointView, Event
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
@@ -51,10 +52,10 @@ class Series:
 
     def __init__(self) -> None:
         self._numbers: list[int] = []
-        self._points: list[MetricPoint | None] = []
+        self._points: list[PointRecord | None] = []
         self._places: dict[tuple[str, int], int] = {}
 
-    def put(self, number: int, point: MetricPoint) -> Undo:
+    def put(self, number: int, point: PointRecord) -> Undo:
         """Add a point under a number above all others; return what takes it back, while it is the last."""
         key = (point.name, point.step)
         before = self._places.get(key)

@@ -43,6 +43,7 @@ from flotilla.services.gateway.store.writes import (
     DeleteCheckpoints,
     DeleteExperiment,
     DeleteRecord,
+    PointRecord,
     PutCheckpoint,
     PutMetrics,
     PutRecord,
@@ -52,7 +53,7 @@ from flotilla.services.gateway.store.writes import (
 )
 from flotilla.shared.errors import FlotillaError, InvalidRequest, NotLeading, Unavailable
 from flotilla.shared.net.retry import Backoff
-from flotilla.shared.schemas.experiment import CheckpointView, Event, ExperimentState, MetricPoint
+from flotilla.shared.schemas.experiment import CheckpointView, Event, ExperimentState
 
 T = TypeVar("T")
 BUSY_SECONDS = 5.0
@@ -341,8 +342,7 @@ class SqlStore(TransactionalStore):
     async def metrics(self, experiment_id: str, *, names: Sequence[str], after: int, limit: int) -> list[MetricRow]:
         """List up to ``limit`` points written after the cursor ``after``; no ``names`` means all."""
         columns = tables.metrics.c
-        fields = tuple(MetricPoint.model_fields)
-        query = sa.select(columns.sequence, *(columns[field] for field in fields)).where(
+        query = sa.select(columns.sequence, *(columns[field] for field in PointRecord._fields)).where(
             columns.experiment_id == experiment_id, columns.sequence > after
         )
         if names:
@@ -352,11 +352,7 @@ class SqlStore(TransactionalStore):
 
         def read() -> list[MetricRow]:
             with self._engine.connect() as connection:
-                # Rows as they come, no mapping of each: a chart is drawn from a hundred thousand of them.
-                return [
-                    (sequence, MetricPoint(**dict(zip(fields, values, strict=True))))
-                    for sequence, *values in connection.execute(query)
-                ]
+                return [(row[0], PointRecord._make(row[1:])) for row in connection.execute(query)]
 
         return await in_time(asyncio.ensure_future(self._in_thread(read)))
 
@@ -440,10 +436,10 @@ def _do(connection: Connection, write: Write) -> Event | None:
     return None
 
 
-def _put_metrics(connection: Connection, experiment_id: str, points: Sequence[MetricPoint]) -> None:
+def _put_metrics(connection: Connection, experiment_id: str, points: Sequence[PointRecord]) -> None:
     # The last of two equal keys in one batch wins, as it would in two batches.
     newest = {(point.name, point.step): point for point in points}
-    rows = [{"experiment_id": experiment_id, **point.model_dump()} for point in newest.values()]
+    rows = [{"experiment_id": experiment_id, **point._asdict()} for point in newest.values()]
     if rows:
         connection.execute(_deletion_of_metrics(), [_key_of(ONE_VALUE, row) for row in rows])
         connection.execute(_insertion(tables.metrics), rows)

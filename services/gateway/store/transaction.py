@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from flotilla.services.gateway.store.records import StoredAnswer
-from flotilla.services.gateway.store.writes import AppendEvent, DeleteAnswers, PutMetrics, PutRecord, Write
+from flotilla.services.gateway.store.writes import AppendEvent, DeleteAnswers, PointRecord, PutMetrics, PutRecord, Write
 from flotilla.shared.errors import Unavailable
-from flotilla.shared.schemas.experiment import Event, MetricPoint
+from flotilla.shared.schemas.experiment import Event
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class TransactionalStore(ABC):
             self._holder = None
         await in_time(asyncio.ensure_future(self._settle(change)))
 
-    async def put_metrics(self, experiment_id: str, points: Sequence[MetricPoint]) -> None:
+    async def put_metrics(self, experiment_id: str, points: Sequence[PointRecord]) -> None:
         """Store points; one with the same name and step replaces the earlier one and moves to the end."""
         if points:
             await self._apply_one(PutMetrics(experiment_id, points))

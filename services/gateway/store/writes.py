@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flotilla.services.gateway.store.records import (
     AuditRecord,
@@ -12,7 +12,7 @@ from flotilla.services.gateway.store.records import (
     StoredAnswer,
     TokenRecord,
 )
-from flotilla.shared.schemas.experiment import CheckpointView, MetricPoint
+from flotilla.shared.schemas.experiment import CheckpointView
 
 Record = ExperimentRecord | ServiceRecord | PublicationRecord | TokenRecord | StoredAnswer
 
@@ -39,12 +39,26 @@ class DeleteExperiment:
     experiment_id: str
 
 
+class PointRecord(NamedTuple):
+    """One value of one series; a tuple, for a chart is drawn from hundreds of thousands.
+
+    Attributes:
+        at: when it was stored, by RFC 3339.
+    """
+
+    name: str
+    step: int
+    version: int
+    value: float
+    at: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class PutMetrics:
     """Store points; one with the same name and step replaces the earlier one and moves to the end."""
 
     experiment_id: str
-    points: Sequence[MetricPoint]
+    points: Sequence[PointRecord]
 
 
 @dataclass(frozen=True, slots=True)

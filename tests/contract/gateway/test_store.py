@@ -29,6 +29,7 @@ from flotilla.services.gateway.store.writes import (
     DeleteCheckpoints,
     DeleteExperiment,
     DeleteRecord,
+    PointRecord,
     PutCheckpoint,
     PutMetrics,
     PutRecord,
@@ -36,7 +37,7 @@ from flotilla.services.gateway.store.writes import (
     Write,
 )
 from flotilla.shared.errors import InvalidRequest, NotLeading, Unavailable
-from flotilla.shared.schemas.experiment import CheckpointView, ExperimentState, MetricPoint
+from flotilla.shared.schemas.experiment import CheckpointView, ExperimentState
 from tests.postgres import new_database
 from tests.unit.gateway.builders import a_manifest, a_record
 
@@ -58,8 +59,8 @@ PUBLICATION = PublicationRecord(
 )
 
 
-def a_point(name: str, step: int, value: float) -> MetricPoint:
-    return MetricPoint(name=name, step=step, version=step, value=value, at="2026-01-01T00:00:00.000Z")
+def a_point(name: str, step: int, value: float) -> PointRecord:
+    return PointRecord(name=name, step=step, version=step, value=value, at="2026-01-01T00:00:00.000Z")
 
 
 async def test_experiments_come_back_as_they_were_oldest_first(store: Store) -> None:

@@ -15,17 +15,11 @@ import pytest
 from flotilla.cli.__main__ import main
 from flotilla.cli.exit_codes import ExitCode
 from flotilla.services.gateway.store.sql import SqlStore
-from flotilla.services.gateway.store.writes import PutCheckpoint, PutMetrics, PutRecord, PutWindow, Write
+from flotilla.services.gateway.store.writes import PointRecord, PutCheckpoint, PutMetrics, PutRecord, PutWindow, Write
 from flotilla.services.gateway.uploads.uploads import WINDOW
 from flotilla.shared.config.sections.tracking import SamplesConfig
 from flotilla.shared.samples.folder import SampleFolder
-from flotilla.shared.schemas.experiment import (
-    CheckpointView,
-    ExperimentState,
-    MetricPoint,
-    UploadedCheckpoint,
-    UploadRecord,
-)
+from flotilla.shared.schemas.experiment import CheckpointView, ExperimentState, UploadedCheckpoint, UploadRecord
 from tests.unit.gateway.builders import a_record
 from tests.unit.samples.builders import a_step
 
@@ -40,7 +34,7 @@ def a_run(path: Path, name: str = "tiny-1", **changes: Any) -> Path:
     SampleFolder(directory, SamplesConfig()).write(a_step(2, rewards=(1.0, 0.0)))
     usual = {"state": ExperimentState.COMPLETED, "step": 2, "final_ledger": LEDGER, "updated_at": 126.0}
     points = [
-        MetricPoint(name=series, step=step, version=step, value=value)
+        PointRecord(name=series, step=step, version=step, value=value)
         for series, step, value in (("reward/mean", 1, 0.25), ("reward/mean", 2, 0.5), ("lag/max", 2, 1.0))
     ]
     made = CheckpointView(step=2, version=2, path="/before/checkpoints/step-00000002", at="2026-01-01T00:00:00Z")
@@ -130,7 +124,7 @@ def test_a_directory_stays_as_a_killed_gateway_left_it(tmp_path: Path, capsys: p
 
     async def kill() -> None:
         store = await SqlStore.open(f"sqlite:///{data / 'gateway.sqlite'}")
-        await store.apply([PutMetrics("tiny-1", [MetricPoint(name="reward/mean", step=3, version=3, value=0.9)])])
+        await store.apply([PutMetrics("tiny-1", [PointRecord(name="reward/mean", step=3, version=3, value=0.9)])])
         shutil.copytree(data, killed)
         await store.close()
 

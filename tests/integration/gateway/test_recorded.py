@@ -12,16 +12,15 @@ from flotilla.services.gateway.recorded import recorded_state
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.services.gateway.store.left_behind import DATABASE
 from flotilla.services.gateway.store.sql import SqlStore
-from flotilla.services.gateway.store.writes import PutMetrics, PutRecord
+from flotilla.services.gateway.store.writes import PointRecord, PutMetrics, PutRecord
 from flotilla.shared.errors import Conflict, Unavailable
-from flotilla.shared.schemas.experiment import MetricPoint
 from tests.unit.gateway.builders import a_record
 
 AT = "2026-01-02T03:04:05.000Z"
 
 
-def a_point(step: int) -> MetricPoint:
-    return MetricPoint(name="reward/mean", step=step, version=step, value=0.5, at=AT)
+def a_point(step: int) -> PointRecord:
+    return PointRecord(name="reward/mean", step=step, version=step, value=0.5, at=AT)
 
 
 @pytest.fixture

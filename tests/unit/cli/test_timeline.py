@@ -17,12 +17,12 @@ from flotilla.cli.commands.timeline import timeline
 from flotilla.cli.timeline import GroupTimes, Occurrence, PublicationTimes, StepTimes, timeline_of
 from flotilla.services.gateway.store.records import PublicationRecord
 from flotilla.services.gateway.store.sql import SqlStore
-from flotilla.services.gateway.store.writes import AppendEvent, PutMetrics, PutRecord
+from flotilla.services.gateway.store.writes import AppendEvent, PointRecord, PutMetrics, PutRecord
 from flotilla.shared.clock import rfc3339
 from flotilla.shared.config.sections.tracking import SamplesConfig
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.samples.folder import SampleFolder, step_name
-from flotilla.shared.schemas.experiment import ExperimentState, MetricPoint
+from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind
 from flotilla.shared.testing.builders import a_group as sampled
 from tests.unit.gateway.builders import a_record
@@ -137,7 +137,7 @@ async def keep_run(data: Path) -> None:
     data.mkdir()
     record = a_record("first", name="first", state=ExperimentState.COMPLETED, step=3, directory=str(data / "moved"))
     points = [
-        MetricPoint(name=f"time/{part}_seconds", step=step, version=step - 1, value=1.0, at=rfc3339(T + 10 * step))
+        PointRecord(name=f"time/{part}_seconds", step=step, version=step - 1, value=1.0, at=rfc3339(T + 10 * step))
         for step in (1, 2, 3)
         for part in ("wait", "compute", "publish", "checkpoint")
     ]

@@ -11,13 +11,13 @@ import pytest
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.preflight import checks
 from flotilla.services.gateway.store.memory import MemoryStore
+from flotilla.services.gateway.store.writes import PointRecord
 from flotilla.services.gateway.tracking import exporter as exporting
 from flotilla.services.gateway.tracking.base import Record, TrackedRun, Tracker
 from flotilla.services.gateway.tracking.exporter import Exporter, records_of
 from flotilla.services.gateway.tracking.memory import MemoryTracker
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.errors import InvalidSpec
-from flotilla.shared.schemas.experiment import MetricPoint
 from tests.unit.gateway.builders import a_spec, running, until
 
 RUN = TrackedRun("tiny-1", "tiny", Path("/nowhere"), {})
@@ -37,8 +37,8 @@ class Failing(MemoryTracker):
         super().write(records)
 
 
-def points(step: int, at: str = "2026-01-01T00:00:00Z", **values: float) -> list[MetricPoint]:
-    return [MetricPoint(name=name, step=step, version=step, value=value, at=at) for name, value in values.items()]
+def points(step: int, at: str = "2026-01-01T00:00:00Z", **values: float) -> list[PointRecord]:
+    return [PointRecord(name=name, step=step, version=step, value=value, at=at) for name, value in values.items()]
 
 
 def an_exporter(tracker: Tracker, store: MemoryStore) -> Exporter:

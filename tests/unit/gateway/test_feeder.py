@@ -16,8 +16,9 @@ from flotilla.services.gateway.lifecycle.drain_outstanding import drain_outstand
 from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.memory import MemoryStore
+from flotilla.services.gateway.store.writes import PointRecord
 from flotilla.shared.clock import Clock, ManualClock
-from flotilla.shared.schemas.experiment import ExperimentState, MetricPoint
+from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.streams.hop import HopName, Resolution
 from flotilla.shared.streams.ledger import Ledger
@@ -56,7 +57,7 @@ class Rig:
     async def ledger(self) -> Ledger:
         return await self.experiment.train.ledger()
 
-    async def points(self) -> list[MetricPoint]:
+    async def points(self) -> list[PointRecord]:
         """Read what was stored of the experiment's series."""
         return [point for _, point in await self.store.metrics(self.experiment.id, names=[], after=0, limit=9)]
 

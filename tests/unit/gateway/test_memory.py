@@ -3,14 +3,14 @@
 import time
 
 from flotilla.services.gateway.store.memory import MemoryStore
-from flotilla.shared.schemas.experiment import MetricPoint
+from flotilla.services.gateway.store.writes import PointRecord
 
 NUM_POINTS = 20_000
 
 
 async def test_reading_page_by_page_costs_as_much_as_reading_at_once() -> None:
     store = MemoryStore()
-    points = [MetricPoint(name="loss", step=step, version=1, value=0.5, at="now") for step in range(NUM_POINTS)]
+    points = [PointRecord(name="loss", step=step, version=1, value=0.5, at="now") for step in range(NUM_POINTS)]
     await store.put_metrics("a", points)
 
     async def seconds_of(limit: int) -> float:

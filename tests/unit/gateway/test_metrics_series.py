@@ -11,7 +11,7 @@ from flotilla.services.gateway.routes import metrics
 from flotilla.services.gateway.samples.indexing import AT_ONCE, MAX_OF_ONE
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.services.gateway.state import GatewayState
-from flotilla.shared.schemas.experiment import MetricPoint
+from flotilla.services.gateway.store.writes import PointRecord
 from tests.unit.gateway.builders import a_gateway, add_experiment
 
 
@@ -25,9 +25,9 @@ def client_of(gateway: GatewayState) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://x", headers=headers)
 
 
-def points(name: str, values: list[float], *, first: int = 1) -> list[MetricPoint]:
+def points(name: str, values: list[float], *, first: int = 1) -> list[PointRecord]:
     return [
-        MetricPoint(name=name, step=step, version=step - 1, value=value, at="1970-01-01T00:00:10.000Z")
+        PointRecord(name=name, step=step, version=step - 1, value=value, at="1970-01-01T00:00:10.000Z")
         for step, value in enumerate(values, start=first)
     ]
 
@@ -56,7 +56,7 @@ async def test_series_come_as_columns_by_step_and_continue_from_their_cursor(mon
         }
     ]
     assert [each["steps"] for each in then["items"]] == [[4]]
-    assert again == {"items": [], "next": then["next"]}
+    assert again == {"items": [], "next": then["next"], "common": None}
 
 
 async def test_a_long_series_is_thinned_and_says_how_long_it_is() -> None:
@@ -69,6 +69,22 @@ async def test_a_long_series_is_thinned_and_says_how_long_it_is() -> None:
     assert answer["num_points"] == 500
     assert len(answer["steps"]) <= 20
     assert {0.0, 6.0} <= set(answer["values"])
+
+
+async def test_thinned_series_keep_steps_in_common_so_that_their_parts_can_be_joined() -> None:
+    gateway = a_gateway()
+    await add_experiment(gateway)
+    for name, period in (("lag/tokens/0", 7), ("lag/tokens/1", 11)):
+        await gateway.store.put_metrics("tiny-1", points(name, [float(n % period) for n in range(500)]))
+    await gateway.store.put_metrics("tiny-1", points("evaluation/accuracy", [0.5]))
+    async with client_of(gateway) as client:
+        page = (await client.get("/v1/experiments/tiny-1/series?names=lag/*,evaluation/*&points=40")).json()
+
+    assert len(page["common"]) == 12
+    by_name = {each["name"]: each["steps"] for each in page["items"]}
+    assert by_name.pop("evaluation/accuracy") == [1]
+    for steps in by_name.values():
+        assert set(page["common"]) <= set(steps) and len(steps) <= 40
 
 
 async def test_names_are_wanted_and_not_too_many() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from flotilla.services.gateway.page.thinning import thinned
+from flotilla.services.gateway.page.thinning import in_common, thinned
 
 
 def test_a_short_series_stays_as_it_is() -> None:
@@ -33,3 +33,12 @@ def test_the_places_ascend_are_no_more_than_asked_for_and_hold_both_extremes(val
 def test_too_few_points_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 4"):
         thinned([1.0], 3)
+
+
+@given(some.lists(some.integers(0, 10_000), unique=True, max_size=300).map(sorted), some.integers(4, 60))
+def test_common_steps_are_of_the_series_and_leave_room_for_the_extremes(steps: list[int], points: int) -> None:
+    common = in_common(steps, points)
+
+    assert common == sorted(set(common)) and set(common) <= set(steps)
+    assert len(common) <= points - 4
+    assert bool(common) == (points >= 7 and bool(steps))

@@ -206,6 +206,12 @@ class TokenExpired(Unavailable):
     code, title = "token_expired", "The service's pass has expired"
 
 
+class NotUnderstood(FlotillaError):
+    """The other side is of a later release, and asks for what this one does not know."""
+
+    code, title, status = "not_understood", "Of a later release", 422
+
+
 class DeadlineExceeded(FlotillaError):
     """A call did not finish within its deadline."""
 

@@ -1,7 +1,9 @@
 """What rollout engines promise beyond sampling with exact versions and log-probabilities."""
 
 from enum import StrEnum
+from typing import Annotated
 
+from flotilla.shared.schemas.later_values import known_alone
 from flotilla.shared.schemas.wire import TolerantWire
 
 
@@ -33,4 +35,4 @@ class EngineOffer(TolerantWire):
     """As in ``rollout.engine.kind``."""
     can_start: bool = True
     """Whether the service can start one; else it can only attach to one that runs already."""
-    capabilities: tuple[EngineCapability, ...] = ()
+    capabilities: Annotated[tuple[EngineCapability, ...], known_alone(EngineCapability)] = ()

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from flotilla.shared.schemas.health import HealthFinding
+from flotilla.shared.schemas.later_values import shown
 from flotilla.shared.schemas.live_changes import LiveChange
 from flotilla.shared.schemas.plain_name import PlainName
 from flotilla.shared.schemas.rules import RuleView
@@ -80,7 +81,7 @@ class ExperimentView(TolerantWire):
 
     id: str
     name: str
-    state: ExperimentState
+    state: Annotated[ExperimentState, shown(ExperimentState)]
     revision: int
     spec: Mapping[str, Any]
     created_at: str

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
+from flotilla.shared.schemas.later_values import shown
 from flotilla.shared.schemas.wire import TolerantWire, Wire
 
 
@@ -35,7 +36,7 @@ class LiveChange(TolerantWire):
     at: str
     actor: str
     """Name of the token that was shown; ``rule NAME`` where a rule of the spec did it."""
-    effect: Effect
+    effect: Annotated[Effect, shown(Effect)]
     keys: tuple[ChangedKey, ...] = Field(min_length=1)
     version: int | None = None
     """The policy version from which on it holds: of the groups issued, or of the steps trained. Null until the trainer

@@ -9,14 +9,16 @@ from enum import StrEnum
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from flotilla.shared.schemas.checks import CheckOrder
 from flotilla.shared.schemas.engine import EngineOffer
 from flotilla.shared.schemas.health import GradingReport, SamplingReport
-from flotilla.shared.schemas.publication import PublicationOrder, PublicationReport
+from flotilla.shared.schemas.later_values import known_alone, shown
+from flotilla.shared.schemas.publication import PublicationOrder, PublicationReport, ReceiveState
 from flotilla.shared.schemas.wire import TolerantWire, Wire
 
+RECEIVE_STATES = frozenset(each.value for each in ReceiveState)
 DRAIN_NOTICE_SECONDS = 30.0
 """The notice of a service that is to leave, where none is given."""
 
@@ -124,7 +126,7 @@ class Registered(TolerantWire):
     lease_seconds: float
     token: str | None = None
     """The service's own pass: what it shows to the gateway until an answer brings the next one."""
-    peers: Mapping[ServiceKind, str] = {}
+    peers: Annotated[Mapping[ServiceKind, str], known_alone(ServiceKind)] = {}
     """What it shows to other services, by their kind."""
     accepts: tuple[str, ...] = ()
     """SHA-256, hexadecimal, of the tokens that it lets in, besides its own."""
@@ -192,18 +194,25 @@ class JobNode(TolerantWire):
     """Where the first node's store listens; None while it has not said so, and for that node itself."""
 
 
+def _understood(report: Any) -> Any:
+    """Drop a report whose state this release does not know: a publication must not go on by it."""
+    state = report.get("state") if isinstance(report, Mapping) else None
+    return None if isinstance(state, str) and state not in RECEIVE_STATES else report
+
+
 class ObservedState(TolerantWire):
     """All that a service says about itself at one instant."""
 
     acknowledged: str | None = None
     """Tag of the last desired state that it took in."""
     experiment_id: str | None = None
-    state: WorkState = WorkState.IDLE
+    state: Annotated[WorkState, shown(WorkState)] = WorkState.IDLE
+    """One that the reader does not know is neither rest nor end."""
     policy_version: int | None = None
     """Version that it serves (rollout) or has last published (trainer)."""
     step: int | None = None
     """Steps done (trainer)."""
-    publication: PublicationReport | None = None
+    publication: Annotated[PublicationReport | None, BeforeValidator(_understood)] = None
     held_image: str | None = None
     """Checksum of the image that a rollout keeps whole: a patch against it can be sent, and it can be pulled there."""
     load: Mapping[str, float] = {}
@@ -280,7 +289,7 @@ class ServiceView(TolerantWire):
     """A service as the gateway lists it."""
 
     service_id: str
-    kind: ServiceKind
+    kind: Annotated[ServiceKind, shown(ServiceKind)]
     address: str
     host: str
     pid: int

@@ -10,11 +10,14 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
 
 from flotilla.shared.checks.host_checks import HostChecks
 from flotilla.shared.clock import Pauses
 from flotilla.shared.environment.settings import ServiceSettings
-from flotilla.shared.errors import FlotillaError, Forbidden, NotFound, TokenExpired, Unauthorized
+from flotilla.shared.errors import FlotillaError, Forbidden, NotFound, NotUnderstood, TokenExpired, Unauthorized
 from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.schemas.checks import CheckOrder
@@ -82,6 +85,7 @@ class Membership:
         self.service_id: str | None = None
         self.is_connected = False
         self._is_absence_told = False
+        self._refused: str | None = None
 
     def notify(self) -> None:
         """Send the observed state now instead of at the next poll."""
@@ -118,6 +122,13 @@ class Membership:
             except (Unauthorized, Forbidden) as error:
                 facts = {"gateway": self._client.base_url, "cause": error.detail}
                 log.error("the gateway refuses this service's token", extra=facts)  # noqa: TRY400
+            except NotUnderstood as error:
+                # Its call has renewed the lease, and it goes on with what it was asked last.
+                if error.detail != self._refused:
+                    log.error("the gateway asks for what this release does not know", extra={"cause": error.detail})  # noqa: TRY400
+                self._refused = error.detail
+                await asyncio.sleep(LONGEST_PAUSE_SECONDS)
+                continue
             except FlotillaError as error:
                 if not self._is_absence_told:
                     facts = {"gateway": self._client.base_url, "cause": error.detail}
@@ -209,8 +220,9 @@ class Membership:
         if self._is_absence_told:
             log.info("the gateway answers again")
             self._is_absence_told = False
-        desired = DesiredState.model_validate(answer)
+        desired = self._understood(answer)
         self._note_check(desired.check)
+        self._refused = None
         async with self._applying:
             if desired.tag == self._acknowledged:
                 return
@@ -220,6 +232,19 @@ class Membership:
                 self._acknowledged = desired.tag
                 self._num_applied += 1
             self._changed.set()
+
+    def _understood(self, answer: Any) -> DesiredState:
+        """Read a desired state; what this release does not know is not done, and nothing else in its place.
+
+        Raises:
+            NotUnderstood: it is of a later release.
+        """
+        try:
+            return DesiredState.model_validate(answer)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise NotUnderstood(f"{where}: {first['msg']}: upgrade this service") from None
 
     async def _leave(self) -> None:
         if self.service_id is None:

@@ -196,3 +196,12 @@ def test_a_token_that_makes_no_sense_is_refused(fields: dict[str, object]) -> No
 @pytest.mark.parametrize("token", [None, "", "x", "operator", "flt_x", "flp_x.y", "flp_.", "\ud800", "\u00e9"])
 async def test_what_is_no_token_is_nobodys(token: str | None) -> None:
     assert some_tokens().read(token) is None
+
+
+@pytest.mark.parametrize("claim", [{"scope": "auditor"}, {"kind": "cache"}, {"rooms": ["a"]}])
+def test_a_pass_of_a_later_release_that_is_not_understood_lets_nobody_in(claim: dict[str, object]) -> None:
+    key = PassKey("operator's")
+    body = {"scope": "service", "name": "r", "expires_at": None, "kind": "rollout"}
+    assert key.read(key._written(json.dumps(body).encode())) is not None
+
+    assert key.read(key._written(json.dumps(body | claim).encode())) is None

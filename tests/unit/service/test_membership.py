@@ -237,3 +237,33 @@ async def test_a_gauge_that_appears_is_reported_soon_and_so_is_its_end(monkeypat
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running
+
+
+async def test_what_a_later_gateway_asks_for_is_neither_done_nor_a_reason_to_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(membership, "LONGEST_PAUSE_SECONDS", 0.01)
+    gateway, applied, states = ScriptedGateway(), list[str](), ["idle"]
+
+    async def of_later(request: httpx.Request) -> httpx.Response:
+        response = await gateway(request)
+        if request.method != "PUT" or response.status_code != 200:
+            return response
+        return httpx.Response(200, json=response.json() | {"state": states[-1]})
+
+    member = a_member(gateway, applied, of_later)
+    running = asyncio.create_task(member.run())
+    await gateway.until(lambda: applied == ["first"])
+
+    states.append("hibernating")
+    gateway.tag = "second"
+    called = len(gateway.observed)
+    await gateway.until(lambda: len(gateway.observed) > called + 5)
+    assert applied == ["first"] and member.is_connected and not running.done()
+    assert sum("this release does not know" in each.message for each in caplog.records) == 1
+
+    states.append("idle")
+    await gateway.until(lambda: applied == ["first", "second"])
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running

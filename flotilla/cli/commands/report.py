@@ -10,6 +10,7 @@ from pydantic import JsonValue
 
 from flotilla.cli.comparison import USUAL, ComparedSeries, ComparedSetting, compare_metrics, compare_specs, remarks
 from flotilla.cli.gateway import ACT_SECONDS
+from flotilla.cli.noise import Difference, SeedsCompared, Setting, Spread, have_seeds, over_seeds, settings_of
 from flotilla.cli.output import new_console, short_path, table_of, write_json
 from flotilla.cli.plots import write_comparison, write_plot
 from flotilla.cli.progress import Progress
@@ -79,6 +80,8 @@ async def compare(arguments: argparse.Namespace) -> int:
     named = [name for name in asked if not is_pattern(name)]
     metrics = compare_metrics(runs, asked or USUAL, step=arguments.step, named=named)
     settings = compare_specs([run.view.spec for run in runs])
+    groups = settings_of([run.view.spec for run in runs])
+    seeds = over_seeds(metrics, groups) if have_seeds(groups) else []
     plot = _plot_path(arguments)
     is_drawn = plot is not None and write_comparison({run.view.id: run for run in runs}, plot)
     if arguments.json:
@@ -87,11 +90,14 @@ async def compare(arguments: argparse.Namespace) -> int:
                 "experiments": [_facts(run.view) for run in runs],
                 "metrics": [each._asdict() for each in metrics],
                 "spec": [each._asdict() for each in settings],
+                "seeds": _seeds_document(groups, seeds),
                 "plot": str(plot) if is_drawn else None,
             }
         )
         return 0
-    _show(runs, metrics, settings, at_most=arguments.step)
+    letters = _show(runs, metrics, settings, at_most=arguments.step)
+    if seeds:
+        _show_seeds([" ".join(letters[place] for place in each.members) for each in groups], seeds)
     if plot is not None:
         new_console().print(f"plot       {short_path(plot)}" if is_drawn else NO_MATPLOTLIB, markup=False)
     return 0
@@ -107,7 +113,8 @@ def _show(
     settings: Sequence[ComparedSetting],
     *,
     at_most: int | None,
-) -> None:
+) -> list[str]:
+    """Print what was compared; return the letter of each run."""
     console = new_console()
     letters = [chr(ord("A") + index) if index < 26 else f"#{index + 1}" for index in range(len(runs))]
     for letter, run in zip(letters, runs, strict=True):
@@ -128,6 +135,51 @@ def _show(
         console.print(table_of(("setting", *letters), cells))
     else:
         console.print("their specs are the same")
+    return letters
+
+
+def _show_seeds(names: Sequence[str], compared: Sequence[SeedsCompared]) -> None:
+    """Print means over seeds with their spread, and whether settings differ by more than noise."""
+    rows = []
+    for each in compared:
+        differences = ["-" if found is None else _difference(found) for found in each.differences[1:]]
+        rows.append([each.name, str(each.step), *map(_spread, each.spreads), *differences])
+    others = [f"{name} - {names[0]}" for name in names[1:]]
+    title = "over seeds: mean ± standard deviation (runs); differences with 95 % intervals"
+    console = new_console()
+    console.print(table_of(("metric", "step", *names, *others), rows, whole=("metric",), title=title))
+
+
+def _spread(spread: Spread) -> str:
+    if spread.mean is None:
+        return "-"
+    deviation = "" if spread.deviation is None else f" ± {_number(spread.deviation)}"
+    return f"{_number(spread.mean)}{deviation} ({spread.num_runs})"
+
+
+def _difference(difference: Difference) -> str:
+    width = "" if difference.half_width is None else f" ± {_number(difference.half_width)}"
+    return f"{difference.value:+.4g}{width}: {difference.verdict}"
+
+
+def _seeds_document(groups: Sequence[Setting], compared: Sequence[SeedsCompared]) -> JsonValue:
+    if not compared:
+        return None
+    return {
+        "settings": [{"experiments": list(each.members), "seeds": list(each.seeds)} for each in groups],
+        "metrics": [
+            {
+                "name": each.name,
+                "step": each.step,
+                "spreads": [dict(spread._asdict()) for spread in each.spreads],
+                "differences": [
+                    None if found is None else {**found._asdict(), "verdict": found.verdict}
+                    for found in each.differences
+                ],
+            }
+            for each in compared
+        ],
+    }
 
 
 def _number(value: float | None) -> str:

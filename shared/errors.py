@@ -260,6 +260,12 @@ class WeightTransferFailed(FlotillaError):
     code, title, status = "weight_transfer_failed", "Weight transfer failed", 502
 
 
+class WeightsDiverged(WeightTransferFailed):
+    """What an engine serves after loading is not what was published: it serves nothing until it has loaded again."""
+
+    code, title = "weights_diverged", "The weights that serve are not those that were published"
+
+
 class WorkerDied(FlotillaError):
     """A worker process ended; the detail carries exit code and last lines."""
 

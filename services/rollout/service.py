@@ -172,6 +172,7 @@ class RolloutService(SessionFollower[Session]):
             policy_version=session.receiver.version if session else None,
             publication=session.receiver.report if session else None,
             held_image=session.receiver.held_image if session else None,
+            served=session.receiver.served if session else None,
             load=self._load | session.worker.busy.to_load() if session else self._load,
             failure=self._failure,
             sampling=session.worker.tally.report() if session else None,

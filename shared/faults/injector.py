@@ -116,6 +116,10 @@ class Injector:
             else:
                 self._do(fault)
 
+    def damage(self, site: Site) -> list[Kind]:
+        """Reach a site that does what is due to its data itself; returns what that is."""
+        return [fault.kind for fault in self._due(site)]
+
     async def reach(self, site: Site, *, path: str = "") -> list[Fault]:
         """Reach a site of code that may wait; gives what the site has to do itself.
 

@@ -25,6 +25,12 @@ class Kind(StrEnum):
     """The operation is done twice, as if its first answer had been lost."""
     REORDER = "reorder"
     """Entries come in another order; with ``seconds``, one of them that much later, its lease running."""
+    FLIP = "flip"
+    """One bit of one weight is another."""
+    HALF = "half"
+    """One half of the tensors is zeros."""
+    KEEP = "keep"
+    """What is replaced stays as it was."""
     DISK_FULL = "disk_full"
     """The disk has no room (ENOSPC)."""
     SKEW = "skew"
@@ -53,6 +59,8 @@ class Site(StrEnum):
     CHECKPOINT_FILE = "checkpoint.file"
     CHECKPOINT_WRITE = "checkpoint.write"
     ENGINE_STEP = "engine.step"
+    ENGINE_READ = "engine.read"
+    ENGINE_SWITCH = "engine.switch"
     REWARD_SCORE = "reward.score"
     TRAINER_STEP = "trainer.step"
     TRAINER_SNAPSHOT = "trainer.snapshot"
@@ -104,6 +112,8 @@ PLACES: Mapping[Site, Place] = MappingProxyType(
         Site.CHECKPOINT_FILE: Place("one file of a copied checkpoint is on the disk", _DELAYS | {Kind.DISK_FULL}),
         Site.CHECKPOINT_WRITE: Place("a checkpoint is written", _DELAYS | {Kind.DISK_FULL}),
         Site.ENGINE_STEP: Place("the embedded engine makes a step", _DELAYS),
+        Site.ENGINE_READ: Place("the embedded engine reads a weight image", frozenset({Kind.FLIP, Kind.HALF})),
+        Site.ENGINE_SWITCH: Place("the embedded engine puts other weights in place", frozenset({Kind.KEEP})),
         Site.REWARD_SCORE: Place("a group's samples are scored", _DELAYS | {Kind.REFUSE}),
         Site.TRAINER_STEP: Place("a step is computed", _DELAYS),
         Site.TRAINER_SNAPSHOT: Place("a rank has written its part of an image", _DELAYS),

@@ -56,6 +56,9 @@ class Manifest(TolerantWire):
     """The image is broadcast in slices of this many bytes, the last one shorter."""
     checksum: str
     """xxh3-64 of the whole image, 16 hexadecimal digits."""
+    digest: str | None = None
+    """Of its tensors' values in the type that rollouts compute in, whatever their layout, 32 hexadecimal digits: what
+    an engine finds in its own memory once it serves them. See ``flotilla.shared.weights.image.digests``."""
     tensors: Annotated[tuple[TensorSpec, ...], FailFast()]
     """In the order of the image; of wrong ones the first is named, for there may be tens of thousands."""
     image_path: str | None = None

@@ -200,6 +200,21 @@ def _understood(report: Any) -> Any:
     return None if isinstance(state, str) and state not in RECEIVE_STATES else report
 
 
+class ServedWeights(TolerantWire):
+    """What a rollout's engine has found in its own memory: the last version that it loaded.
+
+    While they are not those that were published the engine serves nothing, and loads them again.
+    """
+
+    version: int
+    digest: str | None = None
+    """That of the publication, which it has; None where the engine cannot be asked, or found something else."""
+    diverged: int = Field(0, ge=0)
+    """How often in a row it found something else, of this version."""
+    detail: str | None = None
+    """What, the last time."""
+
+
 class ObservedState(TolerantWire):
     """All that a service says about itself at one instant."""
 
@@ -215,6 +230,8 @@ class ObservedState(TolerantWire):
     publication: Annotated[PublicationReport | None, BeforeValidator(_understood)] = None
     held_image: str | None = None
     """Checksum of the image that a rollout keeps whole: a patch against it can be sent, and it can be pulled there."""
+    served: ServedWeights | None = None
+    """What its engine has in memory (rollout)."""
     load: Mapping[str, float] = {}
     """Gauges such as running, waiting, tokens_per_second; a new name needs no change of schema."""
     failure: Failure | None = None
@@ -263,6 +280,8 @@ class DesiredState(TolerantWire):
     policy_checksum: str | None = None
     """xxh3-64 of the image that was committed as ``policy_version``: a spare of another one is not it. None where there
     is none (version 0), or where it is not known."""
+    policy_digest: str | None = None
+    """What its engine is to find in its own memory once it serves ``policy_version``; see ``Manifest.digest``."""
     weights_url: str | None = None
     """Where a rollout that does not have ``policy_version`` can pull it; None while only the initial weights exist."""
     weights_peers: tuple[str, ...] = ()

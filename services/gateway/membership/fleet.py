@@ -41,6 +41,7 @@ from flotilla.shared.schemas.service import (
     ObservedState,
     Registered,
     Registration,
+    ServedWeights,
     ServiceKind,
     WorkState,
 )
@@ -190,6 +191,7 @@ class Fleet:
     def _facts(self, experiment: Experiment) -> ExperimentFacts:
         record = experiment.record
         trainer = self._registry.trainer_of(record.id)
+        manifest = self._publications.committed(record.id, record.policy_version)
         return ExperimentFacts(
             experiment_id=record.id,
             state=record.state,
@@ -202,7 +204,8 @@ class Fleet:
             policy_version=record.policy_version,
             weights_address=trainer.record.address if trainer else None,
             hold_version=experiment.hold_version,
-            policy_checksum=self._publications.checksum_of(record.id, record.policy_version),
+            policy_checksum=None if manifest is None else manifest.checksum,
+            policy_digest=None if manifest is None else manifest.digest,
             device_shift=record.device_shift if experiment.spec.shares_devices else None,
             may_hold=self._may_hold(experiment) if experiment.spec.shares_devices else None,
         )
@@ -235,18 +238,31 @@ class Fleet:
         failure = observed.failure
         if failure is not None and (failure != before.failure or failure.fatal):
             await self._record_failure(service, experiment)
+        if observed.served is not None and observed.served != before.served:
+            await self._record_served(service, before.served, experiment)
         has_no_engine = service.kind is ServiceKind.ROLLOUT and observed.policy_version is None
         if has_no_engine and (
             before.policy_version is not None or self._publications.is_member(experiment.id, service.id)
         ):
-            # Its engine starts again, and with it its end of the weight group: the epoch cannot be used any more.
+            # Its engine starts again, and with it its end of the weight group, or loads again what it had wrong: the
+            # epoch cannot be used any more.
             async with self._store.transaction() as change:
-                self._publications.stage_gone(change, experiment.id, service, "its engine starts again")
+                self._publications.stage_gone(change, experiment.id, service, "its engine serves nothing now")
         if service.kind is ServiceKind.ROLLOUT:
             await self._idle_ratios.record(experiment, service.id, observed)
             await self._publications.durations.serves(experiment.id, service.id, observed.policy_version)
         if service is self._registry.trainer_of(experiment.id):
             await self._record_progress(service, experiment)
+
+    async def _record_served(self, service: LiveService, before: ServedWeights | None, experiment: Experiment) -> None:
+        """Name a rollout whose engine has something else in memory than was published, and one that is right again."""
+        served = service.observed.served
+        assert served is not None
+        named = partial(self._events.append, experiment.id, service_id=service.id, version=served.version)
+        if served.diverged:
+            await named("weights_diverged", times=served.diverged, detail=served.detail)
+        elif before is not None and before.diverged:
+            await named("weights_mended", is_proved=served.digest is not None)
 
     async def _record_progress(self, service: LiveService, experiment: Experiment) -> None:
         observed, record = service.observed, experiment.record

@@ -94,7 +94,7 @@ class Publications:
         self._open: dict[str, _Open] = {}
         self._epochs: dict[str, Epoch] = {}
         self._last_numbers: dict[str, int] = {}
-        self._checksums: dict[str, dict[int, str]] = {}
+        self._committed: dict[str, dict[int, Manifest]] = {}
 
     async def load(self) -> None:
         """Load what an earlier process had open; its deadlines start again."""
@@ -107,12 +107,12 @@ class Publications:
 
     def _load_records(self, change: Transaction, experiment: Experiment, records: Sequence[PublicationRecord]) -> None:
         self._last_numbers[experiment.id] = max(record.epoch for record in records)
-        checksums = self._checksums.setdefault(experiment.id, {})
+        committed = self._committed.setdefault(experiment.id, {})
         newest = newest_of(records)
         for record in records:
             negotiation = negotiation_of(record)
             if negotiation.phase is PublicationPhase.COMMITTED:
-                checksums[record.version] = negotiation.manifest.checksum
+                committed[record.version] = negotiation.manifest
             if not negotiation.is_over:
                 began = self._clock.monotonic() - max(0.0, self._clock.now() - record.announced_at)
                 entry = _Open(negotiation, record.announced_at, began, self._deadline(negotiation))
@@ -129,9 +129,9 @@ class Publications:
         """How long each phase of a publication may take."""
         return self._phase_seconds + manifest.image_bytes / SLOWEST_BYTES_PER_SECOND
 
-    def checksum_of(self, experiment_id: str, version: int) -> str | None:
-        """Name the image that was committed as a version; None for the initial weights."""
-        return self._checksums.get(experiment_id, {}).get(version)
+    def committed(self, experiment_id: str, version: int) -> Manifest | None:
+        """Return the manifest of the image that was committed as a version; None for the initial weights."""
+        return self._committed.get(experiment_id, {}).get(version)
 
     def open_phase(self, experiment_id: str) -> PublicationPhase | None:
         """Phase of the open publication of an experiment; None if there is none."""
@@ -360,7 +360,7 @@ class Publications:
         self._last_numbers[experiment.id] = max(self._last_numbers.get(experiment.id, 0), after.epoch.number)
         is_committed = after.phase is PublicationPhase.COMMITTED
         if is_committed:
-            self._checksums[experiment.id] = {after.version: after.manifest.checksum}
+            self._committed[experiment.id] = {after.version: after.manifest}
         if after.is_over:
             self._open.pop(experiment.id, None)
             if is_committed and after.epoch.is_ready:

@@ -64,6 +64,7 @@ class ExperimentFacts:
         weights_address: base URL of the trainer service that serves the current version; None without a trainer.
         hold_version: version that an evaluation is pinned to.
         policy_checksum: of the image that was committed as ``policy_version``; None for the initial weights.
+        policy_digest: of the weights in it; None for the initial ones.
         device_shift: where trainer and rollouts share devices: the number of the shift.
         may_hold: who may load its weights in it; None while others have not released theirs.
         last_change: id of the newest live change; None without one.
@@ -80,6 +81,7 @@ class ExperimentFacts:
     weights_address: str | None
     hold_version: int | None
     policy_checksum: str | None = None
+    policy_digest: str | None = None
     device_shift: int | None = None
     may_hold: ServiceKind | None = None
     last_change: str | None = None
@@ -118,6 +120,7 @@ def desired(
         ),
         policy_version=version,
         policy_checksum=experiment.policy_checksum if is_rollout else None,
+        policy_digest=experiment.policy_digest if is_rollout else None,
         weights_url=weights_url(experiment) if is_rollout else None,
         weights_peers=tuple(url_at(peer, experiment.policy_version) for peer in service.peers) if is_rollout else (),
         hold_version=experiment.hold_version if is_rollout else None,

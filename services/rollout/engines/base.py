@@ -248,6 +248,26 @@ class DiscardsWeights(Protocol):
         """
 
 
+@runtime_checkable
+class ProvesWeights(Protocol):
+    """An engine that can tell what it serves by its own memory, beside what ``Engine`` has."""
+
+    async def load_proved(self, image: Path, version: int, on_update: OnWeightUpdate, digest: str) -> bool:
+        """Do what ``Engine.load_weights`` does, and sample nothing before the weights are found to be the right ones.
+
+        Args:
+            image, version, on_update: as of ``load_weights``.
+            digest: of what was published, in the engine's type; see ``flotilla.shared.weights.image.digests``.
+
+        Returns:
+            Whether they were read back; False where this engine, as it runs, cannot.
+
+        Raises:
+            WeightsDiverged: something else serves. The engine has no weights now: ``load_weights`` or ``wake`` is next.
+            WeightTransferFailed: as of ``load_weights``.
+        """
+
+
 class Engine(Protocol):
     """Samples completions under versioned weights."""
 

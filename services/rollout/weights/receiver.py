@@ -34,7 +34,7 @@ from flotilla.shared.schemas.publication import (
     ReceiveState,
     Transport,
 )
-from flotilla.shared.schemas.service import DesiredState
+from flotilla.shared.schemas.service import DesiredState, ServedWeights
 from flotilla.shared.weights.group.endpoint_client import EndpointClient
 from flotilla.shared.weights.image.delta import apply_patch
 from flotilla.shared.weights.image.image import WeightImage
@@ -255,6 +255,11 @@ class WeightReceiver:
     def version(self) -> int | None:
         """The version that serves, or that did before the engine was put to sleep."""
         return self._switcher.version
+
+    @property
+    def served(self) -> ServedWeights | None:
+        """What the engine found in its memory when it last loaded a version."""
+        return self._switcher.served
 
     @property
     def is_asleep(self) -> bool:

@@ -11,14 +11,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from flotilla.services.rollout.engines.base import DiscardsWeights, Engine, GroupMember, WeightTransfer
+from flotilla.services.rollout.engines.base import (
+    DiscardsWeights,
+    Engine,
+    GroupMember,
+    ProvesWeights,
+    WeightTransfer,
+)
 from flotilla.services.rollout.weights.missed import MissedVersions
 from flotilla.services.rollout.weights.staged_images import StagedImage, StagedImages
 from flotilla.services.rollout.weights.version import VersionGate
 from flotilla.shared.clock import Pauses
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
-from flotilla.shared.errors import DeadlineExceeded, NotFound, Unavailable, WeightTransferFailed, WorkerDied
-from flotilla.shared.schemas.service import DesiredState
+from flotilla.shared.errors import (
+    DeadlineExceeded,
+    NotFound,
+    Unavailable,
+    WeightsDiverged,
+    WeightTransferFailed,
+    WorkerDied,
+)
+from flotilla.shared.schemas.service import DesiredState, ServedWeights
 from flotilla.shared.weights.pull.source import OnArrived
 
 
@@ -68,6 +81,9 @@ Result = TypeVar("Result")
 FIRST_PAUSE_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 2.0
 """Between two tries to serve a version: they grow, since a try may read or fetch gigabytes."""
+MOST_DIVERGED = 3
+"""Times in a row that an engine may find other weights in its memory than were published: then it is another process's
+turn, in other memory."""
 
 
 class VersionSwitcher:
@@ -116,6 +132,7 @@ class VersionSwitcher:
         """Whether the engine has no weights: since it was put to sleep, or they were given up."""
         self.is_asleep = False
         self.switches = 0
+        self.served: ServedWeights | None = None
 
     @property
     def version(self) -> int | None:
@@ -204,9 +221,23 @@ class VersionSwitcher:
             except WorkerDied as error:
                 self._on_engine_death(error)
                 continue
+            except WeightsDiverged as error:
+                await self._take_out_of_service(target, error)
             except (Unavailable, DeadlineExceeded, WeightTransferFailed) as error:
                 log.warning("version cannot be served", extra={"version": target, "error": error.detail})
             await self._news_within(pauses.failed())
+
+    async def _take_out_of_service(self, version: int, error: WeightsDiverged) -> None:
+        """Serve nothing until the version was loaded again and is right; the engine has given its weights up."""
+        before = self.served
+        times = 1 + (before.diverged if before is not None and before.version == version else 0)
+        log.error("the engine does not serve what was published", extra={"version": version, "error": error.detail})
+        self.served = ServedWeights(version=version, diverged=times, detail=error.detail)
+        self._slept_at, self._lacks_weights = None, True
+        await self._gate.set(None)
+        self._notify()
+        if times >= MOST_DIVERGED:
+            self._on_engine_death(WorkerDied(f"{times} times in a row: {error.detail}"))
 
     def _target(self) -> int | None:
         if self.is_asleep or self._desired is None or self._desired.policy_version is None:
@@ -253,7 +284,7 @@ class VersionSwitcher:
             if self._lacks_weights:
                 await self._engine.wake()
         elif staged is not None and staged.is_of(version, desired.policy_checksum):
-            await self._serve_staged(staged)
+            await self._serve_staged(staged, desired.policy_digest)
         elif not await self._serve_located(version, desired):
             await self._serve_pulled(version, desired)
 
@@ -270,15 +301,15 @@ class VersionSwitcher:
             self._lacks_weights = True
             await self._engine.discard_weights()
 
-    async def _serve_staged(self, staged: StagedImage) -> None:
-        """Load the image that waits.
+    async def _serve_staged(self, staged: StagedImage, digest: str | None) -> None:
+        """Load the image that waits; arguments and further errors as of ``_give``.
 
         Raises:
             WeightTransferFailed: the engine cannot read it, or its file is gone: then it is pulled the next time.
         """
         try:
             with self._images.using(staged.image):
-                await self._give(staged.image.path, staged.version)
+                await self._give(staged.image.path, staged.version, digest)
         except WeightTransferFailed:
             self._drop(staged)
             raise
@@ -307,7 +338,7 @@ class VersionSwitcher:
             # Its owner writes the next version into it, or has removed it.
             log.info("image of this host is not used", extra={"version": version, "error": error.detail})
             return False
-        await self._serve_staged(staged)
+        await self._serve_staged(staged, desired.policy_digest)
         log.info("missed version was mapped, not pulled", extra={"version": version, "image": located.path.name})
         return True
 
@@ -323,22 +354,35 @@ class VersionSwitcher:
         with self._images.using(image):
             checksum = await asyncio.to_thread(image.checksum) if committed is None else committed
             self._images.keep(StagedImage(version, checksum, image))
-            await self._give(path, version)
+            await self._give(path, version, desired.policy_digest)
 
-    async def _give(self, image: Path, version: int) -> None:
-        """Have the engine load an image, unless it is to sleep.
+    async def _give(self, image: Path, version: int, digest: str | None) -> None:
+        """Have the engine load an image, and prove that it has, unless it is to sleep.
+
+        Args:
+            image, version: as of ``Engine.load_weights``.
+            digest: of what was published; None where nobody told it.
 
         Raises:
-            Unavailable: it is to sleep; other errors as of ``Engine.load_weights``.
+            Unavailable: it is to sleep.
+            WeightsDiverged: it has something else; other errors as of ``Engine.load_weights``.
         """
         asleep = Unavailable(f"version {version} is loaded once the engine may have its device again")
         if self.is_asleep:
             raise asleep
-        self._loading = asyncio.ensure_future(self._engine.load_weights(image, version, self._on_update))
+        self._loading = asyncio.ensure_future(self._loaded(image, version, digest))
         try:
             await _unless_cancelled(self._loading, asleep)
         finally:
             self._loading = None
+
+    async def _loaded(self, image: Path, version: int, digest: str | None) -> None:
+        engine, is_proved = self._engine, False
+        if digest is not None and isinstance(engine, ProvesWeights):
+            is_proved = await engine.load_proved(image, version, self._on_update, digest)
+        else:
+            await engine.load_weights(image, version, self._on_update)
+        self.served = ServedWeights(version=version, digest=digest if is_proved else None)
 
     async def _pulled(self, version: int, desired: DesiredState, on_arrived: OnArrived) -> Path:
         pulling = asyncio.ensure_future(self._missed.pulled(version, desired, self._images.give_away, on_arrived))

@@ -9,12 +9,16 @@ import time
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from flotilla.shared.config.sections.publication import DeltaConfig
 from flotilla.shared.errors import Conflict
 from flotilla.shared.schemas.publication import DeltaManifest, Manifest
 from flotilla.shared.weights.image.delta import changed_blocks, patch_bytes, write_patch
+from flotilla.shared.weights.image.digests import of_image
 from flotilla.shared.weights.image.image import DEFAULT_SLICE_BYTES, WeightImage
 from flotilla.shared.weights.image.layout import ImageLayout
+from flotilla.shared.weights.image.tensors import view_of
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +51,7 @@ class ImagePool:
         directory: where images lie; None chooses shared memory where there is room.
         slice_bytes: size of one broadcast.
         delta: whether and how patches are made; None makes none.
+        served_as: the dtype that rollouts compute in, by which they prove what they serve; None: that of the weights.
     """
 
     def __init__(
@@ -56,9 +61,10 @@ class ImagePool:
         directory: Path | None = None,
         slice_bytes: int = DEFAULT_SLICE_BYTES,
         delta: DeltaConfig | None = None,
+        served_as: torch.dtype | None = None,
     ) -> None:
         self._weights = weights
-        self._delta = delta
+        self._delta, self._served_as = delta, served_as
         self._base: tuple[WeightImage, str] | None = None
         self.patch: WeightImage | None = None
         """The patch that the newest manifest names."""
@@ -93,10 +99,12 @@ class ImagePool:
                 time.sleep(PAUSE_SECONDS)
 
     def manifest(self, path: Path, version: int) -> Manifest:
-        """Describe an image, and make the patch that leads to it where that pays; reads all of it for the checksum."""
+        """Describe an image, and make the patch that leads to it where that pays; reads all of it twice."""
         image = next(image for image in self._images if image.path == path)
         manifest = image.manifest(version, self._slice_bytes)
-        return manifest.model_copy(update={"image_path": str(path), "delta": self._make_patch(image)})
+        # By its own mapping: its file may be gone.
+        digest = of_image({spec.name: view_of(image.mapped, spec) for spec in manifest.tensors}, self._served_as)
+        return manifest.model_copy(update={"image_path": str(path), "digest": digest, "delta": self._make_patch(image)})
 
     def renew(self, path: Path) -> Path:
         """Return an image whose file somebody deleted another one; blocks. One that is there stays as it is.

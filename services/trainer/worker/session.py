@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from flotilla.services.trainer.checkpoint.manager import CheckpointManager
 from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
 from flotilla.services.trainer.data.plan import StepPlanner
@@ -172,7 +174,14 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
 
 def _images(spec: ExperimentSpec, around: SessionDeps, weights: Snapshots) -> ImagePool:
     how = spec.asynchrony.publication
-    return ImagePool(weights, directory=around.image_directory, slice_bytes=spec.slice_bytes, delta=how.delta)
+    served_as = None if spec.model.dtype == "auto" else getattr(torch, spec.model.dtype)
+    return ImagePool(
+        weights,
+        directory=around.image_directory,
+        slice_bytes=spec.slice_bytes,
+        delta=how.delta,
+        served_as=served_as,
+    )
 
 
 def _device(around: SessionDeps, memory: Memory, compute: Executor) -> DeviceShift:

@@ -152,7 +152,14 @@ def stays() -> asyncio.Future[Any]:
 def a_manifest(version: int = 1) -> Manifest:
     """Make the manifest of an image of one tensor; its checksum is the version in hexadecimal."""
     tensor = TensorSpec(name="w", shape=(1,), dtype="F32", start=0, end=4)
-    return Manifest(version=version, image_bytes=4, slice_bytes=4, checksum=f"{version:016x}", tensors=(tensor,))
+    return Manifest(
+        version=version,
+        image_bytes=4,
+        slice_bytes=4,
+        checksum=f"{version:016x}",
+        digest=f"{version:032x}",
+        tensors=(tensor,),
+    )
 
 
 def a_request(version: int = 1) -> PublicationRequest:

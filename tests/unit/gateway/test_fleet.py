@@ -22,6 +22,7 @@ from flotilla.shared.schemas.service import (
     DesiredState,
     Failure,
     ObservedState,
+    ServedWeights,
     ServiceKind,
     WorkState,
 )
@@ -666,3 +667,26 @@ async def test_a_service_that_left_by_itself_or_was_removed_does_not_come_back_t
 
     assert again.service_id != first
     assert gateway.registry.get(again.service_id).experiment_id is None
+
+
+async def test_a_rollout_with_other_weights_than_were_published_is_named_with_the_version_until_it_is_right() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway, state=ExperimentState.RUNNING)
+    rollout = await add_service(gateway, ServiceKind.ROLLOUT, "r", experiment.id)
+
+    for version, served in (
+        (3, ServedWeights(version=3, digest="d3")),
+        (None, ServedWeights(version=4, diverged=1, detail="1 of 2 tensors differ")),
+        (None, ServedWeights(version=4, diverged=1, detail="1 of 2 tensors differ")),
+        (4, ServedWeights(version=4, digest="d4")),
+        (5, ServedWeights(version=5, digest="d5")),
+    ):
+        await say(gateway, rollout, ObservedState(experiment_id=experiment.id, policy_version=version, served=served))
+
+    events = await gateway.store.events(experiment.id, after=0, limit=100)
+    told = [(each.type, each.data) for each in events if each.type.startswith("weights_")]
+    facts = {"service_id": rollout, "version": 4}
+    assert told == [
+        ("weights_diverged", facts | {"times": 1, "detail": "1 of 2 tensors differ"}),
+        ("weights_mended", facts | {"is_proved": True}),
+    ]

@@ -127,9 +127,11 @@ async def test_rollouts_are_told_which_image_was_committed() -> None:
     await stage.publish(1, epoch=1)
 
     desired = await stage.desired_of(stage.rollouts[0])
-    assert (desired.policy_version, desired.policy_checksum) == (1, a_manifest(1).checksum)
+    named = a_manifest(1).checksum, a_manifest(1).digest
+    assert (desired.policy_version, desired.policy_checksum, desired.policy_digest) == (1, *named)
     await stage.restart(store)
-    assert (await stage.desired_of(stage.rollouts[0])).policy_checksum == a_manifest(1).checksum
+    desired = await stage.desired_of(stage.rollouts[0])
+    assert (desired.policy_checksum, desired.policy_digest) == named
 
 
 async def test_the_same_membership_uses_its_epoch_again() -> None:

@@ -13,7 +13,7 @@ from flotilla.services.rollout.weights.missed import MissedVersions
 from flotilla.services.rollout.weights.receiver import WeightReceiver
 from flotilla.services.rollout.weights.version import VersionGate
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
-from flotilla.shared.errors import Conflict, NotFound, WeightTransferFailed, WorkerDied
+from flotilla.shared.errors import Conflict, NotFound, WeightsDiverged, WeightTransferFailed, WorkerDied
 from flotilla.shared.schemas.publication import (
     Manifest,
     PublicationOrder,
@@ -22,7 +22,7 @@ from flotilla.shared.schemas.publication import (
     Rendezvous,
     Transport,
 )
-from flotilla.shared.schemas.service import DesiredState, WorkState
+from flotilla.shared.schemas.service import DesiredState, ServedWeights, WorkState
 from flotilla.shared.weights.image.image import WeightImage
 from flotilla.shared.weights.mapped.locate import LocatedImage
 from flotilla.shared.weights.pull.source import OnArrived, Reuse
@@ -174,6 +174,23 @@ class World:
 
     def reports(self, state: ReceiveState) -> bool:
         return self.receiver.report is not None and self.receiver.report.state is state
+
+
+class ProvingEngine(RecordingEngine):
+    """Finds other weights in its memory as often as ``wrong`` says."""
+
+    def __init__(self, wrong: int) -> None:
+        super().__init__()
+        self.wrong = wrong
+        self.digests: list[str] = []
+
+    async def load_proved(self, image: Path, version: int, on_update: OnWeightUpdate, digest: str) -> bool:
+        await self.load_weights(image, version, on_update)
+        self.digests.append(digest)
+        self.wrong -= 1
+        if self.wrong >= 0:
+            raise WeightsDiverged(f"version {version}: 1 of 2 tensors differ")
+        return True
 
 
 def an_order(version: int, epoch: int = 1, phase: PublicationPhase = PublicationPhase.PREPARING) -> PublicationOrder:
@@ -730,3 +747,28 @@ async def test_the_next_versions_image_is_never_served_as_the_one_before(tmp_pat
         await world.until(lambda: world.gate.version == 5)
 
         assert world.asked[0].endswith("/4")
+
+
+async def test_an_engine_with_other_weights_is_out_of_service_until_it_has_loaded_again(tmp_path: Path) -> None:
+    engine = ProvingEngine(wrong=1)
+    async with a_world(tmp_path, engine=engine) as world:
+        engine.may_load.clear()
+        world.want(3, weights_url="http://t/v1/weights/3", policy_digest="d3")
+        await world.until(lambda: engine.is_loading)
+        engine.may_load.set()
+        await world.until(lambda: world.receiver.served is not None)
+
+        assert world.gate.version is world.receiver.version is None
+        assert world.receiver.served == ServedWeights(version=3, diverged=1, detail="version 3: 1 of 2 tensors differ")
+        await world.until(lambda: world.gate.version == 3)
+        assert world.receiver.served == ServedWeights(version=3, digest="d3")
+        assert (engine.digests, world.deaths) == (["d3", "d3"], [])
+
+
+async def test_one_that_keeps_other_weights_is_ended(tmp_path: Path) -> None:
+    async with a_world(tmp_path, engine=ProvingEngine(wrong=100)) as world:
+        world.want(3, weights_url="http://t/v1/weights/3", policy_digest="d3")
+        await world.until(lambda: world.deaths)
+
+        assert world.gate.version is None
+        assert world.deaths[0].detail == "3 times in a row: version 3: 1 of 2 tensors differ"

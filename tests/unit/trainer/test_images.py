@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from flotilla.services.trainer.supervisor.served_images import ServedImages
 from flotilla.services.trainer.weights.flat_parameters import FlatParameters
 from flotilla.services.trainer.worker.images import ImagePool
 from flotilla.shared.errors import NotFound
+from flotilla.shared.weights.image.digests import combined, of_tensor
 from flotilla.shared.weights.pull.server import PublishedImages
 
 
@@ -55,4 +57,15 @@ async def test_no_snapshot_is_taken_into_a_file_that_nobody_can_open(tmp_path: P
         path.unlink()
 
     assert all(pool.snapshot().exists() for _ in range(4))
+    pool.close()
+
+
+def test_a_manifest_says_what_an_engine_finds_that_has_loaded_it(tmp_path: Path) -> None:
+    layer = nn.Linear(4, 4)
+    pool = ImagePool(FlatParameters(layer), directory=tmp_path, served_as=torch.bfloat16)
+
+    manifest = pool.manifest(pool.snapshot(), 3)
+
+    held = {name: tensor.detach().to(torch.bfloat16) for name, tensor in layer.named_parameters()}
+    assert manifest.digest == combined({name: of_tensor(tensor) for name, tensor in held.items()})
     pool.close()

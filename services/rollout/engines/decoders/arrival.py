@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, uint8
 
 from flotilla.services.rollout.engines.decoders.checkpoint import TensorHeader, open_tensors
 from flotilla.shared.errors import WeightTransferFailed
+from flotilla.shared.faults.armed import armed
+from flotilla.shared.faults.sites import Kind, Site
 from flotilla.shared.weights.image.files import open_shared
 from flotilla.shared.weights.image.image import layout_of
 from flotilla.shared.weights.image.layout import LENGTH_BYTES, header_bytes
@@ -143,6 +145,36 @@ def open_staged(image: Path, arrival: Arrival | None) -> Iterator[Tensors]:
     """
     if arrival is None:
         with open_tensors([image]) as source:
-            yield source
+            yield damaged(source)
     else:
-        yield ArrivingTensors(image, arrival)
+        yield damaged(ArrivingTensors(image, arrival))
+
+
+def damaged(source: Tensors) -> Tensors:
+    """Return the same tensors, unless a fault is due: then with one bit of the first changed, or half of them lost."""
+    for kind in () if (faults := armed()) is None else faults.damage(Site.ENGINE_READ):
+        source = DamagedTensors(source, kind)
+    return source
+
+
+class DamagedTensors:
+    """Tensors that are read wrong, as of a machine that fails, or an engine that does.
+
+    Args:
+        source: what is there.
+        kind: ``flip`` or ``half``.
+    """
+
+    def __init__(self, source: Tensors, kind: Kind) -> None:
+        self._source, self._kind, self.headers = source, kind, source.headers
+        self._first, *_ = self._names = list(source.headers)
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor, or what is left of it."""
+        tensor = self._source.read(name)
+        if self._kind is Kind.HALF:
+            return tensor if self._names.index(name) < len(self._names) // 2 else tensor.new_zeros(tensor.shape)
+        if name == self._first:
+            tensor = tensor.clone()
+            tensor.view(-1).view(uint8)[0] ^= 1
+        return tensor

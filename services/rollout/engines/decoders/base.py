@@ -1,6 +1,6 @@
 """The decoder protocol: a model with a KV cache of rows, which the engine's batch drives."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -102,6 +102,12 @@ class Decoder(Protocol):
 
     def switch(self) -> None:
         """Make the staged weights serve."""
+
+    def digests(self) -> Iterator[tuple[str, int]]:
+        """Digest the weights that serve, as they are in memory now, by their names in images; see ``digests``.
+
+        A name comes twice where two copies of one weight serve.
+        """
 
     def discard(self) -> None:
         """Give the weights up, and keep their memory: the next ones that are staged, or restored, may take it.

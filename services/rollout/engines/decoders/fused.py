@@ -7,7 +7,7 @@ they compute all of it instead.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +58,12 @@ class NativeForward:
         sizes = self._sizes
         widest = max(sizes.vocab_size, sizes.intermediate_size)
         return self._kernels.is_worth_threads(self._num_rows, sizes.hidden_size, widest)
+
+    @property
+    def weights(self) -> FusedWeights:
+        """What it computes with."""
+        assert self._weights is not None
+        return self._weights
 
     def use(self, weights: FusedWeights) -> None:
         """Compute with these weights from now on."""
@@ -205,6 +211,10 @@ class FusedDecoder:
         """Make the staged weights serve; the others are freed."""
         assert self._spare is not None
         self._use(self._spare)
+
+    def digests(self) -> Iterator[tuple[str, int]]:
+        """Digest what serves; see ``Decoder.digests``."""
+        return (self._weights if self._native is None else self._native.weights).digests()
 
     def discard(self) -> None:
         """Keep the weights as memory for others; see ``Decoder.discard``."""

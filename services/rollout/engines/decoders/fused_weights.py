@@ -6,7 +6,7 @@ attention does not notice. A set of weights that nothing is computed with may be
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from flotilla.services.rollout.engines.decoders.architecture import Architecture
 from flotilla.services.rollout.engines.decoders.arrival import Tensors
 from flotilla.services.rollout.engines.decoders.checkpoint import check_headers
 from flotilla.services.rollout.engines.decoders.native.kernels import Kernels
+from flotilla.shared.weights.image.digests import Words, of_sums, of_tensor, row_sums
 
 HAS_ONEDNN: bool = torch._C._has_mkldnn
 PACKED_ELEMENTS = 1 << 17
@@ -108,6 +109,23 @@ class Matrix:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
         self.plain = self._transposed = None
         self._places = weight.new_empty(0)  # it is freed
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the weight is another's too, and a copy of it serves here."""
+        return self._shared is not None and self.plain is None
+
+    def numbers(self) -> Tensor:
+        """Number the rows: [out], which parts of the matrix are found by as in what ``open`` returns."""
+        return torch.arange(self.shape[0])
+
+    def sums(self) -> Words:
+        """Sum the rows as they are in memory now: [out]; see ``digests``."""
+        if self._kernels is not None:
+            return self._kernels.row_sums(self.native, self.shape, is_gated=self._is_gated)
+        if self._packed is not None:
+            return row_sums(self._packed.to_dense())
+        return row_sums(_unpacked(self))
 
     def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Multiply rows [B, in]: [B, out]; written to ``out``, if that is given."""
@@ -216,7 +234,7 @@ class FusedWeights:
         Raises:
             WeightTransferFailed: a tensor cannot be read, or names, shapes or dtypes do not fit.
         """
-        targets = dict(self._targets())
+        targets = dict(self._targets(Matrix.open))
         left = Counter(id(target.matrix) for target in targets.values())
         expected = {name: target.shape for name, target in targets.items()}
         rotary = {f"model.layers.{number}.self_attn.rotary_emb.inv_freq" for number in range(len(self.layers))}
@@ -237,6 +255,21 @@ class FusedWeights:
                     self.head.open()
                     self.head.pack()
 
+    def digests(self) -> Iterator[tuple[str, int]]:
+        """Digest what is in memory now, by the names of the checkpoint; matrices part by part."""
+        sums: dict[int, Words] = {}
+        for name, target in self._targets(Matrix.numbers):
+            if target.matrix is None:
+                # A norm of heads is there once for each of them.
+                yield from ((name, of_tensor(each)) for each in target.view.reshape(-1, *target.shape))
+                continue
+            key = id(target.matrix)
+            if key not in sums:
+                sums[key] = target.matrix.sums()
+            yield name, of_sums(sums[key][target.view.reshape(-1).numpy()])
+        if self.head.is_copy:
+            yield "model.embed_tokens.weight", of_sums(self.head.sums())
+
     def tensors(self) -> Iterator[Tensor]:
         """List all tensors, in an order that depends on the architecture alone; where matrices are not packed."""
         yield self.embedding
@@ -256,28 +289,30 @@ class FusedWeights:
         for each in self.layers:
             yield from (each.qkv, each.output, each.gate_up, each.down)
 
-    def _targets(self) -> Iterator[tuple[str, Target]]:
+    def _targets(self, opened: Callable[[Matrix], Tensor]) -> Iterator[tuple[str, Target]]:
         yield "model.embed_tokens.weight", _plain(self.embedding)
         yield "model.norm.weight", _plain(self.final_norm)
         if not self._architecture.is_tied:
-            yield "lm_head.weight", _whole(self.head)
+            yield "lm_head.weight", _whole(self.head, opened)
         for number, each in enumerate(self.layers):
-            yield from self._layer_targets(f"model.layers.{number}.", each)
+            yield from self._layer_targets(f"model.layers.{number}.", each, opened)
 
-    def _layer_targets(self, prefix: str, layer: LayerWeights) -> Iterator[tuple[str, Target]]:
+    def _layer_targets(
+        self, prefix: str, layer: LayerWeights, opened: Callable[[Matrix], Tensor]
+    ) -> Iterator[tuple[str, Target]]:
         yield f"{prefix}input_layernorm.weight", _plain(layer.input_norm)
         yield f"{prefix}post_attention_layernorm.weight", _plain(layer.post_norm)
-        yield f"{prefix}self_attn.o_proj.weight", _whole(layer.output)
-        gate, up = layer.gate_up.open().chunk(2)
+        yield f"{prefix}self_attn.o_proj.weight", _whole(layer.output, opened)
+        gate, up = opened(layer.gate_up).chunk(2)
         yield f"{prefix}mlp.gate_proj.weight", _rows(layer.gate_up, gate)
         yield f"{prefix}mlp.up_proj.weight", _rows(layer.gate_up, up)
-        yield f"{prefix}mlp.down_proj.weight", _whole(layer.down)
-        yield from self._attention_targets(f"{prefix}self_attn.", layer)
+        yield f"{prefix}mlp.down_proj.weight", _whole(layer.down, opened)
+        yield from self._attention_targets(f"{prefix}self_attn.", layer, opened(layer.qkv))
 
-    def _attention_targets(self, prefix: str, layer: LayerWeights) -> Iterator[tuple[str, Target]]:
+    def _attention_targets(self, prefix: str, layer: LayerWeights, rows: Tensor) -> Iterator[tuple[str, Target]]:
         sizes = self._architecture
         queries, keys = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-        query, key, value = torch.split(layer.qkv.open(), [queries, keys, keys])
+        query, key, value = torch.split(rows, [queries, keys, keys])
         yield f"{prefix}q_proj.weight", _rows(layer.qkv, query, sizes.num_heads)
         yield f"{prefix}k_proj.weight", _rows(layer.qkv, key, sizes.num_kv_heads)
         yield f"{prefix}v_proj.weight", _rows(layer.qkv, value)
@@ -306,8 +341,8 @@ def _viewed(shape: tuple[int, ...], view: Tensor) -> Target:
     return Target(shape, tuple(view.shape), view)
 
 
-def _whole(matrix: Matrix) -> Target:
-    return _rows(matrix, matrix.open())
+def _whole(matrix: Matrix, opened: Callable[[Matrix], Tensor]) -> Target:
+    return _rows(matrix, opened(matrix))
 
 
 def _rows(matrix: Matrix, places: Tensor, num_heads: int | None = None) -> Target:

@@ -8,7 +8,7 @@ token.
 import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from flotilla.shared.errors import ModelError, WeightTransferFailed
 from flotilla.shared.net.absence import absent_or
 from flotilla.shared.vision.kinds import takes_images
 from flotilla.shared.weights.image.checkpoint_names import pieces_of
+from flotilla.shared.weights.image.digests import of_tensor
 
 log = logging.getLogger(__name__)
 
@@ -206,6 +207,11 @@ class ModelWeights:
             else:
                 self._staged[name] = source.read(name).to(self._tensors[name], copy=True)
 
+    def digests(self) -> Iterator[tuple[str, int]]:
+        """Digest the model's own tensors; see ``Decoder.digests``."""
+        for name, tensor in self._tensors.items():
+            yield name, of_tensor(tensor)
+
     def discard(self) -> None:
         """Have the next weights read into the model itself; see ``Decoder.discard``."""
         self._is_discarded = True
@@ -263,7 +269,7 @@ class CachedDecoder(KeepsNothing):
         self._forward = _Forward(model)
         self._cache = ColumnCache(num_rows)
         self.stage, self.switch, self.restore = weights.stage, weights.switch, weights.restore
-        self.discard = weights.discard
+        self.discard, self.digests = weights.discard, weights.digests
         self._weights = weights
         self.move_rows, self.clear_rows = self._cache.move_rows, self._cache.clear_rows
 
@@ -328,7 +334,7 @@ class RecomputingDecoder(KeepsNothing):
         self._device = next(model.parameters()).device
         self._forward = _Forward(model)
         self._rows: list[list[int]] = [[] for _ in range(num_rows)]
-        self.stage, self.switch = weights.stage, weights.switch
+        self.stage, self.switch, self.digests = weights.stage, weights.switch, weights.digests
         self.release, self.restore, self.discard = weights.release, weights.restore, weights.discard
 
     @torch.inference_mode()

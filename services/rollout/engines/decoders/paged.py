@@ -310,6 +310,11 @@ class PagedDecoder(KeepsNothing):
                     serving.copy_(new)
         self._spare, self._is_discarded = None, False
 
+    def digests(self) -> Iterator[tuple[str, int]]:
+        """Digest what serves; see ``Decoder.digests``."""
+        assert self._weights is not None
+        return self._weights.digests()
+
     def discard(self) -> None:
         """Have the next weights read to the addresses that graphs know; see ``Decoder.discard``."""
         self._spare, self._is_discarded = None, True

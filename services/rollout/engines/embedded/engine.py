@@ -30,7 +30,14 @@ from flotilla.services.rollout.engines.requests import check_request, unstarted_
 from flotilla.services.rollout.engines.settings import EngineSettings
 from flotilla.services.rollout.engines.stop_text import StopText, TextDecoder, load_text_decoder
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
-from flotilla.shared.errors import DataError, InvalidRequest, ModelError, RequestInFlight, Unavailable
+from flotilla.shared.errors import (
+    DataError,
+    InvalidRequest,
+    ModelError,
+    RequestInFlight,
+    Unavailable,
+    WeightTransferFailed,
+)
 from flotilla.shared.host.freed_memory import return_freed_memory
 from flotilla.shared.schemas.trajectory import FinishReason
 
@@ -191,9 +198,14 @@ class TorchEngine:
             self.abort(request_id)
         self._updates.clear()
 
-    def request_update(self, update_id: int, image: Path, version: int, mode: OnWeightUpdate) -> None:
-        """Ask for a weight update; it is applied by a later ``step``, in the order of asking."""
-        self._updates.add(Update(update_id, image, version, mode))
+    def request_update(
+        self, update_id: int, image: Path, version: int, mode: OnWeightUpdate, digest: str | None = None
+    ) -> None:
+        """Ask for a weight update; it is applied by a later ``step``, in the order of asking.
+
+        With the publisher's digest nothing is sampled before the weights in memory are found to be those.
+        """
+        self._updates.add(Update(update_id, image, version, mode, digest))
 
     def begin_transfer(self, arrival: Arrival) -> None:
         """Read an image while it is received, where loading overlaps with sampling."""
@@ -282,7 +294,11 @@ class TorchEngine:
             self._outcomes += refused
             if update is None or self._is_held_back(update):
                 return
-            self._updates.apply_first()
+            try:
+                self._updates.apply_first()
+            except WeightTransferFailed as error:
+                self._has_diverged(update, error)
+                return
             self._turns.clear()
             self._has_new_weights(update.version)
             self._batch.tag(update.version)
@@ -298,6 +314,12 @@ class TorchEngine:
                 self._batch.kv_versions[rows] = update.version
             self._outcomes.append(Updated(update.update_id, None))
             log.info("weights updated", extra={"version": update.version, "on_update": update.mode.value})
+
+    def _has_diverged(self, update: Update, error: WeightTransferFailed) -> None:
+        """Give up what is in place now: it is not what was published, and nothing was sampled with it."""
+        log.warning("weights are not served", extra={"version": update.version, "error": error.detail})
+        self.discard_weights()
+        self._outcomes.append(Updated(update.update_id, error))
 
     def _is_held_back(self, update: Update) -> bool:
         if update.mode is OnWeightUpdate.DRAIN and self._batch.num_running:

@@ -13,8 +13,11 @@ from pathlib import Path
 from flotilla.services.rollout.engines.decoders.arrival import Arrival
 from flotilla.services.rollout.engines.decoders.base import Decoder
 from flotilla.services.rollout.engines.embedded.outcomes import Updated
+from flotilla.services.rollout.engines.embedded.proof import prove
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.errors import FlotillaError, WeightTransferFailed
+from flotilla.shared.faults.armed import armed
+from flotilla.shared.faults.sites import Kind, Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,8 @@ class Update:
     image: Path
     version: int
     mode: OnWeightUpdate
+    digest: str | None = None
+    """The publisher's; None: nobody told it."""
 
     @property
     def content(self) -> tuple[Path, int]:
@@ -170,11 +175,20 @@ class UpdateQueue:
         return (self._updates[0] if self._updates else None), refused
 
     def apply_first(self) -> None:
-        """Switch to the staged weights."""
+        """Switch to the staged weights, and prove that they are in place.
+
+        Raises:
+            WeightsDiverged: they are not.
+            WeightTransferFailed: their image is gone.
+        """
         assert self._updates and self._staged == self._updates[0].content
-        self._decoder.switch()
-        self._updates.pop(0)
+        faults = armed()
+        if faults is None or Kind.KEEP not in faults.damage(Site.ENGINE_SWITCH):
+            self._decoder.switch()
+        update = self._updates.pop(0)
         self._staged = None
+        if update.digest is not None:
+            prove(self._decoder, update.image, update.version, update.digest)
 
     @property
     def first(self) -> Update | None:

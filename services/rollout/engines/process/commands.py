@@ -35,6 +35,7 @@ class UpdateWeights:
     image: Path
     version: int
     mode: OnWeightUpdate
+    digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

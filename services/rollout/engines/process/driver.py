@@ -119,8 +119,8 @@ class EngineDriver:
                 else:
                     self._call_of[request.request_id] = call
                     self._request_of[call] = request.request_id
-            case UpdateWeights(call, image, version, mode):
-                self._engine.request_update(call, image, version, mode)
+            case UpdateWeights(call, image, version, mode, digest):
+                self._engine.request_update(call, image, version, mode, digest)
             case BeginTransfer(transfer):
                 # Without an arrival it was aborted before its turn came.
                 if (arrival := self._arrivals.get(transfer)) is not None:

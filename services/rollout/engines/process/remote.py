@@ -88,6 +88,11 @@ class RemoteEngine(ABC):
         """Replace the weights; cancelling it drops the update unless it was applied. See ``Engine.load_weights``."""
         await self.ask(UpdateWeights(next(self._numbers), image, version, on_update))
 
+    async def load_proved(self, image: Path, version: int, on_update: OnWeightUpdate, digest: str) -> bool:
+        """Replace the weights, and read them back; see ``ProvesWeights.load_proved``."""
+        await self.ask(UpdateWeights(next(self._numbers), image, version, on_update, digest))
+        return True
+
     async def sleep(self) -> None:
         """Free weights and cache; see ``Engine.sleep``.
 

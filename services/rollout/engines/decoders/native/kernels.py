@@ -9,14 +9,18 @@ import ctypes
 import functools
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flotilla.shared.models.native_code import load_library
+from flotilla.shared.weights.image.digests import Words, row_sums
 
 SOURCE = Path(__file__).with_name("kernels.c")
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _SUMMED = 64
+UNPACKED_BYTES = 4 << 20
+"""What of a packed weight is laid out as rows at a time."""
 MOST_THREADS = 16
 """Each has scores of its own to work with, and more would wait for each other."""
 _SIGNATURES = {
@@ -75,6 +79,24 @@ class Kernels:
         packed = torch.empty(self._packed_size(outputs, depth, is_gated)) if into is None else into
         self._pack(rows.data_ptr(), packed.data_ptr(), outputs, depth, is_gated)
         return packed
+
+    def row_sums(self, packed: Tensor, shape: tuple[int, int], *, is_gated: bool) -> Words:
+        """Sum the rows of a packed weight [out, in]: [out]; see ``digests.row_sums``."""
+        outputs, depth = shape
+        width = self._packed_size(1, 1, False)
+        # A panel is [depth, width]: of each row one column, of a gated weight half of them of its second half.
+        panels = packed.view(-1, depth, width)
+        step = max(1, UNPACKED_BYTES // panels[0].nbytes)
+        parts = [
+            row_sums(panels[start : start + step].transpose(1, 2).reshape(-1, depth))
+            for start in range(0, panels.shape[0], step)
+        ]
+        sums = np.concatenate(parts)
+        if not is_gated:
+            return sums[:outputs]
+        halves = sums.reshape(-1, 2, width // 2).transpose(1, 0, 2).reshape(2, -1)
+        found: Words = halves[:, : outputs // 2].reshape(-1)
+        return found
 
     def is_worth_threads(self, rows: int, depth: int, outputs: int) -> bool:
         """Whether a product of rows [rows, depth] with a weight [outputs, depth] is made by several threads."""

@@ -7,7 +7,6 @@ from typing import Any, Final
 from flotilla.importers.datasets import file_or_hub, takes_split, training
 from flotilla.importers.openrlhf.flags import router, router_row
 from flotilla.importers.openrlhf.system import (
-    DTYPES,
     OPENRLHF,
     decay,
     model,
@@ -15,6 +14,7 @@ from flotilla.importers.openrlhf.system import (
     tracking,
 )
 from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
+from flotilla.importers.precision import dtype_of
 from flotilla.importers.source import Source
 from flotilla.importers.system import Rule, System, make_system
 from flotilla.importers.values import count, flag, integer, number, pieces, text
@@ -198,7 +198,7 @@ def _sizes(source: Source) -> Fields:
         "job.max_tokens": longest,
         "optimisation.groups_per_mini_batch": size,
         "optimisation.micro_batch_tokens": source.required("--micro_train_batch_size") * longest,
-        "model.dtype": source.choose("--param_dtype", DTYPES) or "bfloat16",
+        "model.dtype": dtype_of(source, "--param_dtype"),
     }
     rows = None if source.rows is None else min(source.rows, source.required("--max_samples"))
     total = 0 if rows is None else int(rows * source.required("--max_epochs") // size)

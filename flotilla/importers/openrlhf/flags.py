@@ -71,7 +71,7 @@ MODELS: tuple[Parameter, ...] = (
                "policy where graders are behind URLs; the policy's path is left out",
                example="a-reward-model", default=None, context={"--advantage_estimator": "gae"},
                aliases=("--critic.model_name_or_path",)),
-    translated("--param_dtype", "model.dtype", text, "bf16 is bfloat16; fp16 is refused", example="fp32",
+    translated("--param_dtype", "model.dtype", text, "bf16 is bfloat16; fp16 is float32", example="fp32",
                default="bf16", aliases=("--ds.param_dtype",)),
     translated("--load_in_4bit", "model.lora.quantisation", flag, "nf4 with packed scales, of the weights beside "
                "adapters; without lora_rank it is refused", example=True, default=False, context=WITH_LORA,

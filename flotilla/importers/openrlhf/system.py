@@ -9,6 +9,7 @@ from flotilla.importers.datasets import file_or_hub, held_out, takes_split, trai
 from flotilla.importers.low_rank import low_rank
 from flotilla.importers.openrlhf import flags, learning
 from flotilla.importers.pictures import ONE_RANK, not_seen
+from flotilla.importers.precision import dtype_of
 from flotilla.importers.source import Source
 from flotilla.importers.spelling import is_private_host
 from flotilla.importers.system import System, make_system
@@ -17,7 +18,6 @@ from flotilla.shared.config.sections.data import PLACE
 
 Fields = dict[str, Any]
 
-DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
 SCHEDULES = {
     "cosine_with_min_lr": ("cosine", 0.1), "cosine": ("cosine", 0.0), "linear": ("linear", 0.0),
     "constant": ("constant", None), "constant_with_warmup": ("constant", None),
@@ -207,13 +207,13 @@ def lengths(source: Source) -> Fields:
         budget = source.required("--train_max_tokens_per_gpu")
     else:
         budget = source.required("--micro_train_batch_size") * context
-    dtype = source.choose("--param_dtype", DTYPES)
+    dtype = dtype_of(source, "--param_dtype")
     return {
         "data.max_prompt_tokens": None if whole is not None else context - answer,
         "rollout.sampling.max_new_tokens": answer,
         "rollout.engine.context_tokens": context,
         "optimisation.micro_batch_tokens": budget,
-        "model.dtype": dtype or "bfloat16",
+        "model.dtype": dtype,
     }
 
 

@@ -4,6 +4,7 @@ from typing import Any, Final
 
 from flotilla.importers.attention import ROUTER_DTYPE
 from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
+from flotilla.importers.precision import dtype_of
 from flotilla.importers.roll.rows import CONFIG, CUTTING, ENVIRONMENT, KERNELS, PLACEMENT, SHARDING
 from flotilla.importers.source import Source
 from flotilla.importers.values import flag, number, text
@@ -14,7 +15,6 @@ TEACHER: Final = "teacher"
 PATH: Final = f"{TEACHER}.model_args.model_name_or_path"
 PURE: Final = "is_pure_opd"
 MIXED: Final = "use_opd"
-DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
 TAUGHT = {PATH: "a-teacher", MIXED: True}
 
 ROWS: tuple[Parameter, ...] = (
@@ -25,7 +25,7 @@ ROWS: tuple[Parameter, ...] = (
     translated(PATH, "algorithm.distillation.path", text, "the teacher, in the trainer", example="another-teacher",
                default=None, context=TAUGHT),
     translated(f"{TEACHER}.model_args.dtype", "algorithm.distillation.dtype", text,
-               "bf16 is bfloat16, fp32 is float32; fp16 is refused", example="fp32", default="bf16", context=TAUGHT),
+               "bf16 is bfloat16, fp32 is float32, and so is fp16", example="fp32", default="bf16", context=TAUGHT),
     applied(f"{TEACHER}.opd_kl_coef", "algorithm.distillation.coefficient", number, "advantage per nat", example=0.5,
             default=1.0, context=TAUGHT),
     refused(f"{TEACHER}.tag_included", "the teacher that the trainer loads teaches all rows: several, by data source, "
@@ -72,7 +72,7 @@ def distillation(source: Source) -> Fields:
         source.refuse(MIXED, "the reference of ROLL's KL is then the teacher, and ours the policy: leave the KL out")
     section = {
         "path": path,
-        "dtype": source.choose(f"{TEACHER}.model_args.dtype", DTYPES) or "bfloat16",
+        "dtype": dtype_of(source, f"{TEACHER}.model_args.dtype"),
         "coefficient": source.required(f"{TEACHER}.opd_kl_coef"),
         "pure": pure,
     }

@@ -5,11 +5,12 @@ from typing import Any, Final
 
 from flotilla.importers.datasets import FILES, training
 from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
+from flotilla.importers.precision import dtype_of
 from flotilla.importers.roll import graders
 from flotilla.importers.roll.launch import MODULE
 from flotilla.importers.roll.placement import shares_of_the_batch
 from flotilla.importers.roll.rows import CONFIG, KERNELS, PLACEMENT, TRAIN
-from flotilla.importers.roll.system import DTYPES, ROLL, adapters, decays_all, schedule, tracking
+from flotilla.importers.roll.system import ROLL, adapters, decays_all, schedule, tracking
 from flotilla.importers.source import Source
 from flotilla.importers.system import System, make_system
 from flotilla.importers.values import count, flag, integer, number, text, texts, unchanged
@@ -170,7 +171,7 @@ def run_of(source: Source, steps: int, planned: int) -> Fields:
         **schedule(source, planned),
         "optimisation.betas": [0.9, 0.999],
         "checkpoint.every_steps": steps if save < 1 else min(save, steps),
-        "model.dtype": source.choose(f"{TRAIN}.model_args.dtype", DTYPES) or "bfloat16",
+        "model.dtype": dtype_of(source, f"{TRAIN}.model_args.dtype"),
     }
     if decays_all(source):
         fields["optimisation.decay_all"] = True

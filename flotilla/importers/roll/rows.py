@@ -147,7 +147,7 @@ BATCHES: tuple[Parameter, ...] = (
 
 WORKERS: tuple[Parameter, ...] = (
     translated(f"{TRAIN}.model_args.dtype", "model.dtype", text,
-               "bf16 is bfloat16, fp32 is float32; fp16 is refused", example="fp32", default="bf16",
+               "bf16 is bfloat16, fp32 is float32, and so is fp16", example="fp32", default="bf16",
                aliases=("model_args.dtype",)),
     translated(f"{TRAIN}.model_args.lora_target", "model.lora.targets", layers, "all, or names of layers: adapters are "
                "trained in place of the weights; a pattern is refused", example="q_proj,v_proj", default=None,

@@ -12,6 +12,7 @@ from flotilla.importers.datasets import FILES, held_out, training
 from flotilla.importers.hydra import apply_hydra_overrides, as_given
 from flotilla.importers.low_rank import named_layers
 from flotilla.importers.parameter import UNSET, Inherit
+from flotilla.importers.precision import dtype_of
 from flotilla.importers.roll import distillation, environments, graders, images, launch, learning, rows
 from flotilla.importers.roll.learning import response_length
 from flotilla.importers.roll.placement import placement, shares_of_the_batch
@@ -28,7 +29,6 @@ BACKENDS = tuple(f"deepspeed_{kind}" for kind in ("zero", "zero2", "zero2_cpuoff
 GEM = frozenset({"traj_envs_gem_math", "traj_envs_gem_qa", "traj_envs_gem_games"})
 OWN = frozenset({*BACKENDS, *GEM, "traj_envs", "step_envs", "vl_traj_envs"})
 """ROLL's own files: of how trainers shard, which does not matter here, and of environments, whose keys are refused."""
-DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 STRATEGY = f"{TRAIN}.strategy_args.strategy_name"
 DECAY = f"{TRAIN}.training_args.weight_decay"
@@ -87,7 +87,7 @@ def kernels(source: Source) -> Fields:
     found = attention_of(
         source.given[name].value,
         on_gpus="resources.trainer.devices" in placed,
-        dtype=source.choose(f"{TRAIN}.model_args.dtype", DTYPES) or "bfloat16",
+        dtype=dtype_of(source, f"{TRAIN}.model_args.dtype"),
         divides_sequences="parallelism.sequence_parallel" in placed,
     )
     return {} if found is None or source.value(name) is None else {"model.attention": found}
@@ -120,7 +120,7 @@ def run(source: Source) -> Fields:
         **schedule(source, total * batches(source)["asynchrony.require_batches"] * source.required("ppo_epochs")),
         "optimisation.betas": [0.9, 0.999],
         "checkpoint.every_steps": total if save < 1 else min(save, total),
-        "model.dtype": source.choose(f"{TRAIN}.model_args.dtype", DTYPES) or "bfloat16",
+        "model.dtype": dtype_of(source, f"{TRAIN}.model_args.dtype"),
     }
     if decays_all(source):
         fields["optimisation.decay_all"] = True

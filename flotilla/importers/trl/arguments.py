@@ -76,7 +76,8 @@ ROWS: tuple[Parameter, ...] = (
                       "paged_adamw", "adamw_torch_npu_fused")),
     translated("bf16", "model.dtype", flag, "bfloat16 computes over float32 masters; without it, float32",
                example=False, default=True, context={}),
-    refused("fp16", "bfloat16 needs no scaled gradients: set bf16", default=False),
+    translated("fp16", "model.dtype", flag, "true: computed in float32, which holds the values of float16 and needs no "
+               "scaled losses", example=True, default=False),
     translated("gradient_checkpointing", "optimisation.activation_checkpointing", flag, "activations are computed "
                "again in the backward pass", example=False, default=True),
     translated("save_steps", "checkpoint.every_steps", number, "updates between two checkpoints; below 1 a share of "

@@ -7,6 +7,7 @@ from typing import Any, Final
 from flotilla.importers.adapter import adapter_name, trl_rows_adapter
 from flotilla.importers.datasets import file_or_hub
 from flotilla.importers.low_rank import ALL, PATTERN
+from flotilla.importers.precision import HALF, WIDENED
 from flotilla.importers.source import Source
 from flotilla.importers.trackers import chosen
 from flotilla.importers.trl.arguments import spec_name
@@ -47,12 +48,14 @@ def model(source: Source) -> Fields:
     dtype = str(source.value("model_init_kwargs.dtype") or "").removeprefix("torch.")
     has_adapters = "peft_config.r" in source.given or any(n.startswith("peft_config.") for n in source.given)
     is_half = dtype == "bfloat16"
-    if dtype not in {"", "auto", "bfloat16", "float32", "float16"}:
+    if dtype not in {"", "auto", "bfloat16", "float32", *HALF}:
         source.refuse("model_init_kwargs.dtype", f"{dtype!r} is not offered here: use bfloat16 or float32")
-    if dtype == "float16":
-        source.refuse("model_init_kwargs.dtype", "float16 needs scaled gradients: use bfloat16")
-    fields["model.dtype"] = "bfloat16" if is_half or default(source, "bf16") else "float32"
-    if is_half and not has_adapters:
+    is_scaled = dtype in HALF or bool(source.value("fp16"))
+    if is_scaled:
+        source.note(WIDENED)
+    is_narrow = (is_half or default(source, "bf16")) and not is_scaled
+    fields["model.dtype"] = "bfloat16" if is_narrow else "float32"
+    if is_half and is_narrow and not has_adapters:
         fields["optimisation.masters"] = "model"
     if (revision := source.value("model_init_kwargs.revision")) not in {None, "main"}:
         fields["model.revision"] = revision

@@ -126,7 +126,7 @@ ROLLOUT: tuple[Parameter, ...] = (
                "completions sampled at a time; where it is silent, our own default: it is a capacity",
                example=64, translate=lambda value: value),
     translated(f"{ROLLOUT_NAME}.dtype", "model.dtype", text,
-               "element type in sampling and training, over float32 masters; float16 is refused",
+               "element type in sampling and training, over float32 masters; float16 is float32",
                example="float32", default="bfloat16"),
     translated(f"{ROLLOUT_NAME}.val_kwargs.do_sample", "evaluation.greedy", flag, "false is greedy", example=True,
                default=False, context={f"{ROLLOUT_NAME}.val_kwargs.temperature": 1.0},

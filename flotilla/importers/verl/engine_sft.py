@@ -4,10 +4,11 @@ from collections.abc import Collection
 from typing import Any
 
 from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
+from flotilla.importers.precision import dtype_of
 from flotilla.importers.source import Source
 from flotilla.importers.system import System, make_system
 from flotilla.importers.values import count, flag, integer, number, numbers, share, text, texts
-from flotilla.importers.verl.finished import DTYPES, ROWS, SHARDING, VERL_SFT, adapters, duration, files
+from flotilla.importers.verl.finished import ROWS, SHARDING, VERL_SFT, adapters, duration, files
 from flotilla.importers.verl.launch import last_name
 from flotilla.importers.verl.rules import masters
 
@@ -81,7 +82,7 @@ def sizes(source: Source) -> Fields:
     schedule = source.choose("optim.lr_scheduler_type", SHAPES) or "constant"
     least = source.value("optim.min_lr_ratio") if schedule != "constant" else None
     cycles = source.value("optim.num_cycles") if schedule != "constant" else 0.5
-    dtype = source.choose("engine.dtype", DTYPES) or "bfloat16"
+    dtype = dtype_of(source, "engine.dtype")
     is_narrow = masters(source, "engine.model_dtype") and dtype == "bfloat16"
     return {
         **({} if path is None else {"model.path": path}),

@@ -9,6 +9,7 @@ from typing import Any
 
 from flotilla.importers.datasets import FILES, held_out
 from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
+from flotilla.importers.precision import dtype_of
 from flotilla.importers.source import Source
 from flotilla.importers.system import System, make_system
 from flotilla.importers.values import count, integer, number, text, texts
@@ -21,7 +22,6 @@ Fields = dict[str, Any]
 
 DEADLINE_SECONDS = 7 * 86_400.0
 """verl's programs wait without end."""
-DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32", "float": "float32"}
 PLACED = "where and how fast answers are sampled is the fleet's own matter: this changes speed, not what is sampled"
 SPEED = (
     "name", "mode", "tensor_model_parallel_size", "gpu_memory_utilization", "load_format", "enforce_eager",
@@ -110,7 +110,7 @@ def _answering(rollout: str, files: str, samples: str) -> Callable[[Source], Fie
         fields: Fields = {
             "name": "generation",
             "job.kind": "evaluation",
-            "model.dtype": source.choose(f"{rollout}.dtype", DTYPES) or "bfloat16",
+            "model.dtype": dtype_of(source, f"{rollout}.dtype"),
             "data.label_column": "reward_model.ground_truth",
             "data.data_source_column": "data_source",
             "data.max_prompt_tokens": prompt,

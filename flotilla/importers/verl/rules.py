@@ -3,6 +3,7 @@
 from typing import Any
 
 from flotilla.importers.parameter import UNSET
+from flotilla.importers.precision import DTYPES, HALF, dtype_of
 from flotilla.importers.source import Source
 from flotilla.importers.trackers import chosen
 from flotilla.importers.values import integer, same
@@ -16,7 +17,6 @@ from flotilla.shared.config.sections.publication import MAX_SLICE_MEGABYTES
 
 Fields = dict[str, Any]
 
-DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32", "float": "float32"}
 DELTA = "delta_sharded"
 """verl's transfer of what has changed; whole weights arrive as the same."""
 ONE_STEP_OFF: Fields = {
@@ -190,6 +190,8 @@ def _decay(source: Source, shape: str, updates: int) -> Fields:
 
 def masters(source: Source, name: str) -> bool:
     """Whether weights are kept and trained in bfloat16, without float32 masters."""
+    if str(source.value(name)) in HALF:
+        source.refuse(name, "weights are kept in float32, or trained in bfloat16: use one of them")
     return str(source.choose(name, DTYPES)) == "bfloat16"
 
 
@@ -204,7 +206,7 @@ def lengths(source: Source) -> Fields:
     answer = _length(source, f"{ROLLOUT_NAME}.response_length", "data.max_response_length")
     prompt = _length(source, f"{ROLLOUT_NAME}.prompt_length", "data.max_prompt_length")
     bound = source.value(f"{ROLLOUT_NAME}.max_model_len")
-    dtype = source.choose(f"{ROLLOUT_NAME}.dtype", DTYPES)
+    dtype = dtype_of(source, f"{ROLLOUT_NAME}.dtype")
     for name in COMPUTED_IN:
         if (
             source.has(name)
@@ -217,7 +219,7 @@ def lengths(source: Source) -> Fields:
         "rollout.sampling.max_new_tokens": answer,
         "rollout.engine.context_tokens": context,
         "rollout.group_size": source.required(f"{ROLLOUT_NAME}.n"),
-        "model.dtype": dtype or "bfloat16",
+        "model.dtype": dtype,
     }
     if masters(source, f"{ACTOR}.fsdp_config.model_dtype") and dtype == "bfloat16":
         fields["optimisation.masters"] = "model"

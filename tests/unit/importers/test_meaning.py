@@ -287,7 +287,8 @@ def test_datasets_become_sources_and_sets(system: str, values: dict[str, Any], p
         ("verl", {f"{VAL}.min_p": 0.1}, f"{VAL}.min_p"),
         ("verl", {**ASYNC, "async_training.compute_prox_log_prob": True}, "async_training.compute_prox_log_prob"),
         ("verl", {"reward_model.reward_manager": "prime"}, "reward_model.reward_manager"),
-        ("verl", {"actor_rollout_ref.rollout.dtype": "float16"}, "actor_rollout_ref.rollout.dtype"),
+        ("verl", {"actor_rollout_ref.rollout.dtype": "float8"}, "actor_rollout_ref.rollout.dtype"),
+        ("verl", {f"{ACTOR}.fsdp_config.model_dtype": "fp16"}, f"{ACTOR}.fsdp_config.model_dtype"),
         ("verl", {"trainer.device": "tpu"}, "trainer.device"),
         ("verl", {"data.tuncation": "left"}, "data.tuncation"),
         ("openrlhf", {"--prompt_data": "a.jsonl,b.jsonl", "--prompt_data_probs": "1"}, "--prompt_data_probs"),
@@ -295,7 +296,7 @@ def test_datasets_become_sources_and_sets(system: str, values: dict[str, Any], p
         ("openrlhf", {"--use_kl_loss": True}, "--kl_estimator"),
         ("openrlhf", {"--remote_rm_url": "http://a/x,,http://b/x"}, "--remote_rm_url"),
         ("openrlhf", {"--remote_rm_url": "grade.py,http://b/x"}, "--remote_rm_url"),
-        ("openrlhf", {"--param_dtype": "fp16"}, "--param_dtype"),
+        ("openrlhf", {"--param_dtype": "int8"}, "--param_dtype"),
         ("openrlhf", {"--load_in_4bit": True}, "--load_in_4bit"),
         ("openrlhf", {"--train_batch_size": 130}, "--train_batch_size"),
         ("roll", {"actor_train.data_args.template": "longcot_V3"}, "actor_train.data_args.template"),
@@ -480,3 +481,21 @@ def test_rows_that_are_set_last_replace_all_those_of_the_file(field_name: str, v
     assert found.may_run(), found.report.render()
     written = field(found, field_name)
     assert written == value or [each["path"] for each in written] == ["mine.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("system", "name", "value"),
+    [
+        ("verl", "actor_rollout_ref.rollout.dtype", "float16"),
+        ("openrlhf", "--param_dtype", "fp16"),
+        ("roll", "actor_train.model_args.dtype", "fp16"),
+        ("trl", "fp16", True),
+        ("trl", "model_init_kwargs.dtype", "torch.float16"),
+    ],
+)
+def test_float16_is_computed_in_float32_which_the_report_says_first(system: str, name: str, value: Any) -> None:
+    found = import_flat(system, {**BASES[system], name: value})
+
+    assert found.spec is not None and found.spec.model.dtype == "float32"
+    assert found.report.refused == []
+    assert any("float16 becomes float32" in line for line in found.report.suggestion)

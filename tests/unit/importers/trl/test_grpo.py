@@ -107,7 +107,6 @@ def test_a_parameter_means_what_trls_trainer_computes(more: dict[str, Any], path
         ({"delta": 1.1}, "it must be above 1 + the clip, 1.2"),
         ({"scale_rewards": "batch"}, "'batch' is not offered here"),
         ({"learning_rte": 1}, "did you mean learning_rate?"),
-        ({"fp16": True}, "bfloat16 needs no scaled gradients"),
         ({"entropy_coef": 0.1, "loss_type": "grpo"}, "use loss_type dapo"),
         ({"reward_weights": [1, 2]}, "2 weights for 1 functions"),
         ({"reward_funcs": ["reasoning_accuracy_reward"]}, "no component leaves out what was thought"),

@@ -14,7 +14,6 @@ from flotilla.importers.low_rank import named_layers
 from flotilla.importers.parameter import UNSET, Inherit
 from flotilla.importers.precision import dtype_of
 from flotilla.importers.roll import distillation, environments, graders, images, launch, learning, rows
-from flotilla.importers.roll.learning import response_length
 from flotilla.importers.roll.placement import placement, shares_of_the_batch
 from flotilla.importers.roll.rows import TRAIN, VALIDATION
 from flotilla.importers.source import Given, Source
@@ -200,7 +199,7 @@ def lengths(source: Source) -> Fields:
     """Make the longest prompt, the longest answer and the engine's context."""
     if environments.is_agentic(source):
         return {}
-    answer = response_length(source)
+    answer = learning.response_length(source)
     context = source.required("prompt_length") + answer
     workers = source.value(f"{TRAIN}.data_args.preprocessing_num_workers")
     return {

@@ -37,6 +37,24 @@ def naming(source: Source) -> Fields:
     return {"name": spec_name(source.value("run_name"), source.value("output_dir"), source.value("model"))}
 
 
+def _has_adapters(source: Source) -> bool:
+    return any(name.startswith("peft_config.") for name in source.given)
+
+
+def _element_type(source: Source) -> Fields:
+    """Make the element type of passes, and of the weights where these are trained as they are."""
+    dtype = str(source.value("model_init_kwargs.dtype") or "").removeprefix("torch.")
+    is_half = dtype == "bfloat16"
+    if dtype not in {"", "auto", "bfloat16", "float32", *HALF}:
+        source.refuse("model_init_kwargs.dtype", f"{dtype!r} is not offered here: use bfloat16 or float32")
+    is_scaled = dtype in HALF or bool(source.value("fp16"))
+    if is_scaled:
+        source.note(WIDENED)
+    is_narrow = (is_half or default(source, "bf16")) and not is_scaled
+    masters: Fields = {"optimisation.masters": "model"} if is_half and is_narrow and not _has_adapters(source) else {}
+    return {"model.dtype": "bfloat16" if is_narrow else "float32", **masters}
+
+
 def model(source: Source) -> Fields:
     """Make the model, what its weights are kept as, and its adapters."""
     path = source.value("model")
@@ -45,18 +63,7 @@ def model(source: Source) -> Fields:
         source.lack("model.path: give model=, a directory or a name on the hub")
     else:
         fields["model.path"] = path
-    dtype = str(source.value("model_init_kwargs.dtype") or "").removeprefix("torch.")
-    has_adapters = "peft_config.r" in source.given or any(n.startswith("peft_config.") for n in source.given)
-    is_half = dtype == "bfloat16"
-    if dtype not in {"", "auto", "bfloat16", "float32", *HALF}:
-        source.refuse("model_init_kwargs.dtype", f"{dtype!r} is not offered here: use bfloat16 or float32")
-    is_scaled = dtype in HALF or bool(source.value("fp16"))
-    if is_scaled:
-        source.note(WIDENED)
-    is_narrow = (is_half or default(source, "bf16")) and not is_scaled
-    fields["model.dtype"] = "bfloat16" if is_narrow else "float32"
-    if is_half and is_narrow and not has_adapters:
-        fields["optimisation.masters"] = "model"
+    fields |= _element_type(source)
     if (revision := source.value("model_init_kwargs.revision")) not in {None, "main"}:
         fields["model.revision"] = revision
     attention = source.value("model_init_kwargs.attn_implementation")
@@ -64,7 +71,7 @@ def model(source: Source) -> Fields:
         fields["model.attention"] = attention
     elif attention is not None:
         source.put_aside(source.given["model_init_kwargs.attn_implementation"].spelling, "attention is torch's own")
-    return fields | (_adapters(source) if has_adapters else _quantised_alone(source))
+    return fields | (_adapters(source) if _has_adapters(source) else _quantised_alone(source))
 
 
 def _quantised_alone(source: Source) -> Fields:

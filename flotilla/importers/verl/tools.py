@@ -12,6 +12,7 @@ from flotilla.importers.source import Given, Source
 from flotilla.importers.values import count, flag, integer, number, text
 from flotilla.importers.verl.carried import carried
 from flotilla.importers.verl.data import SINGLE
+from flotilla.importers.verl.rules import lengths
 
 Fields = dict[str, Any]
 
@@ -197,7 +198,15 @@ def episodes(source: Source) -> Fields:
         "max_parallel_calls": parallel,
         "max_result_characters": max(source.value(f"{MULTI}.max_tool_response_length") or 256, 100),
     }
-    return {"rollout.episodes": section | ({"step_seconds": slowest} if slowest > 60.0 else {})}
+    section |= {"step_seconds": slowest} if slowest > 60.0 else {}
+    return {"rollout.episodes": section | _together(source)}
+
+
+def _together(source: Source) -> Fields:
+    """Make the bound of answers and results together, where the engine's context does not reach it anyway."""
+    found = lengths(source)
+    most = int(found["rollout.sampling.max_new_tokens"])
+    return {"max_response_tokens": most} if most < found["rollout.engine.context_tokens"] else {}
 
 
 def _refuse_turns(source: Source) -> None:

@@ -35,7 +35,7 @@ class Member:
         conversation: its other side.
         requests: to the engine.
         renderer, turns: how messages become tokens, and how a turn is sampled.
-        max_turns, max_tokens: bounds of the episode.
+        max_turns, max_tokens, max_response_tokens: bounds of the episode.
         request_id: of the group; those of turns begin with it.
         rule: which tokens of an earlier rollout may be kept.
         renders: counts what was shown.
@@ -52,6 +52,7 @@ class Member:
     turns: Turns
     max_turns: int
     max_tokens: int
+    max_response_tokens: int | None
     request_id: str
     rule: ResumeRule
     renders: RenderTally
@@ -93,6 +94,8 @@ class Member:
             raise PromptTooLong(
                 f"a prompt of {len(prompt)} tokens leaves no room in the {self.max_tokens} of an episode"
             )
+        if self.max_response_tokens is not None:
+            self.max_tokens = min(self.max_tokens, len(prompt) + self.max_response_tokens)
         self._builder.show(prompt, state=opening.state)
         prefix = None
         if self.before is not None and self._begins_alike(prompt):

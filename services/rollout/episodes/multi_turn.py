@@ -33,15 +33,18 @@ class Limits:
     Attributes:
         max_turns: completions.
         max_tokens: all tokens, sampled or not.
+        max_response_tokens: those after the first prompt; None for no bound of their own.
     """
 
     max_turns: int
     max_tokens: int
+    max_response_tokens: int | None = None
 
     @classmethod
     def of(cls, config: TurnLimits, context_tokens: int) -> "Limits":
         """Read what a spec says of it."""
-        return cls(config.max_turns, min(config.max_tokens or context_tokens, context_tokens))
+        most = min(config.max_tokens or context_tokens, context_tokens)
+        return cls(config.max_turns, most, config.max_response_tokens)
 
 
 class MultiTurnEpisodes:
@@ -130,6 +133,7 @@ class MultiTurnEpisodes:
             turns=self._turns,
             max_turns=self._limits.max_turns,
             max_tokens=self._limits.max_tokens,
+            max_response_tokens=self._limits.max_response_tokens,
             request_id=request_id,
             rule=rule_of(task, self._resume),
             renders=self.renders,

@@ -318,6 +318,11 @@ def _episodes(spec: Sections) -> None:
             f"rollout.episodes.max_tokens {episodes.max_tokens} is more than rollout.engine.context_tokens {context} "
             "holds: lower the first or raise the second"
         )
+    if (most := episodes.max_response_tokens) is not None and most >= (episodes.max_tokens or context):
+        raise ValueError(
+            f"rollout.episodes.max_response_tokens {most} bounds nothing: an episode has at most "
+            f"{episodes.max_tokens or context} tokens (max_tokens, or rollout.engine.context_tokens): lower or drop it"
+        )
 
 
 def _labels(spec: Sections) -> None:

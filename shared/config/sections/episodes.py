@@ -68,6 +68,9 @@ class TurnLimits(Config):
     """Completions of one episode."""
     max_tokens: int | None = Field(None, ge=2)
     """Tokens of one episode, those that were not sampled included; null is the engine's context."""
+    max_response_tokens: int | None = Field(None, ge=1)
+    """Tokens of one episode after its first prompt, observations and results of tools included; null sets no bound
+    beside `max_tokens`."""
     step_seconds: float = Field(60.0, gt=0)
     """Time for one step of an environment or one call of a tool; one that takes longer is an error of the episode."""
 

@@ -70,12 +70,18 @@ def a_conversation(make: Callable[[], Any] = Echo) -> Callable[[Task, int], Conv
 
 
 def episodes(
-    engine: Engine, make: Callable[[], Any] = Echo, *, max_turns: int = 10, max_tokens: int = 500, **options: Any
+    engine: Engine,
+    make: Callable[[], Any] = Echo,
+    *,
+    max_turns: int = 10,
+    max_tokens: int = 500,
+    most: int | None = None,
+    **options: Any,
 ) -> MultiTurnEpisodes:
     turns = options.pop("turns", Turns(SAMPLING, SAMPLING))
     resume = options.pop("resume", MIXED)
     return MultiTurnEpisodes(
-        engine, Characters(), turns, Limits(max_turns, max_tokens), a_conversation(make), resume, **options
+        engine, Characters(), turns, Limits(max_turns, max_tokens, most), a_conversation(make), resume, **options
     )
 
 
@@ -170,6 +176,15 @@ async def test_limits_end_an_episode_with_their_own_reason() -> None:
         assert len(trajectory.token_ids) <= 70
     with pytest.raises(PromptTooLong):
         await played(ScriptedEngine(eos_token_id=END), a_task(0), max_tokens=10)
+
+
+async def test_answers_and_what_is_shown_between_them_have_a_bound_of_their_own_whatever_the_prompt_takes() -> None:
+    group = await played(ScriptedEngine(eos_token_id=END), a_task(0), lambda: Echo(9), most=60)
+
+    for trajectory in group.trajectories:
+        first = trajectory.turns[0].sampled
+        assert trajectory.finish_reason is FinishReason.TOKENS
+        assert 30 < len(trajectory.token_ids) - first <= 60
 
 
 class Broken(Echo):

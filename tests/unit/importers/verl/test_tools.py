@@ -14,8 +14,9 @@ import yaml
 from flotilla.importers.build import Imported, build
 from flotilla.importers.parameter import Verdict
 from flotilla.importers.systems import SYSTEMS, read
+from flotilla.importers.verl.tools import ENABLED
 from flotilla.shared.config.sections.episodes import ToolEpisodesConfig
-from tests.unit.importers.sources import BASES, nested
+from tests.unit.importers.sources import BASES, import_flat, nested
 
 MULTI = "actor_rollout_ref.rollout.multi_turn"
 
@@ -158,3 +159,12 @@ def loaded(folder: Path, found: Imported, name: str) -> Any:
     module = importlib.util.module_from_spec(made)
     made.loader.exec_module(module)
     return module
+
+
+def test_answers_and_results_are_bounded_together_as_verl_bounds_them() -> None:
+    lengths = {"data.max_prompt_length": 100, "data.max_response_length": 300}
+
+    made = import_flat("verl", {**BASES["verl"], **ENABLED, **lengths})
+
+    assert made.document["rollout"]["episodes"]["max_response_tokens"] == 300
+    assert made.document["rollout"]["engine"]["context_tokens"] == 400

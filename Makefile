@@ -21,15 +21,23 @@ VLLM_STAMP := $(VLLM)/.installed
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
+# Most of what is installed is never imported, and pip compiles all of it on one core. What a fleet imports is compiled here, once
+# and on two: half a dozen processes that start together would each compile the same.
+IMPORTED_BY_SERVICES := flotilla.services.gateway.__main__, flotilla.services.rollout.__main__, flotilla.services.reward.__main__, \
+	flotilla.services.sandbox.__main__, flotilla.services.trainer.__main__, flotilla.cli.commands.run, matplotlib.backends.backend_agg, matplotlib.figure
+IMPORTED_WITH_TORCH := torch, flotilla.services.trainer.worker.__main__, flotilla.services.rollout.engines.process.in_process, \
+	flotilla.shared.weights.group.member, examples.arithmetic.building
+
 # torch first and exactly, from the constraints file: a looser request resolves to the CUDA build, and hashes differ by build.
 # Everything else is what requirements.lock names, byte by byte.
 $(STAMP): pyproject.toml constraints.txt requirements.lock
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, {v.major}.{v.minor} was found: make PYTHON=python3.11 ...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing torch and the project into .venv (a few minutes the first time)"
-	@$(BIN)/pip install --quiet -c constraints.txt $$(grep '^torch==' constraints.txt)
-	@$(BIN)/pip install --quiet --no-deps --require-hashes -r requirements.lock
+	@$(BIN)/pip install --quiet --no-compile -c constraints.txt $$(grep '^torch==' constraints.txt)
+	@$(BIN)/pip install --quiet --no-compile --no-deps --require-hashes -r requirements.lock
 	@$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	@$(BIN)/python -c "import $(IMPORTED_BY_SERVICES)" & $(BIN)/python -c "import $(IMPORTED_WITH_TORCH)"; wait
 	@touch $(STAMP)
 
 install: $(STAMP) ## make .venv with everything; costs nothing the second time

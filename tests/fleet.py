@@ -104,7 +104,7 @@ def make_experiment(directory: Path, **sections: Any) -> dict[str, Any]:
         "asynchrony": {
             "staleness_threshold": 0.5,
             "on_weight_update": "interrupt",
-            # What all have on one machine; "auto" would start two processes with torch to be ready for others.
+            # What all have on one machine.
             "publication": {"transport": "shared_memory"},
         },
         "checkpoint": {"every_steps": 4},

@@ -43,7 +43,7 @@ async def load(spec: ExperimentSpec, pythons: Mapping[str, Path], networks: tupl
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(engine.start())
-            if spec.asynchrony.publication.may_broadcast and not is_member:
+            if spec.asynchrony.publication.expects_broadcasts(host) and not is_member:
                 tasks.create_task(endpoint.start())
             template = PromptTemplate.of(spec.data)
             loading = asyncio.to_thread(ChatRenderer.from_directory, directory, template, spec.data.images)

@@ -8,9 +8,10 @@ cannot be used.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from ipaddress import ip_address
 from typing import Any, Final
 from urllib.parse import urlsplit
+
+from flotilla.shared.config.base.addresses import is_loopback
 
 Migration = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """Makes the document of the next revision; leaves its argument alone."""
@@ -21,7 +22,11 @@ def _one_rollout_at_one_server(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     engine = _at(spec, "rollout", "engine")
     rollouts = _at(spec, "resources", "rollouts")
     url = engine.get("url")
-    if not isinstance(url, str) or _is_loopback(url) or not isinstance(rollouts.get("min"), int):
+    if (
+        not isinstance(url, str)
+        or is_loopback(urlsplit(url).hostname or "")
+        or not isinstance(rollouts.get("min"), int)
+    ):
         return spec
     resources = _at(spec, "resources")
     return {**spec, "resources": {**resources, "rollouts": {**rollouts, "min": min(rollouts["min"], 1)}}}
@@ -58,11 +63,3 @@ def _at(spec: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
     for key in path:
         found = found.get(key) if isinstance(found, Mapping) else None
     return found if isinstance(found, Mapping) else {}
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

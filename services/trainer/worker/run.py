@@ -110,8 +110,8 @@ class WorkerProcess:
         device = spec.parallelism.device if spec.uses_nccl else None
         endpoint = EndpointClient(bind_host=launch.host, device=device, sends_to_engines=spec.sends_to_engines)
         # It takes seconds to start, and meanwhile the model is loaded.
-        may_broadcast = spec.asynchrony.publication.may_broadcast
-        starting = asyncio.create_task(_started(endpoint, is_wanted=may_broadcast), name="weight endpoint")
+        is_wanted = spec.asynchrony.publication.expects_broadcasts(launch.host)
+        starting = asyncio.create_task(_started(endpoint, is_wanted=is_wanted), name="weight endpoint")
         try:
             async with GatewayClient(launch.gateway_url, launch.assignment.token) as gateway:
                 around = SessionDeps(

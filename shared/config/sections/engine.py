@@ -4,12 +4,12 @@ Each class names what its engine promises, and which of the spec's wishes need a
 """
 
 from collections.abc import Mapping
-from ipaddress import ip_address
 from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from flotilla.shared.config.base.addresses import is_loopback
 from flotilla.shared.config.base.model import Config, DeviceChoice, Threads
 from flotilla.shared.config.sections.components import well_formed_url
 from flotilla.shared.schemas.engine import EngineCapability
@@ -171,13 +171,7 @@ class ServerEngineConfig(Config):
     @property
     def is_one_server(self) -> bool:
         """Whether all rollouts would have the same server: it is at an address that is not each machine's own."""
-        if self.url is None:
-            return False
-        host = urlsplit(self.url).hostname or ""
-        try:
-            return not ip_address(host).is_loopback
-        except ValueError:
-            return host != "localhost"
+        return self.url is not None and not is_loopback(urlsplit(self.url).hostname or "")
 
     @field_validator("options")
     @classmethod

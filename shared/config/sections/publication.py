@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from flotilla.shared.config.base.addresses import is_loopback
 from flotilla.shared.config.base.model import Config
 
 
@@ -93,6 +94,14 @@ class PublicationConfig(Config):
     def may_broadcast(self) -> bool:
         """Whether services need their end of a weight group."""
         return self.transport in COLLECTIVE
+
+    def expects_broadcasts(self, host: str) -> bool:
+        """Whether a service at an address will probably take part in one: its end is a process that imports torch.
+
+        Services on the loopback address are on one machine and map images where they may. One that has to broadcast all
+        the same starts its end with the first weight group that it is in.
+        """
+        return self.may_broadcast and not (self.may_map and is_loopback(host))
 
     @property
     def may_map(self) -> bool:

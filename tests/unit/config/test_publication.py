@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from flotilla.shared.config.sections.publication import PublicationConfig
+from flotilla.shared.config.sections.publication import PublicationConfig, TransportChoice
 from flotilla.shared.errors import InvalidSpec
 from tests.unit.gateway.builders import a_spec, spec_document
 
@@ -12,6 +12,27 @@ from tests.unit.gateway.builders import a_spec, spec_document
 def test_slices_default_to_8_mib() -> None:
     assert PublicationConfig().slice_bytes == 8 << 20
     assert PublicationConfig(slice_megabytes=16).slice_bytes == 16 << 20
+
+
+@pytest.mark.parametrize(
+    ("transport", "host", "expected"),
+    [
+        ("auto", "127.0.0.1", False),
+        ("auto", "::1", False),
+        ("auto", "localhost", False),
+        ("auto", "10.0.0.2", True),
+        ("auto", "0.0.0.0", True),
+        ("auto", "trainer-0", True),
+        ("group", "127.0.0.1", True),
+        ("gloo", "127.0.0.1", True),
+        ("shared_memory", "10.0.0.2", False),
+        ("pull", "10.0.0.2", False),
+    ],
+)
+def test_a_process_that_broadcasts_is_started_ahead_where_images_are_not_mapped(
+    transport: str, host: str, expected: bool
+) -> None:
+    assert PublicationConfig(transport=TransportChoice(transport)).expects_broadcasts(host) is expected
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from .tokenizer import build_tokenizer, prompt_ids
 from .warm_start import Probe, Report, WarmStart
 
 PROBE_SIZE = 512
-MEASURED_AT_ONCE = 128
+ROUGH_PROBE_SIZE = 128
 
 
 def final_answer(completion: str) -> str | None:
@@ -47,16 +47,14 @@ def measure(
     report: Report,
 ) -> Accuracy:
     """Generate one answer per problem, greedily or at temperature 1, and grade it by its final number."""
-    num_right = num_tokens = 0
-    for start in range(0, len(problems), MEASURED_AT_ONCE):
-        report(f"answering held-out problems: {start} of {len(problems)}")
-        asked = problems[start : start + MEASURED_AT_ONCE]
-        prompts = tokenizer.pad({"input_ids": prompt_ids(tokenizer, [p.prompt for p in asked])}, return_tensors="pt")
-        output = model.generate(**prompts, max_new_tokens=max_new_tokens, do_sample=not is_greedy)
-        completions = output[:, prompts["input_ids"].shape[1] :]
-        texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
-        num_right += sum(final_answer(text) == str(p.answer) for text, p in zip(texts, asked, strict=True))
-        num_tokens += int((completions != tokenizer.pad_token_id).sum())
+    report(f"answering {len(problems)} held-out problems")
+    prompts = tokenizer.pad({"input_ids": prompt_ids(tokenizer, [p.prompt for p in problems])}, return_tensors="pt")
+    # All at once: a token costs so small a model about as much for a hundred answers as for one.
+    output = model.generate(**prompts, max_new_tokens=max_new_tokens, do_sample=not is_greedy)
+    completions = output[:, prompts["input_ids"].shape[1] :]
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    num_right = sum(final_answer(text) == str(p.answer) for text, p in zip(texts, problems, strict=True))
+    num_tokens = int((completions != tokenizer.pad_token_id).sum())
     return Accuracy(num_right / len(problems), num_tokens / len(problems))
 
 
@@ -93,7 +91,8 @@ def build(directory: Path, settings: Settings, say: Report, report: Report) -> d
     warm_start = WarmStart(model, tokenizer, settings.problems, settings.warm_start, settings.seed)
     steps, rate = warm_start.learn_to_work(report)
     say(f"phase 1 ended after {steps} steps, right {rate:.0%}")
-    weak_steps, mixed = warm_start.learn_to_guess(Probe(training[:PROBE_SIZE], tokenizer), report)
+    rough, exact = (Probe(training[:size], tokenizer) for size in (ROUGH_PROBE_SIZE, PROBE_SIZE))
+    weak_steps, mixed = warm_start.learn_to_guess(rough, exact, report)
     say(f"phase 2 ended after {weak_steps} steps, right {mixed.sampled:.0%}, greedy {mixed.greedy:.0%}")
 
     if weak_steps >= settings.warm_start.max_weak_steps:

@@ -28,6 +28,8 @@ Report = Callable[[str], None]
 
 WARMUP_STEPS = 20
 WEAK_STEPS_BETWEEN_PROBES = 4
+FAR_FROM_WINDOW = 0.1
+"""An exact probe would find a rate on the same side of the window that a rough one finds this far outside."""
 
 
 @dataclass(frozen=True)
@@ -216,17 +218,21 @@ class WarmStart:
         found: list[float] = self._step(batch, learning_rate)[is_worked].tolist()
         return found
 
-    def learn_to_guess(self, probe: Probe, report: Report) -> tuple[int, PassRate]:
+    def learn_to_guess(self, rough: Probe, exact: Probe, report: Report) -> tuple[int, PassRate]:
         """Phase 2: more guesses, until answers are right as often as asked; returns the steps and the rates.
 
         When guessing has gone too far, worked solutions get the upper hand again. The learning rate is halved at each
         such turn, down to a quarter, so that the pinned rate comes to rest within its window.
+
+        Args:
+            rough: a few problems, which tell where the rate is as long as it is far from the window.
+            exact: more problems, which decide.
         """
         settings = self._settings
         lower, upper = settings.pinned_window
-        rate, step, learning_rate, was_above = probe.measure(self._model), 0, settings.weak_learning_rate, True
+        rate, step, learning_rate, was_above = self._probed(rough, exact), 0, settings.weak_learning_rate, True
         while step < settings.max_weak_steps:
-            pinned = rate.greedy if settings.pinned == "greedy" else rate.sampled
+            pinned = self._pinned(rate)
             if lower <= pinned <= upper:
                 break
             is_above = pinned > upper
@@ -236,9 +242,18 @@ class WarmStart:
                 share = settings.weak_worked_share if is_above else settings.worked_share
                 self._step(self._draw(share, self._source)[0], learning_rate)
             step += WEAK_STEPS_BETWEEN_PROBES
-            rate = probe.measure(self._model)
+            rate = self._probed(rough, exact)
             report(
                 f"phase 2, learning bad habits: step {step}, works out {rate.worked:.0%} of its answers, "
                 f"right {rate.sampled:.0%} (sampled), {rate.greedy:.0%} (greedy)"
             )
         return step, rate
+
+    def _probed(self, rough: Probe, exact: Probe) -> PassRate:
+        rate = rough.measure(self._model)
+        lower, upper = self._settings.pinned_window
+        is_far = not lower - FAR_FROM_WINDOW <= self._pinned(rate) <= upper + FAR_FROM_WINDOW
+        return rate if is_far else exact.measure(self._model)
+
+    def _pinned(self, rate: PassRate) -> float:
+        return rate.greedy if self._settings.pinned == "greedy" else rate.sampled

@@ -4,14 +4,14 @@ import random
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from examples.arithmetic.building import final_answer
 from examples.arithmetic.model import build_model
 from examples.arithmetic.problems import terse_answer, training_set, worked_solution
-from examples.arithmetic.settings import ModelSettings, ProblemSettings
+from examples.arithmetic.settings import ModelSettings, ProblemSettings, WarmStartSettings
 from examples.arithmetic.tokenizer import TURN_END, build_tokenizer, completion_ids, prompt_ids
-from examples.arithmetic.warm_start import collate, completion_logits, probabilities
+from examples.arithmetic.warm_start import PassRate, Probe, WarmStart, collate, completion_logits, probabilities
 
 PROBLEMS = training_set(60, ProblemSettings(), random.Random(0))
 
@@ -90,6 +90,32 @@ def test_what_is_computed_for_targets_alone_is_what_the_whole_model_gives(tokeni
     of_whole = torch.autograd.grad(whole[:, :-1][batch.is_completion].square().mean(), list(model.parameters()))
     for one, other in zip(torch.autograd.grad(found.square().mean(), list(model.parameters())), of_whole, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+class Rated(Probe):
+    """Finds the same rate of greedy answers, whatever the model."""
+
+    def __init__(self, greedy: float) -> None:
+        self.greedy = greedy
+        self.num_measured = 0
+
+    def measure(self, model: Qwen3ForCausalLM) -> PassRate:
+        self.num_measured += 1
+        return PassRate(sampled=0.5, greedy=self.greedy, worked=0.5)
+
+
+@pytest.mark.parametrize(("rough", "steps", "greedy", "num_exact"), [(0.9, 4, 0.9, 0), (0.35, 0, 0.25, 1)])
+def test_an_exact_probe_decides_near_the_window_and_far_from_it_a_rough_one_will_do(
+    tokenizer: PreTrainedTokenizerFast, rough: float, steps: int, greedy: float, num_exact: int
+) -> None:
+    model, settings = build_model(ModelSettings(num_layers=1), tokenizer, 0), WarmStartSettings(max_weak_steps=4)
+    exact = Rated(0.25)
+
+    found = WarmStart(model, tokenizer, ProblemSettings(), settings, 0).learn_to_guess(
+        Rated(rough), exact, lambda _: None
+    )
+
+    assert (found[0], found[1].greedy, exact.num_measured) == (steps, greedy, num_exact)
 
 
 def test_equal_seeds_make_equal_models(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -140,6 +140,8 @@ def _add_fleet(commands: "Commands") -> None:
     up.add_argument("--model", metavar="PATH", help="directory of the Tinker API's base model (no default)")
     models = "models of the Tinker API in memory, others wait on the disk (default: 32; full ones need one each)"
     up.add_argument("--tinker-models", type=parsing.at_least_one, metavar="N", help=models)
+    disk = "what the models of one key of the Tinker API may take of the disk, in 10^9 bytes (default: half of it)"
+    up.add_argument("--tinker-disk-gb", type=parsing.at_least_one, metavar="N", help=disk)
     add_json(up)
     up.add_argument("--detach", "-d", action="store_true", help="leave it running and return")
     down = add_command(commands, "down", "End the fleet on this machine.", "fleet:down")

@@ -64,6 +64,7 @@ class FleetOptions:
         devices: how the machine's GPUs are divided among trainers and rollouts.
         tinker_model: directory of the base model of the Tinker API; None: that is not served.
         tinker_models: its models that are in memory at a time; None: the usual number.
+        tinker_disk_gb: what one key's models may take of the disk, in 10^9 bytes; None: half of the disk.
     """
 
     data: Path
@@ -78,6 +79,7 @@ class FleetOptions:
     devices: Wishes = field(default_factory=Wishes)
     tinker_model: Path | None = None
     tinker_models: int | None = None
+    tinker_disk_gb: int | None = None
 
 
 def service_environment(gateway_url: str, token: str, redis_url: str, data: Path) -> dict[str, str]:
@@ -220,6 +222,8 @@ class LocalFleet:
             own = environment | {"FLOTILLA_TOKEN": new_token()}
             if self.options.tinker_models is not None:
                 own |= {"FLOTILLA_TINKER_MODELS": str(self.options.tinker_models)}
+            if self.options.tinker_disk_gb is not None:
+                own |= {"FLOTILLA_TINKER_DISK_GB": str(self.options.tinker_disk_gb)}
             for name, module in TINKER.items():
                 self._add(name, module, own)
         given = await self._divide_devices()

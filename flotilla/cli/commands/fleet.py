@@ -42,6 +42,7 @@ async def up(arguments: argparse.Namespace) -> int:
         num_sandboxes=0 if arguments.no_sandbox else arguments.sandboxes or usual,
         tinker_model=tinker_model,
         tinker_models=arguments.tinker_models,
+        tinker_disk_gb=arguments.tinker_disk_gb,
         host=arguments.host,
         port=arguments.port,
         redis_url=arguments.redis_url,
@@ -71,8 +72,8 @@ def _tinker_model(arguments: argparse.Namespace) -> Path | None:
     """
     if arguments.tinker is (arguments.model is None):
         raise InvalidRequest("--tinker and --model PATH go together")
-    if arguments.tinker_models is not None and not arguments.tinker:
-        raise InvalidRequest("--tinker-models goes with --tinker")
+    if not arguments.tinker and not (arguments.tinker_models is arguments.tinker_disk_gb is None):
+        raise InvalidRequest("--tinker-models and --tinker-disk-gb go with --tinker")
     if arguments.model is None:
         return None
     model = Path(arguments.model).resolve()

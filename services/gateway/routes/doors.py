@@ -1,6 +1,6 @@
 """Interfaces that clients know already: of agents, as OpenAI's speak, and of the Tinker client."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,7 +19,9 @@ def add_doors(app: FastAPI, settings: GatewaySettings) -> None:
 
 
 @asynccontextmanager
-async def doors_opened(settings: GatewaySettings) -> AsyncIterator[dict[str, Any]]:
+async def doors_opened(
+    settings: GatewaySettings, confirm: Callable[[], Awaitable[None]]
+) -> AsyncIterator[dict[str, Any]]:
     """Open what their routes find in a request's state, while the block runs."""
-    async with opened(settings) as served:
+    async with opened(settings, confirm) as served:
         yield {"tinker": served}

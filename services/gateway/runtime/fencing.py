@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 MARK: Final = "{exp::gateway}:leader"
 """Key of the mark; no experiment's id has a colon."""
-NAME: Final = "flotilla-gateway-"
+NAME: Final = "flotilla-gateway"
 CLAIM_SECONDS: Final = 10.0
 
 
@@ -32,10 +32,12 @@ class Fence:
         redis: the client, which has not connected yet.
         confirm: proves by the database that this gateway leads, or raises; a server that came back older, or empty,
             has another mark, or none.
+        part: of the gateway, where it has several clients: each has its own mark.
     """
 
-    def __init__(self, redis: Redis, confirm: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, redis: Redis, confirm: Callable[[], Awaitable[None]], part: str = "") -> None:
         self._redis = redis
+        self._key, self._name = f"{MARK}{part and f':{part}'}", f"{NAME}{part and f':{part}'}-"
         self._confirm = confirm
         self._mark = secrets.token_hex(8)
         self._has_claimed = False
@@ -49,7 +51,7 @@ class Fence:
         """
         try:
             async with answer_in_time():
-                await self._redis.set(MARK, self._mark)
+                await self._redis.set(self._key, self._mark)
                 self._has_claimed = True
                 await self._end_others()
         except (RedisError, OSError) as error:
@@ -59,23 +61,23 @@ class Fence:
         database = str(self._redis.connection_pool.connection_kwargs.get("db", 0))
         for each in await self._redis.client_list():
             name = each.get("name", "")
-            if name.startswith(NAME) and name != NAME + self._mark and each.get("db") == database:
+            if name.startswith(self._name) and name != self._name + self._mark and each.get("db") == database:
                 log.warning("a connection of another gateway is ended", extra={"address": each.get("addr")})
                 await self._redis.client_kill_filter(_id=each["id"])
 
     async def _let_through(self, connection: Any) -> None:
         await connection.on_connect()
-        await _ask(connection, "CLIENT", "SETNAME", NAME + self._mark)
+        await _ask(connection, "CLIENT", "SETNAME", self._name + self._mark)
         if not self._has_claimed:
             return
-        found = await _ask(connection, "GET", MARK)
+        found = await _ask(connection, "GET", self._key)
         if found == self._mark.encode():
             return
         try:
             await self._confirm()
         except FlotillaError as error:
             raise RedisConnectionError(f"this gateway does not lead: {error.detail}") from error
-        await _ask(connection, "SET", MARK, self._mark)
+        await _ask(connection, "SET", self._key, self._mark)
 
 
 async def _ask(connection: Any, *words: str) -> Any:

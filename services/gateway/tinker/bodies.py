@@ -1,6 +1,6 @@
 """Bodies of the Tinker API's requests, as its client (SDK 0.38) sends them; what is not read is left out."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import AliasChoices, Field
 
@@ -12,10 +12,16 @@ LONGEST_SECONDS = 100 * 366 * 24 * 3600
 """The end of what is kept is a date."""
 
 
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=128)], Annotated[str, Field(max_length=4096)]], Field(max_length=64)
+]
+"""Kept with models and what is saved of them."""
+
+
 class CreateSession(Record):
     """Open a session."""
 
-    tags: list[str] = Field(default_factory=list, max_length=100)
+    tags: list[Annotated[str, Field(max_length=256)]] = Field(default_factory=list, max_length=100)
     sdk_version: str = Field("", max_length=64)
 
 
@@ -39,7 +45,7 @@ class CreateModel(Record):
     base_model: str
     lora_config: Lora | None = None
     optimizer_config: Optimizer = Optimizer()
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Metadata | None = None
 
 
 class OfModel(Record):
@@ -61,7 +67,7 @@ class SaveWeights(OfModel):
     path: str | None = None
     ttl_seconds: int | None = Field(None, ge=1, le=LONGEST_SECONDS)
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Metadata | None = None
 
 
 class SaveForSampler(OfModel):
@@ -71,7 +77,7 @@ class SaveForSampler(OfModel):
     sampling_session_seq_id: int | None = Field(None, ge=0, le=LARGEST_NUMBER)
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: int | None = Field(None, ge=1, le=LONGEST_SECONDS)
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Metadata | None = None
 
 
 class LoadWeights(Record):
@@ -84,7 +90,7 @@ class LoadWeights(Record):
     model_id: str | None = None
     seq_id: int | None = Field(None, ge=1, le=LARGEST_NUMBER)
     optimizer_config: Optimizer | None = None
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Metadata | None = None
 
 
 class CreateSampler(Record):

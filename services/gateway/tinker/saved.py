@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from flotilla.shared.clock import Clock
 from flotilla.shared.errors import NotFound
 from flotilla.shared.net.authorisation.access import Principal, Scope
+from flotilla.shared.tinker.locks import changing
 from flotilla.shared.tinker.paths import FOLDER, RUN, Kind, SavedPath, saved_of, state_of
 from flotilla.shared.tinker.records import MANIFEST, Saved
 
@@ -24,6 +25,7 @@ class SavedModels:
 
     def __init__(self, data: Path, clock: Clock) -> None:
         self._data, self._clock = data, clock
+        self._saved = data / FOLDER / "saved"
 
     def read(self, who: Principal, path: SavedPath) -> Saved:
         """Find one that the caller may read.
@@ -52,12 +54,15 @@ class SavedModels:
         Raises:
             NotFound: it is not the caller's.
         """
-        saved = self._own(who, path)
+        self._own(who, path)
         update = {"expires": expires} if is_public is None else {"is_public": is_public}
-        manifest = self.directory(path) / MANIFEST
-        unfinished = manifest.with_name(f".{MANIFEST}")
-        unfinished.write_text(saved.model_copy(update=update).model_dump_json(), encoding="utf-8")
-        unfinished.replace(manifest)
+        with changing(self._saved):
+            # What another change, or the trainer, wrote since stays.
+            saved = self._own(who, path)
+            manifest = self.directory(path) / MANIFEST
+            unfinished = manifest.with_name(f".{MANIFEST}")
+            unfinished.write_text(saved.model_copy(update=update).model_dump_json(), encoding="utf-8")
+            unfinished.replace(manifest)
 
     def delete(self, who: Principal, path: SavedPath) -> None:
         """Delete one.
@@ -66,12 +71,23 @@ class SavedModels:
             NotFound: it is not the caller's.
         """
         self._own(who, path)
-        self._remove(self.directory(path))
+        with changing(self._saved):
+            self._remove(self.directory(path))
 
     def delete_expired(self) -> int:
         """Delete those whose time is over; returns how many."""
-        runs = [each.name for each in (self._data / FOLDER / "saved").glob("*") if RUN.fullmatch(each.name)]
-        return sum(len([saved for saved in self._every(run) if self._is_over(saved, deletes=True)]) for run in runs)
+        runs = [each.name for each in self._saved.glob("*") if RUN.fullmatch(each.name)]
+        over = [SavedPath.read(saved.path) for run in runs for saved in self._every(run) if self._is_over(saved)]
+        return sum([self._delete_expired(path) for path in over])
+
+    def _delete_expired(self, path: SavedPath) -> bool:
+        with changing(self._saved):
+            saved = self._read(path)
+            # It may have got another date since.
+            if saved is None or not self._is_over(saved):
+                return False
+            self._remove(self.directory(path))
+        return True
 
     def forget_run(self, run: str) -> bool:
         """Let go of what a run whose session ended kept without a name; returns whether it saved something else."""
@@ -88,15 +104,18 @@ class SavedModels:
         return saved
 
     def _found(self, path: SavedPath) -> Saved | None:
+        saved = self._read(path)
+        return None if saved is None or self._is_over(saved) else saved
+
+    def _read(self, path: SavedPath) -> Saved | None:
         try:
-            saved = Saved.model_validate_json((self.directory(path) / MANIFEST).read_bytes())
+            return Saved.model_validate_json((self.directory(path) / MANIFEST).read_bytes())
         except (OSError, ValidationError):
             return None
-        return None if self._is_over(saved, deletes=False) else saved
 
     def _all(self, run: str) -> Iterator[Saved]:
         named = (saved for saved in self._every(run) if SavedPath.read(saved.path).kind is not Kind.EPHEMERAL)
-        return (saved for saved in named if not self._is_over(saved, deletes=False))
+        return (saved for saved in named if not self._is_over(saved))
 
     def _every(self, run: str) -> Iterator[Saved]:
         for kind in Kind:
@@ -106,12 +125,8 @@ class SavedModels:
                 except (OSError, ValidationError):
                     continue  # it is being deleted
 
-    def _is_over(self, saved: Saved, *, deletes: bool) -> bool:
-        if saved.expires is None or saved.expires > self._clock.now():
-            return False
-        if deletes:
-            self._remove(self.directory(SavedPath.read(saved.path)))
-        return True
+    def _is_over(self, saved: Saved) -> bool:
+        return saved.expires is not None and saved.expires <= self._clock.now()
 
     def _remove(self, directory: Path) -> None:
         # Gone at once: whoever is killed meanwhile leaves no model that is listed and cannot be read.

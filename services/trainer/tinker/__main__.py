@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +35,12 @@ def train(settings: ServiceSettings, model: str) -> None:
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(len(usable_cores()))
     most = int(os.environ.get("FLOTILLA_TINKER_MODELS", MOST_MODELS))
-    trainer = Trainer(Base(Path(model)), model, settings.data.resolve(), SystemClock(), most_models=most)
+    data = settings.data.resolve()
+    # A key's share, where nobody chose one.
+    most_gb = os.environ.get("FLOTILLA_TINKER_DISK_GB")
+    most_bytes = shutil.disk_usage(data).total // 2 if most_gb is None else int(most_gb) * 10**9
+    bounds = {"most_models": most, "most_disk_bytes": most_bytes}
+    trainer = Trainer(Base(Path(model)), model, data, SystemClock(), **bounds)
     with suppress(asyncio.CancelledError):
         asyncio.run(_work(settings.redis_url, trainer))
 

@@ -20,6 +20,7 @@ from flotilla.services.trainer.tinker.slots import ALPHA, A, B, Slot
 from flotilla.shared.errors import ModelError, NotFound
 from flotilla.shared.files.durable import flush
 from flotilla.shared.models.hub import ADAPTER, ADAPTER_CONFIG
+from flotilla.shared.tinker.locks import changing
 from flotilla.shared.tinker.records import MANIFEST, Record, Saved
 
 WHOLE, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
@@ -30,10 +31,12 @@ UNFINISHED_SECONDS = 24 * 3600
 
 
 class Progress(Record):
-    """How far a model's state on disk is: its last request, and updates since it was made."""
+    """A state on disk: its last request, updates since the model was made, whose it is, and its size."""
 
     seq: int
     step: int
+    owner: str = ""
+    num_bytes: int = 0
 
 
 def save(directory: Path, slot: Slot, base: str, saved: Saved) -> Saved:
@@ -50,11 +53,13 @@ def save(directory: Path, slot: Slot, base: str, saved: Saved) -> Saved:
     size = sum(each.stat().st_size for each in unfinished.iterdir())
     found = saved.model_copy(update={"num_bytes": size, "step": slot.step})
     (unfinished / MANIFEST).write_text(found.model_dump_json(), encoding="utf-8")
-    if _seq_of(directory) > saved.seq:
-        # A process that was replaced is late: what its successor wrote since stays.
-        shutil.rmtree(unfinished, ignore_errors=True)
-        return found
-    _finish(unfinished, directory)
+    _flush(unfinished)
+    with changing(directory.parents[2]):
+        if _seq_of(directory) > saved.seq:
+            # A process that was replaced is late: what its successor wrote since stays.
+            shutil.rmtree(unfinished, ignore_errors=True)
+            return found
+        _put(unfinished, directory)
     return found
 
 
@@ -92,7 +97,7 @@ def load_saved(directory: Path, slot: Slot, *, with_optimizer: bool) -> None:
     slot.step = saved.step
 
 
-def keep_state(directory: Path, slot: Slot, seq: int) -> None:
+def keep_state(directory: Path, slot: Slot, seq: int, owner: str) -> None:
     """Write the present state, gradients that wait for an update included; the one before stays, older ones go.
 
     Where Redis comes back older than the newest state, the one before is gone on from.
@@ -102,8 +107,11 @@ def keep_state(directory: Path, slot: Slot, seq: int) -> None:
     save_file(_on_host(slot.weights()), unfinished / WEIGHTS)
     save_file(_on_host(slot.moments()), unfinished / OPTIMIZER)
     save_file(_on_host(slot.gradients()), unfinished / GRADIENTS)
-    (unfinished / STATE).write_text(Progress(seq=seq, step=slot.step).model_dump_json(), encoding="utf-8")
-    _finish(unfinished, kept)
+    size = sum(each.stat().st_size for each in unfinished.iterdir())
+    progress = Progress(seq=seq, step=slot.step, owner=owner, num_bytes=size)
+    (unfinished / STATE).write_text(progress.model_dump_json(), encoding="utf-8")
+    _flush(unfinished)
+    _put(unfinished, kept)
     # Not newer ones: a process that was replaced may come here late.
     for older in sorted(each for each in _states(directory) if each < seq)[:-1]:
         shutil.rmtree(directory / str(older), ignore_errors=True)
@@ -148,10 +156,13 @@ def _begun(directory: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".unfinished", dir=directory.parent))
 
 
-def _finish(unfinished: Path, directory: Path) -> None:
+def _flush(unfinished: Path) -> None:
     for file in unfinished.iterdir():
         flush(file)
     flush(unfinished)
+
+
+def _put(unfinished: Path, directory: Path) -> None:
     replaced = directory.with_name(f".{directory.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     with suppress(FileNotFoundError):

@@ -98,6 +98,11 @@ class Slot:
         for each in (*self.parameters.values(), *self.masters.values()):
             each.grad = None
 
+    def num_bytes(self, *, with_optimizer: bool) -> int:
+        """Return how many bytes it takes on a disk: float32, and as much for each of two moments."""
+        size = sum(each.numel() * each.element_size() for each in self.masters.values())
+        return size * (3 if with_optimizer else 1)
+
     def weights(self) -> dict[str, Tensor]:
         """Return what trains: float32 masters where there are some."""
         return {name: each.detach() for name, each in self.masters.items()}

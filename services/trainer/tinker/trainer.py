@@ -7,6 +7,7 @@ On one device the same requests give the same bits.
 
 import logging
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 from flotilla.services.trainer.tinker import files
 from flotilla.services.trainer.tinker.losses import token_losses
 from flotilla.services.trainer.tinker.slots import Base, Slot, micro_batches
+from flotilla.services.trainer.tinker.usage import Usage
 from flotilla.shared.clock import Clock
 from flotilla.shared.errors import InvalidRequest, NotFound
 from flotilla.shared.tinker.messages import Datum, ForwardBackwardRequest, write_output
@@ -76,6 +78,7 @@ class Trainer:
         clock: for what is saved.
         most_models: that are in memory at a time; others wait on the disk.
         most_bytes: of requests whose effect no state on the disk has.
+        most_disk_bytes: of one owner's models, their states included.
     """
 
     def __init__(
@@ -87,9 +90,11 @@ class Trainer:
         *,
         most_models: int = MOST_MODELS,
         most_bytes: int = MOST_UNWRITTEN_BYTES,
+        most_disk_bytes: int = sys.maxsize,
     ) -> None:
         self._base, self._name, self._data, self._clock = base, name, data, clock
         self._most_models, self._most_bytes = most_models, most_bytes
+        self._usage = Usage(data, most_disk_bytes)
         # The one that was used last is the last.
         self._kept: dict[str, Kept] = {}
 
@@ -158,7 +163,9 @@ class Trainer:
         """
         match request.verb:
             case Verb.CREATE:
-                self._keep(request, model, self._base.make(model.lora))
+                slot = self._base.make(model.lora)
+                self._usage.check(model.owner, slot.num_bytes(with_optimizer=True))
+                self._keep(request, model, slot)
                 return Answer.json({"type": "create_model", "model_id": request.model_id})
             case Verb.LOAD:
                 return self._load(request, model)
@@ -200,7 +207,7 @@ class Trainer:
 
     def _write(self, model_id: str) -> Written:
         kept = self._kept[model_id]
-        files.keep_state(state_of(self._data, model_id), kept.slot, kept.seq)
+        files.keep_state(state_of(self._data, model_id), kept.slot, kept.seq, kept.owner)
         written = Written(model_id, kept.on_disk + 1, kept.seq)
         kept.on_disk, kept.num_bytes = kept.seq, 0
         return written
@@ -260,6 +267,7 @@ class Trainer:
         if wanted.optimizer and not saved.has_optimizer:
             raise InvalidRequest(f"{wanted.path} was saved to be sampled from, without the optimiser's state")
         slot = self._base.make(saved.lora)
+        self._usage.check(model.owner, slot.num_bytes(with_optimizer=True))
         files.load_saved(directory, slot, with_optimizer=wanted.optimizer)
         self._keep(request, model, slot)
         return Answer.json({"type": "load_weights", "path": wanted.path, "model_id": request.model_id})
@@ -271,6 +279,7 @@ class Trainer:
         # A request that is done again after a restart finds what it wrote.
         if not is_new and files.read_saved(directory).step != kept.slot.step:
             raise InvalidRequest(f"{wanted.path} is there already: overwrite it, or choose another name")
+        self._usage.check(kept.owner, kept.slot.num_bytes(with_optimizer=path.kind is Kind.TRAINING))
         now = self._clock.now()
         saved = Saved(
             path=wanted.path,

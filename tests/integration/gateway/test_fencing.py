@@ -20,9 +20,9 @@ class Place:
             raise NotLeading("deposed")
 
 
-async def a_gateway(url: str) -> tuple[Redis, Place]:
+async def a_gateway(url: str, part: str = "") -> tuple[Redis, Place]:
     redis, place = connect(url), Place()
-    await Fence(redis, place.confirm).claim()
+    await Fence(redis, place.confirm, part).claim()
     return redis, place
 
 
@@ -54,3 +54,20 @@ async def test_a_gateway_that_leads_goes_on_when_the_server_has_lost_its_mark(re
 
     assert (await redis.get(MARK), await redis.get("fenced")) == (mark, b"after")
     await redis.aclose()
+
+
+async def test_clients_of_one_gateway_do_not_shut_each_other_out(redis_url: str) -> None:
+    one, _ = await a_gateway(redis_url)
+    other, place = await a_gateway(redis_url, "tinker")
+    await one.set("fenced", "one")
+    await other.append("fenced", " other")
+
+    replacing, _ = await a_gateway(redis_url, "tinker")
+    place.is_ours = False
+
+    with pytest.raises(RedisConnectionError):
+        await other.set("fenced", "other again")
+    await one.append("fenced", " one again")
+    assert await replacing.get("fenced") == b"one other one again"
+    for each in (one, other, replacing):
+        await each.aclose()

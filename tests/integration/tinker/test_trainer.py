@@ -1,5 +1,6 @@
 """The trainer of the Tinker API on a real model: models apart from each other, and one process that takes over."""
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from flotilla.services.trainer.tinker import files
 from flotilla.services.trainer.tinker.slots import Base, micro_batches
 from flotilla.services.trainer.tinker.trainer import Trainer, Written
 from flotilla.shared.clock import ManualClock
-from flotilla.shared.errors import InvalidRequest, NotFound
+from flotilla.shared.errors import InvalidRequest, NotFound, QuotaExceeded
 from flotilla.shared.tinker.fields import (
     as_bytes,
     as_double,
@@ -345,3 +346,23 @@ def test_sequences_that_the_model_cannot_read_are_refused(base: Base, tmp_path: 
         client.passes(a_pass(rows=[too_long]))
     with pytest.raises(InvalidRequest, match="positions"):
         client.trainer.score(None, too_long, 0)
+
+
+def test_one_owner_has_no_more_on_the_disk_than_it_may_and_another_has_room(base: Base, tmp_path: Path) -> None:
+    lora = Lora(rank=4, seed=1)
+    size = base.make(lora).num_bytes(with_optimizer=False)
+    trainer = Trainer(base, "tiny", tmp_path, ManualClock(), most_disk_bytes=8 * size)
+    client, other = Client(trainer, 0, lora), Client(trainer, 1, lora, owner="other")
+    for each in (client, other):
+        each.asks(Verb.CREATE)
+        each.passes()
+        each.updates()
+    first, second = (Save(path=f"tinker://s:train:0/weights/{name}").model_dump_json().encode() for name in ("a", "b"))
+    client.asks(Verb.SAVE, first)
+    trainer.write("s:train:0")
+
+    with pytest.raises(QuotaExceeded, match="delete saved ones"):
+        client.asks(Verb.SAVE, second)
+    other.asks(Verb.SAVE, Save(path="tinker://s:train:1/weights/b").model_dump_json().encode())
+    shutil.rmtree(tmp_path / "tinker/saved/s:train:0/weights/a")
+    client.asks(Verb.SAVE, second)

@@ -12,6 +12,7 @@ from flotilla.services.gateway.tinker.bodies import (
     AskSample,
     CreateModel,
     CreateSampler,
+    CreateSession,
     OptimStep,
     SaveForSampler,
     SaveWeights,
@@ -85,8 +86,11 @@ def test_a_path_beside_a_sampling_session_is_not_read(tmp_path: Path) -> None:
         (Ttl, {"ttl_seconds": 10**15}),
         (CreateModel, {"session_id": "s", "base_model": "m", "model_seq_id": 10**300}),
         (OptimStep, {"model_id": "m", "optim_params": {}, "seq_id": 10**300}),
+        (SaveWeights, {"model_id": "m", "user_metadata": {str(number): "x" for number in range(65)}}),
+        (SaveWeights, {"model_id": "m", "user_metadata": {"x": "x" * 4097}}),
+        (CreateSession, {"tags": ["x" * 257]}),
     ],
 )
-def test_numbers_that_are_no_date_or_no_file_name_are_refused(body: type[BaseModel], content: dict[str, Any]) -> None:
+def test_numbers_and_texts_beyond_what_can_be_kept_are_refused(body: type[BaseModel], content: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         body.model_validate(content)

@@ -39,8 +39,8 @@ def train(settings: ServiceSettings, model: str) -> None:
     # A key's share, where nobody chose one.
     most_gb = os.environ.get("FLOTILLA_TINKER_DISK_GB")
     most_bytes = shutil.disk_usage(data).total // 2 if most_gb is None else int(most_gb) * 10**9
-    bounds = {"most_models": most, "most_disk_bytes": most_bytes}
-    trainer = Trainer(Base(Path(model)), model, data, SystemClock(), **bounds)
+    base = Base(Path(model))
+    trainer = Trainer(base, model, data, SystemClock(), most_models=most, most_disk_bytes=most_bytes)
     with suppress(asyncio.CancelledError):
         asyncio.run(_work(settings.redis_url, trainer))
 

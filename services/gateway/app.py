@@ -44,7 +44,7 @@ def create_app(settings: GatewaySettings, *, open_state: OpenState = open_state)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
-        async with open_state(settings) as state, doors_opened(settings, state.store.confirm) as doors:
+        async with open_state(settings) as state, doors_opened(settings, state.store) as doors:
             app.state.gateway = state
             yield {"gateway": state, **doors}
 

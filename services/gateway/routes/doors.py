@@ -1,6 +1,6 @@
 """Interfaces that clients know already: of agents, as OpenAI's speak, and of the Tinker client."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -8,6 +8,7 @@ from fastapi import FastAPI
 
 from flotilla.services.gateway.routes import agents, tinker
 from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.tinker.opening import opened
 
 
@@ -19,9 +20,7 @@ def add_doors(app: FastAPI, settings: GatewaySettings) -> None:
 
 
 @asynccontextmanager
-async def doors_opened(
-    settings: GatewaySettings, confirm: Callable[[], Awaitable[None]]
-) -> AsyncIterator[dict[str, Any]]:
+async def doors_opened(settings: GatewaySettings, store: Store) -> AsyncIterator[dict[str, Any]]:
     """Open what their routes find in a request's state, while the block runs."""
-    async with opened(settings, confirm) as served:
+    async with opened(settings, store) as served:
         yield {"tinker": served}

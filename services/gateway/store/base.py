@@ -36,14 +36,6 @@ class Store(Protocol):
             Unavailable: it does not.
         """
 
-    async def confirm(self) -> None:
-        """Prove that no other gateway has taken it over.
-
-        Raises:
-            NotLeading: another one has.
-            Unavailable: it does not answer.
-        """
-
     async def close(self) -> None:
         """Close connections and threads."""
 

@@ -207,9 +207,6 @@ class MemoryStore(TransactionalStore):
     async def ping(self) -> None:
         """Answer."""
 
-    async def confirm(self) -> None:
-        """Do nothing: no other process sees it."""
-
     async def close(self) -> None:
         """Do nothing: there is nothing to give up."""
 

@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from flotilla.services.gateway import signals
 from flotilla.services.gateway.runtime.fencing import Fence
 from flotilla.services.gateway.settings import GatewaySettings
+from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.store.sql import SqlStore
 from flotilla.services.gateway.tinker.ended import EndedSessions
 from flotilla.services.gateway.tinker.tinker import Tinker
 from flotilla.shared.clock import SystemClock
@@ -22,12 +24,12 @@ CLEANING_SECONDS = 300.0
 
 
 @asynccontextmanager
-async def opened(settings: GatewaySettings, confirm: Callable[[], Awaitable[None]]) -> AsyncIterator[Tinker | None]:
+async def opened(settings: GatewaySettings, store: Store) -> AsyncIterator[Tinker | None]:
     """Open it while the block runs; None where there is no base model.
 
     Args:
         settings: which model, and where Redis is.
-        confirm: proves that this gateway leads, or raises.
+        store: of the gateway; with standbys, it knows who leads.
 
     Raises:
         ModelError: the base model's files cannot be read.
@@ -36,8 +38,8 @@ async def opened(settings: GatewaySettings, confirm: Callable[[], Awaitable[None
         yield None
         return
     redis = connect(settings.redis_url)
-    if settings.has_standbys:
-        await Fence(redis, confirm, "tinker").claim()
+    if isinstance(store, SqlStore) and store.has_standbys:
+        await Fence(redis, store.confirm, "tinker").claim()
     queue, clock = TinkerQueue(redis), SystemClock()
     sessions = TinkerSessions(redis, queue)
     tinker = Tinker(settings.tinker_model, settings.data.resolve(), queue, sessions, clock)

@@ -317,11 +317,11 @@ def _ledger_lines(summary: Summary) -> list[tuple[str, str]]:
     return rows + [(f"  {kind}", text) for kind, text in ended_lines(ledger)]
 
 
-def show_summary(console: Console, summary: Summary, *, took: str) -> None:
+def show_summary(console: Console, summary: Summary, *, took: str, names_files: bool = True) -> None:
     """Show a summary to a person; paths are below the table, whole, so that they can be copied."""
     console.print(summary_table(summary, took=took))
     for name, path in (("checkpoint", summary.checkpoint), ("plot", summary.plot), ("logs", summary.logs)):
-        if path:
+        if path and names_files:
             console.print(f"{name:<10} {short_path(path)}", markup=False)
 
 

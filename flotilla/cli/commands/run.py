@@ -73,7 +73,7 @@ async def run(arguments: argparse.Namespace, *, companion: Companion | None = No
     path = directory.reopen() if arguments.go_on else directory.take_fresh() if arguments.fresh else directory.take()
     console.print(f"run        {short_path(path)}")
     try:
-        return await run_on_own_fleet(arguments, launch, directory, companion)
+        return await run_on_own_fleet(arguments, launch, directory, companion, is_kept=is_kept)
     except asyncio.CancelledError:
         if not is_kept:
             console.print("ended before the trial was over: nothing of it is left (--keep DIR keeps it)")
@@ -90,9 +90,18 @@ async def run(arguments: argparse.Namespace, *, companion: Companion | None = No
 
 
 async def run_on_own_fleet(
-    arguments: argparse.Namespace, launch: LaunchFile, directory: RunDirectory, companion: Companion | None = None
+    arguments: argparse.Namespace,
+    launch: LaunchFile,
+    directory: RunDirectory,
+    companion: Companion | None = None,
+    *,
+    is_kept: bool = True,
 ) -> int:
-    """Prepare while a fleet starts, run the experiment to its end, and show what came of it; return the exit code."""
+    """Prepare while a fleet starts, run the experiment to its end, and show what came of it; return the exit code.
+
+    Args:
+        is_kept: whether the directory is there afterwards, so that its files are worth naming.
+    """
     console, started = new_console(), time.monotonic()
     check_devices(launch.spec, len(own_devices(await asyncio.to_thread(machine_devices), os.environ)))
     resources, sampled = launch.spec.resources, launch.spec.samples_answers
@@ -124,7 +133,7 @@ async def run_on_own_fleet(
                 console.print(f"stopping   {what}Ctrl-C again ends everything at once")
                 raise
             await _until_settled(progress, client)
-            return await _report(progress, client, directory.path, time.monotonic() - started)
+            return await _report(progress, client, directory.path, time.monotonic() - started, is_kept=is_kept)
 
 
 async def _prepare(launch: LaunchFile, console: Console, began: float, *, makes: bool) -> None:
@@ -165,7 +174,7 @@ async def _train(
     return progress
 
 
-async def _report(progress: Progress, client: AsyncClient, path: Path, wall_seconds: float) -> int:
+async def _report(progress: Progress, client: AsyncClient, path: Path, wall_seconds: float, *, is_kept: bool) -> int:
     """Write and show what a run has come to; return the exit code.
 
     Raises:
@@ -190,9 +199,10 @@ async def _report(progress: Progress, client: AsyncClient, path: Path, wall_seco
         run=path,
     )
     console = new_console()
-    show_summary(console, summary, took="this command took")
+    show_summary(console, summary, took="this command took", names_files=is_kept)
     kind = "" if progress.view.total_steps else " --kind evaluation"
-    console.print(f"samples    flotilla show {short_path(path)}{kind}", markup=False)
+    if is_kept:
+        console.print(f"samples    flotilla show {short_path(path)}{kind}", markup=False)
     try:
         write_summary(summary, path / "summary.json")
     except OSError as error:

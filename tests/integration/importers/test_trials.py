@@ -48,6 +48,8 @@ def test_the_command_trains_two_steps_says_what_it_changed_and_leaves_nothing(
     assert "same signature" in out and "rewards/check.py" in out
     assert "\ntried      2 of 2 steps" in out
     assert list(temporary.iterdir()) == []
+    ended = out[out.index("this command took") :]
+    assert "flotilla-try-" not in ended, "what is gone is named nowhere"
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ from flotilla.trial_run.scaling import scale_down
 from tests.unit.importers.sources import BASES, import_flat
 
 
-async def _interrupted(*arguments: Any) -> int:
+async def _interrupted(*arguments: Any, **options: Any) -> int:
     raise asyncio.CancelledError
 
 

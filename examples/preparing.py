@@ -2,6 +2,7 @@
 
 Each example has a ``settings`` module that decides the result and a ``building`` module that makes it, with
 ``build(directory, settings, say, report)``; that one imports torch, so it is imported only where something is made.
+What is kept in the repository is taken by a module with the same ``build``, and with ``has(settings)``: without torch.
 """
 
 import argparse
@@ -69,12 +70,13 @@ def is_prepared(output: Path, settings: Settings) -> bool:
     return True
 
 
-def prepare(output: Path, settings: Any, progress: Progress, building: str) -> None:
+def prepare(output: Path, settings: Any, progress: Progress, building: str, *, with_torch: bool = True) -> None:
     """Fill a directory beside ``output`` and rename it when it is complete; a failure or Ctrl-C leaves nothing."""
-    progress.say("loading torch")
-    import torch  # noqa: F401  # seconds, which a call that finds all prepared does not spend
+    if with_torch:
+        progress.say("loading torch")
+        import torch  # noqa: F401  # seconds, which a call that finds all prepared does not spend
 
-    progress.say("loading transformers")
+        progress.say("loading transformers")
     build = importlib.import_module(building).build
 
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +103,14 @@ def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def main(description: str | None, building: str, presets: Sequence[str], settings_of: Callable[[str, int], Any]) -> int:
+def main(
+    description: str | None,
+    building: str,
+    presets: Sequence[str],
+    settings_of: Callable[[str, int], Any],
+    *,
+    kept: str | None = None,
+) -> int:
     """Parse the command line and prepare; 0 when the directory is there, 2 when it cannot be.
 
     Args:
@@ -109,11 +118,16 @@ def main(description: str | None, building: str, presets: Sequence[str], setting
         building: name of the module that makes it.
         presets: names that ``--preset`` takes; the first is the default.
         settings_of: makes settings of a preset and a seed.
+        kept: name of the module that takes what is kept in the repository.
     """
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--preset", choices=presets, default=presets[0])
     parser.add_argument("--output", type=Path, required=True, help="directory to make")
     parser.add_argument("--seed", type=int, default=0)
+    if kept is not None:
+        parser.add_argument(
+            "--make", action="store_true", help="make the model also where one is kept (default: take it)"
+        )
     arguments = parser.parse_args()
     output = arguments.output.resolve()
     settings = settings_of(arguments.preset, arguments.seed)
@@ -124,7 +138,8 @@ def main(description: str | None, building: str, presets: Sequence[str], setting
     except FileExistsError as error:
         print(error, file=sys.stderr)
         return 2
-    if find_spec("torch") is None:
+    is_kept = kept is not None and not arguments.make and importlib.import_module(kept).has(settings)
+    if not is_kept and find_spec("torch") is None:
         print("torch is not installed, which makes the model: pip install 'flotilla[torch]'", file=sys.stderr)
         return 2
     # Before torch is imported: on few cores, contending thread pools are several times slower than one thread.
@@ -133,7 +148,7 @@ def main(description: str | None, building: str, presets: Sequence[str], setting
     progress = Progress()
     progress.say(f"preparing {settings.preset}, seed {settings.seed}, in {output}")
     try:
-        prepare(output, settings, progress, building)
+        prepare(output, settings, progress, kept if is_kept and kept else building, with_torch=not is_kept)
     except KeyboardInterrupt:
         print("interrupted, nothing was kept", file=sys.stderr)
         return 130

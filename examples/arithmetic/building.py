@@ -1,7 +1,5 @@
 """Builds the directory's contents: problems, tokenizer, model, warm start, and the measurement of where it starts."""
 
-import json
-import random
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +9,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from .model import build_model
-from .problems import Problem, chain_of, heldout_set, terse_answer, training_set, worked_solution
+from .problems import Problem, terse_answer, worked_solution
+from .rows import write_problems
 from .settings import Settings
 from .tokenizer import build_tokenizer, prompt_ids
 from .warm_start import Probe, Report, WarmStart
@@ -58,14 +57,6 @@ def measure(
     return Accuracy(num_right / len(problems), num_tokens / len(problems))
 
 
-def write_rows(path: Path, problems: list[Problem]) -> None:
-    """Write one JSON object per line: prompt, answer (a string) and chain."""
-    with path.open("w") as file:
-        for problem in problems:
-            row = {"prompt": problem.prompt, "answer": str(problem.answer), "chain": chain_of(problem)}
-            file.write(json.dumps(row) + "\n")
-
-
 def build(directory: Path, settings: Settings, say: Report, report: Report) -> dict[str, object]:
     """Fill ``directory``; returns what was made and measured.
 
@@ -75,13 +66,7 @@ def build(directory: Path, settings: Settings, say: Report, report: Report) -> d
     """
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
-    rng = random.Random(f"problems {settings.seed}")
-    training = training_set(settings.num_train, settings.problems, rng)
-    heldout = heldout_set(settings.num_heldout, settings.problems, rng)
-    write_rows(directory / "train.jsonl", training)
-    write_rows(directory / "heldout.jsonl", heldout)
-    say(f"{len(training)} training problems, {len(heldout)} held out; for example: {training[0].prompt}")
-
+    training, heldout = write_problems(directory, settings, say)
     shown = training[:4000]
     texts = [text for p in shown for text in (p.prompt, worked_solution(p), terse_answer(p.answer))]
     tokenizer = build_tokenizer(texts, settings.model.vocab_size)

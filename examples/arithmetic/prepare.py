@@ -2,7 +2,8 @@
 
     python examples/arithmetic/prepare.py --preset standard --output DIR --seed 0
 
-DIR appears complete or not at all. A second call with the same settings returns at once.
+DIR appears complete or not at all. A second call with the same settings returns at once. The model of the
+standard preset and seed 0 is kept beside this file, and taken unless --make is given.
 """
 
 import sys
@@ -15,4 +16,4 @@ from examples.arithmetic.settings import PRESETS, settings_of
 from examples.preparing import main
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__, "examples.arithmetic.building", PRESETS, settings_of))
+    sys.exit(main(__doc__, "examples.arithmetic.building", PRESETS, settings_of, kept="examples.arithmetic.kept"))

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -50,16 +49,11 @@ def test_the_arithmetic_example_learns(tmp_path: Path) -> None:
     directory = EXAMPLE / "prepared" / "standard-0"
     prepared = json.loads((directory / "prepared.json").read_text())
     assert prepared["phase_1"]["pass_rate"] > 0.7
-    seconds = []
-    while len(seconds) < 3 and not any(each < 2 + prepared["wall_seconds"] / 4 for each in seconds):
-        begun = time.monotonic()  # once more if the machine was busy elsewhere
-        again = subprocess.run(
-            [sys.executable, str(EXAMPLE / "prepare.py"), "--output", str(directory)],
-            cwd="/",
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        assert again.stdout.startswith("already prepared")
-        seconds.append(time.monotonic() - begun)
-    assert min(seconds) < 2 + prepared["wall_seconds"] / 4
+    again = subprocess.run(
+        [sys.executable, str(EXAMPLE / "prepare.py"), "--output", str(directory)],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert again.stdout.startswith("already prepared")

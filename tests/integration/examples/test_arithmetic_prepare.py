@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,6 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.arithmetic.building import measure
+from examples.arithmetic.kept import has
+from examples.arithmetic.problems import heldout_set
 from examples.arithmetic.settings import Settings, settings_of
 from examples.preparing import Progress, is_prepared, prepare
 
@@ -52,6 +56,31 @@ def test_the_directory_holds_a_model_and_rows_that_load(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
+def test_the_kept_model_is_taken_without_torch_and_is_as_right_as_it_says(tmp_path: Path) -> None:
+    calling = call("--output", tmp_path / "made")
+
+    said, errors = calling.communicate(timeout=100)
+
+    assert calling.returncode == 0, errors
+    assert "kept in" in said
+    assert "loading torch" not in said
+    settings = settings_of("standard", 0)
+    assert is_prepared(tmp_path / "made", settings)
+    heldout = heldout_set(settings.num_heldout, settings.problems, random.Random(0))
+    assert len(rows(tmp_path / "made" / "train.jsonl")) == settings.num_train
+    started = json.loads((tmp_path / "made" / "prepared.json").read_text())["start"]["greedy"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "made" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "made" / "model")
+    found = measure(model, tokenizer, heldout, max_new_tokens=settings.max_new_tokens, is_greedy=True, report=print)
+    assert found.right == pytest.approx(started["right"], abs=0.1)
+
+
+@pytest.mark.parametrize("settings", [settings_of("standard", 1), settings_of("hard", 0), hasty()])
+def test_what_is_kept_is_not_taken_for_other_settings(settings: Settings) -> None:
+    assert has(settings_of("standard", 0))
+    assert not has(settings)
+
+
 def test_a_second_call_finds_all_prepared_and_other_settings_are_refused(tmp_path: Path) -> None:
     prepare(tmp_path / "made", hasty(), Progress(), BUILDING)
 
@@ -73,7 +102,7 @@ def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_call_leaves_nothing_behind(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    calling = call("--output", tmp_path / "made")
+    calling = call("--make", "--output", tmp_path / "made")
     assert calling.stdout is not None
     while "tokenizer of" not in calling.stdout.readline():
         assert calling.poll() is None

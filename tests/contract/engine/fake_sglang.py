@@ -5,12 +5,14 @@ waits at a pause is deaf to them, an in-place update counts the token under way 
 wrong shape ends it.
 """
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from flotilla.services.rollout.engines.scripted import log_prob_of
+from flotilla.shared.weights.image.layout import ImageLayout
 from tests.contract.engine.fake_server import Body, FakeServer, Sample, spans_of
 
 MEMORY = ("weights", "kv_cache", "cuda_graph")
@@ -30,12 +32,16 @@ class FakeSglang(FakeServer):
         self.broadcast: list[str] = []
         self.released: set[str] = set()
         self._has_weights = True
+        self.damage: str | None = None
+        """How the next load goes wrong: ``flip``, ``half`` or ``keep``."""
+        self._held = tensors_in(model)
         self._routes = {
             "POST /generate": self._generate,
             "POST /abort_request": self._abort,
             "POST /pause_generation": self._pause,
             "POST /continue_generation": self._continue,
             "POST /update_weights_from_disk": self._update,
+            "POST /weights_checker": self._check,
             "POST /begin_weight_update": self._begin,
             "POST /update_weights_from_tensor": self._update_by_handles,
             "POST /init_weights_update_group": self._join,
@@ -93,10 +99,23 @@ class FakeSglang(FakeServer):
         if why is not None:
             return httpx.Response(400, json={"success": False, "message": why})
         self._has_weights = True
+        self._held, self.damage = damaged(tensors_in(Path(body["model_path"])), self._held, self.damage), None
         if body["flush_cache"] and self._mode == "in_place" and self._samples:
             return httpx.Response(400, json={"success": False, "message": "Flush cache failed."})
         self.label = body["weight_version"]
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+
+    def _check(self, body: Body) -> Any:
+        assert body["action"] == "checksum"
+        fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+        held: dict[str, bytes] = {}
+        for name, data in self._held.items():
+            own = next((name.replace(p, f) for f, parts in fused.items() for p in parts if f".{p}." in name), name)
+            held[own] = held.get(own, b"") + data
+        # As it does: the embedding is filled up to a multiple of 64 rows.
+        held["model.embed_tokens.weight"] += bytes(4)
+        sums = {name: hashlib.sha256(data).hexdigest()[:16] for name, data in held.items()}
+        return {"success": True, "message": "Success.", "ranks": [{"checksums": sums, "per_gpu_checksum": "x"}]}
 
     def _release(self, body: Body) -> None:
         if self._goes_on.is_set() or any(sample.is_running for sample in self._samples.values()):
@@ -170,6 +189,28 @@ class FakeSglang(FakeServer):
         prompts = {tuple(sample.prompt) for sample in running}
         used = sum(map(len, prompts)) + sum(len(sample.tokens) for sample in running)
         return {"loads": [{"num_running_reqs": len(running), "num_used_tokens": used}]}
+
+
+def tensors_in(directory: Path) -> dict[str, bytes]:
+    """Read the tensors of a directory, those that are fused in the order in which they are."""
+    data = (directory / "model.safetensors").read_bytes()
+    specs = ImageLayout.parse(data).tensors
+    parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    rank = lambda spec: next((n for n, part in enumerate(parts) if f".{part}." in spec.name), -1)  # noqa: E731
+    return {spec.name: data[spec.start : spec.end] for spec in sorted(specs, key=rank)}
+
+
+def damaged(new: dict[str, bytes], old: dict[str, bytes], how: str | None) -> dict[str, bytes]:
+    """Return what is held after a load that went wrong, or right."""
+    if how == "keep":
+        return old
+    names = list(new)
+    if how == "half":
+        return new | {name: old[name] for name in names[len(names) // 2 :]}
+    if how == "flip":
+        last = new[names[-1]]
+        return new | {names[-1]: last[:-1] + bytes([last[-1] ^ 1])}
+    return new
 
 
 def _refusal(message: str) -> httpx.Response:

@@ -10,7 +10,7 @@ may be taken for a version of ours. So each engine's labels have a mark of their
 """
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -141,6 +141,22 @@ class Sleeper(Protocol):
         """Take the memory again and load a directory that fits the model. After a failure nobody knows its weights."""
 
 
+class Prover(Protocol):
+    """How one kind of server tells what it has in memory."""
+
+    async def hashes(self, caller: Caller, *, seconds: float) -> Mapping[str, str]:
+        """Ask for SHA-256 of each of its tensors by its own names, in hexadecimal; the first 16 digits or more.
+
+        Raises:
+            Refused: it does not tell.
+            LookupError, TypeError: it answers something else.
+        """
+
+
+Check = Callable[[], Awaitable[None]]
+"""Fails unless a server has in memory what it was given."""
+
+
 class Dialect(Protocol):
     """One kind of server; an instance belongs to one engine."""
 
@@ -160,6 +176,8 @@ class Dialect(Protocol):
     """Its answer has the label of the weights that it serves, as ``weight_version``."""
     asks_when_idle: bool
     """Whether ``load`` wants to be called while nothing is sampled as well."""
+    prover: Prover | None
+    """How it tells what it has in memory; None if it cannot."""
     sleeper: Sleeper | None
     """How it lends its memory; None if it cannot. ``SLEEP`` is among its capabilities if it can."""
 
@@ -212,9 +230,9 @@ class Dialect(Protocol):
         """End a completion; its call returns what it has."""
 
     async def switch(
-        self, caller: Caller, source: Path, label: str, mode: OnWeightUpdate, *, load_seconds: float
+        self, caller: Caller, source: Path, label: str, mode: OnWeightUpdate, *, load_seconds: float, check: Check
     ) -> None:
-        """Pause, load a directory that fits under a label, go on. After a failure nobody knows the server's weights."""
+        """Pause, load a directory that fits under a label, check, go on. After a failure nobody knows the weights."""
 
     async def load(self, caller: Caller, known: Known) -> tuple[int, int]:
         """Ask how many completions run, and how many tokens those have that have not ended."""

@@ -23,6 +23,7 @@ from flotilla.services.rollout.engines.servers.connection import Connection
 from flotilla.services.rollout.engines.servers.dialect import Dialect, Known, Sleeper, VersionLabels, VersionLost
 from flotilla.services.rollout.engines.servers.gate import UpdateGate
 from flotilla.services.rollout.engines.servers.model import ServedModel, make_place, read_served_model, stage_directory
+from flotilla.services.rollout.engines.servers.proof import ServerProof
 from flotilla.services.rollout.engines.servers.settings import ServerSettings
 from flotilla.shared.concurrency.cancelling import to_the_end
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
@@ -32,6 +33,7 @@ from flotilla.shared.errors import (
     InvalidRequest,
     RequestInFlight,
     Unavailable,
+    WeightsDiverged,
     WorkerDied,
 )
 from flotilla.shared.schemas.engine import EngineCapability
@@ -94,6 +96,8 @@ class ServerEngine:
         self._version = settings.version
         self._staged: Path | None = None
         """The directory that was loaded last; servers go on naming it as their model's."""
+        prover, is_on_cpu = dialect.prover, settings.device == "cpu"
+        self._proof = ServerProof(prover, settings.dtype, settings.load_seconds) if prover and is_on_cpu else None
         self._active: dict[str, _Active] = {}
         self._is_closing = False
         self._is_asleep = self._is_falling_asleep = False
@@ -202,6 +206,23 @@ class ServerEngine:
 
         Without ``EXACT_SPANS`` the server may count the token that was under way to the new version under ``continue``.
         """
+        await self._load(image, version, on_update, None)
+
+    async def load_proved(self, image: Path, version: int, on_update: OnWeightUpdate, digest: str) -> bool:
+        """Have the server load an image, and tell what it has in memory; see ``ProvesWeights.load_proved``.
+
+        It is held against the image: the digest is of no use to a server, which hashes in its own way. One that has
+        something else is given up, so that the next one begins anew.
+        """
+        connection, _ = self._running()
+        proof, settings = self._proof, self._settings
+        if proof is not None and not self._is_asleep and self._version == settings.version:
+            await proof.learn(connection, settings.model_path)
+        can_tell = proof is not None and proof.can_tell
+        await self._load(image, version, on_update, proof if can_tell else None)
+        return can_tell
+
+    async def _load(self, image: Path, version: int, on_update: OnWeightUpdate, proof: ServerProof | None) -> None:
         connection, model = self._running()
         num_sleeps = self._num_sleeps
         async with self._gate.updating(on_update):
@@ -213,7 +234,7 @@ class ServerEngine:
             async with self._gate.switching():
                 if num_sleeps != self._num_sleeps:
                     raise Unavailable("the engine was put to sleep")
-                await self._to_the_end(connection, self._switch(connection, source, version, on_update))
+                await self._to_the_end(connection, self._switch(connection, source, version, on_update, proof))
 
     async def sleep(self) -> None:
         """Have the server free its memory; see ``Engine.sleep``.
@@ -327,18 +348,34 @@ class ServerEngine:
         """Await what changes the server, also when cancelled: half-way there is no way back, so the server goes on."""
         await to_the_end(connection.spawn(work, "change of the server"))
 
-    async def _switch(self, connection: Connection, source: Path, version: int, mode: OnWeightUpdate) -> None:
+    async def _switch(
+        self,
+        connection: Connection,
+        source: Path,
+        version: int,
+        mode: OnWeightUpdate,
+        proof: ServerProof | None = None,
+    ) -> None:
         """Pause or wake, load, go on. After a failure between nobody knows the weights: the server is given up."""
         connection.check()
-        seconds, sleeper = self._settings.load_seconds, self._dialect.sleeper
+        seconds, sleeper, label = self._settings.load_seconds, self._dialect.sleeper, self._labels.of(version)
+
+        async def check() -> None:
+            if proof is not None:
+                await proof.check(connection, source, version)
+
         try:
             if self._is_asleep and sleeper is not None:
-                await sleeper.wake(connection, source, self._labels.of(version), load_seconds=seconds)
+                await sleeper.wake(connection, source, label, load_seconds=seconds)
+                # It may sample, and nobody asks it to until this is over.
+                await check()
             else:
-                await self._dialect.switch(connection, source, self._labels.of(version), mode, load_seconds=seconds)
+                await self._dialect.switch(connection, source, label, mode, load_seconds=seconds, check=check)
         except FlotillaError as error:
             cause = f"version {version} could not be loaded: {error.detail}"
             connection.die(connection.death_by(cause) if isinstance(error, Unavailable) else WorkerDied(cause))
+            if isinstance(error, WeightsDiverged):
+                raise
             raise connection.death or error from error
         self._version, self._is_asleep = version, False
 

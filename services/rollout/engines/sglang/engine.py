@@ -20,7 +20,16 @@ from flotilla.services.rollout.engines.base import GenerationRequest, SamplingPa
 from flotilla.services.rollout.engines.resumption import Prefix
 from flotilla.services.rollout.engines.servers.command import HOST, clean_environment, flags, free_port, plain_names
 from flotilla.services.rollout.engines.servers.completions import Sampled
-from flotilla.services.rollout.engines.servers.dialect import Body, Caller, Known, Launch, ServedHere, Sleeper
+from flotilla.services.rollout.engines.servers.dialect import (
+    Body,
+    Caller,
+    Check,
+    Known,
+    Launch,
+    Prover,
+    ServedHere,
+    Sleeper,
+)
 from flotilla.services.rollout.engines.servers.engine import ServerEngine
 from flotilla.services.rollout.engines.servers.settings import ServerSettings
 from flotilla.services.rollout.engines.sglang.buckets import Buckets
@@ -184,6 +193,16 @@ class SglangSleeper:
         await caller.post("/continue_generation", {})
 
 
+class SglangProver:
+    """Asks a server for the hashes of its tensors, where it has one rank: on a CPU they are of SHA-256."""
+
+    async def hashes(self, caller: Caller, *, seconds: float) -> Mapping[str, str]:
+        """Read ``/weights_checker``; see ``Prover.hashes``."""
+        body = {"action": "checksum", "selector": "target"}
+        [rank] = (await caller.post("/weights_checker", body, seconds=seconds))["ranks"]
+        return {str(name): str(found) for name, found in rank["checksums"].items()}
+
+
 class SglangDialect:
     """SGLang's side of ``servers.dialect.Dialect``.
 
@@ -200,6 +219,7 @@ class SglangDialect:
     health_path = "/health"
     label_path = "/model_info"
     asks_when_idle = False
+    prover: Prover | None = SglangProver()
     sleeper: Sleeper | None = SglangSleeper()
 
     def __init__(self, handles: LoadingByHandles | None = None) -> None:
@@ -240,9 +260,9 @@ class SglangDialect:
         await caller.post("/abort_request", {"rid": request_id})
 
     async def switch(
-        self, caller: Caller, source: Path, label: str, mode: OnWeightUpdate, *, load_seconds: float
+        self, caller: Caller, source: Path, label: str, mode: OnWeightUpdate, *, load_seconds: float, check: Check
     ) -> None:
-        """Pause, load, go on; running samples are retracted, or keep their cache where the mode says so."""
+        """Pause, load, check, go on; running samples are retracted, or keep their cache where the mode says so."""
         done = {"weight_version": label, "flush_cache": mode is not OnWeightUpdate.CONTINUE}
         prepared = await self._handles.prepare(caller, source) if self._handles is not None else None
         await caller.post("/pause_generation", {"mode": PAUSES[mode]})
@@ -250,6 +270,7 @@ class SglangDialect:
             await self._handles.load(caller, prepared, done, seconds=load_seconds)
         else:
             await caller.post("/update_weights_from_disk", {"model_path": str(source), **done}, seconds=load_seconds)
+        await check()
         await caller.post("/continue_generation", {})
 
     async def load(self, caller: Caller, known: Known) -> tuple[int, int]:

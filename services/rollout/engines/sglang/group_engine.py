@@ -20,6 +20,7 @@ from flotilla.services.rollout.engines.servers.attaching import UNREADABLE
 from flotilla.services.rollout.engines.servers.client import Refused
 from flotilla.services.rollout.engines.servers.connection import Connection
 from flotilla.services.rollout.engines.servers.dialect import Body
+from flotilla.services.rollout.engines.servers.proof import ServerProof
 from flotilla.services.rollout.engines.servers.settings import ServerSettings
 from flotilla.services.rollout.engines.sglang.engine import PAUSES, SglangEngine
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
@@ -124,9 +125,8 @@ class GroupSglangEngine(SglangEngine):
         await self._changing(connection, self._go_on(connection, self._version))
         return True
 
-    async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:
-        """See ``Engine.load_weights``."""
-        await super().load_weights(image, version, on_update)
+    async def _load(self, image: Path, version: int, on_update: OnWeightUpdate, proof: ServerProof | None) -> None:
+        await super()._load(image, version, on_update, proof)
         self._has_lost_weights = False
 
     async def wake(self) -> None:

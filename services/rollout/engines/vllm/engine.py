@@ -16,7 +16,17 @@ from flotilla.services.rollout.engines.resumption import Prefix
 from flotilla.services.rollout.engines.servers.client import Refused
 from flotilla.services.rollout.engines.servers.command import clean_environment, flags, plain_names
 from flotilla.services.rollout.engines.servers.completions import Sampled
-from flotilla.services.rollout.engines.servers.dialect import Body, Caller, Known, Launch, ServedHere, Sleeper, label_in
+from flotilla.services.rollout.engines.servers.dialect import (
+    Body,
+    Caller,
+    Check,
+    Known,
+    Launch,
+    Prover,
+    ServedHere,
+    Sleeper,
+    label_in,
+)
 from flotilla.services.rollout.engines.servers.engine import ServerEngine
 from flotilla.services.rollout.engines.servers.settings import ServerSettings
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
@@ -194,6 +204,7 @@ class VllmDialect:
     """Its own ``/health`` asks the front alone: this one goes through the process that samples."""
     label_path = "/weight_info"
     asks_when_idle = True
+    prover: Prover | None = None
     sleeper: Sleeper | None = VllmSleeper()
 
     def __init__(self, *, cuts: bool) -> None:
@@ -265,15 +276,16 @@ class VllmDialect:
         await caller.post("/inference/v1/abort_requests", {"request_ids": [f"{ID_PREFIX}{request_id}"]})
 
     async def switch(
-        self, caller: Caller, source: Path, label: str, mode: OnWeightUpdate, *, load_seconds: float
+        self, caller: Caller, source: Path, label: str, mode: OnWeightUpdate, *, load_seconds: float, check: Check
     ) -> None:
-        """Pause between two steps, label, load, go on.
+        """Pause between two steps, label, load, check, go on.
 
         Clearing the cache puts running requests back into the queue: they compute their prefix again when it goes on.
         """
         clears = "false" if mode is OnWeightUpdate.CONTINUE else "true"
         await caller.post(f"/pause?mode=keep&clear_cache={clears}", None)
         await _reload(caller, source, label, load_seconds)
+        await check()
         await caller.post("/resume", None)
 
     async def load(self, caller: Caller, known: Known) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from flotilla.shared.errors import (
     ModelError,
     ServerUnreachable,
     Unavailable,
+    WeightsDiverged,
     WeightTransferFailed,
     WorkerDied,
 )
@@ -284,3 +285,42 @@ async def test_a_server_that_is_not_there_is_named_and_may_come(settings: Server
 
     with pytest.raises(Unavailable, match=r"the SGLang server at http://\S+ cannot be reached now: start it"):
         await SglangEngine(replace(settings, probe_seconds=60), transport=server).start()
+
+
+@pytest.fixture
+def newer(tmp_path: Path) -> Path:
+    return save_image(make_model("qwen3", seed=1), tmp_path / "newer.safetensors")
+
+
+async def test_what_the_server_has_is_asked_before_it_goes_on(
+    engine: SglangEngine, server: FakeSglang, newer: Path
+) -> None:
+    assert await engine.load_proved(newer, 4, OnWeightUpdate.INTERRUPT, "digest")
+
+    asked, update, check = [path for path, _ in server.calls], "/update_weights_from_disk", "/weights_checker"
+    assert asked == [check, "/pause_generation", update, check, "/continue_generation"]
+    server.calls.clear()
+    assert await engine.load_proved(newer, 5, OnWeightUpdate.INTERRUPT, "digest")
+    assert [path for path, _ in server.calls].count(check) == 1, "how it lays weights out is known by now"
+
+
+@pytest.mark.parametrize("damage", ["flip", "half", "keep"])
+async def test_a_server_with_other_weights_than_it_was_given_samples_nothing_more(
+    engine: SglangEngine, server: FakeSglang, newer: Path, damage: str
+) -> None:
+    server.damage = damage
+
+    with pytest.raises(WeightsDiverged, match="version 4 as the server has it") as raised:
+        await engine.load_proved(newer, 4, OnWeightUpdate.INTERRUPT, "digest")
+
+    assert "the first that differs is " in raised.value.detail
+    assert "/continue_generation" not in [path for path, _ in server.calls]
+    with pytest.raises(WorkerDied):
+        await engine.generate(a_request(max_new_tokens=1))
+
+
+async def test_a_server_that_does_not_tell_is_believed(engine: SglangEngine, server: FakeSglang, newer: Path) -> None:
+    del server._requests["POST /weights_checker"]
+
+    assert not await engine.load_proved(newer, 4, OnWeightUpdate.INTERRUPT, "digest")
+    assert (await engine.generate(a_request(max_new_tokens=1)))[0].versions == ((0, 4),)

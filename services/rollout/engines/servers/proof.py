@@ -1,0 +1,130 @@
+"""Whether a server has in memory what it was given, by hashes that it makes of its own tensors.
+
+It names them in its own way, and fuses some: what each holds is made of the tensors of the file that it loaded, whose
+bytes were checked when they came. Which of its tensors can be told so is found out by the weights that it began with:
+one that it lays out otherwise is left out then, and nothing is said of it.
+"""
+
+import hashlib
+import mmap
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from flotilla.services.rollout.engines.decoders.checkpoint import safetensors_files
+from flotilla.services.rollout.engines.servers.client import Refused
+from flotilla.services.rollout.engines.servers.dialect import Caller, Prover
+from flotilla.shared.errors import WeightsDiverged, WeightTransferFailed
+from flotilla.shared.schemas.publication import TensorSpec
+from flotilla.shared.weights.image.layout import ImageLayout
+
+FUSED: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Weights that servers make of several, one after the other, by a part of their names."""
+MIN_DIGITS = 16
+"""Of a hash that counts."""
+WIRE_NAMES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def parts_of(name: str, known: Collection[str]) -> tuple[str, ...]:
+    """Name the checkpoint's tensors that one of a server's is made of; none where it is not known."""
+    if name in known:
+        return (name,)
+    for fused, parts in FUSED.items():
+        found = tuple(name.replace(f".{fused}.", f".{part}.") for part in parts)
+        if f".{fused}." in name and all(each in known for each in found):
+            return found
+    return ()
+
+
+def hashes_of(files: Collection[Path], names: Collection[str], dtype: str) -> dict[str, str]:
+    """Hash what a server holds that has loaded some files: SHA-256 by its names; blocks.
+
+    Args:
+        files: of safetensors.
+        names: of the server's tensors; those that cannot be told are left out.
+        dtype: that it computes in; tensors of another are left out.
+
+    Raises:
+        WeightTransferFailed: a file cannot be read.
+    """
+    places: dict[str, tuple[mmap.mmap, TensorSpec]] = {}
+    try:
+        for path in files:
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            places |= {spec.name: (mapped, spec) for spec in ImageLayout.parse(memoryview(mapped)).tensors}
+    except OSError as error:
+        raise WeightTransferFailed(f"weights cannot be read again: {error}") from error
+    found = {}
+    for name in names:
+        parts = [places[each] for each in parts_of(name, places)]
+        if parts and all(spec.dtype == WIRE_NAMES.get(dtype) for _, spec in parts):
+            digest = hashlib.sha256()
+            for mapped, spec in parts:
+                digest.update(memoryview(mapped)[spec.start : spec.end])
+            found[name] = digest.hexdigest()
+    return found
+
+
+class ServerProof:
+    """Proves what one server loads.
+
+    Args:
+        prover: how it is asked.
+        dtype: that it computes in.
+        seconds: that it may take to answer.
+    """
+
+    def __init__(self, prover: Prover, dtype: str, seconds: float) -> None:
+        self._prover, self._dtype, self._seconds = prover, dtype, seconds
+        self._provable: frozenset[str] | None = None
+
+    @property
+    def can_tell(self) -> bool:
+        """Whether any of its tensors can be told, by what it began with."""
+        return bool(self._provable)
+
+    async def learn(self, caller: Caller, model: Path) -> None:
+        """Find out which of its tensors can be told; once, while it serves what it began with.
+
+        Args:
+            caller: of the server.
+            model: directory of these weights.
+        """
+        if self._provable is not None:
+            return
+        self._provable = frozenset()
+        with suppress(Refused, LookupError, TypeError, WeightTransferFailed):
+            held = await self._prover.hashes(caller, seconds=self._seconds)
+            wanted = hashes_of(safetensors_files(model), held, self._dtype)
+            self._provable = frozenset(name for name, found in held.items() if _is(found, wanted.get(name)))
+
+    async def check(self, caller: Caller, directory: Path, version: int) -> None:
+        """Hold what it has in memory against what it was to load.
+
+        Args:
+            caller: of the server, which samples nothing meanwhile.
+            directory: that it loaded.
+            version: that it is.
+
+        Raises:
+            WeightsDiverged: it has something else; names the first tensor.
+            WeightTransferFailed: the directory is gone.
+            Refused: it does not tell any more.
+        """
+        wanted = hashes_of([directory / "model.safetensors"], self._provable or (), self._dtype)
+        held = await self._prover.hashes(caller, seconds=self._seconds)
+        wrong = sorted(name for name, each in wanted.items() if not _is(held.get(name, ""), each))
+        if wrong:
+            raise WeightsDiverged(
+                f"version {version} as the server has it is not what was published: {len(wanted) - len(wrong)} of "
+                f"{len(wanted)} tensors are right, the first that differs is {wrong[0]}"
+            )
+
+
+def _is(found: str, wanted: str | None) -> bool:
+    """Whether a server's hash, which may be cut, is of what is wanted."""
+    return wanted is not None and len(found) >= MIN_DIGITS and wanted.startswith(found)

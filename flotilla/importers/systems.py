@@ -25,7 +25,19 @@ HINTS: Mapping[str, tuple[str, ...]] = {
     "openrlhf": ("openrlhf.cli", "openrlhf/cli"),
     "roll": ("actor_train:", "actor_infer:", "start_rlvr_pipeline", "start_agentic_pipeline", "roll.pipeline"),
     "verl": ("verl.", "recipe.", "actor_rollout_ref", "main_ppo", "partial_pretrain"),
-    "trl": ("from trl", "import trl", "reward_funcs:", "dataset_name:", "num_generations:"),
+    "trl": (
+        "trl grpo",
+        "trl sft",
+        "trl dpo",
+        "trl reward",
+        "trl/scripts",
+        "trl.scripts",
+        "from trl",
+        "import trl",
+        "reward_funcs:",
+        "dataset_name:",
+        "num_generations:",
+    ),
 }
 """What shows whose file it is, the first system that has one of its marks; of a script of Python's only TRL's."""
 MAX_BYTES = 1_000_000
@@ -98,7 +110,9 @@ def read(
     if system == "openrlhf":
         return read_openrlhf_script(text, overrides, environment, source=source, program=program)
     if system == "trl":
-        return read_trl(text, overrides, environment, source=source)
+        return read_trl(
+            text, overrides, environment, source=source, beside=beside, is_script=is_script, program=program
+        )
     read_file = read_verl if system == "verl" else read_roll
     return read_file(text, overrides, environment, source=source, is_script=is_script, beside=beside, program=program)
 

@@ -8,8 +8,10 @@ from typing import Any, Final
 
 import yaml
 
+from flotilla.importers.composition import Beside, nothing_beside
 from flotilla.importers.hydra import problem
 from flotilla.importers.source import Given
+from flotilla.importers.trl.command import COMMANDS, read_command, variables_of
 from flotilla.importers.trl.script import CONFIGS, TRAINERS, Script
 from flotilla.importers.trl.slices import CannotSlice, slice_for
 from flotilla.importers.trl.written import Called, Code, Function, Rows, described, is_known
@@ -29,10 +31,6 @@ LORA_OF_MODEL: Final[Mapping[str, Any]] = {
     "use_dora": False, "lora_modules_to_save": None, "load_in_4bit": False, "load_in_8bit": False,
 }  # fmt: skip
 """Defaults of ``ModelConfig`` (trl/trainer/model_config.py), which are read where ``use_peft`` is set."""
-OF_COMMAND: Final[Mapping[str, str]] = {
-    "grpo": "GRPOTrainer", "sft": "SFTTrainer", "dpo": "DPOTrainer", "reward": "RewardTrainer", "rloo": "RLOOTrainer",
-    "kto": "KTOTrainer",
-}  # fmt: skip
 SHOWS: Final[Mapping[str, frozenset[str]]] = {
     "GRPOTrainer": frozenset({"reward_funcs", "num_generations", "max_completion_length", "reward_weights"}),
     "DPOTrainer": frozenset({"precompute_ref_log_probs", "beta", "loss_weights", "label_smoothing"}),
@@ -53,8 +51,17 @@ OVERLONG_OF_COMMAND: Final = {"max_completion_len": 1280, "soft_punish_cache": 2
 """What ``trl grpo`` gives ``get_soft_overlong_punishment`` (trl/scripts/grpo.py)."""
 
 
-def read_trl(text: str, overrides: Sequence[str], environment: Mapping[str, str], *, source: str) -> list[Given]:
-    """Read a script of Python's, or YAML.
+def read_trl(
+    text: str,
+    overrides: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    source: str,
+    beside: Beside = nothing_beside,
+    is_script: bool = False,
+    program: int | None = None,
+) -> list[Given]:
+    """Read a script of Python's, YAML, or a shell script that starts one of them.
 
     Args:
         text: what the file holds.
@@ -62,18 +69,41 @@ def read_trl(text: str, overrides: Sequence[str], environment: Mapping[str, str]
             runs; else a parameter.
         environment: of the import.
         source: the file's name; its suffix tells scripts from YAML.
+        beside: finds what a shell script names.
+        is_script: whether it is a shell script.
+        program: number of the program that is meant, where a shell script starts several; counted from 1.
 
     Raises:
         InvalidSpec: it cannot be read, or makes no trainer or several.
     """
+    if is_script:
+        variables, overrides = variables_of(overrides, text)
+        found = read_command(text, variables, environment, source=source, beside=beside, program=program)
+        flags = {SAME.get(name, name): _value_of(value) if isinstance(value, str) else value
+                 for name, value in found.values.items() if name not in found.unknown}  # fmt: skip
+        unknown = [Given(None, SAME.get(name, name), "script", refusal=why) for name, why in found.unknown.items()]
+        if found.trainer:
+            fixed = _fixed(overrides, source)
+            named = Given(found.trainer, TRAINER, "script")
+            return [named, *unknown, *_of_values({**flags, **fixed}, fixed)]
+        return [*unknown, *_of_python(found.text, flags | _fixed(overrides, source), environment, source=found.source)]
+    fixed = _fixed(overrides, source)
+    if not source.endswith(".py"):
+        return _of_yaml(text, fixed, source=source)
+    return _of_python(text, fixed, environment, source=source)
+
+
+def _fixed(overrides: Sequence[str], source: str) -> dict[str, Any]:
     fixed = {}
     for each in overrides:
         name, equals, written = each.partition("=")
         if not equals or not name.strip():
             raise problem("command line", each, f"beside {source} there may be NAME=VALUE")
         fixed[name.strip().lstrip("-")] = _value_of(written)
-    if not source.endswith(".py"):
-        return _of_yaml(text, fixed, source=source)
+    return fixed
+
+
+def _of_python(text: str, fixed: Mapping[str, Any], environment: Mapping[str, str], *, source: str) -> list[Given]:
     script = Script(text, fixed, environment, source=source)
     if len(script.trainers) != 1:
         made = ", ".join(f"{each.name} in line {each.node.lineno}" for each in script.trainers) or "none"
@@ -103,11 +133,11 @@ def _of_yaml(text: str, fixed: Mapping[str, Any], *, source: str) -> list[Given]
         raise problem(source, source, str(why))
     values: dict[str, Any] = {str(name): value for name, value in found.items()} | dict(fixed)
     named = str(values.pop(TRAINER, "")).lower()
-    trainer = OF_COMMAND.get(named.removesuffix("trainer")) or next(
+    trainer = COMMANDS.get(named.removesuffix("trainer")) or next(
         (name for name, keys in SHOWS.items() if keys & values.keys()), None
     )
     if trainer is None:
-        raise problem(source, named or "nothing", f"say whose it is: {TRAINER}={'|'.join(OF_COMMAND)}")
+        raise problem(source, named or "nothing", f"say whose it is: {TRAINER}={'|'.join(COMMANDS)}")
     return [Given(trainer, TRAINER, "file"), *_of_values(values, fixed)]
 
 

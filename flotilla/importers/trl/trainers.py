@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from flotilla.importers.hydra import problem
 from flotilla.importers.source import Given
 from flotilla.importers.system import System
+from flotilla.importers.trl.command import COMMANDS
 from flotilla.importers.trl.finished import TRL_FINISHED
 from flotilla.importers.trl.grpo import TRL_GRPO
-from flotilla.importers.trl.launch import OF_COMMAND, TRAINER, read_trl
+from flotilla.importers.trl.launch import TRAINER, read_trl
 
 
 def trl_of(given: Sequence[Given]) -> System:
@@ -19,7 +20,7 @@ def trl_of(given: Sequence[Given]) -> System:
     trainer = next(each for each in given if each.spelling == TRAINER)
     found = TRL_GRPO if trainer.value == "GRPOTrainer" else TRL_FINISHED.get(str(trainer.value))
     if found is None:
-        offered = ", ".join(name for name in OF_COMMAND.values() if name in {"GRPOTrainer", *TRL_FINISHED})
+        offered = ", ".join(name for name in COMMANDS.values() if name in {"GRPOTrainer", *TRL_FINISHED})
         raise problem(trainer.where, trainer.value, f"the fleet has no job of this kind; those that it has: {offered}")
     return found
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from flotilla.services.reward.audit import Audit
+from flotilla.services.reward.likeness import alike_pair
 from flotilla.shared.schemas.health import (
     LONGEST_TEXT,
     LONGEST_WORDS,
@@ -39,6 +40,7 @@ class GradingTally:
     last_audit_error: str | None = None
     _newest: tuple[SampleExcerpt, ...] = ()
     _audited: tuple[SampleExcerpt, ...] = ()
+    _alike: tuple[SampleExcerpt, ...] = ()
 
     @property
     def num_groups(self) -> int:
@@ -58,6 +60,10 @@ class GradingTally:
         self._count("flat_groups", is_flat)
         texts = {tuple(turn.text for turn in each.turns) or (each.text,) for each in group.trajectories}
         self._count("identical_groups", len(texts) == 1 < len(group.trajectories))
+        pair = alike_pair([trajectory.text for trajectory in group.trajectories])
+        self._count("alike_groups", pair is not None)
+        if pair is not None:
+            self._alike = tuple(excerpt(group, group.trajectories[member]) for member in pair)
         self._count("filtered_groups", is_filtered)
         self._count("signalless_groups", is_flat or is_filtered)
         for trajectory in group.trajectories:
@@ -123,6 +129,7 @@ class GradingTally:
             audit_missing=self.audit_missing,
             last_audit_error=self.last_audit_error,
             audited_samples=self._audited,
+            alike_samples=self._alike,
             graders=graders or {},
             **self.counts,
         )

@@ -57,6 +57,10 @@ class GradingReport(TolerantWire):
     """Of several scored members, all with the same reward."""
     identical_groups: int = Field(0, ge=0)
     """Of several members, all with the same text."""
+    alike_groups: int = Field(0, ge=0)
+    """Of several members, of which most nearly repeat another."""
+    alike_samples: tuple[SampleExcerpt, ...] = Field((), max_length=2)
+    """Two members of the newest of them."""
     signalless_groups: int = Field(0, ge=0)
     """Flat, or filtered because they teach nothing: nothing is learned from them."""
     filtered_groups: int = Field(0, ge=0)

@@ -15,6 +15,8 @@ class CheckName(StrEnum):
     WRONG_LABELS = "wrong_labels"
     GRADERS_DISAGREE = "graders_disagree"
     AUDIT_MISSING = "audit_missing"
+    COMPONENTS_DRIFT = "components_drift"
+    NEAR_DUPLICATES = "near_duplicates"
     NO_ANSWER_FOUND = "no_answer_found"
     NEVER_RIGHT = "never_right"
     CONSTANT_REWARD = "constant_reward"
@@ -50,6 +52,11 @@ class HealthConfig(Config):
     """Samples whose grading failed, where ``grader_failing`` and ``wrong_labels`` see one that cannot work."""
     ungraded_share: float = Field(0.05, gt=0, le=1)
     """Samples whose grading failed, or that every grader abstained from, where ``grades_missing`` tells of them."""
+    drift: float = Field(0.1, gt=0)
+    """By how much one component of the reward has risen and another fallen where `components_drift` tells of them, from
+    the first to the second half of the last 64 steps."""
+    alike_share: float = Field(0.5, gt=0, le=1)
+    """Groups most of whose answers nearly repeat another one, where `near_duplicates` tells of them."""
     truncated_share: float = Field(0.95, gt=0, le=1)
     """Completions that ended at the length limit, or are empty."""
     kl: float = Field(2.0, gt=0)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from flotilla.services.gateway.monitoring.health import audit, completions, rewards, updates
+from flotilla.services.gateway.monitoring.health import audit, completions, drift, rewards, updates
 from flotilla.services.gateway.monitoring.health.evidence import Evidence, Seen
 from flotilla.shared.config.sections.health import CheckName
 
@@ -119,6 +119,21 @@ CHECKS: tuple[Check, ...] = (
         audit.audit_missing,
         "mend the graders of reward.audit by their words, or raise reward.audit.deadline_seconds: until then nothing "
         "tells whether the reward is gamed",
+    ),
+    Check(
+        CheckName.COMPONENTS_DRIFT,
+        "reward",
+        drift.components_drift,
+        "look at the newest samples: where the rising component is gamed, mend it or lower its weight, see by "
+        "`flotilla regrade RUN --reward FILE` what that changes, and go on by the `flotilla fork` that it names",
+    ),
+    Check(
+        CheckName.NEAR_DUPLICATES,
+        "reward",
+        drift.near_duplicates,
+        "compare the two answers: where the reward asks for that text, mend it (`flotilla regrade RUN --reward FILE`); "
+        "else sample more broadly: `flotilla set EXPERIMENT rollout.sampling.temperature=1.2`, or a larger "
+        "algorithm.entropy_coefficient",
     ),
     Check(
         CheckName.EMPTY_COMPLETIONS,

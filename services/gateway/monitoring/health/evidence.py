@@ -45,6 +45,7 @@ class Graded:
     groups: int = 0
     flat_groups: int = 0
     identical_groups: int = 0
+    alike_groups: int = 0
     signalless_groups: int = 0
     filtered_groups: int = 0
     samples: int = 0
@@ -105,6 +106,7 @@ class Evidence:
         highest_reward, lowest_reward: that any report had.
         audited: of the newest audited groups.
         audited_samples: whose two grades disagree.
+        alike_samples: two answers of a group that nearly repeat each other.
         last_audit_error: what the second grader said where it gave none.
     """
 
@@ -123,6 +125,7 @@ class Evidence:
     audited: Audited = Audited()
     audited_samples: tuple[SampleExcerpt, ...] = ()
     last_audit_error: str | None = None
+    alike_samples: tuple[SampleExcerpt, ...] = ()
 
     @property
     def is_enough_graded(self) -> bool:

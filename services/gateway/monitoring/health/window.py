@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, Final, TypeVar
 
+from flotilla.services.gateway.monitoring.health.drift import component_series
 from flotilla.services.gateway.monitoring.health.evidence import (
     Audited,
     Evidence,
@@ -81,6 +82,7 @@ class HealthWindow:
         self._special_token: str | None = None
         self._samples: tuple[SampleExcerpt, ...] = ()
         self._ungraded_sample: SampleExcerpt | None = None
+        self._alike_samples: tuple[SampleExcerpt, ...] = ()
         self.groups_without_signal = 0
         self.clear_audit()
 
@@ -101,9 +103,14 @@ class HealthWindow:
             "audited_samples": [sample.model_dump(mode="json") for sample in self._audited_samples],
             "last_audit_error": self._last_audit_error,
             "steps": [
-                [step.step, {name: step.values[name] for name in LOOKED_AT if name in step.values}]
+                [
+                    step.step,
+                    {name: step.values[name] for name in LOOKED_AT if name in step.values}
+                    | component_series(step.values),
+                ]
                 for step in self._steps
             ],
+            "alike_samples": [sample.model_dump(mode="json") for sample in self._alike_samples],
             "graded": [asdict(counts) for counts in self._graded],
             "graded_ever": asdict(self._graded_ever),
             "sampled": [asdict(counts) for counts in self._sampled],
@@ -141,6 +148,7 @@ class HealthWindow:
         self._highest_reward, self._lowest_reward = kept["highest_reward"], kept["lowest_reward"]
         self._special_token = kept["special_token"]
         self._samples = tuple(SampleExcerpt.model_validate(sample) for sample in kept["samples"])
+        self._alike_samples = tuple(map(SampleExcerpt.model_validate, kept.get("alike_samples", ())))
         ungraded = kept.get("ungraded_sample")  # absent from what an older gateway kept
         self._ungraded_sample = None if ungraded is None else SampleExcerpt.model_validate(ungraded)
         self.groups_without_signal = kept["groups_without_signal"]
@@ -163,6 +171,7 @@ class HealthWindow:
         self._last_error = report.last_error
         self._samples = report.samples_seen
         self._ungraded_sample = report.ungraded_sample or self._ungraded_sample
+        self._alike_samples = report.alike_samples or self._alike_samples
 
     def _add_audits(self, report: GradingReport) -> None:
         now = Audited(**{f.name: getattr(report, f.name) for f in fields(Audited)})
@@ -220,6 +229,7 @@ class HealthWindow:
             audited=Audited() if facts.audit is None else self.audited(facts.audit),
             audited_samples=self._audited_samples,
             last_audit_error=self._last_audit_error,
+            alike_samples=self._alike_samples,
         )
 
 

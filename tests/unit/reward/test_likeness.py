@@ -1,0 +1,35 @@
+"""Answers that nearly repeat each other are found, and short or different ones are not."""
+
+from flotilla.services.reward.likeness import alike_pair, likeness, sketch_of
+
+STORY = "first we add the apples of both baskets and then we take away those that were eaten, so that is what is left"
+
+
+def told(number: int) -> str:
+    return STORY.replace("apples", f"apples{number}")
+
+
+def other(number: int) -> str:
+    return " ".join(f"word{number}x{at}" for at in range(30))
+
+
+def test_one_other_word_leaves_two_texts_alike() -> None:
+    long = " ".join([STORY, other(1)])
+    first, second = sketch_of(long), sketch_of(long.replace("apples", "pears"))
+
+    assert first is not None and second is not None
+    assert 0.8 <= likeness(first, second) < 1.0
+    assert likeness(first, first) == 1.0
+
+
+def test_a_group_of_one_text_with_small_changes_is_named_by_two_of_its_members() -> None:
+    texts = [other(9), *(f"{other(1)} {STORY} {n}" for n in range(3))]
+
+    assert alike_pair(texts) == (1, 2)
+
+
+def test_different_or_short_or_few_alike_answers_are_none() -> None:
+    assert alike_pair([other(n) for n in range(4)]) is None
+    assert alike_pair(["#### 4"] * 4) is None
+    assert alike_pair([other(1), other(1), other(2), other(3)]) is None
+    assert alike_pair([other(1)]) is None

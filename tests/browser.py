@@ -3,7 +3,7 @@
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,11 @@ needs_browser = pytest.mark.skipif(
     not all(map(shutil.which, PROGRAMS)),
     reason="no Chromium with ChromeDriver here (Debian: chromium, chromium-driver)",
 )
+
+
+AXE = Path(__file__).parents[1] / "page" / "node_modules" / "axe-core" / "axe.min.js"
+"""Deque's checker of accessibility, among the packages that the page is built with."""
+needs_axe = pytest.mark.skipif(not AXE.is_file(), reason="the page's packages are not here (`make page`)")
 
 
 class Browser:
@@ -141,6 +146,19 @@ class Browser:
     def text(self) -> str:
         """Give what the page shows."""
         return str(self.script("return document.body.innerText"))
+
+    def barriers(self, rules: Sequence[str] = ()) -> list[str]:
+        """List what axe finds serious or critical on what is shown: by all of its rules, or by some."""
+        if not self.script("return 'axe' in window"):
+            self.script(AXE.read_text(encoding="utf-8"))
+        found: list[str] = self.script(
+            "const options = arguments[0].length > 0 ? {runOnly: {type: 'rule', values: arguments[0]}} : {};"
+            "return axe.run(document, {...options, resultTypes: ['violations']}).then(({violations}) => violations"
+            ".filter((each) => ['serious', 'critical'].includes(each.impact))"
+            ".flatMap((each) => each.nodes.map((node) => `${each.id}: ${node.html.slice(0, 200)}`)))",
+            list(rules),
+        )
+        return found
 
     def complaints(self) -> list[str]:
         """List errors of the console since the last call: of scripts, and of what the policy refused."""

@@ -73,7 +73,7 @@ export function Fleet({ shared }: { shared: Shared }) {
         <h2>Services</h2>
         {services.length === 0 && <p class="quiet">None has registered.</p>}
         {services.length > MOST_LANES && <HeatMap services={services} history={history.current} />}
-        <Folded is={services.length > MOST_LANES} summary={`All ${services.length} services`}>
+        {services.length > 0 && <Folded is={services.length > MOST_LANES} summary={`All ${services.length} services`}>
         <table>
           <thead>
             <tr>
@@ -117,7 +117,7 @@ export function Fleet({ shared }: { shared: Shared }) {
             ))}
           </tbody>
         </table>
-        </Folded>
+        </Folded>}
       </div>
       <Graders services={services} nameOf={nameOf} />
       <Sandboxes services={services} />

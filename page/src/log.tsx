@@ -22,6 +22,9 @@ const TROUBLE = new Set([
   "training_job_ended",
 ]);
 
+/** What is left of an experiment that has ended leaves in order. */
+const isTrouble = (each: Event): boolean => TROUBLE.has(each.type) && each.data.reason !== "the experiment has ended";
+
 function words(data: Event["data"]): string {
   const shown = Object.entries(data).filter(
     ([, value]) => value !== null && (typeof value !== "object" || (Array.isArray(value) && value.every((each) => typeof each !== "object"))),
@@ -54,7 +57,7 @@ export function Log({ id, route, shared }: { id: string; route: Route; shared: S
   const items = data?.items ?? [];
   const types = [...new Set(items.map((each) => each.type))].sort();
   const found = items.filter(
-    (each) => (type === "" || (type === "trouble" ? TROUBLE.has(each.type) : each.type === type)) && (text === "" || `${each.type} ${JSON.stringify(each.data)}`.toLowerCase().includes(text.toLowerCase())),
+    (each) => (type === "" || (type === "trouble" ? isTrouble(each) : each.type === type)) && (text === "" || `${each.type} ${JSON.stringify(each.data)}`.toLowerCase().includes(text.toLowerCase())),
   );
   return (
     <section>
@@ -111,7 +114,7 @@ export function Log({ id, route, shared }: { id: string; route: Route; shared: S
                   .map((each) => (
                     <tr key={each.id}>
                       <td>{clock(each.at)}</td>
-                      <td class={TROUBLE.has(each.type) ? "bad" : ""}>{each.type.replaceAll("_", " ")}</td>
+                      <td class={isTrouble(each) ? "bad" : ""}>{each.type.replaceAll("_", " ")}</td>
                       <td class="wrap quiet">{words(each.data)}</td>
                     </tr>
                   ))}

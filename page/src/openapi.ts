@@ -199,6 +199,12 @@ export interface components {
              */
             health: components["schemas"]["HealthFinding"][];
             /**
+             * Rules
+             * @description Rules of the spec, where each stands, and what each did.
+             * @default []
+             */
+            rules: components["schemas"]["RuleView"][];
+            /**
              * Failing
              * @description Who does not work now, as an engine that has died and is started again: it bounds the speed until it is back.
              * @default []
@@ -456,6 +462,76 @@ export interface components {
             fatal: boolean;
         };
         /**
+         * FleetExamination
+         * @description What was tried in a fleet, and what is wrong with it.
+         */
+        FleetExamination: {
+            /**
+             * Is Well
+             * @description Whether nothing failed; there may be warnings.
+             */
+            is_well: boolean;
+            /**
+             * Findings
+             * @description What failed first.
+             */
+            findings: components["schemas"]["FleetFinding"][];
+            /**
+             * Num More Findings
+             * @default 0
+             */
+            num_more_findings: number;
+            /** Num Hosts */
+            num_hosts: number;
+            /** Num Services */
+            num_services: number;
+            /**
+             * Num Asked
+             * @description Services that were asked: one of each kind on each host.
+             */
+            num_asked: number;
+            /**
+             * Num Pairs
+             * @description Pairs of hosts of which one needs the other.
+             */
+            num_pairs: number;
+            /** Num Pairs Tried */
+            num_pairs_tried: number;
+            /**
+             * Largest Skew Seconds
+             * @description Of the clocks of those that were asked, against the gateway's; None where nobody answered.
+             */
+            largest_skew_seconds?: number | null;
+            /** Seconds */
+            seconds: number;
+        };
+        /**
+         * FleetFinding
+         * @description Something that is wrong with a fleet, or may become so.
+         */
+        FleetFinding: {
+            /**
+             * Verdict
+             * @enum {string}
+             */
+            verdict: "failed" | "warning";
+            /**
+             * Topic
+             * @description reachability, gateway, redis, clock, release, folder, ports, devices, disk, shared_memory, address or silence.
+             */
+            topic: string;
+            /** Host */
+            host: string;
+            /** Service Id */
+            service_id?: string | null;
+            /** Tried */
+            tried: string;
+            /** Found */
+            found: string;
+            /** Advice */
+            advice: string;
+        };
+        /**
          * FleetView
          * @description The fleet by quota.
          */
@@ -671,7 +747,7 @@ export interface components {
             audited_groups: number;
             /**
              * Failed Audits
-             * @description Groups whose second grade failed.
+             * @description Groups of which no sample has a second grade, though some have a first: it failed, or abstained from all.
              * @default 0
              */
             failed_audits: number;
@@ -687,6 +763,17 @@ export interface components {
              * @default 0
              */
             audit_higher: number;
+            /**
+             * Audit Missing
+             * @description Sum over audited groups and those whose audit failed of the share of graded samples without a second grade.
+             * @default 0
+             */
+            audit_missing: number;
+            /**
+             * Last Audit Error
+             * @description What the second grader said of the newest of them.
+             */
+            last_audit_error?: string | null;
             /**
              * Audited Samples
              * @description The newest whose grades disagree.
@@ -1255,6 +1342,84 @@ export interface components {
             epoch: number;
             /** World Size */
             world_size: number;
+        };
+        /**
+         * RuleFired
+         * @description A rule that acted.
+         */
+        RuleFired: {
+            /** Rule */
+            rule: string;
+            /** At */
+            at: string;
+            /**
+             * Step
+             * @description Of the point that met its condition.
+             */
+            step: number;
+            /**
+             * Version
+             * @description Policy version of that point.
+             */
+            version: number;
+            /**
+             * Value
+             * @description Of that point.
+             */
+            value: number;
+            /**
+             * Best
+             * @description The best value before, where the condition is a plateau.
+             */
+            best?: number | null;
+            /**
+             * Did
+             * @description What it did; or why it could not, which counts as well.
+             */
+            did: string;
+            /**
+             * Changes
+             * @description Ids of the live changes that it made.
+             * @default []
+             */
+            changes: string[];
+        };
+        /**
+         * RuleView
+         * @description A rule and where it stands.
+         */
+        RuleView: {
+            /** Name */
+            name: string;
+            /** Metric */
+            metric: string;
+            /**
+             * Times
+             * @description How often it acts at most.
+             */
+            times: number;
+            /**
+             * Num Fired
+             * @description How often it has acted, actions included that only a checkpoint remembers.
+             */
+            num_fired: number;
+            /**
+             * Num Points
+             * @description Points of its series since it acted last, or since the run began.
+             */
+            num_points: number;
+            /**
+             * Num Met
+             * @description The newest of them in a row that meet its condition: as many as its patience make it act.
+             */
+            num_met: number;
+            /** Patience */
+            patience: number;
+            /**
+             * Fired
+             * @description Oldest first.
+             */
+            fired: components["schemas"]["RuleFired"][];
         };
         /**
          * SampleExcerpt

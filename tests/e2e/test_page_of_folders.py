@@ -26,7 +26,7 @@ from flotilla.services.gateway.store.writes import (
     PutRecord,
 )
 from flotilla.shared.schemas.experiment import CheckpointView, ExperimentState
-from tests.browser import needs_browser, open_browser
+from tests.browser import needs_axe, needs_browser, open_browser
 from tests.fleet import FLOTILLA, ROOT, until
 from tests.unit.gateway.builders import a_record
 
@@ -178,3 +178,55 @@ def test_a_browser_shows_run_folders_over_each_other(runs: list[Path], tmp_path:
         browser.click("nav a", "Flow")
         browser.wait(".sum .good", "adds up")
         assert browser.complaints() == []
+
+
+VIEWS = {
+    "run": ".chart .uplot canvas",
+    "samples": ".samples tbody tr",
+    "flow": ".sum .good",
+    "lineage": ".evaluations td",
+    "log": ".panel td",
+    "fleet": ".panel h2",
+}
+"""What each shows once it has loaded."""
+
+
+@needs_browser
+@needs_axe
+def test_no_view_has_a_serious_barrier_in_light_or_dark(tmp_path: Path) -> None:
+    with page_of("--demo") as (url, token), open_browser(tmp_path) as browser:
+
+        def found() -> list[str]:
+            # What the colours are is all that differs between the themes.
+            rules: dict[str, tuple[str, ...]] = {"light": (), "dark": ("color-contrast",)}
+            barriers = []
+            for theme, chosen in rules.items():
+                browser.script("document.documentElement.dataset.theme = arguments[0]", theme)
+                barriers += [f"{theme}: {each}" for each in browser.barriers(chosen)]
+            return barriers
+
+        browser.open(f"{url}/")
+        browser.wait("#token")
+        barriers = {"login": found()}
+        browser.open("about:blank")
+        browser.open(f"{url}/#token={token}")
+        browser.wait(".sparkline")
+        barriers["overview"] = found()
+        link = browser.script("return document.querySelector('.experiment h2 a').hash")
+        for view, shown in VIEWS.items():
+            browser.script("location.hash = arguments[0]", link.replace("run", view, 1))
+            browser.wait(shown)
+            if view == "samples":
+                browser.keys("jj")
+                browser.choose(".trajectory .toolbar select", "version")
+                browser.wait(".tokens .sampled")
+            barriers[view] = found()
+
+        assert {view: each for view, each in barriers.items() if each} == {}
+        # It does look: grey on grey and a field without a name are found.
+        browser.script(
+            "const grey = document.createElement('p'); grey.textContent = 'grey';"
+            "Object.assign(grey.style, {color: '#999', background: '#aaa'});"
+            "document.querySelector('main').replaceChildren(grey, document.createElement('input'))"
+        )
+        assert {each.split(": ")[1] for each in found()} >= {"color-contrast", "label"}

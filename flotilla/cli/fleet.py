@@ -8,6 +8,7 @@
 <data>/experiments/    checkpoints
 """
 
+import argparse
 import asyncio
 import errno
 import fcntl
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from flotilla.cli.device_division import Wishes, divide
-from flotilla.cli.processes import OwnedProcess, ProcessSpec, check_alive
+from flotilla.cli.processes import MEBIBYTE, LogBounds, OwnedProcess, ProcessSpec, check_alive
 from flotilla.cli.redis_server import LocalRedis, RedisKeeper
 from flotilla.client.asynchronous import AsyncClient
 from flotilla.connection import FLEET_FILE, FleetInfo, typed
@@ -61,6 +62,7 @@ class FleetOptions:
         host, port: where the gateway listens; port 0 takes a free one.
         redis_url: a server to use; None starts one.
         log_level: of every service.
+        log_bounds: of each process's log.
         devices: how the machine's GPUs are divided among trainers and rollouts.
         tinker_model: directory of the base model of the Tinker API; None: that is not served.
         tinker_models: its models that are in memory at a time; None: the usual number.
@@ -76,10 +78,16 @@ class FleetOptions:
     port: int = 8470
     redis_url: str | None = None
     log_level: str = "INFO"
+    log_bounds: LogBounds = field(default_factory=LogBounds)
     devices: Wishes = field(default_factory=Wishes)
     tinker_model: Path | None = None
     tinker_models: int | None = None
     tinker_disk_gb: int | None = None
+
+
+def log_bounds_of(arguments: argparse.Namespace) -> LogBounds:
+    """Read the bounds of logs of a command that starts a fleet."""
+    return LogBounds(arguments.log_size * MEBIBYTE, arguments.log_files)
 
 
 def service_environment(gateway_url: str, token: str, redis_url: str, data: Path) -> dict[str, str]:
@@ -289,7 +297,8 @@ class LocalFleet:
     ) -> None:
         command = tuple(python_module(module))
         spec = ProcessSpec(name, command, environment, is_optional=is_optional, may_leave=may_leave)
-        self._processes.append(OwnedProcess(spec, self.options.data / "logs" / f"{name}.log", self._say))
+        log_path = self.options.data / "logs" / f"{name}.log"
+        self._processes.append(OwnedProcess(spec, log_path, self._say, self.options.log_bounds))
 
     async def _wait_until_ready(self) -> None:
         began = told = time.monotonic()

@@ -3,9 +3,11 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from flotilla.cli.log_rotation import older_log
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 USUAL = {"at", "level", "service", "logger", "message", "exception", "service_id", "experiment_id"}
@@ -114,10 +116,22 @@ def last_lines(path: Path, count: int, is_wanted: Callable[[str], bool] = lambda
 
 @dataclass
 class Tail:
-    """One file that is read on; ``offset`` is behind the last whole line that was read."""
+    """One log that is read on, also where it is rotated; ``offset`` is behind the last whole line that was read."""
 
     path: Path
     offset: int = 0
+    _put_aside: tuple[int, int] | None = field(init=False)
+    """Which file is the newest of the older ones."""
+
+    def __post_init__(self) -> None:
+        self._put_aside = self._newest_older()[0]
+
+    def _newest_older(self) -> tuple[tuple[int, int] | None, int]:
+        try:
+            facts = older_log(self.path, 1).stat()
+        except FileNotFoundError:
+            return None, 0
+        return (facts.st_dev, facts.st_ino), facts.st_size
 
     def more(self) -> Iterator[LogLine]:
         """Read the whole lines that were added; a file that was made again is read from its start."""
@@ -125,11 +139,20 @@ class Tail:
             size = self.path.stat().st_size
         except FileNotFoundError:
             return
+        put_aside, size_aside = self._newest_older()
+        if put_aside != self._put_aside:
+            if size >= size_aside:
+                return  # not emptied yet
+            yield from self._read(older_log(self.path, 1), size_aside)
+            self._put_aside, self.offset = put_aside, 0
         if size < self.offset:
             self.offset = 0
-        with self.path.open("rb") as file:
+        yield from self._read(self.path, size)
+
+    def _read(self, path: Path, size: int) -> Iterator[LogLine]:
+        with path.open("rb") as file:
             file.seek(self.offset)
-            data = file.read(size - self.offset)
+            data = file.read(max(0, size - self.offset))
         whole = data[: data.rfind(b"\n") + 1]
         self.offset += len(whole)
         for text in whole.decode("utf-8", "replace").splitlines():

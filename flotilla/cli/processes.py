@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flotilla.cli.log_rotation import rotate
 from flotilla.shared.children.processes import tie_to_parent
 from flotilla.shared.children.restarts import Restarts
 from flotilla.shared.errors import WorkerDied
@@ -23,6 +24,8 @@ RESTART_WINDOW_SECONDS = 30.0
 FIRST_PAUSE_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 2.0
 TAIL_BYTES = 4000
+LOG_LOOK_SECONDS = 2.0
+MEBIBYTE = 2**20
 
 
 def restarts_of_fleet() -> Restarts:
@@ -33,6 +36,19 @@ def restarts_of_fleet() -> Restarts:
         first_pause_seconds=FIRST_PAUSE_SECONDS,
         longest_pause_seconds=LONGEST_PAUSE_SECONDS,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LogBounds:
+    """How much of the log of one process is kept.
+
+    Attributes:
+        max_bytes: of one file; it is a little longer where much is written between two looks.
+        num_older: files kept beside the one that is written, at least 1.
+    """
+
+    max_bytes: int = 64 * MEBIBYTE
+    num_older: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +79,19 @@ class OwnedProcess:
         spec: how to start it.
         log_path: where its output goes, appended.
         on_death: called with a sentence whenever it died.
+        bounds: of its log.
     """
 
-    def __init__(self, spec: ProcessSpec, log_path: Path, on_death: Callable[[str], None]) -> None:
+    def __init__(
+        self, spec: ProcessSpec, log_path: Path, on_death: Callable[[str], None], bounds: LogBounds | None = None
+    ) -> None:
         self.spec = spec
         self.log_path = log_path
+        self._bounds = bounds or LogBounds()
         self._on_death = on_death
         self._process: asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task[None] | None = None
+        self._rotating: asyncio.Task[None] | None = None
         self._restarts = restarts_of_fleet()
         self.restarts = 0
         self.gave_up: str | None = None
@@ -85,17 +106,18 @@ class OwnedProcess:
         """Start it, and watch over it."""
         await self._spawn()
         self._keeper = asyncio.create_task(self._keep(), name=f"keep {self.spec.name}")
+        self._rotating = asyncio.create_task(self._rotate(), name=f"rotate the log of {self.spec.name}")
 
     def let_go(self) -> None:
         """Watch over it no longer: its end is no death."""
-        if self._keeper is not None:
-            self._keeper.cancel()
+        for task in (self._keeper, self._rotating):
+            if task is not None:
+                task.cancel()
 
     async def stop(self) -> None:
         """End it: SIGTERM, then SIGKILL to its whole session."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+        self.let_go()
+        await asyncio.gather(*filter(None, (self._keeper, self._rotating)), return_exceptions=True)
         process = self._process
         if process is None:
             return
@@ -132,6 +154,19 @@ class OwnedProcess:
                 start_new_session=True,
                 preexec_fn=tie_to_parent(),
             )
+
+    async def _rotate(self) -> None:
+        failed: str | None = None
+        while True:
+            await asyncio.sleep(LOG_LOOK_SECONDS)
+            try:
+                await asyncio.to_thread(rotate, self.log_path, self._bounds.max_bytes, self._bounds.num_older)
+                failed = None
+            except OSError as error:
+                cause = error.strerror or str(error)
+                if cause != failed:  # a full disk is named once, and looked at again
+                    self._on_death(f"the log of {self.spec.name} cannot be rotated: {cause}")
+                failed = cause
 
     async def _keep(self) -> None:
         while True:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from flotilla.cli.device_division import Wish, Wishes
-from flotilla.cli.fleet import FleetOptions, LocalFleet, tinker_key
+from flotilla.cli.fleet import FleetOptions, LocalFleet, log_bounds_of, tinker_key
 from flotilla.cli.output import new_console, telling
 from flotilla.connection import FleetInfo, typed
 from flotilla.packages import check_packages
@@ -47,6 +47,7 @@ async def up(arguments: argparse.Namespace) -> int:
         port=arguments.port,
         redis_url=arguments.redis_url,
         log_level=arguments.log_level,
+        log_bounds=log_bounds_of(arguments),
         devices=Wishes(
             Wish(arguments.trainer_devices), Wish(arguments.rollout_devices), are_shared=arguments.share_devices
         ),

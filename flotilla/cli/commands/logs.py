@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from flotilla.cli.log_lines import LEVELS, LogLine, Tail, choose_files, last_lines, merge, parse, plain
+from flotilla.cli.log_rotation import older_logs
 from flotilla.cli.parsing import meant
 from flotilla.shared.errors import NotFound
 
@@ -28,7 +29,12 @@ async def logs(arguments: argparse.Namespace) -> int:
     tails: dict[Path, Tail] = {}
     lines: list[LogLine] = []
     for path in files:
-        texts, offset = last_lines(path, arguments.tail, partial(_is_severe, path.stem, least))
+        is_wanted = partial(_is_severe, path.stem, least)
+        texts, offset = last_lines(path, arguments.tail, is_wanted)
+        for older in older_logs(path):
+            if len(texts) >= arguments.tail:
+                break
+            texts = last_lines(older, arguments.tail - len(texts), is_wanted)[0] + texts
         tails[path] = Tail(path, offset)
         lines += [parse(path.stem, text) for text in texts]
     _write(merge(lines), least, as_json=arguments.json)

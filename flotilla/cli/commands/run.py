@@ -16,7 +16,7 @@ from rich.console import Console
 
 from flotilla.cli.continuing import continue_command, go_on, overrides_of
 from flotilla.cli.device_division import check_devices, wishes_of
-from flotilla.cli.fleet import FleetOptions, LocalFleet
+from flotilla.cli.fleet import FleetOptions, LocalFleet, log_bounds_of
 from flotilla.cli.following import REFRESH_SECONDS, follow
 from flotilla.cli.gateway import ACT_SECONDS, READ_SECONDS, START_SECONDS
 from flotilla.cli.output import new_console, short_path, telling
@@ -115,6 +115,7 @@ async def run_on_own_fleet(
         port=arguments.port,
         redis_url=arguments.redis_url,
         log_level=arguments.log_level,
+        log_bounds=log_bounds_of(arguments),
         devices=wishes_of(launch.spec),
     )
     makes = not (arguments.go_on and directory.holds_run)

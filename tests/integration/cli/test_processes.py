@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flotilla.cli.processes import OwnedProcess, ProcessSpec, check_alive
+from flotilla.cli.log_rotation import older_logs
+from flotilla.cli.processes import LogBounds, OwnedProcess, ProcessSpec, check_alive
 from flotilla.shared.errors import WorkerDied
 
 SLEEP = "import time; time.sleep(600)"
@@ -40,6 +41,19 @@ async def test_a_killed_process_is_started_again(tmp_path: Path) -> None:
     assert "SIGKILL" in said[0]
     await process.stop()
     assert process.pid is None
+
+
+async def test_the_log_of_a_process_that_writes_is_rotated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flotilla.cli.processes.LOG_LOOK_SECONDS", 0.02)
+    script = "import time\nfor n in range(10**9): print(n, flush=True); time.sleep(0.001)"
+    spec = ProcessSpec("worker", (sys.executable, "-c", script), dict(os.environ))
+    process = OwnedProcess(spec, tmp_path / "worker.log", lambda line: None, LogBounds(max_bytes=200, num_older=2))
+    await process.start()
+
+    await until(lambda: len(list(older_logs(process.log_path))) == 2)
+    await process.stop()
+
+    assert all(each.stat().st_size >= 200 for each in older_logs(process.log_path))
 
 
 async def test_a_refusal_is_final_and_its_last_words_are_told(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from flotilla.cli.command_line import build_parser
 from flotilla.cli.commands.logs import logs
 from flotilla.cli.exit_codes import ExitCode
 from flotilla.cli.log_lines import Tail, last_lines, parse, plain
+from flotilla.cli.log_rotation import older_log, rotate
 
 
 def record(second: int, message: str, level: str = "info", **facts: object) -> str:
@@ -134,6 +135,45 @@ def test_a_tail_reads_whole_lines_once_and_follows_a_file_that_is_made_again(tmp
     path.write_text("new\n")
 
     assert [line.text for line in tail.more()] == ["new"]
+
+
+def test_a_tail_misses_no_line_of_a_log_that_is_rotated(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    path.write_text("before\n")
+    tail = Tail(path, len("before\n"))
+    with path.open("a", buffering=1) as log:  # as a process has it open
+        log.write("first\nhalf")
+        assert [line.text for line in tail.more()] == ["first"]
+        log.write(" a line\n")
+
+        assert rotate(path, 10, 2)
+        log.write("next\n")
+
+        assert [line.text for line in tail.more()] == ["half a line", "next"]
+    assert path.read_text() == "next\n"
+    assert list(tail.more()) == []
+
+
+def test_a_tail_waits_for_a_log_that_was_copied_and_is_not_emptied_yet(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    path.write_text("one\n")
+    tail = Tail(path, len("one\n"))
+    path.write_text("one\ntwo\n")
+    older_log(path, 1).write_text("one\ntwo\n")
+
+    assert list(tail.more()) == []
+    path.write_text("three\n")
+    assert [line.text for line in tail.more()] == ["two", "three"]
+
+
+async def test_the_last_lines_reach_back_into_older_logs(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = data / "logs" / "reward-0.log"
+    path.write_text("c\n")
+    older_log(path, 1).write_text("a\nb\n")
+
+    assert await logs(build_parser().parse_args(["logs", "reward", "--tail", "2", "--data", str(data)])) == 0
+
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["b", "c"]
 
 
 @pytest.mark.parametrize("text", ["{not json", '{"no": "record"}', "[1]", ""])

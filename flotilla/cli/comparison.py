@@ -33,8 +33,8 @@ USUAL = (
 """The series that are compared unless others are named."""
 ABSENT = "-"
 AUTO = "auto"
-DECIDED = frozenset({"parallelism.device", "rollout.engine.device", "model.dtype"})
-"""What is decided by an experiment's first services where its spec says auto (``shared/config/rules/devices.py``)."""
+DECIDED = frozenset({"parallelism.device", "rollout.engine.device", "model.dtype", "asynchrony.publication.lora"})
+"""What is decided by an experiment's first services where its spec says auto (``shared/config/rules``)."""
 
 
 class ComparedSeries(NamedTuple):

@@ -24,7 +24,7 @@ REST_SECONDS = 60.0
 PAUSE_SECONDS = 0.2
 COMMIT = re.compile(r"[0-9a-f]{40}")
 LIVE = ("resources.", "optimisation.steps")
-AUTO = ("parallelism.device", "rollout.engine.device", "model.dtype")
+AUTO = ("parallelism.device", "rollout.engine.device", "model.dtype", "asynchrony.publication.lora")
 MAX_NAMED = 5
 
 

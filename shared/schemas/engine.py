@@ -36,3 +36,11 @@ class EngineOffer(TolerantWire):
     can_start: bool = True
     """Whether the service can start one; else it can only attach to one that runs already."""
     capabilities: Annotated[tuple[EngineCapability, ...], known_alone(EngineCapability)] = ()
+    takes_adapters: bool = False
+    """Whether it takes an image of adapters alone, and adds them to the weights of the model's files. No capability:
+    a gateway of an earlier release reads none that it does not know."""
+
+
+def with_adapters(kind: str) -> str:
+    """Name an engine of a kind that takes images of adapters alone."""
+    return f"{kind} with adapters"

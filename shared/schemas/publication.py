@@ -65,6 +65,8 @@ class Manifest(TolerantWire):
     """Where processes that share memory with the trainer find the image; None if it offers none."""
     delta: DeltaManifest | None = None
     """The patch that is broadcast instead of the image; None broadcasts the image."""
+    base: str | None = None
+    """xxh3-64 of the files of the model that the image's adapters are added to; None: it has whole weights."""
 
 
 class PublicationPhase(StrEnum):

@@ -89,6 +89,7 @@ TRAINER: Options = {
         "as it is": {},
         "rounded": {"asynchrony.publication.wire_dtype": "bfloat16"},
         "changed blocks": {"asynchrony.publication.delta.block_kilobytes": 4},
+        "adapters alone": {"model.lora.rank": 4, "asynchrony.publication.lora": "adapters"},
     },
     "steps per version": {"one": {}, "two": {"asynchrony.trigger_parameter_sync_step": 2}},
     "staleness": {"none": {}, "a version": {"asynchrony.staleness_threshold": 1.0}},
@@ -155,6 +156,7 @@ _OF_FINISHED = {
     ("passes", "shuffled"): "asynchrony.require_batches",
     ("wire", "rounded"): "asynchrony.publication",
     ("wire", "changed blocks"): "asynchrony.publication",
+    ("wire", "adapters alone"): "asynchrony.publication",
     ("steps per version", "two"): "asynchrony.trigger_parameter_sync_step",
     ("staleness", "a version"): "asynchrony.staleness_threshold",
     ("turns", "taken"): "resources.sharing",
@@ -176,6 +178,7 @@ TRAINER_REFUSED: Mapping[frozenset[Case], tuple[str, str]] = {
         frozenset({("freeze", "a layer"), ("adapters", adapters)}): ("optimisation.freeze", "model.lora")
         for adapters in ("some", "with dropout")
     },
+    frozenset({("freeze", "a layer"), ("wire", "adapters alone")}): ("optimisation.freeze", "model.lora"),
     frozenset({("dtype", "bfloat16"), ("wire", "rounded")}): ("asynchrony.publication.wire_dtype", "model.dtype"),
     frozenset({("turns", "taken"), ("offload", "optimiser")}): ("parallelism.offload.optimiser", "resources.sharing"),
     **{
@@ -188,6 +191,7 @@ TRAINER_REFUSED: Mapping[frozenset[Case], tuple[str, str]] = {
         for adapters in ("some", "with dropout")
         if (case[0], adapters) != ("job", "with dropout")
     },
+    frozenset({PARKED[1], ("wire", "adapters alone")}): ("parallelism.offload.reference", "model.lora"),
     **{
         frozenset({("old", "at each version"), ("contents", contents)}): (key, "algorithm.old_log_probs")
         for contents, key in (("weights", "checkpoint.contents"), ("weights at the end", "checkpoint.final_contents"))

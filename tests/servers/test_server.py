@@ -26,7 +26,6 @@ from flotilla.services.rollout.engines.sglang import engine as sglang
 from flotilla.services.rollout.engines.sglang.buckets import BucketProcess
 from flotilla.services.rollout.engines.sglang.engine import SglangDialect, SglangEngine
 from flotilla.services.rollout.engines.sglang.group_engine import GroupSglangEngine
-from flotilla.services.rollout.engines.sglang.handles import read_layout
 from flotilla.services.rollout.engines.vllm.engine import VllmDialect, VllmEngine
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.errors import InvalidSpec, WeightTransferFailed, WorkerDied
@@ -35,6 +34,7 @@ from flotilla.shared.schemas.publication import Manifest, PublicationOrder, Publ
 from flotilla.shared.schemas.trajectory import FinishReason
 from flotilla.shared.weights.group.endpoint_client import EndpointClient
 from flotilla.shared.weights.group.engine_group import buckets_of
+from flotilla.shared.weights.image.layout import read_layout
 from tests.contract.engine.conftest import needs, python_of, server_settings, until_running
 from tests.contract.engine.fake_server import unknown_fields
 from tests.contract.engine.models import all_scores, make_model, save_image, save_long_model, scores

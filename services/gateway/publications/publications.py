@@ -348,6 +348,8 @@ class Publications:
             reason=after.reason,
             members=list(after.epoch.service_ids),
             image_bytes=after.manifest.image_bytes,
+            checksum=after.manifest.checksum,
+            base=after.manifest.base,
             patch_bytes=delta.patch_bytes if delta else None,
             seconds=round(self._clock.monotonic() - entry.began, 3),
             step=after.step,

@@ -20,6 +20,7 @@ from flotilla.services.gateway.store.writes import DeleteRecord, PutRecord
 from flotilla.shared.clock import Clock, rfc3339
 from flotilla.shared.errors import Conflict, NotFound
 from flotilla.shared.schemas.checks import CheckOrder
+from flotilla.shared.schemas.engine import with_adapters
 from flotilla.shared.schemas.service import (
     DRAIN_NOTICE_SECONDS,
     Capabilities,
@@ -83,7 +84,9 @@ class LiveService:
     def can_do(self, capabilities: Capabilities) -> None:
         """Record its capabilities."""
         self.capabilities = capabilities
-        self.engines = frozenset(offer.kind for offer in capabilities.engines if offer.can_start)
+        startable = [offer for offer in capabilities.engines if offer.can_start]
+        adapting = [offer for offer in startable if offer.takes_adapters]
+        self.engines = frozenset(each.kind for each in startable) | {with_adapters(each.kind) for each in adapting}
         self.devices = capabilities.device_ids(self.record.host)
 
     @property

@@ -1,12 +1,16 @@
 """What experiments ask of a fleet, and what services there are for them, as the placement sees both."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from flotilla.shared.config.rules.devices import DeviceNeed, rollout_need, trainer_need
+from flotilla.shared.config.load.spec_text import with_changes
+from flotilla.shared.config.rules.devices import DeviceFacts, DeviceNeed, decide, rollout_need, trainer_need
+from flotilla.shared.config.rules.publication import decide_publication, publishes_adapters
 from flotilla.shared.config.sections.engine import ServerEngineConfig
 from flotilla.shared.config.sections.resources import QuotaConfig
 from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.schemas.engine import with_adapters
 from flotilla.shared.schemas.service import ServiceKind as Kind
 
 NO_NEED = DeviceNeed()
@@ -19,7 +23,7 @@ class Candidate:
     Attributes:
         experiment_id: what it is assigned to; None while it is idle.
         is_leaving: it was asked to leave its experiment, or has left it and is not yet idle.
-        engines: kinds of engine that a rollout can start.
+        engines: kinds of engine that a rollout can start, and those that take adapters there (``with_adapters``).
         devices: identities of the GPUs that it may use; two services may have the same one.
     """
 
@@ -39,7 +43,8 @@ class Demand:
         quotas: bounds by kind; a kind that is not here it does not use.
         is_placed: it had all that it needs at one time, so it gets replacements one by one.
         is_paused: it takes no surplus, and lends what it has to those who can use it.
-        engine: the kind of engine that its rollouts have to start; None if every rollout can.
+        engine: the kind of engine that its rollouts have to start, or ``with_adapters`` of it; None if every rollout
+            can.
         needs: the GPUs that services of a kind must have.
         shares_devices: trainer and rollouts take turns on the same ones.
     """
@@ -93,9 +98,49 @@ def quotas_of(spec: ExperimentSpec) -> dict[Kind, QuotaConfig]:
 def engine_to_start(spec: ExperimentSpec) -> str | None:
     """Name the engine that an experiment's rollouts must be able to start; None where any rollout will do."""
     engine = spec.rollout.engine
+    if publishes_adapters(spec):
+        return with_adapters(engine.kind)
     return engine.kind if isinstance(engine, ServerEngineConfig) and engine.url is None else None
 
 
 def needs_of(spec: ExperimentSpec) -> dict[Kind, DeviceNeed]:
     """Read the GPUs that trainer and rollouts must have."""
     return {Kind.TRAINER: trainer_need(spec), Kind.ROLLOUT: rollout_need(spec)}
+
+
+@dataclass(frozen=True, slots=True)
+class Has:
+    """What a service has, by which ``auto`` is decided.
+
+    Attributes:
+        engines: as of a ``Candidate``.
+    """
+
+    service_id: str
+    devices: DeviceFacts
+    engines: frozenset[str] = frozenset()
+
+
+def decided(
+    spec: ExperimentSpec, *, trainers: Sequence[Has], rollouts: Sequence[Has]
+) -> tuple[ExperimentSpec, dict[str, dict[str, str | None]]]:
+    """Decide what ``auto`` is on the services that an experiment gets first.
+
+    Returns:
+        The spec with that, and what is told of it by the type of the event; no event where nothing was open.
+    """
+    changes = decide(spec, trainers=[each.devices for each in trainers], rollouts=[each.devices for each in rollouts])
+    events: dict[str, dict[str, str | None]] = {"devices_decided": _flat(changes)} if changes else {}
+    published = decide_publication(spec, {each.service_id: each.engines for each in rollouts})
+    if published is not None:
+        lora, reason = published
+        changes |= {"asynchrony": {"publication": {"lora": lora}}}
+        events["publication_decided"] = {"lora": lora, "reason": reason}
+    return (with_changes(spec, changes) if changes else spec), events
+
+
+def _flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for key, value in changes.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return {name: value for name, value in found.items() if not name.endswith(".kind")}

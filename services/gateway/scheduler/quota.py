@@ -7,20 +7,26 @@ until it says that it is done or its notice is over. Only then is it released, a
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.membership.fleet import Fleet
 from flotilla.services.gateway.monitoring.watchdog import SCHEDULER
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
 from flotilla.services.gateway.registry.services import LiveService, Registry
-from flotilla.services.gateway.scheduler.demands import Candidate, Demand, engine_to_start, needs_of, quotas_of
+from flotilla.services.gateway.scheduler.demands import (
+    Candidate,
+    Demand,
+    Has,
+    decided,
+    engine_to_start,
+    needs_of,
+    quotas_of,
+)
 from flotilla.services.gateway.scheduler.devices import counts_of, others, owners_of
 from flotilla.services.gateway.scheduler.placement import Placement, WhyLeave, place
 from flotilla.services.gateway.store.records import ServiceRecord
 from flotilla.shared.clock import Clock
-from flotilla.shared.config.load.spec_text import with_changes
-from flotilla.shared.config.rules.devices import DeviceFacts, decide
+from flotilla.shared.config.rules.devices import DeviceFacts
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.fleet import ExperimentShare, FleetView, KindShare
 from flotilla.shared.schemas.service import ServiceKind
@@ -197,7 +203,7 @@ class Scheduler:
         # Sandboxes first: a reward looks for its experiment's when it starts.
         services = self._registry if placement.assigned else ()
         chosen = [service for service in services if service.id in placement.assigned]
-        await self._decide_devices(chosen, placement)
+        await self._decide(chosen, placement)
         for service in sorted(chosen, key=lambda service: service.kind is not ServiceKind.SANDBOX):
             await self._assign(service, self._repository.get(placement.assigned[service.id]), num_returned)
         for demand in demands:
@@ -259,26 +265,24 @@ class Scheduler:
             elif service.leaving is None and why is not None and not (why is WhyLeave.SHARE and is_tolerated):
                 await self._fleet.ask_to_leave(service, why.value, self._notice_seconds)
 
-    async def _decide_devices(self, chosen: list[LiveService], placement: Placement) -> None:
+    async def _decide(self, chosen: list[LiveService], placement: Placement) -> None:
         """Decide what ``auto`` is for those that get their first services; they and all later ones keep to it."""
         for experiment_id in dict.fromkeys(placement.assigned[service.id] for service in chosen):
             experiment = self._repository.get(experiment_id)
             mine = [service for service in chosen if placement.assigned[service.id] == experiment_id]
             mine += self._registry.of(experiment_id)
             trainers, rollouts = (
-                [
-                    DeviceFacts(len(each.devices), each.capabilities.device == "cuda")
-                    for each in mine
-                    if each.kind is kind
-                ]
+                [_has(each) for each in mine if each.kind is kind]
                 for kind in (ServiceKind.TRAINER, ServiceKind.ROLLOUT)
             )
-            changes = decide(experiment.spec, trainers=trainers, rollouts=rollouts)
-            if changes:
-                async with self._repository.transaction() as change:
-                    if experiment.is_active:
-                        self._repository.stage_spec(change, experiment, with_changes(experiment.spec, changes))
-                        self._events.stage(change, experiment_id, "devices_decided", **_flat(changes))
+            spec, events = decided(experiment.spec, trainers=trainers, rollouts=rollouts)
+            if not events:
+                continue
+            async with self._repository.transaction() as change:
+                if experiment.is_active:
+                    self._repository.stage_spec(change, experiment, spec)
+                    for name, facts in events.items():
+                        self._events.stage(change, experiment_id, name, **facts)
 
     async def _assign(self, service: LiveService, experiment: Experiment, num_returned: int) -> None:
         async with self._repository.transaction() as change:
@@ -331,11 +335,9 @@ class Scheduler:
         )
 
 
-def _flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
-    for key, value in changes.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return {name: value for name, value in found.items() if not name.endswith(".kind")}
+def _has(service: LiveService) -> Has:
+    devices = DeviceFacts(len(service.devices), service.capabilities.device == "cuda")
+    return Has(service.id, devices, service.engines)
 
 
 def _was_placed(experiment: Experiment) -> bool:

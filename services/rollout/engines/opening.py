@@ -126,9 +126,18 @@ def offers(pythons: Mapping[str, Path], *, has_gpus: bool) -> tuple[EngineOffer,
     kept = frozenset(EngineCapability) - (frozenset() if has_gpus else {EngineCapability.SLEEP})
     servers: Mapping[str, type[ServerEngineConfig]] = {"sglang": SglangEngineConfig, "vllm": VllmEngineConfig}
     return (
-        EngineOffer(kind="torch", capabilities=_in_order(TorchEngineConfig.CAPABILITIES)),
+        EngineOffer(
+            kind="torch",
+            capabilities=_in_order(TorchEngineConfig.CAPABILITIES),
+            takes_adapters=TorchEngineConfig.TAKES_ADAPTERS,
+        ),
         *(
-            EngineOffer(kind=kind, can_start=kind in pythons, capabilities=_in_order(config.CAPABILITIES & kept))
+            EngineOffer(
+                kind=kind,
+                can_start=kind in pythons,
+                capabilities=_in_order(config.CAPABILITIES & kept),
+                takes_adapters=config.TAKES_ADAPTERS,
+            )
             for kind, config in servers.items()
         ),
     )

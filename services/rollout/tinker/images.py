@@ -9,9 +9,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flotilla.services.rollout.engines.decoders.checkpoint import safetensors_files
 from flotilla.shared.errors import ModelError, NotFound, Unavailable
 from flotilla.shared.models.hub import ADAPTER, ADAPTER_CONFIG
+from flotilla.shared.models.weight_files import safetensors_files
 from flotilla.shared.net.absence import absent_or
 from flotilla.shared.tinker.records import MANIFEST, Record, Saved
 

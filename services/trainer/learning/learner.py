@@ -110,7 +110,7 @@ class Learner:
         for module in [loaded.model, *([] if self.critic is None else [self.critic.body])]:
             prepare_layers(module, spec, self.device)
         balance_experts(self.policy, spec)
-        self.weights = self._lay_out(spec.asynchrony.publication.wire_dtype)
+        self.weights = self._lay_out()
         self._packing = self.policy.resolve_packing(spec.optimisation.packing)
         if self.processor is not None:
             for shown in filter(None, (self.policy, self.reference)):
@@ -137,7 +137,7 @@ class Learner:
     def _ranks_of(self, model: Policy | Critic) -> Ranks:
         return model.ranks if isinstance(model, Critic) else self.ranks
 
-    def _lay_out(self, wire_dtype: str | None) -> Weights:
+    def _lay_out(self) -> Weights:
         if self.ranks.is_several:
             for each in self._computing:
                 each.shard(self._ranks_of(each))
@@ -145,7 +145,7 @@ class Learner:
                 self.adapters.begin()
         for each in self._computing if not self.spec.optimisation.compile_layers else ():
             each.choose_attention(self.policy)
-        return image_weights(self.loaded.model, self.adapters, self.ranks, getattr(torch, wire_dtype or "", None))
+        return image_weights(self.loaded.model, self.adapters, self.ranks, self.spec)
 
     def train(self, groups: Sequence[Group], step: int) -> StepResult:
         """Train one step.

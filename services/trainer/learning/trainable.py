@@ -15,6 +15,7 @@ from flotilla.services.trainer.parallel.ranks import Ranks
 from flotilla.services.trainer.weights.flat_parameters import FlatParameters
 from flotilla.services.trainer.weights.sharded_parameters import ShardedParameters
 from flotilla.services.trainer.weights.streamed_parameters import StreamedParameters
+from flotilla.shared.config.rules.publication import publishes_adapters
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import ModelError
 from flotilla.shared.vision.processor import ImageProcessor, processor_of
@@ -77,8 +78,20 @@ def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
         raise ModelError("optimisation.freeze names every weight of the model, and nothing is left to train")
 
 
-def image_weights(model: nn.Module, adapters: Adapters | None, ranks: Ranks, wire_dtype: torch.dtype | None) -> Weights:
-    """Lay out what is published: the checkpoint's weights, unpacked and with adapters added into them."""
+def image_weights(model: nn.Module, adapters: Adapters | None, ranks: Ranks, spec: ExperimentSpec) -> Weights:
+    """Lay out what is published: the checkpoint's weights, unpacked and with adapters added, or adapters alone.
+
+    Raises:
+        ModelError: the model's files cannot be read.
+    """
+    wire_dtype = getattr(torch, spec.asynchrony.publication.wire_dtype or "", None)
+    label = adapters.label(spec.model) if adapters is not None and publishes_adapters(spec) else None
+    if adapters is not None and label is not None:
+        if ranks.is_several:
+            return ShardedParameters(
+                model, is_leader=ranks.is_leader, wire_dtype=wire_dtype, names=adapters.names, label=label
+            )
+        return FlatParameters(model, wire_dtype=wire_dtype, names=adapters.names, label=label)
     names, increment = None, None
     if adapters is not None:
         own = adapters.names
@@ -100,7 +113,7 @@ def image_weights(model: nn.Module, adapters: Adapters | None, ranks: Ranks, wir
 
 def kept_weights(model: nn.Module, adapters: Adapters | None, ranks: Ranks, published: Weights) -> Weights:
     """Lay out what a kept version holds: what differs between versions, which may be adapters alone."""
-    if adapters is None:
+    if adapters is None or published.layout.metadata:  # which adapters have that are published alone
         return published
     if ranks.is_several:
         return ShardedParameters(model, is_leader=ranks.is_leader, names=adapters.names)

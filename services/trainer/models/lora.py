@@ -6,6 +6,7 @@ more. The files are those of peft, which reads and writes the same directories.
 Source: Hu et al., LoRA, 2021; Kalajdzievski, rsLoRA, 2023.
 """
 
+import logging
 import math
 import zlib
 from collections.abc import Iterator, Mapping
@@ -19,9 +20,16 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from flotilla.services.trainer.models.quantised import HEADS, QuantisedConv1D, QuantisedLinear, packed_layers, unpack
+from flotilla.services.trainer.weights.named_weights import Label
 from flotilla.services.trainer.weights.parts import Index, index_of, localized
-from flotilla.shared.config.sections.model import LoraConfig
-from flotilla.shared.errors import ModelError
+from flotilla.shared.config.sections.model import LoraConfig, ModelConfig
+from flotilla.shared.errors import ModelError, WeightTransferFailed
+from flotilla.shared.models.hub import model_directory
+from flotilla.shared.models.weight_files import checksum_of, safetensors_files, shapes_in
+from flotilla.shared.weights.image.adapters import PREFIX, AdaptersHeader, names_of
+from flotilla.shared.weights.image.checkpoint_names import pieces_of
+
+log = logging.getLogger(__name__)
 
 A, B = "lora_a", "lora_b"
 PEFT_NAMES = {A: "lora_A", B: "lora_B"}
@@ -123,6 +131,40 @@ class Adapters:
     def names(self) -> frozenset[str]:
         """Parameters of the model that its checkpoint does not have."""
         return frozenset(f"{name}.{part}" for name in self.layers for part in (A, B))
+
+    def label(self, base: ModelConfig) -> Label | None:
+        """Say what an image of the adapters alone is to say; None where the model's files know no weight of theirs.
+
+        Args:
+            base: the model without them; all of its weights are read once.
+
+        Raises:
+            ModelError: its files cannot be read.
+        """
+        directory = model_directory(base)
+        files = safetensors_files(directory)
+        try:
+            known = shapes_in(files)
+        except WeightTransferFailed as error:
+            raise ModelError(error.detail) from error
+        model, layers = self._model, self.layers
+        weights = {f"{name}.weight": tuple(layer.weight.shape) for name, layer in layers.items()}
+        # A weight that is several in the checkpoint is not known under one name, and is missing here.
+        called = {each.source: each.name for each in pieces_of(model, weights) if each.shape == weights[each.source]}
+        parts = {f"{name}.{part}": tuple(getattr(layers[name], part).shape) for name in layers for part in (A, B)}
+        own = {part.source: part.name for part in pieces_of(model, parts)}
+        missing = sorted(name for name in weights if called.get(name) not in known)
+        if missing:
+            log.warning(
+                "adapters are published merged: the model's files call a weight otherwise",
+                extra={"weight": missing[0], "model": str(directory)},
+            )
+            return None
+        is_transposed = any(isinstance(layer, Conv1D) for layer in layers.values())
+        header = AdaptersHeader(checksum_of(files), self.config.scale, is_transposed)
+        pairs = ((name, names_of(called[f"{name}.weight"])) for name in layers)
+        names = {own[f"{name}.{part}"]: one for name, pair in pairs for part, one in zip((A, B), pair, strict=True)}
+        return Label(names, header.metadata)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -227,7 +269,7 @@ class Adapters:
 
 def _peft_name(name: str) -> str:
     stem, _, last = name.rpartition(".")
-    return f"base_model.model.{stem}.{PEFT_NAMES[last]}.weight" if last in PEFT_NAMES else f"base_model.model.{name}"
+    return f"{PREFIX}{stem}.{PEFT_NAMES[last]}.weight" if last in PEFT_NAMES else f"{PREFIX}{name}"
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flotilla.services.trainer.weights.increments import Increment
-from flotilla.services.trainer.weights.named_weights import NamedWeights
+from flotilla.services.trainer.weights.named_weights import Label, NamedWeights
 from flotilla.services.trainer.weights.parts import index_of
 from flotilla.shared.weights.image.image import WeightImage
 from flotilla.shared.weights.image.tensors import TORCH_DTYPES, flat_view, on_wire
@@ -27,6 +27,7 @@ class FlatParameters:
         wire_dtype: floating-point dtype that snapshots are cast to, such as bfloat16; None keeps each dtype.
         names: paths of the parameters that are meant; None for all.
         increment: what is added to weights in images, and only there; None for nothing.
+        label: of images; None gives the weights the checkpoint's names.
 
     Raises:
         ValueError: no parameters, several devices, sharded or meta tensors, or a dtype that images do not hold.
@@ -39,8 +40,9 @@ class FlatParameters:
         wire_dtype: torch.dtype | None = None,
         names: Collection[str] | None = None,
         increment: Increment | None = None,
+        label: Label | None = None,
     ) -> None:
-        named = NamedWeights.of(module, wire_dtype, names)
+        named = NamedWeights.of(module, wire_dtype, names, label=label)
         _check(named.groups)
         self.buffers: dict[torch.dtype, Tensor] = {
             dtype: _flatten([named.groups[name] for name in names]) for dtype, names in named.by_dtype.items()

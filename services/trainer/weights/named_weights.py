@@ -15,6 +15,19 @@ from flotilla.shared.weights.image.layout import ImageLayout
 from flotilla.shared.weights.image.tensors import on_wire, safetensors_name
 
 
+@dataclass(frozen=True)
+class Label:
+    """What an image says of weights that are not called as the model's checkpoint calls its own.
+
+    Attributes:
+        names: from what they would be called there to what they are called in the image.
+        metadata: what the image's header says beside them.
+    """
+
+    names: Mapping[str, str]
+    metadata: Mapping[str, str]
+
+
 @dataclass(frozen=True, eq=False)
 class NamedWeights:
     """The parameters of a module, each once, and the image that they make.
@@ -38,6 +51,7 @@ class NamedWeights:
         wire_dtype: torch.dtype | None,
         names: Collection[str] | None = None,
         packed: Mapping[str, Packed] = NONE_PACKED,
+        label: Label | None = None,
     ) -> Self:
         """Find them, and lay out an image in ``wire_dtype`` (None keeps each dtype).
 
@@ -47,6 +61,7 @@ class NamedWeights:
             names: paths of the parameters that are meant; None for all.
             packed: further weights, by the paths that they would have as parameters; among the groups they are
                 parameters on ``meta``.
+            label: of the image; None gives the weights the checkpoint's names.
 
         Raises:
             ValueError: there is none.
@@ -65,14 +80,16 @@ class NamedWeights:
             dtype: pieces_of(module, {name: tuple(groups[name][0].shape) for name in names})
             for dtype, names in by_dtype.items()
         }
+        named = str if label is None else label.names.__getitem__
         layout = ImageLayout.of(
             {
-                piece.name: (piece.shape, safetensors_name(on_wire(dtype, wire_dtype)))
+                named(piece.name): (piece.shape, safetensors_name(on_wire(dtype, wire_dtype)))
                 for dtype, of_dtype in pieces.items()
                 for piece in of_dtype
-            }
+            },
+            None if label is None else label.metadata,
         )
-        return cls(groups, by_dtype, {dtype: of_dtype[0].name for dtype, of_dtype in pieces.items()}, layout)
+        return cls(groups, by_dtype, {dtype: named(of_dtype[0].name) for dtype, of_dtype in pieces.items()}, layout)
 
 
 def distinct(module: nn.Module) -> dict[str, list[nn.Parameter]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flotilla.services.trainer.weights.increments import Increment
-from flotilla.services.trainer.weights.named_weights import NamedWeights
+from flotilla.services.trainer.weights.named_weights import Label, NamedWeights
 from flotilla.services.trainer.weights.packed import NONE_PACKED, Packed
 from flotilla.services.trainer.weights.parts import Part, index_of, local_of, part_of
 from flotilla.shared.weights.image.layout import ImageLayout
@@ -28,6 +28,7 @@ class ShardedParameters:
         names: paths of the parameters that are meant; None for all.
         increment: what is added to weights in images, and only there; every rank asks alike. None for nothing.
         packed: weights of images, and only of them, that are no parameters; whole on every rank.
+        label: of images; None gives the weights the checkpoint's names.
     """
 
     def __init__(
@@ -39,8 +40,9 @@ class ShardedParameters:
         names: Collection[str] | None = None,
         increment: Increment | None = None,
         packed: Mapping[str, Packed] = NONE_PACKED,
+        label: Label | None = None,
     ) -> None:
-        self._named = NamedWeights.of(module, wire_dtype, names, packed)
+        self._named = NamedWeights.of(module, wire_dtype, names, packed, label)
         self._packed = packed
         self._is_leader, self._wire_dtype = is_leader, wire_dtype
         self._increment = increment

@@ -102,8 +102,10 @@ class ImagePool:
         """Describe an image, and make the patch that leads to it where that pays; reads all of it twice."""
         image = next(image for image in self._images if image.path == path)
         manifest = image.manifest(version, self._slice_bytes)
-        # By its own mapping: its file may be gone.
-        digest = of_image({spec.name: view_of(image.mapped, spec) for spec in manifest.tensors}, self._served_as)
+        digest = None
+        if manifest.base is None:  # What adapters add to a base, an engine computes; no bit of it is known here.
+            # By its own mapping: its file may be gone.
+            digest = of_image({spec.name: view_of(image.mapped, spec) for spec in manifest.tensors}, self._served_as)
         return manifest.model_copy(update={"image_path": str(path), "digest": digest, "delta": self._make_patch(image)})
 
     def renew(self, path: Path) -> Path:

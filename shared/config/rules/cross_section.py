@@ -6,13 +6,13 @@ Each names both fields and the way out.
 from typing import Protocol
 
 from flotilla.shared.config.rules.compute import check_compute, check_images, check_offload, check_quantisation
-from flotilla.shared.config.rules.devices import pipeline_stages
+from flotilla.shared.config.rules.publication import check_adapters, check_engine_group
 from flotilla.shared.config.sections.advantage import GdpoConfig, RemaxConfig
 from flotilla.shared.config.sections.algorithm import AlgorithmConfig
 from flotilla.shared.config.sections.asynchrony import AsynchronyConfig
 from flotilla.shared.config.sections.checkpoint import CheckpointConfig
 from flotilla.shared.config.sections.data import DataConfig, check_data_source_column
-from flotilla.shared.config.sections.engine import EngineConfig, ServerEngineConfig, SglangEngineConfig
+from flotilla.shared.config.sections.engine import ServerEngineConfig, SglangEngineConfig
 from flotilla.shared.config.sections.episodes import SingleTurnConfig
 from flotilla.shared.config.sections.evaluation import EvaluationConfig
 from flotilla.shared.config.sections.health import HealthConfig
@@ -20,7 +20,7 @@ from flotilla.shared.config.sections.job import FinishedJob
 from flotilla.shared.config.sections.model import ModelConfig
 from flotilla.shared.config.sections.optimisation import OptimisationConfig
 from flotilla.shared.config.sections.parallelism import ParallelismConfig
-from flotilla.shared.config.sections.publication import PublicationConfig, TransportChoice
+from flotilla.shared.config.sections.publication import TransportChoice
 from flotilla.shared.config.sections.resources import ResourcesConfig
 from flotilla.shared.config.sections.reward import (
     AgentRewardConfig,
@@ -89,6 +89,7 @@ def check_sections(spec: Sections) -> None:
         ValueError: the first that is broken.
     """
     _weights(spec)
+    check_adapters(spec)
     _critic(spec)
     _held_out_sets(spec)
     _overrides(spec)
@@ -424,40 +425,4 @@ def _agents(spec: Sections) -> None:
         raise ValueError(
             "algorithm.advantage.kind remax compares with a greedy answer to each task, and rollout.agents lets agents "
             "drive the episodes, so that nobody makes one: choose rloo or reinforce_plus_plus, which need none"
-        )
-
-
-def check_engine_group(engine: EngineConfig, publication: PublicationConfig, *, shares_devices: bool) -> None:
-    """Check what else a spec asks for, where its engines are members of the weight group.
-
-    Args:
-        engine: of the rollouts.
-        publication: how weights reach them.
-        shares_devices: whether trainer and rollouts take turns on the same devices.
-
-    Raises:
-        ValueError: they cannot be, or it has no effect then.
-    """
-    if not isinstance(engine, SglangEngineConfig) or engine.update_weights_from != "distributed":
-        return
-    name = "rollout.engine.update_weights_from distributed"
-    if not publication.may_broadcast:
-        raise ValueError(
-            f"{name} broadcasts, and asynchrony.publication.transport {publication.transport} does not: set that to "
-            "auto, group, gloo or nccl, or update_weights_from to disk"
-        )
-    if publication.delta is not None:
-        raise ValueError(
-            f"{name} sends whole tensors, which engines load: leave asynchrony.publication.delta out, or set "
-            "update_weights_from to disk"
-        )
-    if shares_devices:
-        raise ValueError(
-            f"{name} needs trainer and engines on different devices at the same time: set resources.sharing to none, "
-            "or update_weights_from to disk"
-        )
-    if (stages := pipeline_stages(engine.options)) > 1:
-        raise ValueError(
-            f"{name} numbers the ranks of tensor parallelism, and the {stages} stages of pp_size would have the same: "
-            "leave it out, or set update_weights_from to disk"
         )

@@ -117,6 +117,7 @@ class TorchEngineConfig(Config):
             EngineCapability.UNCUT_LOG_PROBS,
         }
     )
+    TAKES_ADAPTERS: ClassVar[bool] = True
 
     kind: Literal["torch"] = "torch"
     slots: int = Field(128, ge=1)
@@ -144,6 +145,7 @@ class ServerEngineConfig(Config):
     """What all engines that are servers have in common."""
 
     CAPABILITIES: ClassVar[frozenset[EngineCapability]]
+    TAKES_ADAPTERS: ClassVar[bool] = False
     OWNED: ClassVar[Mapping[str, str]]
 
     kind: str

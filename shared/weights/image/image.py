@@ -25,6 +25,7 @@ from flotilla.shared.errors import Conflict, WeightTransferFailed
 from flotilla.shared.faults.armed import armed
 from flotilla.shared.faults.sites import Site
 from flotilla.shared.schemas.publication import Manifest
+from flotilla.shared.weights.image.adapters import BASE
 from flotilla.shared.weights.image.files import (
     SHARED_MEMORY,
     choose_directory,
@@ -345,12 +346,14 @@ class WeightImage:
 
     def manifest(self, version: int, slice_bytes: int = DEFAULT_SLICE_BYTES) -> Manifest:
         """Describe the image for its publication as this version. Reads every byte once, for the checksum."""
+        layout = self.layout()
         return Manifest(
             version=version,
             image_bytes=self.image_bytes,
             slice_bytes=slice_bytes,
             checksum=self.checksum(),
-            tensors=self.layout().tensors,
+            tensors=layout.tensors,
+            base=layout.metadata.get(BASE),
         )
 
     def take_back(self) -> None:

@@ -8,8 +8,9 @@ are not allowed between tensors, but the header may end in spaces: it is padded 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Self
 
 from flotilla.shared.errors import WeightTransferFailed
@@ -50,12 +51,18 @@ class ImageLayout:
     header: bytes
     """Length, JSON and padding: the image's first bytes, as they are."""
     tensors: tuple[TensorSpec, ...]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """What the header says beside the tensors."""
 
     @classmethod
-    def of(cls, tensors: Mapping[str, tuple[Sequence[int], str]]) -> Self:
+    def of(cls, tensors: Mapping[str, tuple[Sequence[int], str]], metadata: Mapping[str, str] | None = None) -> Self:
         """Lay out tensors given by name as (shape, safetensors dtype).
 
         Tensors of one dtype lie next to each other in the order given, so a flat buffer of them is copied in one piece.
+
+        Args:
+            tensors: what the image holds.
+            metadata: what its header says beside them; the checksum covers it.
 
         Raises:
             ValueError: no tensors, a reserved name, a negative dimension or a dtype that images do not hold.
@@ -70,7 +77,8 @@ class ImageLayout:
             {
                 name: {"dtype": tensors[name][1], "shape": list(tensors[name][0]), "data_offsets": [start, end]}
                 for name, (start, end) in zip(names, pairwise(offsets), strict=True)
-            }
+            },
+            metadata or {},
         )
         specs = tuple(
             TensorSpec(
@@ -82,7 +90,7 @@ class ImageLayout:
             )
             for name, (start, end) in zip(names, pairwise(offsets), strict=True)
         )
-        return cls(header, specs)
+        return cls(header, specs, dict(metadata or {}))
 
     @classmethod
     def parse(cls, image: bytes | memoryview) -> Self:
@@ -97,7 +105,8 @@ class ImageLayout:
             if not 0 < length <= min(MAX_HEADER_BYTES, len(view) - LENGTH_BYTES):
                 raise ValueError(f"header length {length} of {len(view)} bytes")
             header = bytes(view[: LENGTH_BYTES + length])
-            entries = {name: entry for name, entry in json.loads(header[LENGTH_BYTES:]).items() if name != _METADATA}
+            entries = dict(json.loads(header[LENGTH_BYTES:]))
+            metadata = {key: str(value) for key, value in entries.pop(_METADATA, {}).items() if key != "format"}
             specs = [_spec(name, entry, len(header)) for name, entry in entries.items()]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WeightTransferFailed(f"not a weight image: {error}") from error
@@ -107,7 +116,7 @@ class ImageLayout:
                 raise WeightTransferFailed(f"not a weight image: {after.name} does not follow {before.name}")
         if specs and specs[0].start != len(header):
             raise WeightTransferFailed(f"not a weight image: {specs[0].name} does not follow the header")
-        return cls(header, tuple(specs))
+        return cls(header, tuple(specs), metadata)
 
     @property
     def image_bytes(self) -> int:
@@ -118,6 +127,20 @@ class ImageLayout:
 def header_bytes(image: bytes) -> int:
     """Return how many bytes go before the first tensor, by an image's first ``LENGTH_BYTES``."""
     return LENGTH_BYTES + int.from_bytes(image[:LENGTH_BYTES], "little")
+
+
+def read_layout(image: Path) -> ImageLayout:
+    """Read where each tensor lies in a safetensors file.
+
+    Raises:
+        WeightTransferFailed: it is none.
+    """
+    try:
+        with image.open("rb") as file:
+            start = file.read(LENGTH_BYTES)
+            return ImageLayout.parse(start + file.read(header_bytes(start) - len(start)))
+    except OSError as error:
+        raise WeightTransferFailed(f"cannot open the weight image: {error}") from error
 
 
 def _check(tensors: Mapping[str, tuple[Sequence[int], str]]) -> None:
@@ -132,9 +155,10 @@ def _check(tensors: Mapping[str, tuple[Sequence[int], str]]) -> None:
             raise ValueError(f"{name} has a negative dimension: {tuple(shape)}")
 
 
-def _encode(entries: Mapping[str, object]) -> bytes:
+def _encode(entries: Mapping[str, object], metadata: Mapping[str, str]) -> bytes:
     # transformers refuses a file whose metadata do not name the framework that its shapes are for.
-    text = json.dumps({_METADATA: {"format": "pt"}} | dict(entries), separators=(",", ":")).encode()
+    said = {"format": "pt"} | dict(metadata)
+    text = json.dumps({_METADATA: said} | dict(entries), separators=(",", ":")).encode()
     padding = -(LENGTH_BYTES + len(text)) % DATA_ALIGNMENT_BYTES
     length = len(text) + padding
     if length > MAX_HEADER_BYTES:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from flotilla.services.rollout.engines.sglang.buckets import BucketProcess
-from flotilla.services.rollout.engines.sglang.handles import pieces_of, read_layout
+from flotilla.services.rollout.engines.sglang.handles import pieces_of
 from flotilla.shared.errors import WeightTransferFailed
+from flotilla.shared.weights.image.layout import read_layout
 from flotilla.shared.weights.image.tensors import open_image
 from tests.contract.engine.models import save_model
 

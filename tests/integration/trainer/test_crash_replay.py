@@ -14,6 +14,7 @@ from flotilla.services.trainer.worker.checkpoint_policy import CheckpointWriter
 from flotilla.services.trainer.worker.images import ImagePool
 from flotilla.shared.config.sections.model import LoraConfig
 from flotilla.shared.errors import ClaimLost
+from flotilla.shared.models.weight_files import checksum_of, safetensors_files
 from flotilla.shared.schemas.publication import PublicationRequest
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from tests.integration.trainer.fleet import ScriptedFleet, YesGateway, a_session, a_spec, save_tiny_model, train
@@ -94,15 +95,31 @@ async def test_parameters_after_a_crash_are_bit_identical(
     assert gateway.published == [1, 2, 3, 4, 5, 6]
 
 
+class ManifestsGateway(YesGateway):
+    """Remembers checksum and base of each version."""
+
+    def __init__(self, plane: Any) -> None:
+        super().__init__(plane)
+        self.manifests: dict[int, tuple[str, str | None]] = {}
+
+    async def call(self, method: str, path: str, *, body: Any = None, **arguments: Any) -> Any:
+        if isinstance(body, PublicationRequest):
+            self.manifests[body.manifest.version] = body.manifest.checksum, body.manifest.base
+        return await super().call(method, path, body=body, **arguments)
+
+
 async def test_adapters_after_a_crash_are_bit_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_tiny_model(tmp_path / "model")
     spec = a_spec(path, optimisation={"steps": 4, "groups_per_mini_batch": 2, "learning_rate": 1e-3})
     adapted = spec.model.model_copy(update={"lora": LoraConfig(rank=4, dropout=0.2)})
-    spec = spec.model_copy(update={"model": adapted})
+    alone = spec.asynchrony.publication.model_copy(update={"lora": "adapters"})
+    asynchrony = spec.asynchrony.model_copy(update={"publication": alone})
+    spec = spec.model_copy(update={"model": adapted, "asynchrony": asynchrony})
     undisturbed = MemoryDataPlane()
-    await train(spec, tmp_path / "undisturbed", undisturbed, YesGateway(undisturbed))
+    first = ManifestsGateway(undisturbed)
+    await train(spec, tmp_path / "undisturbed", undisturbed, first)
     plane = MemoryDataPlane()
-    gateway = YesGateway(plane)
+    gateway = ManifestsGateway(plane)
 
     with monkeypatch.context() as patched:
         crash_once(patched, Learner, "train", at_call=4)
@@ -113,6 +130,8 @@ async def test_adapters_after_a_crash_are_bit_identical(tmp_path: Path, monkeypa
     found, expected = files_of(tmp_path / "run", 4), files_of(tmp_path / "undisturbed", 4)
     assert found.keys() == {"model/adapter_model.safetensors", "optimizer.safetensors"}
     assert found == expected
+    assert gateway.manifests == first.manifests, "the same adapters of each version, on the same base"
+    assert {base for _, base in gateway.manifests.values()} == {checksum_of(safetensors_files(path))}
 
 
 async def test_an_earlier_trainer_is_fenced_off(tmp_path: Path) -> None:

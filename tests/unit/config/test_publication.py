@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from flotilla.shared.config.rules.publication import decide_publication, publishes_adapters
 from flotilla.shared.config.sections.publication import PublicationConfig, TransportChoice
 from flotilla.shared.errors import InvalidSpec
 from tests.unit.gateway.builders import a_spec, spec_document
@@ -12,6 +13,20 @@ from tests.unit.gateway.builders import a_spec, spec_document
 def test_slices_default_to_8_mib() -> None:
     assert PublicationConfig().slice_bytes == 8 << 20
     assert PublicationConfig(slice_megabytes=16).slice_bytes == 16 << 20
+
+
+def adapting(
+    lora: str = "adapters",
+    *,
+    engine: dict[str, Any] | None = None,
+    quantisation: dict[str, Any] | None = None,
+    **publication: Any,
+) -> dict[str, Any]:
+    return {
+        "model": spec_document()["model"] | {"lora": {"rank": 4, "quantisation": quantisation}},
+        "rollout": {"engine": engine or {}},
+        "asynchrony": {"publication": {"lora": lora, **publication}},
+    }
 
 
 @pytest.mark.parametrize(
@@ -43,6 +58,11 @@ def test_a_process_that_broadcasts_is_started_ahead_where_images_are_not_mapped(
         ({"asynchrony": {"publication": {"transport": "shared_memory", "delta": {}}}}, "publication.delta"),
         ({"asynchrony": {"publication": {"transport": "pull", "delta": {}}}}, "publication.delta"),
         ({"asynchrony": {"publication": {"transport": "nccl"}}}, "rollout.engine.device auto"),
+        ({"asynchrony": {"publication": {"lora": "adapters"}}}, "without model.lora"),
+        ({"asynchrony": {"publication": {"lora": "merged"}}}, "without model.lora"),
+        (adapting(delta={}), "asynchrony.publication.delta sends what differs of whole weights"),
+        (adapting(engine={"kind": "vllm"}), "rollout.engine.kind vllm takes whole weights"),
+        (adapting(quantisation={"dtype": "nf4"}), "model.lora.quantisation makes another base"),
         (
             {
                 "asynchrony": {"publication": {"wire_dtype": "bfloat16"}},
@@ -57,3 +77,37 @@ def test_what_has_no_effect_is_refused(sections: dict[str, Any], words: str) -> 
         a_spec(**sections)
 
     assert words in str(caught.value.errors)
+
+
+BOTH = {"torch", "torch with adapters"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "rollouts", "decided"),
+    [
+        (adapting("auto"), {"one": BOTH}, ("adapters", None)),
+        (adapting("auto"), {}, None),
+        (adapting("merged"), {"one": BOTH}, None),
+        ({}, {"one": BOTH}, None),
+        (adapting("auto"), {"one": BOTH, "old": {"torch"}}, ("merged", "the engine of old takes whole weights")),
+        (
+            adapting("auto", delta={}),
+            {"one": BOTH},
+            ("merged", "asynchrony.publication.delta sends what differs of whole weights"),
+        ),
+        (
+            adapting("auto", engine={"kind": "vllm"}),
+            {"one": BOTH},
+            ("merged", "rollout.engine.kind vllm takes whole weights"),
+        ),
+    ],
+)
+def test_adapters_travel_alone_where_every_engine_takes_them_and_nothing_needs_whole_weights(
+    sections: dict[str, Any], rollouts: dict[str, set[str]], decided: tuple[str, str | None] | None
+) -> None:
+    assert decide_publication(a_spec(**sections), rollouts) == decided
+
+
+def test_adapters_are_merged_as_long_as_nothing_is_decided() -> None:
+    assert not publishes_adapters(a_spec(**adapting("auto")))
+    assert publishes_adapters(a_spec(**adapting("adapters")))

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flotilla.services.rollout.engines.decoders.architecture import architecture_of
-from flotilla.services.rollout.engines.decoders.checkpoint import read_config, safetensors_files
+from flotilla.services.rollout.engines.decoders.checkpoint import read_config
 from flotilla.services.rollout.engines.decoders.flash_attention import (
     PAGE_TOKENS,
     FlashAttention,
@@ -21,6 +21,7 @@ from flotilla.services.rollout.engines.decoders.flash_attention import (
 )
 from flotilla.services.rollout.engines.decoders.fused import FusedDecoder
 from flotilla.services.rollout.engines.decoders.paged import PagedDecoder, works
+from flotilla.shared.models.weight_files import safetensors_files
 from tests.contract.engine.models import VOCAB, save_model
 
 SIZES: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "num_rows": 6, "context_tokens": 32}

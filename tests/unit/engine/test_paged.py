@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from flotilla.services.rollout.engines.decoders import paged
 from flotilla.services.rollout.engines.decoders.architecture import architecture_of
-from flotilla.services.rollout.engines.decoders.checkpoint import read_config, safetensors_files
+from flotilla.services.rollout.engines.decoders.checkpoint import read_config
 from flotilla.services.rollout.engines.decoders.flash_attention import Bounds, FlashAttention
 from flotilla.services.rollout.engines.decoders.fused import FusedDecoder
 from flotilla.services.rollout.engines.decoders.host_arrays import on_device
@@ -23,6 +23,7 @@ from flotilla.services.rollout.engines.decoders.paged import WARM_UPS, Graphs, P
 from flotilla.services.rollout.engines.embedded import loading
 from flotilla.services.rollout.engines.settings import EngineSettings
 from flotilla.shared.errors import ModelError
+from flotilla.shared.models.weight_files import safetensors_files
 from tests.contract.engine.models import VOCAB, make_model, save_image, save_model
 
 CPU = torch.device("cpu")

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from flotilla.services.rollout.engines.decoders import step_layers
 from flotilla.services.rollout.engines.decoders.architecture import architecture_of
-from flotilla.services.rollout.engines.decoders.checkpoint import open_tensors, read_config, safetensors_files
+from flotilla.services.rollout.engines.decoders.checkpoint import open_tensors, read_config
 from flotilla.services.rollout.engines.decoders.fused_weights import FusedWeights
 from flotilla.services.rollout.engines.decoders.step_layers import TorchStep, TritonStep, agree
 from flotilla.services.rollout.engines.decoders.torch_layers import rotations
 from flotilla.services.rollout.engines.embedded import sampling
 from flotilla.services.rollout.engines.embedded.sampling import RowSampling, _sample_by_torch
+from flotilla.shared.models.weight_files import safetensors_files
 from tests.contract.engine.models import save_model
 
 CPU = torch.device("cpu")

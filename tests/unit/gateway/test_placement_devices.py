@@ -10,6 +10,7 @@ from flotilla.services.gateway.scheduler.quota import why_waiting
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.config.rules.devices import DeviceNeed
 from flotilla.shared.config.sections.resources import QuotaConfig
+from flotilla.shared.schemas.engine import EngineOffer
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.service import Capabilities, GpuDevice, ServiceKind, WorkState
 from flotilla.shared.schemas.service import ServiceKind as Kind
@@ -173,8 +174,11 @@ def devices(*numbers: int) -> Capabilities:
     )
 
 
-async def add_service(gateway: GatewayState, kind: ServiceKind, name: str, *numbers: int) -> str:
-    registered = await gateway.fleet.register(a_registration(kind, name, capabilities=devices(*numbers)))
+async def add_service(
+    gateway: GatewayState, kind: ServiceKind, name: str, *numbers: int, engines: tuple[EngineOffer, ...] = ()
+) -> str:
+    has = devices(*numbers).model_copy(update={"engines": engines})
+    registered = await gateway.fleet.register(a_registration(kind, name, capabilities=has))
     return registered.service_id
 
 
@@ -207,6 +211,36 @@ async def test_what_is_left_to_auto_is_decided_by_the_first_services_and_kept(
     late = await add_service(gateway, Kind.ROLLOUT, "late")
     await gateway.scheduler.reconcile()
     assert (gateway.registry.get(late).experiment_id == experiment.id) is (expected[0] == "cpu")
+
+
+OLD = EngineOffer(kind="torch")
+NEW = EngineOffer(kind="torch", takes_adapters=True)
+
+
+@pytest.mark.parametrize(
+    ("first", "decided", "takes_old"),
+    [((NEW,), "adapters", False), ((NEW, OLD), "merged", True)],
+)
+async def test_adapters_travel_alone_where_the_first_rollouts_take_them_and_later_ones_have_to(
+    first: tuple[EngineOffer, ...], decided: str, takes_old: bool
+) -> None:
+    gateway = a_gateway()
+    for kind in (Kind.TRAINER, Kind.REWARD):
+        await add_service(gateway, kind, kind.value)
+    names = [await add_service(gateway, Kind.ROLLOUT, str(n), engines=(offer,)) for n, offer in enumerate(first)]
+    spec = a_spec(model={"path": "m", "lora": {"rank": 4}}, resources={"rollouts": {"min": len(first), "max": 4}})
+    experiment = await add_experiment(gateway, state=ExperimentState.STARTING, spec=spec.model_dump(mode="json"))
+
+    await gateway.scheduler.reconcile()
+    late = await add_service(gateway, Kind.ROLLOUT, "late", engines=(OLD,))
+    await gateway.scheduler.reconcile()
+
+    assert experiment.spec.asynchrony.publication.lora == decided
+    told = await gateway.store.events(experiment.id, after=0, limit=100)
+    facts = next(each.data for each in told if each.type == "publication_decided")
+    reason = None if decided == "adapters" else f"the engine of {names[1]} takes whole weights"
+    assert (facts["lora"], facts.get("reason")) == (decided, reason)
+    assert (gateway.registry.get(late).experiment_id == experiment.id) is takes_old
 
 
 async def test_an_experiment_waits_for_devices_and_starts_when_there_are_some() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flotilla.services.rollout.engines.decoders.architecture import architecture_of
-from flotilla.services.rollout.engines.decoders.checkpoint import read_config, safetensors_files
+from flotilla.services.rollout.engines.decoders.checkpoint import read_config
 from flotilla.services.rollout.engines.servers.model import read_served_model
 from flotilla.services.trainer.checkpoint.export import export
 from flotilla.services.trainer.checkpoint.manager import beginning, fill_alone
@@ -20,6 +20,7 @@ from flotilla.shared.checkpoints.folders import MODEL
 from flotilla.shared.config.sections.model import ModelConfig
 from flotilla.shared.errors import InvalidSpec, ModelError
 from flotilla.shared.models.hub import has_config, model_directory
+from flotilla.shared.models.weight_files import safetensors_files
 from tests.fleet import tiny_model
 from tests.unit.trainer.builders import a_spec
 

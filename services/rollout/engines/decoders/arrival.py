@@ -6,14 +6,13 @@ an image that is aborted is thrown away.
 
 import mmap
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor, uint8
 
-from flotilla.services.rollout.engines.decoders.checkpoint import TensorHeader, open_tensors
+from flotilla.services.rollout.engines.decoders.checkpoint import TensorHeader
 from flotilla.shared.errors import WeightTransferFailed
 from flotilla.shared.faults.armed import armed
 from flotilla.shared.faults.sites import Kind, Site
@@ -29,9 +28,8 @@ SILENCE_SECONDS = 900.0
 class Tensors(Protocol):
     """Weights that can be read, one tensor at a time."""
 
-    @property
-    def headers(self) -> dict[str, TensorHeader]:
-        """What there is, in the order in which it is best read."""
+    headers: dict[str, TensorHeader]
+    """What there is, in the order in which it is best read."""
 
     def read(self, name: str) -> Tensor:
         """Read a tensor; it may be a view of the file."""
@@ -122,7 +120,9 @@ class ArrivingTensors:
             self._mapped = mmap.mmap(file.fileno(), 0)
         arrival.wait_for(LENGTH_BYTES)
         arrival.wait_for(header_bytes(self._mapped[:LENGTH_BYTES]))
-        self._specs = {spec.name: spec for spec in layout_of(self._mapped).tensors}
+        layout = layout_of(self._mapped)
+        self.metadata = layout.metadata
+        self._specs = {spec.name: spec for spec in layout.tensors}
         self.headers = {name: TensorHeader(spec.dtype, spec.shape) for name, spec in self._specs.items()}
 
     def read(self, name: str) -> Tensor:
@@ -134,20 +134,6 @@ class ArrivingTensors:
         spec = self._specs[name]
         self._arrival.wait_for(spec.end)
         return view_of(self._mapped, spec)
-
-
-@contextmanager
-def open_staged(image: Path, arrival: Arrival | None) -> Iterator[Tensors]:
-    """Open an image that is complete, or, with ``arrival``, one that is being received.
-
-    Raises:
-        WeightTransferFailed: there is none, or the transfer was aborted.
-    """
-    if arrival is None:
-        with open_tensors([image]) as source:
-            yield damaged(source)
-    else:
-        yield damaged(ArrivingTensors(image, arrival))
 
 
 def damaged(source: Tensors) -> Tensors:

@@ -52,29 +52,6 @@ def read_eos_token_ids(directory: Path, config: Mapping[str, Any]) -> tuple[int,
     return tuple(found) if isinstance(found, list) else (int(found),)
 
 
-def safetensors_files(directory: Path) -> list[Path]:
-    """List the files that hold the weights, sharded or not.
-
-    Raises:
-        ModelError: there are none, or a shard that the index names is missing.
-    """
-    single = directory / "model.safetensors"
-    index = directory / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        raise ModelError(f"model directory {directory} has neither model.safetensors nor model.safetensors.index.json")
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = [directory / name for name in sorted(set(weight_map.values()))]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise absent_or(error, ModelError(f"{index} cannot be read: {error!r}")) from error
-    for file in files:
-        if not file.is_file():
-            raise ModelError(f"shard {file.name} of {directory} is missing")
-    return files
-
-
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
     """What a file says about a tensor: its safetensors dtype (such as "F32") and its shape."""
@@ -92,6 +69,10 @@ class TensorSource:
 
     def __init__(self, handles: Sequence[Any]) -> None:
         self._handle_of = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118
+        self.metadata: dict[str, str] = {}
+        """What the files say beside their tensors."""
+        for handle in handles:
+            self.metadata |= handle.metadata() or {}
         self.headers: dict[str, TensorHeader] = {}
         for name, handle in self._handle_of.items():
             view = handle.get_slice(name)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flotilla.services.rollout.engines.decoders.adapted import BaseWeights, open_staged
 from flotilla.services.rollout.engines.decoders.architecture import Architecture
-from flotilla.services.rollout.engines.decoders.arrival import Arrival, open_staged
+from flotilla.services.rollout.engines.decoders.arrival import Arrival
 from flotilla.services.rollout.engines.decoders.base import KeptRow, Tokens
-from flotilla.services.rollout.engines.decoders.checkpoint import open_tensors
 from flotilla.services.rollout.engines.decoders.fused_weights import FusedWeights, LayerWeights
 from flotilla.services.rollout.engines.decoders.kv_cache import KeyValueCache
 from flotilla.services.rollout.engines.decoders.native.kernels import Kernels, LayerPointers, ModelPointers, kernels_for
@@ -185,7 +185,7 @@ class FusedDecoder:
         self._dtype = dtype
         self._layers = TorchLayers(architecture, dtype)
         self._device = device
-        self._files = files
+        self._base = BaseWeights(files, dtype, device)
         self._spare: FusedWeights | None = None
         self._discarded: FusedWeights | None = None
         self._cache = KeyValueCache(architecture, num_rows, context_tokens, dtype, device, self._kernels)
@@ -203,7 +203,7 @@ class FusedDecoder:
         """Read a weight image into the spare weights; see ``Decoder.stage``."""
         self._spare = None
         spare = self._memory()
-        with open_staged(image, arrival) as source:
+        with open_staged(image, arrival, self._base) as source:
             spare.fill(source)
         self._spare = spare
 
@@ -231,7 +231,7 @@ class FusedDecoder:
     def restore(self) -> None:
         """Read the initial weights; see ``Decoder.restore``."""
         weights = self._memory()
-        with open_tensors(self._files) as source:
+        with self._base.open() as source:
             weights.fill(source)
         self._use(weights)
 

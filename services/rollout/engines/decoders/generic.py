@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.utils import logging as transformers_logging
 
-from flotilla.services.rollout.engines.decoders.arrival import Arrival, Tensors, open_staged
+from flotilla.services.rollout.engines.decoders.adapted import AdaptedTensors, BaseWeights, open_staged
+from flotilla.services.rollout.engines.decoders.arrival import Arrival, Tensors
 from flotilla.services.rollout.engines.decoders.base import KeepsNothing, KeptRow, Tokens
-from flotilla.services.rollout.engines.decoders.checkpoint import check_headers, open_tensors
+from flotilla.services.rollout.engines.decoders.checkpoint import check_headers
 from flotilla.shared.errors import ModelError, WeightTransferFailed
 from flotilla.shared.net.absence import absent_or
 from flotilla.shared.vision.kinds import takes_images
@@ -170,7 +171,8 @@ class ModelWeights:
     """
 
     def __init__(self, model: nn.Module, files: Sequence[Path] = ()) -> None:
-        self._files = files
+        first = next(model.parameters())
+        self._base = BaseWeights(files, first.dtype, first.device)
         storages = {each.data_ptr(): each for each in (p.untyped_storage() for p in model.parameters())}
         self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
         state = model.state_dict()
@@ -190,12 +192,16 @@ class ModelWeights:
     def stage(self, image: Path, arrival: Arrival | None = None) -> None:
         """Read an image; see ``Decoder.stage``."""
         expected = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-        with open_staged(image, arrival) as source:
-            check_headers(source.headers, expected, optional=self._optional)
-            for names in self._tied:
-                if not names & source.headers.keys():
-                    raise WeightTransferFailed(f"the image has none of the tied tensors {', '.join(sorted(names))}")
+        with open_staged(image, arrival, self._base) as source:
+            if not isinstance(source, AdaptedTensors):  # The model's own files are what it was loaded from.
+                check_headers(source.headers, expected, optional=self._optional)
+                self._check_tied(source)
             self._stage_from(source)
+
+    def _check_tied(self, source: Tensors) -> None:
+        for names in self._tied:
+            if not names & source.headers.keys():
+                raise WeightTransferFailed(f"the image has none of the tied tensors {', '.join(sorted(names))}")
 
     def _stage_from(self, source: Tensors) -> None:
         self._staged = {}
@@ -224,7 +230,7 @@ class ModelWeights:
 
     def restore(self) -> None:
         """Read the initial weights; see ``Decoder.restore``."""
-        with open_tensors(self._files) as source:
+        with self._base.open() as source:
             self._stage_from(source)
         self.switch()
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flotilla.services.rollout.engines.decoders.adapted import BaseWeights, open_staged
 from flotilla.services.rollout.engines.decoders.architecture import Architecture
-from flotilla.services.rollout.engines.decoders.arrival import Arrival, open_staged
+from flotilla.services.rollout.engines.decoders.arrival import Arrival
 from flotilla.services.rollout.engines.decoders.base import KeepsNothing, KeptRow, Tokens
-from flotilla.services.rollout.engines.decoders.checkpoint import open_tensors
 from flotilla.services.rollout.engines.decoders.flash_attention import PAGE_TOKENS, Attention
 from flotilla.services.rollout.engines.decoders.fused_weights import FusedWeights
 from flotilla.services.rollout.engines.decoders.host_arrays import on_device
@@ -251,7 +251,8 @@ class PagedDecoder(KeepsNothing):
         if device.type == "cuda":
             self.description += ", CUDA graphs"
         self.device = device
-        self._sizes, self._dtype, self._files = architecture, dtype, files
+        self._sizes, self._dtype = architecture, dtype
+        self._base = BaseWeights(files, dtype, device)
         self._layers = TorchLayers(architecture, dtype)
         self._attention = attention
         self.page_tokens = page_tokens
@@ -279,7 +280,7 @@ class PagedDecoder(KeepsNothing):
         """Read a weight image into the spare weights; see ``Decoder.stage``."""
         self._spare = None
         spare = self._memory()
-        with open_staged(image, arrival) as source, self._beside_steps():
+        with open_staged(image, arrival, self._base) as source, self._beside_steps():
             spare.fill(source)
         self._spare = spare
 
@@ -333,7 +334,7 @@ class PagedDecoder(KeepsNothing):
     def restore(self) -> None:
         """Read the initial weights; see ``Decoder.restore``."""
         weights = self._memory()
-        with open_tensors(self._files) as source:
+        with self._base.open() as source:
             weights.fill(source)
         self._spare = weights
         self.switch()

@@ -16,12 +16,13 @@ from flotilla.services.rollout.engines.decoders.architecture import (
     reason_not_fused,
 )
 from flotilla.services.rollout.engines.decoders.base import Decoder
-from flotilla.services.rollout.engines.decoders.checkpoint import read_config, safetensors_files
+from flotilla.services.rollout.engines.decoders.checkpoint import read_config
 from flotilla.services.rollout.engines.decoders.flash_attention import attention_here
 from flotilla.services.rollout.engines.decoders.fused import FusedDecoder
 from flotilla.services.rollout.engines.decoders.paged import PagedDecoder, works
 from flotilla.services.rollout.engines.settings import EngineSettings
 from flotilla.shared.errors import ModelError, WeightTransferFailed
+from flotilla.shared.models.weight_files import safetensors_files
 from flotilla.shared.net.absence import absent_or
 from flotilla.shared.vision.processor import ImageProcessor
 

@@ -18,10 +18,10 @@ from flotilla.services.rollout.engines.decoders.checkpoint import (
     check_headers,
     read_config,
     read_headers,
-    safetensors_files,
 )
 from flotilla.services.rollout.engines.servers import leftovers
 from flotilla.shared.errors import ModelError, Unavailable, WeightTransferFailed
+from flotilla.shared.models.weight_files import safetensors_files
 
 PREFIX = "flotilla-engine-"
 HEAD = frozenset({"lm_head.weight"})

@@ -11,10 +11,10 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from flotilla.services.rollout.engines.decoders.checkpoint import safetensors_files
 from flotilla.services.rollout.engines.servers.client import Refused
 from flotilla.services.rollout.engines.servers.dialect import Caller, Prover
 from flotilla.shared.errors import WeightsDiverged, WeightTransferFailed
+from flotilla.shared.models.weight_files import safetensors_files
 from flotilla.shared.schemas.publication import TensorSpec
 from flotilla.shared.weights.image.layout import ImageLayout
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flotilla.services.rollout.engines.decoders.checkpoint import safetensors_files
 from flotilla.services.rollout.engines.servers.dialect import Body, Caller
 from flotilla.services.rollout.engines.sglang.buckets import Buckets
-from flotilla.shared.errors import FlotillaError, WeightTransferFailed
+from flotilla.shared.errors import FlotillaError
+from flotilla.shared.models.weight_files import safetensors_files
 from flotilla.shared.schemas.publication import TensorSpec
-from flotilla.shared.weights.image.layout import LENGTH_BYTES, ImageLayout, header_bytes
+from flotilla.shared.weights.image.layout import read_layout
 
 log = logging.getLogger(__name__)
 
@@ -91,20 +91,6 @@ def pieces_of(directory: Path, bucket_bytes: int) -> list[Piece]:
     """Cut a directory's weights into pieces of at most so many bytes, or of one tensor."""
     layouts = [(file, read_layout(file)) for file in safetensors_files(directory)]
     return [(file, span) for file, layout in layouts for span in spans_of(layout.tensors, bucket_bytes)]
-
-
-def read_layout(image: Path) -> ImageLayout:
-    """Read where each tensor lies in a safetensors file.
-
-    Raises:
-        WeightTransferFailed: it is none.
-    """
-    try:
-        with image.open("rb") as file:
-            start = file.read(LENGTH_BYTES)
-            return ImageLayout.parse(start + file.read(header_bytes(start) - len(start)))
-    except OSError as error:
-        raise WeightTransferFailed(f"cannot open the weight image: {error}") from error
 
 
 def spans_of(tensors: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[range]:

@@ -12,7 +12,6 @@ from flotilla.services.rollout.engines.base import GroupBroken
 from flotilla.services.rollout.engines.servers.settings import ServerSettings
 from flotilla.services.rollout.engines.sglang.engine import environment, interface_of
 from flotilla.services.rollout.engines.sglang.group_engine import GroupSglangEngine, is_reached
-from flotilla.services.rollout.engines.sglang.handles import read_layout
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.errors import WeightTransferFailed, WorkerDied
 from flotilla.shared.schemas.publication import (
@@ -25,6 +24,7 @@ from flotilla.shared.schemas.publication import (
 )
 from flotilla.shared.schemas.trajectory import FinishReason
 from flotilla.shared.weights.group.engine_group import buckets_of
+from flotilla.shared.weights.image.layout import read_layout
 from tests.contract.engine.fake_server import Body
 from tests.contract.engine.fake_sglang import FakeSglang
 from tests.contract.engine.models import save_model

@@ -1,0 +1,154 @@
+"""Weights of which an image has the adapters alone: those of the model's files, with B A added where there are some.
+
+What serves is as if whole weights had come: sampling costs nothing more, and whatever computes with weights (native
+kernels, CUDA graphs, transformers) needs to know nothing of adapters. The files stay the base, so that no second copy
+of it is in memory but what the kernel caches of them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flotilla.services.rollout.engines.decoders.arrival import Arrival, ArrivingTensors, Tensors, damaged
+from flotilla.services.rollout.engines.decoders.checkpoint import TensorHeader, TensorSource, open_tensors
+from flotilla.shared.errors import ModelError, WeightTransferFailed
+from flotilla.shared.models.weight_files import checksum_of
+from flotilla.shared.weights.image.adapters import AdaptersHeader, names_of, weight_of
+
+
+class BaseWeights:
+    """The weights that an engine began with, in its model's files.
+
+    Args:
+        files: the safetensors files.
+        dtype: that the engine computes in.
+        device: that it computes on.
+    """
+
+    def __init__(self, files: Sequence[Path], dtype: torch.dtype, device: torch.device) -> None:
+        self._files = files
+        self.dtype, self.device = dtype, device
+
+    def open(self) -> AbstractContextManager[TensorSource]:
+        """Open them. Errors as of ``open_tensors``."""
+        return open_tensors(self._files)
+
+    def check(self, header: AdaptersHeader) -> None:
+        """Check that adapters are for these weights; the files are read once for it.
+
+        Raises:
+            WeightTransferFailed: they are not.
+        """
+        try:
+            found = checksum_of(self._files)
+        except ModelError as error:
+            raise WeightTransferFailed(error.detail) from error
+        if found != header.base:
+            raise WeightTransferFailed(
+                f"the adapters are for a base with checksum {header.base}, and the model's files here have {found}: "
+                "trainer and rollouts need the same model.path, or set asynchrony.publication.lora to merged"
+            )
+
+
+class AdaptedTensors:
+    """The tensors of a model with adapters added to some: one weight at a time is computed, when it is read.
+
+    Args:
+        base: of which the files are open.
+        source: of the base's tensors.
+        adapters: A and B under peft's names.
+        header: what their image says of them.
+
+    Raises:
+        WeightTransferFailed: they are for another base, or for weights that it has not.
+    """
+
+    def __init__(self, base: BaseWeights, source: TensorSource, adapters: Tensors, header: AdaptersHeader) -> None:
+        base.check(header)
+        self._base, self._source, self._adapters, self._header = base, source, adapters, header
+        self.headers = source.headers
+        self._adapted = _adapted(adapters.headers, source.headers, is_transposed=header.is_transposed)
+
+    def read(self, name: str) -> Tensor:
+        """Read a weight, and add what its adapter adds."""
+        weight = self._source.read(name)
+        if name not in self._adapted:
+            return weight
+        dtype, device = self._base.dtype, self._base.device
+        low, high = (self._adapters.read(each).to(device, torch.float32) for each in names_of(name))
+        return added_to(weight.to(device, dtype), low, high, self._header)
+
+
+@contextmanager
+def open_staged(image: Path, arrival: Arrival | None, base: BaseWeights) -> Iterator[Tensors]:
+    """Open an image that is complete, or, with ``arrival``, one that is being received.
+
+    Args:
+        image: of whole weights, or of adapters alone.
+        arrival: of its bytes; None: it is complete.
+        base: that adapters are added to.
+
+    Raises:
+        WeightTransferFailed: there is none, the transfer was aborted, or its adapters do not fit the base.
+    """
+    with ExitStack() as stack:
+        whole = stack.enter_context(open_tensors([image])) if arrival is None else ArrivingTensors(image, arrival)
+        header = _header(whole.metadata)
+        found: Tensors = whole
+        if header is not None:
+            found = AdaptedTensors(base, stack.enter_context(base.open()), whole, header)
+        yield damaged(found)
+
+
+def _header(metadata: Mapping[str, str]) -> AdaptersHeader | None:
+    try:
+        return AdaptersHeader.read(metadata)
+    except ValueError as error:
+        raise WeightTransferFailed(f"not an image of adapters: {error}") from error
+
+
+def added_to(weight: Tensor, low: Tensor, high: Tensor, header: AdaptersHeader) -> Tensor:
+    """Add the product of adapters to a weight, as the trainer does where it merges them.
+
+    Args:
+        weight: [out, in], or [in, out] where it is transposed.
+        low: A, [r, in] float32.
+        high: B, [out, r] float32.
+        header: has the scale.
+
+    Returns:
+        The sum, computed in float32, in the weight's dtype.
+    """
+    added = header.scale * (high @ low)
+    return (weight.float() + (added.T if header.is_transposed else added)).to(weight.dtype)
+
+
+def _adapted(
+    adapters: dict[str, TensorHeader], weights: dict[str, TensorHeader], *, is_transposed: bool
+) -> frozenset[str]:
+    """Name the weights that have adapters.
+
+    Raises:
+        WeightTransferFailed: names or shapes are not those of pairs for the weights.
+    """
+    found = set()
+    for name in adapters:
+        weight = weight_of(name)
+        if weight is None or weight not in weights:
+            raise WeightTransferFailed(f"{name} is no adapter of a weight in the model's files")
+        found.add(weight)
+    for weight in found:
+        low, high = names_of(weight)
+        if low not in adapters or high not in adapters:
+            raise WeightTransferFailed(f"the adapter of {weight} lacks A or B")
+        (rank, wide), (out, columns) = adapters[low].shape, adapters[high].shape
+        shape = (wide, out) if is_transposed else (out, wide)
+        if rank != columns or shape != weights[weight].shape:
+            raise WeightTransferFailed(
+                f"the adapter of {weight} has shapes {list(adapters[low].shape)} and {list(adapters[high].shape)}, "
+                f"which do not fit {list(weights[weight].shape)}"
+            )
+    return frozenset(found)

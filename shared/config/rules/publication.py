@@ -1,0 +1,114 @@
+"""What goes with the ways in which weights are published, and whether versions are adapters alone."""
+
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+from flotilla.shared.config.rules.devices import pipeline_stages
+from flotilla.shared.config.sections.asynchrony import AsynchronyConfig
+from flotilla.shared.config.sections.engine import EngineConfig, ServerEngineConfig, SglangEngineConfig
+from flotilla.shared.config.sections.model import ModelConfig
+from flotilla.shared.config.sections.publication import PublicationConfig
+from flotilla.shared.config.sections.rollout import RolloutConfig
+from flotilla.shared.schemas.engine import with_adapters
+
+KEY = "asynchrony.publication.lora"
+
+
+class Publishing(Protocol):
+    """What is looked at of an ``ExperimentSpec``."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def rollout(self) -> RolloutConfig: ...
+    @property
+    def asynchrony(self) -> AsynchronyConfig: ...
+
+
+def publishes_adapters(spec: Publishing) -> bool:
+    """Whether adapters travel alone; merged into the weights they travel also as long as nothing is decided."""
+    return spec.model.lora is not None and spec.asynchrony.publication.lora == "adapters"
+
+
+def needs_whole_weights(spec: Publishing) -> str | None:
+    """Say what of a spec with adapters needs whole weights; None where adapters alone do."""
+    engine, publication = spec.rollout.engine, spec.asynchrony.publication
+    if spec.model.quantisation is not None:
+        return "model.lora.quantisation makes another base of the weights of model.path"
+    if not engine.TAKES_ADAPTERS:
+        return f"rollout.engine.kind {engine.kind} takes whole weights"
+    if isinstance(engine, ServerEngineConfig) and engine.url is not None:
+        return "the server at rollout.engine.url takes whole weights"
+    if publication.delta is not None:
+        return "asynchrony.publication.delta sends what differs of whole weights"
+    return None
+
+
+def check_adapters(spec: Publishing) -> None:
+    """Check that adapters are published as the spec asks for.
+
+    Raises:
+        ValueError: they are not, or there are none.
+    """
+    asked = spec.asynchrony.publication.lora
+    if asked == "auto":
+        return
+    if spec.model.lora is None:
+        raise ValueError(f"{KEY} {asked} has no effect without model.lora: leave it out")
+    if asked == "adapters" and (why := needs_whole_weights(spec)) is not None:
+        raise ValueError(f"{KEY} adapters sends adapters alone, and {why}: leave {KEY} out, or set it to merged")
+
+
+def decide_publication(spec: Publishing, rollouts: Mapping[str, Collection[str]]) -> tuple[str, str | None] | None:
+    """Decide what ``auto`` is on the rollouts that an experiment gets first.
+
+    Args:
+        spec: of the experiment.
+        rollouts: the engines that each of them can start, and ``with_adapters`` of those that take adapters.
+
+    Returns:
+        The key's value, and why it is ``merged``; None where nothing is open.
+    """
+    if spec.asynchrony.publication.lora != "auto" or spec.model.lora is None or not rollouts:
+        return None
+    why = needs_whole_weights(spec)
+    unable = [name for name, engines in rollouts.items() if with_adapters(spec.rollout.engine.kind) not in engines]
+    if why is None and unable:
+        why = f"the engine of {unable[0]} takes whole weights"
+    return ("adapters", None) if why is None else ("merged", why)
+
+
+def check_engine_group(engine: EngineConfig, publication: PublicationConfig, *, shares_devices: bool) -> None:
+    """Check what else a spec asks for, where its engines are members of the weight group.
+
+    Args:
+        engine: of the rollouts.
+        publication: how weights reach them.
+        shares_devices: whether trainer and rollouts take turns on the same devices.
+
+    Raises:
+        ValueError: they cannot be, or it has no effect then.
+    """
+    if not isinstance(engine, SglangEngineConfig) or engine.update_weights_from != "distributed":
+        return
+    name = "rollout.engine.update_weights_from distributed"
+    if not publication.may_broadcast:
+        raise ValueError(
+            f"{name} broadcasts, and asynchrony.publication.transport {publication.transport} does not: set that to "
+            "auto, group, gloo or nccl, or update_weights_from to disk"
+        )
+    if publication.delta is not None:
+        raise ValueError(
+            f"{name} sends whole tensors, which engines load: leave asynchrony.publication.delta out, or set "
+            "update_weights_from to disk"
+        )
+    if shares_devices:
+        raise ValueError(
+            f"{name} needs trainer and engines on different devices at the same time: set resources.sharing to none, "
+            "or update_weights_from to disk"
+        )
+    if (stages := pipeline_stages(engine.options)) > 1:
+        raise ValueError(
+            f"{name} numbers the ranks of tensor parallelism, and the {stages} stages of pp_size would have the same: "
+            "leave it out, or set update_weights_from to disk"
+        )

@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx
 
+from flotilla.shared.environment.settings import gateway_urls
+from flotilla.shared.errors import NotLeading
 from flotilla.shared.net.client.bearer_client import tls_context
 
 log = logging.getLogger(__name__)
@@ -55,21 +57,23 @@ async def play_all(gateway: str, experiment: str, token: str, play: Play, *, par
     """Play episodes until the experiment has ended; return how many were complete.
 
     What ``play`` raises besides ``EpisodeLost`` ends all: it is the agent's own error.
+
+    Args:
+        gateway: its URL, or those of several with commas between them, of which the one that leads is asked.
     """
     limits = httpx.Limits(max_connections=parallel)
-    async with httpx.AsyncClient(
-        base_url=gateway, timeout=REQUEST_SECONDS, limits=limits, verify=tls_context()
-    ) as client:
+    async with httpx.AsyncClient(timeout=REQUEST_SECONDS, limits=limits, verify=tls_context()) as client:
+        gateways = Gateways(gateway, client)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_play(client, experiment, token, play)) for _ in range(parallel)]
+            tasks = [group.create_task(_play(gateways, experiment, token, play)) for _ in range(parallel)]
         return sum(task.result() for task in tasks)
 
 
-async def _play(client: httpx.AsyncClient, experiment: str, token: str, play: Play) -> int:
+async def _play(gateways: "Gateways", experiment: str, token: str, play: Play) -> int:
     done = 0
     while True:
-        status, found = await _post(
-            client, f"/v1/experiments/{experiment}/episodes", token, {"wait_seconds": WAIT_SECONDS}
+        status, found = await gateways.post(
+            f"/v1/experiments/{experiment}/episodes", token, {"wait_seconds": WAIT_SECONDS}
         )
         if status in NO_MORE:
             log.info("no more episodes", extra={"status": status, "detail": found.get("detail")})
@@ -84,17 +88,35 @@ async def _play(client: httpx.AsyncClient, experiment: str, token: str, play: Pl
             log.warning("episode given up", extra={"episode": episode.id, "error": str(error)})
             continue
         body = {"reward": verdict.reward, "metrics": dict(verdict.metrics)}
-        status, _ = await _post(client, f"/v1/episodes/{episode.id}/complete", episode.key, body)
+        status, _ = await gateways.post(f"/v1/episodes/{episode.id}/complete", episode.key, body)
         done += status == 200
 
 
-async def _post(
-    client: httpx.AsyncClient, path: str, token: str, body: Mapping[str, Any]
-) -> tuple[int, dict[str, Any]]:
-    """Post JSON; return status and answer, status 0 where there is none."""
-    try:
-        answer = await client.post(path, json=body, headers={"Authorization": f"Bearer {token}"})
-        found = answer.json() if answer.content else {}
-    except (httpx.HTTPError, json.JSONDecodeError) as error:
-        return 0, {"detail": str(error)}
-    return answer.status_code, found if isinstance(found, dict) else {}
+class Gateways:
+    """Posts to the gateway that leads, and to the next one where it does not answer."""
+
+    def __init__(self, urls: str, client: httpx.AsyncClient) -> None:
+        self._urls = gateway_urls(urls)
+        self._client = client
+        self._at = 0
+
+    async def post(self, path: str, token: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Post JSON; return status and answer, status 0 where no gateway gives one."""
+        status, found = 0, dict[str, Any]()
+        for _ in self._urls:
+            asked = self._at
+            status, found = await self._post(f"{self._urls[asked]}{path}", token, body)
+            if status != 0 and found.get("code") != NotLeading.code:
+                return status, found
+            # Another episode may have turned from it already.
+            if asked == self._at:
+                self._at = (asked + 1) % len(self._urls)
+        return status, found
+
+    async def _post(self, url: str, token: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        try:
+            answer = await self._client.post(url, json=body, headers={"Authorization": f"Bearer {token}"})
+            found = answer.json() if answer.content else {}
+        except (httpx.HTTPError, json.JSONDecodeError) as error:
+            return 0, {"detail": str(error)}
+        return answer.status_code, found if isinstance(found, dict) else {}

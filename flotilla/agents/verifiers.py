@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flotilla.agents.episodes import Episode, EpisodeLost, Verdict
+from flotilla.shared.environment.settings import gateway_urls
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.net.client.bearer_client import tls_context
 from flotilla.shared.schemas.task import Lane
@@ -70,7 +71,8 @@ def new_client(gateway: str) -> "AsyncOpenAI":
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
     connections = DefaultAsyncHttpxClient(verify=tls_context())
-    return AsyncOpenAI(base_url=gateway, api_key="of each episode", http_client=connections)
+    # Each episode has the address of the gateway that handed it out.
+    return AsyncOpenAI(base_url=gateway_urls(gateway)[0], api_key="of each episode", http_client=connections)
 
 
 class VerifiersAgent:

@@ -216,7 +216,7 @@ async def restore_backup(folder: Path, stores: Stores, say: Say, *, with_rights:
 
         def write_rows() -> None:
             url, source = stores.database_url, folder / DATABASE
-            restore_rows(url, source, about.revision, directories, with_tokens=with_rights)
+            restore_rows(url, source, about.revision, directories, with_rights=with_rights)
             restored.is_complete = True
 
         await _finished(asyncio.to_thread(write_rows), restored.is_unwanted)

@@ -1,6 +1,7 @@
 """The rows of a gateway's database, as lines of JSON: of one moment, and for a database of either kind."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final, TypeVar
@@ -14,17 +15,19 @@ from pydantic import BaseModel, JsonValue, StringConstraints, ValidationError
 from flotilla.services.gateway.store import tables
 from flotilla.services.gateway.store.locks import FileLock, lock_every_session
 from flotilla.services.gateway.store.sql import alembic_config, keep_private, open_engine, upgrade
+from flotilla.shared.checkpoints.folders import CHECKPOINTS
 from flotilla.shared.errors import Conflict, InvalidRequest, Unavailable
 from flotilla.shared.files.beneath import read_beneath
 
 BATCH_ROWS: Final = 1000
-PATHS: Final = {"experiments": ("directory", "id"), "checkpoints": ("path", "experiment_id")}
-"""Columns that name files, by table, and those with the experiment whose files these are."""
+CHECKPOINT_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 Known = TypeVar("Known", bound=BaseModel)
 Row = dict[str, JsonValue]
 """Of any table: its columns by name."""
 OWN: Final = frozenset({tables.last_transaction.name, tables.services.name})
 """What belongs to one fleet and is not taken to another: its services register with the gateway that they have."""
+RIGHTS: Final = frozenset({tables.tokens.name, tables.idempotency.name})
+"""What lets somebody in, or is answered in the gateway's name: rows of somebody else's backup would be believed."""
 ExperimentId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")]
 """As the gateway makes them; names of folders and of keys are made of it."""
 
@@ -120,7 +123,7 @@ def restore_rows(
     revision: str,
     directories: Mapping[str, tuple[str, str]],
     *,
-    with_tokens: bool = False,
+    with_rights: bool = False,
 ) -> None:
     """Write the rows into a database that has none, under its lock; all or none; blocks.
 
@@ -129,18 +132,19 @@ def restore_rows(
         folder: with the tables.
         revision: of their schema.
         directories: of each experiment, as recorded and as it will be.
-        with_tokens: also the tokens that were made by the fleet's operators, which let their holders in.
+        with_rights: also the tokens that were made by the fleet's operators, which let their holders in, and the
+            answers that repeated requests get.
 
     Raises:
         Conflict: the database has experiments.
         NotLeading: a gateway works on it.
-        InvalidRequest: a table is missing, or they are of a later release.
+        InvalidRequest: a table is missing, they are of a later release, or name files of others.
         Unavailable: it does not answer.
     """
     engine = open_engine(url)
     path = engine.url.database if engine.dialect.name == "sqlite" else None
     lock = FileLock(Path(path)) if path else None
-    left_out = OWN if with_tokens else OWN | {tables.tokens.name}
+    left_out = OWN if with_rights else OWN | RIGHTS
     try:
         if lock is not None:
             lock.take()
@@ -173,7 +177,10 @@ def _restore(
     batch: list[Row] = []
     with read_beneath(path.parent, path.name) as file:
         for line in file:
-            batch.append(_moved(table, json.loads(line), directories))
+            row = _moved(table, json.loads(line), directories)
+            if row is None:
+                continue
+            batch.append(row)
             if len(batch) == BATCH_ROWS:
                 connection.execute(sa.insert(table), batch)
                 batch = []
@@ -187,11 +194,27 @@ def _restore(
         connection.execute(sa.select(sa.func.setval(sequence, last, False)))
 
 
-def _moved(table: sa.Table, row: Row, directories: Mapping[str, tuple[str, str]]) -> Row:
-    column, key = PATHS.get(table.name, ("", ""))
-    path = row.get(column)
-    if isinstance(path, str) and (found := directories.get(str(row[key]))) is not None:
-        before, now = found
-        if path == before or path.startswith(f"{before}/"):
-            row[column] = now + path[len(before) :]
-    return row
+def _moved(table: sa.Table, row: Row, directories: Mapping[str, tuple[str, str]]) -> Row | None:
+    """Put an experiment's files where they are now; None for rows of an experiment that is not in the backup.
+
+    Raises:
+        InvalidRequest: a checkpoint is not in its experiment's directory.
+    """
+    key = "id" if table is tables.experiments else "experiment_id"
+    if key not in table.columns or table is tables.tokens:
+        return row
+    found = directories.get(str(row[key]))
+    if found is None:
+        return None
+    if table is tables.experiments:
+        return row | {"directory": found[1]}
+    return row if table is not tables.checkpoints else row | {"path": _checkpoint(str(row["path"]), *found)}
+
+
+def _checkpoint(path: str, before: str, now: str) -> str:
+    """Move a checkpoint's path with its experiment."""
+    name = path.removeprefix(f"{before}/{CHECKPOINTS}/")
+    # A name alone, as the gateway lets trainers record it: no `..`, and nothing that is not beneath.
+    if path == name or not CHECKPOINT_NAME.fullmatch(name):
+        raise InvalidRequest(f"this backup is damaged: {path[:200]!r} is no checkpoint of an experiment at {before}")
+    return f"{now}/{CHECKPOINTS}/{name}"

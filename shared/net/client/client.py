@@ -8,6 +8,7 @@ import asyncio
 import functools
 import json
 import logging
+import math
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
@@ -41,7 +42,7 @@ CONNECT_SECONDS = 2.5
 
 
 HUNG_SECONDS = 5.0
-"""How much longer than it may wait one of several gateways may take for an answer before the next is asked."""
+"""How much longer than it may wait one of several gateways may send nothing of an answer before the next is asked."""
 
 
 def problem_to_error(status: int, body: bytes, request: str = "") -> FlotillaError:
@@ -163,15 +164,17 @@ class GatewayClient:
             headers["Idempotency-Key"] = uuid.uuid4().hex
         query = {key: value for key, value in (params or {}).items() if value is not None}
         end = self._clock.monotonic() + deadline_seconds
+        silence = math.inf
         if attempt_seconds is None and len(self._urls) > 1:
             # One that was stopped keeps its connections: the others are asked while there is time.
-            attempt_seconds = float(query.get("wait", 0)) + HUNG_SECONDS
+            silence = float(query.get("wait", 0)) + HUNG_SECONDS
 
         async def attempt() -> Any:
             remaining = end - self._clock.monotonic()
             budget = max(0.001, min(remaining, attempt_seconds or remaining))
             content = _encode(body() if callable(body) else body)
-            send = functools.partial(self._send, method, path, content, headers, query, budget)
+            limits = budget, min(budget, silence)
+            send = functools.partial(self._send, method, path, content, headers, query, limits)
             faults = armed()
             return await (send() if faults is None else faults.around(Site.CLIENT_CALL, send, path=path))
 
@@ -251,9 +254,11 @@ class GatewayClient:
         content: bytes | None,
         headers: Mapping[str, str],
         query: Mapping[str, Any],
-        budget: float,
+        limits: tuple[float, float],
     ) -> Any:
-        timeout = httpx.Timeout(budget, connect=min(budget, CONNECT_SECONDS))
+        """Make one attempt, within seconds for all of it, and for the time without a byte."""
+        budget, silence = limits
+        timeout = httpx.Timeout(silence, connect=min(silence, CONNECT_SECONDS))
         asked, url = self._at, self.base_url
         try:
             # httpx limits each read and write; an answer that drips in would never end.
@@ -263,7 +268,8 @@ class GatewayClient:
                 )
         except (httpx.TimeoutException, TimeoutError) as error:
             self._turn_from(asked)
-            raise DeadlineExceeded(f"{method} {url}{path} did not answer in {budget:.1f} s") from error
+            seconds = budget if isinstance(error, TimeoutError) else silence
+            raise DeadlineExceeded(f"{method} {url}{path} did not answer in {seconds:.1f} s") from error
         except httpx.TransportError as error:
             self._turn_from(asked)
             why = why_not_believed(error) or str(error) or type(error).__name__

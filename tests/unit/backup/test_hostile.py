@@ -114,9 +114,9 @@ async def test_a_restore_that_fails_halfway_leaves_neither_files_nor_keys_and_no
     async def remove(_: str, ids: list[str]) -> None:
         removed.extend(ids)
 
-    def fails(*_: object, with_tokens: bool) -> None:
+    def fails(*_: object, with_rights: bool) -> None:
         assert (data / "experiments" / "tiny-1").is_dir()
-        assert (data / "token").exists() == with_tokens
+        assert (data / "token").exists() == with_rights
         raise Unavailable("the database is gone")
 
     monkeypatch.setattr(parts, "restore_keys", nothing)

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -159,3 +161,33 @@ async def test_a_standby_is_believed_only_in_the_name_of_a_gateway_that_was_list
         await client.call("GET", "/v1/fleet")
 
     assert asked == expected
+
+
+class Dripping(httpx.AsyncByteStream):
+    """An answer whose bytes come one after the other, and then no more."""
+
+    def __init__(self, pauses: list[float]) -> None:
+        self._pauses = pauses
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for pause in self._pauses:
+            await asyncio.sleep(pause)
+            yield b" "
+        yield b"1"
+
+
+async def test_of_several_gateways_one_is_waited_for_while_bytes_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flotilla.shared.net.client.client.HUNG_SECONDS", 0.05)
+    limits: list[Any] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        limits.append(request.extensions["timeout"])
+        return httpx.Response(200, stream=Dripping([0.03] * 5))
+
+    async with GatewayClient("http://a,http://b", "t", transport=httpx.MockTransport(answer)) as client:
+        assert await client.call("GET", "/v1/fleet", deadline_seconds=20) == 1
+        with pytest.raises(DeadlineExceeded):
+            await client.call("GET", "/v1/fleet", deadline_seconds=0.1)
+
+    assert limits[0]["read"] == 0.05, "so long it may send nothing"
+    assert len(limits) >= 2

@@ -1,0 +1,29 @@
+"""Agents' calls go to the gateway that leads."""
+
+import httpx
+
+from flotilla.agents.episodes import Gateways
+
+
+async def test_of_several_gateways_the_one_that_leads_is_asked_and_kept() -> None:
+    leader, asked = "b", list[str]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.host)
+        if request.url.host == "gone":
+            raise httpx.ConnectError("no route", request=request)
+        if request.url.host == leader:
+            return httpx.Response(201, json={"from": leader})
+        return httpx.Response(503, json={"code": "not_leading"})
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        gateways = Gateways("http://gone,http://a, http://b/", client)
+        first = [await gateways.post("/v1/x", "t", {}) for _ in range(2)]
+        leader = "a"
+        after = await gateways.post("/v1/x", "t", {})
+        leader = "none"
+        nobody = await gateways.post("/v1/x", "t", {})
+
+    assert first == [(201, {"from": "b"})] * 2 and after == (201, {"from": "a"})
+    assert nobody[0] in {0, 503}
+    assert asked == ["gone", "a", "b", "b", "b", "gone", "a", "a", "b", "gone"]

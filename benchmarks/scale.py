@@ -10,6 +10,9 @@ number of services, every time from the moment that a request is sent:
   while the gateway still takes its acknowledgements; and how long each of them takes on the average;
 - *push*: how long an observation without waiting takes, at the services' ordinary rhythm, and within half a second of a
   change;
+- *publication*: CPU of the gateway from the announcement of a version until every rollout was told to serve it and one
+  second of rest, and how long it takes; each rollout joins, receives and serves as soon as it is told;
+- *start*: how long a gateway takes to start on the database of an experiment that has published 4,000 versions;
 - CPU of the gateway in per cent of one core while nothing changes, and its memory.
 
 ``python -m benchmarks.scale [--quick] [--services 10,100,1000] [--tasks 10000] [--seconds 10] [--json FILE]``
@@ -32,8 +35,13 @@ import psutil
 
 from benchmarks.simulated_services import PUSH_SECONDS, TOKEN, Push, SimulatedService
 from flotilla.cli.redis_server import LocalRedis
+from flotilla.services.gateway.store.records import ExperimentRecord, PublicationRecord
+from flotilla.services.gateway.store.sql import SqlStore
+from flotilla.services.gateway.store.writes import PutRecord
 from flotilla.shared.children.processes import python_module
 from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.publication import Manifest, PublicationRequest, TensorSpec
 from flotilla.shared.schemas.service import ServiceKind
 from tests.fleet import make_experiment, until
 
@@ -43,18 +51,24 @@ BAR_SECONDS = 1.0
 REST_SECONDS = 1.0
 """Longer than a gateway works on the acknowledgements of a change."""
 BESIDE_SECONDS = 0.5
+PUBLICATIONS = 3
+TENSORS = 30
+PUBLISHED = 4000
+PUBLICATION_BAR_SECONDS, START_BAR_SECONDS = 1.0, 2.0
+"""Of the gateway's CPU for a publication to 200 rollouts; of a start after 4,000 publications."""
+BAR_SERVICES = 200
 PATIENCE_SECONDS = 90.0
 
 
 @asynccontextmanager
-async def gateway(directory: Path) -> AsyncIterator[tuple[str, psutil.Process]]:
-    """Run a gateway with a server of its own."""
+async def gateway(directory: Path, data: Path | None = None) -> AsyncIterator[tuple[str, psutil.Process]]:
+    """Run a gateway with a server of its own, on the data of an earlier one or on none."""
     with LocalRedis(directory / "redis") as server:
         environment = {
             **os.environ,
             "FLOTILLA_TOKEN": TOKEN,
             "FLOTILLA_REDIS_URL": server.url,
-            "FLOTILLA_DATA": str(directory / "data"),
+            "FLOTILLA_DATA": str(data or directory / "data"),
             "FLOTILLA_CODE_FOLDERS": str(directory),
             "FLOTILLA_PORT": "0",
             "FLOTILLA_LOG_LEVEL": "WARNING",
@@ -168,6 +182,32 @@ class Fleet:
         cpu = 100 * (after.user + after.system - before.user - before.system) / (ended - started)
         return [push for push in self.pushes() if push.sent_at > started], cpu
 
+    async def publish(self, version: int, process: psutil.Process) -> tuple[float, float]:
+        """Publish a version to every rollout; give the gateway's CPU and what it took, in seconds."""
+        path = f"{self._path}/publications"
+        rollouts = [each for each in self.services if each.kind is ServiceKind.ROLLOUT]
+        before, started = process.cpu_times(), time.monotonic()
+        request = PublicationRequest(manifest=manifest_of(version), step=version)
+        found = await self._client.call("POST", path, body=request, deadline_seconds=60)
+        place = {"host": "127.0.0.1", "port": 1, "epoch": found["epoch"], "world_size": len(rollouts) + 1}
+        if found["rendezvous"] is None:
+            await self._client.call("PUT", f"{path}/{version}/rendezvous", body=place, deadline_seconds=60)
+        end = time.monotonic() + PATIENCE_SECONDS
+        for phase in ("preparing", "transferring"):
+            while found["phase"] in {"preparing", phase}:
+                self._check(end, f"version {version} to leave {found['phase']}")
+                wait = {"wait": 10, "phase": found["phase"]}
+                found = await self._client.call("GET", f"{path}/{version}", params=wait, deadline_seconds=60)
+        if found["phase"] != "committed" or len(found["members"]) != len(rollouts):
+            raise SystemExit(
+                f"version {version} is {found['phase']} with {len(found['members'])} members: {found['reason']}"
+            )
+        await self._until(lambda: all(each.version == version for each in rollouts), f"rollouts to serve {version}")
+        took = time.monotonic() - started
+        await asyncio.sleep(REST_SECONDS)
+        after = process.cpu_times()
+        return after.user + after.system - before.user - before.system, took
+
     async def _told(self, state: str, after: float) -> list[float]:
         await self._until(
             lambda: all(each.told_at.get(state, -1.0) > after for each in self.services), f"services to be told {state}"
@@ -188,6 +228,63 @@ class Fleet:
             raise SystemExit(f"waited {PATIENCE_SECONDS:g} s for {what}")
 
 
+def manifest_of(version: int) -> Manifest:
+    """Make the manifest of a small model's image."""
+    tensors = [
+        TensorSpec(name=f"model.layers.{n}.weight", shape=(8, 8), dtype="F32", start=256 * n, end=256 * (n + 1))
+        for n in range(TENSORS)
+    ]
+    checksum = f"{version:016x}"
+    return Manifest(
+        version=version, image_bytes=256 * TENSORS, slice_bytes=4096, checksum=checksum, tensors=tuple(tensors)
+    )
+
+
+async def start_after(num_publications: int, directory: Path) -> float:
+    """How long a gateway takes to start on a database with so many publications, in seconds."""
+    await asyncio.to_thread(directory.mkdir)
+    experiment_id = "published-1"
+    fields = {"experiment_id": experiment_id, "service_id": "trainer-1", "members": [], "rendezvous": None}
+    store = await SqlStore.open(f"sqlite:///{directory / 'gateway.sqlite'}")
+    record = ExperimentRecord(
+        id=experiment_id,
+        name="published",
+        state=ExperimentState.STOPPED,
+        revision=1,
+        spec=await asyncio.to_thread(spec_of, directory, 100),
+        directory=str(directory / experiment_id),
+        created_at=1.0,
+        updated_at=1.0,
+        policy_version=num_publications,
+    )
+    await store.apply([PutRecord(record)])
+    versions = range(1, num_publications + 1)
+    for first in versions[::500]:
+        rows = [
+            PublicationRecord(
+                **fields,
+                version=each,
+                step=each,
+                epoch=each,
+                phase="committed",
+                manifest=manifest_of(each).model_dump(mode="json"),
+                reason=None,
+                announced_at=float(each),
+                ended_at=each + 0.5,
+            )
+            for each in versions[first - 1 : first + 499]
+        ]
+        await store.apply([PutRecord(each) for each in rows])
+    await store.close()
+    began = time.monotonic()
+    async with gateway(directory.parent, directory) as (address, _), GatewayClient(address, TOKEN) as client:
+        await client.call("GET", "/readyz", deadline_seconds=PATIENCE_SECONDS)
+        took = time.monotonic() - began
+        view = await client.call("GET", f"/v1/experiments/{experiment_id}")
+        assert view["policy_version"] == num_publications, view
+    return took
+
+
 async def measure(
     num_services: int, directory: Path, changes: int, *, num_tasks: int = TASKS, quiet_seconds: float = PUSH_SECONDS
 ) -> dict[str, Any]:
@@ -206,6 +303,7 @@ async def measure(
             row_seconds = time.monotonic() - started
             await asyncio.sleep(REST_SECONDS)
             ended = process.cpu_times()
+            published = [await fleet.publish(version, process) for version in range(1, PUBLICATIONS + 1)]
             pushes, cpu = await fleet.quiet(quiet_seconds, process)
         memory = process.memory_info().rss
     beside = [push for push in fleet.pushes() if any(is_beside(push, change) for change in settled + in_a_row)]
@@ -222,6 +320,8 @@ async def measure(
         **summary("answer_in_a_row", [change.answer for change in in_a_row]),
         "change_in_a_row_mean_seconds": round(row_seconds / len(in_a_row), 4),
         "change_cpu_milliseconds_per_service": round(change_cpu, 3),
+        "publication_cpu_seconds": round(min(cpu for cpu, _ in published), 3),
+        "publication_seconds": round(min(seconds for _, seconds in published), 3),
         **summary("push", [push.seconds for push in pushes]),
         **summary("push_beside_a_change", [push.seconds for push in beside]),
         "cpu_percent": round(cpu, 1),
@@ -268,16 +368,27 @@ def main() -> None:
             options = {"num_tasks": arguments.tasks, "quiet_seconds": arguments.seconds}
             results.append(asyncio.run(measure(number, Path(directory), 1 if arguments.quick else 3, **options)))
         print(json.dumps(results[-1]), flush=True)
-    growth = {
-        name: round(results[-1][name] / results[0][name], 2)
-        for name in ("change_p99_seconds", "push_p99_seconds", "cpu_percent", "memory_megabytes")
-    }
+    with tempfile.TemporaryDirectory(prefix="scale-") as directory:
+        num_published = PUBLISHED // 10 if arguments.quick else PUBLISHED
+        start_seconds = round(asyncio.run(start_after(num_published, Path(directory) / "data")), 2)
+    names = ("change_p99_seconds", "push_p99_seconds", "publication_cpu_seconds", "cpu_percent", "memory_megabytes")
+    growth = {name: round(results[-1][name] / results[0][name], 2) for name in names}
+    print(f"start after {num_published} publications: {start_seconds} s (at most {START_BAR_SECONDS:g} s)")
+    for each in results:
+        per_bar = each["publication_cpu_seconds"] * BAR_SERVICES / max(BAR_SERVICES, each["services"])
+        is_within = per_bar <= PUBLICATION_BAR_SECONDS
+        cpu = each["publication_cpu_seconds"]
+        print(f"a publication to {each['services'] - 2} rollouts: {cpu} s of the gateway's CPU; within: {is_within}")
     reached = results[-1]["worst_change_reaches_99_percent_seconds"] <= BAR_SECONDS
     print(f"from {numbers[0]} to {numbers[-1]} services: {json.dumps(growth)}; within {BAR_SECONDS:g} s: {reached}")
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(
-            json.dumps({"results": results, "growth": growth, "reached": reached}, indent=2) + "\n", encoding="utf-8"
+            json.dumps(
+                {"results": results, "growth": growth, "reached": reached, "start_seconds": start_seconds}, indent=2
+            )
+            + "\n",
+            encoding="utf-8",
         )
 
 

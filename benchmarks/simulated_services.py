@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flotilla.shared.errors import NotFound
-from flotilla.shared.schemas.service import Registration, ServiceKind
+from flotilla.shared.schemas.service import Capabilities, Registration, ServiceKind
 
 TOKEN = "scale-benchmark"
 POLL_SECONDS = 10
@@ -98,6 +98,8 @@ class SimulatedService:
         self._desired: dict[str, Any] = {"state": "idle"}
         self.told_at: dict[str, float] = {}
         """Desired state -> when it was read last."""
+        self.version: int | None = None
+        """Policy version that it was told to serve."""
         self.pushes: list[Push] = []
         self.lost_leases = 0
         self._connections: dict[str, KeptConnection] = {}
@@ -119,6 +121,7 @@ class SimulatedService:
             address=f"http://127.0.0.1:{20000 + self._number}",
             host="simulated",
             pid=self._number + 1,
+            capabilities=Capabilities(transports=("gloo",)),
             incarnation=f"simulated-{self._number}-{self.lost_leases}",
         )
         answer = await self._call("poll", "POST", "/v1/services", registration.model_dump(mode="json"))
@@ -130,10 +133,22 @@ class SimulatedService:
             "acknowledged": self._tag,
             "experiment_id": assignment and assignment["experiment_id"],
             "state": self._desired["state"],
-            "policy_version": 0 if assignment and self.kind is ServiceKind.ROLLOUT else None,
+            "policy_version": self._desired["policy_version"] if assignment else None,
+            "publication": self._report(),
             "step": 0 if assignment and self.kind is ServiceKind.TRAINER else None,
             "load": {"running": 1, "waiting": 0, "tokens_per_second": 1000.0},
         }
+
+    def _report(self) -> dict[str, Any] | None:
+        """What a rollout says of the publication that it was told of: whatever it is asked for is done at once."""
+        order = self._desired.get("publication")
+        if order is None:
+            return None
+        state = "joined" if order["phase"] == "preparing" else "received"
+        if order["phase"] == "preparing" and order["rendezvous"] is None:
+            return None
+        found = {"version": order["version"], "epoch": order["epoch"], "state": state}
+        return found | ({"checksum": order["manifest"]["checksum"]} if state == "received" else {})
 
     async def _poll(self) -> None:
         while True:
@@ -142,6 +157,7 @@ class SimulatedService:
             if desired["tag"] != self._tag:
                 self._tag, self._desired = desired["tag"], desired
                 self.told_at[desired["state"]] = answer.read_at
+                self.version = desired["policy_version"]
 
     async def _push(self) -> None:
         await asyncio.sleep(PUSH_SECONDS * (self._number % 97) / 97)
@@ -182,7 +198,8 @@ class SimulatedService:
         return answer
 
 
-@functools.lru_cache(maxsize=16)
+# An order of a publication is for one service alone.
+@functools.lru_cache(maxsize=2048)
 def _decoded(body: bytes) -> dict[str, Any]:
     decoded: dict[str, Any] = json.loads(body)
     return decoded

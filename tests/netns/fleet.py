@@ -132,9 +132,9 @@ def three_hosts(
     fleet = ThreeHosts(hosts, folder, environment, ports)
     try:
         fleet.start_redis()
-        until(lambda: _accepts(hosts.address("hub"), fleet.redis_port), 20, "Redis")
+        until(lambda: _accepts(hosts.address("hub"), fleet.redis_port), 60, "Redis")
         fleet.start("hub", "gateway", port=fleet.port)
-        until(lambda: _accepts(hosts.address("hub"), fleet.port), 60, "the gateway")
+        until(lambda: _accepts(hosts.address("hub"), fleet.port), 240, "the gateway")
         for host in trainers:
             fleet.start(host, "trainer")
         for host in rollouts:

@@ -15,7 +15,7 @@ from tests.fleet import ROOT
 from tests.netns.fleet import ThreeHosts, a_trial, three_hosts
 from tests.netns.hosts import Hosts, both_ways, hosts
 
-pytestmark = [pytest.mark.netns, pytest.mark.timeout(580)]
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(880)]
 
 STEP_SECONDS, ONE_WAY_STEP_SECONDS = 5.0, 10.0
 """From the mend to the next step."""

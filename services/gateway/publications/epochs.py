@@ -7,7 +7,7 @@ whatever restarts.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flotilla.shared.schemas.publication import Member, Rendezvous, Transport
 
@@ -21,22 +21,27 @@ class Epoch:
         sender: the trainer service that opened it.
         members: receivers with their ranks.
         rendezvous: where they meet; None until the sender has opened it.
+        service_ids: members' services in the order of their ranks.
+        by_id: members by service.
+        collective: services that take part in the broadcast.
     """
 
     number: int
     sender: str
     members: tuple[Member, ...]
     rendezvous: Rendezvous | None = None
+    # Made once: each member asks for its own part of a thousand.
+    service_ids: tuple[str, ...] = field(init=False, compare=False, repr=False)
+    by_id: Mapping[str, Member] = field(init=False, compare=False, repr=False)
+    collective: frozenset[str] = field(init=False, compare=False, repr=False)
 
-    @property
-    def service_ids(self) -> tuple[str, ...]:
-        """Members' services in the order of their ranks."""
-        return tuple(member.service_id for member in self.members)
-
-    @property
-    def collective(self) -> frozenset[str]:
-        """Services that take part in the broadcast."""
-        return frozenset(member.service_id for member in self.members if member.rank is not None)
+    def __post_init__(self) -> None:
+        by_id = {member.service_id: member for member in self.members}
+        object.__setattr__(self, "service_ids", tuple(by_id))
+        object.__setattr__(self, "by_id", by_id)
+        object.__setattr__(
+            self, "collective", frozenset(name for name, member in by_id.items() if member.rank is not None)
+        )
 
     @property
     def is_ready(self) -> bool:

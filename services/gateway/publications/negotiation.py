@@ -10,7 +10,7 @@ Taking a member out closes the epoch: the next one has a new number and no rende
 Reports of another epoch or version mean nothing, so late and repeated ones are harmless.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 from flotilla.services.gateway.publications.epochs import Epoch, without
@@ -118,9 +118,9 @@ class Negotiation:
         return self.phase in {PublicationPhase.COMMITTED, PublicationPhase.ABORTED}
 
     @property
-    def members(self) -> frozenset[str]:
+    def members(self) -> Set[str]:
         """Services that belong to the present epoch."""
-        return frozenset(self.epoch.service_ids)
+        return self.epoch.by_id.keys()
 
 
 def announce(version: int, step: int, manifest: Manifest, epoch: Epoch) -> Negotiation:
@@ -211,7 +211,7 @@ def _late(state: Negotiation) -> Negotiation:
     if state.phase is PublicationPhase.PREPARING:
         late = state.epoch.collective - state.joined
         return _without(state, set(late), f"did not join in time: {', '.join(sorted(late))}")
-    late = state.members - state.received
+    late = frozenset(state.members - state.received)
     if not _has_reached(state) and state.stalls < STALLS_BEFORE_BLAME:
         # A member that maps the image depends on no other: it alone is at fault.
         late -= state.epoch.collective
@@ -277,9 +277,14 @@ def view_of(experiment_id: str, negotiation: Negotiation, deadline_seconds: floa
     )
 
 
+def is_alike(before: Negotiation, after: Negotiation) -> bool:
+    """Whether only the progress of members differs: what they are asked to do, and what is stored, is the same."""
+    return replace(before, joined=after.joined, received=after.received) == after
+
+
 def order_of(service_id: str, negotiation: Negotiation, deadline_seconds: float) -> PublicationOrder | None:
     """Make what a service has to do for a publication; None unless it is a member."""
-    member = next((each for each in negotiation.epoch.members if each.service_id == service_id), None)
+    member = negotiation.epoch.by_id.get(service_id)
     if member is None:
         return None
     return PublicationOrder(

@@ -15,9 +15,11 @@ from flotilla.services.gateway.publications.negotiation import (
     MemberGone,
     Negotiation,
     NegotiationEvent,
+    Reported,
     SenderGone,
     announce,
     breaks_epoch,
+    is_alike,
     negotiation_of,
     newest_of,
     order_of,
@@ -28,7 +30,7 @@ from flotilla.services.gateway.publications.negotiation import (
 from flotilla.services.gateway.publications.transports import can_receive, transport_for
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
 from flotilla.services.gateway.registry.services import LiveService, Registry
-from flotilla.services.gateway.signals import Signal, wait_for_any
+from flotilla.services.gateway.signals import Signal, fire_in_turn, wait_for_any
 from flotilla.services.gateway.store.answers import stage_answer
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.records import PublicationRecord
@@ -191,7 +193,7 @@ class Publications:
             members=sorted(transports),
             transports=sorted({transport.value for transport in transports.values()}),
         )
-        self._move_to(change, experiment, entry, negotiation)
+        self._move_to(change, experiment, entry, negotiation, is_new=True)
         return self._view(experiment.id, negotiation)
 
     def _transports(self, experiment: Experiment, trainer: LiveService, manifest: Manifest) -> dict[str, Transport]:
@@ -238,7 +240,8 @@ class Publications:
             after = transition(negotiation, event)
             if after != negotiation:
                 self._move_to(change, self._repository.get(experiment_id), entry, after)
-            stage_answer(change, self._view(experiment_id, after))
+            if not isinstance(event, Reported):
+                stage_answer(change, self._view(experiment_id, after))
         elif breaks_epoch(event, self._epochs.get(experiment_id)):
             change.then(lambda: self._epochs.pop(experiment_id, None))
 
@@ -321,10 +324,19 @@ class Publications:
         change.then(lambda: self._epochs.pop(experiment_id, None))
         self.durations.stage_close(change, experiment_id)
 
-    def _move_to(self, change: Transaction, experiment: Experiment, entry: _Open, after: Negotiation) -> None:
-        """Stage what a publication has come to; memory follows once it is stored."""
+    def _move_to(
+        self, change: Transaction, experiment: Experiment, entry: _Open, after: Negotiation, *, is_new: bool = False
+    ) -> None:
+        """Stage what a publication has come to; memory follows once it is stored.
+
+        How far each member is stands in no row: members say it again with every call. So a report costs the same
+        however many members there are.
+        """
         before = change.staged(entry, entry.negotiation)
         change.stage(entry, after)
+        if not is_new and is_alike(before, after):
+            change.then(lambda: setattr(entry, "negotiation", after))
+            return
         change.write(PutRecord(record_of(experiment.id, after, entry.announced_at, self._clock.now())))
         facts = {"version": after.version, "epoch": after.epoch.number, "reason": after.reason}
         if after.phase is PublicationPhase.COMMITTED:
@@ -372,10 +384,8 @@ class Publications:
         elif after.epoch.number != before.epoch.number:
             self._epochs.pop(experiment.id, None)
         entry.changed.fire()
-        for service_id in before.members | after.members:
-            service = self._registry.find(service_id)
-            if service is not None:
-                service.changed.fire()
+        members = (self._registry.find(service_id) for service_id in before.members | after.members)
+        fire_in_turn([service.changed for service in members if service is not None])
 
     def _deadline(self, negotiation: Negotiation) -> float:
         waits_for_sender = not negotiation.epoch.is_ready

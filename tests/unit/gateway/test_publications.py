@@ -1,7 +1,7 @@
 """Publications against the registry, the repository and the clock; the state machine itself is tested beside it."""
 
 import asyncio
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -538,3 +538,29 @@ async def test_a_gateway_that_stood_still_closes_no_epoch_for_it(monkeypatch: py
         assert await stage.phase() is PublicationPhase.PREPARING
         assert len(stage.gateway.registry) == 2
     await stop(stage.gateway)
+
+
+async def test_what_a_member_reports_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = await Stage.of(8)
+    await stage.announce()
+    await stage.open(epoch=1)
+    written, woken = list[int](), list[str]()
+    store, registry = stage.gateway.store, stage.gateway.registry
+    apply = store.apply
+
+    async def counted(writes: Any) -> Any:
+        written.append(len(writes))
+        return await apply(writes)
+
+    monkeypatch.setattr(store, "apply", counted)
+    for name in stage.rollouts:
+        registry.get(name).changed.next.add_done_callback(lambda _, name=name: woken.append(name))  # type: ignore[misc]
+
+    for name in stage.rollouts[:-1]:
+        await stage.report(name, ReceiveState.JOINED, epoch=1)
+    await turns()
+    assert (written, woken) == ([], []), "how far each of them is stands in no row, and is no order of anybody's"
+
+    await stage.report(stage.rollouts[-1], ReceiveState.JOINED, epoch=1)
+    await turns()
+    assert len(written) == 1 and sorted(woken) == stage.rollouts, "all have joined: the next phase is everybody's"

@@ -92,6 +92,10 @@ async def _play(gateways: "Gateways", experiment: str, token: str, play: Play) -
         done += status == 200
 
 
+Answer = tuple[int, dict[str, Any]]
+"""Status and document."""
+
+
 class Gateways:
     """Posts to the gateway that leads, and to the next one where it does not answer."""
 
@@ -100,20 +104,20 @@ class Gateways:
         self._client = client
         self._at = 0
 
-    async def post(self, path: str, token: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    async def post(self, path: str, token: str, body: Mapping[str, Any]) -> Answer:
         """Post JSON; return status and answer, status 0 where no gateway gives one."""
-        status, found = 0, dict[str, Any]()
+        answer: Answer = (0, {})
         for _ in self._urls:
             asked = self._at
-            status, found = await self._post(f"{self._urls[asked]}{path}", token, body)
-            if status != 0 and found.get("code") != NotLeading.code:
-                return status, found
+            answer = await self._post(f"{self._urls[asked]}{path}", token, body)
+            if answer[0] != 0 and answer[1].get("code") != NotLeading.code:
+                return answer
             # Another episode may have turned from it already.
             if asked == self._at:
                 self._at = (asked + 1) % len(self._urls)
-        return status, found
+        return answer
 
-    async def _post(self, url: str, token: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    async def _post(self, url: str, token: str, body: Mapping[str, Any]) -> Answer:
         try:
             answer = await self._client.post(url, json=body, headers={"Authorization": f"Bearer {token}"})
             found = answer.json() if answer.content else {}

@@ -29,6 +29,7 @@ class CheckName(StrEnum):
     DIVERGING = "diverging"
     COLLAPSED = "collapsed"
     ENGINE_MISMATCH = "engine_mismatch"
+    ENGINE_GAP_GROWS = "engine_gap_grows"
     ENTROPY_GONE = "entropy_gone"
     KL_EXPLODING = "kl_exploding"
 

@@ -46,7 +46,8 @@ CHECKS: tuple[Check, ...] = (
         updates.not_finite,
         "lower optimisation.learning_rate, bound the rewards (reward.shaping.clip), or use a wider model.dtype; three "
         "such steps in a row end the experiment",
-        _OF_COMPLETIONS | {CheckName.DIVERGING, CheckName.KL_EXPLODING, CheckName.ENGINE_MISMATCH},
+        _OF_COMPLETIONS
+        | {CheckName.DIVERGING, CheckName.KL_EXPLODING, CheckName.ENGINE_MISMATCH, CheckName.ENGINE_GAP_GROWS},
     ),
     Check(
         CheckName.DIVERGING,
@@ -68,7 +69,15 @@ CHECKS: tuple[Check, ...] = (
         updates.engine_mismatch,
         "engine and trainer compute different models: compare their dtypes and the model's config; until then set "
         "algorithm.old_log_probs to recompute with a correction",
-        frozenset({CheckName.DIVERGING}),
+        frozenset({CheckName.DIVERGING, CheckName.ENGINE_GAP_GROWS}),
+    ),
+    Check(
+        CheckName.ENGINE_GAP_GROWS,
+        "trainer",
+        updates.engine_gap_grows,
+        "see in `served` of the rollouts (`GET /v1/services`) whether each has proved its version, and with `flotilla "
+        "replay RUN STEP` whether the trainer computes what it recorded; an engine that drifts is begun anew by "
+        "`flotilla drain SERVICE`",
     ),
     Check(
         CheckName.COLLAPSED,

@@ -11,6 +11,14 @@ LOUD_NORM = 10.0
 """A gradient norm that is not large by itself may have grown by any factor."""
 LOUD_LOSS = 10.0
 IDENTICAL_SHARE = 0.75
+FEWEST_GAPS = 12
+"""Earlier steps that make a band."""
+NORMAL_SPREAD = 1.4826
+"""Standard deviation of a normal distribution whose median distance from its median is 1."""
+BAND = 6.0
+"""Its half width, in standard deviations as the median of distances from the median tells them."""
+LEAST_GAP = 1e-3
+"""Nats per token: what rounding in bfloat16 makes, and no reason to look."""
 MOVED_STEPS = 16
 """How long a policy that fell apart in one step is told of."""
 
@@ -115,6 +123,24 @@ def engine_mismatch(evidence: Evidence) -> Seen | None:
         f"tokens that the trained version itself sampled have log-probabilities that differ by {gaps[-1]:.2g} nats "
         "between engine and trainer",
         {"gap": gaps[-1]},
+    )
+
+
+def engine_gap_grows(evidence: Evidence) -> Seen | None:
+    """See the distance between engine and trainer leave the band in which it was, however small it is still."""
+    gaps = [gap for step in evidence.steps if (gap := _gap(step.values, evidence)) is not None]
+    count = evidence.facts.thresholds.steps
+    before, now = gaps[:-count], gaps[-count:]
+    if len(before) < FEWEST_GAPS:
+        return None
+    usual = median(before)
+    upper = usual + BAND * NORMAL_SPREAD * median(abs(each - usual) for each in before)
+    if min(now) <= max(upper, 2 * usual, LEAST_GAP):
+        return None
+    return Seen(
+        f"tokens that the trained version itself sampled have log-probabilities that differ by {now[-1]:.2g} nats "
+        f"between engine and trainer, in {len(now)} steps in a row above the {upper:.2g} up to which they did before",
+        {"gap": now[-1], "usual": usual, "upper": upper},
     )
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from flotilla.importers.source import Source
 
 KINDS: Mapping[str, str | None] = {
-    "wandb": "wandb", "mlflow": "mlflow", "tensorboard": "tensorboard", "file": "jsonl", "console": None,
-    "stdout": None,
+    "wandb": "wandb", "mlflow": "mlflow", "tensorboard": "tensorboard", "file": "jsonl", "trackio": "trackio",
+    "console": None, "stdout": None,
 }  # fmt: skip
 """What a name means here; None: flotilla watch shows it."""
 KEY = "the account's key is not part of a spec: set WANDB_API_KEY where the gateway runs"

@@ -87,7 +87,8 @@ ROWS: tuple[Parameter, ...] = (
     translated("save_total_limit", "checkpoint.keep", count, "newest checkpoints that are kept", example=7,
                default=None, context={}),
     translated("save_only_model", "checkpoint.contents", flag, "the weights alone", example=True, default=False),
-    translated("report_to", "tracking.trackers", names, "wandb, tensorboard and mlflow; others are unsupported",
+    translated("report_to", "tracking.trackers", names, "wandb, tensorboard, mlflow and trackio; others are "
+               "unsupported",
                example="tensorboard", default="none"),
     translated("eval_strategy", "evaluation", text, "steps, or epoch with --rows; no: none", example="no",
                default="no", aliases=("evaluation_strategy",), context={"eval_dataset": "owner/held-out",

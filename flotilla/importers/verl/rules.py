@@ -381,7 +381,7 @@ def tracking(source: Source) -> Fields:
         return {}
     written = source.value("trainer.logger") or []
     options: dict[str, dict[str, str]] = {}
-    if {"wandb", "mlflow"} & set(written):
+    if {"wandb", "mlflow", "trackio"} & set(written):
         project = source.required("trainer.project_name")
-        options = {"wandb": {"project": project}, "mlflow": {"experiment": project}}
+        options = {"wandb": {"project": project}, "mlflow": {"experiment": project}, "trackio": {"project": project}}
     return chosen(source, "trainer.logger", written, **options)

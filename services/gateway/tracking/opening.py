@@ -6,17 +6,19 @@ from flotilla.services.gateway.tracking.base import TrackedRun, Tracker
 from flotilla.services.gateway.tracking.jsonl import JsonlTracker
 from flotilla.services.gateway.tracking.mlflow import MlflowTracker
 from flotilla.services.gateway.tracking.tensorboard import TensorboardTracker
+from flotilla.services.gateway.tracking.trackio import TrackioTracker
 from flotilla.services.gateway.tracking.wandb import WandbTracker
 from flotilla.shared.config.sections.tracking import (
     JsonlTrackerConfig,
     MlflowTrackerConfig,
     TensorboardTrackerConfig,
     TrackerConfig,
+    TrackioTrackerConfig,
 )
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec, Scalar
 
-PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
+PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 """What is imported, by kind; our extra has the kind's name."""
 
 
@@ -28,6 +30,8 @@ def open_tracker(config: TrackerConfig, run: TrackedRun) -> Tracker:
         return TensorboardTracker(config, run)
     if isinstance(config, MlflowTrackerConfig):
         return MlflowTracker(config, run)
+    if isinstance(config, TrackioTrackerConfig):
+        return TrackioTracker(config, run)
     return WandbTracker(config, run)
 
 

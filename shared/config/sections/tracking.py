@@ -70,8 +70,21 @@ class MlflowTrackerConfig(Config):
     """MLflow's experiment, in which ours is a run."""
 
 
+class TrackioTrackerConfig(Config):
+    """Trackio; needs ``flotilla[trackio]`` where the gateway runs."""
+
+    kind: Literal["trackio"] = "trackio"
+    project: str = Field("flotilla", min_length=1)
+    """Project that the run is shown in; the run has the experiment's id."""
+    group: str | None = Field(None, min_length=1)
+    """Runs of one group are shown together; null for none."""
+    space: str | None = Field(None, pattern=r"^[\w.-]+(/[\w.-]+)?$")
+    """Space of Hugging Face, as owner/name, that is made private if it is not there; needs the gateway's HF_TOKEN. Null
+    keeps the run where the gateway runs, in its TRACKIO_DIR: `trackio show` there."""
+
+
 TrackerConfig = Annotated[
-    JsonlTrackerConfig | TensorboardTrackerConfig | WandbTrackerConfig | MlflowTrackerConfig,
+    JsonlTrackerConfig | TensorboardTrackerConfig | WandbTrackerConfig | MlflowTrackerConfig | TrackioTrackerConfig,
     Field(discriminator="kind"),
 ]
 """One tracker, chosen by ``kind``."""

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from flotilla.services.gateway.tracking.base import Record, TrackedRun, Tracker
 from flotilla.services.gateway.tracking.exporter import TrackerThread
-from flotilla.services.gateway.tracking.opening import open_tracker
+from flotilla.services.gateway.tracking.opening import PACKAGES, open_tracker
 from flotilla.services.gateway.tracking.tensorboard import crc32c
 from flotilla.shared.config.sections.tracking import TrackerConfig
 
@@ -20,6 +20,7 @@ CONFIGS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "jsonl": lambda folder: {},
     "tensorboard": lambda folder: {},
     "wandb": lambda folder: {"mode": "offline"},
+    "trackio": lambda folder: {"project": "flotilla"},
     "mlflow": lambda folder: {"tracking_uri": f"sqlite:///{folder}/mlflow.db"},
 }
 
@@ -40,7 +41,7 @@ def a_record(cursor: int, step: int, **values: float) -> Record:
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.filterwarnings("ignore")
 async def test_a_tracker_that_is_opened_again_stands_where_it_was(tmp_path: Path, kind: str) -> None:
-    if kind in {"wandb", "mlflow"}:
+    if kind in PACKAGES:
         pytest.importorskip(kind)
     thread = TrackerThread(kind)
     try:
@@ -97,6 +98,42 @@ def test_an_online_run_goes_on_after_what_the_service_holds(tmp_path: Path, monk
     again.write(records[1:])
     assert [service.rows[step]["step"] for step in sorted(service.rows)] == [1, 2, 2, 3]
     assert service.rows[6]["loss"] == 0.4
+
+
+class Trackio:
+    """What of Trackio counts here: rows by their step, of which the last is known where a run is resumed."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.is_away = False
+
+    def init(self, **given: Any) -> "Trackio":
+        assert given["resume"] == "allow" and given["name"] == "tiny-1"
+        self._initial_last_step = max((step for step, _ in self.rows), default=None) if not self.is_away else None
+        return self
+
+    def log(self, values: dict[str, float], *, step: int) -> None:
+        self.rows.append((step, values))
+
+    def finish(self) -> None: ...
+
+
+@pytest.mark.parametrize(("is_away", "cursor"), [(False, 2), (True, 4)])
+def test_a_run_of_trackio_goes_on_after_what_is_stored_or_after_what_was_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_away: bool, cursor: int
+) -> None:
+    service = Trackio()
+    monkeypatch.setitem(sys.modules, "trackio", service)
+    opened("trackio", tmp_path).write([a_record(2, 1), a_record(4, 2)])
+    # The gateway was killed before the last one was stored.
+    service.rows.pop()
+    service.is_away = is_away
+
+    again = opened("trackio", tmp_path)
+
+    assert again.cursor() == cursor
+    again.write([a_record(6, 3)])
+    assert [(step, values["train_step"]) for step, values in service.rows] == [(2, 1), (6, 3)]
 
 
 @pytest.mark.filterwarnings("ignore")

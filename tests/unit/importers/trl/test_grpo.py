@@ -87,7 +87,7 @@ def test_a_generation_of_several_updates_scales_what_adamw_does_not_divide_out()
         ({"peft_config.r": 4}, "model.lora.targets", ["q_proj", "v_proj"]),
         ({"model_init_kwargs.dtype": "bfloat16"}, "optimisation.masters", "model"),
         ({"model_init_kwargs.dtype": "bfloat16", "peft_config.r": 4}, "optimisation.masters", "float32"),
-        ({"report_to": ["trackio", "wandb"]}, "tracking.trackers.0", None),
+        ({"report_to": ["comet_ml", "wandb"]}, "tracking.trackers.0", None),
     ],
 )  # fmt: skip
 def test_a_parameter_means_what_trls_trainer_computes(more: dict[str, Any], path: str, expected: Any) -> None:

@@ -1,0 +1,59 @@
+"""Trackio as a tracker: a run with the experiment's id, in the gateway's own store of Trackio or in a Space.
+
+A record's cursor is the library's step, and the last one that is stored comes with a run that is resumed: so it goes on
+right after it. The cursor is also in a file beside the experiment, for a Space that does not say it: there the last
+batch before a gateway was killed may be missing.
+"""
+
+from collections.abc import Sequence
+
+from flotilla.services.gateway.tracking.base import Record, TrackedRun
+from flotilla.shared.config.sections.tracking import TrackioTrackerConfig
+
+STEP = "train_step"
+"""The training step, among the values: `step` is the library's."""
+
+
+class TrackioTracker:
+    """Logs each record with its training step as a value, so that a training step may come again."""
+
+    def __init__(self, config: TrackioTrackerConfig, run: TrackedRun) -> None:
+        import trackio  # an optional package, imported where it is used
+
+        folder = run.directory / "trackio"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._place = folder / "cursor"
+        self._run = trackio.init(
+            project=config.project,
+            name=run.id,
+            group=config.group,
+            space_id=config.space,
+            private=None if config.space is None else True,
+            config=dict(run.spec),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        # Of no public name; tests/contract/gateway/test_trackers.py holds the package to it.
+        stored: int | None = self._run._initial_last_step
+        if stored is None:
+            stored = int(self._place.read_text()) if self._place.exists() else 0
+        self._cursor = stored
+
+    def cursor(self) -> int:
+        """Return the cursor of the last record that is stored."""
+        return self._cursor
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Hand the records to the library, which stores or sends them on a thread."""
+        for record in records:
+            self._run.log({**record.values, STEP: record.step, "version": record.version}, step=record.cursor)
+        self._cursor = records[-1].cursor
+        fresh = self._place.with_suffix(".new")
+        fresh.write_text(str(self._cursor))
+        fresh.replace(self._place)
+
+    def close(self) -> None:
+        """Wait until all is stored."""
+        self._run.finish()

@@ -20,6 +20,7 @@ from flotilla.services.rollout.engines.decoders.native import kernels
 from flotilla.services.rollout.engines.decoders.native.kernels import Kernels, kernels_for
 from flotilla.services.rollout.engines.embedded.sampling import RowSampling, sample
 from flotilla.shared.models import native_code
+from flotilla.shared.weights.image.digests import row_sums
 
 needs_compiler = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("cc", "gcc", "clang")), reason="no C compiler"
@@ -298,3 +299,19 @@ def test_a_packed_matrix_multiplies_as_a_plain_one(width: int, has_bias: bool) -
     assert (matrix.plain is None) == (weight.numel() >= PACKED_ELEMENTS)
     torch.testing.assert_close(matrix(hidden), expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(total, expected_total, atol=1e-4, rtol=1e-4)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("build")
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize(("outputs", "depth"), [(64, 16), (50, 7), (6, 33)])
+def test_rows_of_a_packed_weight_have_the_sums_that_they_have_elsewhere(
+    outputs: int, depth: int, is_gated: bool
+) -> None:
+    native = kernels_for(CPU, torch.float32)
+    assert native is not None
+    weight = torch.randn(outputs, depth)
+    rows = weight.data_ptr() + torch.arange(outputs) * depth * weight.itemsize
+    packed = native.pack(rows, depth, is_gated=is_gated)
+
+    assert np.array_equal(native.row_sums(packed, (outputs, depth), is_gated=is_gated), row_sums(weight))

@@ -14,17 +14,16 @@ import torch
 from torch import Tensor
 
 from flotilla.shared.models.native_code import load_library
-from flotilla.shared.weights.image.digests import Words, row_sums
+from flotilla.shared.weights.image.digests import Words, multipliers
 
 SOURCE = Path(__file__).with_name("kernels.c")
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _SUMMED = 64
-UNPACKED_BYTES = 4 << 20
-"""What of a packed weight is laid out as rows at a time."""
 MOST_THREADS = 16
 """Each has scores of its own to work with, and more would wait for each other."""
 _SIGNATURES = {
     "pack": (_POINTER, _POINTER, *(_SIZE,) * 3),
+    "row_sums": (_POINTER, _POINTER, _POINTER, _SIZE, _SIZE),
     "packed_size": (_SIZE,) * 3,
     "work_size": (_POINTER, *(_SIZE,) * 3),
     "is_worth_threads": (_SIZE,) * 3,
@@ -61,7 +60,7 @@ class Kernels:
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, _SIZE if name in _COUNTING else None
-        self._pack, self._packed_size = library.pack, library.packed_size
+        self._pack, self._packed_size, self._row_sums = library.pack, library.packed_size, library.row_sums
         self._forward, self._work_size = library.forward, library.work_size
         self._is_worth_threads = library.is_worth_threads
         self._copy_rows, self._sample = library.copy_rows, library.sample
@@ -85,13 +84,8 @@ class Kernels:
         outputs, depth = shape
         width = self._packed_size(1, 1, False)
         # A panel is [depth, width]: of each row one column, of a gated weight half of them of its second half.
-        panels = packed.view(-1, depth, width)
-        step = max(1, UNPACKED_BYTES // panels[0].nbytes)
-        parts = [
-            row_sums(panels[start : start + step].transpose(1, 2).reshape(-1, depth))
-            for start in range(0, panels.shape[0], step)
-        ]
-        sums = np.concatenate(parts)
+        places, sums = multipliers(0, -(-depth // 2)), np.empty(packed.numel() // depth, np.uint64)
+        self._row_sums(packed.data_ptr(), places.ctypes.data, sums.ctypes.data, sums.size // width, depth)
         if not is_gated:
             return sums[:outputs]
         halves = sums.reshape(-1, 2, width // 2).transpose(1, 0, 2).reshape(2, -1)

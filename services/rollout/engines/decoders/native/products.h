@@ -41,6 +41,27 @@ void pack(const float *const *rows, float *packed, int64_t outputs, int64_t dept
         }
 }
 
+typedef uint32_t bits __attribute__((may_alias));
+
+/* Sum the words of each output of a packed weight, as shared/weights/image/digests.py sums those of a row: two floats are a
+   word, whose upper bits are mixed into the lower ones, times the number of its place. sums [panels * PANEL]. */
+void row_sums(const float *packed, const uint64_t *places, uint64_t *sums, int64_t panels, int64_t depth)
+{
+    for (int64_t panel = 0; panel < panels; panel++, packed += depth * PANEL, sums += PANEL) {
+        uint64_t totals[PANEL] = {0};
+        for (int64_t k = 0; k < depth; k += 2) {
+            const bits *low = (const bits *)packed + k * PANEL, *high = low + PANEL;
+            uint64_t place = places[k / 2], is_pair = k + 1 < depth;
+#pragma omp simd
+            for (int column = 0; column < PANEL; column++) {
+                uint64_t word = low[column] | (is_pair ? (uint64_t)high[column] << 32 : 0);
+                totals[column] += (word ^ word >> 29) * place;
+            }
+        }
+        memcpy(sums, totals, sizeof totals);
+    }
+}
+
 /* One panel for some rows, known when it is compiled: sums [rows, 2]. */
 INLINE void tile(const float *x, int64_t stride, const float *panel, int64_t depth, vec *sums, const int rows)
 {

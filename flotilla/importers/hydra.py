@@ -245,7 +245,7 @@ def _absolute(path: str, name: str) -> str:
 def _closing(path: str, written: str, start: int) -> int:
     depth = 0
     for position in range(start, len(written)):
-        if written.startswith("${", position):
+        if written[position] == "{":  # of an interpolation, or of a mapping that is its default
             depth += 1
         elif written[position] == "}":
             depth -= 1

@@ -116,4 +116,5 @@ class Source:
 
     def lack(self, what: str) -> None:
         """Return what must be known and is not."""
-        self.missing.append(what)
+        if what not in self.missing:
+            self.missing.append(what)

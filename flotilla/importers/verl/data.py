@@ -19,6 +19,9 @@ def _limit(value: Any) -> int | None:
 KNOWN_SAMPLER = "pkg://tests.utils.dataset.test_create_rl_sampler_on_cpu"
 """The file of verl's own that its example of a curriculum names."""
 
+NO_VIDEOS = "there are no videos: where the rows have none, leave it out, or give null"
+NO_SOUND = "there is no sound, only text: where the rows have none, leave it out, or give null"
+
 DATA: tuple[Parameter, ...] = (
     translated("data.train_files", ("data.path", "data.sources"), texts,
                "one file of training rows is the path, several are sources that are joined",
@@ -69,10 +72,8 @@ DATA: tuple[Parameter, ...] = (
                default=None, context={"data.custom_cls.path": "rows.py", "data.custom_cls.name": "Rows"}),
     refused("data.tokenizer", "the tokenizer is that of model.path: put the other one into that directory",
             default=None),
-    refused("data.video_key", "there are no videos: where the rows have none, leave it out, or give null",
-            default=None),
-    refused("data.audio_key", "there is no sound, only text: where the rows have none, leave it out, or give null",
-            default=None),
+    refused("data.video_key", NO_VIDEOS, default=None, is_judged=True),
+    refused("data.audio_key", NO_SOUND, default=None, is_judged=True),
     translated("data.sampler.class_name", "data.shuffle", text, "of verl's own RandomCurriculumSampler, which draws in "
                "random order and learns nothing; others are refused", example="RandomCurriculumSampler",
                default=None, context={"data.shuffle": False, "data.sampler.class_path": KNOWN_SAMPLER}),

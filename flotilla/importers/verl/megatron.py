@@ -26,6 +26,11 @@ BALANCE, SQUARE = f"{OVERRIDES}.moe_aux_loss_coeff", f"{OVERRIDES}.moe_z_loss_co
 BALANCING = f"{OVERRIDES}.moe_router_load_balancing_type"
 OF_ROUTERS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type")
 CHANGED = "the model is what its config.json says: change it there"
+BY_ITSELF = {
+    "recompute_granularity": None, "recompute_modules": ["core_attn"], "recompute_method": None,
+    "recompute_num_layers": None, "attention_backend": "flash",
+}  # fmt: skip
+"""The section as verl's own files have it."""
 
 TRANSFORMER_ROWS: tuple[Parameter, ...] = tuple(
     row
@@ -50,7 +55,7 @@ TRANSFORMER_ROWS: tuple[Parameter, ...] = tuple(
         ),
         refused(f"{section}.normalization", CHANGED, default="RMSNorm"),
         refused(f"{section}.swiglu", CHANGED, default=True),
-        refused(section, CHANGED, harmless=NOTHING, is_tree=True),
+        refused(section, CHANGED, harmless=(*NOTHING, BY_ITSELF), is_tree=True),
         refused(f"{holder}.override_mcore_model_config", CHANGED, harmless=NOTHING, is_tree=True),
     )
 )

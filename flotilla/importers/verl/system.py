@@ -25,6 +25,7 @@ from flotilla.importers.verl import (
     overrides,
     rewards,
     rules,
+    silent,
     tools,
     trainer,
 )
@@ -47,6 +48,7 @@ VERL: System = make_system(
         algorithm.ALGORITHM_ROWS,
         algorithm.LEGACY_ROWS, algorithm.CORRECTION_ROWS, algorithm.REWARD_ROWS, trainer.TRAINER_ROWS,
         trainer.ASYNC_ROWS, trainer.OTHER_ROWS, trainer.LAUNCH_ROWS,
+        silent.ROWS,
         ignored("names the class that verl reads a section into", "_target_"),
     ),
     rules=(

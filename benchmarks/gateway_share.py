@@ -2,7 +2,8 @@
 
 The example runs as ``flotilla run`` starts it. Before and after the steps that are measured, behind the first few, each
 service's processor time is read: the gateway's share of one core, and its part of what the trainer used meanwhile.
-With ``--pages N`` so many Chromium windows show the page's Run view meanwhile (needs Chromium with ChromeDriver).
+With ``--pages N`` the same run goes on with as many Chromium windows that show the page's Run view, and as many steps
+are measured again: what the pages cost is the difference (needs Chromium with ChromeDriver).
 
 ``python -m benchmarks.gateway_share [--pages 0] [--steps 60] [--json FILE]``
 """
@@ -29,10 +30,11 @@ from tests.fleet import FLOTILLA, ROOT
 SPEC = ROOT / "examples" / "arithmetic" / "experiment.yaml"
 NAME = "share"
 BAR_PERCENT = 6.0
+PAGES_BAR_PERCENT = 3.0
 WAIT_SECONDS = 400.0
 POLL_SECONDS = 1.0
 FIRST_STEP = 5
-SPARE_STEPS = 50
+SPARE_STEPS = 500
 """Behind those that are measured: when the run has ended, nobody is there to be asked."""
 REDIS = re.compile(r"(?:redis|valkey)-server")
 SERVICE = re.compile(r"flotilla\.services\.(\w+)")
@@ -90,12 +92,14 @@ def seconds_of(owner: psutil.Process) -> dict[str, float]:
 
 
 def measure(directory: Path, steps: int, pages: int) -> dict[str, Any]:
-    """Run the example once and give the shares."""
+    """Run the example once and give the shares: without a page, and with so many."""
     fleet = directory / NAME / FLEET
-    with example(directory, steps) as owner, ExitStack() as windows:
+    with example(directory, steps * (2 if pages else 1)) as owner, ExitStack() as windows:
         until((fleet / "fleet.json").is_file, "the fleet")
         run = Run(fleet)
         view = until(run.view, "the experiment")
+        until(lambda: run.view()["step"] >= FIRST_STEP, "the first steps")
+        found = {"alone": shares(owner, run, steps)}
         for number in range(pages):
             place = directory / f"window-{number}"
             place.mkdir()
@@ -103,13 +107,19 @@ def measure(directory: Path, steps: int, pages: int) -> dict[str, Any]:
             window.open(f"{run.url}/#token={run.token}")
             window.wait("h1", "Experiments")
             window.script("location.hash = arguments[0]", f"#/run/{view['id']}")
-        until(lambda: run.view()["step"] >= FIRST_STEP, "the first steps")
-        began, first, before = time.monotonic(), run.view()["step"], seconds_of(owner)
-        until(lambda: run.view()["step"] >= first + steps, "the last steps")
-        seconds, last, after = time.monotonic() - began, run.view()["step"], seconds_of(owner)
-        used = {name: after[name] - before.get(name, 0.0) for name in after}
+            window.wait(".chart .uplot canvas")
+        if pages:
+            found[f"{pages} pages"] = shares(owner, run, steps)
+    return found
+
+
+def shares(owner: psutil.Process, run: Run, steps: int) -> dict[str, Any]:
+    """Read what the processes use while so many steps are trained."""
+    began, first, before = time.monotonic(), run.view()["step"], seconds_of(owner)
+    until(lambda: run.view()["step"] >= first + steps, "the steps")
+    seconds, last, after = time.monotonic() - began, run.view()["step"], seconds_of(owner)
+    used = {name: after[name] - before.get(name, 0.0) for name in after}
     return {
-        "pages": pages,
         "steps": last - first,
         "seconds": round(seconds, 1),
         "gateway_percent_of_a_core": round(100 * used["gateway"] / seconds, 2),
@@ -117,6 +127,11 @@ def measure(directory: Path, steps: int, pages: int) -> dict[str, Any]:
         "gateway_percent_of_trainer": round(100 * used["gateway"] / used["trainer"], 1),
         "processor_seconds": {name: round(each, 2) for name, each in sorted(used.items())},
     }
+
+
+def said(share: float, bar: float) -> str:
+    """Compare a share with what is wanted."""
+    return f"{'below' if share < bar else 'above'} the {bar:g} % wanted"
 
 
 def main() -> None:
@@ -130,11 +145,12 @@ def main() -> None:
         parser.error("--steps must be at least 1")
     with tempfile.TemporaryDirectory(prefix="flotilla-share-") as folder:
         found = measure(Path(folder), arguments.steps, arguments.pages)
-    share = found["gateway_percent_of_a_core"]
     print(json.dumps(found, indent=2))
-    print(
-        f"gateway: {share:g} % of a core ({'below' if share < BAR_PERCENT else 'above'} the {BAR_PERCENT:g} % wanted)"
-    )
+    share, *with_pages = (each["gateway_percent_of_a_core"] for each in found.values())
+    print(f"gateway: {share:g} % of a core ({said(share, BAR_PERCENT)})")
+    for each in with_pages:
+        cost = each - share
+        print(f"{arguments.pages} pages: {cost:.2f} % of a core more ({said(cost, PAGES_BAR_PERCENT)})")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")
 

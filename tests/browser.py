@@ -63,6 +63,10 @@ class Browser:
         """Go to a URL."""
         self._call("POST", "url", {"url": url})
 
+    def resize(self, width: int) -> None:
+        """Make the window so wide."""
+        self._call("POST", "window/rect", {"width": width, "height": 900})
+
     def script(self, text: str, *arguments: Any) -> Any:
         """Run the body of a function in the page; give what it returns."""
         return self._call("POST", "execute/sync", {"script": text, "args": list(arguments)})

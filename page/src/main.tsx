@@ -60,6 +60,22 @@ function useHash(): string {
   return hash;
 }
 
+/** Let the keyboard reach what scrolls by itself, such as wide tables on a narrow screen. */
+function useScrollable(key: string): void {
+  useEffect(() => {
+    const mark = () => {
+      for (const each of document.querySelectorAll<HTMLElement>(".panel, .table, .members, .detail")) {
+        if (each.scrollWidth > each.clientWidth || each.scrollHeight > each.clientHeight) each.tabIndex = 0;
+        else each.removeAttribute("tabindex");
+      }
+    };
+    // What is loaded makes the view longer, and the window makes it narrower.
+    const changed = new ResizeObserver(mark);
+    changed.observe(document.getElementById("main")!);
+    return () => changed.disconnect();
+  }, [key]);
+}
+
 const THEMES = ["auto", "light", "dark"] as const;
 type Theme = (typeof THEMES)[number];
 
@@ -77,6 +93,7 @@ function Page({ caller, onLeave }: { caller: Caller; onLeave: () => void }) {
   const hash = useHash();
   const route = useMemo(() => routeOf(hash), [hash]);
   const [theme, nextTheme] = useTheme();
+  useScrollable(hash);
   const { data, error, refresh } = usePoll(
     (signal) =>
       caller.experiment_id

@@ -269,6 +269,13 @@ export interface components {
              * @default []
              */
             capabilities: components["schemas"]["EngineCapability"][];
+            /**
+             * Takes Adapters
+             * @description Whether it takes an image of adapters alone, and adds them to the weights of the model's files. No capability:
+             *     a gateway of an earlier release reads none that it does not know.
+             * @default false
+             */
+            takes_adapters: boolean;
         };
         /**
          * EpisodeMessage
@@ -666,6 +673,18 @@ export interface components {
              * @default 0
              */
             identical_groups: number;
+            /**
+             * Alike Groups
+             * @description Of several members, of which most nearly repeat another.
+             * @default 0
+             */
+            alike_groups: number;
+            /**
+             * Alike Samples
+             * @description Two members of the newest of them.
+             * @default []
+             */
+            alike_samples: components["schemas"]["SampleExcerpt"][];
             /**
              * Signalless Groups
              * @description Flat, or filtered because they teach nothing: nothing is learned from them.
@@ -1088,7 +1107,10 @@ export interface components {
             acknowledged?: string | null;
             /** Experiment Id */
             experiment_id?: string | null;
-            /** @default idle */
+            /**
+             * @description One that the reader does not know is neither rest nor end.
+             * @default idle
+             */
             state: components["schemas"]["WorkState"];
             /**
              * Policy Version
@@ -1106,6 +1128,8 @@ export interface components {
              * @description Checksum of the image that a rollout keeps whole: a patch against it can be sent, and it can be pulled there.
              */
             held_image?: string | null;
+            /** @description What its engine has in memory (rollout). */
+            served?: components["schemas"]["ServedWeights"] | null;
             /**
              * Load
              * @description Gauges such as running, waiting, tokens_per_second; a new name needs no change of schema.
@@ -1671,6 +1695,32 @@ export interface components {
              * @description Steps that every series has here if it was measured there; null where no series was thinned, so all are.
              */
             common?: number[] | null;
+        };
+        /**
+         * ServedWeights
+         * @description What a rollout's engine has found in its own memory: the last version that it loaded.
+         *
+         *     While they are not those that were published the engine serves nothing, and loads them again.
+         */
+        ServedWeights: {
+            /** Version */
+            version: number;
+            /**
+             * Digest
+             * @description That of the publication, which it has; None where the engine cannot be asked, or found something else.
+             */
+            digest?: string | null;
+            /**
+             * Diverged
+             * @description How often in a row it found something else, of this version.
+             * @default 0
+             */
+            diverged: number;
+            /**
+             * Detail
+             * @description What, the last time.
+             */
+            detail?: string | null;
         };
         /**
          * ServiceKind

@@ -180,6 +180,8 @@ def test_a_browser_shows_run_folders_over_each_other(runs: list[Path], tmp_path:
         assert browser.complaints() == []
 
 
+WIDTH, PHONE_WIDTH = 1280, 500
+"""Chromium makes no narrower window."""
 VIEWS = {
     "run": ".chart .uplot canvas",
     "samples": ".samples tbody tr",
@@ -205,6 +207,18 @@ def test_no_view_has_a_serious_barrier_in_light_or_dark(tmp_path: Path) -> None:
                 barriers += [f"{theme}: {each}" for each in browser.barriers(chosen)]
             return barriers
 
+        def found_on_a_phone() -> list[str]:
+            # What the window's width changes is what fits into it.
+            browser.resize(PHONE_WIDTH)
+            rule = "scrollable-region-focusable"
+            try:
+                until(lambda: not browser.barriers([rule]), 10, "the keyboard to reach what scrolls")
+                return []
+            except AssertionError:
+                return browser.barriers([rule])
+            finally:
+                browser.resize(WIDTH)
+
         browser.open(f"{url}/")
         browser.wait("#token")
         barriers = {"login": found()}
@@ -220,7 +234,7 @@ def test_no_view_has_a_serious_barrier_in_light_or_dark(tmp_path: Path) -> None:
                 browser.keys("jj")
                 browser.choose(".trajectory .toolbar select", "version")
                 browser.wait(".tokens .sampled")
-            barriers[view] = found()
+            barriers[view] = found() + found_on_a_phone()
 
         assert {view: each for view, each in barriers.items() if each} == {}
         # It does look: grey on grey and a field without a name are found.

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from flotilla.services.rollout.agents.episodes import AgentEpisodes
 from flotilla.services.rollout.consumer import RolloutConsumer
-from flotilla.services.rollout.engines.base import Engine
+from flotilla.services.rollout.engines.base import Engine, OnEngineDeath
 from flotilla.services.rollout.weights.receiver import WeightReceiver
 from flotilla.services.rollout.weights.version import VersionGate
 from flotilla.shared.children.restarts import FIRST_PAUSE_SECONDS, Restarts
@@ -127,9 +127,12 @@ async def _interrupt(worker: RolloutConsumer) -> None:
 class Session(reconciling.Session, Protocol):
     """All that works for one experiment; closing it ends the engine."""
 
-    gate: VersionGate
     worker: RolloutConsumer
     receiver: WeightReceiver
+
+    @property
+    def gate(self) -> VersionGate:
+        """The version that serves."""
 
     @property
     def engine(self) -> Engine:
@@ -140,9 +143,7 @@ class Session(reconciling.Session, Protocol):
         """The episodes that agents from outside drive; None where the fleet itself does."""
 
 
-OpenSession = Callable[
-    [ExperimentSpec, Assignment, Callable[[], None], Callable[[WorkerDied], None]], Awaitable[Session]
-]
+OpenSession = Callable[[ExperimentSpec, Assignment, Callable[[], None], OnEngineDeath], Awaitable[Session]]
 
 
 class RolloutService(SessionFollower[Session]):

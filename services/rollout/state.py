@@ -14,7 +14,9 @@ from flotilla.services.rollout.engines.opening import offers
 from flotilla.services.rollout.engines.servers.model import sweep_places
 from flotilla.services.rollout.service import RolloutService
 from flotilla.services.rollout.session import SessionOpener
+from flotilla.services.rollout.task_source import TaskSource
 from flotilla.services.rollout.tools.code_interpreter import Sandboxes
+from flotilla.services.rollout.weights.sources import WeightSources
 from flotilla.shared.environment.settings import ServiceSettings
 from flotilla.shared.locations.allowed import read_places
 from flotilla.shared.net.authorisation.tokens import Credentials
@@ -26,8 +28,6 @@ from flotilla.shared.service.membership import Membership
 from flotilla.shared.streams.hop import StreamsConfig, holder_name
 from flotilla.shared.streams.redis.connection import connect, silence
 from flotilla.shared.weights.image.files import shared_memory_identity, sweep
-from flotilla.shared.weights.mapped.locate import ImageLocator
-from flotilla.shared.weights.pull.client import WeightPuller
 from flotilla.shared.weights.pull.server import PublishedImages
 
 
@@ -52,16 +52,16 @@ async def open_state(
         stack.push_async_callback(redis.aclose)
         client = await stack.enter_async_context(GatewayClient(settings.gateway_url, settings.token))
         opener = SessionOpener(
-            redis=redis,
-            holder=holder_name(ServiceKind.ROLLOUT, os.getpid(), incarnation),
-            streams=StreamsConfig(lease_seconds=settings.lease_seconds),
-            pull=WeightPuller(credentials),
-            locate=ImageLocator(credentials),
+            tasks=TaskSource(
+                redis,
+                holder_name(ServiceKind.ROLLOUT, os.getpid(), incarnation),
+                StreamsConfig(lease_seconds=settings.lease_seconds),
+            ),
+            weights=WeightSources.of_fleet(credentials, published),
             host=settings.host,
             service_id=lambda: membership.service_id or "",
             engine_pythons=settings.engine_pythons,
             places=read_places(os.environ, settings.data),
-            published=published,
             sandboxes=lambda experiment_id: Sandboxes(
                 lambda: sandbox_address(client, experiment_id),
                 lambda: credentials.for_peer(ServiceKind.SANDBOX),

@@ -125,7 +125,6 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         "services/rollout/engines/embedded/engine.py": 19,
         "services/rollout/engines/opening.py": 17,
         "services/rollout/episodes_of.py": 18,
-        "services/rollout/session.py": 23,
         "services/rollout/state.py": 20,
         "services/sandbox/state.py": 17,
         "services/trainer/checkpoint/manager.py": 21,

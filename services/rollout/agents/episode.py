@@ -24,7 +24,13 @@ from flotilla.services.rollout.agents.requests import (
 from flotilla.services.rollout.agents.responses import ResponsesChat, ResponsesReply, read_responses, responses_reply
 from flotilla.services.rollout.agents.template import ChatTemplate
 from flotilla.services.rollout.agents.threads import Threads
-from flotilla.services.rollout.engines.base import Completion, Engine, GenerationRequest, SamplingParameters
+from flotilla.services.rollout.engines.base import (
+    Completion,
+    Engine,
+    GenerationRequest,
+    OnEngineDeath,
+    SamplingParameters,
+)
 from flotilla.services.rollout.episodes.special_tokens import SamplingTally
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import FlotillaError, InvalidRequest, Unavailable, WorkerDied
@@ -133,7 +139,7 @@ class Episode:
         template: ChatTemplate,
         clock: Callable[[], float],
         *,
-        on_death: Callable[[WorkerDied], None],
+        on_death: OnEngineDeath,
         threads: Threads,
         tally: SamplingTally | None = None,
         attempt: int = 1,

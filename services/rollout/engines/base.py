@@ -7,7 +7,7 @@ read an image while it arrives, ``load_weights`` makes it serve.
 """
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Protocol, runtime_checkable
@@ -18,6 +18,7 @@ from pydantic import BeforeValidator, PlainSerializer
 
 from flotilla.services.rollout.engines.resumption import UNMIXED, Prefix, ResumeRule
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import WorkerDied
 from flotilla.shared.schemas.engine import EngineCapability
 from flotilla.shared.schemas.publication import PublicationOrder
 from flotilla.shared.schemas.trajectory import FinishReason
@@ -33,6 +34,9 @@ def _encoded(value: bytes) -> str:
 
 EncodedBytes = Annotated[bytes, BeforeValidator(_decoded), PlainSerializer(_encoded, return_type=str, when_used="json")]
 """Bytes that are base64 where they are written as JSON."""
+
+OnEngineDeath = Callable[[WorkerDied], None]
+"""Called by whoever finds that the engine's process has ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from flotilla.services.rollout.engines.base import Engine, GroupBroken, GroupMember, WeightTransfer
+from flotilla.services.rollout.engines.base import Engine, GroupBroken, GroupMember, OnEngineDeath, WeightTransfer
 from flotilla.services.rollout.weights.missed import MissedVersions
 from flotilla.services.rollout.weights.staged_images import StagedImage, StagedImages
 from flotilla.services.rollout.weights.switcher import VersionSwitcher
@@ -67,7 +67,7 @@ class GroupOrders:
         switcher: VersionSwitcher,
         on_update: OnWeightUpdate,
         report: Callable[[PublicationOrder, ReceiveState, str | None], None],
-        on_engine_death: Callable[[WorkerDied], None],
+        on_engine_death: OnEngineDeath,
     ) -> None:
         self._member = member
         self._switcher = switcher
@@ -207,6 +207,9 @@ class WeightReceiver:
         notify: called when there is something new to report.
         on_engine_death: called when the engine's process ended while it was to load a version.
         published: where other rollouts get the images that this one keeps; None offers none.
+
+    Attributes:
+        gate: the version that serves.
     """
 
     def __init__(
@@ -217,12 +220,12 @@ class WeightReceiver:
         missed: MissedVersions,
         on_update: OnWeightUpdate,
         notify: Callable[[], None],
-        on_engine_death: Callable[[WorkerDied], None],
+        on_engine_death: OnEngineDeath,
         *,
         published: PublishedImages | None = None,
     ) -> None:
         self._engine = engine
-        self._gate = gate
+        self.gate = gate
         self._endpoint = endpoint
         self._images = StagedImages(published)
         self._notify = notify
@@ -372,7 +375,7 @@ class WeightReceiver:
             return transfer
 
     def _is_version_waiting(self) -> bool:
-        staged, serving = self._images.staged, self._gate.version
+        staged, serving = self._images.staged, self.gate.version
         return staged is not None and (serving is None or staged.version > serving)
 
     async def _receive_into(

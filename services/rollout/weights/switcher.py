@@ -15,6 +15,7 @@ from flotilla.services.rollout.engines.base import (
     DiscardsWeights,
     Engine,
     GroupMember,
+    OnEngineDeath,
     ProvesWeights,
     WeightTransfer,
 )
@@ -108,7 +109,7 @@ class VersionSwitcher:
         missed: MissedVersions,
         on_update: OnWeightUpdate,
         notify: Callable[[], None],
-        on_engine_death: Callable[[WorkerDied], None],
+        on_engine_death: OnEngineDeath,
         *,
         member: GroupMember | None = None,
     ) -> None:

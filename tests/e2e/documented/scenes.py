@@ -302,8 +302,6 @@ def tutorial(page: str, line: str, **more: object) -> Typed:
 
 TUTORIALS: Final[Scene] = (
     tutorial("own-model", "flotilla spec check mine.yaml --data"),
-    tutorial("own-model", "flotilla evaluate mine.yaml"),
-    tutorial("own-model", "flotilla run mine.yaml --fresh --set optimisation.steps=3"),
     tutorial("own-data", "flotilla spec check data.yaml --data"),
     tutorial("own-reward", "flotilla spec check reward.yaml --data"),
     tutorial("own-reward", "flotilla run reward.yaml --fresh --set optimisation.steps=3"),
@@ -336,6 +334,8 @@ ELSEWHERE: Final = {
     ("docs/concepts/ledger.md", "flotilla ledger"): "tests/e2e/test_fleet_commands.py",
     ("docs/concepts/publication.md", "flotilla status"): "as on docs/debug.md",
     ("docs/concepts/staleness.md", "flotilla"): "as on docs/cli.md and docs/debug.md",
+    ("docs/tutorials/own-model.md", "flotilla evaluate mine.yaml"): "as on docs/jobs.md",
+    ("docs/tutorials/own-model.md", "flotilla run mine.yaml"): "as on docs/your-own.md",
     ("docs/tutorials/read-the-page.md", "flotilla page --demo"): "tests/e2e/test_page_of_folders.py",
     ("docs/tutorials/coming-from.md", "flotilla import auto train.py"): "tests/unit/importers/test_commands.py",
     ("docs/tutorials/coming-from.md", "flotilla spec check spec.yaml --data"): "as on docs/data.md",

@@ -63,7 +63,7 @@ async def test_code_and_programs_that_nobody_allowed_are_refused_by_gateway_and_
     for places in (Places(), Places(code=(Path("/bin").resolve(), Path("/srv")))):
         with pytest.raises(InvalidSpec, match=CODE_REFUSED):
             check_code(spec, places)
-        opener = SessionOpener(*[None] * 6, places=places)  # type: ignore[arg-type, misc]  # it is refused before any is used
+        opener = SessionOpener(*[None] * 4, places=places)  # type: ignore[arg-type, misc]  # it is refused before any is used
         with pytest.raises(InvalidSpec, match=CODE_REFUSED):
             await opener(spec, Assignment.model_construct(), lambda: None, lambda error: None)
 

@@ -10,7 +10,9 @@ from flotilla.services.rollout import session as sessions
 from flotilla.services.rollout.engines.scripted import ScriptedEngine
 from flotilla.services.rollout.loading import Loaded
 from flotilla.services.rollout.session import SessionOpener
+from flotilla.services.rollout.task_source import TaskSource
 from flotilla.services.rollout.weights.missed import Puller
+from flotilla.services.rollout.weights.sources import WeightSources
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.locations.allowed import Places
 from flotilla.shared.schemas.service import Assignment
@@ -41,9 +43,9 @@ async def test_an_engine_is_ended_where_the_episodes_cannot_be_opened(
         raise InvalidSpec("there is no such environment")
 
     monkeypatch.setattr(sessions, "load", load)
-    monkeypatch.setattr(sessions, "open_episodes", fail)
-    pull, redis = cast(Puller, None), Redis()
-    opener = SessionOpener(redis, "rollout", StreamsConfig(), pull, "127.0.0.1", lambda: "rollout-1", Places())
+    monkeypatch.setattr(sessions, "open_answering", fail)
+    tasks, weights = TaskSource(Redis(), "rollout", StreamsConfig()), WeightSources(cast(Puller, None))
+    opener = SessionOpener(tasks, weights, "127.0.0.1", lambda: "rollout-1", Places())
     assignment = Assignment.model_construct(experiment_id="e", directory=str(tmp_path))
 
     with pytest.raises(InvalidSpec, match="no such environment"):

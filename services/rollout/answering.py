@@ -1,0 +1,64 @@
+"""Who answers the tasks of an experiment: episodes of its spec, or agents from outside."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from flotilla.services.rollout.agents.episodes import AgentEpisodes
+from flotilla.services.rollout.agents.template import ChatTemplate
+from flotilla.services.rollout.episodes.base import Episodes
+from flotilla.services.rollout.episodes.special_tokens import SamplingTally
+from flotilla.services.rollout.episodes.turns import Turns
+from flotilla.services.rollout.episodes_of import open_episodes
+from flotilla.services.rollout.loading import Loaded
+from flotilla.services.rollout.tools.code_interpreter import Sandboxes
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.environment.settings import IPNetwork
+from flotilla.shared.streams.mailbox import Mailbox
+
+
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """What answers tasks.
+
+    Attributes:
+        episodes: what the consumer runs; the agents where there are some.
+        agents: the episodes that agents from outside ask for.
+        tally: counts what is sampled.
+        close: ends what the episodes hold.
+    """
+
+    episodes: Episodes
+    agents: AgentEpisodes | None
+    tally: SamplingTally
+    close: Callable[[], Awaitable[None]]
+
+
+async def open_answering(
+    spec: ExperimentSpec,
+    loaded: Loaded,
+    mailbox: Mailbox,
+    new_name: Callable[[], str],
+    networks: Sequence[IPNetwork],
+    sandboxes: Sandboxes | None,
+) -> Answering:
+    """Open what a spec says.
+
+    Args:
+        spec: of the experiment.
+        loaded: its engine and renderer.
+        mailbox: where late rewards of agents are left.
+        new_name: tells what episodes of this service are named after.
+        networks: that are not public and may have tools.
+        sandboxes: where tools run code.
+
+    Raises:
+        InvalidSpec: an environment or a tool cannot be loaded.
+        ModelError: the model's chat template cannot go on behind an answer.
+    """
+    engine, renderer = loaded.engine, loaded.renderer
+    tally = SamplingTally(renderer.special_tokens())
+    agents = None
+    if spec.rollout.agents:
+        agents = AgentEpisodes(engine, ChatTemplate(renderer), spec, mailbox, new_name, tally)
+    opened = await open_episodes(spec, engine, renderer, Turns.of(spec), tally, networks, sandboxes)
+    return Answering(agents or opened.episodes, agents, tally, opened.close)

@@ -47,7 +47,6 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         "flotilla/client/synchronous.py:Client.samples": 11,
         "services/gateway/membership/fleet.py:Fleet.__init__": 10,
         "services/gateway/monitoring/watchdog.py:Watchdog.__init__": 9,
-        "services/gateway/routes/samples.py:samples": 15,
         "services/reward/remote.py:RemoteVerifier.__init__": 9,
         "services/rollout/agents/episode.py:Episode.__init__": 11,
         "services/rollout/weights/missed.py:Puller.__call__": 9,

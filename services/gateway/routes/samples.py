@@ -4,8 +4,9 @@ import sqlite3
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
 
-from flotilla.services.gateway.routes.dependencies import MAX_WHOLE, Cursor, Gateway
+from flotilla.services.gateway.routes.dependencies import MAX_WHOLE, Gateway
 from flotilla.shared.config.sections.model import ModelConfig
 from flotilla.shared.errors import InvalidRequest, ModelError, Unavailable
 from flotilla.shared.models.hub import model_directory
@@ -20,26 +21,50 @@ router = APIRouter(prefix="/experiments/{experiment_id}", tags=["samples"])
 
 LARGEST_PAGE = 200
 READ_SECONDS = 0.3
-Reward = Annotated[float | None, Query(allow_inf_nan=False)]
+Whole = Annotated[int | None, Field(ge=0, le=MAX_WHOLE)]
+Reward = Annotated[float | None, Field(allow_inf_nan=False)]
+
+
+class SampleListing(BaseModel):
+    """What a request asks for: which samples, with what, and which page of them."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    step: Whole = Field(None, description="of this step, or evaluated after it")
+    kind: str | None = Field(None, description="trained, filtered, dropped, failed, evaluation; by commas")
+    row: Whole = Field(None, description="of the dataset: the problem")
+    group: Whole = Field(None, description="id of a group")
+    status: GradeStatus | None = Field(None, description="how grading ended")
+    failed: bool = Field(False, description="of failed groups, or whose grading failed")
+    min_reward: Reward = None
+    max_reward: Reward = None
+    order: SampleOrder = SampleOrder.NEWEST
+    tokens: bool = Field(False, description="with token ids, log-probabilities, advantages")
+    after: str | None = Field(None, description="`next` of the page before")
+    limit: int = Field(20, ge=1, le=LARGEST_PAGE)
+
+    def query(self) -> SampleQuery:
+        """Return which samples are wanted.
+
+        Raises:
+            InvalidRequest: a kind that is none.
+        """
+        return SampleQuery(
+            step=self.step,
+            kinds=_kinds(self.kind),
+            row=self.row,
+            group=self.group,
+            status=self.status,
+            is_failure=self.failed,
+            min_reward=self.min_reward,
+            max_reward=self.max_reward,
+            order=self.order,
+        )
 
 
 @router.get("/samples")
 async def samples(
-    experiment_id: str,
-    gateway: Gateway,
-    request: Request,
-    step: Annotated[int | None, Query(ge=0, le=MAX_WHOLE, description="of this step, or evaluated after it")] = None,
-    kind: Annotated[str | None, Query(description="trained, filtered, dropped, failed, evaluation; by commas")] = None,
-    row: Annotated[int | None, Query(ge=0, le=MAX_WHOLE, description="of the dataset: the problem")] = None,
-    group: Annotated[int | None, Query(ge=0, le=MAX_WHOLE, description="id of a group")] = None,
-    status: Annotated[GradeStatus | None, Query(description="how grading ended")] = None,
-    failed: Annotated[bool, Query(description="of failed groups, or whose grading failed")] = False,
-    min_reward: Reward = None,
-    max_reward: Reward = None,
-    order: SampleOrder = SampleOrder.NEWEST,
-    tokens: Annotated[bool, Query(description="with token ids, log-probabilities, advantages")] = False,
-    after: Cursor = None,
-    limit: Annotated[int, Query(ge=1, le=LARGEST_PAGE)] = 20,
+    experiment_id: str, gateway: Gateway, request: Request, listing: Annotated[SampleListing, Query()]
 ) -> SamplePage:
     """List samples. ``num_unread`` files are not looked at yet: those of the newest steps always are.
 
@@ -49,21 +74,13 @@ async def samples(
         TooManyRequests: the token has as many of these open as it may.
     """
     experiment = gateway.repository.get(experiment_id)
-    query = SampleQuery(
-        step=step,
-        kinds=_kinds(kind),
-        row=row,
-        group=group,
-        status=status,
-        is_failure=failed,
-        min_reward=min_reward,
-        max_reward=max_reward,
-        order=order,
-    )
+    query, tokens = listing.query(), listing.tokens
     index = gateway.samples.of(experiment)
 
     def read() -> SamplePage:
-        found = read_page(index, query, limit=limit, after=after, with_tokens=tokens, seconds=READ_SECONDS)
+        found = read_page(
+            index, query, limit=listing.limit, after=listing.after, with_tokens=tokens, seconds=READ_SECONDS
+        )
         page = found.plain()
         if tokens and (texts := _texts_of(experiment.spec.model)) is not None:
             for item in page["items"]:

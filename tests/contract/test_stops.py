@@ -55,7 +55,6 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         "services/trainer/algorithms/log_probs.py:_ChunkedHead.forward": 9,
         "services/trainer/algorithms/objective.py:policy_objective": 17,
         "services/trainer/algorithms/objective.py:value_objective": 9,
-        "services/trainer/data/micro_batch.py:make_micro_batches": 11,
         "services/trainer/learning/trace.py:TracedStep.__init__": 9,
         "services/trainer/worker/checkpoint_policy.py:CheckpointWriter.__init__": 9,
         "services/trainer/worker/loop.py:TrainingLoop.__init__": 12,

@@ -23,6 +23,25 @@ from flotilla.services.trainer.data.packing import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class RowRules:
+    """How rows of the models that read them may be filled.
+
+    Attributes:
+        packing: ``auto`` takes whichever costs least.
+        shares_prompts: whether a prompt that several sequences begin with may be computed once.
+        hidden_size: of the model: what attention costs beside the linear layers.
+        attends_apart: whether attention goes sequence by sequence in packed rows.
+        is_varlen: whether attention finds sequences by their positions.
+    """
+
+    packing: Packing
+    shares_prompts: bool = False
+    hidden_size: int = SMALL_HIDDEN_SIZE
+    attends_apart: bool = False
+    is_varlen: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
     """Some sequences of a batch.
@@ -55,30 +74,22 @@ class MicroBatch:
 def make_micro_batches(
     batch: TrainingBatch,
     members: Sequence[int],
+    rows: RowRules,
     *,
     max_tokens: int,
-    packing: Packing,
     device: torch.device,
     rank: int = 0,
     num_ranks: int = 1,
-    shares_prompts: bool = False,
-    hidden_size: int = SMALL_HIDDEN_SIZE,
-    attends_apart: bool = False,
-    is_varlen: bool = False,
 ) -> list[MicroBatch]:
     """Cut some sequences of a batch into micro-batches; those without a sampled token need no forward pass.
 
     Args:
         batch: on ``device`` already.
         members: numbers of the sequences.
+        rows: how they are filled.
         max_tokens: bound on the positions of one forward pass.
-        packing: how rows are filled.
         device: where inputs go.
         rank, num_ranks: whose share is wanted; every rank gets as many micro-batches, some of them empty.
-        shares_prompts: whether a prompt that several sequences begin with may be computed once.
-        hidden_size: of the model.
-        attends_apart: whether attention goes sequence by sequence in packed rows.
-        is_varlen: whether attention finds sequences by their positions.
     """
     spans = batch.span_lengths
     chosen = [number for number in members if spans[number]]
@@ -87,12 +98,12 @@ def make_micro_batches(
         lengths,
         num_ranks,
         max_tokens=max_tokens,
-        packing=packing,
-        prompts=_prompts_of(batch, chosen) if shares_prompts else None,
-        hidden_size=hidden_size,
-        attends_apart=attends_apart or is_varlen,
+        packing=rows.packing,
+        prompts=_prompts_of(batch, chosen) if rows.shares_prompts else None,
+        hidden_size=rows.hidden_size,
+        attends_apart=rows.attends_apart or rows.is_varlen,
     )
-    build = partial(build_input, attends_apart=attends_apart, is_varlen=is_varlen)
+    build = partial(build_input, attends_apart=rows.attends_apart, is_varlen=rows.is_varlen)
     made = list(_filled(batch, [renumbered(layout, chosen) for layout in shares[rank]], device, build))
     return made + [_empty(device)] * (max(map(len, shares)) - len(made))
 

@@ -19,7 +19,7 @@ from flotilla.services.trainer.algorithms.kl import adapted_coefficient
 from flotilla.services.trainer.algorithms.metrics import Metrics, combine, summarise
 from flotilla.services.trainer.algorithms.sample_weights import redraw, sequence_weights
 from flotilla.services.trainer.data.batch import TrainingBatch, make_batch
-from flotilla.services.trainer.data.micro_batch import MicroBatch, make_micro_batches
+from flotilla.services.trainer.data.micro_batch import MicroBatch, RowRules, make_micro_batches
 from flotilla.services.trainer.learning.advantages import step_advantages
 from flotilla.services.trainer.learning.gradients import PolicyGradient, update_critic
 from flotilla.services.trainer.learning.metrics import algorithm_names, mean_of_updates
@@ -258,18 +258,21 @@ class Learner:
         """
         policy, ranks = teacher or self.policy, ranks or self.ranks
         models = (policy, self.policy, self.reference or policy, self.critic or policy)
+        rows = RowRules(
+            self._packing if teacher is None else teacher.resolve_packing("auto"),
+            shares_prompts=self._shares_prompts and policy.can_share_prompts,
+            hidden_size=policy.hidden_size,
+            attends_apart=not self.spec.optimisation.compile_layers and all(each.attends_apart for each in models),
+            is_varlen=policy.is_varlen,
+        )
         make = partial(
             make_micro_batches,
             batch,
             members,
-            packing=self._packing if teacher is None else teacher.resolve_packing("auto"),
+            rows,
             device=self.device,
             rank=ranks.data_rank,
             num_ranks=ranks.data_size,
-            shares_prompts=self._shares_prompts and policy.can_share_prompts,
-            hidden_size=policy.hidden_size,
-            is_varlen=policy.is_varlen,
-            attends_apart=not self.spec.optimisation.compile_layers and all(each.attends_apart for each in models),
         )
         return lru_cache(maxsize=1)(lambda max_tokens: make(max_tokens=max_tokens))
 

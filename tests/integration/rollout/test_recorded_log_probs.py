@@ -27,7 +27,7 @@ from flotilla.services.rollout.episodes.turns import Turns
 from flotilla.services.rollout.tools.base import Tool
 from flotilla.services.rollout.tools.conversation import ToolConversations
 from flotilla.services.trainer.data.batch import make_batch
-from flotilla.services.trainer.data.micro_batch import make_micro_batches
+from flotilla.services.trainer.data.micro_batch import RowRules, make_micro_batches
 from flotilla.services.trainer.models.log_probs import Policy
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.config.sections.episodes import ToolEpisodesConfig
@@ -179,10 +179,9 @@ def of_the_trainer(model: nn.Module, group: Group, *, packing: str, shares_promp
         for micro in make_micro_batches(
             batch,
             range(batch.num_sequences),
+            RowRules(packing, shares_prompts=shares_prompts),  # type: ignore[arg-type]
             max_tokens=2 * CONTEXT,
-            packing=packing,  # type: ignore[arg-type]
             device=torch.device("cpu"),
-            shares_prompts=shares_prompts,
         ):
             found[micro.tokens] = micro.spread(policy.statistics(micro.inputs, with_entropy=False).log_probs)
     return found[batch.sequences.response_mask].numpy()

@@ -17,7 +17,7 @@ from flotilla.services.rollout.engines.embedded.outcomes import Generated
 from flotilla.services.rollout.engines.settings import EngineSettings
 from flotilla.services.rollout.episodes.rendering import ChatRenderer
 from flotilla.services.trainer.data.batch import make_batch
-from flotilla.services.trainer.data.micro_batch import make_micro_batches
+from flotilla.services.trainer.data.micro_batch import RowRules, make_micro_batches
 from flotilla.services.trainer.learning.learner import Learner
 from flotilla.services.trainer.learning.memory import LearnerMemory
 from flotilla.services.trainer.models.loading import load_model
@@ -111,26 +111,26 @@ def a_learner(folder: Path, **model: Any) -> Learner:
     return Learner(a_spec(folder, **model), load_model(folder, dtype="float32", device=CPU))
 
 
-LAYOUTS: list[dict[str, Any]] = [
-    {"packing": "padded"},
-    {"packing": "packed"},
-    {"packing": "packed", "shares_prompts": True},
-    {"packing": "packed", "shares_prompts": True, "attends_apart": True},
-]
+LAYOUTS = {
+    "padded": RowRules("padded"),
+    "packed": RowRules("packed"),
+    "shared": RowRules("packed", shares_prompts=True),
+    "apart": RowRules("packed", shares_prompts=True, attends_apart=True),
+}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(layout))
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 @pytest.mark.parametrize("max_tokens", [60, 8192])
 def test_the_trainer_gives_sampled_tokens_the_engines_log_probs(
-    folder: Path, layout: dict[str, Any], max_tokens: int
+    folder: Path, layout: RowRules, max_tokens: int
 ) -> None:
     learner = a_learner(folder)
     batch = make_batch(answered(folder), processor=learner.processor)
-    if layout.get("attends_apart"):
+    if layout.attends_apart:
         assert learner.policy.attends_apart
 
     found = torch.zeros_like(batch.rollout_log_probs)
-    micros = make_micro_batches(batch, range(batch.num_sequences), max_tokens=max_tokens, device=CPU, **layout)
+    micros = make_micro_batches(batch, range(batch.num_sequences), layout, max_tokens=max_tokens, device=CPU)
     for micro in micros:
         with torch.no_grad():
             found[micro.tokens] = micro.spread(learner.policy.statistics(micro.inputs, with_entropy=False).log_probs)

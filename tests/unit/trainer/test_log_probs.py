@@ -8,7 +8,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from flotilla.services.trainer.data.batch import make_batch
-from flotilla.services.trainer.data.micro_batch import make_micro_batches
+from flotilla.services.trainer.data.micro_batch import RowRules, make_micro_batches
 from flotilla.services.trainer.models.log_probs import Policy
 from flotilla.shared.errors import ModelError
 from tests.unit.trainer.builders import VOCABULARY, a_model, uneven_groups
@@ -40,7 +40,7 @@ def test_packed_padded_and_plain_agree(packing: str, max_tokens: int, temperatur
 
     found = torch.zeros(len(batch.positions))
     for micro in make_micro_batches(
-        batch, range(batch.num_sequences), max_tokens=max_tokens, packing=packing, device=CPU
+        batch, range(batch.num_sequences), RowRules(packing), max_tokens=max_tokens, device=CPU
     ):
         statistics = policy.statistics(micro.inputs, with_entropy=False)
         found[micro.tokens] = micro.spread(statistics.log_probs)
@@ -63,7 +63,7 @@ def test_a_group_is_scored_at_the_temperature_it_was_sampled_at(packing: str, is
     batch = make_batch([warm, *others]).take(torch.tensor([2, 0, 1, 0]))[0]
 
     found = torch.zeros(len(batch.positions))
-    cut = make_micro_batches(batch, range(batch.num_sequences), max_tokens=10_000, packing=packing, device=CPU)
+    cut = make_micro_batches(batch, range(batch.num_sequences), RowRules(packing), max_tokens=10_000, device=CPU)
     for micro in cut:
         found[micro.tokens] = micro.spread(policy.statistics(micro.inputs, with_entropy=False).log_probs)
 
@@ -96,7 +96,7 @@ def test_logits_that_are_no_plain_product_are_computed_whole() -> None:
     groups = uneven_groups(1)
     batch = make_batch(groups)
 
-    [micro] = make_micro_batches(batch, range(batch.num_sequences), max_tokens=10_000, packing="padded", device=CPU)
+    [micro] = make_micro_batches(batch, range(batch.num_sequences), RowRules("padded"), max_tokens=10_000, device=CPU)
     found = torch.zeros(len(batch.positions))
     found[micro.tokens] = micro.spread(policy.statistics(micro.inputs, with_entropy=False).log_probs)
 
@@ -132,7 +132,7 @@ def test_a_sliding_window_is_never_packed() -> None:
 
 def test_the_temperature_is_part_of_the_policy() -> None:
     batch = make_batch(uneven_groups(1))
-    [micro] = make_micro_batches(batch, range(batch.num_sequences), max_tokens=10_000, packing="padded", device=CPU)
+    [micro] = make_micro_batches(batch, range(batch.num_sequences), RowRules("padded"), max_tokens=10_000, device=CPU)
     model = a_model()
 
     hot, cold = (

@@ -48,6 +48,7 @@ def continue_command(arguments: argparse.Namespace, *, name: str, default_name: 
         words += ["--set", each]
     given = {
         "seed": arguments.seed,
+        "seeds": arguments.seeds,
         "runs": arguments.runs if arguments.runs != "runs" else None,
         "name": name if name != default_name else None,
         "rollouts": arguments.rollouts,

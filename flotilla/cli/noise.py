@@ -1,6 +1,7 @@
 """Whether settings differ by more than their seeds do: means over runs that differ in ``seed`` alone, and intervals."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
 from typing import Any, NamedTuple
@@ -75,16 +76,30 @@ class SeedsCompared(NamedTuple):
 
 
 def settings_of(specs: Sequence[Mapping[str, Any]]) -> list[Setting]:
-    """Put runs together whose specs differ in ``seed`` and ``name`` alone, in the order of their first."""
+    """Put runs together whose specs differ in ``seed`` and ``name`` alone, in the order of their first.
+
+    A path in which ``{seed}`` of a launch file stood is no other path.
+    """
     found: list[tuple[Mapping[str, Any], list[int]]] = []
     for place, spec in enumerate(specs):
-        without = {key: value for key, value in spec.items() if key not in APART}
+        seed = int(spec.get("seed", 0))
+        without = {key: _unseeded(value, seed) for key, value in spec.items() if key not in APART}
         known = next((members for other, members in found if other == without), None)
         if known is None:
             found.append((without, [place]))
         else:
             known.append(place)
     return [Setting(tuple(places), tuple(int(specs[p].get("seed", 0)) for p in places)) for _, places in found]
+
+
+def _unseeded(node: Any, seed: int) -> Any:
+    if isinstance(node, Mapping):
+        return {key: _unseeded(value, seed) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_unseeded(item, seed) for item in node]
+    if isinstance(node, str) and "/" in node:
+        return re.sub(rf"(?<![0-9.]){seed}(?![0-9.])", "{seed}", node)
+    return node
 
 
 def have_seeds(settings: Sequence[Setting]) -> bool:

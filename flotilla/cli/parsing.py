@@ -13,6 +13,7 @@ from flotilla.defaults import DEFAULT_DATA
 
 MAX_NOTICE_SECONDS = 86_400
 MAX_PORT = 65_535
+MOST_SEEDS = 64
 LIFE_UNITS = {"m": 60, "h": 3600, "d": 86_400}
 
 
@@ -171,6 +172,11 @@ def at_least_zero(text: str) -> int:
 def at_least_one(text: str) -> int:
     """Read a count."""
     return _whole_number(text, 1)
+
+
+def seeds(text: str) -> int:
+    """Read how many seeds an experiment is run with."""
+    return _whole_number(text, 2, MOST_SEEDS)
 
 
 def port(text: str) -> int:

@@ -3,6 +3,7 @@
 import argparse
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -61,6 +62,52 @@ async def report(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Runs side by side.
+
+    Attributes:
+        runs: that are compared.
+        metrics: each at the last step that all have.
+        settings: in which their specs differ.
+        groups: runs that differ in their seeds alone.
+        seeds: metrics over the seeds of each; empty where none has several.
+        at_most: the step beyond which nothing is compared, if one was named.
+    """
+
+    runs: Sequence[Progress]
+    metrics: Sequence[ComparedSeries]
+    settings: Sequence[ComparedSetting]
+    groups: Sequence[Setting]
+    seeds: Sequence[SeedsCompared]
+    at_most: int | None = None
+
+    @classmethod
+    def of(cls, runs: Sequence[Progress], asked: Sequence[str] = (), *, step: int | None = None) -> "Comparison":
+        """Compare runs by the metrics that are asked for, or the usual ones."""
+        named = [name for name in asked if not is_pattern(name)]
+        metrics = compare_metrics(runs, asked or USUAL, step=step, named=named)
+        specs = [run.view.spec for run in runs]
+        groups = settings_of(specs)
+        seeds = over_seeds(metrics, groups) if have_seeds(groups) else []
+        return cls(runs, metrics, compare_specs(specs), groups, seeds, step)
+
+    def document(self) -> dict[str, JsonValue]:
+        """Say all of it as JSON."""
+        return {
+            "experiments": [_facts(run.view) for run in self.runs],
+            "metrics": [each._asdict() for each in self.metrics],
+            "spec": [each._asdict() for each in self.settings],
+            "seeds": _seeds_document(self.groups, self.seeds),
+        }
+
+    def show(self) -> None:
+        """Print all of it."""
+        letters = _show(self.runs, self.metrics, self.settings, at_most=self.at_most)
+        if self.seeds:
+            _show_seeds([" ".join(letters[place] for place in each.members) for each in self.groups], self.seeds)
+
+
 async def compare(arguments: argparse.Namespace) -> int:
     """Show experiments side by side: metrics at equal steps, differences of their specs, and a plot.
 
@@ -77,27 +124,13 @@ async def compare(arguments: argparse.Namespace) -> int:
         raise InvalidRequest(f"name different experiments: {', '.join(run.view.id for run in runs)}")
     asked = arguments.metric or ()
     check_names(asked, {name for run in runs for name in run.series}, patterns=True)
-    named = [name for name in asked if not is_pattern(name)]
-    metrics = compare_metrics(runs, asked or USUAL, step=arguments.step, named=named)
-    settings = compare_specs([run.view.spec for run in runs])
-    groups = settings_of([run.view.spec for run in runs])
-    seeds = over_seeds(metrics, groups) if have_seeds(groups) else []
+    comparison = Comparison.of(runs, asked, step=arguments.step)
     plot = _plot_path(arguments)
     is_drawn = plot is not None and write_comparison({run.view.id: run for run in runs}, plot)
     if arguments.json:
-        write_json(
-            {
-                "experiments": [_facts(run.view) for run in runs],
-                "metrics": [each._asdict() for each in metrics],
-                "spec": [each._asdict() for each in settings],
-                "seeds": _seeds_document(groups, seeds),
-                "plot": str(plot) if is_drawn else None,
-            }
-        )
+        write_json({**comparison.document(), "plot": str(plot) if is_drawn else None})
         return 0
-    letters = _show(runs, metrics, settings, at_most=arguments.step)
-    if seeds:
-        _show_seeds([" ".join(letters[place] for place in each.members) for each in groups], seeds)
+    comparison.show()
     if plot is not None:
         new_console().print(f"plot       {short_path(plot)}" if is_drawn else NO_MATPLOTLIB, markup=False)
     return 0

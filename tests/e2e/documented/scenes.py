@@ -286,6 +286,8 @@ SEVERAL: Final[Scene] = (
     Typed(SCHEDULING, "flotilla start first.yaml"),
     Typed(SCHEDULING, "flotilla start second.yaml"),
     Typed(SCHEDULING, "flotilla status"),
+    Typed(SWEEPS, f"flotilla run {ARITHMETIC} --seeds 3 --trainers 3 --rewards 3",
+          {"--seeds 3": "--plain --name seeds --seeds 2 --set optimisation.steps=3"}),
     Typed(SWEEPS, "flotilla down"),
     Typed(SWEEPS, "flotilla up --detach --trainers 3 --rewards 3 --rollouts 3", {**UP, "up --": "up --data sweep --"}),
     lambda reader: reader.runs("flotilla down --data sweep"),

@@ -26,6 +26,13 @@ def test_runs_that_differ_in_seed_and_name_alone_are_one_setting() -> None:
     assert not have_seeds(settings_of(SPECS[:2])) and not have_seeds(settings_of([SPECS[0], SPECS[0]]))
 
 
+def test_a_path_that_names_the_seed_is_the_same_path() -> None:
+    specs = [{"seed": seed, "model": {"path": f"/made/standard-{seed}/model"}} for seed in (0, 1)]
+
+    assert len(settings_of(specs)) == 1
+    assert len(settings_of([specs[0], {"seed": 1, "model": {"path": "/made/standard-10/model"}}])) == 2
+
+
 def test_runs_of_equal_seeds_are_compared_in_pairs_since_a_seed_moves_both_alike() -> None:
     # Seeds differ by far more than the settings do, and each pair shows the same small gain.
     values = [10.0, 10.5, 20.0, 20.6, 30.0, 30.4]

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from flotilla.cli.commands.run import beside
+from flotilla.cli.own_fleet import beside
 from flotilla.shared.errors import Unavailable, WorkerDied
 
 

@@ -24,6 +24,7 @@ ENVIRONMENT = (
     "what is computed"
 )
 UNREAD = "no release of ROLL's reads it here: its own configuration has no such field"
+SILENT = "at another value than ROLL's own it is not offered: leave it out"
 PLACEMENT = "services register themselves, each with devices of its own: this changes speed, not what is computed"
 SHARDING = (
     "how the model is sharded is said by parallelism (ranks, replicas, tensor_parallel, expert_parallel, "
@@ -363,6 +364,28 @@ BACKENDS: tuple[Parameter, ...] = (
 )  # fmt: skip
 
 AGENTIC: tuple[Parameter, ...] = (
+    *ignored(UNREAD.replace("its own configuration has no such field", "its configuration has the field, and no code"),
+             "val_greedy", "val_n_sample", "use_policy_loss_type", "dirty_data_mask", "use_token_reward",
+             "open_feedback_turn"),
+    *ignored("of searches over beams, or replaced by max_new_tokens", f"{INFER}.generating_args.length_penalty",
+             f"{INFER}.generating_args.max_length"),
+    *ignored("the sampler's log-probabilities are always recorded", f"{INFER}.generating_args.logprobs"),
+    *ignored("lengths are those of the rows", "val_prompt_length", "val_sequence_length"),
+    *ignored("old log-probabilities are always those of the trainer before the step",
+             "force_disable_old_logprobs_recompute"),
+    *ignored("there is a reference where a KL reads it", "enable_reference"),
+    *unsupported("steps and calls of environments have deadlines, and the fleet's own watch", "env_monitor",
+                 is_tree=True),
+    *unsupported("how weights and batches travel is the fleet's own matter: what is computed is the same",
+                 "transfer_backend", is_tree=True),
+    *(refused(name, SILENT, default=default) for name, default in (
+        ("ratio_type", "token"), ("exp_mode", "train"), ("minibatch_data_iter_num", 1), ("postive_loss_coef", 0),
+        ("use_topr_neg_loss_coef", 0), ("parse_tool_call_parameter_to_dict", False), ("skip_mock_system_prompt", False),
+        (f"{INFER}.generating_args.do_sample", True), (f"{TRAIN}.apply_loss_scale", True),
+        (f"{TRAIN}.topr_positive_weight", 1), (f"{TRAIN}.topr_negative_weight", 1),
+        (f"{TRAIN}.mtp_training_mode", "disabled"),
+        ("user_defined_rollout_loop_cls",
+         "roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop"))),
     *ignored("a step takes whole groups: nothing is copied, deleted or drawn to suit the devices",
              "batch_adjust_mode"),
 )  # fmt: skip

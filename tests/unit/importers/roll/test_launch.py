@@ -282,3 +282,20 @@ def test_what_cannot_be_normalised_over_the_batch_is_refused(more: dict[str, Any
     given = {"adv_estimator": "reinforce", "norm_mean_type": "batch", **more}
 
     assert not import_flat("roll", {**BASES["roll"], **given}).may_run()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_refused"),
+    [
+        ("val_greedy", True, False),
+        ("ratio_type", "token", False),
+        ("ratio_type", "segment", True),
+        ("actor_infer.generating_args.do_sample", False, True),
+        ("actor_train.apply_loss_scale", True, False),
+        ("env_monitor.enable", True, False),
+    ],
+)
+def test_what_roll_has_by_itself_or_reads_nowhere_asks_for_nothing(name: str, value: Any, is_refused: bool) -> None:
+    made = import_flat("roll", {**BASES["roll"], name: value})
+
+    assert [entry.name for entry in made.report.refused] == ([name] if is_refused else [])

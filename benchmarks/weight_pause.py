@@ -18,9 +18,11 @@ from pathlib import Path
 from flotilla.services.rollout.engines.base import GenerationRequest, SamplingParameters
 from flotilla.services.rollout.engines.process.engine import ProcessEngine
 from flotilla.services.rollout.engines.settings import EngineSettings
+from flotilla.services.trainer.models.lora import Adapters
 from flotilla.services.trainer.weights.flat_parameters import FlatParameters
 from flotilla.services.trainer.worker.images import ImagePool
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.config.sections.model import LoraConfig, ModelConfig
 from flotilla.shared.weights.group.endpoint_client import EndpointClient
 from flotilla.shared.weights.image.image import DEFAULT_SLICE_BYTES, WeightImage
 
@@ -40,6 +42,8 @@ class Pause:
 
     image_bytes: int
     overlap_load: bool
+    holds: str
+    """Whole weights, or adapters of rank 16 alone."""
     step: float
     """Longest time between two tokens where no weights change."""
     pause: float
@@ -73,8 +77,8 @@ class Progress:
         self.longest = 0.0
 
 
-def save_model(directory: Path, image_bytes: int) -> FlatParameters:
-    """Write a Qwen3 of about this size with random weights, and give its weights as a trainer holds them."""
+def save_model(directory: Path, image_bytes: int, rank: int | None) -> FlatParameters:
+    """Write a Qwen3 of about this size with random weights, and give what is published of it as a trainer holds it."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -93,14 +97,19 @@ def save_model(directory: Path, image_bytes: int) -> FlatParameters:
     )
     model = Qwen3ForCausalLM(config)
     model.save_pretrained(directory)
-    return FlatParameters(model)
+    if rank is None:
+        return FlatParameters(model)
+    adapters = Adapters(model, LoraConfig(rank=rank), seed=0)
+    label = adapters.label(ModelConfig(path=str(directory)))
+    assert label is not None
+    return FlatParameters(model, names=adapters.names, label=label)
 
 
-async def measure_pause(image_bytes: int, num_updates: int, *, overlap_load: bool) -> Pause:
-    """Publish some versions to an engine that samples."""
+async def measure_pause(image_bytes: int, num_updates: int, *, overlap_load: bool, rank: int | None = None) -> Pause:
+    """Publish some versions to an engine that samples: whole, or with a rank the adapters alone."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        flat = await asyncio.to_thread(save_model, folder, image_bytes)
+        flat = await asyncio.to_thread(save_model, folder, image_bytes, rank)
         images = ImagePool(flat)
         stack.callback(images.close)
         settings = EngineSettings(
@@ -126,7 +135,8 @@ async def measure_pause(image_bytes: int, num_updates: int, *, overlap_load: boo
             with suppress(asyncio.CancelledError):
                 await task
         pause, update, stall = (1e3 * statistics.median(column) for column in zip(*rows, strict=True))
-        return Pause(flat.layout.image_bytes, overlap_load, 1e3 * step, pause, update, stall)
+        holds = "weights" if rank is None else f"rank {rank}"
+        return Pause(flat.layout.image_bytes, overlap_load, holds, 1e3 * step, pause, update, stall)
 
 
 @dataclass(frozen=True)

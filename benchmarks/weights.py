@@ -49,6 +49,7 @@ NUM_WARM_ROUNDS = 2
 NUM_ROUNDS = {100 << 20: 21, 1 << 30: 11}
 """Odd, so that a median is a round that was. A short round is disturbed as often as a long one, and by more of it."""
 NUM_UPDATES = 5
+ADAPTERS_RANK = 16
 HIDDEN_ELEMENTS = 256
 COPY_BYTES = 128 << 20
 """Far more than any cache holds, and still little beside the images."""
@@ -335,16 +336,16 @@ async def publish_deltas(image_bytes: int) -> None:
 
 
 async def compare_pauses(sizes: Sequence[int], num_updates: int) -> list[Pause]:
-    """Measure pause and stall of publications, with and without overlapped loading."""
+    """Measure pause and stall of publications, of weights and of adapters, with and without overlapped loading."""
     rows = []
     for image_bytes in sizes:
-        for overlap_load in (False, True):
-            row = await measure_pause(image_bytes, num_updates, overlap_load=overlap_load)
+        for overlap_load, rank in itertools.product((False, True), (None, ADAPTERS_RANK)):
+            row = await measure_pause(image_bytes, num_updates, overlap_load=overlap_load, rank=rank)
             rows.append(row)
-            name = "overlap" if overlap_load else "no overlap"
+            name = f"{row.holds}, {'overlap' if overlap_load else 'no overlap'}"
             numbers = f"pause {row.pause:.1f} ms (without an update {row.step:.1f}), switched in {row.update:.1f} ms"
             print(
-                f"{name:>14} {row.image_bytes / 1e6:9.0f} MB: {numbers}, trainer stall {row.trainer_stall:.1f} ms",
+                f"{name:>19} {row.image_bytes / 1e6:9.1f} MB: {numbers}, trainer stall {row.trainer_stall:.1f} ms",
                 flush=True,
             )
     return rows

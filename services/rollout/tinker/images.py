@@ -9,15 +9,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from flotilla.services.rollout.engines.decoders.adapted import added_to
 from flotilla.shared.errors import ModelError, NotFound, Unavailable
 from flotilla.shared.models.hub import ADAPTER, ADAPTER_CONFIG
 from flotilla.shared.models.weight_files import safetensors_files
 from flotilla.shared.net.absence import absent_or
 from flotilla.shared.tinker.records import MANIFEST, Record, Saved
-
-PREFIX = "base_model.model."
-LOW, HIGH = ".lora_A.weight", ".lora_B.weight"
-CONV = "Conv1D"
+from flotilla.shared.weights.image.adapters import AdaptersHeader, names_of, weight_of
 
 
 class Adapter(Record):
@@ -83,14 +81,10 @@ def _adapted(base: Path, saved: Path) -> dict[str, Tensor]:
     tensors = _tensors(base)
     config = Adapter.model_validate(json.loads((saved / ADAPTER_CONFIG).read_text(encoding="utf-8")))
     with safe_open(saved / ADAPTER, framework="pt") as file:
-        for name in (each for each in file.keys() if each.endswith(LOW)):  # noqa: SIM118
-            layer = name.removeprefix(PREFIX).removesuffix(LOW)
-            low, high = file.get_tensor(name).float(), file.get_tensor(name.removesuffix(LOW) + HIGH).float()
-            weight = tensors[f"{layer}.weight"]
-            added = (config.lora_alpha / config.r) * (high @ low)
-            tensors[f"{layer}.weight"] = (weight.float() + (added.T if config.fan_in_fan_out else added)).to(
-                weight.dtype
-            )
+        header = AdaptersHeader("", config.lora_alpha / config.r, config.fan_in_fan_out)
+        for weight in {found for name in file.keys() if (found := weight_of(name)) is not None}:  # noqa: SIM118
+            low, high = (file.get_tensor(name).float() for name in names_of(weight))
+            tensors[weight] = added_to(tensors[weight], low, high, header)
     return {name: each.contiguous() for name, each in tensors.items()}
 
 

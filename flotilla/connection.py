@@ -15,7 +15,7 @@ from flotilla.shared.environment.settings import check_gateway_url, token_from
 from flotilla.shared.errors import Conflict, NotFound, Unauthorized, Unavailable
 from flotilla.shared.locations.allowed import grant_code
 from flotilla.shared.net.client.client import GatewayClient
-from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView
+from flotilla.shared.schemas.experiment import ExperimentKind, ExperimentState, ExperimentView
 
 FLEET_FILE = "fleet.json"
 RUNS = Path("runs")
@@ -148,7 +148,8 @@ def choose_experiment(views: Sequence[View], reference: str | None, *, is_unique
         Conflict: several are meant; the detail lists them.
     """
     if reference is None:
-        found = _active_else_newest(views)
+        # What a client of the Tinker API drives is named where it is meant.
+        found = _active_else_newest([view for view in views if view.kind is ExperimentKind.SPEC])
     else:
         found = [view for view in views if view.id == reference]
         named = [view for view in views if view.name == reference]

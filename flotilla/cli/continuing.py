@@ -17,7 +17,7 @@ from flotilla.shared.config.load.live import undone
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import ActionNotAllowed, Conflict
-from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView
+from flotilla.shared.schemas.experiment import ExperimentKind, ExperimentState, ExperimentView
 from flotilla.shared.schemas.live_changes import LiveChange
 
 REST_SECONDS = 60.0
@@ -139,7 +139,8 @@ async def go_on(
         Conflict: the spec differs in something else.
         ActionNotAllowed: it did not come to rest in time, or its checkpoints are gone.
     """
-    found = [each for each in await client.experiments() if experiment_id in {each.id, None}]
+    views = [each for each in await client.experiments() if each.kind is ExperimentKind.SPEC]
+    found = [each for each in views if experiment_id in {each.id, None}]
     if not found:
         return None
     view = await at_rest(client, found[0])

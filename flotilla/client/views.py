@@ -86,7 +86,7 @@ COLUMNS = ("experiment", "id", "state", "step", "version", "problem")
 
 def _cells(view: ExperimentView) -> tuple[str, ...]:
     problem = f"{view.problem.component}: {view.problem.cause}" if view.problem else ""
-    step = f"{view.step}/{view.total_steps}"
+    step = view.reached
     return view.name, view.id, view.state, step, str(view.policy_version), problem
 
 

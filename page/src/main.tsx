@@ -4,6 +4,7 @@ import { all, call, Refused, session, usePoll, type Caller, type Experiment } fr
 import { Create } from "./create";
 import { Fleet } from "./fleet";
 import { Flow } from "./flow";
+import { isJob, Job } from "./job";
 import { Lineage } from "./lineage";
 import { Log } from "./log";
 import { Login } from "./login";
@@ -126,7 +127,7 @@ function Page({ caller, onLeave }: { caller: Caller; onLeave: () => void }) {
           )}
           {ids.length > 0 && <span class="divider" aria-hidden="true" />}
           {ids.length > 0 &&
-            VIEWS.map(([view, label]) => (
+            VIEWS.filter(([view]) => view === "run" || !data?.some((each) => each.id === ids[0] && isJob(each))).map(([view, label]) => (
               <a key={view} href={`#/${view}/${(OF_ONE.has(view) ? ids.slice(0, 1) : ids).map(encodeURIComponent).join(",")}`} aria-current={route.view === view ? "page" : undefined}>
                 {label}
               </a>
@@ -172,7 +173,11 @@ function View({ route, ids, shared }: { route: Route; ids: string[]; shared: Sha
       </p>
     );
   }
-  if (route.view === "run") return <Run key={ids.join()} ids={ids} route={route} shared={shared} />;
+  if (shared.experiments.some((each) => each.id === ids[0] && isJob(each))) return <Job key={ids[0]} id={ids[0]!} shared={shared} />;
+  if (route.view === "run") {
+    const runs = ids.filter((id) => shared.experiments.some((each) => each.id === id && !isJob(each)));
+    return <Run key={runs.join()} ids={runs} route={route} shared={shared} />;
+  }
   if (route.view === "samples") return <Samples key={ids[0]} id={ids[0]!} route={route} shared={shared} />;
   if (route.view === "flow") return <Flow key={ids[0]} id={ids[0]!} shared={shared} />;
   if (route.view === "lineage") return <Lineage key={ids[0]} id={ids[0]!} route={route} shared={shared} />;

@@ -346,6 +346,12 @@ export interface components {
             };
         };
         /**
+         * ExperimentKind
+         * @description Who decides what an experiment does.
+         * @enum {string}
+         */
+        ExperimentKind: "spec" | "tinker";
+        /**
          * ExperimentShare
          * @description What an active experiment has of the fleet.
          */
@@ -386,6 +392,11 @@ export interface components {
             id: string;
             /** Name */
             name: string;
+            /**
+             * @description Of ``tinker`` there is no spec, and ``total_steps`` is 0: its client decides.
+             * @default spec
+             */
+            kind: components["schemas"]["ExperimentKind"];
             state: components["schemas"]["ExperimentState"];
             /** Revision */
             revision: number;

@@ -2,6 +2,7 @@ import { useMemo, useRef, useState } from "preact/hooks";
 import { usePoll, type Experiment } from "./api";
 import { Actions } from "./actions";
 import { clock, duration, number, percent } from "./format";
+import { isJob, JobRow } from "./job";
 import type { Shared } from "./main";
 import { Notices } from "./notices";
 import { recent, SeriesOf } from "./series";
@@ -19,7 +20,7 @@ function useLatest(experiments: Experiment[]): Map<string, SeriesOf> {
   latest.current = experiments;
   const { data } = usePoll(
     async (signal) => {
-      for (const each of latest.current) {
+      for (const each of latest.current.filter((one) => !isJob(one))) {
         const known = kept.current.get(each.id) ?? { series: new SeriesOf(each.id, NAMES, POINTS), seen: "" };
         const now = `${each.state} ${each.updated_at} ${each.step}`;
         if (known.seen !== now || AT_WORK.has(each.state)) await known.series.update(signal);
@@ -67,16 +68,20 @@ export function Overview({ shared }: { shared: Shared }) {
         </p>
       )}
       <ul class="experiments">
-        {shown.map((each) => (
-          <Row
-            key={each.id}
-            experiment={each}
-            series={latest.get(each.id)}
-            shared={shared}
-            isChosen={chosen.has(each.id)}
-            onChoose={shown.length > 1 ? () => toggle(each.id) : null}
-          />
-        ))}
+        {shown.map((each) =>
+          isJob(each) ? (
+            <JobRow key={each.id} experiment={each} />
+          ) : (
+            <Row
+              key={each.id}
+              experiment={each}
+              series={latest.get(each.id)}
+              shared={shared}
+              isChosen={chosen.has(each.id)}
+              onChoose={shown.length > 1 ? () => toggle(each.id) : null}
+            />
+          ),
+        )}
       </ul>
     </section>
   );

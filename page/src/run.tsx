@@ -3,6 +3,7 @@ import { usePoll, type Experiment } from "./api";
 import { Actions } from "./actions";
 import { Chart, placesOf, type Axis, type Zoom } from "./chart";
 import { ALL_NAMES, linesOf, SECTIONS } from "./charts";
+import { isJob } from "./job";
 import type { Route, Shared } from "./main";
 import { forksOf, Happenings, marksOf } from "./marks";
 import { Notices } from "./notices";
@@ -181,7 +182,7 @@ export function Head({ experiment, shared, ids }: { experiment: Experiment; shar
 }
 
 function AddRun({ ids, shared }: { ids: string[]; shared: Shared }) {
-  const others = shared.experiments.filter((each) => !ids.includes(each.id));
+  const others = shared.experiments.filter((each) => !ids.includes(each.id) && !isJob(each));
   if (others.length === 0) return null;
   return (
     <label>

@@ -37,6 +37,14 @@ class ExperimentState(StrEnum):
         return self in {ExperimentState.STOPPED, ExperimentState.COMPLETED, ExperimentState.FAILED}
 
 
+class ExperimentKind(StrEnum):
+    """Who decides what an experiment does."""
+
+    SPEC = "spec"
+    TINKER = "tinker"
+    """A client of the Tinker API: see docs/tinker.md."""
+
+
 class Problem(TolerantWire):
     """The component and the cause of a failure or of a stall."""
 
@@ -81,6 +89,8 @@ class ExperimentView(TolerantWire):
 
     id: str
     name: str
+    kind: Annotated[ExperimentKind, shown(ExperimentKind)] = ExperimentKind.SPEC
+    """Of ``tinker`` there is no spec, and ``total_steps`` is 0: its client decides."""
     state: Annotated[ExperimentState, shown(ExperimentState)]
     revision: int
     spec: Mapping[str, Any]
@@ -100,6 +110,11 @@ class ExperimentView(TolerantWire):
     """The checkpoint that it began from; null if it began with the model's weights."""
     changes: tuple[LiveChange, ...] = ()
     """What was changed of ``spec``, which has it, while the experiment ran; oldest first."""
+
+    @property
+    def reached(self) -> str:
+        """How far it is, as people read it: ``3/200``, or ``3`` where a client decides how many steps there will be."""
+        return str(self.step) if self.kind is ExperimentKind.TINKER else f"{self.step}/{self.total_steps}"
 
 
 class Page(TolerantWire, Generic[Item]):

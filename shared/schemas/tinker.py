@@ -19,6 +19,16 @@ class TinkerLedger(TolerantWire):
     """Of the bodies of those that wait."""
 
 
+class RequestLedger(TolerantWire):
+    """What became of the training requests of one model: ``accepted = answered + failed + waiting``."""
+
+    accepted: int
+    answered: int
+    failed: int
+    waiting: int
+    """Counted from what waits, the others as it happens."""
+
+
 class TinkerLedgers(TolerantWire):
     """The caller's own; an operator's call lists all."""
 

@@ -55,6 +55,10 @@ class Model(Record):
     """None: all weights are trained."""
     created: float = 0.0
     user_metadata: dict[str, str] = Field(default_factory=dict)
+    began_from: str | None = None
+    """``tinker://`` path of what it was made from; None: the base."""
+    began_at: int = 0
+    """Updates that those weights had."""
 
 
 class AdamStep(Record):

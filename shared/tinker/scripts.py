@@ -79,6 +79,7 @@ if ARGV[7] ~= '' then
   redis.call('SADD', session, ARGV[6])
 end
 take(open, owner, id, size)
+redis.call('HINCRBY', model, 'accepted', 1)
 redis.call('HSET', model, 'seen', ARGV[8])
 redis.call('HSET', pending, seq, id)
 redis.call('HINCRBY', owner, 'held', 1)
@@ -153,7 +154,14 @@ if is_new then
   local parts = tonumber(redis.call('HGET', request, 'parts') or '1')
   if redis.call('HINCRBY', request, 'answers', 1) == parts and redis.call('SREM', open, ARGV[2]) == 1 then
     redis.call('HINCRBY', owner, 'bytes', -redis.call('HSTRLEN', request, 'body'))
-    redis.call('HINCRBY', owner, redis.call('HEXISTS', request, 'failed') == 1 and 'failed' or 'done', 1)
+    local ended = redis.call('HEXISTS', request, 'failed') == 1 and 'failed' or 'done'
+    redis.call('HINCRBY', owner, ended, 1)
+    if ARGV[7] ~= '' then
+      redis.call('HINCRBY', model, ended == 'done' and 'answered' or ended, 1)
+      if ended == 'done' and redis.call('HGET', request, 'verb') == 'optim_step' then
+        redis.call('HINCRBY', model, 'updates', 1)
+      end
+    end
     if ARGV[12] ~= '' then redis.call('HDEL', request, 'body') end
     if redis.call('HEXISTS', request, 'parts') == 1 then redis.call('EXPIRE', request, ARGV[4]) end
   end
@@ -201,6 +209,7 @@ for _, id in ipairs(redis.call('HVALS', pending)) do
     redis.call('HINCRBY', owner, 'held_bytes', -size)
     redis.call('HINCRBY', owner, 'bytes', -size)
     redis.call('HINCRBY', owner, 'failed', 1)
+    redis.call('HINCRBY', model, 'failed', 1)
   end
   redis.call('DEL', request)
   if ARGV[5] ~= '' then
@@ -215,6 +224,23 @@ redis.call('ZREM', KEYS[5], ARGV[2])
 return 1
 """
 """Take no more requests of a model; let go of those that wait for an earlier one, or answer them if that is given."""
+RUNS: Final = """
+local found = {}
+local ids = ARGV[3] ~= '' and {ARGV[3]} or redis.call('SMEMBERS', KEYS[1])
+for _, id in ipairs(ids) do
+  local of = redis.call('HMGET', ARGV[1] .. id, 'record', 'seen', 'closed', 'updates', 'accepted', 'answered', 'failed',
+    'next', 'done')
+  if of[1] then
+    -- Handed on and not answered, and those that wait for an earlier one.
+    local waiting = tonumber(of[8] or '0') - 1 - tonumber(of[9] or '-1') + redis.call('HLEN', ARGV[2] .. id)
+    local session = redis.call('HGET', KEYS[2], string.match(id, '^[^:]*'))
+    table.insert(found, {of[1], of[2] or '0', of[3] or '', of[4] or '0', of[5] or '0', of[6] or '0', of[7] or '0',
+      waiting, session or ''})
+  end
+end
+return found
+"""
+"""What models there are, how far they are, and what became of their requests."""
 LEDGER: Final = """
 local found = redis.call('HMGET', KEYS[1], 'actor', 'accepted', 'done', 'failed')
 return {found[1], found[2], found[3], found[4], redis.call('SCARD', KEYS[2]), redis.call('HGET', KEYS[1], 'bytes')}

@@ -4,15 +4,16 @@ A session ends when its client says so, or was not heard of for long: what belon
 was saved under a name.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 from redis.asyncio import Redis
 
 from flotilla.shared.errors import TooManyRequests
 from flotilla.shared.tinker.queue import ANSWER_SECONDS, DONE_LENGTH, Answer, Form, TinkerQueue, Work
-from flotilla.shared.tinker.records import Category, Failure, Sampler, Session
-from flotilla.shared.tinker.scripts import CLOSE, GAPS, OPEN, SKIP
+from flotilla.shared.tinker.records import Category, Failure, Model, Sampler, Session
+from flotilla.shared.tinker.scripts import CLOSE, GAPS, OPEN, RUNS, SKIP
 from flotilla.shared.tinker.store import Store, key, session_of
 
 MOST_SESSIONS: Final = 1000
@@ -37,6 +38,41 @@ class Gap:
     next: int
     first: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A trained model, how far it is, and what became of its requests.
+
+    Attributes:
+        model: what it is.
+        seen: when its last request came, in seconds since the epoch.
+        closed: why it takes no more requests; empty while it does.
+        is_open: whether its session is.
+        updates: that were done.
+        accepted: requests that were taken, counted as it happens, as are the next two.
+        answered: of those, with a result.
+        failed: with a reason.
+        waiting: counted from what waits.
+    """
+
+    model: Model
+    seen: float
+    closed: str
+    is_open: bool
+    updates: int
+    accepted: int
+    answered: int
+    failed: int
+    waiting: int
+
+    @classmethod
+    def read(cls, row: Sequence[bytes]) -> Self:
+        """Read what Redis says of a model."""
+        record, seen, closed, updates, accepted, answered, failed, waiting, session = row
+        is_open = bool(session) and not Session.model_validate_json(session).is_finished and not closed
+        counts = (int(each) for each in (updates, accepted, answered, failed, waiting))
+        return cls(Model.model_validate_json(record), float(seen), closed.decode(), is_open, *counts)
 
 
 class TinkerSessions(Store):
@@ -158,10 +194,11 @@ class TinkerSessions(Store):
         found = await self._retried("HGET", key("samplers", session_of(sampler_id)), sampler_id)
         return None if found is None else Sampler.model_validate_json(found)
 
-    async def models(self) -> list[tuple[str, float]]:
-        """List the ids of all models, and when the last request of each came, in seconds since the epoch."""
-        ids = await self._names("models")
-        return [(each, float(await self._retried("HGET", key("model", each), "seen") or 0)) for each in ids]
+    async def runs(self, model_id: str = "") -> list[Run]:
+        """List all models, or the one that is named, each as it is in one instant; oldest first."""
+        keys, prefixes = [key("models"), key("sessions")], [key("model", ""), key("pending", "")]
+        found = [Run.read(row) for row in await self._run(RUNS, keys, [*prefixes, model_id])]
+        return sorted(found, key=lambda run: (run.model.created, run.model.model_id))
 
     async def inflight(self, model_id: str) -> str | None:
         """Return from what the sampling sessions in flight of a model sample."""

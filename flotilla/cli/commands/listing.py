@@ -72,7 +72,7 @@ def row_of(view: ExperimentView) -> dict[str, str]:
         "id": view.id,
         "name": view.name,
         "state": str(view.state),
-        "step": f"{view.step}/{view.total_steps}",
+        "step": view.reached,
         "version": str(view.policy_version),
         "created": view.created_at[:19].replace("T", " "),
     }

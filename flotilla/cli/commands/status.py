@@ -156,9 +156,8 @@ def experiments_table(experiments: Sequence[ExperimentView]) -> Table:
     columns = ("id", "name", "state", "step", "version", "from")
     rows = []
     for each in experiments:
-        step = f"{each.step}/{each.total_steps}"
         origin = f"{each.origin.experiment_id}@{each.origin.step}" if each.origin else ""
-        rows.append((each.id, each.name, str(each.state), step, str(each.policy_version), origin))
+        rows.append((each.id, each.name, str(each.state), each.reached, str(each.policy_version), origin))
     return table_of(columns, rows, whole=("id", "state", "step", "from"))
 
 

@@ -9,7 +9,7 @@ from fastapi.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
 from flotilla.services.gateway.records.repository import Experiment
-from flotilla.services.gateway.routes.dependencies import OF_TRAINER, Cursor, Gateway, Limit, page_of
+from flotilla.services.gateway.routes.dependencies import OF_TRAINER, Cursor, Gateway, Jobs, Limit, page_of
 from flotilla.services.gateway.store.answers import stage_answer
 from flotilla.services.gateway.store.writes import PutCheckpoint
 from flotilla.services.gateway.uploads.uploads import compare, record_of
@@ -56,13 +56,18 @@ async def put_checkpoint(experiment_id: str, checkpoint: CheckpointView, gateway
 
 @router.get("/checkpoints")
 async def checkpoints(
-    experiment_id: str, gateway: Gateway, after: Cursor = None, limit: Limit = 100
+    experiment_id: str, gateway: Gateway, jobs: Jobs, after: Cursor = None, limit: Limit = 100
 ) -> Page[ListedCheckpoint]:
     """List the checkpoints by step, with how far their copies at ``checkpoint.upload_to`` are.
+
+    Of an experiment of the kind tinker what was saved of it, oldest first, each with its ``tinker://`` path.
 
     Raises:
         NotFound: there is no such experiment.
     """
+    if jobs.is_one(experiment_id):
+        saved = await jobs.checkpoints(experiment_id)
+        return page_of([(str(number), each) for number, each in enumerate(saved)], after, limit)
     experiment = gateway.repository.get(experiment_id)
     found = await gateway.store.checkpoints(experiment_id)
     uploads = await record_of(gateway.store, experiment)

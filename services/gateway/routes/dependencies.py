@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from flotilla.services.gateway.membership.speaking import speaking_trainer
 from flotilla.services.gateway.state import GatewayState
+from flotilla.services.gateway.tinker.jobs import TinkerJobs
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.net.authorisation.access import Principal
 from flotilla.shared.schemas.experiment import Page
@@ -30,6 +31,15 @@ MAX_WHOLE = 2**63 - 1
 """Largest number that databases and the data plane hold."""
 
 Gateway = Annotated[GatewayState, Depends(from_lifespan)]
+
+
+async def _jobs(request: Request) -> TinkerJobs:
+    state: GatewayState = request.state.gateway
+    return TinkerJobs(getattr(request.state, "tinker", None), state.settings.data.resolve())
+
+
+Jobs = Annotated[TinkerJobs, Depends(_jobs)]
+"""Experiments that clients of the Tinker API drive."""
 
 
 async def _of_token(request: Request) -> Principal:

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Query, Request
 
 from flotilla.services.gateway.lifecycle import unusable
 from flotilla.services.gateway.lifecycle.states import Action
-from flotilla.services.gateway.routes.dependencies import OF_TRAINER, Cursor, Gateway, Limit, page_of
+from flotilla.services.gateway.routes.dependencies import OF_TRAINER, Cursor, Gateway, Jobs, Limit, page_of
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.schemas.experiment import ExperimentView, ExtendRequest, ForkRequest, Page
@@ -47,24 +47,27 @@ async def create(
 @router.get("")
 async def index(
     gateway: Gateway,
+    jobs: Jobs,
     after: Cursor = None,
     limit: Limit = 100,
     spec: Annotated[bool, Query(description="with their specs, which are most of the answer")] = True,
 ) -> Page[ExperimentView]:
-    """List the experiments, oldest first."""
-    shown = unusable.views(gateway.commands, gateway.repository)
+    """List the experiments, oldest first; behind them those that clients of the Tinker API drive."""
+    shown = [*unusable.views(gateway.commands, gateway.repository), *await jobs.views()]
     if not spec:
         shown = [view.model_copy(update={"spec": {}}) for view in shown]
     return page_of([(view.id, view) for view in shown], after, limit)
 
 
 @router.get("/{experiment_id}")
-async def show(experiment_id: str, gateway: Gateway) -> ExperimentView:
+async def show(experiment_id: str, gateway: Gateway, jobs: Jobs) -> ExperimentView:
     """Show an experiment; one whose stored spec this release refuses, too, with the refusal as its problem.
 
     Raises:
         NotFound: there is no such experiment.
     """
+    if jobs.is_one(experiment_id):
+        return await jobs.show(experiment_id)
     return unusable.show(experiment_id, gateway.commands, gateway.repository)
 
 

@@ -4,18 +4,22 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from flotilla.services.gateway.routes.dependencies import Gateway
+from flotilla.services.gateway.routes.dependencies import Gateway, Jobs
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
 
 
 @router.get("/ledger")
-async def ledger(experiment_id: str, gateway: Gateway) -> dict[str, Any]:
+async def ledger(experiment_id: str, gateway: Gateway, jobs: Jobs) -> dict[str, Any]:
     """Return both lanes' ledgers, each taken in one instant; the last ones once the experiment has ended.
+
+    Of an experiment of the kind tinker that of its ``requests``.
 
     Raises:
         NotFound: there is no such experiment.
     """
+    if jobs.is_one(experiment_id):
+        return {"requests": (await jobs.ledger(experiment_id)).model_dump(mode="json")}
     experiment = gateway.repository.get(experiment_id)
     if experiment.record.final_ledger is not None:
         return dict(experiment.record.final_ledger)

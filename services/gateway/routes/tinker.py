@@ -11,6 +11,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query, Request, Response
 
 from flotilla.services.gateway.routes.dependencies import Caller, Gateway
+from flotilla.services.gateway.state import GatewayState
 from flotilla.services.gateway.tinker.bodies import (
     AskSample,
     CreateModel,
@@ -31,7 +32,8 @@ from flotilla.shared.errors import NotFound
 from flotilla.shared.schemas.tinker import TinkerLedgers, TinkerRun, TinkerSequence
 from flotilla.shared.tinker import queue
 from flotilla.shared.tinker.paths import Kind, SavedPath
-from flotilla.shared.tinker.records import Lora, Model, Saved
+from flotilla.shared.tinker.records import Lora, Saved
+from flotilla.shared.tinker.sessions import Run
 
 router = APIRouter(include_in_schema=False)
 
@@ -109,9 +111,11 @@ async def finish(session_id: str, tinker: Served, caller: Caller) -> None:
 
 
 @router.post("/create_model")
-async def create_model(body: CreateModel, tinker: Served, caller: Caller) -> dict[str, str]:
+async def create_model(body: CreateModel, tinker: Served, caller: Caller, gateway: Gateway) -> dict[str, str]:
     """Make a model."""
-    return _future(await tinker.create_model(caller, body))
+    request = await tinker.create_model(caller, body)
+    await _record_creation(gateway, request.model_id, base_model=body.base_model)
+    return _future(request)
 
 
 @router.post("/get_info")
@@ -159,9 +163,15 @@ async def save_weights_for_sampler(body: SaveForSampler, tinker: Served, caller:
 
 
 @router.post("/load_weights")
-async def load_weights(body: LoadWeights, tinker: Served, caller: Caller) -> dict[str, str]:
+async def load_weights(body: LoadWeights, tinker: Served, caller: Caller, gateway: Gateway) -> dict[str, str]:
     """Go on from what was saved."""
-    return _future(await tinker.load(caller, body))
+    request = await tinker.load(caller, body)
+    facts = {"path": body.path, "optimizer": body.optimizer}
+    if request.seq == 0:
+        await _record_creation(gateway, request.model_id, **facts)
+    else:
+        await _record(gateway, request.model_id, "load", **facts)
+    return _future(request)
 
 
 @router.post("/create_sampling_session")
@@ -237,8 +247,7 @@ async def training_runs(
 async def training_run(run: str, tinker: Served, caller: Caller) -> dict[str, object]:
     """Tell what a model is."""
     await tinker.model(caller, run)
-    found = [(model, seen) for model, seen in await tinker.runs(caller) if model.model_id == run]
-    return (await asyncio.to_thread(_runs, tinker, found))[0]
+    return (await asyncio.to_thread(_runs, tinker, await tinker.all_runs(run)))[0]
 
 
 @router.get("/training_runs/{run}/checkpoints")
@@ -257,16 +266,17 @@ async def all_checkpoints(
     offset: Annotated[int, Query(ge=0)] = 0,
 ) -> dict[str, object]:
     """List what was saved of all the caller's models."""
-    runs = [model.model_id for model, _ in await tinker.runs(caller)]
+    runs = [run.model.model_id for run in await tinker.runs(caller)]
     found = await asyncio.to_thread(lambda: [saved for run in runs for saved in tinker.saved.of_run(run)])
     rows = [_checkpoint(saved) for saved in found[offset : offset + limit]]
     return {"checkpoints": rows, "cursor": {"offset": offset, "limit": limit, "total_count": len(found)}}
 
 
 @router.delete(CHECKPOINT, status_code=204)
-async def delete(run: str, kind: Kind, name: str, tinker: Served, caller: Caller) -> None:
+async def delete(run: str, kind: Kind, name: str, tinker: Served, caller: Caller, gateway: Gateway) -> None:
     """Delete what was saved."""
     await asyncio.to_thread(tinker.saved.delete, caller, SavedPath(run, kind, name))
+    await _record(gateway, run, "delete_checkpoint", name=f"{kind}/{name}")
 
 
 @router.put(f"{CHECKPOINT}/ttl", status_code=204)
@@ -274,29 +284,44 @@ async def set_ttl(run: str, kind: Kind, name: str, body: Ttl, tinker: Served, ca
     """Say how long it is kept."""
     expires = None if body.ttl_seconds is None else gateway.clock.now() + body.ttl_seconds
     await asyncio.to_thread(tinker.saved.change, caller, SavedPath(run, kind, name), expires=expires)
+    await _record(gateway, run, "date_checkpoint", name=f"{kind}/{name}", ttl_seconds=body.ttl_seconds)
 
 
 @router.post(f"{CHECKPOINT}/publish", status_code=204)
-async def publish(run: str, kind: Kind, name: str, tinker: Served, caller: Caller) -> None:
+async def publish(run: str, kind: Kind, name: str, tinker: Served, caller: Caller, gateway: Gateway) -> None:
     """Let every token of this fleet read it."""
     await asyncio.to_thread(tinker.saved.change, caller, SavedPath(run, kind, name), is_public=True)
+    await _record(gateway, run, "publish_checkpoint", name=f"{kind}/{name}")
 
 
 @router.delete(f"{CHECKPOINT}/publish", status_code=204)
-async def unpublish(run: str, kind: Kind, name: str, tinker: Served, caller: Caller) -> None:
+async def unpublish(run: str, kind: Kind, name: str, tinker: Served, caller: Caller, gateway: Gateway) -> None:
     """Let its owner alone read it."""
     await asyncio.to_thread(tinker.saved.change, caller, SavedPath(run, kind, name), is_public=False)
+    await _record(gateway, run, "unpublish_checkpoint", name=f"{kind}/{name}")
+
+
+async def _record_creation(gateway: GatewayState, run: str, **facts: object) -> None:
+    """Record that a model was made; a client that hears nothing asks again, so nothing is recorded a second time."""
+    if not await gateway.store.audit(f"experiments/{run}", limit=1):
+        await _record(gateway, run, "create", **facts)
+
+
+async def _record(gateway: GatewayState, run: str, action: str, **facts: object) -> None:
+    async with gateway.store.transaction() as change:
+        gateway.repository.stage_audit(change, run, action, **facts)
 
 
 def _future(request: queue.Request) -> dict[str, str]:
     return {"request_id": request.id, "model_id": request.model_id}
 
 
-def _runs(tinker: Tinker, found: Sequence[tuple[Model, float]]) -> list[dict[str, object]]:
-    return [_run(tinker, model, seen) for model, seen in found]
+def _runs(tinker: Tinker, found: Sequence[Run]) -> list[dict[str, object]]:
+    return [_run(tinker, run) for run in found]
 
 
-def _run(tinker: Tinker, model: Model, seen: float) -> dict[str, object]:
+def _run(tinker: Tinker, run: Run) -> dict[str, object]:
+    model = run.model
     lora: Lora | None = model.lora
     saved = {each: [s for s in tinker.saved.of_run(model.model_id) if f"/{each}/" in s.path] for each in KINDS}
     last = {kind: _checkpoint(found[-1]) if found else None for kind, found in saved.items()}
@@ -306,7 +331,7 @@ def _run(tinker: Tinker, model: Model, seen: float) -> dict[str, object]:
         "model_owner": model.owner,
         "is_lora": lora is not None,
         "lora_rank": None if lora is None else lora.rank,
-        "last_request_time": _time(seen),
+        "last_request_time": _time(run.seen),
         "last_checkpoint": last[Kind.TRAINING],
         "last_sampler_checkpoint": last[Kind.SAMPLER],
         "user_metadata": model.user_metadata,

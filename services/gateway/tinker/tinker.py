@@ -43,7 +43,7 @@ from flotilla.shared.tinker.records import (
     Session,
     Verb,
 )
-from flotilla.shared.tinker.sessions import TinkerSessions
+from flotilla.shared.tinker.sessions import Run, TinkerSessions
 from flotilla.shared.tinker.store import request_id_of, short_name
 
 LONG_POLL_SECONDS = 20.0
@@ -134,11 +134,13 @@ class Tinker:
             raise NotFound(f"there is no model {model_id}")
         return found
 
-    async def runs(self, who: Principal) -> list[tuple[Model, float]]:
-        """List the caller's models, newest first, and when each was last used."""
-        found = [(await self._queue.model(model_id), seen) for model_id, seen in await self._sessions.models()]
-        own = [(each, seen) for each, seen in found if each is not None and _may_touch(who, each.owner)]
-        return sorted(own, key=lambda each: (-each[0].created, each[0].model_id))
+    async def runs(self, who: Principal) -> list[Run]:
+        """List the caller's models, newest first."""
+        return [run for run in reversed(await self.all_runs()) if _may_touch(who, run.model.owner)]
+
+    async def all_runs(self, model_id: str = "") -> list[Run]:
+        """List everybody's models, or the one that is named, oldest first."""
+        return await self._sessions.runs(model_id)
 
     async def create_model(self, who: Principal, body: CreateModel) -> Request:
         """Take the first request of a model."""
@@ -223,7 +225,7 @@ class Tinker:
         await self.session(who, body.session_id)
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
         record = self._record(who, model_id, body.session_id, body.user_metadata)
-        record = record.model_copy(update={"lora": saved.lora})
+        record = record.model_copy(update={"lora": saved.lora, "began_from": body.path, "began_at": saved.step})
         return await self._submit(who.actor, Verb.LOAD, model_id, 0, content, body, record)
 
     async def create_sampler(self, who: Principal, body: CreateSampler) -> str:

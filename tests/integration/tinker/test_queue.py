@@ -256,7 +256,7 @@ async def test_a_session_that_ended_leaves_nothing(queue: TinkerQueue, sessions:
     await sessions.forget_model(MODEL, keeps_record=False)
     await sessions.forget_session("s", ME)
 
-    assert await sessions.models() == []
+    assert await sessions.runs() == []
     assert (await sessions.session("s"), await sessions.sampler("s:sample:0")) == (None, None)
     assert await queue.ledger(ME) == TinkerLedger(owner=ME, accepted=2, done=1, failed=1, waiting=0, waiting_bytes=0)
     assert await queue.is_closed(MODEL)
@@ -295,6 +295,37 @@ async def test_what_waits_behind_lost_requests_is_answered_where_those_were_not_
         await queue.submit(a_request(4), "d4", NOW)
     ledger = await queue.ledger(ME)
     assert (ledger.accepted, ledger.failed, ledger.waiting, ledger.waiting_bytes) == (2, 1, 1, 1)
+
+
+async def test_what_became_of_a_models_requests_balances_at_every_read(
+    queue: TinkerQueue, sessions: TinkerSessions
+) -> None:
+    await sessions.put_session("s", Session(owner="me", created=NOW), ME)
+
+    async def ledger() -> tuple[int, int, int, int]:
+        (run,) = await sessions.runs(MODEL)
+        assert run.accepted == run.answered + run.failed + run.waiting
+        return run.accepted, run.answered, run.failed, run.waiting
+
+    await make(queue)
+    found = [await ledger()]
+    await queue.submit(a_request(3), "d3", NOW)
+    found.append(await ledger())
+    await answered(queue)
+    found.append(await ledger())
+    await queue.submit(a_request(1), "d1", NOW)
+    await answered(queue, Answer.failed(Failure(error="no", category=Category.USER)))
+    found.append(await ledger())
+    await sessions.skip(MODEL, 2)
+    await answered(queue)
+    found.append(await ledger())
+    await queue.submit(a_request(9), "d9", NOW)
+    await sessions.give_up(MODEL, "request 4 was lost")
+    found.append(await ledger())
+
+    assert found == [(1, 0, 0, 1), (2, 0, 0, 2), (2, 1, 0, 1), (3, 1, 1, 1), (3, 2, 1, 0), (4, 2, 2, 0)]
+    (run,) = await sessions.runs()
+    assert (run.updates, run.is_open, run.closed) == (1, False, "request 4 was lost")
 
 
 async def test_a_gap_that_is_filled_is_none(queue: TinkerQueue, sessions: TinkerSessions) -> None:

@@ -61,3 +61,12 @@ def test_what_is_near_is_suggested() -> None:
 def test_where_there_is_none_that_is_said(reference: str | None) -> None:
     with pytest.raises(NotFound, match="there is no experiment; `flotilla start FILE` makes one"):
         choose_experiment([], reference)
+
+
+def test_an_experiment_that_a_client_drives_is_meant_only_where_it_is_named() -> None:
+    driven = a_view(id="s:train:0", name="s:train:0", kind="tinker", state=RUNNING)
+    known = [*views(("sum-aa11", ENDED)), driven]
+
+    assert choose_experiment(known, None).id == "sum-aa11"
+    assert choose_experiment(known, "s:train:0") is driven
+    assert driven.reached == str(driven.step)

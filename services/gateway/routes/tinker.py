@@ -166,11 +166,10 @@ async def save_weights_for_sampler(body: SaveForSampler, tinker: Served, caller:
 async def load_weights(body: LoadWeights, tinker: Served, caller: Caller, gateway: Gateway) -> dict[str, str]:
     """Go on from what was saved."""
     request = await tinker.load(caller, body)
-    facts = {"path": body.path, "optimizer": body.optimizer}
     if request.seq == 0:
-        await _record_creation(gateway, request.model_id, **facts)
+        await _record_creation(gateway, request.model_id, path=body.path, optimizer=body.optimizer)
     else:
-        await _record(gateway, request.model_id, "load", **facts)
+        await _record(gateway, request.model_id, "load", path=body.path, optimizer=body.optimizer)
     return _future(request)
 
 
@@ -247,7 +246,7 @@ async def training_runs(
 async def training_run(run: str, tinker: Served, caller: Caller) -> dict[str, object]:
     """Tell what a model is."""
     await tinker.model(caller, run)
-    return (await asyncio.to_thread(_runs, tinker, await tinker.all_runs(run)))[0]
+    return (await asyncio.to_thread(_runs, tinker, await tinker.runs(caller, run)))[0]
 
 
 @router.get("/training_runs/{run}/checkpoints")

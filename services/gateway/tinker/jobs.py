@@ -47,7 +47,7 @@ class TinkerJobs:
             return []
         try:
             async with asyncio.timeout(LIST_SECONDS):
-                return [self._view(run) for run in await self._tinker.all_runs()]
+                return [self._view(run) for run in reversed(await self._tinker.runs(None))]
         except (TimeoutError, Unavailable) as error:
             log.warning("training jobs cannot be listed", extra={"error": repr(error)})
             return []
@@ -86,7 +86,7 @@ class TinkerJobs:
         ]
 
     async def _get(self, run: str) -> Run:
-        found = [] if self._tinker is None else await self._tinker.all_runs(run)
+        found = [] if self._tinker is None else await self._tinker.runs(None, run)
         if not found:
             raise NotFound(f"there is no experiment {run}")
         return found[0]

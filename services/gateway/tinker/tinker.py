@@ -134,13 +134,10 @@ class Tinker:
             raise NotFound(f"there is no model {model_id}")
         return found
 
-    async def runs(self, who: Principal) -> list[Run]:
-        """List the caller's models, newest first."""
-        return [run for run in reversed(await self.all_runs()) if _may_touch(who, run.model.owner)]
-
-    async def all_runs(self, model_id: str = "") -> list[Run]:
-        """List everybody's models, or the one that is named, oldest first."""
-        return await self._sessions.runs(model_id)
+    async def runs(self, who: Principal | None, model_id: str = "") -> list[Run]:
+        """List the caller's models, newest first; None: everybody's. With an id that one alone."""
+        found = await self._sessions.runs(model_id)
+        return [run for run in reversed(found) if who is None or _may_touch(who, run.model.owner)]
 
     async def create_model(self, who: Principal, body: CreateModel) -> Request:
         """Take the first request of a model."""

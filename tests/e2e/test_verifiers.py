@@ -28,7 +28,7 @@ def interpreter_with_verifiers(folder: Path) -> str:
     """Find or make the interpreter that has the package."""
     if found := os.environ.get("FLOTILLA_VERIFIERS_PYTHON"):
         return found
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=600)
     python = str(folder / "bin" / "python")
     done = subprocess.run([python, "-m", "pip", "install", "-q", "verifiers<0.2"], capture_output=True, timeout=600)
     if done.returncode:

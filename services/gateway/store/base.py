@@ -57,6 +57,10 @@ class Store(Protocol):
     async def publications(self, experiment_id: str) -> list[PublicationRecord]:
         """List an experiment's publications by version."""
 
+    async def live_publications(self, experiment_id: str, version: int) -> list[PublicationRecord]:
+        """List those that a gateway that starts goes on with, by version: the one of ``version``, those that are open,
+        and the last of the highest epoch. An experiment may have published thousands."""
+
     async def window(self, experiment_id: str, name: str) -> Mapping[str, Any]:
         """Find a measurement that had not ended; empty if there is none."""
 

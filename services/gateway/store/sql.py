@@ -339,6 +339,17 @@ class SqlStore(TransactionalStore):
         query = sa.select(table).where(table.c.experiment_id == experiment_id).order_by(table.c.version)
         return [PublicationRecord(**row) for row in await self._rows(query)]
 
+    async def live_publications(self, experiment_id: str, version: int) -> list[PublicationRecord]:
+        """List those that a gateway that starts goes on with."""
+        columns = tables.publications.c
+        own = columns.experiment_id == experiment_id
+        last = sa.select(columns.version).where(own).order_by(columns.epoch.desc(), columns.version.desc()).limit(1)
+        is_live = sa.or_(
+            columns.ended_at.is_(None), columns.version == version, columns.version == last.scalar_subquery()
+        )
+        query = sa.select(tables.publications).where(own, is_live).order_by(columns.version)
+        return [PublicationRecord(**row) for row in await self._rows(query)]
+
     async def metrics(self, experiment_id: str, *, names: Sequence[str], after: int, limit: int) -> list[MetricRow]:
         """List up to ``limit`` points written after the cursor ``after``; no ``names`` means all."""
         columns = tables.metrics.c

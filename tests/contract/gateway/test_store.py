@@ -562,3 +562,17 @@ async def test_a_standby_ends_the_session_of_a_silent_leader_and_of_no_other(
     engine.dispose()
     for each in (first, second):
         await each.close()
+
+
+async def test_a_gateway_that_starts_reads_few_of_many_publications(store: Store) -> None:
+    ended = [replace(PUBLICATION, version=n, epoch=1 + n // 50, phase="committed", ended_at=1.0) for n in range(1, 100)]
+    # The clock and the versions may go back: the last epoch counts, and within it the last version.
+    lower = replace(PUBLICATION, version=120, epoch=1, phase="aborted", ended_at=9.0)
+    open_one = replace(PUBLICATION, version=7, epoch=3)
+    await store.apply([PutRecord(a_record("a")), *map(PutRecord, [*ended, lower, open_one])])
+
+    assert [each.version for each in await store.live_publications("a", 60)] == [7, 60]
+    assert [each.version for each in await store.live_publications("a", 0)] == [7]
+    assert [each.version for each in await store.live_publications("nobody", 0)] == []
+    await store.apply([PutRecord(replace(open_one, epoch=1, ended_at=3.0))])
+    assert [each.version for each in await store.live_publications("a", 60)] == [60, 99]

@@ -101,7 +101,7 @@ class Publications:
     async def load(self) -> None:
         """Load what an earlier process had open; its deadlines start again."""
         for experiment in self._repository:
-            records = await self._store.live_publications(experiment.id, experiment.record.policy_version)
+            records = await self._store.publications(experiment.id, live_at=experiment.record.policy_version)
             await self.durations.load(experiment.id)
             if records:
                 async with self._store.transaction() as change:

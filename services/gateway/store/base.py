@@ -54,12 +54,13 @@ class Store(Protocol):
     async def publication(self, experiment_id: str, version: int) -> PublicationRecord | None:
         """Find one."""
 
-    async def publications(self, experiment_id: str) -> list[PublicationRecord]:
-        """List an experiment's publications by version."""
+    async def publications(self, experiment_id: str, *, live_at: int | None = None) -> list[PublicationRecord]:
+        """List an experiment's publications by version.
 
-    async def live_publications(self, experiment_id: str, version: int) -> list[PublicationRecord]:
-        """List those that a gateway that starts goes on with, by version: the one of ``version``, those that are open,
-        and the last of the highest epoch. An experiment may have published thousands."""
+        Args:
+            live_at: the version that is served: only this one, those that are open, and the last of the highest epoch,
+                with which a gateway that starts goes on. None: all, of which there may be thousands.
+        """
 
     async def window(self, experiment_id: str, name: str) -> Mapping[str, Any]:
         """Find a measurement that had not ended; empty if there is none."""

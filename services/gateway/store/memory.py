@@ -227,15 +227,13 @@ class MemoryStore(TransactionalStore):
         """Find one."""
         return self._publications.get((experiment_id, version))
 
-    async def publications(self, experiment_id: str) -> list[PublicationRecord]:
+    async def publications(self, experiment_id: str, *, live_at: int | None = None) -> list[PublicationRecord]:
         """List an experiment's publications by version."""
-        return [self._publications[key] for key in sorted(self._publications) if key[0] == experiment_id]
-
-    async def live_publications(self, experiment_id: str, version: int) -> list[PublicationRecord]:
-        """List those that a gateway that starts goes on with."""
-        records = await self.publications(experiment_id)
+        records = [self._publications[key] for key in sorted(self._publications) if key[0] == experiment_id]
+        if live_at is None:
+            return records
         last = max(records, key=lambda each: (each.epoch, each.version), default=None)
-        return [each for each in records if each is last or each.ended_at is None or each.version == version]
+        return [each for each in records if each is last or each.ended_at is None or each.version == live_at]
 
     async def metrics(self, experiment_id: str, *, names: Sequence[str], after: int, limit: int) -> list[MetricRow]:
         """List up to ``limit`` points written after the cursor ``after``; no ``names`` means all."""

@@ -333,22 +333,17 @@ class SqlStore(TransactionalStore):
         rows = await self._rows(query)
         return PublicationRecord(**rows[0]) if rows else None
 
-    async def publications(self, experiment_id: str) -> list[PublicationRecord]:
+    async def publications(self, experiment_id: str, *, live_at: int | None = None) -> list[PublicationRecord]:
         """List an experiment's publications by version."""
-        table = tables.publications
-        query = sa.select(table).where(table.c.experiment_id == experiment_id).order_by(table.c.version)
-        return [PublicationRecord(**row) for row in await self._rows(query)]
-
-    async def live_publications(self, experiment_id: str, version: int) -> list[PublicationRecord]:
-        """List those that a gateway that starts goes on with."""
-        columns = tables.publications.c
-        own = columns.experiment_id == experiment_id
-        last = sa.select(columns.version).where(own).order_by(columns.epoch.desc(), columns.version.desc()).limit(1)
-        is_live = sa.or_(
-            columns.ended_at.is_(None), columns.version == version, columns.version == last.scalar_subquery()
-        )
-        query = sa.select(tables.publications).where(own, is_live).order_by(columns.version)
-        return [PublicationRecord(**row) for row in await self._rows(query)]
+        table, columns = tables.publications, tables.publications.c
+        query = sa.select(table).where(columns.experiment_id == experiment_id)
+        if live_at is not None:
+            last = (
+                query.with_only_columns(columns.version).order_by(columns.epoch.desc(), columns.version.desc()).limit(1)
+            )
+            one_of = [live_at, last.scalar_subquery()]
+            query = query.where(sa.or_(columns.ended_at.is_(None), *(columns.version == each for each in one_of)))
+        return [PublicationRecord(**row) for row in await self._rows(query.order_by(columns.version))]
 
     async def metrics(self, experiment_id: str, *, names: Sequence[str], after: int, limit: int) -> list[MetricRow]:
         """List up to ``limit`` points written after the cursor ``after``; no ``names`` means all."""

@@ -571,8 +571,8 @@ async def test_a_gateway_that_starts_reads_few_of_many_publications(store: Store
     open_one = replace(PUBLICATION, version=7, epoch=3)
     await store.apply([PutRecord(a_record("a")), *map(PutRecord, [*ended, lower, open_one])])
 
-    assert [each.version for each in await store.live_publications("a", 60)] == [7, 60]
-    assert [each.version for each in await store.live_publications("a", 0)] == [7]
-    assert [each.version for each in await store.live_publications("nobody", 0)] == []
+    assert [each.version for each in await store.publications("a", live_at=60)] == [7, 60]
+    assert [each.version for each in await store.publications("a", live_at=0)] == [7]
+    assert [each.version for each in await store.publications("nobody", live_at=0)] == []
     await store.apply([PutRecord(replace(open_one, epoch=1, ended_at=3.0))])
-    assert [each.version for each in await store.live_publications("a", 60)] == [60, 99]
+    assert [each.version for each in await store.publications("a", live_at=60)] == [60, 99]

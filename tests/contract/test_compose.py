@@ -152,6 +152,7 @@ def test_the_data_plane_survives_a_crash_and_never_evicts() -> None:
     assert "--appendonly yes" in command
     assert "--maxmemory-policy noeviction" in command
     assert "--aclfile /run/secrets/redis-users.acl" in command
+    assert "--protected-mode no" in command, "since `default` has no password, nobody else would be let in"
 
 
 def test_nothing_but_files_holds_a_secret() -> None:

@@ -88,7 +88,18 @@ class ThreeHosts:
         (self.folder / "redis").mkdir()
         users = self.folder / "users.acl"
         users.write_text(shipped_users(dict.fromkeys(KINDS, self.token)))
-        options = ("--bind", "0.0.0.0", "--appendonly", "yes", "--save", "", "--aclfile", str(users))
+        options = (
+            "--bind",
+            "0.0.0.0",
+            "--protected-mode",
+            "no",
+            "--appendonly",
+            "yes",
+            "--save",
+            "",
+            "--aclfile",
+            str(users),
+        )
         place = ("--dir", str(self.folder / "redis"), "--port", str(self.redis_port))
         command = [str(find_server()), *options, *place]
         self.processes["redis"] = self.hosts.start("hub", command, os.environ, self.folder / "redis.log")

@@ -2,6 +2,7 @@
 
 import importlib
 import types
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -29,6 +30,7 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
 }
 """Fields whose text has a form."""
 WHOLE: dict[str, st.SearchStrategy[Any]] = {
+    "factors": st.dictionaries(WORDS, st.floats(0.01, 100.0), min_size=1, max_size=2),
     "environments": st.just([{"environment": "sokoban", "data_sources": ["a"]}, {"environment": "frozen_lake"}]),
 }
 """Fields whose parts depend on each other."""
@@ -57,6 +59,8 @@ def of_type(annotation: Any, name: str, field: FieldInfo) -> st.SearchStrategy[A
         return st.lists(of_type(arguments[0], name, field), min_size=2, max_size=2)
     if origin is dict:
         return st.dictionaries(of_type(arguments[0], name, field), WORDS, min_size=1, max_size=2)
+    if origin is Mapping:
+        return st.dictionaries(WORDS, of_type(arguments[1], name, field), min_size=1, max_size=2)
     if annotation is type(None):
         return st.none()
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

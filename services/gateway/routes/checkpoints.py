@@ -60,7 +60,7 @@ async def checkpoints(
 ) -> Page[ListedCheckpoint]:
     """List the checkpoints by step, with how far their copies at ``checkpoint.upload_to`` are.
 
-    Of an experiment of the kind tinker what was saved of it, oldest first, each with its ``tinker://`` path.
+    Of an experiment of the kind tinker what was saved of it, oldest first, each with the path that the Tinker API has.
 
     Raises:
         NotFound: there is no such experiment.

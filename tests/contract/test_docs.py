@@ -3,12 +3,14 @@
 import ast
 import re
 import tomllib
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
+from docs.site.build import pages
 from flotilla.cli.command_line import build_parser, leaves
 from flotilla.cli.parsing import Parser
 from tests.contract.shell_text import blocks, commands, inline, named_files
@@ -205,3 +207,28 @@ def test_every_room_of_the_gateway_is_on_the_map() -> None:
 
     assert len(rooms) > 15
     assert [name for name in rooms if f"`{name}/`" not in text_of("architecture.md")] == []
+
+
+MADE = {"docs/reference/rest.md", "docs/reference/cli.md", "examples/notebook.md", "examples/sweep/sweep.md"}
+"""Pages that the build writes."""
+
+
+def entries(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for each in nav.values() if isinstance(nav, dict) else nav:
+            yield from entries(each)
+
+
+def test_every_page_has_one_place_in_the_navigation() -> None:
+    settings = tomllib.loads((ROOT / "docs" / "site" / "zensical.toml").read_text(encoding="utf-8"))
+
+    assert sorted(entries(settings["project"]["nav"])) == sorted({*map(Path.as_posix, pages(ROOT)), *MADE})
+
+
+def test_every_page_of_docs_is_listed_for_coding_assistants() -> None:
+    listed = (ROOT / "docs" / "llms.txt").read_text(encoding="utf-8")
+    of_docs = [page.relative_to("docs").as_posix() for page in pages(ROOT) if page.parts[0] == "docs"]
+
+    assert [page for page in of_docs if f"({page})" not in listed and not page.startswith("decisions/0")] == []

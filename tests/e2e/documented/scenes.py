@@ -329,6 +329,7 @@ ALL_SCENES: Final = {**SCENES, "tutorials": TUTORIALS}
 """With the one that has a turn among the long tests (``test_tutorials.py``)."""
 
 ELSEWHERE: Final = {
+    ("docs/deploy.md", "sh docker/env.sh"): "tests/contract/test_compose.py",
     ("docs/quick-start.md", "make demo"): "tests/e2e/test_learns.py runs its experiment",
     ("docs/quick-start.md", "flotilla page"): "tests/e2e/test_page_of_folders.py",
     ("docs/quick-start.md", "flotilla"): "as on docs/cli.md and docs/continue.md",

@@ -230,7 +230,7 @@ def test_weights_are_read_as_they_arrive(
         engine.request_update(1, arriving, 5, OnWeightUpdate.DRAIN)
     else:
         monkeypatch.setattr(
-            "flotilla.services.rollout.engines.decoders.arrival.open_tensors", None
+            "flotilla.services.rollout.engines.decoders.adapted.open_tensors", None
         )  # It is not read again.
         arrival.complete()
         engine.complete_transfer(arrival)

@@ -124,6 +124,7 @@ SHOWN = {
     ("ServiceView", "ServiceKind"),
     ("ServiceView", "WorkState"),
     ("ExperimentView", "Effect"),
+    ("ExperimentView", "ExperimentKind"),
     ("ExperimentView", "ExperimentState"),
 }
 """Enumerations of which a reader shows a value, counts it, or has no use for one that it does not know."""
@@ -204,6 +205,8 @@ def of_later(document: Any, values: set[str]) -> Any:
 
 def only_in(model: Any, name: str, document: Any) -> Any:
     """The example of a message with an unknown value of one enumeration."""
+    if name == "ExperimentKind":
+        return document | {"kind": LATER}
     values = set(VALUES[name].split())
     if model is ServiceView and name == "WorkState":
         return document | {"observed": document["observed"] | {"state": LATER}}

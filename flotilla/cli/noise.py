@@ -7,10 +7,14 @@ from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 from flotilla.cli.comparison import ComparedSeries
+from flotilla.shared.config.load.live import applied, undone
+from flotilla.shared.schemas.live_changes import LiveChange
 
 APART = frozenset({"seed", "name"})
 """Keys in which runs of one setting differ."""
 
+RULE = "rule "
+"""What the actor of a change begins with that a rule of the spec made."""
 T_975 = (
     12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448,
     2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484,
@@ -73,6 +77,12 @@ class SeedsCompared(NamedTuple):
     step: int | None
     spreads: list[Spread]
     differences: list[Difference | None]
+
+
+def as_chosen(spec: Mapping[str, Any], changes: Sequence[LiveChange]) -> Mapping[str, Any]:
+    """Return a spec without what its rules changed while it ran: one seed may meet a condition and another not."""
+    people = [each for each in changes if not each.actor.startswith(RULE)]
+    return spec if len(people) == len(changes) else applied(undone(spec, changes), people)
 
 
 def settings_of(specs: Sequence[Mapping[str, Any]]) -> list[Setting]:

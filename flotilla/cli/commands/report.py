@@ -11,7 +11,16 @@ from pydantic import JsonValue
 
 from flotilla.cli.comparison import USUAL, ComparedSeries, ComparedSetting, compare_metrics, compare_specs, remarks
 from flotilla.cli.gateway import ACT_SECONDS
-from flotilla.cli.noise import Difference, SeedsCompared, Setting, Spread, have_seeds, over_seeds, settings_of
+from flotilla.cli.noise import (
+    Difference,
+    SeedsCompared,
+    Setting,
+    Spread,
+    as_chosen,
+    have_seeds,
+    over_seeds,
+    settings_of,
+)
 from flotilla.cli.output import new_console, short_path, table_of, write_json
 from flotilla.cli.plots import write_comparison, write_plot
 from flotilla.cli.progress import Progress
@@ -88,7 +97,7 @@ class Comparison:
         named = [name for name in asked if not is_pattern(name)]
         metrics = compare_metrics(runs, asked or USUAL, step=step, named=named)
         specs = [run.view.spec for run in runs]
-        groups = settings_of(specs)
+        groups = settings_of([as_chosen(run.view.spec, run.view.changes) for run in runs])
         seeds = over_seeds(metrics, groups) if have_seeds(groups) else []
         return cls(runs, metrics, compare_specs(specs), groups, seeds, step)
 

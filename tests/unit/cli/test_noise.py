@@ -8,7 +8,8 @@ import pytest
 
 from flotilla.cli.__main__ import main
 from flotilla.cli.comparison import ComparedSeries
-from flotilla.cli.noise import have_seeds, over_seeds, paired, settings_of, spread_of, t_quantile, welch
+from flotilla.cli.noise import as_chosen, have_seeds, over_seeds, paired, settings_of, spread_of, t_quantile, welch
+from flotilla.shared.schemas.live_changes import LiveChange
 from tests.unit.cli.test_comparison import ended, fleet_of
 from tests.unit.cli.test_progress import point
 
@@ -31,6 +32,19 @@ def test_a_path_that_names_the_seed_is_the_same_path() -> None:
 
     assert len(settings_of(specs)) == 1
     assert len(settings_of([specs[0], {"seed": 1, "model": {"path": "/made/standard-10/model"}}])) == 2
+
+
+def test_what_a_rule_changed_in_one_seed_alone_makes_no_other_setting() -> None:
+    def change(actor: str, before: float, after: float) -> LiveChange:
+        keys = [{"path": "optimisation.learning_rate", "before": before, "after": after}]
+        return LiveChange.model_validate({"id": actor, "at": "now", "actor": actor, "effect": "trainer", "keys": keys})
+
+    plain, by_rule = a_spec(1e-3, 0), as_chosen(a_spec(1e-4, 1), [change("rule slower", 1e-3, 1e-4)])
+    by_person = as_chosen(a_spec(1e-4, 1), [change("ana", 1e-3, 5e-4), change("rule slower", 5e-4, 1e-4)])
+
+    assert len(settings_of([plain, by_rule])) == 1
+    assert len(settings_of([plain, by_person])) == 2
+    assert by_person["optimisation"]["learning_rate"] == 5e-4
 
 
 def test_runs_of_equal_seeds_are_compared_in_pairs_since_a_seed_moves_both_alike() -> None:

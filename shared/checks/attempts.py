@@ -14,6 +14,7 @@ from flotilla.shared.net.client.bearer_client import tls_context
 from flotilla.shared.schemas.checks import (
     ANOTHER,
     FAILED,
+    LONGEST_USE,
     MOST_TARGETS,
     NO_ROUTE,
     NOT_BELIEVED,
@@ -68,12 +69,13 @@ async def attempt(service_id: str, use: str, port: int, ask: Callable[[], Awaita
         outcome, detail = (REACHED, "") if another is None else (ANOTHER, another)
     except TimeoutError:
         outcome = SILENT
-    except (OSError, httpx.HTTPError) as error:
-        outcome, detail = _outcome(error), str(error)
+    except Exception as error:
+        # Addresses and ports are what other services said of themselves: whatever they raise is an outcome.
+        outcome, detail = _outcome(error), str(error) or type(error).__name__
     return Attempt(
         service_id=service_id,
         port=port,
-        use=use,
+        use=use[:LONGEST_USE],
         outcome=outcome,
         detail=detail[:LONGEST_DETAIL],
         seconds=round(time.monotonic() - began, 3),
@@ -81,9 +83,12 @@ async def attempt(service_id: str, use: str, port: int, ask: Callable[[], Awaita
 
 
 def port_of(url: str) -> int:
-    """Return the port of a URL."""
-    parts = urlsplit(url)
-    return parts.port or (443 if parts.scheme == "https" else 80)
+    """Return the port of a URL; 0 of one that has none that could be."""
+    try:
+        parts = urlsplit(url)
+        return parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        return 0
 
 
 async def _ask(http: httpx.AsyncClient, url: str) -> str | None:

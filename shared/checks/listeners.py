@@ -9,10 +9,10 @@ from typing import Final
 from flotilla.shared.environment.settings import PORTS
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.net.server.ports import listening_socket
+from flotilla.shared.schemas.checks import PortUse
 
 LINGER_SECONDS: Final = 60.0
 """Then nobody calls any more, whatever became of the gateway."""
-DATA, COLLECTIVE = "data", "collective"
 _Listen = Callable[[], socket.socket]
 
 
@@ -25,7 +25,7 @@ class Listeners:
         self._servers: list[asyncio.Server] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    async def open(self, check_id: str) -> tuple[Mapping[str, int], str | None]:
+    async def open(self, check_id: str) -> tuple[Mapping[PortUse, int], str | None]:
         """Listen until ``close``, at most for a minute; those of an earlier examination end.
 
         Returns:
@@ -37,7 +37,7 @@ class Listeners:
             writer.write(check_id.encode())
             writer.close()
 
-        ports: dict[str, int] = {}
+        ports: dict[PortUse, int] = {}
         problem: str | None = None
         for use, listen in self._wanted().items():
             try:
@@ -50,10 +50,10 @@ class Listeners:
         self._timer = asyncio.get_running_loop().call_later(self._linger_seconds, self.close)
         return ports, problem
 
-    def _wanted(self) -> Mapping[str, _Listen]:
+    def _wanted(self) -> Mapping[PortUse, _Listen]:
         # gloo and NCCL take ports of the kernel's range, whatever FLOTILLA_PORTS says.
-        wanted: dict[str, _Listen] = {DATA: lambda: listening_socket(self._host)}
-        return wanted | {COLLECTIVE: self._of_the_kernel} if os.environ.get(PORTS) else wanted
+        wanted: dict[PortUse, _Listen] = {PortUse.DATA: lambda: listening_socket(self._host)}
+        return wanted | {PortUse.COLLECTIVE: self._of_the_kernel} if os.environ.get(PORTS) else wanted
 
     def _of_the_kernel(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET

@@ -4,10 +4,12 @@ An examination has two phases: each service that is asked looks at its host and 
 """
 
 from collections.abc import Mapping
-from typing import Final, Literal
+from enum import StrEnum
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
+from flotilla.shared.schemas.later_values import known_alone
 from flotilla.shared.schemas.wire import TolerantWire
 
 MOST_TARGETS: Final = 48
@@ -15,6 +17,7 @@ MOST_TARGETS: Final = 48
 MOST_FILES: Final = 256
 """Files of the shared folder that one is asked to look for."""
 MOST_ORPHANS: Final = 32
+LONGEST_USE: Final = 32
 LOOK, REACH = 1, 2
 """Phases."""
 REACHED: Final = "reached"
@@ -26,6 +29,13 @@ ANOTHER: Final = "another"
 FAILED: Final = "failed"
 """Outcomes of an attempt: no answer in time; nobody listens there; no network leads there; its certificate is not that
 of a known authority; something else answers; anything else. A later release may know more."""
+
+
+class PortUse(StrEnum):
+    """What a service listens for, besides HTTP."""
+
+    DATA = "data"
+    COLLECTIVE = "collective"
 
 
 class CheckTarget(TolerantWire):
@@ -75,7 +85,7 @@ class HostFacts(TolerantWire):
     """The same of those of what goes over the wire alone."""
     is_changed: bool = False
     """Whether sources were written after the process began: it runs what was there before."""
-    ports: Mapping[str, int] = Field({}, max_length=8)
+    ports: Annotated[Mapping[PortUse, Annotated[int, Field(ge=1, le=65535)]], known_alone(PortUse)] = {}
     """Where it listens now, by what such ports are for."""
     port_problem: str | None = Field(None, max_length=400)
     port_range: str | None = Field(None, max_length=32)
@@ -99,7 +109,7 @@ class Attempt(TolerantWire):
 
     service_id: str = Field(max_length=64)
     port: int
-    use: str = Field(max_length=32)
+    use: str = Field(max_length=LONGEST_USE)
     """``http``, ``data`` or ``collective``."""
     outcome: str = Field(max_length=32)
     detail: str = Field("", max_length=200)

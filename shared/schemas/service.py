@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+import httpx
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from flotilla.shared.schemas.checks import CheckOrder
@@ -95,7 +96,9 @@ def _is_base_url(text: str) -> str:
     try:
         parts = urlsplit(text)
         is_good = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port or an IPv6 address
+        # As those that call it read it and look it up: neither may raise there.
+        is_good = is_good and bool(httpx.URL(text).host) and bool((parts.hostname or "").encode("idna"))
+    except (ValueError, httpx.InvalidURL):  # of a port, an IPv6 address or a name that cannot be encoded
         is_good = False
     if not is_good or "@" in parts.netloc or parts.query or parts.fragment or not text.isprintable() or " " in text:
         raise ValueError("must be a URL such as http://10.0.0.7:9002, without user, query and fragment")

@@ -157,7 +157,8 @@ class Membership:
                     assert self._checker is not None
                     report = await self._checker.answer(order, service_id, received_at)
                     await self._client.call("POST", f"/v1/services/{service_id}/checks", body=report)
-            except (FlotillaError, OSError) as error:
+            except Exception as error:
+                # What others said of themselves is in an order: none of it may end this service.
                 log.warning("an examination of the fleet has no answer from here", extra={"error": repr(error)})
 
     def _note_check(self, order: CheckOrder | None) -> None:

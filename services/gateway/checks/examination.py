@@ -258,7 +258,7 @@ def _wrote(answer: Answer) -> bool:
 
 
 def _ports_of(answer: Answer) -> dict[str, int]:
-    return {} if answer.report.facts is None else dict(answer.report.facts.ports)
+    return {} if answer.report.facts is None else {str(use): port for use, port in answer.report.facts.ports.items()}
 
 
 def _make(folder: Path, check_id: str) -> None:

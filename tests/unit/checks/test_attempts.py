@@ -10,7 +10,7 @@ import pytest
 from flotilla.shared.checks import attempts
 from flotilla.shared.checks.attempts import reach_all
 from flotilla.shared.checks.listeners import Listeners
-from flotilla.shared.schemas.checks import ANOTHER, REACHED, REFUSED, SILENT, CheckTarget
+from flotilla.shared.schemas.checks import ANOTHER, FAILED, REACHED, REFUSED, SILENT, CheckTarget
 
 HEALTHY = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}"
 
@@ -72,6 +72,15 @@ async def test_listeners_end_when_nobody_says_so() -> None:
     async with asyncio.timeout(5):
         while (await reach_one(ports["data"])) is REACHED:
             await asyncio.sleep(0.01)
+
+
+async def test_whatever_an_address_or_a_port_raises_is_an_outcome_with_its_cause() -> None:
+    beyond = {"data": 99_999, "collective": -7, "u" * 40: 1 << 70}
+    urls = ("http://127.0.0.1:1", "http://xn--a:1", "http://a\u2024.b..c:1", "http://h:99999")
+    found = await reach_all([CheckTarget(service_id="r", url=each, ports=beyond) for each in urls], "ab12")
+
+    assert len(found) == 16 and {each.outcome for each in found[1:]} == {FAILED}
+    assert all(each.detail for each in found[1:])
 
 
 async def reach_one(port: int) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.net.client.client import GatewayClient
+from flotilla.shared.schemas.checks import CheckOrder
 from flotilla.shared.schemas.service import DesiredState, ObservedState, Registration, ServiceKind, WorkState
 from flotilla.shared.service import membership
 from flotilla.shared.service.membership import Membership
@@ -264,6 +265,33 @@ async def test_what_a_later_gateway_asks_for_is_neither_done_nor_a_reason_to_end
 
     states.append("idle")
     await gateway.until(lambda: applied == ["first", "second"])
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def test_an_order_that_cannot_be_followed_does_not_end_the_service(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing:
+        asked = 0
+
+        async def answer(self, *_: object) -> None:
+            self.asked += 1
+            raise OverflowError("a port is beyond all ports")
+
+        def close(self) -> None:
+            pass
+
+    gateway, checker = ScriptedGateway(), Failing()
+    member = a_member(gateway, [])
+    member._checker = checker  # type: ignore[assignment]
+    running = asyncio.create_task(member.run())
+
+    for number in (1, 2):
+        member._note_check(CheckOrder(check_id=f"a{number}", phase=1, sent_at=0.0))
+        await gateway.until(lambda expected=number: checker.asked == expected)
+    await asyncio.sleep(0)
+
+    assert not running.done() and sum("no answer from here" in each for each in caplog.messages) == 2
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

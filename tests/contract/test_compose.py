@@ -152,7 +152,27 @@ def test_the_data_plane_survives_a_crash_and_never_evicts() -> None:
     assert "--appendonly yes" in command
     assert "--maxmemory-policy noeviction" in command
     assert "--aclfile /run/secrets/redis-users.acl" in command
-    assert "--protected-mode no" in command, "since `default` has no password, nobody else would be let in"
+    assert "--client-query-buffer-limit 512mb" in command and "--maxmemory-clients 2gb" in command
+
+
+def test_a_health_check_of_redis_says_its_password_on_no_command_line() -> None:
+    [kind, check] = SERVICES["redis"]["healthcheck"]["test"]
+
+    assert kind == "CMD-SHELL"
+    assert check.startswith("printf 'AUTH health %s\\nPING\\n' \"$$(cat /run/secrets/redis-health)\" |")
+
+
+def test_redis_is_on_a_network_of_those_that_use_it_which_the_sandbox_is_not() -> None:
+    users = {name for name, service in SERVICES.items() if any("redis-url" in each for each in service["secrets"])}
+    on = {
+        network: {n for n, service in SERVICES.items() if network in service["networks"]}
+        for network in ("fleet", "plane")
+    }
+
+    assert set(COMPOSE["networks"]) == {"fleet", "plane"} and COMPOSE["networks"]["plane"] == {"internal": True}
+    assert on["plane"] == {"redis", *users} and "sandbox" not in on["plane"]
+    assert on["fleet"] == set(OURS)
+    assert SERVICES["gateway"]["environment"]["FLOTILLA_HOST"] == "0.0.0.0", "each network has its own address of it"
 
 
 def test_nothing_but_files_holds_a_secret() -> None:
@@ -167,7 +187,7 @@ def test_nothing_but_files_holds_a_secret() -> None:
 
 def test_a_container_is_given_the_secrets_that_it_needs_and_no_others() -> None:
     assert {name: set(service["secrets"]) for name, service in SERVICES.items()} == {
-        "redis": {"redis-users.acl"},
+        "redis": {"redis-users.acl", "redis-health"},
         "gateway": {"token", "service-token", "redis-url-gateway"},
         "reward": {"service-token", "redis-url-reward"},
         "rollout": {"service-token", "redis-url-rollout"},
@@ -186,7 +206,7 @@ def test_the_root_of_a_container_is_read_only_and_what_is_temporary_has_its_plac
 
 
 URLS = tuple(f"redis-url-{kind}" for kind in ("gateway", "reward", "rollout", "trainer"))
-SECRETS = (*URLS, "redis-users.acl", "service-token", "token")
+SECRETS = (*URLS, "redis-users.acl", "redis-health", "service-token", "token")
 
 
 def write_secrets(folder: Path) -> dict[str, str]:
@@ -200,14 +220,14 @@ def write_secrets(folder: Path) -> dict[str, str]:
 def test_the_script_writes_every_secret_once_into_a_folder_of_its_owner_alone(tmp_path: Path) -> None:
     first = write_secrets(tmp_path)
 
-    assert sorted(first) == sorted({*SECRETS, "redis-url-backup"}), "that of backups is mounted nowhere"
+    assert sorted(first) == sorted({*SECRETS, "redis-url-backup", "redis-url-operator"}), "those are mounted nowhere"
     urls = {name.removeprefix("redis-url-"): value for name, value in first.items() if name.startswith("redis-url-")}
     passwords = {kind: value.split(":")[2].removesuffix("@redis") for kind, value in urls.items()}
-    made = [first["token"], first["service-token"], *passwords.values()]
+    made = [first["token"], first["service-token"], first["redis-health"], *passwords.values()]
     assert all(re.fullmatch(r"[0-9a-f]{64}", value) for value in made)
     assert len(set(made)) == len(made), "each has a password of its own"
-    for kind, password in passwords.items():
-        assert urls[kind] == f"redis://{kind}:{password}@redis:6379/0"
+    assert all(urls[kind] == f"redis://{kind}:{password}@redis:6379/0" for kind, password in passwords.items())
+    for kind, password in (passwords | {"health": first["redis-health"]}).items():
         digest = hashlib.sha256(password.encode()).hexdigest()
         assert f"user {kind} on #{digest} " in first["redis-users.acl"] and password not in first["redis-users.acl"]
     assert write_secrets(tmp_path) == first

@@ -32,7 +32,7 @@ PORTS = (8470, 6379)
 """Of the gateway and of Redis."""
 
 
-KINDS = ("gateway", "rollout", "reward", "trainer", "backup")
+KINDS = ("gateway", "rollout", "reward", "trainer", "backup", "operator", "health")
 """Users of Redis."""
 
 
@@ -91,8 +91,6 @@ class ThreeHosts:
         options = (
             "--bind",
             "0.0.0.0",
-            "--protected-mode",
-            "no",
             "--appendonly",
             "yes",
             "--save",

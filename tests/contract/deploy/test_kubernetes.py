@@ -37,7 +37,8 @@ VARIANTS: list[tuple[str, ...]] = [
     ("gpu", "monitoring", "hpa", "job-set"),
 ]
 SERVICES = {"gateway", "reward", "sandbox", "rollout", "trainer"}
-REDIS_FILES = {"redis-users.acl", *(f"redis-url-{kind}" for kind in ("gateway", "reward", "rollout", "trainer"))}
+SERVER_FILES = {"redis-users.acl", "redis-health"}
+REDIS_FILES = {*SERVER_FILES, *(f"redis-url-{kind}" for kind in ("gateway", "reward", "rollout", "trainer"))}
 SECRET_FILES = {"token", "service-token", *REDIS_FILES}
 
 
@@ -131,7 +132,7 @@ def test_each_kind_of_service_has_its_own_user_of_redis_and_no_other(overlay: st
             found.setdefault(name, set()).update(keys & REDIS_FILES)
 
     assert found == {
-        "redis": {"redis-users.acl"},
+        "redis": SERVER_FILES,
         "sandbox": set(),
         **{kind: {f"redis-url-{kind}"} for kind in ("gateway", "reward", "rollout", "trainer")},
     }

@@ -1,5 +1,6 @@
 """The users of docker/users.acl: each kind of service can do its part of the data plane, and nothing besides."""
 
+import asyncio
 import socket
 import subprocess
 import uuid
@@ -8,29 +9,35 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from redis.exceptions import NoPermissionError, ResponseError
+from redis.asyncio import Redis
+from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
 from flotilla.backup.keys import dump_keys, restore_keys
 from flotilla.cli.redis_server import find_server
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.net.server.ports import lasting_port
 from flotilla.shared.streams.hop import HopName, StreamKeys
-from flotilla.shared.streams.redis.connection import check_server, connect
+from flotilla.shared.streams.redis.connection import check_server, condition_of, connect
 from flotilla.shared.streams.redis.plane import RedisDataPlane
 from tests.contract.streams.conftest import issue
-from tests.fleet import until
+from tests.fleet import ROOT, until
 from tests.netns.fleet import shipped_users
 
 KINDS = ("gateway", "rollout", "reward", "trainer", "backup")
+ALL = (*KINDS, "operator", "health")
+CONFIGURATION = ROOT / "deploy" / "kubernetes" / "base" / "valkey.conf"
 
 
 @pytest.fixture
 def port(tmp_path: Path) -> Iterator[int]:
     """A server with the users that are deployed."""
-    (tmp_path / "users.acl").write_text(shipped_users({kind: f"password-of-{kind}" for kind in KINDS}))
+    (tmp_path / "users.acl").write_text(shipped_users({kind: f"password-of-{kind}" for kind in ALL}))
     port = lasting_port("127.0.0.1")
     options = ("--port", str(port), "--bind", "127.0.0.1", "--appendonly", "yes", "--dir", str(tmp_path))
-    command = [str(find_server()), *options, "--aclfile", str(tmp_path / "users.acl")]
+    for line in CONFIGURATION.read_text().splitlines():
+        if line.startswith(("client-query-buffer-limit", "maxmemory-clients")):
+            options += (f"--{line.split()[0]}", line.split()[1])
+    command = [str(find_server()), *options, "--aclfile", str(tmp_path / "users.acl"), "--lua-time-limit", "20"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
         until(lambda: _accepts(port), 20, "the server")
         yield port
@@ -47,7 +54,7 @@ class Users:
     """A client and a data plane of one experiment for each user."""
 
     def __init__(self, port: int) -> None:
-        self.urls = {kind: f"redis://{kind}:password-of-{kind}@127.0.0.1:{port}/0" for kind in KINDS}
+        self.urls = {kind: f"redis://{kind}:password-of-{kind}@127.0.0.1:{port}/0" for kind in ALL}
         self.clients = {kind: connect(url) for kind, url in self.urls.items()}
         self.keys = StreamKeys(uuid.uuid4().hex)
         self.planes = {kind: RedisDataPlane(client, self.keys.experiment_id) for kind, client in self.clients.items()}
@@ -103,13 +110,45 @@ async def test_nobody_flushes_lists_or_configures_and_who_has_no_password_gets_n
         for command in (("FLUSHALL",), ("CONFIG", "GET", "*"), ("KEYS", "*"), ("ACL", "LIST"), ("GET", "other")):
             with pytest.raises(NoPermissionError):
                 await client.execute_command(*command)
-        if kind in {"rollout", "reward", "trainer"}:
+        if kind in {"rollout", "reward", "trainer", "health"}:
             for command in (("INFO",), ("SCAN", "0"), ("RANDOMKEY",), ("CLIENT", "LIST")):
                 with pytest.raises(NoPermissionError):
                     await client.execute_command(*command)
+    assert await users.clients["health"].ping()
     nobody = connect(f"redis://127.0.0.1:{port}/0")
-    assert await nobody.ping()
-    for command in (("GET", users.keys.state), ("INFO",), ("EVAL", "return 1", "0")):
-        with pytest.raises(NoPermissionError):
+    for command in (("PING",), ("GET", users.keys.state), ("INFO",), ("EVAL", "return 1", "0")):
+        with pytest.raises(AuthenticationError):
             await nobody.execute_command(*command)
     await nobody.aclose()
+
+
+def test_who_says_no_password_fills_no_memory_of_the_server(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as stranger:
+        stranger.sendall(b"*2\r\n$4\r\nPING\r\n$52428800\r\n")
+        assert b"unauthenticated bulk length" in stranger.recv(200)
+        assert stranger.recv(200) == b"", "it is cut"
+
+
+async def test_an_operator_ends_a_script_that_does_not_end_and_nobody_else_does(users: Users) -> None:
+    operator = users.clients["operator"]
+    endless = asyncio.create_task(users.clients["reward"].execute_command("EVAL", "while true do end", 0))
+    while await answer_of(operator) != "BUSY":
+        await asyncio.sleep(0.02)
+    for kind in KINDS:
+        with pytest.raises(NoPermissionError):
+            await users.clients[kind].execute_command("SCRIPT", "KILL")
+
+    await operator.execute_command("SCRIPT", "KILL")
+
+    with pytest.raises(ResponseError, match="killed"):
+        await endless
+    assert "reward" in {each["user"] for each in await operator.client_list()}
+    assert await users.clients["reward"].ping()
+
+
+async def answer_of(client: Redis) -> str:
+    try:
+        await client.ping()
+    except ResponseError as error:
+        return condition_of(error) or ""
+    return "PONG"

@@ -203,6 +203,10 @@ def _understood(report: Any) -> Any:
     return None if isinstance(state, str) and state not in RECEIVE_STATES else report
 
 
+LONGEST_SERVED_DETAIL = 1000
+"""Characters: each one that is told is stored as an event."""
+
+
 class ServedWeights(TolerantWire):
     """What a rollout's engine has found in its own memory: the last version that it loaded.
 
@@ -210,12 +214,17 @@ class ServedWeights(TolerantWire):
     """
 
     version: int
-    digest: str | None = None
+    digest: str | None = Field(None, max_length=64)
     """That of the publication, which it has; None where the engine cannot be asked, or found something else."""
     diverged: int = Field(0, ge=0)
     """How often in a row it found something else, of this version."""
-    detail: str | None = None
+    detail: str | None = Field(None, max_length=LONGEST_SERVED_DETAIL)
     """What, the last time."""
+
+    @property
+    def finding(self) -> tuple[int, int]:
+        """What tells one finding from another, however it is worded."""
+        return self.version, self.diverged
 
 
 class ObservedState(TolerantWire):

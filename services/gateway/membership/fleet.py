@@ -238,7 +238,7 @@ class Fleet:
         failure = observed.failure
         if failure is not None and (failure != before.failure or failure.fatal):
             await self._record_failure(service, experiment)
-        if observed.served is not None and observed.served != before.served:
+        if service.kind is ServiceKind.ROLLOUT:
             await self._record_served(service, before.served, experiment)
         has_no_engine = service.kind is ServiceKind.ROLLOUT and observed.policy_version is None
         if has_no_engine and (
@@ -257,7 +257,8 @@ class Fleet:
     async def _record_served(self, service: LiveService, before: ServedWeights | None, experiment: Experiment) -> None:
         """Name a rollout whose engine has something else in memory than was published, and one that is right again."""
         served = service.observed.served
-        assert served is not None
+        if served is None or (before is not None and before.finding == served.finding):
+            return
         named = partial(self._events.append, experiment.id, service_id=service.id, version=served.version)
         if served.diverged:
             await named("weights_diverged", times=served.diverged, detail=served.detail)

@@ -32,7 +32,7 @@ from flotilla.shared.errors import (
     WeightTransferFailed,
     WorkerDied,
 )
-from flotilla.shared.schemas.service import DesiredState, ServedWeights
+from flotilla.shared.schemas.service import LONGEST_SERVED_DETAIL, DesiredState, ServedWeights
 from flotilla.shared.weights.pull.source import OnArrived
 
 
@@ -233,7 +233,7 @@ class VersionSwitcher:
         before = self.served
         times = 1 + (before.diverged if before is not None and before.version == version else 0)
         log.error("the engine does not serve what was published", extra={"version": version, "error": error.detail})
-        self.served = ServedWeights(version=version, diverged=times, detail=error.detail)
+        self.served = ServedWeights(version=version, diverged=times, detail=error.detail[:LONGEST_SERVED_DETAIL])
         self._slept_at, self._lacks_weights = None, True
         await self._gate.set(None)
         self._notify()

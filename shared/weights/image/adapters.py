@@ -4,6 +4,7 @@ The tensors have the names of peft, so that the image is at the same time the fi
 header names the base that they are added to: nobody adds them to another.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -44,9 +45,12 @@ class AdaptersHeader:
         if BASE not in metadata:
             return None
         try:
-            return cls(metadata[BASE], float(metadata[_SCALE]), metadata[_TRANSPOSED] == "1")
+            scale, is_transposed = float(metadata[_SCALE]), metadata[_TRANSPOSED] == "1"
         except KeyError as error:
             raise ValueError(f"the header of adapters has no {error}") from None
+        if not math.isfinite(scale):
+            raise ValueError(f"the scale of adapters is {scale}, it has to be finite")
+        return cls(metadata[BASE], scale, is_transposed)
 
 
 def names_of(weight: str) -> tuple[str, str]:

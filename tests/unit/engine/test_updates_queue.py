@@ -8,7 +8,7 @@ import pytest
 from flotilla.services.rollout.engines.decoders.arrival import Arrival
 from flotilla.services.rollout.engines.embedded.updates import Update, UpdateQueue
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
-from flotilla.shared.errors import WeightTransferFailed
+from flotilla.shared.errors import WeightsDiverged, WeightTransferFailed
 
 A, B = Path("a"), Path("b")
 
@@ -160,3 +160,16 @@ def test_a_cancelled_update_is_not_served(decoder: SlowDecoder) -> None:
     apply(queue)
 
     assert decoder.serving == "two"
+
+
+def test_weights_whose_image_is_gone_before_they_are_proved_are_out_of_service(
+    decoder: SlowDecoder, tmp_path: Path
+) -> None:
+    gone = tmp_path / "gone.safetensors"
+    decoder.files[gone] = "three"
+    queue = a_queue(decoder, overlap=False)
+    queue.add(Update(1, gone, 1, OnWeightUpdate.CONTINUE, digest="d1"))
+    queue.stage_first()
+
+    with pytest.raises(WeightsDiverged, match=r"version 1 as it was loaded cannot be proved: .*gone\.safetensors"):
+        queue.apply_first()

@@ -690,3 +690,21 @@ async def test_a_rollout_with_other_weights_than_were_published_is_named_with_th
         ("weights_diverged", facts | {"times": 1, "detail": "1 of 2 tensors differ"}),
         ("weights_mended", facts | {"is_proved": True}),
     ]
+
+
+async def test_of_one_finding_there_is_one_event_whatever_is_said_of_it_and_whoever_else_says_so() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway, state=ExperimentState.RUNNING)
+    kinds = (ServiceKind.ROLLOUT, ServiceKind.REWARD)
+    services = [await add_service(gateway, kind, kind, experiment.id) for kind in kinds]
+    for number in range(5):
+        served = ServedWeights(version=4, diverged=1, detail=f"other words {number}")
+        for each in services:
+            await say(gateway, each, ObservedState(experiment_id=experiment.id, served=served))
+
+    events = await gateway.store.events(experiment.id, after=0, limit=100)
+    told = [each.data["service_id"] for each in events if each.type == "weights_diverged"]
+    assert told == services[:1]
+    for unbounded in ({"detail": "x" * 1001}, {"digest": "x" * 65}):
+        with pytest.raises(ValidationError):
+            ServedWeights.model_validate({"version": 4, **unbounded})

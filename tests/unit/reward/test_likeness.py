@@ -1,6 +1,9 @@
 """Answers that nearly repeat each other are found, and short or different ones are not."""
 
-from flotilla.services.reward.likeness import alike_pair, likeness, sketch_of
+import pytest
+
+from flotilla.services.reward import likeness as module
+from flotilla.services.reward.likeness import MOST_MEMBERS, Sketch, alike_pair, likeness, sketch_of
 
 STORY = "first we add the apples of both baskets and then we take away those that were eaten, so that is what is left"
 
@@ -33,3 +36,17 @@ def test_different_or_short_or_few_alike_answers_are_none() -> None:
     assert alike_pair(["#### 4"] * 4) is None
     assert alike_pair([other(1), other(1), other(2), other(3)]) is None
     assert alike_pair([other(1)]) is None
+
+
+def test_of_a_large_group_a_bounded_number_of_members_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+
+    def counted(first: Sketch, second: Sketch) -> float:
+        compared.append((first, second))
+        return likeness(first, second)
+
+    monkeypatch.setattr(module, "likeness", counted)
+
+    assert alike_pair([other(n) for n in range(4 * MOST_MEMBERS)]) is None
+    assert len(compared) == MOST_MEMBERS * (MOST_MEMBERS - 1) // 2
+    assert alike_pair([other(1)] * (4 * MOST_MEMBERS)) == (0, 1)

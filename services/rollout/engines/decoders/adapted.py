@@ -144,11 +144,16 @@ def _adapted(
         low, high = names_of(weight)
         if low not in adapters or high not in adapters:
             raise WeightTransferFailed(f"the adapter of {weight} lacks A or B")
-        (rank, wide), (out, columns) = adapters[low].shape, adapters[high].shape
-        shape = (wide, out) if is_transposed else (out, wide)
-        if rank != columns or shape != weights[weight].shape:
+        if not _fits(adapters[low].shape, adapters[high].shape, weights[weight].shape, is_transposed=is_transposed):
             raise WeightTransferFailed(
                 f"the adapter of {weight} has shapes {list(adapters[low].shape)} and {list(adapters[high].shape)}, "
                 f"which do not fit {list(weights[weight].shape)}"
             )
     return frozenset(found)
+
+
+def _fits(low: tuple[int, ...], high: tuple[int, ...], weight: tuple[int, ...], *, is_transposed: bool) -> bool:
+    if len(low) != 2 or len(high) != 2 or low[0] != high[1]:
+        return False
+    out, wide = high[0], low[1]
+    return weight == ((wide, out) if is_transposed else (out, wide))

@@ -36,7 +36,7 @@ from flotilla.shared.errors import (
     ModelError,
     RequestInFlight,
     Unavailable,
-    WeightTransferFailed,
+    WeightsDiverged,
 )
 from flotilla.shared.host.freed_memory import return_freed_memory
 from flotilla.shared.schemas.trajectory import FinishReason
@@ -296,7 +296,7 @@ class TorchEngine:
                 return
             try:
                 self._updates.apply_first()
-            except WeightTransferFailed as error:
+            except WeightsDiverged as error:
                 self._has_diverged(update, error)
                 return
             self._turns.clear()
@@ -315,7 +315,7 @@ class TorchEngine:
             self._outcomes.append(Updated(update.update_id, None))
             log.info("weights updated", extra={"version": update.version, "on_update": update.mode.value})
 
-    def _has_diverged(self, update: Update, error: WeightTransferFailed) -> None:
+    def _has_diverged(self, update: Update, error: WeightsDiverged) -> None:
         """Give up what is in place now: it is not what was published, and nothing was sampled with it."""
         log.warning("weights are not served", extra={"version": update.version, "error": error.detail})
         self.discard_weights()

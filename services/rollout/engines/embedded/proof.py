@@ -12,7 +12,7 @@ import torch
 
 from flotilla.services.rollout.engines.decoders.base import Decoder
 from flotilla.services.rollout.engines.decoders.checkpoint import open_tensors
-from flotilla.shared.errors import WeightsDiverged
+from flotilla.shared.errors import WeightsDiverged, WeightTransferFailed
 from flotilla.shared.weights.image.digests import combined, of_tensor
 
 log = logging.getLogger(__name__)
@@ -29,9 +29,26 @@ def prove(decoder: Decoder, image: Path, version: int, expected: str) -> None:
         expected: the publisher's digest of it; see ``digests.of_image``.
 
     Raises:
-        WeightsDiverged: what serves is something else; names the first tensor.
-        WeightTransferFailed: the image is gone.
+        WeightsDiverged: what serves is something else, of which the first tensor is named, or nobody can tell, since
+            the image is gone.
     """
+    try:
+        wrong, num_tensors = _differing(decoder, image, expected)
+    except WeightTransferFailed as error:
+        # The weights of before are overwritten: whoever cannot tell what serves now has nothing to serve.
+        raise WeightsDiverged(f"version {version} as it was loaded cannot be proved: {error.detail}") from error
+    if wrong is None:
+        return
+    if wrong:
+        raise WeightsDiverged(
+            f"version {version} as it was loaded is not what was published: {len(wrong)} of {num_tensors} tensors "
+            f"differ, the first is {wrong[0]}"
+        )
+    log.info("weights are proved by their image alone", extra={"version": version})
+
+
+def _differing(decoder: Decoder, image: Path, expected: str) -> tuple[list[str] | None, int]:
+    """Name the tensors that are not those of the image, of how many; None where the digest is the publisher's."""
     with open_tensors([image]) as source:
         found: dict[str, int] = {}
         for name, digest in decoder.digests():
@@ -39,14 +56,8 @@ def prove(decoder: Decoder, image: Path, version: int, expected: str) -> None:
                 # Of two copies of one weight both have to be right.
                 found[name] = digest if found.get(name, digest) == digest else found[name] ^ digest
         if combined(found) == expected:
-            return
-        wrong = [name for name, digest in found.items() if digest not in _as_loaded(source.read(name))]
-    if wrong:
-        raise WeightsDiverged(
-            f"version {version} as it was loaded is not what was published: {len(wrong)} of {len(found)} tensors "
-            f"differ, the first is {wrong[0]}"
-        )
-    log.info("weights are proved by their image alone", extra={"version": version})
+            return None, len(found)
+        return [name for name, digest in found.items() if digest not in _as_loaded(source.read(name))], len(found)
 
 
 def _as_loaded(tensor: torch.Tensor) -> frozenset[int]:

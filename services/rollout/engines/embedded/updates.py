@@ -178,8 +178,7 @@ class UpdateQueue:
         """Switch to the staged weights, and prove that they are in place.
 
         Raises:
-            WeightsDiverged: they are not.
-            WeightTransferFailed: their image is gone.
+            WeightsDiverged: they are not, or nobody can tell.
         """
         assert self._updates and self._staged == self._updates[0].content
         faults = armed()

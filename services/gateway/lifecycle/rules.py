@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.lifecycle.commands import ExperimentCommands
-from flotilla.services.gateway.monitoring.conditions import Met, Point, Seen, standing
+from flotilla.services.gateway.monitoring.conditions import Point, Seen, Watch
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.transaction import Transaction
@@ -70,36 +70,39 @@ async def stored_actions(store: Store, experiment_id: str) -> tuple[RuleFired, .
     return tuple(RuleFired.model_validate(each) for each in kept.get("fired", ()))
 
 
-async def read_points(store: Store, experiment: Experiment, seen: Seen) -> None:
-    """Read the points since the last time."""
-    names = sorted({rule.metric for rule in experiment.spec.rules})
-    cursor = seen.cursor
-    while names:
+async def look_at(store: Store, experiment: Experiment, seen: Seen, fired: Sequence[RuleFired]) -> None:
+    """Read the points since the last time, and judge them by every rule."""
+    rules = experiment.spec.rules
+    for rule in rules:
+        seen.watch(rule).resume(*remembered(rule.name, fired, experiment.steering.changes))
+    names, cursor = sorted({rule.metric for rule in rules}), seen.cursor
+    while names and not any(seen.watch(rule).is_full for rule in rules):
         rows = await store.metrics(experiment.id, names=names, after=cursor, limit=SLICE)
-        for _, row in rows:
-            seen.points.setdefault(row.name, {})[row.step] = Point(row.step, row.version, row.value)
-        cursor = rows[-1][0] if rows else cursor
-        seen.cursor = max(seen.cursor, cursor)
+        seen.add(rules, ((place, row.name, Point(row.step, row.version, row.value)) for place, row in rows))
+        cursor = max(seen.cursor, cursor)
+        for rule in rules:
+            seen.watch(rule).look(rule)
         if len(rows) < SLICE:
             return
 
 
 async def views_of(store: Store, experiment: Experiment, seen: Seen) -> tuple[RuleView, ...]:
     """Show the rules of an experiment and where each stands."""
-    await read_points(store, experiment, seen)
+    if not experiment.spec.rules:
+        return ()
     fired = await stored_actions(store, experiment.id)
+    await look_at(store, experiment, seen, fired)
     views = []
     for rule in experiment.spec.rules:
-        memory = remembered(rule.name, fired, experiment.steering.changes)
-        points = seen.of(rule.metric, memory.since_step)
+        watch = seen.watch(rule)
         views.append(
             RuleView(
                 name=rule.name,
                 metric=rule.metric,
                 times=rule.times,
-                num_fired=memory.num_fired,
-                num_points=len(points),
-                num_met=standing(rule, points).num_met,
+                num_fired=watch.num_fired,
+                num_points=watch.num_points,
+                num_met=watch.num_met,
                 patience=rule.when.patience,
                 fired=tuple(each for each in fired if each.rule == rule.name),
             )
@@ -127,7 +130,6 @@ class Rules:
         self._experiment, self._repository, self._commands = experiment, repository, commands
         self._events, self._store, self._clock = events, store, clock
         self._seen = seen
-        self._looked_at = -1
         self._fired: tuple[RuleFired, ...] | None = None
 
     async def run(self) -> None:
@@ -142,33 +144,22 @@ class Rules:
             return
         if self._fired is None:
             self._fired = await stored_actions(self._store, self._experiment.id)
-        await read_points(self._store, self._experiment, self._seen)
-        cursor = self._seen.cursor
-        if cursor == self._looked_at:
-            return
+        await look_at(self._store, self._experiment, self._seen, self._fired)
         for rule in self._experiment.spec.rules:
-            while await self._act(rule):
+            while self._seen.watch(rule).look(rule) is not None and await self._act(rule):
                 pass
-        self._looked_at = cursor
-
-    def _met(self, rule: RuleConfig) -> Met | None:
-        memory = remembered(rule.name, self._fired or (), self._experiment.steering.changes)
-        if memory.num_fired >= rule.times:
-            return None
-        return standing(rule, self._seen.of(rule.metric, memory.since_step)).met
 
     async def _act(self, rule: RuleConfig) -> bool:
-        """Let a rule act if its condition is met; whether it did."""
-        if self._met(rule) is None:
-            return False
+        """Let a rule act whose condition is met; whether it did."""
+        watch = self._seen.watch(rule)
         async with self._repository.transaction() as change:
             experiment, fired = self._experiment, self._fired or ()
             is_there = self._repository.find(experiment.id) is experiment
             if not is_there or experiment.state is not ExperimentState.RUNNING:
                 return False
-            # Asked again: somebody may have acted while this waited for its turn.
-            met = self._met(rule)
-            if met is None:
+            memory, met = remembered(rule.name, fired, experiment.steering.changes), watch.met
+            if met is None or memory.num_fired > watch.num_fired:
+                # While this waited for its turn a checkpoint has told that it had acted.
                 return False
             did, changes = self._stage_effect(change, rule)
             done = RuleFired(
@@ -186,8 +177,12 @@ class Rules:
             facts: dict[str, Any] = {"metric": rule.metric, **done.model_dump(mode="json", exclude={"at"})}
             self._repository.stage_audit(change, experiment.id, "rule", **facts)
             self._events.stage(change, experiment.id, FIRED, **facts)
-            change.then(lambda: setattr(self, "_fired", after))
+            change.then(lambda: self._follow(watch, after))
         return True
+
+    def _follow(self, watch: Watch, fired: tuple[RuleFired, ...]) -> None:
+        self._fired = fired
+        watch.resume(watch.num_fired + 1, fired[-1].step)
 
     def _stage_effect(self, change: Transaction, rule: RuleConfig) -> tuple[str, tuple[str, ...]]:
         """Stage what a rule does; return it in words, and the ids of the live changes."""

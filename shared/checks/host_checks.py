@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -13,7 +14,9 @@ from redis.exceptions import RedisError
 from flotilla.shared.checks.attempts import reach_all
 from flotilla.shared.checks.facts import host_facts
 from flotilla.shared.checks.listeners import Listeners
+from flotilla.shared.concurrency.daemon_threads import on_daemon_thread
 from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.files.beneath import read_beneath
 from flotilla.shared.schemas.checks import LOOK, MOST_FILES, REACH, CheckOrder, CheckReport, HostFacts
 from flotilla.shared.streams.redis.connection import connect
 
@@ -62,7 +65,7 @@ class HostChecks:
     async def _look(self, order: CheckOrder, name: str) -> HostFacts:
         facts, folder_problem, (seconds, problem) = await asyncio.gather(
             asyncio.to_thread(host_facts),
-            asyncio.to_thread(write_into, order.folder, name, order.check_id),
+            on_daemon_thread(partial(write_into, order.folder, name, order.check_id), "examination folder"),
             ping(self._redis_url),
         )
         ports, port_problem = ({}, None) if self._listeners is None else await self._listeners.open(order.check_id)
@@ -94,7 +97,7 @@ def write_into(folder: str | None, name: str, content: str) -> str | None:
 
 def missing_in(folder: str, names: Iterable[str], content: str) -> tuple[str, ...]:
     """List the files that a folder does not have, or that have another content."""
-    return tuple(name for name in names if not _has(Path(folder, Path(name).name), content))
+    return tuple(name for name in names if not _has(Path(folder), name, content.encode()))
 
 
 async def ping(url: str) -> tuple[float | None, str | None]:
@@ -127,15 +130,17 @@ async def _unseen(order: CheckOrder) -> tuple[str, ...]:
         return ()
     end, names = time.monotonic() + FOLDER_SECONDS, order.files[:MOST_FILES]
     while True:
-        left = await asyncio.to_thread(missing_in, order.folder, names, order.check_id)
+        looking = partial(missing_in, order.folder, names, order.check_id)
+        left = await on_daemon_thread(looking, "examination folder")
         if not left or time.monotonic() >= end:
             return left
         await asyncio.sleep(POLL_SECONDS)
 
 
-def _has(path: Path, content: str) -> bool:
+def _has(folder: Path, name: str, content: bytes) -> bool:
     try:
-        with path.open(encoding="utf-8") as file:
+        # Others write there: a pipe of that name would be waited for, and a link lead elsewhere.
+        with read_beneath(folder, name) as file:
             return file.read(len(content) + 1) == content
-    except (OSError, UnicodeDecodeError):
+    except OSError:
         return False

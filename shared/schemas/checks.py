@@ -31,6 +31,12 @@ FAILED: Final = "failed"
 of a known authority; something else answers; anything else. A later release may know more."""
 
 
+Epoch = Annotated[float, Field(ge=0.0, le=1e11, allow_inf_nan=False)]
+"""Seconds since the epoch; any clock that runs is far below the bound."""
+Bytes = Annotated[int, Field(ge=0, le=1 << 80)]
+"""More than any file system says, and few enough to compute with."""
+
+
 class PortUse(StrEnum):
     """What a service listens for, besides HTTP."""
 
@@ -70,7 +76,7 @@ class Orphan(TolerantWire):
     command: str = Field("", max_length=200)
     """What it runs; empty where this container cannot see it."""
     devices: tuple[str, ...] = Field((), max_length=64)
-    memory_bytes: int = Field(0, ge=0)
+    memory_bytes: Bytes = 0
     """Of the devices."""
 
 
@@ -97,10 +103,10 @@ class HostFacts(TolerantWire):
     folder_problem: str | None = Field(None, max_length=400)
     """Why it could not write into the gateway's folder."""
     temporary: str = Field("", max_length=400)
-    temporary_free_bytes: int = 0
+    temporary_free_bytes: Bytes = 0
     """Of the directory for temporary files."""
-    shared_memory_free_bytes: int | None = None
-    shared_memory_bytes: int | None = None
+    shared_memory_free_bytes: Bytes | None = None
+    shared_memory_bytes: Bytes | None = None
     orphans: tuple[Orphan, ...] = Field((), max_length=MOST_ORPHANS)
 
 
@@ -121,9 +127,9 @@ class CheckReport(TolerantWire):
 
     check_id: str = Field(max_length=64)
     phase: int
-    received_at: float
+    received_at: Epoch
     """When the order came, in seconds since the epoch by the service's own clock."""
-    sent_at: float
+    sent_at: Epoch
     """When this was sent."""
     facts: HostFacts | None = None
     attempts: tuple[Attempt, ...] = Field((), max_length=4 * MOST_TARGETS)

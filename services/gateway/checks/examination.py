@@ -6,12 +6,16 @@ whoever asked asks again.
 """
 
 import asyncio
+import os
+import re
 import secrets
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
 from flotilla.services.gateway.checks.judging import Answer, Evidence, judge
@@ -23,7 +27,8 @@ from flotilla.shared.checks.attempts import reach_all
 from flotilla.shared.checks.facts import host_facts
 from flotilla.shared.checks.host_checks import missing_in, write_into
 from flotilla.shared.clock import Clock
-from flotilla.shared.errors import Conflict
+from flotilla.shared.concurrency.daemon_threads import on_daemon_thread
+from flotilla.shared.errors import Conflict, Unavailable
 from flotilla.shared.schemas.checks import (
     LOOK,
     MOST_FILES,
@@ -42,7 +47,11 @@ PHASE_SECONDS: Final = 15.0
 MOST_FINDINGS: Final = 200
 MOST_DIALLED: Final = 48
 """Services that the gateway itself tries to reach."""
-FOLDER: Final = "checks"
+FOLDER: Final = ".examinations"
+FOLDER_SECONDS: Final = 10.0
+"""For each thing that is done in the data directory: a file system of a network may hang."""
+CHECK_ID: Final = re.compile(r"[0-9a-f]{16}")
+Value = TypeVar("Value")
 GATEWAY: Final = "gateway"
 
 
@@ -100,8 +109,7 @@ class Examinations:
         began = time.monotonic()
         members = {each.id: Member(each.id, _host_of(each), each.kind) for each in self._registry}
         asked = representatives(members.values())
-        folder = self._data.resolve() / FOLDER / check_id
-        await asyncio.to_thread(_make, folder, check_id)
+        folder = await _patiently(partial(_make, self._data, check_id))
         try:
             dialling = asyncio.create_task(self._dial_some(asked, check_id), name="dial services")
             try:
@@ -116,7 +124,8 @@ class Examinations:
                 looked = await self._phase(orders)
                 pairs = choose_pairs([each for each in asked if each.id in looked], seed=check_id)
                 wrote = sorted(name for name in writers & looked.keys() if _wrote(looked[name]))
-                unseen = await asyncio.to_thread(missing_in, str(folder), wrote, check_id)
+                unseen = await _patiently(partial(missing_in, str(folder), wrote, check_id))
+                free_bytes = (await _patiently(partial(shutil.disk_usage, self._data))).free
                 seen = [name for name in wrote if name not in unseen]
                 orders = {
                     name: self._reaching(
@@ -129,7 +138,8 @@ class Examinations:
             finally:
                 dialling.cancel()
         finally:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            with suppress(Unavailable):
+                await _patiently(partial(_remove, folder))
         evidence = Evidence(
             asked=asked,
             looked=looked,
@@ -139,7 +149,7 @@ class Examinations:
             silences=[*self._silences(asked, looked), *self._given_up()],
             own=own,
             data=str(self._data),
-            data_free_bytes=shutil.disk_usage(self._data).free,
+            data_free_bytes=free_bytes,
             unseen=unseen,
             machines={each.id: each.capabilities.machine for each in self._registry},
         )
@@ -261,8 +271,54 @@ def _ports_of(answer: Answer) -> dict[str, int]:
     return {} if answer.report.facts is None else {str(use): port for use, port in answer.report.facts.ports.items()}
 
 
-def _make(folder: Path, check_id: str) -> None:
-    """Make the folder; what an examination that was broken off has left is removed."""
-    shutil.rmtree(folder.parent, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_into(str(folder), GATEWAY, check_id)
+async def _patiently(work: Callable[[], Value]) -> Value:
+    """Do something in the data directory, and wait for it only so long.
+
+    Raises:
+        Unavailable: it takes longer.
+    """
+    try:
+        async with asyncio.timeout(FOLDER_SECONDS):
+            return await on_daemon_thread(work, "examination folder")
+    except TimeoutError:
+        raise Unavailable(f"the gateway's data directory does not answer within {FOLDER_SECONDS:g} s") from None
+
+
+def _make(data: Path, check_id: str) -> Path:
+    """Make the folder of an examination; what one that was broken off has left is removed, and nothing else.
+
+    Raises:
+        Conflict: it cannot be made, or a link or something else has its parent's name.
+    """
+    kept = data.resolve() / FOLDER
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+        with _opened(kept) as at:
+            with os.scandir(at) as entries:
+                left = [each.name for each in entries if CHECK_ID.fullmatch(each.name) and _is_folder(each)]
+            for name in left:
+                shutil.rmtree(name, ignore_errors=True, dir_fd=at)
+            os.mkdir(check_id, dir_fd=at)
+    except OSError as error:
+        why = error.strerror or error
+        raise Conflict(f"{kept} must be a folder of the gateway's own, and no link: {why}") from error
+    write_into(str(kept / check_id), GATEWAY, check_id)
+    return kept / check_id
+
+
+def _remove(folder: Path) -> None:
+    with suppress(OSError), _opened(folder.parent) as at:
+        shutil.rmtree(folder.name, ignore_errors=True, dir_fd=at)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    return entry.is_dir(follow_symlinks=False)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield at
+    finally:
+        os.close(at)

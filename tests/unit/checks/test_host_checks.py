@@ -1,7 +1,10 @@
 """A service does what an order says, and nothing beyond it."""
 
 import json
+import os
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,6 +59,21 @@ async def test_files_that_others_wrote_are_missed_by_name(tmp_path: Path, monkey
     report = await HostChecks("127.0.0.1").answer(order(phase=REACH, folder=str(tmp_path), files=names), "r", 5.0)
 
     assert report.unseen == ("older", "not there") == missing_in(str(tmp_path), names, "ab12")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to(path.parent / "there")])
+def test_what_has_a_files_name_and_is_none_is_missing_and_not_waited_for(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    (tmp_path / "there").write_text("ab12")
+    make(tmp_path / "rollout-1")
+    looking = threading.Thread(target=missing_in, args=(str(tmp_path), ["rollout-1"], "ab12"), daemon=True)
+
+    looking.start()
+    looking.join(5)
+
+    assert not looking.is_alive()
+    assert missing_in(str(tmp_path), ["rollout-1", "../there", "there"], "ab12") == ("rollout-1", "../there")
 
 
 async def test_an_order_of_a_later_release_is_answered_with_nothing() -> None:

@@ -1,17 +1,22 @@
 """An examination: orders go out with desired states, and each finding names host, attempt and remedy."""
 
 import asyncio
+import os
+import threading
 from collections.abc import Callable, Iterable
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from flotilla.services.gateway.checks import examination
 from flotilla.services.gateway.checks.examination import FOLDER, Examinations
 from flotilla.services.gateway.checks.judging import are_neighbours
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.checks.facts import host_facts
-from flotilla.shared.errors import Conflict
+from flotilla.shared.errors import Conflict, Unavailable
 from flotilla.shared.schemas.checks import (
     LOOK,
     REACHED,
@@ -135,6 +140,42 @@ async def test_a_fleet_that_is_well_has_no_findings_and_leaves_nothing(fleet: Sc
     assert all(each.check is None for each in fleet.gateway.registry)
 
 
+async def test_only_what_an_examination_left_is_removed(fleet: Scripted) -> None:
+    kept = [fleet.data / "checks" / "mine", fleet.data / FOLDER / "mine", fleet.data / FOLDER / ("0" * 17)]
+    for each in (*kept, fleet.data / FOLDER / "0123456789abcdef"):
+        each.mkdir(parents=True)
+    os.mkfifo(fleet.data / FOLDER / ("f" * 16))
+
+    await fleet.examine()
+
+    assert all(each.is_dir() for each in kept)
+    assert {each.name for each in (fleet.data / FOLDER).iterdir()} == {"mine", "0" * 17, "f" * 16}
+
+
+async def test_a_link_in_place_of_the_folder_is_refused_and_not_followed(fleet: Scripted) -> None:
+    elsewhere = fleet.data / "elsewhere"
+    (elsewhere / "0123456789abcdef").mkdir(parents=True)
+    (fleet.data / FOLDER).symlink_to(elsewhere)
+
+    with pytest.raises(Conflict, match="no link"):
+        await fleet.examinations.examine()
+
+    assert [each.name for each in elsewhere.iterdir()] == ["0123456789abcdef"]
+
+
+async def test_a_data_directory_that_hangs_ends_the_examination(
+    fleet: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on = threading.Event()
+    monkeypatch.setattr(examination, "FOLDER_SECONDS", 0.05)
+    monkeypatch.setattr(examination, "missing_in", lambda *_: may_go_on.wait())
+
+    with pytest.raises(Unavailable, match="does not answer"):
+        await fleet.examinations.examine()
+
+    may_go_on.set()
+
+
 async def test_a_cut_between_two_hosts_is_named_with_both_and_a_remedy(fleet: Scripted) -> None:
     await fleet.add(ServiceKind.ROLLOUT, "10.0.0.2")
     await fleet.add(ServiceKind.TRAINER, "10.0.0.3")
@@ -243,6 +284,21 @@ async def test_a_clock_is_wrong_by_more_than_the_round_trip_leaves_open(fleet: S
 
     fleet.answers = dict.fromkeys(fleet.answers, late)
     assert [each for each in (await fleet.examine()).findings if each.topic == "clock"] == []
+
+
+@pytest.mark.parametrize("wrong", [inf, nan, 1e308, -1.0])
+def test_a_time_that_no_clock_shows_is_refused_where_it_is_reported(wrong: float) -> None:
+    good = {"check_id": "ab", "phase": LOOK, "received_at": 5.0, "sent_at": 5.0}
+    for name in ("received_at", "sent_at"):
+        with pytest.raises(ValidationError):
+            CheckReport.model_validate(good | {name: wrong})
+
+
+@pytest.mark.parametrize("name", ["temporary_free_bytes", "shared_memory_free_bytes", "shared_memory_bytes"])
+@pytest.mark.parametrize("wrong", [-1, 10**400])
+def test_sizes_that_cannot_be_computed_with_are_refused_where_they_are_reported(name: str, wrong: int) -> None:
+    with pytest.raises(ValidationError):
+        HostFacts.model_validate(OWN.model_dump() | {name: wrong})
 
 
 async def test_a_file_that_the_gateway_does_not_see_means_another_folder(fleet: Scripted) -> None:

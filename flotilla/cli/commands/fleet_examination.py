@@ -21,8 +21,11 @@ async def examine(arguments: argparse.Namespace) -> int:
 def _show(found: FleetExamination) -> None:
     console = new_console()
     if found.findings:
-        rows = [(each.host, each.verdict, each.topic, each.tried, each.found) for each in found.findings]
-        console.print(table_of(("host", "verdict", "topic", "tried", "found"), rows, whole=("host",)))
+        rows = [
+            (each.host, each.service_id or "", each.verdict, each.topic, each.tried, each.found)
+            for each in found.findings
+        ]
+        console.print(table_of(("host", "service", "verdict", "topic", "tried", "found"), rows, whole=("host",)))
         for advice in dict.fromkeys((each.host, each.topic, each.advice) for each in found.findings):
             console.print(f"{advice[0]}, {advice[1]}: {advice[2]}", markup=False)
     if found.num_more_findings:

@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
 from flotilla.services.gateway.checks.judging import Answer, Evidence, judge
-from flotilla.services.gateway.checks.pairs import Member, Pairs, choose_pairs, representatives
+from flotilla.services.gateway.checks.pairs import Member, Pairs, choose_pairs, is_elsewhere, representatives
 from flotilla.services.gateway.membership.returning import Returning
 from flotilla.services.gateway.registry.services import LiveService, Registry
 from flotilla.services.gateway.signals import Signal, fire_in_turn, wait_for_any
@@ -41,6 +41,7 @@ from flotilla.shared.schemas.checks import (
     FleetFinding,
 )
 from flotilla.shared.schemas.service import ServiceKind
+from flotilla.shared.service.devices import machine_identity
 
 PHASE_SECONDS: Final = 15.0
 """For all answers of a phase. Attempts take four seconds, Redis five, and a host may be busy."""
@@ -107,7 +108,7 @@ class Examinations:
 
     async def _examine(self, check_id: str) -> FleetExamination:
         began = time.monotonic()
-        members = {each.id: Member(each.id, _host_of(each), each.kind) for each in self._registry}
+        members = {each.id: _member(each) for each in self._registry}
         asked = representatives(members.values())
         folder = await _patiently(partial(_make, self._data, check_id))
         try:
@@ -151,7 +152,6 @@ class Examinations:
             data=str(self._data),
             data_free_bytes=free_bytes,
             unseen=unseen,
-            machines={each.id: each.capabilities.machine for each in self._registry},
         )
         return self._told(evidence, pairs, len(members), time.monotonic() - began)
 
@@ -221,7 +221,9 @@ class Examinations:
         )
 
     async def _dial_some(self, asked: list[Member], check_id: str) -> tuple[Attempt, ...]:
-        services = [service for each in asked if (service := self._registry.find(each.id)) is not None]
+        own = machine_identity() or ""
+        near = [each for each in asked if not is_elsewhere(each, own)]
+        services = [service for each in near if (service := self._registry.find(each.id)) is not None]
         return await self._dial(
             [CheckTarget(service_id=each.id, url=each.record.address) for each in services[:MOST_DIALLED]], check_id
         )
@@ -259,8 +261,9 @@ def _silence(host: str, service_id: str, found: str, advice: str) -> FleetFindin
     )
 
 
-def _host_of(service: LiveService) -> str:
-    return urlsplit(service.record.address).hostname or service.record.host
+def _member(service: LiveService) -> Member:
+    host = urlsplit(service.record.address).hostname or service.record.host
+    return Member(service.id, host, service.kind, service.capabilities.machine or "")
 
 
 def _wrote(answer: Answer) -> bool:

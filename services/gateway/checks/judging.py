@@ -1,11 +1,10 @@
 """What the answers of a fleet mean: each finding says which host, what was tried, and what to do. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from ipaddress import ip_address
+from dataclasses import dataclass
 from typing import Final, Literal
 
-from flotilla.services.gateway.checks.pairs import Member
+from flotilla.services.gateway.checks.pairs import Member, is_of_each_machine
 from flotilla.shared.schemas.checks import (
     ANOTHER,
     NO_ROUTE,
@@ -76,7 +75,6 @@ class Evidence:
         data: the gateway's data directory.
         data_free_bytes: of its file system.
         unseen: ids of services whose file the gateway did not find.
-        machines: identity of each member's machine, by id.
     """
 
     asked: Sequence[Member]
@@ -89,7 +87,6 @@ class Evidence:
     data: str
     data_free_bytes: int
     unseen: Iterable[str] = ()
-    machines: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
     def members(self) -> dict[str, Member]:
@@ -254,25 +251,18 @@ def _advice(attempt: Attempt, source: str, target: str) -> str:
 
 
 def _addresses(evidence: Evidence) -> Iterator[FleetFinding]:
-    if len({evidence.machines.get(each.id) for each in evidence.asked} - {None}) < 2:
+    if len({each.machine for each in evidence.asked} - {""}) < 2:
         return
     for member in evidence.asked:
-        if _is_loopback(member.host):
+        if is_of_each_machine(member.host):
             yield _finding(
                 "failed",
                 "address",
                 member,
                 tried="compared the addresses of all services",
-                found=f"it registers as {member.host}, which is every machine's own",
+                found=f"it registers as {member.host}, which means something else on each machine",
                 advice="set FLOTILLA_HOST there to the address at which other machines reach it",
             )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _clock(member: Member, answer: Answer) -> Iterator[FleetFinding]:
@@ -286,7 +276,6 @@ def _clock(member: Member, answer: Answer) -> Iterator[FleetFinding]:
         tried="compared its clock with the gateway's",
         found=f"{abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'}, to within {error:.2f} s",
         advice="set the clock by NTP (chrony, systemd-timesyncd): certificates, logs and traces go by it",
-        names_service=False,
     )
 
 
@@ -386,7 +375,6 @@ def _room(member: Member, facts: HostFacts) -> Iterator[FleetFinding]:
             tried=f"looked at {facts.temporary}",
             found=f"{facts.temporary_free_bytes / GIBIBYTE:.1f} GB are free",
             advice="make room, or set TMPDIR to a larger disk",
-            names_service=False,
         )
     if member.kind not in MAPS:
         return
@@ -415,5 +403,4 @@ def _devices(member: Member, facts: HostFacts) -> Iterator[FleetFinding]:
             tried="looked for processes without an owner, and for who holds devices",
             found=f"pid {each.pid}: {what}{holds if each.devices else ''}",
             advice="end it there, once you know that nobody needs it",
-            names_service=False,
         )

@@ -1,12 +1,15 @@
 """Which services try to reach which: pure, and bounded whatever the size of the fleet.
 
+A host is an address on a machine: a service that registers with another's address stands for nobody there.
 On each host one service of each kind stands for all of that kind. Of a kind that few hosts have, every host tries all;
 of others each tries a few, chosen so that each is tried by as many. What is tried grows with hosts, not with pairs.
 """
 
 import random
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import IPv6Address, ip_address
 from typing import Final
 
 from flotilla.shared.schemas.service import ServiceKind
@@ -24,11 +27,25 @@ NEEDS: Final[Mapping[ServiceKind, tuple[ServiceKind, ...]]] = {
 
 @dataclass(frozen=True, slots=True, order=True)
 class Member:
-    """A service: its id, where others reach it, and what it is."""
+    """A service.
+
+    Attributes:
+        host: where others reach it.
+        machine: identity of its machine; empty where it does not say.
+    """
 
     id: str
     host: str
     kind: ServiceKind
+    machine: str = ""
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The host, and the machine that it is on."""
+        return self.host, self.machine
+
+
+_Place = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +65,9 @@ class Pairs:
 
 def representatives(members: Iterable[Member]) -> list[Member]:
     """Choose one service of each kind on each host, the first by its id."""
-    found: dict[tuple[str, ServiceKind], Member] = {}
+    found: dict[tuple[_Place, ServiceKind], Member] = {}
     for each in sorted(members):
-        found.setdefault((each.host, each.kind), each)
+        found.setdefault((each.place, each.kind), each)
     return list(found.values())
 
 
@@ -62,43 +79,66 @@ def choose_pairs(members: Sequence[Member], *, seed: str = "", most: int = MOST_
         seed: another one tries other pairs, where not all are tried.
         most: hosts with a kind that one host tries to reach.
     """
-    by_kind: dict[ServiceKind, dict[str, Member]] = {kind: {} for kind in ServiceKind}
+    by_kind: dict[ServiceKind, dict[_Place, Member]] = {kind: {} for kind in ServiceKind}
     for each in members:
-        by_kind[each.kind][each.host] = each
+        by_kind[each.kind][each.place] = each
     order = random.Random(seed)
     rings = {kind: _shuffled(by_kind[kind], order) for kind in ServiceKind}
     targets: dict[str, list[str]] = {}
-    tried: set[tuple[str, str]] = set()
-    asked: set[tuple[str, ServiceKind]] = set()
+    tried: set[tuple[_Place, _Place]] = set()
+    asked: set[tuple[_Place, ServiceKind]] = set()
     for caller in sorted(members):
         for kind in NEEDS[caller.kind]:
             others = by_kind[kind]
             # What another service of this host tries already: the way is the same.
-            if (caller.host, kind) in asked:
+            if (caller.place, kind) in asked:
                 continue
-            asked.add((caller.host, kind))
-            for host in _neighbours(rings[kind], caller.host, most):
-                targets.setdefault(caller.id, []).append(others[host].id)
-                tried.add((caller.host, host))
+            asked.add((caller.place, kind))
+            for place in _neighbours(rings[kind], caller.place, most):
+                if not is_elsewhere(others[place], caller.machine):
+                    targets.setdefault(caller.id, []).append(others[place].id)
+                    tried.add((caller.place, place))
     return Pairs({name: tuple(ids) for name, ids in targets.items()}, _count_needed(members, by_kind), len(tried))
 
 
-def _count_needed(members: Iterable[Member], by_kind: Mapping[ServiceKind, Mapping[str, Member]]) -> int:
-    needs: dict[str, frozenset[ServiceKind]] = {}
+def is_elsewhere(target: Member, machine: str) -> bool:
+    """Whether its address would lead whoever is on a machine to that machine itself, and not to the service."""
+    return target.machine != machine and is_of_each_machine(target.host)
+
+
+def is_of_each_machine(host: str) -> bool:
+    """Whether an address means something else on each machine or link, however it is written; no name is resolved."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        found = ip_address(host.partition("%")[0])
+    except ValueError:
+        try:
+            # As resolvers read it: 127.1 is an address too.
+            found = ip_address(socket.inet_aton(host))
+        except (OSError, ValueError):
+            return False
+    if isinstance(found, IPv6Address):
+        found = found.ipv4_mapped or found
+    return found.is_loopback or found.is_link_local or found.is_unspecified
+
+
+def _count_needed(members: Iterable[Member], by_kind: Mapping[ServiceKind, Mapping[_Place, Member]]) -> int:
+    needs: dict[_Place, frozenset[ServiceKind]] = {}
     for each in members:
-        needs[each.host] = needs.get(each.host, frozenset()) | frozenset(NEEDS[each.kind])
+        needs[each.place] = needs.get(each.place, frozenset()) | frozenset(NEEDS[each.kind])
     # Hosts of the same kinds need the same: there may be a million pairs.
-    hosts = {kinds: {host for kind in kinds for host in by_kind[kind]} for kinds in set(needs.values())}
-    return sum(len(hosts[kinds]) - (host in hosts[kinds]) for host, kinds in needs.items())
+    hosts = {kinds: {place for kind in kinds for place in by_kind[kind]} for kinds in set(needs.values())}
+    return sum(len(hosts[kinds]) - (place in hosts[kinds]) for place, kinds in needs.items())
 
 
-def _shuffled(hosts: Iterable[str], order: random.Random) -> list[str]:
+def _shuffled(hosts: Iterable[_Place], order: random.Random) -> list[_Place]:
     ring = sorted(hosts)
     order.shuffle(ring)
     return ring
 
 
-def _neighbours(ring: Sequence[str], host: str, most: int) -> list[str]:
+def _neighbours(ring: Sequence[_Place], host: _Place, most: int) -> list[_Place]:
     """Choose hosts of a ring: those behind a host's own place, so that nobody is tried by more than others.
 
     One that is not in the ring has a place by its name.
@@ -106,5 +146,5 @@ def _neighbours(ring: Sequence[str], host: str, most: int) -> list[str]:
     others = [each for each in ring if each != host]
     if len(others) <= most:
         return others
-    place = ring.index(host) if host in ring else random.Random(host).randrange(len(others))
+    place = ring.index(host) if host in ring else random.Random(" ".join(host)).randrange(len(others))
     return [others[(place + step) % len(others)] for step in range(most)]

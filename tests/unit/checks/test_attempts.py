@@ -65,6 +65,22 @@ async def test_each_way_to_fail_has_its_name(monkeypatch: pytest.MonkeyPatch) ->
     }
 
 
+async def test_health_is_asked_for_at_the_origin_whatever_path_an_address_has() -> None:
+    asked: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append((await reader.readuntil(b"\r\n\r\n")).partition(b"\r\n")[0])
+        writer.write(HEALTHY)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/admin/delete;x"
+    found = await reach_all([CheckTarget(service_id="r", url=url)], "ab12")
+    server.close()
+
+    assert found[0].outcome == REACHED and asked == [b"GET /healthz HTTP/1.1"]
+
+
 async def test_listeners_end_when_nobody_says_so() -> None:
     listeners = Listeners("127.0.0.1", linger_seconds=0.01)
     ports, _ = await listeners.open("ab12")

@@ -4,7 +4,13 @@ from collections import Counter
 
 import pytest
 
-from flotilla.services.gateway.checks.pairs import MOST_OF_A_KIND, Member, choose_pairs, representatives
+from flotilla.services.gateway.checks.pairs import (
+    MOST_OF_A_KIND,
+    Member,
+    choose_pairs,
+    is_of_each_machine,
+    representatives,
+)
 from flotilla.shared.schemas.service import ServiceKind
 
 ROLLOUT, TRAINER, REWARD, SANDBOX = (
@@ -24,6 +30,42 @@ def test_one_service_of_each_kind_stands_for_its_host() -> None:
 
     assert {(each.host, each.kind) for each in found} == {("a", ROLLOUT), ("a", REWARD), ("b", ROLLOUT)}
     assert len(found) == 3
+
+
+def test_nobody_stands_for_another_machine_by_taking_its_address() -> None:
+    victim, stranger = Member("r-2", "a", ROLLOUT, "one"), Member("r-1", "a", ROLLOUT, "two")
+    trainer = Member("t-1", "b", TRAINER, "three")
+
+    assert representatives([victim, stranger]) == [stranger, victim]
+    assert set(choose_pairs([victim, stranger, trainer]).targets["t-1"]) == {"r-1", "r-2"}
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1",
+        "localhost",
+        "127.1",
+        "2130706433",
+        "::1",
+        "::ffff:127.0.0.1",
+        "169.254.169.254",
+        "fe80::1%eth0",
+        "0.0.0.0",
+    ],
+)
+def test_an_address_of_each_machine_is_tried_on_its_own_machine_alone(host: str) -> None:
+    target = Member("t-1", host, TRAINER, "one")
+    near, far = Member("r-1", "a", ROLLOUT, "one"), Member("r-2", "b", ROLLOUT, "two")
+
+    pairs = choose_pairs([target, near, far])
+
+    assert "t-1" in pairs.targets["r-1"] and "t-1" not in pairs.targets["r-2"]
+
+
+@pytest.mark.parametrize("host", ["10.0.0.7", "fd00::1", "localhost.example", "trainer-0.trainers", "a" * 300, ""])
+def test_other_addresses_mean_the_same_everywhere(host: str) -> None:
+    assert not is_of_each_machine(host)
 
 
 def test_small_fleets_try_every_way_that_is_needed_and_no_other() -> None:

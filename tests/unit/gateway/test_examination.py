@@ -31,6 +31,7 @@ from flotilla.shared.schemas.checks import (
     Orphan,
 )
 from flotilla.shared.schemas.service import Capabilities, ObservedState, Registration, ServiceKind
+from flotilla.shared.service.devices import machine_identity
 from tests.unit.gateway.builders import a_gateway, a_registration, say
 
 OWN = host_facts().model_copy(
@@ -47,6 +48,7 @@ class Scripted:
         self.data = data
         self.answers: dict[str, Answering] = {}
         self.hosts: dict[str, str] = {}
+        self.dialled: list[str] = []
         self.cut: set[tuple[str, str]] = set()
         monkeypatch.setattr("flotilla.services.gateway.checks.examination.host_facts", lambda: OWN)
         self.examinations = Examinations(
@@ -60,7 +62,9 @@ class Scripted:
         self.gateway.examinations = self.examinations  # type: ignore[misc]
 
     async def _dial(self, targets: Iterable[CheckTarget], _: str) -> tuple[Attempt, ...]:
-        return tuple(self._attempt("gateway", each) for each in targets)
+        tried = list(targets)
+        self.dialled += [each.service_id for each in tried]
+        return tuple(self._attempt("gateway", each) for each in tried)
 
     def _attempt(self, source: str, target: CheckTarget, port: int = 9000) -> Attempt:
         host = target.url.split("//")[1].split(":")[0]
@@ -70,7 +74,8 @@ class Scripted:
     async def add(
         self, kind: ServiceKind, host: str, answering: Answering | None = lambda _, report: report, **changes: Any
     ) -> str:
-        registration: Registration = a_registration(kind, f"{kind}{host}", address=f"http://{host}:9000", **changes)
+        incarnation = changes.pop("incarnation", f"{kind}{host}")
+        registration: Registration = a_registration(kind, incarnation, address=f"http://{host}:9000", **changes)
         name = (await self.gateway.fleet.register(registration)).service_id
         self.hosts[name] = host
         if answering is not None:
@@ -299,6 +304,31 @@ def test_a_time_that_no_clock_shows_is_refused_where_it_is_reported(wrong: float
 def test_sizes_that_cannot_be_computed_with_are_refused_where_they_are_reported(name: str, wrong: int) -> None:
     with pytest.raises(ValidationError):
         HostFacts.model_validate(OWN.model_dump() | {name: wrong})
+
+
+async def test_the_gateway_tries_an_address_of_each_machine_on_its_own_alone(fleet: Scripted) -> None:
+    own, other = Capabilities(machine=machine_identity()), Capabilities(machine="another")
+    near = await fleet.add(ServiceKind.REWARD, "127.0.0.1", capabilities=own)
+    await fleet.add(ServiceKind.SANDBOX, "127.0.0.1", capabilities=other)
+    await fleet.add(ServiceKind.TRAINER, "169.254.169.254", capabilities=other)
+    far = await fleet.add(ServiceKind.ROLLOUT, "10.0.0.2", capabilities=other)
+
+    await fleet.examine()
+
+    assert set(fleet.dialled) == {near, far}
+
+
+async def test_a_stranger_at_the_address_of_another_machine_does_not_stand_for_it(fleet: Scripted) -> None:
+    orphan = Orphan(pid=7, command="flotilla.x.y", devices=("GPU-a",), memory_bytes=1 << 30).model_dump()
+    machines = [Capabilities(machine=each) for each in ("one", "two")]
+    stranger = await fleet.add(ServiceKind.TRAINER, "10.0.0.3", changed(orphans=[orphan]), capabilities=machines[0])
+    victim = await fleet.add(
+        ServiceKind.TRAINER, "10.0.0.3", changed(redis_problem="away"), capabilities=machines[1], incarnation="2"
+    )
+
+    found = {each.topic: each.service_id for each in (await fleet.examine()).findings}
+
+    assert found == {"devices": stranger, "redis": victim}
 
 
 async def test_a_file_that_the_gateway_does_not_see_means_another_folder(fleet: Scripted) -> None:

@@ -5,10 +5,15 @@ between the last read and the emptying, which follow each other. A fleet that is
 twice.
 """
 
+import itertools
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
+
+NUMBER: Final = re.compile(r"[1-9][0-9]{0,8}")
 
 
 def older_log(path: Path, number: int) -> Path:
@@ -18,10 +23,12 @@ def older_log(path: Path, number: int) -> Path:
 
 def older_logs(path: Path) -> Iterator[Path]:
     """Go through the older files that there are, the newest first."""
-    number = 1
-    while (older := older_log(path, number)).is_file():
-        yield older
-        number += 1
+    prefix = f"{path.name}."
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    # Over gaps: a rotation that was broken off may have left one.
+    ends = (each.name.removeprefix(prefix) for each in beside if each.name.startswith(prefix))
+    numbers = [int(end) for end in ends if NUMBER.fullmatch(end)]
+    yield from (each for number in sorted(numbers) if (each := older_log(path, number)).is_file())
 
 
 def rotate(path: Path, max_bytes: int, num_older: int) -> bool:
@@ -42,12 +49,12 @@ def rotate(path: Path, max_bytes: int, num_older: int) -> bool:
     fresh = path.with_name(f"{path.name}.new")
     with path.open("rb") as log, fresh.open("wb") as copy:
         shutil.copyfileobj(log, copy)
-        # The older ones move only once there is a whole copy.
-        for number in range(num_older - 1, 0, -1):
-            if (older := older_log(path, number)).is_file():
-                older.replace(older_log(path, number + 1))
         shutil.copyfileobj(log, copy)
         copy.flush()
+        # The older ones move only once there is a whole copy, and only up to a gap, which they close.
+        gap = next(number for number in itertools.count(1) if not older_log(path, number).is_file())
+        for number in range(gap - 1, 0, -1):
+            older_log(path, number).replace(older_log(path, number + 1))
         fresh.replace(older_log(path, 1))
         os.truncate(path, 0)
     return True

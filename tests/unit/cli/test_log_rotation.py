@@ -1,6 +1,9 @@
 """Logs of a local fleet are bounded, and a process that writes knows nothing of it."""
 
+import errno
+import shutil
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -39,6 +42,46 @@ def test_a_log_that_cannot_be_copied_keeps_its_lines(tmp_path: Path) -> None:
         rotate(path, 4, 2)
 
     assert path.read_text() == "full\n" and list(older_logs(path)) == []
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_older_logs_stay_where_a_copy_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    path, calls = tmp_path / "x.log", 0
+    copy = shutil.copyfileobj
+
+    def full_disk(source: BinaryIO, target: BinaryIO) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise OSError(errno.ENOSPC, "no space left")
+        copy(source, target)
+
+    for text in ("one\n", "two\n"):
+        path.write_text(text)
+        rotate(path, 4, 3)
+    path.write_text("three\n")
+    monkeypatch.setattr("flotilla.cli.log_rotation.shutil.copyfileobj", full_disk)
+    for _ in range(4):
+        calls = 0
+        with pytest.raises(OSError):
+            rotate(path, 4, 3)
+
+    assert [each.read_text() for each in older_logs(path)] == ["two\n", "one\n"]
+    assert path.read_text() == "three\n"
+
+
+def test_a_gap_hides_no_older_log_and_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    path.write_text("full\n")
+    for number in (2, 3, 10):
+        (tmp_path / f"x.log.{number}").write_text(str(number))
+    (tmp_path / "x.log.old").write_text("not one of them")
+    (tmp_path / "x.log.02").write_text("neither")
+
+    assert [each.read_text() for each in older_logs(path)] == ["2", "3", "10"]
+    assert rotate(path, 4, 3)
+    assert [each.read_text() for each in older_logs(path)] == ["full\n", "2", "3"]
+    assert (tmp_path / "x.log.old").exists() and list(older_logs(tmp_path / "none" / "x.log")) == []
 
 
 def test_the_bounds_are_options_of_what_starts_a_fleet() -> None:

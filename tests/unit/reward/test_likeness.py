@@ -3,7 +3,7 @@
 import pytest
 
 from flotilla.services.reward import likeness as module
-from flotilla.services.reward.likeness import MOST_MEMBERS, Sketch, alike_pair, likeness, sketch_of
+from flotilla.services.reward.likeness import ALIKE, MOST_MEMBERS, Sketch, alike_pair, are_alike, likeness, sketch_of
 
 STORY = "first we add the apples of both baskets and then we take away those that were eaten, so that is what is left"
 
@@ -41,12 +41,23 @@ def test_different_or_short_or_few_alike_answers_are_none() -> None:
 def test_of_a_large_group_a_bounded_number_of_members_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
 
-    def counted(first: Sketch, second: Sketch) -> float:
+    def counted(first: Sketch, second: Sketch) -> bool:
         compared.append((first, second))
-        return likeness(first, second)
+        return are_alike(first, second)
 
-    monkeypatch.setattr(module, "likeness", counted)
+    monkeypatch.setattr(module, "are_alike", counted)
 
     assert alike_pair([other(n) for n in range(4 * MOST_MEMBERS)]) is None
     assert len(compared) == MOST_MEMBERS * (MOST_MEMBERS - 1) // 2
     assert alike_pair([other(1)] * (4 * MOST_MEMBERS)) == (0, 1)
+
+
+def test_two_are_alike_where_their_likeness_says_so() -> None:
+    words = [f"word{at}" for at in range(120)]
+    found = set()
+    for changed in range(0, 40, 2):
+        first, second = (sketch_of(" ".join([*words[:at], *words[40:]])) for at in (40, 40 - changed))
+        assert first is not None and second is not None
+        found.add(expected := likeness(first, second) >= ALIKE)
+        assert are_alike(first, second) == expected
+    assert found == {True, False}

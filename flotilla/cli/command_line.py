@@ -406,7 +406,6 @@ def _add_imports(systems: "Commands") -> None:
         parser = add_command(systems, name, f"{name}: {what}", "import_file:import_file")
         parser.add_argument("file", help=what)
         parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="parameters given on the command line")
-        parser.add_argument("--config-dir", metavar="DIR", help="where files that it names lie, if not beside it")
         _import_options(parser, name)
     text = "openrlhf: a launch script (.sh) and its variables (NAME=VALUE), or -- and the flags"
     openrlhf = add_command(systems, "openrlhf", text, "import_file:import_file")
@@ -414,7 +413,7 @@ def _add_imports(systems: "Commands") -> None:
     openrlhf.add_argument("words", nargs="+", metavar="FLAGS", help="launch script and NAME=VALUE, or -- and the flags")
     text = "trl: a Python script that makes a trainer, which is not run; or the YAML of trl grpo --config"
     trl = add_command(systems, "trl", text, "import_file:import_file")
-    trl.add_argument("file", help="script (.py) or YAML")
+    trl.add_argument("file", help="script (.py, .sh) or YAML")
     trl.add_argument(
         "overrides", nargs="*", metavar="NAME=VALUE", help="what the script reads when it runs; parameters"
     )
@@ -433,6 +432,8 @@ def _add_imports(systems: "Commands") -> None:
 def _import_options(parser: argparse.ArgumentParser, system: str) -> None:
     parser.add_argument("--output", "--out", "-o", help="where to write the spec; without it, standard output")
     parser.add_argument("--force", action="store_true", help="replace files that are there")
+    if system != "openrlhf":  # whose scripts name no files
+        parser.add_argument("--config-dir", metavar="DIR", help="where files that it names lie, if not beside it")
     text = "rows of the training data, where its passes must become steps"
     parser.add_argument("--rows", type=parsing.at_least_one, help=text)
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="set a field of the spec, last of all")

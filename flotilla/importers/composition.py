@@ -12,6 +12,8 @@ Beside = Callable[[str], str | None]
 """Gives the text of the file of a name (without suffix, relative to the launch file); None where there is none."""
 
 SELF = "_self_"
+FILES = (".yaml", ".yml", ".py")
+"""Suffixes of names that are whole."""
 
 
 def nothing_beside(name: str) -> str | None:
@@ -20,21 +22,33 @@ def nothing_beside(name: str) -> str | None:
 
 
 def beside(folder: Path, read: Callable[[Path], str], *, first: Path | None = None) -> Beside:
-    """Look for files in a folder, and around it.
+    """Look for files in a folder, and above it within its repository.
+
+    A launch file may come from someone else: wherever its names and links lead, nothing else is read.
 
     Args:
         folder: of the launch file.
         read: gives a file's text.
-        first: a folder that wins over it.
+        first: a folder that the user named, which wins over it.
     """
-    folders = [folder] if first is None else [first, folder]
+    folders = [(folder, _repository(folder.resolve()))]
+    if first is not None:
+        folders.insert(0, (first, first.resolve()))
 
     def find(name: str) -> str | None:
-        file = Path(name if name.endswith((".yaml", ".yml")) else f"{name}.yaml").expanduser()
-        path = next((each / file for each in folders if (each / file).is_file()), None)
-        return None if path is None else read(path)
+        file = Path(name if name.endswith(FILES) else f"{name}.yaml").expanduser()
+        for each, root in folders:
+            path = (each / file).resolve()
+            if path.is_relative_to(root) and path.is_file():
+                return read(path)
+        return None
 
     return find
+
+
+def _repository(folder: Path) -> Path:
+    """Return the root of the git repository that a folder is in, or the folder where it is in none."""
+    return next((each for each in (folder, *folder.parents) if (each / ".git").exists()), folder)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,12 @@ MODULE = re.compile(rf"trl\.scripts\.(?P<name>{'|'.join(COMMANDS)})")
 STARTS = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed)")
 CONFIG: Final = "config"
 MAX_ABOVE: Final = 8
+MAX_WORDS: Final = 4096
+"""Of one command."""
+WHERE: Final = (
+    "in the script's folder or, within its git repository, above it: give --config-dir DIR, the folder that it lies "
+    "in; nothing outside of these is read"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,28 +95,30 @@ def read_command(
     for place in _places(started.place):
         if (found := beside(place)) is not None:
             return Read("", found, place, values, started.unknown)
-    raise problem(source, started.place, "this script is not found beside the shell script or above it: give "
-                  "--config-dir DIR, the folder that it lies in")  # fmt: skip
+    raise problem(source, started.place, f"this script is not found {WHERE}")
 
 
 def _started(command: Command) -> Started | None:
-    words = command.words
+    words = command.words[:MAX_WORDS]
+    is_started = False
     for number, word in enumerate(words):
         following = words[number + 1] if number + 1 < len(words) else ""
         if posixpath.basename(word) == "trl" and following in COMMANDS:
             return _with_flags(command, number + 2, f"trl {following}", COMMANDS[following], "")
-        is_started = any(STARTS.fullmatch(each) for each in words[:number])
         if is_started and (match := MODULE.fullmatch(word)):
             return _with_flags(command, number + 1, word, COMMANDS[match["name"]], "")
         if word.endswith(".py") and (is_started or number == 0):
             own = OWN.fullmatch(word)
             return _with_flags(command, number + 1, word, COMMANDS[own["name"]] if own else "", word)
+        is_started = is_started or STARTS.fullmatch(word) is not None
     return None
 
 
 def _with_flags(command: Command, first: int, name: str, trainer: str, place: str) -> Started:
     if command.problem is not None and not command.unknown:  # whether it runs at all is not known
         raise command.problem
+    if len(command.words) > MAX_WORDS:
+        raise problem("script", name, f"a command has {MAX_WORDS} words at most, and this one {len(command.words)}")
     flags: dict[str, Any] = {}
     unknown: dict[str, str] = {}
     last = ""
@@ -121,10 +129,13 @@ def _with_flags(command: Command, first: int, name: str, trainer: str, place: st
             flags[last] = value if equals else True
         elif last:
             before = flags[last]
-            flags[last] = word if before is True else [*before, word] if isinstance(before, list) else [before, word]
+            if isinstance(before, list):
+                before.append(word)
+            else:
+                flags[last] = word if before is True else [before, word]
         if last and (error := command.unknown.get(number)) is not None:
             unknown[last] = error.detail
-    negated = [each for each in flags if each.startswith("no_") and flags[each] is True]
+    negated = {each for each in flags if each.startswith("no_") and flags[each] is True}
     return Started(name, trainer, place, {
         **{each: value for each, value in flags.items() if each not in negated},
         **{each.removeprefix("no_"): False for each in negated},
@@ -134,7 +145,7 @@ def _with_flags(command: Command, first: int, name: str, trainer: str, place: st
 def _config(name: str, source: str, beside: Beside) -> dict[str, Any]:
     text = next((found for place in _places(name) if (found := beside(place)) is not None), None)
     if text is None:
-        raise problem(source, name, "--config is not found beside the script or above it: give --config-dir DIR")
+        raise problem(source, name, f"--config is not found {WHERE}")
     try:
         values = read_value(text)
     except (yaml.YAMLError, RecursionError) as error:

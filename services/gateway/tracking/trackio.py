@@ -6,12 +6,15 @@ batch before a gateway was killed may be missing.
 """
 
 from collections.abc import Sequence
+from typing import BinaryIO
 
-from flotilla.services.gateway.tracking.base import Record, TrackedRun
+from flotilla.services.gateway.tracking.base import Record, TrackedRun, open_own
 from flotilla.shared.config.sections.tracking import TrackioTrackerConfig
 
 STEP = "train_step"
 """The training step, among the values: `step` is the library's."""
+CURSOR_BYTES = 20
+"""Digits of the cursor in its file."""
 
 
 class TrackioTracker:
@@ -20,9 +23,10 @@ class TrackioTracker:
     def __init__(self, config: TrackioTrackerConfig, run: TrackedRun) -> None:
         import trackio  # an optional package, imported where it is used
 
-        folder = run.directory / "trackio"
-        folder.mkdir(parents=True, exist_ok=True)
-        self._place = folder / "cursor"
+        (run.directory / "trackio").mkdir(parents=True, exist_ok=True)
+        self._tracked = run
+        with self._open() as file:
+            sent = int(file.read(CURSOR_BYTES) or b"0")
         self._run = trackio.init(
             project=config.project,
             name=run.id,
@@ -37,9 +41,7 @@ class TrackioTracker:
         )
         # Of no public name; tests/contract/gateway/test_trackers.py holds the package to it.
         stored: int | None = self._run._initial_last_step
-        if stored is None:
-            stored = int(self._place.read_text()) if self._place.exists() else 0
-        self._cursor = stored
+        self._cursor = sent if stored is None else stored
 
     def cursor(self) -> int:
         """Return the cursor of the last record that is stored."""
@@ -50,10 +52,13 @@ class TrackioTracker:
         for record in records:
             self._run.log({**record.values, STEP: record.step, "version": record.version}, step=record.cursor)
         self._cursor = records[-1].cursor
-        fresh = self._place.with_suffix(".new")
-        fresh.write_text(str(self._cursor))
-        fresh.replace(self._place)
+        # Of one length, so that one write is all: nothing of the one before is left behind it.
+        with self._open() as file:
+            file.write(f"{self._cursor:0{CURSOR_BYTES}}".encode("ascii"))
 
     def close(self) -> None:
         """Wait until all is stored."""
         self._run.finish()
+
+    def _open(self) -> BinaryIO:
+        return open_own(None, self._tracked, "trackio/cursor")

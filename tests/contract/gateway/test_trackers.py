@@ -1,6 +1,7 @@
 """Every tracker keeps its cursor with its records; the two file formats are read back by rules of their own."""
 
 import json
+import os
 import struct
 import sys
 from collections.abc import Callable
@@ -134,6 +135,31 @@ def test_a_run_of_trackio_goes_on_after_what_is_stored_or_after_what_was_sent(
     assert again.cursor() == cursor
     again.write([a_record(6, 3)])
     assert [(step, values["train_step"]) for step, values in service.rows] == [(2, 1), (6, 3)]
+
+
+@pytest.mark.parametrize("laid", ["link", "dangling", "folder", "pipe"])
+def test_the_cursor_of_trackio_is_read_and_written_through_nothing_that_a_trainer_laid_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, laid: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", Trackio())
+    other, run = tmp_path / "other", tmp_path / "run"
+    (other / "trackio").mkdir(parents=True)
+    (other / "trackio" / "cursor").write_text("7")
+    run.mkdir()
+    if laid == "folder":
+        (run / "trackio").symlink_to(other / "trackio")
+    else:
+        (run / "trackio").mkdir()
+        place = run / "trackio" / "cursor"
+        if laid == "pipe":
+            os.mkfifo(place)
+        else:
+            place.symlink_to(other / "trackio" / ("cursor" if laid == "link" else "missing"))
+
+    with pytest.raises(OSError, match="without links"):
+        opened("trackio", run)
+
+    assert [(each.name, each.read_text()) for each in (other / "trackio").iterdir()] == [("cursor", "7")]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,11 +1,14 @@
 """A shell script that starts TRL: its command, one of its own scripts, or a script of the user's with flags."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flotilla.cli.__main__ import main
 from flotilla.importers.build import Imported, build
-from flotilla.importers.systems import detect, read, system_of
+from flotilla.importers.composition import Beside, beside, nothing_beside
+from flotilla.importers.systems import detect, read, read_launch_text, system_of
 from flotilla.shared.errors import InvalidSpec
 
 GRPO = """#!/bin/bash
@@ -76,13 +79,76 @@ def test_a_variable_of_the_script_may_be_given_and_one_that_nothing_knows_is_nam
     [
         ("trl sft --model_name_or_path m\ntrl dpo --model_name_or_path m\n", "--program N"),
         ("echo trl\n", "starts none"),
-        ("python mine.py\n", "not found beside"),
+        ("python mine.py\n", "not found in the script's folder"),
+        ("trl grpo " + "--beta 1 " * 3000, "4096 words at most"),
         ("trl grpo --config nowhere.yaml\n", "--config is not found"),
     ],
 )
 def test_what_cannot_be_read_is_said(text: str, said: str) -> None:
     with pytest.raises(InvalidSpec, match=said):
         imported(text)
+
+
+@pytest.mark.parametrize("named", ["ABSOLUTE", "../outside/private.yaml", "link.yaml", "private.yaml"])
+def test_a_scripts_names_lead_to_no_file_outside_of_its_folder_and_its_repository(tmp_path: Path, named: str) -> None:
+    secret = tmp_path / "outside" / "private.yaml"
+    scripts = tmp_path / "project" / "scripts"
+    secret.parent.mkdir()
+    scripts.mkdir(parents=True)
+    secret.write_text("model_name_or_path: secret\n")
+    (tmp_path / "private.yaml").write_text("model_name_or_path: secret\n")
+    (scripts / "link.yaml").symlink_to(secret)
+    text = f"trl sft --config {named.replace('ABSOLUTE', str(secret))} --dataset_name o/r --max_steps 3\n"
+
+    def around(first: Path | None = None) -> Beside:
+        return beside(scripts, read_launch_text, first=first)
+
+    def parameters(first: Path | None = None) -> list[Any]:
+        return [each.value for each in read("trl", text, (), {}, source="run.sh", beside=around(first))]
+
+    with pytest.raises(InvalidSpec, match="nothing outside of these is read"):
+        parameters()
+    (tmp_path / "project" / ".git").mkdir()
+    with pytest.raises(InvalidSpec, match="nothing outside of these is read"):
+        parameters()
+    if named != "link.yaml":
+        assert "secret" in parameters(secret.parent), "the user named this folder"
+
+
+def test_what_a_script_names_lies_beside_it_or_above_it_in_its_repository(tmp_path: Path) -> None:
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "train.py").write_text(USER)
+    (tmp_path / "base.yaml").write_text("model_name_or_path: ours\n")
+    around = beside(scripts, read_launch_text)
+
+    assert around("../train.py") == USER and around("../base") is not None
+    assert around(str(tmp_path / "base.yaml")) is not None, "an absolute name of a file of the repository"
+    given = read("trl", "python train.py --group 8\n", (), {}, source="run.sh", beside=around)
+    assert build(system_of("trl", given), given, rows=1000).document["rollout"]["group_size"] == 8
+
+
+@pytest.mark.parametrize("system", ["trl", "auto"])
+def test_the_folder_that_the_message_asks_for_can_be_given(tmp_path: Path, system: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "mine.yaml").write_text("model_name_or_path: m\ndataset_name: o/r\nmax_steps: 3\n")
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "run.sh").write_text("trl sft --config mine.yaml\n")
+    output = tmp_path / "spec.yaml"
+    command = ["import", system, str(tmp_path / "scripts" / "run.sh"), "--output", str(output)]
+
+    assert main(command) != 0 and not output.exists()
+    assert main([*command, "--config-dir", str(tmp_path / "elsewhere")]) == 0 and output.exists()
+
+
+def test_a_flag_of_many_words_is_all_of_them_in_their_order() -> None:
+    words = [f"w{number}" for number in range(1000)]
+
+    given = read("trl", f"trl grpo --reward_funcs {' '.join(words)}\n", (), {}, source="run.sh", beside=nothing_beside)
+
+    [found] = [each.value for each in given if each.spelling == "reward_funcs"]
+    assert [str(each) for each in found] == words
 
 
 def test_one_of_several_programs_is_chosen() -> None:

@@ -11,8 +11,6 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 
-import psutil
-
 from flotilla.shared.errors import InvalidRequest
 
 VARIABLE = "FLOTILLA_START_PATIENCE"
@@ -50,6 +48,8 @@ def patient(seconds: float) -> float:
 
 def cpu_seconds(pids: Iterable[int]) -> float:
     """Add up what processes and their children have computed so far; of one that has ended nothing."""
+    import psutil  # agents read settings too, with an interpreter that may have no more than httpx and pydantic
+
     total = 0.0
     for pid in pids:
         with contextlib.suppress(psutil.Error):

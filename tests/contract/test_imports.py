@@ -164,16 +164,21 @@ def test_algorithms_import_nothing_of_ours_but_types() -> None:
     assert {each for each in ours if not each[1].startswith(allowed)} == set()
 
 
-SMALL = ("services.gateway", "services.reward", "services.sandbox", "cli")
+WITH_TORCH = {"torch", "transformers", "safetensors"}
+SMALL = {
+    **dict.fromkeys(("services.gateway", "services.reward", "services.sandbox", "cli"), WITH_TORCH),
+    # In the interpreter of somebody else's package.
+    "agents": WITH_TORCH | {"psutil", "redis", "numpy", "fastapi", "sqlalchemy"},
+}
 
 
-@pytest.mark.parametrize("package", SMALL)
-def test_small_images_need_no_torch(package: str) -> None:
+@pytest.mark.parametrize(("package", "refused"), SMALL.items())
+def test_small_images_and_agents_do_without_what_is_large_or_not_theirs(package: str, refused: set[str]) -> None:
     script = (
         "import importlib, sys\n"
         "class Refuse:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] in {'torch', 'transformers', 'safetensors'}:\n"
+        f"        if name.split('.')[0] in {refused!r}:\n"
         "            raise ImportError(name + ' was imported')\n"
         "sys.meta_path.insert(0, Refuse())\n"
         f"importlib.import_module('flotilla.{package}.__main__')\n"

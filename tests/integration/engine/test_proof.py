@@ -80,6 +80,23 @@ def test_what_is_not_is_named_samples_nothing_and_is_loaded_again(
     assert completion.versions == ((0, 5),)
 
 
+def test_an_engine_whose_image_is_gone_before_it_is_read_back_samples_nothing_and_says_so(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image, engine = newer("qwen3", tmp_path), saved("qwen3").engine()
+    decoder, digest = engine._decoder, published(image)
+    switch = decoder.switch
+    monkeypatch.setattr(decoder, "switch", lambda: (switch(), image.unlink()))
+
+    engine.request_update(1, image, 5, OnWeightUpdate.CONTINUE, digest)
+    [error] = update_errors(outcomes(engine))
+
+    assert isinstance(error, WeightsDiverged)
+    assert "version 5 as it was loaded cannot be proved" in error.detail
+    with pytest.raises(Unavailable):
+        engine.submit(a_request(PROMPT))
+
+
 def test_packed_weights_that_change_in_memory_are_found(saved: Saved, tmp_path: Path) -> None:
     image, engine = newer("qwen3", tmp_path), saved("qwen3").engine()
     decoder = engine._decoder

@@ -188,7 +188,8 @@ def with_check(answer: DesiredState, order: CheckOrder | None) -> DesiredState:
     """Add what a service should try while the fleet is examined."""
     if order is None:
         return answer
-    return answer.model_copy(update={"check": order, "tag": digest([answer.tag, order.check_id, order.phase])})
+    # All of the order: services with the same work have different ones, and answers of one tag are encoded once.
+    return answer.model_copy(update={"check": order, "tag": digest([answer.tag, order.model_dump(mode="json")])})
 
 
 def weights_url(experiment: ExperimentFacts) -> str | None:

@@ -30,7 +30,7 @@ from flotilla.shared.schemas.checks import (
     HostFacts,
     Orphan,
 )
-from flotilla.shared.schemas.service import Capabilities, ObservedState, Registration, ServiceKind
+from flotilla.shared.schemas.service import Capabilities, DesiredState, ObservedState, Registration, ServiceKind
 from flotilla.shared.service.devices import machine_identity
 from tests.unit.gateway.builders import a_gateway, a_registration, say
 
@@ -94,7 +94,9 @@ class Scripted:
     async def _follow(self, name: str) -> None:
         seen: set[int] = set()
         while True:
-            order = (await say(self.gateway, name, ObservedState())).check
+            # As it goes over the wire: encoded once for all that have the same tag.
+            body = self.gateway.fleet.bodies.of(await say(self.gateway, name, ObservedState()))
+            order = DesiredState.model_validate_json(body).check
             if order is not None and order.phase not in seen and name in self.answers:
                 seen.add(order.phase)
                 self.gateway.examinations.report(name, self.answers[name](order, self._answer(name, order)))

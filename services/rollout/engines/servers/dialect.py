@@ -148,8 +148,8 @@ class Prover(Protocol):
         """Ask for SHA-256 of each of its tensors by its own names, in hexadecimal; the first 16 digits or more.
 
         Raises:
-            Refused: it does not tell.
-            LookupError, TypeError: it answers something else.
+            Refused: it does not tell, or has several ranks, each with a part of the tensors.
+            LookupError, TypeError, ValueError, AttributeError: it answers something else.
         """
 
 

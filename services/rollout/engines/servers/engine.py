@@ -371,8 +371,10 @@ class ServerEngine:
                 await check()
             else:
                 await self._dialect.switch(connection, source, label, mode, load_seconds=seconds, check=check)
-        except FlotillaError as error:
-            cause = f"version {version} could not be loaded: {error.detail}"
+        except Exception as error:
+            # Whatever it is, the server may be paused, with nobody to have it go on.
+            why = error.detail if isinstance(error, FlotillaError) else f"the server's reply cannot be used: {error!r}"
+            cause = f"version {version} could not be loaded: {why}"
             connection.die(connection.death_by(cause) if isinstance(error, Unavailable) else WorkerDied(cause))
             if isinstance(error, WeightsDiverged):
                 raise

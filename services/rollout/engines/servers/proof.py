@@ -5,18 +5,28 @@ bytes were checked when they came. Which of its tensors can be told so is found 
 one that it lays out otherwise is left out then, and nothing is said of it.
 """
 
+import asyncio
 import hashlib
+import logging
 import mmap
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from pathlib import Path
 
-from flotilla.services.rollout.engines.servers.client import Refused
+from flotilla.services.rollout.engines.servers.attaching import UNREADABLE
 from flotilla.services.rollout.engines.servers.dialect import Caller, Prover
-from flotilla.shared.errors import WeightsDiverged, WeightTransferFailed
+from flotilla.shared.errors import (
+    DeadlineExceeded,
+    FlotillaError,
+    Unavailable,
+    WeightsDiverged,
+    WeightTransferFailed,
+    WorkerDied,
+)
 from flotilla.shared.models.weight_files import safetensors_files
 from flotilla.shared.schemas.publication import TensorSpec
 from flotilla.shared.weights.image.layout import ImageLayout
+
+log = logging.getLogger(__name__)
 
 FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -25,6 +35,8 @@ FUSED: Mapping[str, tuple[str, ...]] = {
 """Weights that servers make of several, one after the other, by a part of their names."""
 MIN_DIGITS = 16
 """Of a hash that counts."""
+MAX_UNANSWERED = 3
+"""Times that a server may leave the question open before it serves unproved."""
 WIRE_NAMES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -81,6 +93,7 @@ class ServerProof:
     def __init__(self, prover: Prover, dtype: str, seconds: float) -> None:
         self._prover, self._dtype, self._seconds = prover, dtype, seconds
         self._provable: frozenset[str] | None = None
+        self._unanswered = 0
 
     @property
     def can_tell(self) -> bool:
@@ -90,17 +103,36 @@ class ServerProof:
     async def learn(self, caller: Caller, model: Path) -> None:
         """Find out which of its tensors can be told; once, while it serves what it began with.
 
+        A server that cannot be proved serves unproved, which is logged with the reason.
+
         Args:
             caller: of the server.
             model: directory of these weights.
+
+        Raises:
+            DeadlineExceeded, Unavailable: it gave no answer; it is to be asked again, ``MAX_UNANSWERED`` times at most.
+            WorkerDied: it is dead.
         """
         if self._provable is not None:
             return
-        self._provable = frozenset()
-        with suppress(Refused, LookupError, TypeError, WeightTransferFailed):
+        try:
             held = await self._prover.hashes(caller, seconds=self._seconds)
-            wanted = hashes_of(safetensors_files(model), held, self._dtype)
+            wanted = await asyncio.to_thread(_hashes_of_model, model, held, self._dtype)
             self._provable = frozenset(name for name, found in held.items() if _is(found, wanted.get(name)))
+        except WorkerDied:
+            raise
+        except (DeadlineExceeded, Unavailable) as error:
+            self._unanswered += 1
+            if self._unanswered < MAX_UNANSWERED:
+                raise
+            self._give_up(error)
+        except (*UNREADABLE, FlotillaError) as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._provable = frozenset()
+        cause = error.detail if isinstance(error, FlotillaError) else repr(error)
+        log.warning("what the server loads is not proved", extra={"cause": cause})
 
     async def check(self, caller: Caller, directory: Path, version: int) -> None:
         """Hold what it has in memory against what it was to load.
@@ -113,9 +145,10 @@ class ServerProof:
         Raises:
             WeightsDiverged: it has something else; names the first tensor.
             WeightTransferFailed: the directory is gone.
-            Refused: it does not tell any more.
+            Refused, LookupError, TypeError, ValueError, AttributeError: it does not tell any more.
         """
-        wanted = hashes_of([directory / "model.safetensors"], self._provable or (), self._dtype)
+        file = directory / "model.safetensors"
+        wanted = await asyncio.to_thread(hashes_of, [file], self._provable or (), self._dtype)
         held = await self._prover.hashes(caller, seconds=self._seconds)
         wrong = sorted(name for name, each in wanted.items() if not _is(held.get(name, ""), each))
         if wrong:
@@ -123,6 +156,10 @@ class ServerProof:
                 f"version {version} as the server has it is not what was published: {len(wanted) - len(wrong)} of "
                 f"{len(wanted)} tensors are right, the first that differs is {wrong[0]}"
             )
+
+
+def _hashes_of_model(model: Path, names: Collection[str], dtype: str) -> dict[str, str]:
+    return hashes_of(safetensors_files(model), names, dtype)
 
 
 def _is(found: str, wanted: str | None) -> bool:

@@ -18,6 +18,7 @@ import psutil
 
 from flotilla.services.rollout.engines.base import GenerationRequest, SamplingParameters
 from flotilla.services.rollout.engines.resumption import Prefix
+from flotilla.services.rollout.engines.servers.client import Refused
 from flotilla.services.rollout.engines.servers.command import HOST, clean_environment, flags, free_port, plain_names
 from flotilla.services.rollout.engines.servers.completions import Sampled
 from flotilla.services.rollout.engines.servers.dialect import (
@@ -199,8 +200,10 @@ class SglangProver:
     async def hashes(self, caller: Caller, *, seconds: float) -> Mapping[str, str]:
         """Read ``/weights_checker``; see ``Prover.hashes``."""
         body = {"action": "checksum", "selector": "target"}
-        [rank] = (await caller.post("/weights_checker", body, seconds=seconds))["ranks"]
-        return {str(name): str(found) for name, found in rank["checksums"].items()}
+        ranks = (await caller.post("/weights_checker", body, seconds=seconds))["ranks"]
+        if len(ranks) != 1:
+            raise Refused(f"an SGLang server of {len(ranks)} ranks does not tell the hashes of whole tensors", 200)
+        return {str(name): str(found) for name, found in ranks[0]["checksums"].items()}
 
 
 class SglangDialect:

@@ -1,10 +1,11 @@
 """What the SGLang engine adds to the contract: what its server sees and in which order, and when the server is dead."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import replace
 from ipaddress import IPv4Network, ip_network
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -324,3 +325,36 @@ async def test_a_server_that_does_not_tell_is_believed(engine: SglangEngine, ser
 
     assert not await engine.load_proved(newer, 4, OnWeightUpdate.INTERRUPT, "digest")
     assert (await engine.generate(a_request(max_new_tokens=1)))[0].versions == ((0, 4),)
+
+
+Told = Callable[[Mapping[str, Any]], Any]
+
+
+def two_ranks(_: object) -> Any:
+    return {"ranks": [{"checksums": {"a": "0" * 64}}, {"checksums": {"a": "1" * 64}}]}
+
+
+@pytest.mark.parametrize("answer", [two_ranks, lambda _: {"ranks": []}, lambda _: {}, lambda _: {"ranks": [[1]]}])
+async def test_a_server_whose_tensors_cannot_be_told_serves_unproved_and_the_log_says_why(
+    engine: SglangEngine, server: FakeSglang, newer: Path, answer: Told, caplog: pytest.LogCaptureFixture
+) -> None:
+    server._routes["POST /weights_checker"] = answer
+
+    for version in (4, 5):
+        assert not await engine.load_proved(newer, version, OnWeightUpdate.INTERRUPT, "digest")
+
+    assert (await engine.generate(a_request(max_new_tokens=1)))[0].versions == ((0, 5),)
+    assert [each.message for each in caplog.records].count("what the server loads is not proved") == 1
+
+
+async def test_an_answer_that_cannot_be_read_while_the_server_is_paused_gives_it_up(
+    engine: SglangEngine, server: FakeSglang, newer: Path
+) -> None:
+    tells = server._routes["POST /weights_checker"]
+    answers: Iterator[Told] = iter([tells, lambda _: {}])
+    server._routes["POST /weights_checker"] = lambda body: next(answers)(body)
+
+    with pytest.raises(WorkerDied, match="version 4 could not be loaded: the server's reply cannot be used: KeyError"):
+        await engine.load_proved(newer, 4, OnWeightUpdate.INTERRUPT, "digest")
+    with pytest.raises(WorkerDied):
+        await engine.load()

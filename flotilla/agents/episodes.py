@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,11 +106,15 @@ class Gateways:
         self._at = 0
 
     async def post(self, path: str, token: str, body: Mapping[str, Any]) -> Answer:
-        """Post JSON; return status and answer, status 0 where no gateway gives one."""
+        """Post JSON; return status and answer, status 0 where no gateway gives one.
+
+        A gateway that gives no answer may have done what was asked: the next one is told by the call's idempotency key.
+        """
         answer: Answer = (0, {})
+        headers = {"Authorization": f"Bearer {token}", "Idempotency-Key": uuid.uuid4().hex}
         for _ in self._urls:
             asked = self._at
-            answer = await self._post(f"{self._urls[asked]}{path}", token, body)
+            answer = await self._post(f"{self._urls[asked]}{path}", headers, body)
             if answer[0] != 0 and answer[1].get("code") != NotLeading.code:
                 return answer
             # Another episode may have turned from it already.
@@ -117,9 +122,9 @@ class Gateways:
                 self._at = (asked + 1) % len(self._urls)
         return answer
 
-    async def _post(self, url: str, token: str, body: Mapping[str, Any]) -> Answer:
+    async def _post(self, url: str, headers: Mapping[str, str], body: Mapping[str, Any]) -> Answer:
         try:
-            answer = await self._client.post(url, json=body, headers={"Authorization": f"Bearer {token}"})
+            answer = await self._client.post(url, json=body, headers=headers)
             found = answer.json() if answer.content else {}
         except (httpx.HTTPError, json.JSONDecodeError) as error:
             return 0, {"detail": str(error)}

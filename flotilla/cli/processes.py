@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flotilla.cli.log_rotation import rotate
+from flotilla.cli.log_rotation import older_log, rotate
 from flotilla.shared.children.processes import tie_to_parent
 from flotilla.shared.children.restarts import Restarts
 from flotilla.shared.errors import WorkerDied
@@ -135,11 +135,12 @@ class OwnedProcess:
                 await process.wait()
 
     def last_words(self) -> str:
-        """Read the end of its log."""
-        with contextlib.suppress(OSError), self.log_path.open("rb") as file:
-            file.seek(max(0, self.log_path.stat().st_size - TAIL_BYTES))
-            lines = file.read().decode("utf-8", "replace").strip().splitlines()
-            return lines[-1] if lines else ""
+        """Read the end of its log, or of the newest older one while nothing was written since it was put aside."""
+        for path in (self.log_path, older_log(self.log_path, 1)):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+                if lines := file.read().decode("utf-8", "replace").strip().splitlines():
+                    return lines[-1]
         return ""
 
     async def _spawn(self) -> None:

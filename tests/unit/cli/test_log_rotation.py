@@ -10,7 +10,7 @@ import pytest
 from flotilla.cli.command_line import build_parser
 from flotilla.cli.fleet import log_bounds_of
 from flotilla.cli.log_rotation import older_logs, rotate
-from flotilla.cli.processes import LogBounds
+from flotilla.cli.processes import LogBounds, OwnedProcess, ProcessSpec
 
 
 def test_a_full_log_is_put_aside_and_so_many_older_ones_stay(tmp_path: Path) -> None:
@@ -89,3 +89,15 @@ def test_the_bounds_are_options_of_what_starts_a_fleet() -> None:
 
     assert log_bounds_of(arguments) == LogBounds(2 * 2**20, 3)
     assert log_bounds_of(build_parser().parse_args(["up"])) == LogBounds()
+
+
+def test_the_last_words_before_a_log_was_put_aside_are_still_told(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    process = OwnedProcess(ProcessSpec("x", (), {}), path, lambda line: None)
+    assert process.last_words() == ""
+    path.write_text("loading\nport 1 is in use\n")
+    assert rotate(path, 1, 2)
+
+    assert process.last_words() == "port 1 is in use"
+    path.write_text("newer\n")
+    assert process.last_words() == "newer"

@@ -1,6 +1,7 @@
 """One change at a time of what is saved of models: gateway and trainer, and several gateways, change the same files."""
 
 import fcntl
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,11 @@ from typing import Final
 
 from flotilla.shared.errors import Unavailable
 
+log = logging.getLogger(__name__)
+
 LOCK: Final = ".lock"
+UNFINISHED: Final = ".unfinished"
+"""How the names end of what is not in its place yet, or no more; removed when it is a day old."""
 LOCK_SECONDS: Final = 10.0
 """Changes are renames: only a process that was stopped in one holds the lock for so long."""
 PAUSE_SECONDS: Final = 0.02
@@ -30,6 +35,7 @@ def changing(saved: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > end:
+                    log.warning("a lock is held by another process", extra={"path": str(saved / LOCK)})
                     raise Unavailable("what is saved of models is being changed by another process") from None
                 time.sleep(PAUSE_SECONDS)
         yield

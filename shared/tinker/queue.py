@@ -157,13 +157,14 @@ class TinkerQueue(Store):
             key("model", request.model_id),
             key("pending", request.model_id),
             key(Work.TRAIN, whose),
-            key("models"),
+            key("created"),
             key("owners", Work.TRAIN),
             key("bell", Work.TRAIN),
             key("open", whose),
             key("owner", whose),
             key("models", session_of(request.model_id)),
             key("gaps"),
+            key("created", whose),
         ]
         made = "" if record is None else record.model_dump_json()
         arguments = [request.id, request.seq, digest, request.verb, request.body, request.model_id, made, now]

@@ -33,6 +33,7 @@ end
 """
 HAND_ON_READY: Final = """
 local function hand_on_ready(model, pending, stream, owners, bell, owner, gaps, whose, model_id, requests, next)
+  local first = next
   while true do
     local ready = redis.call('HGET', pending, next)
     if not ready then break end
@@ -45,6 +46,9 @@ local function hand_on_ready(model, pending, stream, owners, bell, owner, gaps, 
   redis.call('HSET', model, 'next', next)
   if redis.call('HLEN', pending) == 0 then
     redis.call('ZREM', gaps, model_id)
+  elseif next == first then
+    -- However much comes behind the one that is missing, it is missing since then.
+    redis.call('ZADD', gaps, 'NX', redis.call('TIME')[1], model_id)
   else
     redis.call('ZADD', gaps, redis.call('TIME')[1], model_id)
   end
@@ -55,7 +59,7 @@ SUBMIT: Final = (
     + HAND_ON
     + HAND_ON_READY
     + """
-local request, model, pending, stream, models = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local request, model, pending, stream, created = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local owners, bell, open, owner, session = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local id, digest, body, size = ARGV[1], ARGV[3], ARGV[5], string.len(ARGV[5])
 local known = redis.call('HGET', request, 'digest')
@@ -75,7 +79,8 @@ redis.call('HSET', request, 'digest', digest, 'verb', ARGV[4], 'seq', ARGV[2], '
 redis.call('HSET', request, 'owner', ARGV[9])
 if ARGV[7] ~= '' then
   redis.call('HSET', model, 'record', ARGV[7], 'owner', ARGV[9])
-  redis.call('SADD', models, ARGV[6])
+  redis.call('ZADD', created, ARGV[8], ARGV[6])
+  redis.call('ZADD', KEYS[12], ARGV[8], ARGV[6])
   redis.call('SADD', session, ARGV[6])
 end
 take(open, owner, id, size)
@@ -133,12 +138,17 @@ SKIP: Final = (
     + """
 local model, pending = KEYS[1], KEYS[2]
 local next = tonumber(ARGV[2]) + 1
+-- The client may have sent some of them again since the gap was seen.
+if tonumber(redis.call('HGET', model, 'next') or '0') ~= tonumber(ARGV[5]) then return 0 end
+for _, seq in ipairs(redis.call('HKEYS', pending)) do
+  if tonumber(seq) < next then return 0 end
+end
 redis.call('HSET', model, 'done', ARGV[2], 'kept_from', next)
 hand_on_ready(model, pending, KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7], ARGV[3], ARGV[1], ARGV[4], next)
 return 1
 """
 )
-"""Go on behind requests that were lost after they were done."""
+"""Go on behind requests that were lost after they were done, unless one of them came again."""
 ANSWER: Final = """
 local request, answer, stream, owners, done, model = KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7]
 local samplers, open, owner, answers = KEYS[8], KEYS[9], KEYS[10], KEYS[11]
@@ -226,7 +236,18 @@ return 1
 """Take no more requests of a model; let go of those that wait for an earlier one, or answer them if that is given."""
 RUNS: Final = """
 local found = {}
-local ids = ARGV[3] ~= '' and {ARGV[3]} or redis.call('SMEMBERS', KEYS[1])
+-- Earlier releases kept them without an order.
+for _, id in ipairs(redis.call('SMEMBERS', KEYS[3])) do
+  local of = redis.call('HMGET', ARGV[1] .. id, 'record', 'owner')
+  if of[1] then
+    local made = cjson.decode(of[1])['created']
+    redis.call('ZADD', KEYS[4], made, id)
+    if of[2] then redis.call('ZADD', ARGV[6] .. of[2], made, id) end
+  end
+end
+redis.call('DEL', KEYS[3])
+local ids = ARGV[3] ~= '' and {ARGV[3]}
+  or redis.call('ZREVRANGE', KEYS[1], ARGV[4], tonumber(ARGV[4]) + tonumber(ARGV[5]) - 1)
 for _, id in ipairs(ids) do
   local of = redis.call('HMGET', ARGV[1] .. id, 'record', 'seen', 'closed', 'updates', 'accepted', 'answered', 'failed',
     'next', 'done')
@@ -238,9 +259,9 @@ for _, id in ipairs(ids) do
       waiting, session or ''})
   end
 end
-return found
+return {redis.call('ZCARD', KEYS[1]), found}
 """
-"""What models there are, how far they are, and what became of their requests."""
+"""Which models there are, newest first, how far they are, and what became of their requests."""
 LEDGER: Final = """
 local found = redis.call('HMGET', KEYS[1], 'actor', 'accepted', 'done', 'failed')
 return {found[1], found[2], found[3], found[4], redis.call('SCARD', KEYS[2]), redis.call('HGET', KEYS[1], 'bytes')}

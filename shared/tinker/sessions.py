@@ -21,6 +21,8 @@ MOST_SESSIONS: Final = 1000
 ENDED: Final = "the model's session ended, and the model was let go"
 MOST_SAMPLERS: Final = 50_000
 """Of one session."""
+MOST_LISTED: Final = 500
+"""Models that are read at a time, the newest: Redis and the gateway do nothing else meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class Gap:
         model_id: of the model.
         next: the place that is missing.
         first: the first one that waits behind it.
-        seconds: since the model's last request came.
+        seconds: since the missing one is waited for.
     """
 
     model_id: str
@@ -130,12 +132,15 @@ class TinkerSessions(Store):
         rows = await self._run(GAPS, [key("gaps")], [key("model", ""), key("pending", "")])
         return [Gap(name.decode(), int(missing), int(first), float(since)) for name, missing, first, since in rows]
 
-    async def skip(self, model_id: str, last: int) -> None:
-        """Hand on what waits behind requests that were lost, which the model has up to ``last``."""
+    async def skip(self, model_id: str, gap: int, last: int) -> bool:
+        """Hand on what waits behind requests that were lost, from ``gap`` on, which the model has up to ``last``.
+
+        Returns whether they are still missing; nothing happens where the client sent one of them again.
+        """
         whose = await self._owner_of(model_id)
         keys = [key("model", model_id), key("pending", model_id), key(Work.TRAIN, whose), key("owners", Work.TRAIN)]
         keys += [key("bell", Work.TRAIN), key("owner", whose), key("gaps")]
-        await self._run(SKIP, keys, [model_id, last, whose, key("request", "")])
+        return bool(await self._run(SKIP, keys, [model_id, last, whose, key("request", ""), gap]))
 
     async def give_up(self, model_id: str, why: str) -> None:
         """Take no more requests of a model, and answer those that wait for an earlier one, with the reason."""
@@ -159,7 +164,9 @@ class TinkerSessions(Store):
         await self._queue.forget_bodies(model_id, int(first or 0), int(end or 0) - 1)
         await self._retried("HDEL", key("inflight"), model_id)
         if not keeps_record:
-            await self._retried("SREM", key("models"), model_id)
+            whose = await self._owner_of(model_id)
+            await self._retried("ZREM", key("created"), model_id)
+            await self._retried("ZREM", key("created", whose), model_id)
             await self._retried("DEL", key("model", model_id))
 
     async def end(self, session_id: str, session: Session, owner: str, seen: float) -> None:
@@ -194,11 +201,22 @@ class TinkerSessions(Store):
         found = await self._retried("HGET", key("samplers", session_of(sampler_id)), sampler_id)
         return None if found is None else Sampler.model_validate_json(found)
 
-    async def runs(self, model_id: str = "") -> list[Run]:
-        """List all models, or the one that is named, each as it is in one instant; oldest first."""
-        keys, prefixes = [key("models"), key("sessions")], [key("model", ""), key("pending", "")]
-        found = [Run.read(row) for row in await self._run(RUNS, keys, [*prefixes, model_id])]
-        return sorted(found, key=lambda run: (run.model.created, run.model.model_id))
+    async def runs(
+        self, model_id: str = "", owner: str = "", offset: int = 0, limit: int = MOST_LISTED
+    ) -> tuple[int, list[Run]]:
+        """List models, newest first, each as it is in one instant, and count them.
+
+        Args:
+            model_id: the one alone.
+            owner: whose alone, by its short name; empty: everybody's.
+            offset: how many newer ones are left out.
+            limit: how many are read at most; Redis does nothing else meanwhile.
+        """
+        listed = key("created", owner) if owner else key("created")
+        keys = [listed, key("sessions"), key("models"), key("created")]
+        arguments = [key("model", ""), key("pending", ""), model_id, offset, limit, key("created", "")]
+        count, rows = await self._run(RUNS, keys, arguments)
+        return count, [Run.read(row) for row in rows]
 
     async def inflight(self, model_id: str) -> str | None:
         """Return from what the sampling sessions in flight of a model sample."""

@@ -33,7 +33,7 @@ from flotilla.shared.schemas.tinker import TinkerLedgers, TinkerRun, TinkerSeque
 from flotilla.shared.tinker import queue
 from flotilla.shared.tinker.paths import Kind, SavedPath
 from flotilla.shared.tinker.records import Lora, Saved
-from flotilla.shared.tinker.sessions import Run
+from flotilla.shared.tinker.sessions import MOST_LISTED, Run
 
 router = APIRouter(include_in_schema=False)
 
@@ -237,16 +237,17 @@ async def training_runs(
     offset: Annotated[int, Query(ge=0)] = 0,
 ) -> dict[str, object]:
     """List the caller's models, newest first."""
-    found = await tinker.runs(caller)
-    rows = await asyncio.to_thread(_runs, tinker, found[offset : offset + limit])
-    return {"training_runs": rows, "cursor": {"offset": offset, "limit": limit, "total_count": len(found)}}
+    limit = min(limit, MOST_LISTED)
+    count, found = await tinker.runs(caller, offset, limit)
+    rows = await asyncio.to_thread(_runs, tinker, found)
+    return {"training_runs": rows, "cursor": {"offset": offset, "limit": limit, "total_count": count}}
 
 
 @router.get("/training_runs/{run}")
 async def training_run(run: str, tinker: Served, caller: Caller) -> dict[str, object]:
     """Tell what a model is."""
     await tinker.model(caller, run)
-    return (await asyncio.to_thread(_runs, tinker, await tinker.runs(caller, run)))[0]
+    return await asyncio.to_thread(_run, tinker, await tinker.run(run))
 
 
 @router.get("/training_runs/{run}/checkpoints")
@@ -264,8 +265,9 @@ async def all_checkpoints(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     offset: Annotated[int, Query(ge=0)] = 0,
 ) -> dict[str, object]:
-    """List what was saved of all the caller's models."""
-    runs = [run.model.model_id for run in await tinker.runs(caller)]
+    """List what was saved of the caller's newest models."""
+    _, newest = await tinker.runs(caller)
+    runs = [run.model.model_id for run in newest]
     found = await asyncio.to_thread(lambda: [saved for run in runs for saved in tinker.saved.of_run(run)])
     rows = [_checkpoint(saved) for saved in found[offset : offset + limit]]
     return {"checkpoints": rows, "cursor": {"offset": offset, "limit": limit, "total_count": len(found)}}

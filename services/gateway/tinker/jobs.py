@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -42,12 +43,13 @@ class TinkerJobs:
         return self._tinker is not None and RUN.fullmatch(experiment_id) is not None
 
     async def views(self) -> list[ExperimentView]:
-        """List them, oldest first; none while Redis is away."""
+        """List the newest, oldest first; none while Redis is away."""
         if self._tinker is None:
             return []
         try:
             async with asyncio.timeout(LIST_SECONDS):
-                return [self._view(run) for run in reversed(await self._tinker.runs(None))]
+                _, newest = await self._tinker.runs(None)
+                return [self._view(run) for run in reversed(newest)]
         except (TimeoutError, Unavailable) as error:
             log.warning("training jobs cannot be listed", extra={"error": repr(error)})
             return []
@@ -86,10 +88,10 @@ class TinkerJobs:
         ]
 
     async def _get(self, run: str) -> Run:
-        found = [] if self._tinker is None else await self._tinker.runs(None, run)
-        if not found:
-            raise NotFound(f"there is no experiment {run}")
-        return found[0]
+        if self._tinker is not None:
+            with suppress(NotFound):
+                return await self._tinker.run(run)
+        raise NotFound(f"there is no experiment {run}")
 
     def _view(self, run: Run) -> ExperimentView:
         model, is_lost = run.model, run.closed not in {"", ENDED}

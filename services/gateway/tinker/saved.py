@@ -1,6 +1,7 @@
 """Saved models of the Tinker API: listed, published, dated, deleted. What is on the disk is what there is."""
 
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 from flotilla.shared.clock import Clock
 from flotilla.shared.errors import NotFound
 from flotilla.shared.net.authorisation.access import Principal, Scope
-from flotilla.shared.tinker.locks import changing
+from flotilla.shared.tinker.locks import UNFINISHED, changing
 from flotilla.shared.tinker.paths import FOLDER, RUN, Kind, SavedPath, saved_of, state_of
 from flotilla.shared.tinker.records import MANIFEST, Saved
 
@@ -72,7 +73,8 @@ class SavedModels:
         """
         self._own(who, path)
         with changing(self._saved):
-            self._remove(self.directory(path))
+            removed = self._put_aside(self.directory(path))
+        shutil.rmtree(removed, ignore_errors=True)
 
     def delete_expired(self) -> int:
         """Delete those whose time is over; returns how many."""
@@ -86,7 +88,8 @@ class SavedModels:
             # It may have got another date since.
             if saved is None or not self._is_over(saved):
                 return False
-            self._remove(self.directory(path))
+            removed = self._put_aside(self.directory(path))
+        shutil.rmtree(removed, ignore_errors=True)
         return True
 
     def forget_run(self, run: str) -> bool:
@@ -128,10 +131,11 @@ class SavedModels:
     def _is_over(self, saved: Saved) -> bool:
         return saved.expires is not None and saved.expires <= self._clock.now()
 
-    def _remove(self, directory: Path) -> None:
+    def _put_aside(self, directory: Path) -> Path:
         # Gone at once: whoever is killed meanwhile leaves no model that is listed and cannot be read.
-        removed = directory.with_name(f".{directory.name}.removed")
-        shutil.rmtree(removed, ignore_errors=True)
+        # It is removed by who has let go of the lock; what a killed one leaves, the trainer removes a day later.
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        removed = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=UNFINISHED, dir=directory.parent))
         with suppress(FileNotFoundError):
             directory.rename(removed)
-        shutil.rmtree(removed, ignore_errors=True)
+        return removed

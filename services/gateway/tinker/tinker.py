@@ -43,7 +43,7 @@ from flotilla.shared.tinker.records import (
     Session,
     Verb,
 )
-from flotilla.shared.tinker.sessions import Run, TinkerSessions
+from flotilla.shared.tinker.sessions import MOST_LISTED, Run, TinkerSessions
 from flotilla.shared.tinker.store import request_id_of, short_name
 
 LONG_POLL_SECONDS = 20.0
@@ -134,10 +134,21 @@ class Tinker:
             raise NotFound(f"there is no model {model_id}")
         return found
 
-    async def runs(self, who: Principal | None, model_id: str = "") -> list[Run]:
-        """List the caller's models, newest first; None: everybody's. With an id that one alone."""
-        found = await self._sessions.runs(model_id)
-        return [run for run in reversed(found) if who is None or _may_touch(who, run.model.owner)]
+    async def runs(self, who: Principal | None, offset: int = 0, limit: int = MOST_LISTED) -> tuple[int, list[Run]]:
+        """List the caller's models, newest first, and count them; None and operators: everybody's."""
+        owner = "" if who is None or who.scope is Scope.OPERATOR else short_name(who.actor)
+        return await self._sessions.runs("", owner, offset, min(limit, MOST_LISTED))
+
+    async def run(self, model_id: str) -> Run:
+        """Find a model, whoever's it is.
+
+        Raises:
+            NotFound: there is none of this id.
+        """
+        _, found = await self._sessions.runs(model_id)
+        if not found:
+            raise NotFound(f"there is no model {model_id}")
+        return found[0]
 
     async def create_model(self, who: Principal, body: CreateModel) -> Request:
         """Take the first request of a model."""

@@ -7,8 +7,8 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -20,7 +20,7 @@ from flotilla.services.trainer.tinker.slots import ALPHA, A, B, Slot
 from flotilla.shared.errors import ModelError, NotFound
 from flotilla.shared.files.durable import flush
 from flotilla.shared.models.hub import ADAPTER, ADAPTER_CONFIG
-from flotilla.shared.tinker.locks import changing
+from flotilla.shared.tinker.locks import UNFINISHED, changing
 from flotilla.shared.tinker.records import MANIFEST, Record, Saved
 
 WHOLE, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
@@ -41,7 +41,19 @@ class Progress(Record):
 
 def save(directory: Path, slot: Slot, base: str, saved: Saved) -> Saved:
     """Write a saved model; an older one of the name is replaced. Returns what it is, with its size."""
-    unfinished = _begun(directory)
+    with _begun(directory) as unfinished:
+        found = _write_saved(unfinished, slot, base, saved)
+        with changing(directory.parents[2]):
+            if _seq_of(directory) > saved.seq:
+                # A process that was replaced is late: what its successor wrote since stays.
+                return found
+            replaced = _put(unfinished, directory)
+    # Of gigabytes: nobody else waits for it.
+    shutil.rmtree(replaced, ignore_errors=True)
+    return found
+
+
+def _write_saved(unfinished: Path, slot: Slot, base: str, saved: Saved) -> Saved:
     weights = slot.weights()
     if slot.lora is None:
         save_file(_on_host(weights), unfinished / WHOLE)
@@ -54,12 +66,6 @@ def save(directory: Path, slot: Slot, base: str, saved: Saved) -> Saved:
     found = saved.model_copy(update={"num_bytes": size, "step": slot.step})
     (unfinished / MANIFEST).write_text(found.model_dump_json(), encoding="utf-8")
     _flush(unfinished)
-    with changing(directory.parents[2]):
-        if _seq_of(directory) > saved.seq:
-            # A process that was replaced is late: what its successor wrote since stays.
-            shutil.rmtree(unfinished, ignore_errors=True)
-            return found
-        _put(unfinished, directory)
     return found
 
 
@@ -103,15 +109,15 @@ def keep_state(directory: Path, slot: Slot, seq: int, owner: str) -> None:
     Where Redis comes back older than the newest state, the one before is gone on from.
     """
     kept = directory / str(seq)
-    unfinished = _begun(kept)
-    save_file(_on_host(slot.weights()), unfinished / WEIGHTS)
-    save_file(_on_host(slot.moments()), unfinished / OPTIMIZER)
-    save_file(_on_host(slot.gradients()), unfinished / GRADIENTS)
-    size = sum(each.stat().st_size for each in unfinished.iterdir())
-    progress = Progress(seq=seq, step=slot.step, owner=owner, num_bytes=size)
-    (unfinished / STATE).write_text(progress.model_dump_json(), encoding="utf-8")
-    _flush(unfinished)
-    _put(unfinished, kept)
+    with _begun(kept) as unfinished:
+        save_file(_on_host(slot.weights()), unfinished / WEIGHTS)
+        save_file(_on_host(slot.moments()), unfinished / OPTIMIZER)
+        save_file(_on_host(slot.gradients()), unfinished / GRADIENTS)
+        size = sum(each.stat().st_size for each in unfinished.iterdir())
+        progress = Progress(seq=seq, step=slot.step, owner=owner, num_bytes=size)
+        (unfinished / STATE).write_text(progress.model_dump_json(), encoding="utf-8")
+        _flush(unfinished)
+        shutil.rmtree(_put(unfinished, kept), ignore_errors=True)
     # Not newer ones: a process that was replaced may come here late.
     for older in sorted(each for each in _states(directory) if each < seq)[:-1]:
         shutil.rmtree(directory / str(older), ignore_errors=True)
@@ -146,14 +152,24 @@ def load_state(directory: Path, slot: Slot, seq: int) -> None:
     slot.step = progress.step
 
 
-def _begun(directory: Path) -> Path:
+@contextmanager
+def _begun(directory: Path) -> Iterator[Path]:
     # Of a process of its own: one that was replaced may still write. What it left there is older than a day then.
     directory.parent.mkdir(parents=True, exist_ok=True)
-    for left in directory.parent.glob(".*.unfinished"):
+    for left in directory.parent.glob(f".*{UNFINISHED}"):
         with suppress(FileNotFoundError):
             if left.stat().st_mtime < time.time() - UNFINISHED_SECONDS:
                 shutil.rmtree(left, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".unfinished", dir=directory.parent))
+    unfinished = _aside(directory)
+    try:
+        yield unfinished
+    finally:
+        # It was renamed, unless something failed, such as a full disk: each try would take as much of it.
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _aside(directory: Path) -> Path:
+    return Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=UNFINISHED, dir=directory.parent))
 
 
 def _flush(unfinished: Path) -> None:
@@ -162,14 +178,14 @@ def _flush(unfinished: Path) -> None:
     flush(unfinished)
 
 
-def _put(unfinished: Path, directory: Path) -> None:
-    replaced = directory.with_name(f".{directory.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
+def _put(unfinished: Path, directory: Path) -> Path:
+    """Rename a directory into its place; returns where the one lies that was there, which is to be removed."""
+    replaced = _aside(directory)
     with suppress(FileNotFoundError):
         directory.rename(replaced)
     unfinished.rename(directory)
     flush(directory.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    return replaced
 
 
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -123,8 +123,8 @@ class TrainingWorker:
                 await self._check_latest()
                 # What was lost cannot be done again.
                 await self._compute(partial(self._trainer.write, gap.model_id))
-                await self._sessions.skip(gap.model_id, reached)
-                log.warning("requests were lost after they were done", extra={"model_id": gap.model_id})
+                if await self._sessions.skip(gap.model_id, gap.next, reached):
+                    log.warning("requests were lost after they were done", extra={"model_id": gap.model_id})
             elif reached >= gap.next or gap.seconds >= LONGEST_GAP_SECONDS:
                 await self._check_latest()
                 await self._sessions.give_up(gap.model_id, LOST.format(next=gap.next, model_id=gap.model_id))

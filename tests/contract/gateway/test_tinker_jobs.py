@@ -40,11 +40,12 @@ class MemoryRedis:
         if record is not None:
             self.kept[record.model_id] = Run(record, now, "", True, 3, 9, 7, 1, 1)
 
-    async def runs(self, model_id: str = "") -> list[Run]:
-        """List models."""
+    async def runs(self, model_id: str, owner: str = "", offset: int = 0, limit: int = 100) -> tuple[int, list[Run]]:
+        """List models, newest first."""
         if self.is_away:
             raise Unavailable("Redis is away")
-        return [run for name, run in self.kept.items() if model_id in {"", name}]
+        found = [run for name, run in reversed(self.kept.items()) if model_id in {"", name}]
+        return len(found), found[offset : offset + limit]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from flotilla.shared.streams.redis.connection import connect
 from flotilla.shared.tinker.queue import Answer, Bounds, Made, Request, TinkerQueue, Work
 from flotilla.shared.tinker.records import Category, Failure, Model, Sampler, Session, Verb
 from flotilla.shared.tinker.sessions import TinkerSessions
-from flotilla.shared.tinker.store import request_id_of
+from flotilla.shared.tinker.store import key, request_id_of
 
 MODEL = "s:train:0"
 NOW = 5.0
@@ -256,7 +256,7 @@ async def test_a_session_that_ended_leaves_nothing(queue: TinkerQueue, sessions:
     await sessions.forget_model(MODEL, keeps_record=False)
     await sessions.forget_session("s", ME)
 
-    assert await sessions.runs() == []
+    assert await sessions.runs() == (0, [])
     assert (await sessions.session("s"), await sessions.sampler("s:sample:0")) == (None, None)
     assert await queue.ledger(ME) == TinkerLedger(owner=ME, accepted=2, done=1, failed=1, waiting=0, waiting_bytes=0)
     assert await queue.is_closed(MODEL)
@@ -269,7 +269,7 @@ async def test_what_waits_behind_lost_requests_goes_on_where_those_were_done(
     await queue.submit(a_request(3), "d3", NOW)
     (gap,) = await sessions.gaps()
 
-    await sessions.skip(MODEL, 2)
+    await sessions.skip(MODEL, 1, 2)
 
     assert (gap.model_id, gap.next, gap.first) == (MODEL, 1, 3)
     assert [each.seq for each in await waiting(queue)] == [0, 3]
@@ -303,7 +303,7 @@ async def test_what_became_of_a_models_requests_balances_at_every_read(
     await sessions.put_session("s", Session(owner="me", created=NOW), ME)
 
     async def ledger() -> tuple[int, int, int, int]:
-        (run,) = await sessions.runs(MODEL)
+        _, (run,) = await sessions.runs(MODEL)
         assert run.accepted == run.answered + run.failed + run.waiting
         return run.accepted, run.answered, run.failed, run.waiting
 
@@ -316,7 +316,7 @@ async def test_what_became_of_a_models_requests_balances_at_every_read(
     await queue.submit(a_request(1), "d1", NOW)
     await answered(queue, Answer.failed(Failure(error="no", category=Category.USER)))
     found.append(await ledger())
-    await sessions.skip(MODEL, 2)
+    await sessions.skip(MODEL, 2, 2)
     await answered(queue)
     found.append(await ledger())
     await queue.submit(a_request(9), "d9", NOW)
@@ -324,8 +324,63 @@ async def test_what_became_of_a_models_requests_balances_at_every_read(
     found.append(await ledger())
 
     assert found == [(1, 0, 0, 1), (2, 0, 0, 2), (2, 1, 0, 1), (3, 1, 1, 1), (3, 2, 1, 0), (4, 2, 2, 0)]
-    (run,) = await sessions.runs()
+    _, (run,) = await sessions.runs()
     assert (run.updates, run.is_open, run.closed) == (1, False, "request 4 was lost")
+
+
+@pytest.mark.parametrize("again", [(1, 2), (2,)])
+async def test_what_was_sent_again_since_the_gap_was_seen_is_not_passed_over(
+    queue: TinkerQueue, sessions: TinkerSessions, again: tuple[int, ...]
+) -> None:
+    await make(queue)
+    await queue.submit(a_request(3), "d3", NOW)
+    for seq in again:
+        await queue.submit(a_request(seq), f"d{seq}", NOW)
+    before = [each.seq for each in await waiting(queue)]
+
+    assert not await sessions.skip(MODEL, 1, 2)
+
+    assert [each.seq for each in await waiting(queue)] == before
+    assert await queue.progress(MODEL) == -1
+
+
+async def test_a_gap_grows_older_however_much_comes_behind_it(
+    redis_url: str, queue: TinkerQueue, sessions: TinkerSessions
+) -> None:
+    await make(queue)
+    await queue.submit(a_request(2), "d2", NOW)
+    redis = connect(redis_url)
+    await redis.zadd(key("gaps"), {MODEL: 1.0})
+    await redis.aclose()
+
+    await queue.submit(a_request(3), "d3", NOW)
+
+    (gap,) = await sessions.gaps()
+    assert gap.seconds > 1e6
+
+
+async def test_models_are_read_a_page_at_a_time_newest_first_and_of_one_owner_alone(
+    redis_url: str, queue: TinkerQueue, sessions: TinkerSessions
+) -> None:
+    for number, owner in enumerate((ME, "other", ME)):
+        name = f"s:train:{number}"
+        model = Model(model_id=name, session_id="s", owner=owner, created=float(number))
+        request = Request(request_id_of(name, 0), "", Verb.CREATE, 0, name, b"x", owner)
+        await queue.submit(request, "d", float(number), model)
+    redis = connect(redis_url)
+    # As an earlier release kept the first one.
+    await redis.zrem(key("created"), MODEL)
+    await redis.zrem(key("created", ME), MODEL)
+    await redis.sadd(key("models"), MODEL)
+    await redis.aclose()
+
+    async def page(owner: str, offset: int, limit: int) -> tuple[int, list[str]]:
+        count, found = await sessions.runs("", owner, offset, limit)
+        return count, [each.model.model_id for each in found]
+
+    assert await page("", 0, 2) == (3, ["s:train:2", "s:train:1"])
+    assert await page("", 2, 2) == (3, ["s:train:0"])
+    assert await page(ME, 0, 9) == (2, ["s:train:2", "s:train:0"])
 
 
 async def test_a_gap_that_is_filled_is_none(queue: TinkerQueue, sessions: TinkerSessions) -> None:

@@ -139,7 +139,7 @@ async def test_a_stranger_reaches_nothing_by_the_ids_of_another(served: Served) 
         with pytest.raises((NotFound, Gone)):
             await each
     assert [each.waiting for each in await tinker.ledgers(STRANGER)] == [0]
-    assert await tinker.runs(STRANGER) == []
+    assert await tinker.runs(STRANGER) == (0, [])
     # The same calls are right where they are one's own.
     for each in reaches(ME):
         await each
@@ -180,7 +180,8 @@ async def test_a_session_that_is_not_heard_of_leaves_what_was_saved_under_a_name
         await served.tinker.heartbeat(ME, session)
     assert [each.name for each in (served.data / "tinker" / "saved" / model).iterdir()] == [Kind.TRAINING]
     assert not state_of(served.data, model).exists()
-    assert [each.model_id for each, _ in await served.tinker.runs(ME)] == [model]
+    _, mine = await served.tinker.runs(ME)
+    assert [each.model.model_id for each in mine] == [model]
     with pytest.raises(FlotillaError):
         await served.tinker.optim_step(
             ME,

@@ -4,11 +4,14 @@ import fcntl
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from flotilla.services.gateway.tinker.saved import SavedModels
+from flotilla.services.trainer.tinker import files
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.errors import NotFound, Unavailable
 from flotilla.shared.net.authorisation.access import Principal, Scope
@@ -43,6 +46,39 @@ def test_what_is_deleted_is_gone_before_its_files_are(tmp_path: Path, monkeypatc
     with pytest.raises(NotFound):
         models.read(ME, PATH)
     assert models.of_run(PATH.run) == []
+
+
+def test_files_are_removed_when_nobody_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = SavedModels(tmp_path, ManualClock())
+    save(tmp_path)
+    whole, free = shutil.rmtree, list[bool]()
+
+    def noted(path: Path, **options: Any) -> None:
+        monkeypatch.setattr(locks, "LOCK_SECONDS", 0.0)
+        with locks.changing(tmp_path / "tinker" / "saved"):
+            free.append(True)
+        whole(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", noted)
+    models.delete(ME, PATH)
+
+    assert free
+    assert list(PATH.below(tmp_path).parent.iterdir()) == []
+
+
+def test_a_save_that_fails_leaves_nothing_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = PATH.below(tmp_path)
+    directory.mkdir(parents=True)
+    slot: Any = SimpleNamespace(weights=lambda: {"w": torch.zeros(2)}, lora=None, step=1)
+    saved = Saved(path=str(PATH), owner=ME.actor, created=0.0, step=1, num_bytes=1)
+    monkeypatch.setattr(locks, "LOCK_SECONDS", 0.0)
+
+    with locks.changing(tmp_path / "tinker" / "saved"), pytest.raises(Unavailable):
+        files.save(directory, slot, "base", saved)
+
+    assert list(directory.parent.iterdir()) == [directory]
+    files.save(directory, slot, "base", saved)
+    assert list(directory.parent.iterdir()) == [directory]
 
 
 def test_what_expired_is_deleted_beside_a_folder_of_another_kind(tmp_path: Path) -> None:

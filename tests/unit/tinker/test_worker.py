@@ -96,9 +96,10 @@ class MemoryQueue:
         """List what waits for an earlier request."""
         return self.missing
 
-    async def skip(self, model_id: str, last: int) -> None:
+    async def skip(self, model_id: str, gap: int, last: int) -> bool:
         """Go on behind what was lost."""
         self.skipped.append(last)
+        return True
 
     async def give_up(self, model_id: str, why: str) -> None:
         """Say that it is lost."""

@@ -84,6 +84,7 @@ class Request:
         body: as it was sent, or in the form of ``records``.
         owner: short name of whose it is (``short_name``).
         failed: whose fault it was, of one that failed; empty for others.
+        is_new: False where it had come before.
     """
 
     id: str
@@ -94,6 +95,7 @@ class Request:
     body: bytes
     owner: str = ""
     failed: str = ""
+    is_new: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +139,8 @@ class TinkerQueue(Store):
 
     # What the gateway does.
 
-    async def submit(self, request: Request, digest: str, now: float, record: Model | None = None) -> None:
-        """Take a request of a model; nothing happens where it is there already.
+    async def submit(self, request: Request, digest: str, now: float, record: Model | None = None) -> bool:
+        """Take a request of a model; returns False, and nothing happens, where it is there already.
 
         Args:
             request: with an id made of model and seq, and its owner.
@@ -169,7 +171,9 @@ class TinkerQueue(Store):
         made = "" if record is None else record.model_dump_json()
         arguments = [request.id, request.seq, digest, request.verb, request.body, request.model_id, made, now]
         bounds = [whose, self._bounds.requests, self._bounds.num_bytes, MOST_MODELS, key("request", "")]
-        self._check(await self._run(SUBMIT, keys, arguments + bounds), request.id)
+        found: bytes = await self._run(SUBMIT, keys, arguments + bounds)
+        self._check(found, request.id)
+        return found == b"new"
 
     async def ask(self, request_id: str, body: bytes, digest: str, owner: str, *, is_scored: bool) -> None:
         """Take a request to sample, and to score the prompt; nothing happens where it is there already.

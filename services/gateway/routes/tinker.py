@@ -168,7 +168,7 @@ async def load_weights(body: LoadWeights, tinker: Served, caller: Caller, gatewa
     request = await tinker.load(caller, body)
     if request.seq == 0:
         await _record_creation(gateway, request.model_id, path=body.path, optimizer=body.optimizer)
-    else:
+    elif request.is_new:
         await _record(gateway, request.model_id, "load", path=body.path, optimizer=body.optimizer)
     return _future(request)
 

@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -345,8 +346,8 @@ class Tinker:
         owner = short_name(whose)
         request = Request(request_id_of(model_id, seq), "", verb, seq, model_id, content, owner)
         raw = sent if isinstance(sent, bytes) else sent.model_dump_json().encode()
-        await self._queue.submit(request, _digest(verb.encode() + raw), self._clock.now(), record)
-        return request
+        is_new = await self._queue.submit(request, _digest(verb.encode() + raw), self._clock.now(), record)
+        return replace(request, is_new=is_new)
 
     def _check_base(self, name: str) -> None:
         if name not in {self.base_model, self._model.name}:

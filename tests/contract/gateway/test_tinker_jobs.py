@@ -29,16 +29,24 @@ class MemoryRedis:
 
     def __init__(self) -> None:
         self.kept: dict[str, Run] = {}
+        self.taken: set[str] = set()
         self.is_away = False
 
     async def session(self, session_id: str) -> Session:
         """Find a session."""
         return Session(owner="operator", created=0.0)
 
-    async def submit(self, request: Request, digest: str, now: float, record: Model | None = None) -> None:
+    async def submit(self, request: Request, digest: str, now: float, record: Model | None = None) -> bool:
         """Take a request."""
+        is_new = request.id not in self.taken
+        self.taken.add(request.id)
         if record is not None:
             self.kept[record.model_id] = Run(record, now, "", True, 3, 9, 7, 1, 1)
+        return is_new
+
+    async def model(self, model_id: str) -> Model | None:
+        """Find a model."""
+        return self.kept[model_id].model if model_id in self.kept else None
 
     async def runs(self, model_id: str, owner: str = "", offset: int = 0, limit: int = 100) -> tuple[int, list[Run]]:
         """List models, newest first."""
@@ -161,6 +169,18 @@ async def test_who_made_it_and_who_changed_what_was_saved_is_audited_once(
 
     assert [each["action"] for each in found] == ["delete_checkpoint", "publish_checkpoint", "create"]
     assert {each["actor"] for each in found} == {"operator"}
+
+
+async def test_a_load_that_is_asked_for_again_is_audited_once(client: httpx.AsyncClient, tmp_path: Path) -> None:
+    await make(client, tmp_path)
+    save(tmp_path)
+
+    for _ in range(3):
+        body = {"model_id": RUN, "seq_id": 1, "path": SAVED, "optimizer": True}
+        assert (await client.post("/api/v1/load_weights", json=body)).status_code == 200
+
+    found = (await shown(client, f"/{RUN}/audit"))["items"]
+    assert [each["action"] for each in found] == ["load", "create"]
 
 
 async def test_experiments_are_listed_while_redis_is_away(client: httpx.AsyncClient, redis: MemoryRedis) -> None:

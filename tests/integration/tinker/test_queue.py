@@ -66,8 +66,9 @@ async def test_requests_that_come_out_of_order_are_handed_on_in_order(queue: Tin
 async def test_a_request_that_comes_again_is_the_same_one_and_another_is_refused(queue: TinkerQueue) -> None:
     await make(queue)
 
-    for _ in range(2):
-        await queue.submit(a_request(1), "d1", NOW)
+    are_new = [await queue.submit(a_request(1), "d1", NOW) for _ in range(2)]
+
+    assert are_new == [True, False]
 
     assert [each.seq for each in await waiting(queue)] == [0, 1]
     with pytest.raises(Conflict):

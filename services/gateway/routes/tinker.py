@@ -247,7 +247,8 @@ async def training_runs(
 async def training_run(run: str, tinker: Served, caller: Caller) -> dict[str, object]:
     """Tell what a model is."""
     await tinker.model(caller, run)
-    return await asyncio.to_thread(_run, tinker, await tinker.run(run))
+    _, found = await tinker.runs(caller, model_id=run)
+    return (await asyncio.to_thread(_runs, tinker, found))[0]
 
 
 @router.get("/training_runs/{run}/checkpoints")

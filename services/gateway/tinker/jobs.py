@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -89,8 +88,9 @@ class TinkerJobs:
 
     async def _get(self, run: str) -> Run:
         if self._tinker is not None:
-            with suppress(NotFound):
-                return await self._tinker.run(run)
+            _, found = await self._tinker.runs(None, model_id=run)
+            if found:
+                return found[0]
         raise NotFound(f"there is no experiment {run}")
 
     def _view(self, run: Run) -> ExperimentView:

@@ -135,21 +135,15 @@ class Tinker:
             raise NotFound(f"there is no model {model_id}")
         return found
 
-    async def runs(self, who: Principal | None, offset: int = 0, limit: int = MOST_LISTED) -> tuple[int, list[Run]]:
-        """List the caller's models, newest first, and count them; None and operators: everybody's."""
-        owner = "" if who is None or who.scope is Scope.OPERATOR else short_name(who.actor)
-        return await self._sessions.runs("", owner, offset, min(limit, MOST_LISTED))
+    async def runs(
+        self, who: Principal | None, offset: int = 0, limit: int = MOST_LISTED, model_id: str = ""
+    ) -> tuple[int, list[Run]]:
+        """List the caller's models, newest first, and count them; None and operators: everybody's.
 
-    async def run(self, model_id: str) -> Run:
-        """Find a model, whoever's it is.
-
-        Raises:
-            NotFound: there is none of this id.
+        With an id that one alone, whoever's it is.
         """
-        _, found = await self._sessions.runs(model_id)
-        if not found:
-            raise NotFound(f"there is no model {model_id}")
-        return found[0]
+        owner = "" if who is None or who.scope is Scope.OPERATOR else short_name(who.actor)
+        return await self._sessions.runs(model_id, owner, offset, min(limit, MOST_LISTED))
 
     async def create_model(self, who: Principal, body: CreateModel) -> Request:
         """Take the first request of a model."""

@@ -99,7 +99,7 @@ def _add_run(commands: "Commands") -> None:
     parsing.add_fleet(parser, default_port=0, follows_file=True)
     parser.add_argument("--runs", default="runs", help="where run directories are made (%(default)s)")
     parser.add_argument("--name", help="of the experiment, and of its run directory (default: the file's name)")
-    text = "run it with N seeds from its own on, on one fleet, and show them side by side (docs/sweeps.md)"
+    text = "run it with N seeds from its own on, on one fleet, and show them side by side (default: its own alone)"
     parser.add_argument("--seeds", type=parsing.seeds, metavar="N", help=text)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--continue", dest="go_on", action="store_true", help="go on where the run of this name ended")

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+USUAL_MEBIBYTES: Final = 64
+USUAL_OLDER: Final = 4
 NUMBER: Final = re.compile(r"[1-9][0-9]{0,8}")
 
 

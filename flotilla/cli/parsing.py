@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from flotilla.cli.exit_codes import ExitCode
-from flotilla.cli.processes import MEBIBYTE, LogBounds
+from flotilla.cli.log_rotation import USUAL_MEBIBYTES, USUAL_OLDER
 from flotilla.defaults import DEFAULT_DATA
 
 MAX_NOTICE_SECONDS = 86_400
@@ -136,11 +136,10 @@ def add_fleet(parser: argparse.ArgumentParser, default_port: int, *, follows_fil
     )
     text = "least severe level that the services log (%(default)s)"
     parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"], help=text)
-    usual = LogBounds()
     text = "size in MiB at which the log of a process is put aside (%(default)s)"
-    parser.add_argument("--log-size", type=at_least_one, default=usual.max_bytes // MEBIBYTE, metavar="MIB", help=text)
+    parser.add_argument("--log-size", type=at_least_one, default=USUAL_MEBIBYTES, metavar="MIB", help=text)
     text = "logs of a process that are kept beside the one that is written (%(default)s)"
-    parser.add_argument("--log-files", type=at_least_one, default=usual.num_older, metavar="N", help=text)
+    parser.add_argument("--log-files", type=at_least_one, default=USUAL_OLDER, metavar="N", help=text)
 
 
 def seconds(text: str) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flotilla.cli.log_rotation import older_log, rotate
+from flotilla.cli.log_rotation import USUAL_MEBIBYTES, USUAL_OLDER, older_log, rotate
 from flotilla.shared.children.processes import tie_to_parent
 from flotilla.shared.children.restarts import Restarts
 from flotilla.shared.errors import WorkerDied
@@ -47,8 +47,8 @@ class LogBounds:
         num_older: files kept beside the one that is written, at least 1.
     """
 
-    max_bytes: int = 64 * MEBIBYTE
-    num_older: int = 4
+    max_bytes: int = USUAL_MEBIBYTES * MEBIBYTE
+    num_older: int = USUAL_OLDER
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,10 +175,15 @@ class RolloutService(SessionFollower[Session]):
             held_image=session.receiver.held_image if session else None,
             served=session.receiver.served if session else None,
             load=self._load | session.worker.busy.to_load() if session else self._load,
-            failure=self._failure,
+            failure=self._failure or self._refused_weights(),
             sampling=session.worker.tally.report() if session else None,
             device=self._device(),
         )
+
+    def _refused_weights(self) -> Failure | None:
+        """Tell of a version that the engine cannot take, such as adapters of another base than its own files."""
+        why = None if self._session is None else self._session.receiver.refusal
+        return None if why is None else Failure(component="weights", cause=why, fatal=False)
 
     def _device(self) -> DeviceReport | None:
         """Report what the engine has on devices that are shared in turns."""

@@ -265,6 +265,11 @@ class WeightReceiver:
         return self._switcher.served
 
     @property
+    def refusal(self) -> str | None:
+        """Why the version that is wanted cannot be served; None while it can."""
+        return self._switcher.refusal
+
+    @property
     def is_asleep(self) -> bool:
         """Whether the engine was put to sleep."""
         return self._switcher.is_asleep

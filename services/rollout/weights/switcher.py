@@ -134,6 +134,13 @@ class VersionSwitcher:
         self.is_asleep = False
         self.switches = 0
         self.served: ServedWeights | None = None
+        self._refused: tuple[int, int, str] | None = None
+        """A version that the engine cannot take, how often it was tried, and why."""
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the version that is wanted cannot be served, once that was tried twice; None while it can."""
+        return None if self._refused is None or self._refused[1] < 2 else self._refused[2]
 
     @property
     def version(self) -> int | None:
@@ -226,7 +233,16 @@ class VersionSwitcher:
                 await self._take_out_of_service(target, error)
             except (Unavailable, DeadlineExceeded, WeightTransferFailed) as error:
                 log.warning("version cannot be served", extra={"version": target, "error": error.detail})
+                if isinstance(error, WeightTransferFailed):
+                    self._note_refused(target, error.detail)
             await self._news_within(pauses.failed())
+
+    def _note_refused(self, version: int, why: str) -> None:
+        """Remember what cannot be served: it is told when it was no passing matter."""
+        known = self._refused
+        times = 1 + (known[1] if known is not None and known[0] == version else 0)
+        self._refused = version, times, f"version {version} cannot be served: {why}"
+        self._notify()
 
     async def _take_out_of_service(self, version: int, error: WeightsDiverged) -> None:
         """Serve nothing until the version was loaded again and is right; the engine has given its weights up."""
@@ -292,6 +308,7 @@ class VersionSwitcher:
     async def _note_served(self, version: int) -> None:
         await self._gate.set(version)
         self._slept_at, self._lacks_weights = None, False
+        self._refused = None
 
     async def _discard_unused(self) -> None:
         """Have the first version that serves read over the weights that the engine began with: nobody samples them.

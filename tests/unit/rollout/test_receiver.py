@@ -234,6 +234,31 @@ async def test_a_received_version_is_served_only_after_its_commit(tmp_path: Path
         assert (world.engine.loaded, world.pulled) == ([1], [])
 
 
+async def test_a_version_that_the_engine_cannot_take_is_told_of_once_it_is_no_passing_matter(tmp_path: Path) -> None:
+    class Refusing(RecordingEngine):
+        is_refusing, times = True, 0
+
+        async def load_weights(self, image: Path, version: int, on_update: OnWeightUpdate) -> None:
+            self.times += 1
+            if self.is_refusing:
+                raise WeightTransferFailed("adapters of another base")
+            await super().load_weights(image, version, on_update)
+
+    engine = Refusing()
+    async with a_world(tmp_path, engine=engine) as world:
+        world.want(1, weights_url="http://t")
+        await world.until(lambda: engine.times == 1)
+        assert world.receiver.refusal is None, "it is tried again"
+
+        await world.until(lambda: world.receiver.refusal is not None)
+
+        assert world.receiver.refusal == "version 1 cannot be served: adapters of another base" and world.told
+        engine.is_refusing = False
+        world.want(2, weights_url="http://t")
+        await world.until(lambda: world.gate.version == 2)
+        assert world.receiver.refusal is None
+
+
 class DiscardingEngine(RecordingEngine):
     """One that can read weights over those that it has; writes down how many transfers there were by then."""
 

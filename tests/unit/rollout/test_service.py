@@ -45,6 +45,8 @@ class ScriptedSession:
         self.gate = VersionGate()
         self.answered, self.in_work, self.switches, self.report = answered, 0, 0, None
         self.held_image = None
+        self.refusal: str | None = None
+        self.served = None
         self.is_claiming = self.is_closed = self.is_interrupted = self.is_asleep = False
         self.sleeps_forever = self.ends_nothing = False
         self.counts = HandOverCounts()

@@ -105,7 +105,9 @@ class ImageLayout:
             if not 0 < length <= min(MAX_HEADER_BYTES, len(view) - LENGTH_BYTES):
                 raise ValueError(f"header length {length} of {len(view)} bytes")
             header = bytes(view[: LENGTH_BYTES + length])
-            entries = dict(json.loads(header[LENGTH_BYTES:]))
+            entries = json.loads(header[LENGTH_BYTES:])
+            if not isinstance(entries, dict):
+                raise TypeError("the header is no object")
             metadata = {key: str(value) for key, value in entries.pop(_METADATA, {}).items() if key != "format"}
             specs = [_spec(name, entry, len(header)) for name, entry in entries.items()]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

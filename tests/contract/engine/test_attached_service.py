@@ -73,7 +73,7 @@ class Episodes:
 class Session:
     """An engine, a consumer, and a receiver that has version 1 loaded first, as one that catches up."""
 
-    held_image = report = agents = None
+    held_image = report = agents = served = refusal = None
     switches = 0
 
     def __init__(self, engine: ServerEngine, image: Path, plane: MemoryDataPlane, done: list[Completion], died: Any):

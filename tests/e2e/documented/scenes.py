@@ -395,6 +395,10 @@ ELSEWHERE: Final = {
     ("docs/health.md", "flotilla diagnose"): "as on docs/debug.md",
     ("docs/troubleshooting.md", "flotilla"): "as on docs/debug.md",
     ("docs/elasticity.md", "flotilla rollout"): "as on README.md",
+    ("docs/scale.md", "python -m benchmarks.scale"): "a benchmark of minutes",
+    **{("docs/security.md", 'docker compose exec redis valkey-cli -u "$(cat secrets/redis-url-operator)" '
+        f"--no-auth-warning {what}"): "tests/integration/streams/test_users.py, without containers"
+       for what in ("ACL LOG", "CLIENT KILL ADDR 172.18.0.5:40112", "CLIENT LIST", "SCRIPT KILL")},
     ("docs/elasticity.md", "flotilla drain SERVICE_ID"): "tests/faults/test_leaving.py drains rollouts",
     ("docs/engines.md", "flotilla engine install sglang"): "tests/integration/cli/test_engine_install.py",
     ("docs/weights.md", "python -m benchmarks.weights --quick"): "tests/integration/benchmarks/test_smoke.py",

@@ -139,7 +139,7 @@ async def test_a_status_call_gets_the_same_answer_by_the_short_way_and_by_its_ro
         for path, body, status in (
             (f"/v1/services/{service_id}/status", '{"state": "idle"}', 200),
             (f"/v1/services/{service_id}/status?wait=0.1", "{}", 200),
-            (f"/v1/services/{service_id}/status", '{"state": "asleep"}', 422),
+            (f"/v1/services/{service_id}/status", '{"state": 3}', 422),
             (f"/v1/services/{service_id}/status?wait=-1", "{}", 422),
             ("/v1/services/rollout-1/status?wait=1", "{}", 404),
         ):

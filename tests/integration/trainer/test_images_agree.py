@@ -175,7 +175,7 @@ def test_samples_that_go_on_under_new_weights_see_their_pictures(folder: Path, t
     batch = make_batch(groups, processor=learners[0].processor)
     assert set(batch.versions.tolist()) == {0, 1}
 
-    [micro] = make_micro_batches(batch, range(batch.num_sequences), max_tokens=8192, device=CPU, packing="packed")
+    [micro] = make_micro_batches(batch, range(batch.num_sequences), RowRules("packed"), max_tokens=8192, device=CPU)
     with torch.no_grad():
         old, new = (each.policy.statistics(micro.inputs, with_entropy=False).log_probs for each in learners)
 

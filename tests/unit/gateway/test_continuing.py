@@ -18,6 +18,7 @@ from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.routes.checkpoints import check_upload, checkpoints
 from flotilla.services.gateway.state import GatewayState
 from flotilla.services.gateway.store.writes import PutCheckpoint
+from flotilla.services.gateway.tinker.jobs import TinkerJobs
 from flotilla.services.gateway.uploads.uploads import Uploads
 from flotilla.shared.checkpoints.folders import complete
 from flotilla.shared.config.load.spec_text import with_changes
@@ -95,9 +96,10 @@ async def test_an_experiment_begins_from_a_checkpoint_at_a_url(gateway: GatewayS
     gateway.commands._places = places
     uploads = Uploads(gateway.store, gateway.clock, gateway.events, places)
     parent.spec = with_changes(parent.spec, {"checkpoint": {"upload_to": url}})
-    assert [each.upload.state for each in (await checkpoints(parent.id, gateway)).items] == ["pending"] * 2
+    jobs = TinkerJobs(None, tmp_path)
+    assert [each.upload.state for each in (await checkpoints(parent.id, gateway, jobs)).items] == ["pending"] * 2
     await uploads.finish(parent)
-    assert [each.upload.state for each in (await checkpoints(parent.id, gateway)).items] == ["uploaded"] * 2
+    assert [each.upload.state for each in (await checkpoints(parent.id, gateway, jobs)).items] == ["uploaded"] * 2
     system, root = url_to_fs(f"{url}/{parent.id}")
     system.rm_file(f"{root}/step-00000001/optimizer.safetensors")
     allowed = copy.copy(gateway)

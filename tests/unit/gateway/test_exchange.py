@@ -87,7 +87,7 @@ async def test_a_service_that_is_not_known_gets_a_problem() -> None:
         {"headers": [(b"content-type", b"text/plain")]},
         {"headers": [(b"content-type", b"application/json; charset=utf-8")]},
         {"body": b"{"},
-        {"body": b'{"state": "asleep"}'},
+        {"body": b'{"state": 3}'},
     ],
 )
 async def test_every_other_call_goes_on_whole_to_the_routes(unusual: dict[str, Any]) -> None:

@@ -177,7 +177,8 @@ async def test_a_resumed_experiment_knows_the_image_of_its_version() -> None:
 
     await gateway.commands.fail(experiment, "trainer", "out of memory")
 
-    assert gateway.publications.checksum_of(experiment.id, 1) == a_manifest(1).checksum
+    image = gateway.publications.committed(experiment.id, 1)
+    assert image is not None and image.checksum == a_manifest(1).checksum
 
 
 async def test_the_last_metrics_of_a_deleted_experiment_do_not_store_it_again() -> None:

@@ -41,7 +41,7 @@ def test_a_few_steps_train_episodes_of_many_turns(tmp_path: Path) -> None:
     for trajectory in trajectories:
         assert trajectory.reward == sum(turn.reward or 0.0 for turn in trajectory.turns)
         assert sum(turn.end - turn.sampled for turn in trajectory.turns) == trajectory.num_sampled
-    show = [*FLOTILLA, "show", str(tmp_path / "frozen_lake"), "--best"]
+    show = [*FLOTILLA, "show", str(tmp_path / "frozen_lake"), "--best", "-n", "200"]
     shown = subprocess.run(show, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
     assert "turn 1" in shown and "turn 4" in shown
 

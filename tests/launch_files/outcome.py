@@ -72,7 +72,8 @@ def import_into(file: LaunchFile, folder: Path, *, rows: int = ROWS) -> Ended:
 
 
 def _laid(file: LaunchFile, folder: Path) -> Path:
-    """Write a file of a list, and those beside it, where the one leads to the others."""
+    """Write a file of a list, and those beside it, where the one leads to the others: in a repository, as they were."""
+    (folder / ".git").mkdir(parents=True)
     folder = folder.joinpath(*(["below"] * max((place.count("../") for place in file.beside), default=0)))
     for place, text in file.beside.items():
         target = folder / place

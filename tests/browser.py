@@ -126,14 +126,20 @@ class Browser:
         )
 
     def choose(self, selector: str, value: str) -> None:
-        """Choose an entry of a list."""
-        self.wait(selector)
-        self.script(
-            "const list = document.querySelector(arguments[0]); list.value = arguments[1];"
-            "list.dispatchEvent(new Event('change', {bubbles: true}))",
-            selector,
-            value,
-        )
+        """Choose an entry of a list once the list has it: entries of a closed list are never visible."""
+
+        def is_chosen() -> bool:
+            chosen: bool = self.script(
+                "const list = document.querySelector(arguments[0]);"
+                "const offered = [...(list?.options ?? [])].map((each) => each.value);"
+                "if (!list || list.disabled || !offered.includes(arguments[1])) return false;"
+                "list.value = arguments[1]; list.dispatchEvent(new Event('change', {bubbles: true})); return true",
+                selector,
+                value,
+            )
+            return chosen
+
+        until(is_chosen, SECONDS, f"the choice {value!r} in {selector}", pause_seconds=0.1)
 
     def keys(self, text: str) -> None:
         """Press keys, one after the other."""

@@ -1,5 +1,6 @@
 // An experiment whose steps a client of the Tinker API decides: there is no spec, no series, and nothing to steer from here.
-import { all, call, experimentPath, usePoll, type AuditEntry, type Checkpoint, type Experiment } from "./api";
+import { all, call, experimentPath, usePoll, type Checkpoint, type Experiment } from "./api";
+import { Audit, auditOf } from "./audit";
 import { clock } from "./format";
 import type { Shared } from "./main";
 import { Notices } from "./notices";
@@ -20,7 +21,7 @@ export function Job({ id, shared }: { id: string; shared: Shared }) {
     async (signal) => ({
       requests: (await call<{ requests: Requests }>(`${path}/ledger`, { signal })).requests,
       checkpoints: await all<Checkpoint>(`${path}/checkpoints`, { signal }),
-      audit: (await call<{ items: AuditEntry[] }>(`${path}/audit`, { query: { limit: 200 }, signal })).items,
+      audit: await auditOf(id, signal),
     }),
     experiment.state === "running" ? 3 : 30,
     id,
@@ -75,23 +76,7 @@ export function Job({ id, shared }: { id: string; shared: Shared }) {
               </tbody>
             </table>
           </div>
-          <div class="panel">
-            <h2>Who changed what</h2>
-            <table>
-              <tbody>
-                {data.audit.map((each, at) => (
-                  <tr key={at}>
-                    <td>{clock(each.at)}</td>
-                    <td>
-                      <b>{each.action}</b>
-                    </td>
-                    <td>{each.actor}</td>
-                    <td class="wrap quiet">{JSON.stringify(each.detail)}</td>
-                  </tr>
-                ))}
-              </tbody>
-            </table>
-          </div>
+          <Audit entries={data.audit} />
         </>
       )}
     </section>

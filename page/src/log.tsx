@@ -1,6 +1,7 @@
 // What happened, and who changed what.
 import { useRef, useState } from "preact/hooks";
-import { call, experimentPath, usePoll, type AuditEntry, type Event, type EventPage } from "./api";
+import { call, experimentPath, usePoll, type Event, type EventPage } from "./api";
+import { Audit, auditOf, words } from "./audit";
 import { clock } from "./format";
 import type { Route, Shared } from "./main";
 import { Head } from "./run";
@@ -25,13 +26,6 @@ const TROUBLE = new Set([
 /** What is left of an experiment that has ended leaves in order. */
 const isTrouble = (each: Event): boolean => TROUBLE.has(each.type) && each.data.reason !== "the experiment has ended";
 
-function words(data: Event["data"]): string {
-  const shown = Object.entries(data).filter(
-    ([, value]) => value !== null && (typeof value !== "object" || (Array.isArray(value) && value.every((each) => typeof each !== "object"))),
-  );
-  return shown.map(([name, value]) => `${name.replaceAll("_", " ")} ${Array.isArray(value) ? value.join(", ") : String(value)}`).join(", ");
-}
-
 export function Log({ id, route, shared }: { id: string; route: Route; shared: Shared }) {
   const experiment = shared.experiments.find((each) => each.id === id)!;
   const events = useRef<{ items: Event[]; after: string | null }>({ items: [], after: null });
@@ -46,8 +40,7 @@ export function Log({ id, route, shared }: { id: string; route: Route; shared: S
         kept.after = page.next ?? kept.after;
         if (page.items.length < 1000) break;
       }
-      const audit = await call<{ items: AuditEntry[] }>(`${experimentPath(id)}/audit`, { query: { limit: 200 }, signal });
-      return { items: kept.items.slice(), audit: audit.items };
+      return { items: kept.items.slice(), audit: await auditOf(id, signal) };
     },
     isOver ? 30 : 3,
     id,
@@ -66,24 +59,7 @@ export function Log({ id, route, shared }: { id: string; route: Route; shared: S
       {data === null && !error && <p class="quiet">Loading…</p>}
       {data && (
         <>
-          <div class="panel narrow">
-            <h2>Who changed what</h2>
-            {data.audit.length === 0 && <p class="quiet">Nothing was changed.</p>}
-            <table>
-              <tbody>
-                {data.audit.map((each, at) => (
-                  <tr key={at}>
-                    <td>{clock(each.at)}</td>
-                    <td>
-                      <b>{each.action}</b>
-                    </td>
-                    <td>{each.actor}</td>
-                    <td class="wrap quiet">{words(each.detail)}</td>
-                  </tr>
-                ))}
-              </tbody>
-            </table>
-          </div>
+          <Audit entries={data.audit} />
           <div class="panel">
             <div class="heading">
               <h2>What happened</h2>

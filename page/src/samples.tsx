@@ -79,6 +79,8 @@ export function Samples({ id, route, shared }: { id: string; route: Route; share
       event.preventDefault();
       const at = now.items.findIndex((each) => each.id === now.chosen);
       const next = now.items[Math.min(now.items.length - 1, Math.max(0, at < 0 ? 0 : at + by))]!;
+      // The address changes later than the next key of a fast reader comes.
+      now.chosen = next.id;
       now.set({ sample: next.id });
       document.getElementById(`row-${next.id}`)?.scrollIntoView({ block: "nearest" });
     };

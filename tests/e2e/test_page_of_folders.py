@@ -232,7 +232,9 @@ def test_no_view_has_a_serious_barrier_in_light_or_dark(tmp_path: Path) -> None:
             browser.wait(shown)
             if view == "samples":
                 browser.keys("jj")
-                browser.wait(".trajectory .toolbar select")
+                browser.wait(".samples tbody tr:nth-child(2)[aria-selected=true]")
+                browser.choose(".trajectory .toolbar select", "version")
+                browser.wait(".tokens .sampled")
             barriers[view] = found() + found_on_a_phone()
 
         assert {view: each for view, each in barriers.items() if each} == {}

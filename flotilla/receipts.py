@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import msgpack
+from pydantic import TypeAdapter
 
 from flotilla.shared.checkpoints.folders import READ_BYTES, STATE_FILE, StoredCheckpoint
 from flotilla.shared.checkpoints.lineage import ROOT, follow
@@ -38,6 +39,8 @@ FOLDER: Final = "receipts"
 """Within an experiment's directory."""
 KEY_FILE: Final = "receipt.key"
 """Within a data directory: the key that is made where none is named."""
+LONGEST_REASON: Final = 300
+"""Of what is wrong with a receipt, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,17 @@ class GroupLine:
     rewards: Sequence[float | None]
 
 
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The last line: of all before it, in hexadecimal."""
+
+    signature: str
+
+
+_HEAD: Final = TypeAdapter(Head)
+_LINE: Final = TypeAdapter[SamplesLine | GroupLine | Signature](SamplesLine | GroupLine | Signature)
+
+
 def write(checkpoint: StoredCheckpoint, output: Path, key: Path) -> Head:
     """Write the receipt of a checkpoint; blocks, and reads every file once.
 
@@ -140,7 +154,7 @@ def write(checkpoint: StoredCheckpoint, output: Path, key: Path) -> Head:
             text = _written(line)
             digest.update(text)
             target.write(text)
-        target.write(json.dumps({"signature": sign(digest.hexdigest(), key).hex()}).encode() + b"\n")
+        target.write(_written(Signature(sign(digest.hexdigest(), key).hex())))
     return head
 
 
@@ -322,18 +336,18 @@ def _read(receipt: Path) -> tuple[list[SamplesLine | GroupLine], Head, bool]:
     try:
         with receipt.open("rb") as source:
             for text in source:
-                document = json.loads(text)
-                if "signature" in document:
-                    signature = bytes.fromhex(document["signature"])
-                    break
-                digest.update(text)
                 if head is None:
-                    head = Head(**document)
+                    head = _HEAD.validate_json(text)
                 else:
-                    lines.append(SamplesLine(**document) if "samples" in document else GroupLine(**document))
+                    line = _LINE.validate_json(text)
+                    if isinstance(line, Signature):
+                        signature = bytes.fromhex(line.signature)
+                        break
+                    lines.append(line)
+                digest.update(text)
             rest = source.read(1)
-    except (ValueError, TypeError) as error:
-        raise InvalidRequest(f"{receipt} is no receipt, or was cut: {error}") from error
+    except ValueError as error:
+        raise InvalidRequest(f"{receipt} is no receipt, or was cut: {str(error)[:LONGEST_REASON]}") from error
     if head is None or head.receipt != FORMAT:
         raise InvalidRequest(f"{receipt} is no receipt that this version reads")
     return lines, head, not rest and is_signed(digest.hexdigest(), signature, head.public_key)
@@ -471,5 +485,5 @@ def _of_wire(wire: object) -> str:
     return hashlib.sha256(packed).hexdigest()
 
 
-def _written(line: Head | SamplesLine | GroupLine) -> bytes:
+def _written(line: Head | SamplesLine | GroupLine | Signature) -> bytes:
     return json.dumps(asdict(line)).encode() + b"\n"

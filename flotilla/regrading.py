@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import TypeAdapter
 
 from flotilla.receipts import graders_of
 from flotilla.services.reward.regrading import Regraded, graded_reward, lost_mask, names_of, regrade
@@ -222,6 +223,9 @@ class FileEnd:
     modified_ns: int
 
 
+_LINE = TypeAdapter[GroupLine | FileEnd](GroupLine | FileEnd)
+
+
 def _is_higher(was: float | None, now: float | None) -> bool:
     return now is not None and (was is None or now > was)
 
@@ -334,29 +338,24 @@ def _resume(planned: Plan) -> tuple[Flips, set[str], int]:
                     )
                 end = read
                 continue
-            line = _read(text)
-            if line is None:
-                break
+            try:
+                line = _LINE.validate_json(text)
+            except ValueError:
+                break  # It was cut.
             if isinstance(line, GroupLine):
                 waiting.append(line)
                 continue
             if now.get(line.done, line.modified_ns) != line.modified_ns:
                 return nothing
-            for each in waiting:
-                flips.add(each)
+            try:
+                for each in waiting:
+                    flips.add(each)
+            except (ValueError, IndexError):  # Lists of other lengths than a group's: not written here.
+                return nothing
             waiting.clear()
             done.add(line.done)
             end = read
     return flips, done, end
-
-
-def _read(text: bytes) -> GroupLine | FileEnd | None:
-    """Read a line; None of one that was cut."""
-    try:
-        document = json.loads(text)
-    except ValueError:
-        return None
-    return FileEnd(**document) if "done" in document else GroupLine(**document)
 
 
 async def _grade_file(planned: Plan, file: StoredFile, verifier: Verifier) -> list[GroupLine]:

@@ -218,3 +218,25 @@ def test_the_check_as_json_says_who_signed_and_what_was_checked(run: Path, capsy
     told = json.loads(capsys.readouterr().out)
     assert told["public_key"].startswith("-----BEGIN PUBLIC KEY-----")
     assert told["checked"] == {"files": 2, "samples": 3, "groups": 5, "graders": ["reward.components.0"]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda lines: [lines[0] | {"files": ["a"]}, *lines[1:]],
+        lambda lines: [lines[0] | {"graders": {"0": 1}}, *lines[1:]],
+        lambda lines: [lines[0] | {"public_key": 7}, *lines[1:]],
+        lambda lines: [7, *lines[1:]],
+        lambda lines: [lines[0], [], *lines[2:]],
+        lambda lines: [lines[0], lines[1] | {"samples": None}, *lines[2:]],
+        lambda lines: [*lines[:2], lines[2] | {"trajectories": 3}, *lines[3:]],
+        lambda lines: [*lines[:-1], {"signature": "no number"}],
+        lambda lines: [*lines[:-1], {"signature": 7}],
+    ],
+)
+def test_a_line_of_another_shape_is_refused_in_words(run: Path, change: Callable[[list[Any]], list[Any]]) -> None:
+    lines = [json.loads(line) for line in receipt_of(run).read_text().splitlines()]
+    receipt_of(run).write_text("".join(json.dumps(line) + "\n" for line in change(lines)))
+
+    with pytest.raises(InvalidRequest, match="is no receipt, or was cut"):
+        problems_of(run)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +200,31 @@ def test_an_interrupted_call_goes_on_after_its_last_whole_file(tmp_path: Path) -
     assert again == whole
     assert planned.output.read_text(encoding="utf-8") == text
     assert told[-1] == (2, 2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda line: 7,
+        lambda line: line | {"rewards": "many"},
+        lambda line: line | {"rewards": line["rewards"][:1]},
+        lambda line: line | {"reasons": []},
+        lambda line: line | {"advantages": [[1.0]]},
+    ],
+)
+def test_a_line_of_another_shape_is_graded_again(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    record(tmp_path, spec_of(ANY_NUMBER))
+    planned = plan(tmp_path, {"components": [RIGHT_NUMBER]})
+    whole = asyncio.run(regrade_run(planned)).document()
+    text = planned.output.read_text(encoding="utf-8")
+    header, *lines = text.splitlines(keepends=True)
+    other = [json.dumps(change(json.loads(line))) + "\n" if '"rewards"' in line else line for line in lines]
+    planned.output.write_text("".join([header, *other]), encoding="utf-8")
+
+    again = asyncio.run(regrade_run(planned)).document()
+
+    assert again == whole
+    assert planned.output.read_text(encoding="utf-8") == text
 
 
 def test_an_output_of_another_grader_is_not_written_over(tmp_path: Path) -> None:

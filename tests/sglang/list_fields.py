@@ -23,6 +23,7 @@ CLASSES = {
     "POST /end_weight_update": io_struct.EndWeightUpdateReqInput,
     "POST /release_memory_occupation": io_struct.ReleaseMemoryOccupationReqInput,
     "POST /resume_memory_occupation": io_struct.ResumeMemoryOccupationReqInput,
+    "POST /weights_checker": io_struct.CheckWeightsReqInput,
 }
 WITHOUT_A_BODY = ("GET /health", "GET /model_info", "GET /server_info", "GET /v1/loads")
 NOT_FOR_CALLERS = {"choice"}

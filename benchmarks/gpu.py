@@ -1,14 +1,20 @@
 """What a machine with one NVIDIA GPU shows of this project, in parts, the most valuable first.
 
-``engine``: log-probabilities of the embedded engine in bfloat16 beside transformers', at the shapes of Qwen3 with 0.6
-and 4 billion parameters and random weights, and its tokens per second beside ``generate`` and the bound that reading
-weights and cache sets. ``fleet``: a whole fleet for twenty steps on one GPU, engine and trainer beside each other,
-and its ledger. ``training``: steps in bfloat16 with one rank, whole, in FSDP2, and of a mixture of experts, beside
-the same steps in float32 on the CPU. ``resume``: an optimiser and a whole run that go on from what was saved.
-``sharing``: a fleet in turns, with the memory of both. ``update``: how long sampling pauses while new weights are
-served, from shared memory and from the disk, with a spare copy and without. ``lora``: adapters. ``options``: compiled
-layers, memory kept on the host, stale answers. ``example``: the README's main example. ``servers``: SGLang and vLLM as
-engines, where their interpreters are named.
+``decoding``: tokens per second of the embedded engine with Triton's kernels and with torch's operators, the largest
+model first. ``adapters``: publications of adapters alone: their bytes, and how long sampling pauses for them.
+``proof``: what reading the served weights back costs, and that it finds faults. ``throughput``: trained tokens per
+second beside a plain loop, and their share of what matrix products reach. ``halving``: passes that do not fit into the
+memory. ``tinker``: updates of the Tinker service's models beside the same on the CPU. ``engine``: log-probabilities of
+the embedded engine in bfloat16 beside transformers', at the shapes of Qwen3 with 0.6 and 4 billion parameters and
+random weights, and its tokens per second beside ``generate`` and the bound that reading weights and cache sets.
+``fleet``: a whole fleet for twenty steps on one GPU, engine and trainer beside each other, and its ledger. ``images``:
+fleets of small models that see. ``compiled``: compiled layers. ``asynchronous``: the same fleet in lockstep and with
+stale answers. ``training``: steps in bfloat16 with one rank, whole, in FSDP2, and of a mixture of experts, beside the
+same steps in float32 on the CPU. ``resume``: an optimiser and a whole run that go on from what was saved. ``sharing``:
+a fleet in turns, with the memory of both. ``update``: how long sampling pauses while new weights are served, from
+shared memory and from the disk, with a spare copy and without. ``lora``: adapters in a fleet. ``options``: memory kept
+on the host, checkpointed activations, stale answers. ``example``: the README's main example. ``servers``: SGLang and
+vLLM as engines, where their interpreters are named.
 
 ``python -m benchmarks.gpu [--part NAME] [--seconds 560] [--cpu-rehearsal] [--json FILE]``; the rehearsal runs every
 part in small on the CPU, so that the script itself is tried without one. Each part is a process of its own: one
@@ -31,8 +37,17 @@ from pathlib import Path
 from typing import Any
 
 MODULES = {
+    "decoding": "gpu_engine",
+    "adapters": "gpu_publications",
+    "proof": "gpu_publications",
+    "throughput": "gpu_trainer",
+    "halving": "gpu_trainer",
+    "tinker": "gpu_trainer",
     "engine": "gpu_engine",
     "fleet": "gpu_fleets",
+    "images": "gpu_variants",
+    "compiled": "gpu_variants",
+    "asynchronous": "gpu_variants",
     "training": "gpu_training",
     "resume": "gpu_resume",
     "sharing": "gpu_fleets",

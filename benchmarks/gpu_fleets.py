@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -147,6 +148,7 @@ def run_fleet(
         "steps": steps,
         "tokens_trained": summary["tokens_trained"],
         "tokens_generated": summary["tokens_generated"],
+        "rates": rates_of(run),
         "losses": losses_of(run),
         "last_step": last_step_of(run),
         "ledger": ledger,
@@ -166,6 +168,20 @@ def losses_of(run_directory: Path) -> list[float]:
         rows = database.execute("SELECT step, value FROM metrics WHERE name = 'loss/total' ORDER BY sequence")
         found = dict(rows.fetchall())
     return [found[step] for step in sorted(found)]
+
+
+def rates_of(run_directory: Path) -> dict[str, float]:
+    """Compute steps and trained tokens per second from the end of the second step to that of the last."""
+    (path,) = run_directory.rglob("gateway.sqlite")
+    with closing(sqlite3.connect(path)) as database:
+        told = "SELECT step, value, at FROM metrics WHERE name = 'tokens/trained_in_step' ORDER BY step"
+        rows = database.execute(told).fetchall()[1:]
+    if len(rows) < 2:
+        return {}
+    first, last = (datetime.fromisoformat(at) for _, _, at in (rows[0], rows[-1]))
+    seconds = (last - first).total_seconds()
+    tokens = sum(value for _, value, _ in rows[1:])
+    return {"seconds": seconds, "steps_per_second": (len(rows) - 1) / seconds, "tokens_per_second": tokens / seconds}
 
 
 def last_step_of(run_directory: Path) -> dict[str, float]:
@@ -228,7 +244,7 @@ def part_lora(place: Place) -> Found:
 
 
 def part_options(place: Place) -> Found:
-    """Run fleets with what a trainer on a GPU is asked for: memory kept on the host, compiled layers, stale answers."""
+    """Run fleets with what a trainer on a GPU is asked for: memory kept on the host, stale answers."""
     kept = {"reference": True, "optimiser": True, "activations": True}
     ways: dict[str, dict[str, Any]] = {
         "interrupted and stale answers, two rollouts": {
@@ -241,7 +257,6 @@ def part_options(place: Place) -> Found:
             "parallelism": {"offload": kept} if place.is_gpu else {},
         },
         "checkpointed activations": {"optimisation": {"activation_checkpointing": True}},
-        "compiled layers": {"optimisation": {"compile_layers": True}},
     }
     with tempfile.TemporaryDirectory() as folder:
         spec = write_experiment(place, Path(folder))

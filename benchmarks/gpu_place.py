@@ -1,15 +1,19 @@
 """Where ``benchmarks.gpu`` runs, and how large its models are: one GPU, or in small a CPU."""
 
 import gc
+import shutil
 import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+
+from flotilla.shared.weights.image.files import default_directories
 
 Figures = dict[str, Any]
 Found = Iterator[tuple[str, Any]]
@@ -132,6 +136,12 @@ class Place:
         torch.manual_seed(0)
         with torch.device(self.device):
             return AutoModelForCausalLM.from_config(shape.config, dtype=self.torch_dtype).eval()
+
+
+def roomy_directory(num_bytes: int) -> Path:
+    """Choose where so many bytes have room: shared memory, or the disk."""
+    places = default_directories()
+    return next((each for each in places if shutil.disk_usage(each).free > num_bytes), places[-1])
 
 
 def attempted(run: Callable[[], Figures]) -> Figures:

@@ -7,9 +7,10 @@ learner for each line of standard input, and writes its seconds: the learner is 
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,30 +98,39 @@ def our_update(model: Path, batch: Batch) -> Callable[[], None]:
     return run
 
 
-def our_learner(model: Path, batch: Batch) -> Learner:
-    """Make a learner with default settings but for the bound on a forward pass."""
-    spec = validate_spec(
-        {
-            "name": "benchmark",
-            "model": {"path": str(model)},
-            "data": {"path": "rows.jsonl"},
-            "reward": {"components": [{"kind": "numeric"}]},
-            "rollout": {"group_size": GROUP_SIZE, "engine": {"context_tokens": 4096}},
-            "samples": None,
-            "optimisation": {
-                "steps": 1000,
-                "groups_per_mini_batch": len(batch.prompts) // GROUP_SIZE,
-                "learning_rate": LEARNING_RATE,
-                "micro_batch_tokens": batch.micro_tokens,
-            },
-        }
-    )
-    return Learner(spec, LoadedModel(load_policy(model), model))
+def our_learner(
+    model: Path, batch: Batch, policy: torch.nn.Module | None = None, sections: Mapping[str, Any] | None = None
+) -> Learner:
+    """Make a learner with default settings but for the bound on a forward pass.
+
+    Args:
+        model: directory that it is loaded from.
+        batch: that it will train.
+        policy: the model, if it is loaded already.
+        sections: of the spec, whose keys are set besides.
+    """
+    spec: dict[str, Any] = {
+        "name": "benchmark",
+        "model": {"path": str(model)},
+        "data": {"path": "rows.jsonl"},
+        "reward": {"components": [{"kind": "numeric"}]},
+        "rollout": {"group_size": GROUP_SIZE, "engine": {"context_tokens": 4096}},
+        "samples": None,
+        "optimisation": {
+            "steps": 1000,
+            "groups_per_mini_batch": len(batch.prompts) // GROUP_SIZE,
+            "learning_rate": LEARNING_RATE,
+            "micro_batch_tokens": batch.micro_tokens,
+        },
+    }
+    spec |= {name: {**spec.get(name, {}), **changes} for name, changes in (sections or {}).items()}
+    return Learner(validate_spec(spec), LoadedModel(load_policy(model) if policy is None else policy, model))
 
 
-def plain_update(model: Path, batch: Batch) -> Callable[[], None]:
+def plain_update(model: Path, batch: Batch, policy: torch.nn.Module | None = None) -> Callable[[], None]:
     """Make a call of the loop that one would write without anything of ours."""
-    policy = load_policy(model)
+    policy = load_policy(model) if policy is None else policy
+    device = next(policy.parameters()).device
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, fused=True)
     sequences = [prompt + completion for prompt, completion in zip(batch.prompts, batch.completions, strict=True)]
     width = max(map(len, sequences))
@@ -132,12 +142,13 @@ def plain_update(model: Path, batch: Batch) -> Callable[[], None]:
         ids[number, : len(sequence)] = torch.tensor(sequence)
         mask[number, PROMPT_TOKENS : len(sequence)] = True
         old[number, PROMPT_TOKENS : len(sequence)] = torch.tensor(batch.log_probs[number])
-    advantages = torch.tensor(batch.advantages)
+    advantages = torch.tensor(batch.advantages, device=device)
+    ids, mask, old = (each.to(device) for each in (ids, mask, old))
 
     def run() -> None:
         for start in range(0, len(sequences), rows):
             part = slice(start, start + rows)
-            logits = policy(input_ids=ids[part], use_cache=False).logits[:, :-1]
+            logits = policy(input_ids=ids[part], use_cache=False).logits[:, :-1].float()
             log_probs = logits.log_softmax(-1).gather(-1, ids[part, 1:, None]).squeeze(-1)
             ratio = (log_probs - old[part, 1:]).exp()
             gain = advantages[part, None]

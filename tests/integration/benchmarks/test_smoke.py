@@ -97,11 +97,12 @@ def test_weights(run: Callable[..., Any]) -> None:
 
 
 ONE_FLEET = ("engine", "training", "update", "fleet")
-THE_REST = tuple(part for part in gpu.MODULES if part not in ONE_FLEET)
+NO_FLEET = ("decoding", "adapters", "proof", "throughput", "halving", "tinker")
+THE_REST = tuple(part for part in gpu.MODULES if part not in (*ONE_FLEET, *NO_FLEET))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("parts", [ONE_FLEET, THE_REST], ids=["with one fleet", "the rest"])
+@pytest.mark.parametrize("parts", [ONE_FLEET, NO_FLEET, THE_REST], ids=["one fleet", "no fleet", "the rest"])
 def test_gpu_rehearsal(run: Callable[..., Any], parts: tuple[str, ...]) -> None:
     found = run(gpu.main, "--cpu-rehearsal", *(word for part in parts for word in ("--part", part)))
 
@@ -111,6 +112,10 @@ def test_gpu_rehearsal(run: Callable[..., Any], parts: tuple[str, ...]) -> None:
     if "fleet" in parts:
         assert found["engine"]["tiny, 8 samples"]["engine_tokens_per_second"] > 1
         assert found["fleet"]["fleet"]["ledger"]["trained"] > 0
+    elif "proof" in parts:
+        assert found["adapters"]["served"]["mean_difference_from_the_base"] > 0.01
+        assert found["throughput"]["tiny, uniform, times as fast"] > 0
+        assert "differ" in found["proof"]["engine.read flip"]["found"]
     else:
         assert found["sharing"]["largest_difference_of_a_loss"] <= 1e-5
         assert found["lora"]["checkpoint_megabytes"] > 0

@@ -48,6 +48,7 @@ class TrajectoryBuilder:
         self._turns: list[Turn] = []
         self._observation = ""
         self._state: int | None = None
+        self._is_fresh = False
 
     @classmethod
     def continuing(
@@ -72,8 +73,13 @@ class TrajectoryBuilder:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All tokens so far: the prompt of the next completion."""
+        """All tokens so far."""
         return tuple(self._token_ids)
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt of the next completion: all tokens since the last one that stands alone began."""
+        return tuple(self._token_ids[self._prompt_start :])
 
     @property
     def num_tokens(self) -> int:
@@ -91,18 +97,28 @@ class TrajectoryBuilder:
         return len(self._token_ids) > self._end
 
     @property
+    def _prompt_start(self) -> int:
+        if self._is_fresh:
+            return self._end
+        return next((turn.start for turn in reversed(self._turns) if turn.is_fresh), 0)
+
+    @property
     def _end(self) -> int:
         return self._turns[-1].end if self._turns else 0
 
-    def show(self, token_ids: Sequence[int], text: str = "", *, state: int | None = None) -> None:
+    def show(
+        self, token_ids: Sequence[int], text: str = "", *, state: int | None = None, is_fresh: bool = False
+    ) -> None:
         """Append what the policy is shown before its next completion.
 
         Args:
             token_ids: of the prompt, an observation or tool results, the template's marks included; may be added to.
             text: the same for people; the first turn's is the group's prompt and need not be given.
             state: of the environment, as in ``Turn``.
+            is_fresh: whether it is a whole prompt, and nothing before it is shown.
         """
         self._tally.appended += 1
+        self._is_fresh = self._is_fresh or (is_fresh and bool(self._turns))
         self._token_ids += token_ids
         self._is_sampled += [False] * len(token_ids)
         self._log_probs += [0.0] * len(token_ids)
@@ -138,8 +154,10 @@ class TrajectoryBuilder:
                 self._versions.append((sampled + at, version))
         observation = self._observation if self._turns else ""
         end = len(self._token_ids)
-        self._turns.append(Turn(start, sampled, end, finish_reason, text, observation, state=self._state))
-        self._observation, self._state = "", None
+        self._turns.append(
+            Turn(start, sampled, end, finish_reason, text, observation, state=self._state, is_fresh=self._is_fresh)
+        )
+        self._observation, self._state, self._is_fresh = "", None, False
 
     def reward(self, value: float) -> None:
         """Add a reward to the last turn.

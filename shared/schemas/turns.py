@@ -1,7 +1,8 @@
 """Turns: where in a trajectory's tokens one exchange begins, where the policy's part of it lies, what came of it.
 
 A trajectory is only appended to. A turn is what the policy was shown since its last turn (the *context*: prompt,
-observation, tool results, the template's marks) and then what it sampled.
+observation, tool results, the template's marks) and then what it sampled. The context of a *fresh* turn is a prompt of
+its own: of what is before it in the trajectory the policy saw nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,7 @@ class Turn:
         reward: what the environment gave for it; None where nothing did.
         state: a number that equal states of the environment share, of the state that the turn began in; None where the
             environment does not say.
+        is_fresh: whether its context is a whole prompt, behind which nothing before it was seen.
     """
 
     start: int
@@ -58,10 +60,11 @@ class Turn:
     observation: str = ""
     reward: float | None = None
     state: int | None = None
+    is_fresh: bool = False
 
     def to_wire(self) -> dict[str, Any]:
         """Make a plain mapping of it, for msgpack or JSON."""
-        return {
+        wire: dict[str, Any] = {
             "start": self.start,
             "sampled": self.sampled,
             "end": self.end,
@@ -71,6 +74,7 @@ class Turn:
             "reward": self.reward,
             "state": self.state,
         }
+        return wire | {"is_fresh": True} if self.is_fresh else wire
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> "Turn":
@@ -84,6 +88,7 @@ class Turn:
             observation=wire["observation"],
             reward=wire["reward"],
             state=wire["state"],
+            is_fresh=wire.get("is_fresh", False),
         )
 
 

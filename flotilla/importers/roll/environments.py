@@ -12,7 +12,7 @@ from itertools import cycle, islice
 from typing import Any, Final
 
 from flotilla.importers.parameter import Parameter, Verdict
-from flotilla.importers.roll import gem
+from flotilla.importers.roll import gem, managers
 from flotilla.importers.roll.rows import AT_A_TIME, INFER
 from flotilla.importers.source import Source
 
@@ -37,7 +37,6 @@ WITHOUT_TURNS: Final = {
     "max_steps", "env_instruction", "dim_room", "dim_x", "dim_y", "grid_lookup", "grid_vocab"
 }  # fmt: skip
 """Keys of ``env_config`` that are read by themselves."""
-PLACES: Mapping[str, str] = {"{turn_idx}": "{turn}", "{actions_left}": "{turns_left}"}
 ASIDE: Final = {
     "env_groups", "num_env_groups", "max_env_num_per_worker", "max_traj_per_env", "worker_cls", "max_running_requests",
     "num_gpus_per_worker", "world_size", "device_mapping",
@@ -48,8 +47,6 @@ READ: Final = {
 }  # fmt: skip
 HOW: Final = {"use_thread_lock", "max_env_step_concurrent", "agent_runner_cls"}
 SUFFIX = re.compile(r"\{observation\}(\s*\{suffix\})")
-MANAGERS: Final = ("TrajEnvManager", "StepConcatEnvManager")
-"""Managers that show the policy its whole conversation."""
 TREE: Final = (
     "each tag is an environment of rollout.episodes, and its seeds are rows of a file that is written beside the spec"
 )
@@ -225,15 +222,15 @@ def _environment(source: Source, custom: Tree, manager: Tree, tag: str) -> Field
             tag, "env_type",
         )  # fmt: skip
         return None
-    name = str(custom.get(tag, "env_manager_cls") or MANAGERS[0]).rpartition(".")[2]
-    if name not in MANAGERS:
-        custom.refuse(
-            f"{name} cuts a conversation into steps with a history of their own, or shows images; each turn is shown "
-            "the whole conversation here: use TrajEnvManager",
-            tag, "env_manager_cls",
-        )  # fmt: skip
-    template, after = _template(custom, tag, may_follow=is_played)
+    found = managers.manager_of(custom.get(tag, "env_manager_cls"), source.value("adv_estimator"))
+    if found.problem is not None:
+        custom.refuse(found.problem, tag, "env_manager_cls")
+    is_offered = found.problem is None
+    template, after = _template(custom, tag, found, may_follow=is_played) if is_offered else (None, "")
     shown: Fields = {"data_sources": [tag], **({} if template is None else {"turn_template": template})}
+    if found.memory is not None:
+        source.note(managers.UPDATES)
+        shown["memory"] = managers.memory(found.memory, custom.get(tag, "history_length"), template)
     _put_how_aside(custom, tag)
     if is_played:
         return _played(source, custom, tag, after) | shown
@@ -281,7 +278,7 @@ def _room(custom: Tree, tag: str, options: Fields) -> None:
     options["size"] = sides[0]
 
 
-def _template(custom: Tree, tag: str, *, may_follow: bool) -> tuple[str | None, str]:
+def _template(custom: Tree, tag: str, manager: managers.Manager, *, may_follow: bool) -> tuple[str | None, str]:
     """Make what each turn's message is made of.
 
     Args:
@@ -290,24 +287,27 @@ def _template(custom: Tree, tag: str, *, may_follow: bool) -> tuple[str | None, 
     Returns:
         The template, if it is not the observation alone, and what the environment puts after each observation.
     """
-    written, after = custom.get(tag, "agent_template"), ""
+    written, after = custom.get(tag, "agent_template"), manager.after if may_follow else ""
     if isinstance(written, str) and may_follow and (found := SUFFIX.search(written)):
         written, after = written.replace(found[0], "{observation}", 1), found[1]
     if not isinstance(written, str) or written.strip() == "{observation}":
         return None, after
     most = custom.get(tag, "max_tokens_per_step")
-    for place, ours in {**PLACES, "{max_response_length}": str(most or "")}.items():
-        written = written.replace(place, ours)
-    unknown = [word for word in ("{history}", "{env_instruction}", "{suffix}", "{step_count}", "{current_observation}",
-                                 "{image}") if word in written]  # fmt: skip
-    if unknown or "{observation}" not in written:
-        custom.refuse(
-            f"of a turn {{observation}}, {{turn_idx}}, {{actions_left}} and {{max_response_length}} are offered, not "
-            f"{', '.join(unknown) or 'a text without the observation'}",
-            tag, "agent_template",
-        )  # fmt: skip
-        return None, after
-    return written, after
+    values = {"max_response_length": str(most or "")}
+    if (instruction := _instruction(custom, tag)) is not None:
+        values["env_instruction"] = instruction
+    if manager.after and not may_follow:
+        values["current_observation"] = "{observation}\n"
+    template = managers.template(written, manager, values)
+    if template is None:
+        custom.refuse(f"of a turn {manager.offered} are offered, and the observation must be among them", tag,
+                      "agent_template")  # fmt: skip
+    return template, after
+
+
+def _instruction(custom: Tree, tag: str) -> str | None:
+    found = custom.get(tag, "env_config", "env_instruction") or custom.get(tag, "env_instruction")
+    return str(found) if found else None
 
 
 def _rows(custom: Tree, shares: Mapping[str, int], count: int, first: int) -> str:
@@ -321,10 +321,10 @@ def _rows(custom: Tree, shares: Mapping[str, int], count: int, first: int) -> st
 def _prompt(custom: Tree, tag: str) -> list[dict[str, str]] | str:
     """Make the messages before the first observation; the environment's own instruction comes where none is given."""
     system = custom.get(tag, "agent_system_template")
-    instruction = custom.get(tag, "env_config", "env_instruction") or custom.get(tag, "env_instruction")
+    instruction = _instruction(custom, tag)
     messages = [{"role": "system", "content": str(system)}] if system else []
-    if instruction:
-        messages.append({"role": "user", "content": str(instruction)})
+    if instruction and not managers.has_own_prompts(custom.get(tag, "env_manager_cls")):
+        messages.append({"role": "user", "content": instruction})
     return messages or ""
 
 

@@ -50,14 +50,19 @@ class Environment:
         except IndexError:
             self._now = self._made()
         observation, info = self._now.reset(seed=seed)
-        shown = {{"instruction": info.get("env_instruction") or "", "metrics": info.get("metrics") or {{}}}}
-        return self._shown(observation, info), shown
+        return self._shown(observation, info), self._told(observation, info)
 
     def step(self, text):
         observation, reward, terminated, truncated, info = self._now.step(text)
         if terminated or truncated:
             self._waiting.append(self._now)
-        return self._shown(observation, info), reward, terminated, truncated, {{"metrics": info.get("metrics") or {{}}}}
+        return self._shown(observation, info), reward, terminated, truncated, self._told(observation, info)
+
+    def _told(self, observation, info):
+        metrics = info.get("metrics") or {{}}
+        told = {{"instruction": info.get("env_instruction") or "", "metrics": metrics, "remembered": observation}}
+        is_valid = bool(metrics.get("action_is_valid", True))
+        return {{**told, "is_valid": is_valid, "action": info.get("action_content")}}
 
     def _shown(self, observation, info):
         return observation + self._after.replace("{{suffix}}", str(info.get("suffix") or ""))

@@ -6,6 +6,7 @@ from typing import Any
 from flotilla.importers.parameter import Inherit, Parameter, applied, ignored, refused, translated
 from flotilla.importers.roll.distillation import is_pure
 from flotilla.importers.roll.filtering import FILTERS, rejections
+from flotilla.importers.roll.managers import STEPWISE
 from flotilla.importers.source import Source
 from flotilla.importers.values import count, flag, integer, number, text, unchanged
 
@@ -18,8 +19,6 @@ KL = {"add_token_level_kl": True}
 NORMED = {**REINFORCE, "reward_norm": "group"}
 STATE = {**REINFORCE, "reward_normalization.grouping": "state"}
 GIGPO = {"adv_estimator": "gigpo", "reward_normalization.grouping": "state", "reward_normalization.method": "mean_std"}
-STEPWISE = ("gigpo", "step_reinforce")
-"""Estimators that compare the steps of an environment, and normalise them on their own."""
 WORKER, PG_WORKER = "actor_train.worker_cls", "roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker"
 BY_VARIANT = {WORKER: PG_WORKER}
 DEAD = "no release of ROLL that is still in use reads it"
@@ -164,16 +163,28 @@ def _steps(source: Source) -> Section:
     """Make what estimators over steps share; they compare within a group, whatever else ROLL would compare with."""
     if source.required("gamma") != 1:
         source.refuse("gamma", "all tokens of a turn have its advantage: use step_reward_gamma, which discounts turns")
-    if source.value("reward_clip") is not None:
-        source.refuse("reward_clip", "ROLL bounds what comes out of the estimator by it: use advantage_clip")
     by_std = {"mean": False, "mean_std": True}
     method, grouping = source.value("reward_normalization.method"), source.value("reward_normalization.grouping")
     if method not in by_std:
         why = f"{method} leaves steps as they are, or cuts them, and they are compared here: use mean or mean_std"
         source.refuse("reward_normalization.method", why)
+    section = {"gamma": source.required("step_reward_gamma"), "divide_by_std": by_std.get(method, True)}
+    if grouping == "batch" and source.value("adv_estimator") == "step_reinforce":
+        return section | {"over": "batch"}
     if grouping not in {"state", "traj_group_id"}:
         source.refuse("reward_normalization.grouping", "steps are compared within their group: use traj_group_id")
-    return {"gamma": source.required("step_reward_gamma"), "divide_by_std": by_std.get(method, True)}
+    return section
+
+
+def _bound(source: Source, kind: str) -> float | None:
+    """Return what bounds advantages; ROLL bounds those of steps twice, before and after it whitens them."""
+    last, first = source.value("advantage_clip"), source.value("reward_clip") if kind in STEPWISE else None
+    if first is None:
+        return None if last is None else float(last)
+    if source.value("whiten_advantages") or source.value("add_token_level_kl"):
+        source.refuse("reward_clip", "ROLL bounds what comes out of the estimator by it, and then changes that by "
+                                     "whiten_advantages or the KL: use advantage_clip")  # fmt: skip
+    return float(first if last is None else min(first, last))
 
 
 ESTIMATORS: Mapping[str, tuple[str, Callable[[Source], Section]]] = {
@@ -193,7 +204,7 @@ def advantage(source: Source) -> Fields:
     if found is None or is_pure(source):  # a teacher alone leaves nothing to estimate, whatever is written
         return {}
     whiten = {"variance": "unbiased", "floor": "add"} if source.value("whiten_advantages") else None
-    section = {"kind": found[0], **found[1](source), "whiten": whiten, "clip": source.value("advantage_clip")}
+    section = {"kind": found[0], **found[1](source), "whiten": whiten, "clip": _bound(source, found[0])}
     section |= _of_batch(source, found[0])
     fields: Fields = {"algorithm.advantage": section}
     if "score_clip" in section:

@@ -15,6 +15,8 @@ Info = Mapping[str, Any]
 ``metrics``: numbers by name, of the episode so far; those of the last step count. ``success`` is shown as such.
 ``state``: anything that equal states of the environment share, for estimators that compare steps (gigpo); the
 observation where it is left out.
+``action`` and ``is_valid`` (of ``step``): what the text was read as, and whether that is an action; the whole text, and
+True, where they are left out. ``remembered``: what later turns are shown in the observation's place.
 """
 Step = tuple[str, float, bool, bool, Info]
 """Observation, reward, whether the episode is over, whether a limit of the environment's own ended it, and info."""
@@ -57,12 +59,18 @@ class ActionTable:
 
     def read(self, text: str) -> int | None:
         """Return the number of the action; None if the text names none."""
+        return self._numbers.get(self._written(text).casefold())
+
+    def told(self, text: str) -> Mapping[str, Any]:
+        """Return what an environment's info says of an action; see ``Info``."""
+        return {"action": self._written(text), "is_valid": self.read(text) is not None}
+
+    def _written(self, text: str) -> str:
         text = without_thought(text)
         found = (self._pattern or ANSWER).search(text)
-        if found is None and self._pattern is not None:
-            return None
-        written = text if found is None else found.group(found.re.groups)
-        return self._numbers.get(written.strip().casefold())
+        if found is None:
+            return text.strip() if self._pattern is None else ""
+        return str(found.group(found.re.groups)).strip()
 
 
 def answer_of(text: str) -> str:

@@ -11,10 +11,11 @@ from typing import Any
 from flotilla.services.rollout.custom.process import CustomProcess
 from flotilla.services.rollout.environments.base import Environment, Info, Step
 from flotilla.services.rollout.environments.loading import load_environment, needs_no_thread
+from flotilla.services.rollout.environments.memory import INSTRUCTION, TurnMemory, filled
 from flotilla.services.rollout.episodes.conversation import Conversation, Reply, shown, with_observation
 from flotilla.shared.children.custom_code import describe
 from flotilla.shared.concurrency.daemon_threads import on_daemon_thread
-from flotilla.shared.config.sections.episodes import EnvironmentConfig, EnvironmentEpisodesConfig
+from flotilla.shared.config.sections.episodes import EnvironmentConfig, EnvironmentEpisodesConfig, MemoryConfig
 from flotilla.shared.errors import EpisodeFailed, InvalidRequest
 from flotilla.shared.schemas.task import Message, Task
 from flotilla.shared.schemas.turns import FinishReason
@@ -67,6 +68,7 @@ class EnvironmentConversation:
         step_seconds: time for one call.
         is_quick: whether calls take microseconds, and so need no thread.
         template: of each observation, see ``turn_template`` of the spec.
+        memory: what turns with prompts of their own remember; None where each is shown the whole conversation.
         max_turns: of the episode.
     """
 
@@ -80,8 +82,12 @@ class EnvironmentConversation:
         *,
         is_quick: bool,
         template: str | None = None,
+        memory: MemoryConfig | None = None,
         max_turns: int = 0,
     ) -> None:
+        self._memory = None if memory is None else TurnMemory(memory)
+        self._opening: tuple[Message, ...] = ()
+        self._instruction = ""
         self._make = make
         self._task = task
         self._step_seconds = step_seconds
@@ -106,10 +112,14 @@ class EnvironmentConversation:
         observation, info = found if isinstance(found, tuple) else (found, {})
         self._measure(info)
         messages = self._task.messages
-        if info.get("instruction") and not any(each.content for each in messages if each.role == "user"):
-            system = (each for each in messages if each.role == "system" and each.content)
-            messages = (*system, Message("user", shown(info["instruction"])))
-        return Reply(with_observation(messages, self._written(observation)), state=_number(info, observation))
+        self._instruction = shown(info.get("instruction") or "")
+        if self._instruction and not any(each.content for each in messages if each.role == "user"):
+            messages = tuple(each for each in messages if each.role == "system" and each.content)
+            if self._memory is None or self._template is None:
+                messages = (*messages, Message("user", self._instruction))
+        self._opening = messages
+        state = _number(info, observation)
+        return Reply(with_observation(messages, self._written(observation, info)), state=state)
 
     async def answer(self, text: str, *, is_cut: bool) -> Reply:
         """Step."""
@@ -127,7 +137,12 @@ class EnvironmentConversation:
         self._measure(info)
         finish = FinishReason.TURNS if is_truncated else FinishReason.STOP if is_terminated else None
         self._turn += 1
-        return Reply((Message("user", self._written(observation)),), value, finish, _number(info, observation))
+        state = _number(info, observation)
+        if self._memory is None:
+            return Reply((Message("user", self._written(observation, info)),), value, finish, state)
+        self._memory.answered(text, value, info)
+        messages = with_observation(self._opening, self._written(observation, info))
+        return Reply(messages, value, finish, state, is_fresh=True)
 
     async def close(self) -> None:
         """Close the environment, if it can be closed; what that raises is nobody's."""
@@ -138,15 +153,15 @@ class EnvironmentConversation:
             except EpisodeFailed:
                 return
 
-    def _written(self, observation: object) -> str:
+    def _written(self, observation: object, info: Info) -> str:
+        seen = shown(observation)
+        places = {"{turn}": str(self._turn), "{turns_left}": str(self._max_turns - self._turn + 1)}
+        if self._memory is not None:
+            places |= self._memory.places() | {INSTRUCTION: self._instruction}
+            self._memory.seen(shown(info.get("remembered", observation)))
         if self._template is None:
-            return shown(observation)
-        places = {"{turn}": self._turn, "{turns_left}": self._max_turns - self._turn + 1}
-        text = self._template
-        for place, value in places.items():
-            text = text.replace(place, str(value))
-        # Last: what the observation says is no place of the template.
-        return text.replace("{observation}", shown(observation))
+            return seen
+        return filled(self._template, places | {"{observation}": seen})
 
     @property
     def _made(self) -> Environment:
@@ -218,6 +233,7 @@ class EnvironmentConversations:
                     self._step_seconds,
                     is_quick=needs_no_thread(config),
                     template=config.turn_template,
+                    memory=config.memory,
                     max_turns=self._max_turns,
                 )
         raise InvalidRequest(f"no environment is for the data source {task.data_source!r}")

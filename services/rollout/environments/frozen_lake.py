@@ -62,15 +62,16 @@ class FrozenLake:
         """Walk."""
         action = self._actions.read(text)
         self._validity.count(action is not None)
+        told = self._actions.told(text)
         if action is None:
-            metrics = self._validity.metrics(success=False)
-            return self._observation(), self._format_penalty, False, False, {"metrics": metrics}
+            info = {"metrics": self._validity.metrics(success=False), **told}
+            return self._observation(), self._format_penalty, False, False, info
         if self._is_slippery:
             action = self._random.choice([(action - 1) % 4, action, (action + 1) % 4])
         self.player = moved(self.lake, self.player, action)
         under = self.lake[self.player[0]][self.player[1]]
-        metrics = self._validity.metrics(success=under == GOAL)
-        return self._observation(), float(under == GOAL), under in {GOAL, HOLE}, False, {"metrics": metrics}
+        info = {"metrics": self._validity.metrics(success=under == GOAL), **told}
+        return self._observation(), float(under == GOAL), under in {GOAL, HOLE}, False, info
 
     def _draw(self) -> tuple[list[str], Cell, Cell]:
         cells = [(row, column) for row in range(self._size) for column in range(self._size)]

@@ -143,8 +143,8 @@ class Sokoban:
         is_solved = self.room.is_solved
         reward += 10.0 * is_solved
         is_late = not is_solved and self._steps >= self._max_steps
-        metrics = self._validity.metrics(success=is_solved)
-        return self.room.drawn(self._symbols), reward, is_solved or is_late, is_late, {"metrics": metrics}
+        info = {"metrics": self._validity.metrics(success=is_solved), **self._actions.told(text)}
+        return self.room.drawn(self._symbols), reward, is_solved or is_late, is_late, info
 
 
 def made_room(rng: random.Random, size: int, num_boxes: int, depth: int) -> Room | None:

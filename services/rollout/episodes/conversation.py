@@ -17,12 +17,14 @@ class Reply:
         reward: for this completion; None where nothing is given.
         finish: why the episode ends here; None where it goes on.
         state: of the environment, that the next turn begins in.
+        is_fresh: whether the messages are a whole prompt, and the next completion sees nothing before them.
     """
 
     messages: tuple[Message, ...] = ()
     reward: float | None = None
     finish: FinishReason | None = None
     state: int | None = None
+    is_fresh: bool = False
 
 
 class Conversation(Protocol):

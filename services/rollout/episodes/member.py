@@ -35,7 +35,7 @@ class Member:
         conversation: its other side.
         requests: to the engine.
         renderer, turns: how messages become tokens, and how a turn is sampled.
-        max_turns, max_tokens, max_response_tokens: bounds of the episode.
+        max_turns, max_tokens, max_response_tokens: bounds of the episode; of tokens, those that one turn sees.
         request_id: of the group; those of turns begin with it.
         rule: which tokens of an earlier rollout may be kept.
         renders: counts what was shown.
@@ -125,11 +125,15 @@ class Member:
             return reply.finish
         if len(self._builder.turns) >= self.max_turns:
             return FinishReason.TURNS
-        last = self._builder.token_ids[-1]
-        context = await asyncio.to_thread(self.renderer.continuation_ids, reply.messages, last)
-        if self._builder.num_tokens + len(context) >= self.max_tokens:
+        before = () if reply.is_fresh else self._builder.prompt_ids
+        if reply.is_fresh:
+            context = await asyncio.to_thread(self.renderer.prompt_ids, reply.messages)
+        else:
+            context = await asyncio.to_thread(self.renderer.continuation_ids, reply.messages, before[-1])
+        if len(before) + len(context) >= self.max_tokens:
             return FinishReason.TOKENS
-        self._builder.show(context, _text(reply.messages), state=reply.state)
+        shown = reply.messages[-1:] if reply.is_fresh else reply.messages
+        self._builder.show(context, _text(shown), state=reply.state, is_fresh=reply.is_fresh)
         return None
 
     async def _sample(self, prefix: Prefix | None) -> Completion:
@@ -138,10 +142,11 @@ class Member:
             raise _Interrupted
         number = len(self._builder.turns)
         seed = sample_seed(self.task.seed, self.index)
-        room = self.max_tokens - self._builder.num_tokens
+        prompt = self._builder.prompt_ids
+        room = self.max_tokens - len(prompt)
         request = GenerationRequest(
             request_id=f"{self.request_id}-{self.index}.{number}",
-            prompt_ids=self._builder.token_ids,
+            prompt_ids=prompt,
             # The first turn's is that of a single turn; every later one has its own.
             seeds=(sample_seed(seed, number) if number else seed,),
             sampling=self.turns.parameters(self.task, self.renderer.stop_token_ids, greedy=self.is_greedy, most=room),

@@ -1,7 +1,8 @@
 """The trained samples of some groups, as tensors: tokens laid end to end, nothing padded.
 
-A sequence is one scored trajectory. Its *span* are the positions from its first sampled token to its end: all that a
-loss can look at. [T] tensors hold the spans of all sequences one after another, [S] tensors one value per sequence.
+A sequence is one scored trajectory, or a part of one whose turns have prompts of their own. Its *span* are the
+positions from its first sampled token to its end: all that a loss can look at. [T] tensors hold the spans of all
+sequences one after another, [S] tensors one value per sequence.
 
 The turns of a batch: which of its tokens belong to which, and what the environment gave for each.
 
@@ -20,6 +21,7 @@ from flotilla.services.trainer.algorithms.advantages.agentic import EnvironmentS
 from flotilla.services.trainer.algorithms.advantages.returns import rewards_at_last_token
 from flotilla.services.trainer.algorithms.sequences import PackedSequences
 from flotilla.services.trainer.data.illustrations import Illustration, illustration_of
+from flotilla.services.trainer.data.pieces import pieces
 from flotilla.shared.errors import DataError
 from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
 from flotilla.shared.schemas.turns import Turn
@@ -45,7 +47,8 @@ class TrainingBatch:
         versions: [T] int64, that version.
         turns: per sequence, its turns; empty for one prompt and one completion.
         baselines: [S] float32, reward of the group's greedy answer; None where no group has one.
-        episode_index: [S] int64, number of the sequence's episode, from 0; None where each is an episode of its own.
+        episode_index: [S] int64, number of the episode that a sequence is a branch or a part of, from 0; None where
+            each is an episode of its own.
         teacher_log_probs: [T] float32 nats of teachers behind URLs, 0 where not sampled; None unless all samples have
             them.
         difficulty: [S] float32, of the tasks, from 0 to 1; None unless it weighs losses.
@@ -208,12 +211,17 @@ def make_batch(
         ValueError: no group has a scored trajectory.
         DataError: a task has no number in that column, or the tokens of its images are not those of the processor.
     """
-    members = [(number, group, t) for number, group in enumerate(groups) for t in scored_trajectories(group)]
+    members = [
+        (number, group, piece)
+        for number, group in enumerate(groups)
+        for trajectory in scored_trajectories(group)
+        for piece in pieces(trajectory)
+    ]
     if not members:
         raise ValueError("a batch needs at least one scored trajectory")
     trajectories = [trajectory for _, _, trajectory in members]
     baselines = [baseline_of(group) for _, group, _ in members]
-    episodes, shares = _episodes(groups) if joins_branches else (None, None)
+    episodes, shares = _episodes(groups) if joins_branches else (_wholes(groups), None)
     starts = tuple(_span_start(trajectory) for trajectory in trajectories)
     spans = [t.token_ids.shape[0] - start for t, start in zip(trajectories, starts, strict=True)]
     cuts = list(zip(trajectories, starts, strict=True))
@@ -276,6 +284,14 @@ def _episodes(groups: Sequence[Group]) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if len(sizes) == len(index) else (index, 1.0 / sizes[index])
 
 
+def _wholes(groups: Sequence[Group]) -> Tensor | None:
+    """Number the trajectories that the sequences are parts of; None where each is a whole one."""
+    counts = [len(pieces(each)) for group in groups for each in scored_trajectories(group)]
+    if max(counts) == 1:
+        return None
+    return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+
+
 def _taken(values: Tensor | None, members: Tensor) -> Tensor | None:
     return None if values is None else values[members]
 
@@ -292,13 +308,15 @@ class TurnLayout:
     Attributes:
         sequences: the batch's span tokens [T], each turn a sequence of its own.
         owner: [N] int64, the sequence of each turn.
-        place: [N] int64, its place among that sequence's turns.
+        episode: [N] int64, the episode of each turn; the sequence's number where each is an episode of its own.
+        place: [N] int64, its place among that episode's turns.
         rewards: [N] float32, what the environment gave; 0 where nothing did.
         states: [N] int64, the state that the turn began in; a number of its own where none is known.
     """
 
     sequences: PackedSequences
     owner: Tensor
+    episode: Tensor
     place: Tensor
     rewards: Tensor
     states: Tensor
@@ -308,7 +326,6 @@ class TurnLayout:
         """Lay out a batch's turns, on its device."""
         device = batch.rewards.device
         owner: list[int] = []
-        place: list[int] = []
         rewards: list[float] = []
         states: list[int] = []
         numbers = []
@@ -322,12 +339,16 @@ class TurnLayout:
                 # Negative numbers are nobody's: states are not negative.
                 states.append(-1 - len(states) if state is None else state)
                 owner.append(sequence)
-                place.append(at)
+        owners = torch.tensor(owner, device=device)
+        episode = owners if batch.episode_index is None else batch.episode_index[owners]
+        # Turns of an episode follow each other: the first one's number is where its episode begins.
+        place = torch.arange(len(owners), device=device) - torch.searchsorted(episode, episode)
         index = torch.from_numpy(np.concatenate(numbers)).to(device)
         return cls(
             PackedSequences(index, batch.sequences.response_mask, len(owner)),
-            torch.tensor(owner, device=device),
-            torch.tensor(place, device=device),
+            owners,
+            episode,
+            place,
             torch.tensor(rewards, dtype=torch.float32, device=device),
             torch.tensor(states, dtype=torch.int64, device=device),
         )
@@ -342,7 +363,7 @@ def turn_rewards(batch: TrainingBatch, weight: float) -> Tensor | None:
 
 
 def environment_steps(batch: TrainingBatch, layout: TurnLayout, weight: float) -> EnvironmentSteps:
-    """Make each turn a step, whose score is its weighted reward; what else a sequence's reward has, its last turn gets.
+    """Make each turn a step, whose score is its weighted reward; what else an episode's reward has, its last turn gets.
 
     Args:
         batch: the sequences.
@@ -350,13 +371,13 @@ def environment_steps(batch: TrainingBatch, layout: TurnLayout, weight: float) -
         weight: of the environment's rewards in the reward.
     """
     scores = weight * layout.rewards
-    earned = torch.zeros_like(batch.rewards).index_add(0, layout.owner, scores)
+    earned = torch.zeros_like(batch.rewards).index_add(0, layout.episode, scores)
     is_last = torch.ones_like(layout.owner, dtype=torch.bool)
-    is_last[:-1] = layout.owner[1:] != layout.owner[:-1]
-    rest = (batch.rewards - earned)[layout.owner]
+    is_last[:-1] = layout.episode[1:] != layout.episode[:-1]
+    rest = batch.rewards[layout.owner] - earned[layout.episode]
     return EnvironmentSteps(
         step_scores=scores + torch.where(is_last, rest, 0.0),
-        trajectory_index=layout.owner,
+        trajectory_index=layout.episode,
         step_index=layout.place,
         state_index=layout.states,
         episode_scores=batch.rewards[layout.owner],

@@ -81,10 +81,12 @@ def advantage_inputs(
         # What is rejected has no gradient, so none of its variance either.
         importance = torch.where(corrected.response_mask, corrected.weights, 0.0)
     sequences, scores, group_index, rewards, steps = batch.sequences, batch.rewards, batch.group_index, None, None
+    episodes = batch.episode_index
     if isinstance(config, GigpoConfig | StepReinforceConfig):
         layout = TurnLayout.of(batch)
         steps = environment_steps(batch, layout, weight)
         sequences, scores, group_index = layout.sequences, scores[layout.owner], group_index[layout.owner]
+        episodes = None  # the steps are told apart by episode already
     else:
         rewards = turn_rewards(batch, weight)
     return AdvantageInputs(
@@ -100,7 +102,7 @@ def advantage_inputs(
         component_scores=components,
         baselines=batch.baselines,
         steps=steps,
-        episode_index=batch.episode_index,
+        episode_index=episodes,
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from flotilla.services.trainer.algorithms.objective import TokenFigures
 from flotilla.services.trainer.data.batch import scored_trajectories
 from flotilla.services.trainer.data.micro_batch import MicroBatch
+from flotilla.services.trainer.data.pieces import piece_starts
 from flotilla.services.trainer.learning.mini_batches import Prepared
 from flotilla.services.trainer.parallel.ranks import Ranks
 from flotilla.shared.schemas.sample_kinds import TrainedTokens
@@ -82,6 +83,7 @@ class TracedStep:
         clipped: Floats,
     ) -> None:
         self._starts, self._lengths, self._mask = span_starts, span_lengths, mask
+        self._offsets = np.concatenate([[0], np.cumsum(span_lengths)]).tolist()
         self._advantages, self._old, self._ref = advantages, old_log_probs, ref_log_probs
         self._log_probs, self._weights, self._clipped = log_probs, weights, clipped
 
@@ -94,7 +96,6 @@ class TracedStep:
             groups: of the step, in training order.
             lag: versions from the one that sampled a token to the one that was trained.
         """
-        offsets = np.concatenate([[0], np.cumsum(self._lengths)]).tolist()
         number = 0
         for group in groups:
             scored = {id(each) for each in scored_trajectories(group)}
@@ -103,17 +104,17 @@ class TracedStep:
                 if id(trajectory) not in scored:
                     found.append(None)
                     continue
-                found.append(self._tokens(trajectory, offsets[number], number, lag))
-                number += 1
+                found.append(self._tokens(trajectory, number, lag))
+                number += len(piece_starts(trajectory))
             yield group, found
 
-    def _tokens(self, trajectory: Trajectory, offset: int, number: int, lag: Callable[[int], int]) -> TrainedTokens:
-        span = slice(offset, offset + self._lengths[number])
-        start, is_sampled = self._starts[number], self._mask[span]
-
+    def _tokens(self, trajectory: Trajectory, first: int, lag: Callable[[int], int]) -> TrainedTokens:
         def placed(values: Floats) -> Floats:
             full = np.full(trajectory.token_ids.shape[0], np.nan, np.float32)
-            full[start:] = np.where(is_sampled, values[span], np.nan)
+            for number, begins in enumerate(piece_starts(trajectory), start=first):
+                span = slice(self._offsets[number], self._offsets[number + 1])
+                at = begins + self._starts[number]
+                full[at : at + self._lengths[number]] = np.where(self._mask[span], values[span], np.nan)
             return full
 
         return TrainedTokens(

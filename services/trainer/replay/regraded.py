@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flotilla.services.trainer.data.batch import TrainingBatch, make_batch, scored_trajectories
+from flotilla.services.trainer.data.pieces import piece_starts
 from flotilla.services.trainer.data.source import find_problem, requirements_of
 from flotilla.services.trainer.learning.advantages import step_advantages
 from flotilla.shared.config.sections.advantage import GaeConfig, GpgConfig, TokenBaselineConfig
@@ -82,12 +83,7 @@ def regraded_advantages(spec: ExperimentSpec, groups: Sequence[NewlyGraded]) -> 
     if not any(scored_trajectories(each) for each in shown):
         return nothing
     batch = make_batch(shown, joins_branches=spec.joins_branches)
-    tokens = [
-        (found.kept.tokens[member] if found.kept.tokens else None)
-        for found, group in zip(groups, shown, strict=True)
-        for member, trajectory in enumerate(group.trajectories)
-        if any(trajectory is each for each in scored_trajectories(group))
-    ]
+    tokens = [each for found, group in zip(groups, shown, strict=True) for each in _recorded(found.kept, group)]
     config = spec.algorithm
     needs_old = isinstance(config.kl, KlRewardConfig) or config.distillation is not None
     if (needs_old and None in tokens) or (config.distillation is not None and batch.teacher_log_probs is None):
@@ -102,23 +98,42 @@ def regraded_advantages(spec: ExperimentSpec, groups: Sequence[NewlyGraded]) -> 
         values=None,
         kl_coefficient=config.kl.coefficient if config.kl is not None else None,
     ).advantages.numpy()
-    found, mask = nothing, batch.sequences.response_mask.numpy()
+    found, mask, lengths = nothing, batch.sequences.response_mask.numpy(), batch.span_lengths
     number = offset = 0
     for place, group in enumerate(shown):
         scored = {id(each) for each in scored_trajectories(group)}
         for member, trajectory in enumerate(group.trajectories):
             if id(trajectory) not in scored:
                 continue
-            start = batch.span_starts[number]
-            span = slice(offset, offset + batch.span_lengths[number])
             full = np.full(trajectory.token_ids.shape[0], np.nan, np.float32)
-            full[start:] = np.where(mask[span], advantages[span], np.nan)
+            for begins in piece_starts(trajectory):
+                length, at = lengths[number], begins + batch.span_starts[number]
+                span = slice(offset, offset + length)
+                full[at : at + length] = np.where(mask[span], advantages[span], np.nan)
+                number, offset = number + 1, span.stop
             found[place][member] = full
-            number, offset = number + 1, span.stop
     return found
 
 
-def _laid(batch: TrainingBatch, tokens: Sequence[TrainedTokens | None], name: str) -> Tensor:
-    """Lay recorded figures of the spans end to end: [T]; 0 where none was sampled."""
-    spans = [np.nan_to_num(getattr(each, name)[start:]) for each, start in zip(tokens, batch.span_starts, strict=True)]
+def _recorded(kept: KeptGroup, group: Group) -> list[tuple[int, TrainedTokens] | None]:
+    """List of each sequence of a group where it begins in its trajectory, and what was recorded of that."""
+    return [
+        None if not kept.tokens or (tokens := kept.tokens[member]) is None else (begins, tokens)
+        for member, trajectory in enumerate(group.trajectories)
+        if any(trajectory is each for each in scored_trajectories(group))
+        for begins in piece_starts(trajectory)
+    ]
+
+
+def _laid(batch: TrainingBatch, tokens: Sequence[tuple[int, TrainedTokens] | None], name: str) -> Tensor:
+    """Lay recorded figures of the spans end to end: [T]; 0 where none was sampled.
+
+    Args:
+        tokens: of each sequence, where it begins in its trajectory and what was recorded of that.
+    """
+    spans = []
+    for each, start, length in zip(tokens, batch.span_starts, batch.span_lengths, strict=True):
+        assert each is not None
+        begins, kept = each
+        spans.append(np.nan_to_num(getattr(kept, name)[begins + start : begins + start + length]))
     return torch.from_numpy(np.concatenate(spans))

@@ -13,7 +13,7 @@ from flotilla.shared.config.sections.asynchrony import AsynchronyConfig
 from flotilla.shared.config.sections.checkpoint import CheckpointConfig
 from flotilla.shared.config.sections.data import DataConfig, check_data_source_column
 from flotilla.shared.config.sections.engine import ServerEngineConfig, SglangEngineConfig
-from flotilla.shared.config.sections.episodes import SingleTurnConfig
+from flotilla.shared.config.sections.episodes import SingleTurnConfig, check_memory
 from flotilla.shared.config.sections.evaluation import EvaluationConfig
 from flotilla.shared.config.sections.health import HealthConfig
 from flotilla.shared.config.sections.job import FinishedJob
@@ -120,6 +120,7 @@ def check_sections(spec: Sections) -> None:
     _engine(spec)
     _lengths(spec)
     _episodes(spec)
+    _memory(spec)
     _labels(spec)
     _sandboxes(spec)
     _prompts(spec)
@@ -324,6 +325,16 @@ def _episodes(spec: Sections) -> None:
             f"rollout.episodes.max_response_tokens {most} bounds nothing: an episode has at most "
             f"{episodes.max_tokens or context} tokens (max_tokens, or rollout.engine.context_tokens): lower or drop it"
         )
+
+
+def _memory(spec: Sections) -> None:
+    distillation = spec.algorithm.distillation
+    check_memory(
+        spec.rollout.episodes,
+        spec.algorithm.advantage.kind,
+        has_images=spec.data.images is not None,
+        asks_teachers=distillation is not None and bool(distillation.servers),
+    )
 
 
 def _labels(spec: Sections) -> None:

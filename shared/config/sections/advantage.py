@@ -291,9 +291,11 @@ class GigpoConfig(_Agentic):
 
 
 class StepReinforceConfig(_Agentic):
-    """Discounted step return, normalised among all steps of the trajectory group."""
+    """Discounted step return, normalised among all steps of the trajectory group, or of everything that is trained."""
 
     kind: Literal["step_reinforce"] = "step_reinforce"
+    over: Literal["group", "batch"] = "group"
+    """Which steps a step is compared with: those of its group, or all of the training step."""
 
 
 AdvantageConfig = Annotated[

@@ -22,6 +22,24 @@ class SingleTurnConfig(Config):
     kind: Literal["single_turn"] = "single_turn"
 
 
+class MemoryConfig(Config):
+    """What a turn with a prompt of its own is shown of the turns before it, as `{history}` of `turn_template`."""
+
+    turns: int = Field(0, ge=0)
+    """How many turns back; 0: nothing."""
+    template: str = "Turn {turn}\n{observation}\n{action}"
+    """What each of them is written as: a text with `{turn}`, `{observation}`, `{action}` and `{reward}`; an empty one
+    leaves them out."""
+    invalid_template: str | None = None
+    """The same of a turn whose text the environment could not read as an action; null: no other than `template`."""
+    separator: str = "\n"
+    """Between two of them."""
+
+
+HISTORY_PLACES: Final = ("{history}", "{turns_taken}", "{turns_remembered}", "{instruction}")
+"""Places of a turn's template that only a turn with a prompt of its own has."""
+
+
 class EnvironmentConfig(Config):
     """One environment."""
 
@@ -35,7 +53,11 @@ class EnvironmentConfig(Config):
     """Use it for tasks of these data sources; null: for all."""
     turn_template: str | None = None
     """What each of the user's messages is made of: a text with `{observation}` in it and, where they are wanted,
-    `{turn}`, counted from 1, and `{turns_left}`; null: the observation alone."""
+    `{turn}`, counted from 1, and `{turns_left}`; with `memory` also `{history}`, `{turns_taken}`, `{turns_remembered}`
+    and `{instruction}` (the environment's own). null: the observation alone."""
+    memory: MemoryConfig | None = None
+    """null: each turn is shown the whole conversation. Else each turn has a prompt of its own, the task's messages and
+    `turn_template`, and is trained as a sequence of its own; `max_tokens` then bounds each turn by itself."""
 
     @field_validator("turn_template")
     @classmethod
@@ -43,6 +65,20 @@ class EnvironmentConfig(Config):
         if template is not None and "{observation}" not in template:
             raise ValueError("must have {observation} in it, else the policy sees nothing of the environment")
         return template
+
+    @model_validator(mode="after")
+    def _remembers_what_it_shows(self) -> Self:
+        used = [place for place in HISTORY_PLACES if place in (self.turn_template or "")]
+        if self.memory is None and used:
+            raise ValueError(
+                f"turn_template has {used[0]}, and without memory each turn is shown the whole conversation: set "
+                "memory, or remove it from the template"
+            )
+        if self.memory is not None and self.memory.turns and "{history}" not in used:
+            raise ValueError(
+                "memory.turns has no effect, since turn_template has no {history}: add it, or set memory.turns to 0"
+            )
+        return self
 
     @property
     def is_code(self) -> bool:
@@ -207,3 +243,41 @@ EpisodesConfig = Annotated[
     SingleTurnConfig | EnvironmentEpisodesConfig | ToolEpisodesConfig, Field(discriminator="kind")
 ]
 """How an episode goes, chosen by ``kind``."""
+
+ALONG_AN_EPISODE: Final = frozenset(
+    {"gae", "reinforce", "reinforce_plus_plus", "turn_reinforce", "remax", "optimal_token_baseline"}
+)
+"""Estimators that carry rewards from later turns to earlier ones within one sequence."""
+
+
+def check_memory(episodes: EpisodesConfig, estimator: str, *, has_images: bool, asks_teachers: bool) -> None:
+    """Check what does not go with turns that have prompts of their own.
+
+    Args:
+        episodes: of the spec.
+        estimator: its kind.
+        has_images: whether prompts have images.
+        asks_teachers: whether teachers behind URLs read trajectories.
+
+    Raises:
+        ValueError: something of it is asked for.
+    """
+    if not isinstance(episodes, EnvironmentEpisodesConfig):
+        return
+    number = next((at for at, each in enumerate(episodes.environments) if each.memory is not None), None)
+    if number is None:
+        return
+    for is_asked, name, way in (
+        (estimator in ALONG_AN_EPISODE, f"algorithm.advantage.kind {estimator}",
+         "use gigpo or step_reinforce, or one that compares episodes, such as grpo"),
+        (episodes.max_response_tokens is not None, "rollout.episodes.max_response_tokens",
+         "remove it (max_tokens bounds each turn)"),
+        (has_images, "data.images", "remove it"),
+        (asks_teachers, "algorithm.distillation.servers",
+         "let the trainer load the teacher (algorithm.distillation.path)"),
+    ):  # fmt: skip
+        if is_asked:
+            raise ValueError(
+                f"rollout.episodes.environments.{number}.memory makes each turn a sequence of its own, which does "
+                f"not go with {name}: {way}, or remove memory"
+            )

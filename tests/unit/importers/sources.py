@@ -58,7 +58,7 @@ ENVIRONMENT = (
     "rollout.episodes={kind: environment, environments: [{environment: sokoban}]}",
     "reward.components=[{kind: environment}]",
 )
-"""What is written beside ROLL's estimators over steps, since its environments are not read."""
+"""What is written beside ROLL's estimators over steps, where the values have no environment."""
 
 
 def import_flat(
@@ -79,7 +79,8 @@ def import_flat(
         text = yaml.safe_dump(nested({**kept, PATH: "tools.yaml"} if tools else kept))
         files = {"tools.yaml": yaml.safe_dump({"tools": tools})} if tools else {}
         given = read(system, text, overrides, {}, source="launch.yaml", beside=files.get)
-    ours = ENVIRONMENT if values.get("adv_estimator") in STEPWISE else ()
+    has_none = values.get("adv_estimator") in STEPWISE and "train_env_manager.tags" not in values
+    ours = ENVIRONMENT if has_none else ()
     return build(SYSTEMS[system], given, rows=rows, overrides=(*ours, *settings))
 
 

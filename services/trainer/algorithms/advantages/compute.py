@@ -272,7 +272,7 @@ def _compare(config: AdvantageConfig, scores: Tensor, lengths: Tensor, inputs: A
         case configs.StepReinforceConfig():
             return agentic.step_reinforce(
                 _given(inputs.steps, "steps"),
-                group_index,
+                torch.zeros_like(group_index) if config.over == "batch" else group_index,
                 gamma=config.gamma,
                 divide_by_std=config.divide_by_std,
                 epsilon=config.epsilon,

@@ -11,9 +11,11 @@ import pytest
 from flotilla.importers.build import Imported
 from flotilla.importers.parameter import Verdict
 from flotilla.importers.roll.environments import FIRST_HELD_OUT, HELD_OUT_TASKS, MOST_ROWS, TASKS
+from flotilla.services.rollout.environments import conversation as conversation_module
 from flotilla.services.rollout.environments.conversation import EnvironmentConversations
 from flotilla.services.rollout.environments.loading import load_environment
-from flotilla.shared.config.sections.episodes import EnvironmentEpisodesConfig
+from flotilla.shared.config.sections.advantage import StepReinforceConfig
+from flotilla.shared.config.sections.episodes import EnvironmentConfig, EnvironmentEpisodesConfig
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.schemas.task import Message
 from flotilla.shared.testing.builders import a_task
@@ -140,10 +142,15 @@ def test_the_managers_penalty_is_that_of_environments_without_one() -> None:
         ({"custom_envs__Lake": {"env_type": "game:Wordle-v0", "max_steps": 8, "max_tokens_per_step": 64,
                                    "tool_wrapper": {"tool_configs": [{"tool_id": "browser"}]}}},
          "custom_envs.Lake.tool_wrapper.tool_configs", "not browser"),
-        ({"custom_envs__Lake": LAKE | {"env_manager_cls": "x.StepEnvManager"}}, "custom_envs.Lake.env_manager_cls",
-         "StepEnvManager cuts"),
+        ({"custom_envs__Lake": LAKE | {"env_manager_cls": "x.VLTrajEnvManager"}}, "custom_envs.Lake.env_manager_cls",
+         "VLTrajEnvManager shows images"),
+        ({"custom_envs__Lake": LAKE | {"env_manager_cls": "x.StepEnvManager",
+                                       "agent_template": "{current_observation}"}},
+         "custom_envs.Lake.env_manager_cls", "compares each turn's own reward"),
         ({"custom_envs__Lake": LAKE | {"agent_template": "{history} {observation}"}}, "custom_envs.Lake.agent_template",
-         "{history}"),
+         "{turn_idx}"),
+        ({"custom_envs__Lake": LAKE | {"agent_template": "{turn_idx}"}}, "custom_envs.Lake.agent_template",
+         "the observation must be"),
         ({"custom_envs__Lake": LAKE | {"env_config": {"wind": 1}}}, "custom_envs.Lake.env_config.wind",
          "no such option"),
         ({"custom_envs__Room": ROOM | {"max_steps": 9}}, "custom_envs.Lake.max_steps", "one number of turns"),
@@ -237,9 +244,12 @@ def test_environments_of_gem_are_played_by_a_file_beside_the_spec(
     ]
     wordle, rows = (load_environment(each) for each in sections)
     first, second = wordle(), wordle()
-    assert first.reset(3) == ("1.1 seed 3", {"instruction": "Count.", "metrics": {}})
+    observation, info = first.reset(3)
+    assert observation == info["remembered"] == "1.1 seed 3"
+    assert (info["instruction"], info["metrics"], info["is_valid"]) == ("Count.", {}, True)
     assert second.reset(4)[0] == "3.1 seed 4"
-    assert [first.step("a")[2], first.step("b")] == [False, ("saw b", 0.5, True, False, {"metrics": {"success": True}})]
+    assert first.step("a")[2] is False
+    assert first.step("b")[:4] == ("saw b", 0.5, True, False)
     assert wordle().reset(5)[0] == "1.2 seed 5"
     assert asked == [("game:Wordle-v0", {"word_length": 5})] * 2
     assert rows().reset(1)[0] == "2.1 seed 1"
@@ -297,3 +307,97 @@ def test_programs_of_the_policy_without_bubblewrap_are_refused(tmp_path: Path, m
 
     with pytest.raises(InvalidSpec, match="bwrap"):
         played(imported(custom_envs__Lake=each, custom_envs__Room=each), tmp_path)
+
+
+STEPWISE = {"adv_estimator": "gigpo", "reward_normalization__method": "mean", "step_reward_gamma": 0.9}
+STEPS = LAKE | {
+    "env_manager_cls": "roll.pipeline.agentic.env_manager.step_env_manager.StepEnvManager",
+    "history_length": 5,
+    "agent_template": "{env_instruction} {{x}} {step_count} of {history_length}: [{history}]\n"
+                      "{current_step}: [{current_observation}] {max_response_length}",
+}  # fmt: skip
+
+
+class Lamp:
+    """Says what happened, with a suffix; odd texts are no actions."""
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        return "off", {"env_instruction": "Light it.", "suffix": "go"}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        is_valid = action != "?"
+        info = {"metrics": {"action_is_valid": is_valid}, "action_content": action.upper(), "suffix": "more"}
+        return f"saw {action}", -0.5 + is_valid, False, False, info
+
+
+async def shown_by(found: Imported, texts: list[str]) -> list[str]:
+    """Play some texts in the first environment of a spec, and return what the policy is shown each time."""
+    assert found.may_run(), found.report.render()
+    assert found.spec is not None and isinstance(found.spec.rollout.episodes, EnvironmentEpisodesConfig)
+    row = rows(found, TASKS)[0]
+    prompt = row["prompt"] or [{"role": "user", "content": ""}]
+    task = a_task(0, messages=tuple(Message(**each) for each in prompt), data_source=row["tag"], metadata=row)
+    conversation = EnvironmentConversations(found.spec.rollout.episodes)(task, 0)
+    replies = [await conversation.begin()]
+    for text in texts:
+        replies.append(await conversation.answer(text, is_cut=False))
+    assert all(each.is_fresh for each in replies[1:])
+    return ["|".join(f"{each.role}: {each.content}" for each in reply.messages) for reply in replies]
+
+
+async def test_steps_have_a_prompt_of_their_own_as_rolls_manager_writes_it() -> None:
+    room = ROOM | {"env_manager_cls": "StepEnvManager", "agent_template": "{current_observation}"}
+    found = imported(**STEPWISE, custom_envs__Lake=STEPS, custom_envs__Room=room)
+
+    first, second, third = await shown_by(found, ["<a>Fly</a>", "none"])
+
+    lake = first.partition("1: [")[2].partition("]")[0]
+    say = first.partition("user: ")[2].partition(" {x}")[0]
+    assert say.startswith("You walk over a frozen lake")
+    assert first == f"system: You play.|user: {say} {{x}} 0 of 0: []\n1: [{lake}] 64"
+    tips = (
+        "(IMPORTANT TIPS: this action is not valid, your new response *must* strictly adhere to the format according "
+        "to env instructions.)"
+    )
+    fly = f"(step: 1, observation: {lake}, action: Fly{tips}, reward: -0.02)"
+    nothing = f"(step: 2, observation: {lake}, action: {tips}, reward: -0.02)"
+    assert second == f"system: You play.|user: {say} {{x}} 1 of 1: [{fly}]\n2: [{lake}] 64"
+    assert third == f"system: You play.|user: {say} {{x}} 2 of 2: [{fly}, {nothing}]\n3: [{lake}] 64"
+    spec = found.spec
+    assert spec is not None and isinstance(spec.rollout.episodes, EnvironmentEpisodesConfig)
+    lake_memory, room_memory = (each.memory for each in spec.rollout.episodes.environments)
+    assert lake_memory is not None and lake_memory.turns == 4
+    assert room_memory is not None and room_memory.turns == 0
+    assert "sequence of its own" in found.report.render()
+
+
+async def test_a_concatenating_manager_shows_observations_without_their_suffixes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gem", types.SimpleNamespace(make=lambda env_id: Lamp()))  # type: ignore[arg-type]
+    game = {"env_type": "game:Lamp-v0", "max_steps": 8, "env_manager_cls": "x.StepConcatEnvManager",
+            "max_tokens_per_step": 64, "history_length": 3,
+            "agent_template": "<{history}>{current_observation}!"}  # fmt: skip
+    found = imported(**STEPWISE, custom_envs__Lake=game, custom_envs__Room=game)
+    make = played(found, tmp_path)
+    monkeypatch.setattr(conversation_module, "load_environment", lambda each: make)
+    monkeypatch.setattr(EnvironmentConfig, "is_code", False)
+
+    shown = await shown_by(found, ["a", "?", "c"])
+
+    assert shown == [
+        "user: <>off\ngo!",
+        "user: <off>saw a\nmore!",
+        "user: <off\nsaw a>saw ?\nmore!",
+        "user: <saw a\nsaw ?>saw c\nmore!",
+    ]
+
+
+def test_steps_of_a_batch_are_compared_and_bounded_twice() -> None:
+    found = imported(adv_estimator="step_reinforce", reward_normalization__grouping="batch", reward_clip=5,
+                     advantage_clip=20)  # fmt: skip
+
+    assert found.may_run() and found.spec is not None, found.report.render()
+    advantage = found.spec.algorithm.advantage
+    assert isinstance(advantage, StepReinforceConfig)
+    assert (advantage.over, advantage.clip) == ("batch", 5.0)

@@ -33,6 +33,8 @@ MOST_ANSWER_BYTES: Final = 512 * 1024 * 1024
 """Of the answers that are kept for one owner; older ones go first."""
 MOST_MODELS: Final = 256
 """Of one session."""
+MOST_OWNED_MODELS: Final = 4096
+"""Of one owner that are known: of sessions that are open, or with something saved."""
 MOST_ATTEMPTS: Final = 3
 """A request that ended its process so often is not begun again: it would end that of all."""
 
@@ -105,6 +107,7 @@ class Bounds:
     requests: int = MOST_REQUESTS
     num_bytes: int = MOST_BYTES
     answer_bytes: int = MOST_ANSWER_BYTES
+    models: int = MOST_OWNED_MODELS
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +154,7 @@ class TinkerQueue(Store):
         Raises:
             Conflict: another one came with this place.
             NotFound: there is no such model, or the place is of one that was forgotten.
-            TooManyRequests: the owner has as much waiting, or the session as many models, as it may.
+            TooManyRequests: the owner has as much waiting or as many models, or the session as many, as it may.
         """
         whose = request.owner
         keys = [
@@ -171,6 +174,7 @@ class TinkerQueue(Store):
         made = "" if record is None else record.model_dump_json()
         arguments = [request.id, request.seq, digest, request.verb, request.body, request.model_id, made, now]
         bounds = [whose, self._bounds.requests, self._bounds.num_bytes, MOST_MODELS, key("request", "")]
+        bounds.append(self._bounds.models)
         found: bytes = await self._run(SUBMIT, keys, arguments + bounds)
         self._check(found, request.id)
         return found == b"new"
@@ -199,6 +203,10 @@ class TinkerQueue(Store):
                 raise NotFound(f"{request_id}: {found.decode().removeprefix('closed ')}")
             case b"models":
                 raise TooManyRequests(f"a session has at most {MOST_MODELS} models: open another one")
+            case b"owned":
+                raise TooManyRequests(
+                    f"a token has at most {self._bounds.models} models: finish sessions, and delete what old ones saved"
+                )
             case b"full":
                 raise TooManyRequests(
                     f"a token has at most {self._bounds.requests} requests and {self._bounds.num_bytes} bytes "

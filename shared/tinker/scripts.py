@@ -74,7 +74,10 @@ local closed = redis.call('HGET', model, 'closed')
 if closed then return 'closed ' .. closed end
 if seq < next then return 'passed' end
 if full(open, owner, ARGV[10], ARGV[11], size, seq == next) then return 'full' end
-if ARGV[7] ~= '' and redis.call('SCARD', session) >= tonumber(ARGV[12]) then return 'models' end
+if ARGV[7] ~= '' then
+  if redis.call('SCARD', session) >= tonumber(ARGV[12]) then return 'models' end
+  if redis.call('ZCARD', KEYS[12]) >= tonumber(ARGV[14]) then return 'owned' end
+end
 redis.call('HSET', request, 'digest', digest, 'verb', ARGV[4], 'seq', ARGV[2], 'model', ARGV[6], 'body', body)
 redis.call('HSET', request, 'owner', ARGV[9])
 if ARGV[7] ~= '' then

@@ -103,6 +103,10 @@ class Slot:
         size = sum(each.numel() * each.element_size() for each in self.masters.values())
         return size * (3 if with_optimizer else 1)
 
+    def state_bytes(self) -> int:
+        """Return how many bytes its states take on a disk, of which two are kept: with gradients, at most."""
+        return 2 * (self.num_bytes(with_optimizer=True) + self.num_bytes(with_optimizer=False))
+
     def weights(self) -> dict[str, Tensor]:
         """Return what trains: float32 masters where there are some."""
         return {name: each.detach() for name, each in self.masters.items()}

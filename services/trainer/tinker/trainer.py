@@ -164,7 +164,7 @@ class Trainer:
         match request.verb:
             case Verb.CREATE:
                 slot = self._base.make(model.lora)
-                self._usage.check(model.owner, slot.num_bytes(with_optimizer=True))
+                self._check_room(model, slot)
                 self._keep(request, model, slot)
                 return Answer.json({"type": "create_model", "model_id": request.model_id})
             case Verb.LOAD:
@@ -255,6 +255,13 @@ class Trainer:
         on_disk = -1 if before is None else before.on_disk
         self._kept[request.model_id] = Kept(slot, model.owner, request.seq, on_disk)
 
+    def _check_room(self, model: Model, slot: Slot) -> None:
+        """Refuse a model whose states would have no room on the disk beside the owner's others."""
+        self._usage.check(model.owner, self._states_of(model.owner) | {model.model_id: slot.state_bytes()})
+
+    def _states_of(self, owner: str) -> dict[str, int]:
+        return {name: kept.slot.state_bytes() for name, kept in self._kept.items() if kept.owner == owner}
+
     def _load(self, request: Request, model: Model) -> Answer:
         wanted = Load.model_validate_json(request.body)
         path = SavedPath.read(wanted.path)
@@ -267,7 +274,7 @@ class Trainer:
         if wanted.optimizer and not saved.has_optimizer:
             raise InvalidRequest(f"{wanted.path} was saved to be sampled from, without the optimiser's state")
         slot = self._base.make(saved.lora)
-        self._usage.check(model.owner, slot.num_bytes(with_optimizer=True))
+        self._check_room(model, slot)
         files.load_saved(directory, slot, with_optimizer=wanted.optimizer)
         self._keep(request, model, slot)
         return Answer.json({"type": "load_weights", "path": wanted.path, "model_id": request.model_id})
@@ -279,7 +286,8 @@ class Trainer:
         # A request that is done again after a restart finds what it wrote.
         if not is_new and files.read_saved(directory).step != kept.slot.step:
             raise InvalidRequest(f"{wanted.path} is there already: overwrite it, or choose another name")
-        self._usage.check(kept.owner, kept.slot.num_bytes(with_optimizer=path.kind is Kind.TRAINING))
+        more = kept.slot.num_bytes(with_optimizer=path.kind is Kind.TRAINING)
+        self._usage.check(kept.owner, self._states_of(kept.owner), more)
         now = self._clock.now()
         saved = Saved(
             path=wanted.path,

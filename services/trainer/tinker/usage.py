@@ -1,6 +1,6 @@
 """How much of the disk each owner's models take: what was saved of them, and their states."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -30,22 +30,42 @@ class Usage:
         self._root, self._most = data / FOLDER, most_bytes
         self._read: dict[Path, tuple[int, Owned]] = {}
 
-    def of(self, owner: str) -> int:
-        """Return how many bytes an owner has."""
+    def of(self, owner: str, states: Mapping[str, int]) -> int:
+        """Return how many bytes an owner has, or will have.
+
+        Args:
+            owner: whose.
+            states: by model of this owner's, what its states will take; fewer may be on the disk yet.
+        """
         found = dict(self._every())
         self._read = found
-        return sum(each.num_bytes for _, each in found.values() if each.owner == owner)
+        used, on_disk = 0, dict[str, list[int]]()
+        for path, (_, each) in found.items():
+            if each.owner != owner:
+                continue
+            if path.name == STATE:
+                on_disk.setdefault(path.parent.parent.name, []).append(each.num_bytes)
+            else:
+                used += each.num_bytes
+        # The state before the newest is kept: where there is one, there will be two.
+        will = {model: max(sum(each), 2 * max(each)) for model, each in on_disk.items()}
+        return used + sum(max(will.get(model, 0), states.get(model, 0)) for model in will.keys() | states.keys())
 
-    def check(self, owner: str, more: int) -> None:
+    def check(self, owner: str, states: Mapping[str, int], more: int = 0) -> None:
         """Refuse what an owner has no room for.
+
+        Args:
+            owner: whose.
+            states: as ``of`` takes them.
+            more: bytes beside these.
 
         Raises:
             QuotaExceeded: saying how much there is.
         """
-        used = self.of(owner)
+        used = self.of(owner, states)
         if used + more > self._most:
             raise QuotaExceeded(
-                f"this key's models have {used} bytes on the disk, and {more} more are over its {self._most}: "
+                f"this key's models have or need {used} bytes on the disk, and {more} more are over its {self._most}: "
                 "delete saved ones, let them expire (ttl_seconds), or finish sessions"
             )
 

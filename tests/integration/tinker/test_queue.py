@@ -63,6 +63,28 @@ async def test_requests_that_come_out_of_order_are_handed_on_in_order(queue: Tin
     assert [(each.seq, each.body) for each in await waiting(queue)] == [(0, b"x"), (1, b"x"), (2, b"x"), (3, b"x")]
 
 
+async def test_an_owner_has_no_more_models_than_it_may_in_all_sessions_together(
+    queue: TinkerQueue, sessions: TinkerSessions, redis_url: str
+) -> None:
+    redis = connect(redis_url)
+    bounded = TinkerQueue(redis, Bounds(models=2))
+
+    async def make_one(session: str, owner: str) -> None:
+        name = f"{session}:train:0"
+        request = Request(request_id_of(name, 0), "", Verb.CREATE, 0, name, b"", owner)
+        await bounded.submit(request, "d", NOW, Model(model_id=name, session_id=session, owner=owner, created=1.0))
+
+    for session in ("a", "b"):
+        await make_one(session, ME)
+    with pytest.raises(TooManyRequests, match="at most 2 models: finish sessions"):
+        await make_one("c", ME)
+    await make_one("d", "another")
+    await sessions.close_models("a")
+    await sessions.forget_model("a:train:0", keeps_record=False)
+    await make_one("c", ME)
+    await redis.aclose()
+
+
 async def test_a_request_that_comes_again_is_the_same_one_and_another_is_refused(queue: TinkerQueue) -> None:
     await make(queue)
 

@@ -351,7 +351,8 @@ def test_sequences_that_the_model_cannot_read_are_refused(base: Base, tmp_path: 
 def test_one_owner_has_no_more_on_the_disk_than_it_may_and_another_has_room(base: Base, tmp_path: Path) -> None:
     lora = Lora(rank=4, seed=1)
     size = base.make(lora).num_bytes(with_optimizer=False)
-    trainer = Trainer(base, "tiny", tmp_path, ManualClock(), most_disk_bytes=8 * size)
+    # Two states of eight sizes together, and what is saved, of three.
+    trainer = Trainer(base, "tiny", tmp_path, ManualClock(), most_disk_bytes=12 * size)
     client, other = Client(trainer, 0, lora), Client(trainer, 1, lora, owner="other")
     for each in (client, other):
         each.asks(Verb.CREATE)
@@ -366,3 +367,24 @@ def test_one_owner_has_no_more_on_the_disk_than_it_may_and_another_has_room(base
     other.asks(Verb.SAVE, Save(path="tinker://s:train:1/weights/b").model_dump_json().encode())
     shutil.rmtree(tmp_path / "tinker/saved/s:train:0/weights/a")
     client.asks(Verb.SAVE, second)
+
+
+def test_models_whose_states_are_not_written_yet_take_their_part_of_the_disk(base: Base, tmp_path: Path) -> None:
+    lora = Lora(rank=4, seed=1)
+    size = base.make(lora).num_bytes(with_optimizer=False)
+    trainer = Trainer(base, "tiny", tmp_path, ManualClock(), most_disk_bytes=17 * size)
+    clients = [Client(trainer, number, lora) for number in range(3)]
+    for each in clients[:2]:
+        each.asks(Verb.CREATE)
+
+    with pytest.raises(QuotaExceeded, match="finish sessions"):
+        clients[2].asks(Verb.CREATE)
+    # One state of each is on the disk, where there will be two.
+    for each in clients[:2]:
+        each.passes()
+        each.updates()
+        trainer.unload(each.model.model_id)
+    with pytest.raises(QuotaExceeded, match="finish sessions"):
+        clients[2].asks(Verb.CREATE)
+    trainer.discard(clients[0].model.model_id)
+    clients[2].asks(Verb.CREATE)

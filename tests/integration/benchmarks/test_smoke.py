@@ -98,11 +98,14 @@ def test_weights(run: Callable[..., Any]) -> None:
 
 ONE_FLEET = ("engine", "training", "update", "fleet")
 NO_FLEET = ("decoding", "adapters", "proof", "throughput", "halving", "tinker")
-THE_REST = tuple(part for part in gpu.MODULES if part not in (*ONE_FLEET, *NO_FLEET))
+VARIANTS = ("images", "compiled", "asynchronous")
+THE_REST = tuple(part for part in gpu.MODULES if part not in (*ONE_FLEET, *NO_FLEET, *VARIANTS))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("parts", [ONE_FLEET, NO_FLEET, THE_REST], ids=["one fleet", "no fleet", "the rest"])
+@pytest.mark.parametrize(
+    "parts", [ONE_FLEET, NO_FLEET, VARIANTS, THE_REST], ids=["one fleet", "no fleet", "variants", "the rest"]
+)
 def test_gpu_rehearsal(run: Callable[..., Any], parts: tuple[str, ...]) -> None:
     found = run(gpu.main, "--cpu-rehearsal", *(word for part in parts for word in ("--part", part)))
 
@@ -116,6 +119,9 @@ def test_gpu_rehearsal(run: Callable[..., Any], parts: tuple[str, ...]) -> None:
         assert found["adapters"]["served"]["mean_difference_from_the_base"] > 0.01
         assert found["throughput"]["tiny, uniform, times as fast"] > 0
         assert "differ" in found["proof"]["engine.read flip"]["found"]
+    elif "images" in parts:
+        assert found["images"]["qwen3_vl, engine beside trainer"]["correction/probability_difference"] < 1e-5
+        assert found["compiled"]["compiled"]["compiler"]["stats"]["unique_graphs"] == 1
     else:
         assert found["sharing"]["largest_difference_of_a_loss"] <= 1e-5
         assert found["lora"]["checkpoint_megabytes"] > 0

@@ -409,6 +409,7 @@ class RolloutService(SessionFollower[Session]):
                 "prefilled_tokens": load.prefilled_tokens,
                 "reused_tokens": load.reused_tokens,
                 "reuses": load.reuses,
+                "cpu_seconds": load.cpu_seconds,
                 "tokens_per_second": rate,
                 "groups_in_work": session.worker.in_work,
                 "groups_answered": session.worker.answered,

@@ -26,9 +26,11 @@ _WRITTEN = """
     preference/margin preference/rejected prompt_tokens/mean publication/commit_seconds publication/prepare_seconds
     publication/transfer_seconds ratio/approx_kl ratio/clip_fraction ratio/clip_fraction_lower ratio/mean reward/*/max
     reward/*/mean reward/*/min reward/*/std reward/max reward/mean reward/min reward/std reward/std_within_group
-    rollouter/idle_ratio router/balance router/z samples/in_step samples/lost_files samples/without_reward
+    rollouter/cores rollouter/idle_ratio
+    router/balance router/z samples/in_step samples/lost_files samples/without_reward
     samples/written_bytes source/*/grader/*/mean source/*/reward/*/mean source/*/reward/mean source/*/reward/std
-    time/checkpoint_seconds time/compute_seconds time/pace_seconds time/publication_seconds time/publish_seconds
+    time/checkpoint_seconds time/compute_cores
+    time/compute_seconds time/pace_seconds time/publication_seconds time/publish_seconds
     time/step_seconds time/wait_seconds tokens/generated tokens/resumed_in_step tokens/trained tokens/trained_in_step
     trainer/idle_ratio updates/in_step updates/skipped value/clip_fraction value/mean
 """

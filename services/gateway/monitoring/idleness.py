@@ -4,11 +4,13 @@ Every rollout reports, with its version, how long it was busy and idle since it 
 switches to a version and to the next one is what it did under that version; a version's ratio is taken over all
 rollouts, by their time. verl has one rollouter and divides the time that its generation was paused by that between two
 synchronisations of weights.
+
+From the same reports comes ``rollouter/cores``: the cores that an engine took while its rollout was busy.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from flotilla.services.gateway.records.repository import Experiment, PerExperiment, step_of
@@ -23,6 +25,7 @@ class _Reading:
     version: int
     busy: float
     idle: float
+    cpu: float = 0.0
 
 
 class Idleness:
@@ -36,12 +39,13 @@ class Idleness:
         self.num_changes = 0
         self.is_restored = False
         self._began: dict[str, _Reading] = {}
-        self._sums: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._sums: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        """Of each version: idle seconds, all seconds, and processor seconds."""
 
     def to_window(self) -> dict[str, Any]:
         """Describe what has begun and not ended, for ``restore``."""
         return {
-            "began": {each: [began.version, began.busy, began.idle] for each, began in self._began.items()},
+            "began": {each: list(astuple(began)) for each, began in self._began.items()},
             "sums": {str(version): list(sums) for version, sums in self._sums.items()},
         }
 
@@ -53,18 +57,20 @@ class Idleness:
         for service_id, began in window.get("began", {}).items():
             self._began[service_id] = _Reading(*began)
         for version, sums in window.get("sums", {}).items():
-            self._sums[int(version)] = list(sums)
+            self._sums[int(version)] = [*sums, *[0.0] * (3 - len(sums))]
 
-    def record(self, service_id: str, version: int | None, load: Mapping[str, float]) -> tuple[int, float] | None:
+    def record(
+        self, service_id: str, version: int | None, load: Mapping[str, float]
+    ) -> tuple[int, dict[str, float]] | None:
         """Record what a rollout reports.
 
         Returns:
-            The version that it has just left, and the idle ratio of all rollouts under it as far as it is known; None
-            while it still serves the version of its last report.
+            The version that it has just left, and of all rollouts under it, as far as they are known, the idle ratio
+            and the cores; None while it still serves the version of its last report.
         """
         if version is None or version < 0 or "busy_seconds" not in load:
             return None
-        now = _Reading(version, load["busy_seconds"], load["idle_seconds"])
+        now = _Reading(version, load["busy_seconds"], load["idle_seconds"], load.get("cpu_seconds", 0.0))
         began = self._began.get(service_id)
         if began is None or now.version < began.version or now.busy < began.busy:
             # Another engine, or another life of the service: what it did between the reports is not known.
@@ -78,12 +84,20 @@ class Idleness:
         sums = self._sums[began.version]
         sums[0] += max(0.0, now.idle - began.idle)
         sums[1] += max(0.0, now.idle - began.idle) + now.busy - began.busy
+        # An engine that began again has its processor time from there on.
+        sums[2] += now.cpu - began.cpu if now.cpu >= began.cpu else now.cpu
         for old in [each for each in self._sums if each < began.version - 1]:
             del self._sums[old]
-        return (began.version, sums[0] / sums[1]) if sums[1] > 0 else None
+        if sums[1] <= 0:
+            return None
+        found = {IDLE_RATIO: sums[0] / sums[1]}
+        if sums[2] > 0 and sums[1] > sums[0]:
+            found[CORES] = sums[2] / (sums[1] - sums[0])
+        return began.version, found
 
 
 IDLE_RATIO = "rollouter/idle_ratio"
+CORES = "rollouter/cores"
 
 
 class IdleRatios:
@@ -106,11 +120,13 @@ class IdleRatios:
         window = PutWindow(experiment.id, IDLE_RATIO, idleness.to_window())
         writes: list[Write] = [window]
         if found is not None:
-            version, ratio = found
+            version, values = found
             # The step with which the version ended: that of the one which the rollout serves now.
             step = await step_of(self._store, experiment.record, observed.policy_version or 0)
             at = rfc3339(self._clock.now())
-            point = PointRecord(name=IDLE_RATIO, step=step, version=version, value=ratio, at=at)
-            writes.append(PutMetrics(experiment.id, [point]))
+            points = [
+                PointRecord(name=name, step=step, version=version, value=value, at=at) for name, value in values.items()
+            ]
+            writes.append(PutMetrics(experiment.id, points))
         async with self._store.transaction() as change:
             change.write(*writes)

@@ -158,6 +158,7 @@ class EngineLoad:
         prefilled_tokens: prompt tokens computed since start, re-prefills included.
         reused_tokens: prompt tokens that were not computed, since those of an earlier turn were kept.
         reuses: prompts that began with such tokens.
+        cpu_seconds: of processor time that its process took since start, on all cores; 0 where it is not known.
     """
 
     version: int
@@ -168,6 +169,7 @@ class EngineLoad:
     prefilled_tokens: int
     reused_tokens: int = 0
     reuses: int = 0
+    cpu_seconds: float = 0.0
 
 
 class WeightTransfer(Protocol):

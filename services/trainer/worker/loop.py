@@ -147,10 +147,11 @@ class TrainingLoop:
         return True
 
     async def _train(self, step: int, planned: StepGroups) -> None:
-        version, started = self.version, time.monotonic()
+        version, started, cpu = self.version, time.monotonic(), time.process_time()
         values = self._describe_groups(planned, version)
         result = await self._on_compute_thread(lambda: self._learn(planned, step))
         computed = time.monotonic()
+        values["time/compute_cores"] = (time.process_time() - cpu) / (computed - started)
         self._watch.check(result, step)
         changes = self._planner.live.trained_with(version)
         self._samples.trained(planned, result, version, self.progress.lineage, partial(self.line.lag, version), changes)

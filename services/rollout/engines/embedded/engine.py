@@ -5,6 +5,7 @@ samples, and gives every running sample one token. The engine knows nothing of t
 """
 
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,7 @@ class TorchEngine:
             prefilled_tokens=self._prefilled_tokens,
             reused_tokens=self._turns.reused_tokens,
             reuses=self._turns.reuses,
+            cpu_seconds=time.process_time(),
         )
 
     def submit(self, request: GenerationRequest) -> None:

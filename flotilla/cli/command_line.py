@@ -284,6 +284,33 @@ def _add_page(commands: "Commands") -> None:
     text = "the newest N steps and what else happened since they began, 0 for the whole run (%(default)s)"
     timeline.add_argument("--steps", type=parsing.at_least_zero, default=200, metavar="N", help=text)
     add_json(timeline)
+    _add_plan(commands)
+
+
+def _add_plan(commands: "Commands") -> None:
+    text = "Predict a run's speed with other settings, from its own records."
+    plan = add_command(commands, "plan", text, "plan:plan")
+    text = "id, its beginning, or name; or a directory, such as runs/NAME; with --probe an experiment file"
+    plan.add_argument("experiment", nargs="?", help=text)
+    text = "run N steps of the experiment file first (%(const)s), and plan from these"
+    plan.add_argument("--probe", type=parsing.at_least_two, nargs="?", const=2, metavar="N", help=text)
+    whole, factor = parsing.at_least_one, parsing.above_zero
+    plan.add_argument("--rollouts", type=whole, metavar="N", help="rollout services")
+    plan.add_argument("--staleness", type=parsing.amount, metavar="X", help="asynchrony.staleness_threshold")
+    plan.add_argument("--group-size", type=whole, metavar="N", help="rollout.group_size")
+    plan.add_argument("--groups", type=whole, metavar="N", help="optimisation.groups_per_mini_batch")
+    text = "asynchrony.trigger_parameter_sync_step"
+    plan.add_argument("--steps-per-version", type=whole, metavar="N", help=text)
+    plan.add_argument("--slots", type=whole, metavar="N", help="rollout.engine.slots")
+    plan.add_argument("--lengths", type=factor, default=1.0, metavar="FACTOR", help="answers so many times as long")
+    plan.add_argument("--max-new-tokens", type=whole, metavar="N", help="answers end there at the latest")
+    text = "a grader that takes so many times as long"
+    plan.add_argument("--grading", type=factor, default=1.0, metavar="FACTOR", help=text)
+    plan.add_argument("--cores", type=whole, metavar="N", help="that rollouts and trainer share (default: as it was)")
+    text = "that they shared in the recorded run (default: those of this machine)"
+    plan.add_argument("--had-cores", type=whole, metavar="N", help=text)
+    add_json(plan)
+    add_gateway(plan)
 
 
 def _add_kept(commands: "Commands") -> None:

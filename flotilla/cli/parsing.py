@@ -1,6 +1,7 @@
 """What every command's arguments have in common; says what was probably meant where a word is not known."""
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -171,6 +172,29 @@ def at_least_zero(text: str) -> int:
 def at_least_one(text: str) -> int:
     """Read a count."""
     return _whole_number(text, 1)
+
+
+def at_least_two(text: str) -> int:
+    """Read a whole number of at least 2."""
+    return _whole_number(text, 2)
+
+
+def above_zero(text: str) -> float:
+    """Read a number above 0."""
+    if (value := amount(text)) == 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text!r}")
+    return value
+
+
+def amount(text: str) -> float:
+    """Read a finite number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text!r}")
+    return value
 
 
 def seeds(text: str) -> int:

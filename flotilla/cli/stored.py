@@ -253,6 +253,11 @@ class StoredExperiments:
         )
         return [StoredPublication(*row) for row in self._rows(query, experiment.id)]
 
+    def publication_members(self, experiment: ExperimentView) -> list[int]:
+        """Count the members of the publications that were committed, by version."""
+        query = "SELECT members FROM publications WHERE experiment_id = ? AND phase = 'committed' ORDER BY version"
+        return [len(json.loads(members)) for (members,) in self._rows(query, experiment.id)]
+
     def events(self, experiment: ExperimentView) -> list[Occurrence]:
         """List the events, in their order."""
         query = "SELECT type, at, data FROM events WHERE experiment_id = ? ORDER BY id"

@@ -131,6 +131,7 @@ RUNS: Final[Scene] = (
     cli("flotilla replay runs/arithmetic 5 --sample 71.0", swap={"71.0": "{sample}"}),
     Typed("docs/monitoring.md", "flotilla timeline runs/arithmetic"),
     timeline_is_whole,
+    Typed("docs/planning.md", "flotilla plan runs/arithmetic --rollouts 4 --staleness 1 --group-size 16"),
     Typed(OWN, "flotilla spec check experiment.yaml --data", {"experiment.yaml": "own/experiment.yaml"}),
     Typed(
         OWN,
@@ -432,6 +433,7 @@ ELSEWHERE: Final = {
         "tests/integration/importers/test_trials.py",
     ("docs/import.md", "flotilla import verl run.sh --rows 17398 --try"): "tests/integration/importers/test_trials.py",
     ("docs/import/trl.md", "flotilla import trl"): "tests/unit/importers/test_documented_examples.py",
+    ("docs/planning.md", "flotilla plan experiment.yaml --probe"): "tests/e2e/test_planning.py",
     ("docs/rest.md", 'curl -H "$auth" "$api/experiments/arithmetic-3f9a1c/logs?level=warning"'):
         "tests/unit/gateway/test_service_logs.py",
     ("docs/steering.md", "flotilla set arithmetic"): "tests/unit/gateway/test_live_changes.py",

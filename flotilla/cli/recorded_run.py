@@ -1,0 +1,191 @@
+"""Reads what a run recorded of its speed: series and publications from the database, groups from the samples."""
+
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from flotilla.cli.sample_files import import_pyarrow_alone
+from flotilla.cli.stored import StoredExperiments, stored_at
+from flotilla.planning.recorded import RecordedGroup, RecordedRun, RecordedStep
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.samples.folder import SAMPLES, SPEC_FILE, open_samples_file, stored_files
+from flotilla.shared.schemas.experiment import ExperimentView
+from flotilla.shared.streams.ledger import Ledger
+
+LAST_STEPS = 60
+"""Older ones are not looked at: lengths and what is filtered change while a policy learns."""
+STEP, WAIT, COMPUTE, PUBLISH = (f"time/{part}_seconds" for part in ("step", "wait", "compute", "publish"))
+ENDED = (STEP, WAIT, COMPUTE, PUBLISH)
+CHECKPOINT, PUBLICATION, SWITCH = "time/checkpoint_seconds", "time/publication_seconds", "publication/commit_seconds"
+TOKENS, LAG = "tokens/trained_in_step", "lag/mean"
+ENGINE_CORES, TRAINER_CORES = "rollouter/cores", "time/compute_cores"
+SERIES = (*ENDED, CHECKPOINT, PUBLICATION, SWITCH, TOKENS, LAG, ENGINE_CORES, TRAINER_CORES)
+
+
+class Row(NamedTuple):
+    """What is read of a sample."""
+
+    kind: str
+    group_id: int
+    issued_at: float | None
+    reward: float | None
+    num_sampled: int
+    token_ids: list[int]
+    timings: list[tuple[str, float]]
+
+
+async def read_run(named: Path) -> RecordedRun:
+    """Read a run from its folder, or that of its experiment, as it is now.
+
+    Raises:
+        NotFound: there is no experiment in the folder.
+        InvalidRequest: it is a job without rollouts, or its spec is not one.
+    """
+    source, reference = stored_at(named)
+    async with source:
+        experiment = await source.experiment(reference)
+        values, ended_at = await _series(source, experiment)
+        directory = Path(experiment.directory)
+        spec = validate_spec(await asyncio.to_thread(_spec, directory, experiment.spec))
+        if spec.finished_job is not None or not spec.trains:
+            raise InvalidRequest(f"{experiment.name} is a job without rollouts and trainer: there is nothing to plan")
+        steps = [_step(number, ended_at[number], values) for number in _whole(values)][-LAST_STEPS:]
+        first = steps[0].step if steps else 0
+        groups = await asyncio.to_thread(lambda: list(_groups(directory, first, steps)))
+        ledger = await source.ledger(experiment)
+        return RecordedRun(
+            spec=spec,
+            rollouts=_rollouts(source, experiment, spec),
+            groups=groups,
+            steps=steps,
+            publication_seconds=_mean(values[PUBLICATION], first) or 0.0,
+            switch_seconds=_mean(values[SWITCH], first) or 0.0,
+            filtered_share=_filtered_share(None if ledger is None else ledger.train, groups),
+            engine_cores=_mean(values[ENGINE_CORES], first),
+            trainer_cores=_mean(values[TRAINER_CORES], first),
+        )
+
+
+async def _series(
+    source: StoredExperiments, experiment: ExperimentView
+) -> tuple[Mapping[str, Mapping[int, float]], Mapping[int, float]]:
+    values: dict[str, dict[int, float]] = {name: {} for name in SERIES}
+    ended_at: dict[int, float] = {}
+    after = None
+    while (page := await source.metric_page(experiment, SERIES, after=after)).items:
+        for point in page.items:
+            values[point.name][point.step] = point.value
+            if point.name == ENDED[0] and point.at:
+                ended_at[point.step] = datetime.fromisoformat(point.at).timestamp()
+        after = page.next
+    return values, ended_at
+
+
+def _whole(values: Mapping[str, Mapping[int, float]]) -> Iterator[int]:
+    """List the newest steps without a gap, in their order."""
+    numbers: list[int] = []
+    for number in sorted(values[ENDED[0]], reverse=True):
+        if (numbers and number != numbers[-1] - 1) or any(number not in values[name] for name in ENDED):
+            break
+        numbers.append(number)
+    return reversed(numbers)
+
+
+def _step(number: int, ended_at: float, values: Mapping[str, Mapping[int, float]]) -> RecordedStep:
+    return RecordedStep(
+        step=number,
+        ended_at=ended_at,
+        wait=values[WAIT][number],
+        compute=values[COMPUTE][number],
+        publish=values[PUBLISH][number],
+        checkpoint=values[CHECKPOINT].get(number, 0.0),
+        tokens=values[TOKENS].get(number, 0.0),
+        lag=values[LAG].get(number, 0.0),
+    )
+
+
+def _mean(values: Mapping[int, float], first: int) -> float | None:
+    """Take the mean from a step on, without the beginning where there is more."""
+    found = [value for step, value in sorted(values.items()) if step >= first]
+    found = found[min(2, len(found) - 1) :] if found else []
+    return fmean(found) if found else None
+
+
+def _spec(directory: Path, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the spec as the trainer had it, whose devices are decided."""
+    try:
+        with open_samples_file(directory / SAMPLES, SPEC_FILE) as file:
+            return dict(json.load(file))
+    except OSError:
+        return dict(recorded)
+
+
+def _rollouts(source: StoredExperiments, experiment: ExperimentView, spec: ExperimentSpec) -> int:
+    """Count the rollouts of the newest publication; before the first one, those that it has at least."""
+    members = source.publication_members(experiment)
+    return max(1, members[-1]) if members else spec.resources.rollouts.min
+
+
+def _filtered_share(ledger: Ledger | None, groups: Sequence[RecordedGroup]) -> float:
+    """Say which share of the graded groups was filtered: of the ledger, or of the samples of a run that goes on."""
+    if ledger is not None:
+        filtered, trained = sum(ledger.filtered.values()), ledger.trained + ledger.planned
+    else:
+        filtered = sum(each.kind == "filtered" for each in groups)
+        trained = len(groups) - filtered
+    return filtered / (filtered + trained) if filtered else 0.0
+
+
+def _groups(directory: Path, first: int, steps: Sequence[RecordedStep]) -> Iterator[RecordedGroup]:
+    import_pyarrow_alone()
+    from pyarrow import ArrowException, parquet
+
+    begin = steps[0].computed_from - steps[0].wait if steps else 0.0
+    for stored in stored_files(directory / SAMPLES):
+        if stored.family == "evaluation" or (stored.family == "step" and stored.number < first):
+            continue
+        try:
+            with open_samples_file(directory / SAMPLES, stored.name) as file:
+                rows = parquet.ParquetFile(file).read(columns=list(Row.__annotations__)).to_pylist()
+        except (OSError, ArrowException):
+            continue  # it went meanwhile: the folder has a bound
+        members: dict[int, list[Row]] = defaultdict(list)
+        for row in (Row(**each) for each in rows):
+            if row.kind in {"trained", "filtered"} and row.num_sampled:
+                members[row.group_id].append(row)
+        for each in members.values():
+            made = _group_of(each)
+            if made is not None and (stored.family == "step" or made.graded_at >= begin):
+                yield made
+
+
+def _group_of(members: Sequence[Row]) -> RecordedGroup | None:
+    """Put a group together; None of one whose times are not known."""
+    issued_at = members[0].issued_at
+    timings = [dict(each.timings) for each in members]
+    longest = {
+        name: max((each[name] for each in timings if name in each), default=None)
+        for name in ("generated_after_seconds", "graded_after_seconds", "generation_seconds", "grading_seconds")
+    }
+    generated, graded, sampling, grading = longest.values()
+    if issued_at is None or generated is None or graded is None or sampling is None:
+        return None
+    return RecordedGroup(
+        group_id=members[0].group_id,
+        kind=members[0].kind,
+        issued_at=issued_at,
+        generated_at=issued_at + generated,
+        graded_at=issued_at + graded,
+        generation_seconds=sampling,
+        grading_seconds=grading or 0.0,
+        lengths=tuple(each.num_sampled for each in members),
+        totals=tuple(len(each.token_ids) for each in members),
+        rewards=tuple(each.reward for each in members),
+    )

@@ -1,0 +1,199 @@
+"""``flotilla plan`` against what then happens: one small fleet, ten changes, each planned and then run.
+
+A tiny model with random weights writes answers of 1 to 64 tokens, whose lengths have a long tail; an asynchronous
+grader takes a while for each. Before each change the run as it was is measured again: on a machine that others use,
+speed drifts by more than what is to be seen. The plan reads the records of that run; the change then runs, on the same
+fleet, for as many steps. Wanted: within 15 % of the measured step time in 8 of 10 changes.
+
+``python -m benchmarks.plan [--changes NAME...] [--steps 16] [--json FILE]``
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flotilla.cli.recorded_run import read_run
+from flotilla.planning.fitting import fit
+from flotilla.planning.prediction import Change, Figures, predict_from
+from flotilla.planning.recorded import RecordedRun
+from flotilla.shared.net.client.client import GatewayClient
+from tests.fleet import make_experiment, running_fleet
+
+WANTED, WANTED_OF_TEN = 0.15, 8
+POLL_SECONDS = 0.25
+ROLLOUTS = 2
+GRADING_SECONDS = 0.04
+GRADER = """
+import asyncio
+import zlib
+
+
+async def score(sample):
+    await asyncio.sleep({seconds})
+    return float(zlib.crc32((sample.id + sample.response).encode()) % 2)
+"""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A change, as the plan is told it and as a spec has it.
+
+    Attributes:
+        sections: of the spec, by section and key.
+    """
+
+    change: Change
+    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def _asynchrony(**values: Any) -> Mapping[str, Mapping[str, Any]]:
+    return {"asynchrony": values}
+
+
+TRIALS: Mapping[str, Trial] = {
+    "rollouts 1 -> 2": Trial(Change(rollouts=2), {"resources": {"rollouts": {"min": 2, "max": 2}}}),
+    "staleness 0.5 -> 0": Trial(Change(staleness=0.0), _asynchrony(staleness_threshold=0)),
+    "staleness 0.5 -> 1": Trial(Change(staleness=1.0), _asynchrony(staleness_threshold=1)),
+    "staleness 0.5 -> 2": Trial(Change(staleness=2.0), _asynchrony(staleness_threshold=2)),
+    "group size 8 -> 16": Trial(Change(group_size=16), {"rollout": {"group_size": 16}}),
+    "group size 8 -> 4": Trial(Change(group_size=4), {"rollout": {"group_size": 4}}),
+    "groups 16 -> 32": Trial(Change(groups=32), {"optimisation": {"groups_per_mini_batch": 32}}),
+    "steps per version 1 -> 2": Trial(Change(steps_per_version=2), _asynchrony(trigger_parameter_sync_step=2)),
+    "at most 24 tokens": Trial(Change(max_new_tokens=24), {"rollout": {"sampling": {"max_new_tokens": 24}}}),
+    "grader 10 times slower": Trial(Change(grading=10.0), {"reward": {"grader": "slow"}}),
+}
+
+
+def spec_of(directory: Path, name: str, steps: int, trial: Trial | None) -> dict[str, Any]:
+    """Make the experiment, with what a trial changes."""
+    sections = {} if trial is None else {key: dict(values) for key, values in trial.sections.items()}
+    grader = sections.pop("reward", {}).get("grader", "plain")
+    seconds = {"plain": GRADING_SECONDS, "slow": 10 * GRADING_SECONDS}[grader]
+    (directory / f"{grader}.py").write_text(GRADER.format(seconds=seconds))
+    rollout = {
+        "group_size": 8,
+        "sampling": {"max_new_tokens": 64},
+        "engine": {"slots": 128, "context_tokens": 128},
+    } | sections.pop("rollout", {})
+    asynchrony = {"staleness_threshold": 0.5} | sections.pop("asynchrony", {})
+    optimisation = {"steps": steps, "groups_per_mini_batch": 16, "learning_rate": 1e-7} | sections.pop(
+        "optimisation", {}
+    )
+    spec = make_experiment(
+        directory,
+        name=name,
+        optimisation=optimisation,
+        reward={
+            "components": [{"kind": "custom", "path": f"{directory / grader}.py:score"}], "filter_zero_spread": True,
+        },
+        checkpoint={"every_steps": 1000},
+    )  # fmt: skip
+    del spec["parallelism"]
+    resources = {"rollouts": {"min": 1, "max": 1}} | sections.pop("resources", {})
+    return spec | {"rollout": rollout, "asynchrony": asynchrony, "resources": resources} | sections
+
+
+async def measured(client: GatewayClient, data: Path, spec: Mapping[str, Any]) -> RecordedRun:
+    """Run an experiment to its end and read what it recorded.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    view = await client.call("POST", "/v1/experiments", body=spec, params={"start": "true"}, deadline_seconds=60)
+    while view["state"] not in {"completed", "stopped", "failed"}:
+        await asyncio.sleep(POLL_SECONDS)
+        view = await client.call("GET", f"/v1/experiments/{view['id']}")
+    if view["state"] != "completed":
+        raise SystemExit(f"{spec['name']} {view['state']}: {view['problem']}")
+    return await read_run(data / "experiments" / view["id"])
+
+
+async def compared(client: GatewayClient, data: Path, names: Sequence[str], steps: int) -> list[dict[str, Any]]:
+    """Plan and run each change, and print."""
+    found = []
+    cores = len(os.sched_getaffinity(0))
+    await _until_fleet(client)
+    # The first one of a fleet loads what later ones have in memory.
+    await measured(client, data, spec_of(data.parent, "first", 3, None))
+    for number, name in enumerate(names):
+        trial = TRIALS[name]
+        before = await measured(client, data, spec_of(data.parent, f"before-{number}", steps, None))
+        predicted = (await asyncio.to_thread(lambda: predict_from(fit(before, cores), trial.change))).predicted  # noqa: B023
+        after = await measured(client, data, spec_of(data.parent, f"after-{number}", steps, trial))
+        found.append(row(name, before, predicted, after))
+        print(json.dumps(found[-1]), flush=True)
+    return found
+
+
+async def _until_fleet(client: GatewayClient) -> None:
+    """Wait until all rollouts are registered."""
+    found: list[str] = []
+    while found.count("rollout") < ROLLOUTS:
+        await asyncio.sleep(POLL_SECONDS)
+        found = [each["kind"] for each in (await client.call("GET", "/v1/services"))["items"]]
+
+
+def row(name: str, before: RecordedRun, predicted: Figures, after: RecordedRun) -> dict[str, Any]:
+    """Put a change's figures together; times in seconds."""
+    return {
+        "change": name,
+        "before": round(before.step_seconds, 4),
+        "predicted": round(predicted.step_seconds, 4),
+        "measured": round(after.step_seconds, 4),
+        "error": round(predicted.step_seconds / after.step_seconds - 1, 4),
+        "unchanged_error": round(before.step_seconds / after.step_seconds - 1, 4),
+        "predicted_tokens": round(predicted.tokens_per_second),
+        "measured_tokens": round(after.tokens_per_second),
+        "predicted_lag": round(predicted.lag, 3),
+        "measured_lag": round(after.lag, 3),
+        "binds": predicted.binds,
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def lines_of(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Write the comparison as lines; the last one says how many are near enough."""
+    yield f"{'change':26} {'before':>8} {'planned':>8} {'measured':>8} {'error':>7} {'as it was':>9}   lag"
+    for each in found:
+        lags = f"{each['predicted_lag']:.2f} {each['measured_lag']:.2f}"
+        yield (
+            f"{each['change']:26} {each['before']:8.3f} {each['predicted']:8.3f} {each['measured']:8.3f} "
+            f"{each['error']:+7.0%} {each['unchanged_error']:+9.0%}   {lags}"
+        )
+    near = sum(abs(each["error"]) <= WANTED for each in found)
+    without = sum(abs(each["unchanged_error"]) <= WANTED for each in found)
+    yield f"within {WANTED:.0%}: {near} of {len(found)} (who says that nothing changes: {without}); wanted: 8 of 10"
+
+
+def main() -> int:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=__doc__)
+    parser.add_argument("--changes", nargs="+", choices=list(TRIALS), default=list(TRIALS), metavar="NAME")
+    parser.add_argument("--steps", type=int, default=16, help="of each run (%(default)s)")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="plan-") as name:
+        data = Path(name) / "fleet"
+        with running_fleet(data, rollouts=ROLLOUTS) as fleet:
+            found = asyncio.run(_with_client(fleet.client(), data, arguments))
+    for line in lines_of(found):
+        print(line)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+    return 0
+
+
+async def _with_client(client: GatewayClient, data: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    async with client:
+        return await compared(client, data, arguments.changes, arguments.steps)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from flotilla.importers.verl.tool_classes import needed_by
 from flotilla.shared.config.sections.episodes import (
     CodeInterpreterConfig,
     EnvironmentConfig,
@@ -54,15 +55,24 @@ def _code(
 ) -> None:
     file, _, name = reference.rpartition(":")
     written, there = files.get(Path(file).name), base / Path(file).expanduser()
-    if written is not None and not (f"import {NEEDED}" in written and find_spec(NEEDED) is None):
+    missing = None if written is None else _missing(written)
+    if written is not None and missing is None:
         made[Path(file).name] = written
         return
     if written is None and there.is_file():
         edits.set(field, f"{there.resolve()}:{name}", "the same file, by its absolute path")
         return
     made[f"stand_in_{name.lower()}.py"] = named(stand_in, name)
-    why = f"the package {NEEDED} is not here: a stand-in" if written is not None else NOT_HERE
+    why = f"{missing} is not here: a stand-in" if missing is not None else NOT_HERE
     edits.set(field, f"stand_in_{name.lower()}.py:{name}", why)
+
+
+def _missing(written: str) -> str | None:
+    """Name what a file that an import wrote needs and is not installed here."""
+    if f"import {NEEDED}" in written:
+        return f"the package {NEEDED}" if find_spec(NEEDED) is None else None
+    module = needed_by(written)
+    return f"the module {module}" if module is not None and find_spec(module.partition(".")[0]) is None else None
 
 
 def answers_in_episodes(edits: Edits, made: Mapping[str, str]) -> list[str]:

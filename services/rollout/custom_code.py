@@ -120,6 +120,9 @@ def _plain(info: Info) -> dict[str, Any]:
         plain["instruction"] = str(info["instruction"])
     if "state" in info:
         plain["state"] = repr(info["state"])
+    if "is_valid" in info:
+        plain["is_valid"] = bool(info["is_valid"])
+    plain |= {name: str(info[name]) for name in ("action", "remembered") if info.get(name) is not None}
     return plain
 
 

@@ -1,4 +1,4 @@
-"""verl's tools: its file of classes, read and made into tools of ours; a class that is not known is refused by name."""
+"""verl's tools: its file of classes, read and made into tools of ours; a class of the user's is played by a file."""
 
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +10,7 @@ from flotilla.importers.hydra import read_yaml
 from flotilla.importers.parameter import Parameter, Verdict, translated
 from flotilla.importers.source import Given, Source
 from flotilla.importers.values import count, flag, integer, number, text
+from flotilla.importers.verl import tool_classes
 from flotilla.importers.verl.carried import carried
 from flotilla.importers.verl.data import SINGLE
 from flotilla.importers.verl.rules import lengths
@@ -22,7 +23,6 @@ MAX_ABOVE: Final = 8
 MOST_TURNS: Final = 64
 """Where verl bounds an episode by its tokens alone."""
 CELL_SECONDS: Final = 30.0
-KNOWN: Final = "Gsm8kTool, SearchTool, SandboxFusionTool and CustomSandboxFusionTool"
 SANDBOXES: Final = ("SandboxFusionTool", "CustomSandboxFusionTool")
 GSM8K: Final = '''"""verl's Gsm8kTool: says whether an answer is that of the row. Written by `flotilla import verl`."""
 
@@ -232,12 +232,26 @@ def _tool(source: Source, spelling: str, tool: Any) -> Fields | None:
         return {"kind": "python", "path": f"{file}:{name}"}
     if kind == "SearchTool" and name is not None:
         return _search(source, spelling, name, tool)
-    source.refuse_written(
-        spelling,
-        f"{kind or 'what is no class'} is no tool of verl's that is known here ({KNOWN}): give a function, a URL or an "
-        "MCP server with --set 'rollout.episodes.tools=[...]'",
+    return _of_class(source, spelling, name, tool)
+
+
+def _of_class(source: Source, spelling: str, name: str | None, tool: Any) -> Fields | None:
+    """Make a file that plays a class; nothing where it cannot be played."""
+    described = tool if isinstance(tool, Mapping) else {}
+    path, schema = str(described.get("class_name", "")), described.get("tool_schema")
+    problem = tool_classes.why_not(path, schema, name)
+    if problem is not None or name is None or not isinstance(schema, Mapping):
+        source.refuse_written(
+            spelling, f"{problem}; or a function, a URL or an MCP server with --set 'rollout.episodes.tools=[...]'"
+        )
+        return None
+    file = f"{name}_tool.py"
+    source.files[file] = tool_classes.written(path, name, described.get("config") or {}, schema)
+    source.note(
+        f"{path} is imported by {file} where rollouts run: put its module, or the package that it is in, beside the "
+        "spec, or install it there"
     )
-    return None
+    return {"kind": "python", "path": f"{file}:{name}"}
 
 
 def _search(source: Source, spelling: str, name: str, tool: Mapping[str, Any]) -> Fields | None:

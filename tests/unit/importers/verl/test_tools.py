@@ -15,6 +15,7 @@ from flotilla.importers.build import Imported, build
 from flotilla.importers.parameter import Verdict
 from flotilla.importers.systems import SYSTEMS, read
 from flotilla.importers.verl.tools import ENABLED
+from flotilla.services.rollout.custom.process import CustomProcess
 from flotilla.shared.config.sections.episodes import ToolEpisodesConfig
 from tests.unit.importers.sources import BASES, import_flat, nested
 
@@ -76,12 +77,12 @@ def test_a_file_that_is_missing_is_refused() -> None:
     assert not found.may_run()
 
 
-def test_an_unknown_class_is_refused_by_name_and_the_others_are_kept() -> None:
+def test_a_class_that_cannot_be_played_is_refused_by_name_and_the_others_are_kept() -> None:
     found = imported(tool("Gsm8kTool", "check"), tool("ImageZoomInTool", "zoom"))
 
     refused = {entry.name: entry.detail for entry in found.report.refused}
     assert list(refused) == [f"{MULTI}.tool_config.zoom"]
-    assert "ImageZoomInTool is no tool" in refused[f"{MULTI}.tool_config.zoom"]
+    assert "ImageZoomInTool answers with images" in refused[f"{MULTI}.tool_config.zoom"]
     assert found.spec is not None and isinstance(found.spec.rollout.episodes, ToolEpisodesConfig)
     assert len(found.spec.rollout.episodes.tools) == 1
 
@@ -168,3 +169,56 @@ def test_answers_and_results_are_bounded_together_as_verl_bounds_them() -> None:
 
     assert made.document["rollout"]["episodes"]["max_response_tokens"] == 300
     assert made.document["rollout"]["engine"]["context_tokens"] == 400
+
+
+CALCULATOR = """
+from uuid import uuid4
+
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.rollout_trace import rollout_trace_op
+
+
+class Calculator(BaseTool):
+    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
+        super().__init__(config, tool_schema)
+        self.held = {}
+
+    async def create(self, instance_id=None, **kwargs):
+        name = str(uuid4())
+        self.held[name] = kwargs["create_kwargs"].get("start", 0)
+        return name, ToolResponse()
+
+    @rollout_trace_op
+    async def execute(self, instance_id, parameters, **kwargs):
+        total = self.held[instance_id] + int(parameters["answer"]) * self.config["factor"]
+        return ToolResponse(text=f"{self.name}: {total}, held {len(self.held)}"), 0.5, {}
+
+    async def release(self, instance_id, **kwargs):
+        del self.held[instance_id]
+"""
+
+
+async def test_a_users_class_is_played_in_the_process_of_tools(tmp_path: Path) -> None:
+    given = {**tool("Calculator", "sum_up", factor=10), "class_name": "tools_of_mine.calculator.Calculator"}
+    found = imported(given)
+    assert found.may_run(), found.report.render()
+    assert found.spec is not None and isinstance(found.spec.rollout.episodes, ToolEpisodesConfig)
+    assert "beside the spec" in found.report.render()
+    (tmp_path / "tools_of_mine").mkdir()
+    (tmp_path / "tools_of_mine" / "calculator.py").write_text(CALCULATOR)
+    (tmp_path / "sum_up_tool.py").write_text(found.files["sum_up_tool.py"])
+    (section,) = found.spec.rollout.episodes.tools
+    process = CustomProcess(tools=[f"{tmp_path}/{section.model_dump()['path']}"])
+    row = {"extra_info": {"tools_kwargs": {"sum_up": {"create_kwargs": {"start": 5}}}}}
+    try:
+        (schema,) = await process.start()
+        said = [await process.ask("call", 0, [{"answer": answer}, row]) for answer in ("1", "2", "three")]
+        bare = await process.ask("call", 0, [{"answer": "4"}, {"extra_info": "no JSON"}])
+    finally:
+        await process.aclose()
+
+    assert schema == given["tool_schema"]
+    assert said[:2] == ["sum_up: 15, held 1", "sum_up: 25, held 1"]
+    assert said[2].startswith("Error when executing tool: invalid literal")
+    assert bare == "sum_up: 40, held 1"

@@ -34,6 +34,7 @@ class Maze:
         if text == "peek": open(f"/proc/{os.getppid()}/mem", "rb")
         if text == "shape": return "wrong"
         if text == "words": return "seen", "1.0", True, False, {}
+        if text == "told": return "o", 0, False, False, {"action": 3, "is_valid": 0, "remembered": None}
         if text == "pid": return str(os.getpid()), 0, False, False, {}
         token = os.environ.get("FLOTILLA_TOKEN", "no token")
         return f"{self.seed} {text} {token} \\ud83d", 1, False, True, {"metrics": {"speed": 2}}
@@ -153,3 +154,17 @@ async def test_what_cannot_be_loaded_is_said_before_anything_runs(tmp_path: Path
     with pytest.raises(InvalidSpec, match="no method step"):
         await process.start()
     await process.aclose()
+
+
+async def test_what_an_environment_says_of_an_action_arrives(tmp_path: Path) -> None:
+    config = maze(tmp_path)
+    process = CustomProcess([config])
+    await process.start()
+    try:
+        number = await process.make(config)
+        await process.ask("reset", number, 1)
+        info = (await process.ask("step", number, "told"))[4]
+    finally:
+        await process.aclose()
+
+    assert info == {"metrics": {}, "action": "3", "is_valid": False}

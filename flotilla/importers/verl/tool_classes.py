@@ -1,0 +1,166 @@
+"""A tool class of the user's, by verl's protocol: a file beside the spec that makes it a function of ours."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+CLASS: Final = re.compile(r"(?:[A-Za-z_]\w*\.)+[A-Za-z_]\w*")
+WITH_IMAGES: Final = ("ImageZoomInTool",)
+"""Classes of verl's whose results are images."""
+TEXT: Final = '''"""Plays a tool class by verl's protocol. Written by `flotilla import verl`.
+
+{module} is imported where rollouts run: it lies beside this file, or is installed there. What tools import of verl
+has stand-ins here, for where verl is not installed. For each call the class is asked to create, execute and release;
+rewards that it gives are left aside.
+"""
+
+import importlib
+import importlib.util
+import json
+import sys
+import types
+from typing import Any
+from uuid import uuid4
+
+from pydantic import BaseModel, ConfigDict
+
+CONFIG = {config!r}
+SCHEMA = {schema!r}
+
+
+class Schema(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class OpenAIFunctionSchema(Schema):
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = {{}}
+    strict: bool = False
+
+
+class OpenAIFunctionToolSchema(Schema):
+    type: str = "function"
+    function: OpenAIFunctionSchema
+
+
+class ToolResponse(Schema):
+    text: str | None = None
+    image: list[Any] | None = None
+    video: list[Any] | None = None
+
+
+class BaseTool:
+    def __init__(self, config, tool_schema):
+        self.config, self.tool_schema = config, tool_schema
+        self.name = tool_schema.function.name
+
+    def get_openai_tool_schema(self):
+        return self.tool_schema
+
+    async def create(self, instance_id=None, **kwargs):
+        return instance_id or str(uuid4()), ToolResponse()
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        return ToolResponse(text="Updated the tool state."), 0.0, {{}}
+
+    async def calc_reward(self, instance_id, **kwargs):
+        return 0.0
+
+    async def release(self, instance_id, **kwargs):
+        return None
+
+
+def _stand_in():
+    if "verl" in sys.modules or importlib.util.find_spec("verl") is not None:
+        return
+    schemas = {{each.__name__: each for each in (OpenAIFunctionSchema, OpenAIFunctionToolSchema, ToolResponse)}}
+    held = {{
+        "verl": {{}}, "verl.tools": {{}}, "verl.utils": {{}},
+        "verl.tools.schemas": schemas,
+        "verl.tools.base_tool": {{**schemas, "BaseTool": BaseTool}},
+        "verl.utils.rollout_trace": {{"rollout_trace_op": lambda function: function}},
+    }}
+    for name, values in held.items():
+        module = types.ModuleType(name)
+        module.__path__ = []
+        vars(module).update(values)
+        sys.modules[name] = module
+        above, _, last = name.rpartition(".")
+        if above:
+            setattr(sys.modules[above], last, module)
+
+
+def _made():
+    _stand_in()
+    kind = getattr(importlib.import_module("{module}"), "{kind}")
+    schemas = importlib.import_module("verl.tools.schemas")
+    return kind(config=CONFIG, tool_schema=schemas.OpenAIFunctionToolSchema.model_validate(SCHEMA))
+
+
+TOOL = _made()
+
+
+async def {name}(*, row, **arguments):
+    instance = None
+    try:
+        instance, _ = await TOOL.create(create_kwargs=_given(row).get("create_kwargs") or {{}})
+        found, *_ = await TOOL.execute(instance, arguments)
+    except Exception as error:
+        return f"Error when executing tool: {{error}}"
+    finally:
+        if instance is not None:
+            await TOOL.release(instance)
+    if getattr(found, "image", None) or getattr(found, "video", None):
+        raise ConnectionError("the tool's result is an image, and results are text here")
+    return found if isinstance(found, str) else found.text or ""
+
+
+def _given(row):
+    """Return what the row says to this tool."""
+    extra = _plain(row.get("extra_info"))
+    return _plain(_plain(extra.get("tools_kwargs")).get("{name}"))
+
+
+def _plain(value):
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {{}}
+    return value if isinstance(value, dict) else {{}}
+
+
+{name}.schema = SCHEMA
+'''
+
+
+def needed_by(text: str) -> str | None:
+    """Return the module that a file imports which was written here; None where it is none of these."""
+    found = re.search(r'kind = getattr\(importlib\.import_module\("([\w.]+)"\)', text)
+    return found and found[1]
+
+
+def why_not(path: str, schema: object, name: str | None) -> str | None:
+    """Say why a class cannot be played; None where it can."""
+    kind = path.rpartition(".")[2]
+    if not CLASS.fullmatch(path):
+        return f"{path or 'what is no class'} is no class in a module, as package.module.Class"
+    if kind in WITH_IMAGES:
+        return f"{kind} answers with images, and results of tools are text here"
+    if name is None or not isinstance(schema, Mapping):
+        return f"{kind} has no tool_schema with a function's name here, and the policy is shown nothing else: give it"
+    return None
+
+
+def written(path: str, name: str, config: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    """Write the file.
+
+    Args:
+        path: of the class, dotted.
+        name: of the function, and of the tool.
+        config: that the class is made with.
+        schema: that the policy is shown.
+    """
+    module, _, kind = path.rpartition(".")
+    return TEXT.format(module=module, kind=kind, name=name, config=dict(config), schema=dict(schema))

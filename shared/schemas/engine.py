@@ -24,8 +24,8 @@ class EngineCapability(StrEnum):
 
     UNCUT_LOG_PROBS = "uncut_log_probs"
     """Log-probabilities are those before top-k and top-p at any temperature. Without it, only at temperature 1 or
-    where nothing is cut; those of answers that are sampled otherwise, in evaluations, are of the cut distribution or of
-    temperature 1."""
+    where nothing is cut; else they are of the distribution that is sampled from, and those of evaluations that sample
+    otherwise than training does are of that or of temperature 1."""
 
 
 class EngineOffer(TolerantWire):

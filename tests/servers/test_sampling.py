@@ -73,7 +73,7 @@ async def engines(model_path: Path) -> AsyncIterator[dict[str, ServerEngine]]:
 async def engine_of(kind: str, engines: dict[str, ServerEngine], model_path: Path) -> ServerEngine:
     if kind not in engines:
         settings = server_settings(model_path, kind)
-        engine = SglangEngine(settings) if kind == "sglang" else VllmEngine(settings, cuts=True)
+        engine = SglangEngine(settings) if kind == "sglang" else VllmEngine(settings, raw=True)
         await engine.start()
         engines[kind] = engine
     return engines[kind]

@@ -46,7 +46,7 @@ from tests.servers.recording import files_asked_for, recording, requests_of
 pytestmark = pytest.mark.timeout(900)
 
 KINDS = [pytest.param("sglang", marks=pytest.mark.sglang), pytest.param("vllm", marks=pytest.mark.vllm)]
-DIALECTS = {"sglang": SglangDialect, "vllm": lambda: VllmDialect(cuts=False)}
+DIALECTS = {"sglang": SglangDialect, "vllm": lambda: VllmDialect(raw=False)}
 
 OWNER = """
 import asyncio, sys
@@ -312,11 +312,40 @@ async def test_log_probs_are_those_after_temperature_and_before_all_cuts(
         check_log_probs(model, completion, temperature)
 
 
+def log_probs_of_the_cut(logits: np.ndarray, *, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """Log-softmax of one position's logits after temperature, top-k and top-p, token by token in float64."""
+    scaled = logits.astype(np.float64) / temperature
+    kept = np.argsort(-scaled, kind="stable")[:top_k]
+    probs = np.exp(scaled[kept] - scaled[kept[0]])
+    probs /= probs.sum()
+    num_kept = int(np.searchsorted(np.cumsum(probs), top_p)) + 1
+    found = np.full(logits.size, -np.inf)
+    found[kept[:num_kept]] = np.log(probs[:num_kept] / probs[:num_kept].sum())
+    return found
+
+
+@pytest.mark.vllm
+async def test_log_probs_of_vllm_for_samples_cut_at_a_temperature_are_of_what_it_samples_from(
+    model_path: Path, models: tuple[nn.Module, nn.Module]
+) -> None:
+    cut: dict[str, Any] = {"temperature": 0.6, "top_k": 5, "top_p": 0.8}
+    engine = VllmEngine(server_settings(model_path, "vllm"))
+    await engine.start()
+    try:
+        for completion in await engine.generate(a_request(PROMPT, seeds=(1, 2, 3), max_new_tokens=40, **cut)):
+            tokens = completion.token_ids
+            scores = all_scores(models[1], PROMPT, tokens)
+            expected = [log_probs_of_the_cut(each, **cut)[token] for each, token in zip(scores, tokens, strict=True)]
+            np.testing.assert_allclose(completion.log_probs, expected, atol=1e-4, rtol=0)
+    finally:
+        await engine.close()
+
+
 @pytest.mark.vllm
 async def test_log_probs_of_a_server_for_cut_samples_are_those_before_all_cuts(
     model_path: Path, models: tuple[nn.Module, nn.Module]
 ) -> None:
-    engine = VllmEngine(server_settings(model_path, "vllm"), cuts=True)
+    engine = VllmEngine(server_settings(model_path, "vllm"), raw=True)
     await engine.start()
     try:
         for completion in await engine.generate(a_request(PROMPT, seeds=(1, 2), max_new_tokens=40, top_k=5, top_p=0.8)):

@@ -67,7 +67,8 @@ def make_engine(
         return SglangEngine(
             settings, buckets=BucketProcess(engine.device, engine.load_seconds) if takes_handles else None
         )
-    return VllmEngine(settings, cuts=spec.rollout.sampling.is_cut)
+    sampling = spec.rollout.sampling
+    return VllmEngine(settings, raw=sampling.is_cut and sampling.temperature == 1)
 
 
 def embedded_settings(spec: ExperimentSpec, engine: TorchEngineConfig) -> EngineSettings:

@@ -11,6 +11,7 @@ from typing import Any
 from flotilla.shared.config.load.spec_text import STEPS, validate_spec, with_changes, with_steps
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec, Scalar
+from flotilla.shared.schemas.engine import EngineCapability
 from flotilla.shared.schemas.live_changes import ChangedKey, Effect, LiveChange
 
 Document = Mapping[str, Any]
@@ -163,6 +164,8 @@ def _why_not(key: ChangedKey, spec: ExperimentSpec, base: ExperimentSpec) -> str
         return "cannot change while agents sample, who were told the present one"
     if path.startswith("rollout.") and spec.finished_job is not None:
         return "has no effect on answers that are written already"
+    if path == "rollout.sampling.temperature" and _changes_what_is_recorded(key, base):
+        return "engines were started to record log-probabilities as this engine has them at the present one"
     most = base.rollout.sampling.max_new_tokens
     if path == "rollout.sampling.max_new_tokens" and key.after > most:
         return f"at most {most}, for which engines and batches were laid out when the services started, got {key.after}"
@@ -172,6 +175,12 @@ def _why_not(key: ChangedKey, spec: ExperimentSpec, base: ExperimentSpec) -> str
         if spec.algorithm.old_log_probs == "recompute_at_version":
             return "cannot change with algorithm.old_log_probs recompute_at_version: older weights were not kept"
     return None
+
+
+def _changes_what_is_recorded(key: ChangedKey, base: ExperimentSpec) -> bool:
+    is_uncut = EngineCapability.UNCUT_LOG_PROBS in base.rollout.engine.CAPABILITIES
+    sampling = base.rollout.sampling
+    return sampling.is_cut and not is_uncut and (key.after == 1) != (sampling.temperature == 1)
 
 
 def with_values(document: Document, values: Iterable[tuple[str, Any]]) -> Document:

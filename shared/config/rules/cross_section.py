@@ -126,6 +126,7 @@ def check_sections(spec: Sections) -> None:
     _prompts(spec)
     _agents(spec)
     if spec.finished_job is None and spec.trains:
+        _log_probs(spec)
         _teachers(spec)
         if spec.algorithm.is_pure_distillation:
             _pure_distillation(spec)
@@ -174,6 +175,16 @@ def _engine(spec: Sections) -> None:
         raise ValueError(
             f"asynchrony.publication.overlap_load needs an engine with a spare copy of its weights, which "
             f"rollout.engine.kind {engine.kind} has not: leave it out, or set it to false"
+        )
+
+
+def _log_probs(spec: Sections) -> None:
+    if spec.rollout.records_the_cut and spec.algorithm.takes_recorded_for_policy:
+        raise ValueError(
+            f"rollout.engine.kind {spec.rollout.engine.kind} gives log-probabilities after top-k, top-p, min-p and "
+            f"penalties where rollout.sampling.temperature is not 1 but {spec.rollout.sampling.temperature}, and "
+            f"algorithm.old_log_probs {spec.algorithm.old_log_probs} takes them for the policy's: set old_log_probs "
+            "to recompute, or temperature to 1, or leave these out, or use another engine"
         )
 
 

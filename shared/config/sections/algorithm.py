@@ -371,6 +371,11 @@ class AlgorithmConfig(Config):
         return CorrectionConfig(numerator="current") if self._loss_has_no_ratio else None
 
     @property
+    def takes_recorded_for_policy(self) -> bool:
+        """Whether what the engine recorded counts as the policy's own log-probs, and not as the sampler's alone."""
+        return self.old_log_probs == "rollout" and (not self._loss_has_no_ratio or self._old_policy_is_used)
+
+    @property
     def _loss_has_no_ratio(self) -> bool:
         return isinstance(self.policy_loss, PolicyGradientConfig)
 

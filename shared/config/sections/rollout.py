@@ -103,6 +103,15 @@ class RolloutConfig(Config):
     task_seconds: float = Field(300.0, gt=0)
     """Longest time that sampling one group may take before it counts as failed."""
 
+    @property
+    def records_the_cut(self) -> bool:
+        """Whether log-probabilities are recorded of what is sampled from, after cuts and penalties, not of the policy.
+
+        An engine that lacks ``uncut_log_probs`` has no others at a temperature other than 1.
+        """
+        is_uncut = EngineCapability.UNCUT_LOG_PROBS in self.engine.CAPABILITIES
+        return self.sampling.is_cut and self.sampling.temperature != 1 and not is_uncut
+
     @field_validator("engine", mode="before")
     @classmethod
     def _embedded_unless_said(cls, engine: Any) -> Any:
@@ -116,18 +125,6 @@ class RolloutConfig(Config):
                     f"rollout.requires {capability.value}, which rollout.engine.kind {self.engine.kind} does not "
                     "promise: remove it, or use the embedded engine (kind torch)"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _log_probs_are_those_to_train_on(self) -> "RolloutConfig":
-        sampling, kind = self.sampling, self.engine.kind
-        is_uncut = EngineCapability.UNCUT_LOG_PROBS in self.engine.CAPABILITIES
-        if sampling.is_cut and sampling.temperature != 1 and not is_uncut:
-            raise ValueError(
-                f"rollout.engine.kind {kind} gives log-probabilities either before temperature or after top-k, top-p, "
-                f"min-p and penalties, and training needs those between: with any of these set rollout.sampling."
-                f"temperature to 1, not {sampling.temperature}, or leave all out, or use another engine"
-            )
         return self
 
     @model_validator(mode="after")

@@ -142,17 +142,31 @@ def test_an_option_that_runs_code_of_a_model_or_of_a_spec_is_refused(name: str) 
         ({"min_p": 0.1, "temperature": 1.2}, True),
     ],
 )
-def test_vllm_measures_no_distribution_that_is_cut_after_temperature(
+def test_what_vllm_measures_after_a_cut_is_not_taken_for_the_policys(
     sampling: dict[str, float], is_refused: bool
 ) -> None:
     document = with_engine({"kind": "vllm"}, sampling=sampling)
 
-    validate_spec(with_engine({"kind": "sglang"}, sampling=sampling))
+    assert not validate_spec(with_engine({"kind": "sglang"}, sampling=sampling)).rollout.records_the_cut
     if is_refused:
-        with pytest.raises(InvalidSpec, match=r"set rollout\.sampling\.temperature to 1"):
+        with pytest.raises(InvalidSpec, match="set old_log_probs to recompute"):
             validate_spec(document)
     else:
         validate_spec(document)
+    for old in ("recompute", "recompute_at_version"):
+        spec = validate_spec(document | {"algorithm": {"old_log_probs": old}})
+        assert spec.rollout.records_the_cut is is_refused
+
+
+def test_a_loss_without_a_ratio_may_weigh_by_what_was_sampled_from() -> None:
+    document = with_engine({"kind": "vllm"}, sampling={"top_p": 0.9, "temperature": 0.7})
+    loss: dict[str, Any] = {"policy_loss": {"kind": "policy_gradient"}}
+    against_the_sampler = {"correction": {"numerator": "current"}}
+
+    validate_spec(document | {"algorithm": loss | against_the_sampler})
+    validate_spec(document | {"algorithm": loss | {"correction": None}})
+    with pytest.raises(InvalidSpec, match="set old_log_probs to recompute"):
+        validate_spec(document | {"algorithm": loss | {"correction": None, "kl": {"placement": "reward"}}})
 
 
 @pytest.mark.parametrize(
@@ -178,9 +192,9 @@ def test_a_penalty_is_refused_where_an_engine_means_something_else_by_it(kind: s
             validate_spec(document)
 
 
-def test_a_penalty_takes_the_temperature_that_vllm_measures_at() -> None:
+def test_a_penalty_at_a_temperature_counts_as_a_cut_with_vllm() -> None:
     sampling = {"repetition_penalty": 1.2, "temperature": 0.7}
 
     validate_spec(with_engine({"kind": "torch"}, sampling=sampling))
-    with pytest.raises(InvalidSpec, match=r"set rollout\.sampling\.temperature to 1"):
+    with pytest.raises(InvalidSpec, match="set old_log_probs to recompute"):
         validate_spec(with_engine({"kind": "vllm"}, sampling=sampling))

@@ -13,6 +13,7 @@ from flotilla.shared.config.load.live import (
     undone,
 )
 from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.schemas.live_changes import ChangedKey, Effect, LiveChange, held_at, merged
 from tests.unit.config.test_spec_text import a_document
@@ -88,6 +89,21 @@ def test_answers_grow_no_longer_than_engines_and_batches_were_laid_out_for() -> 
     assert longer.rollout.sampling.max_new_tokens == 64
     with pytest.raises(InvalidSpec, match="at most 64, for which engines and batches were laid out"):
         changed_live(shorter, nested("rollout.sampling.max_new_tokens", 65), base)
+
+
+def test_a_temperature_stays_where_engines_were_started_to_record_by_it() -> None:
+    def with_vllm(temperature: float, **sampling: float) -> ExperimentSpec:
+        rollout = {"engine": {"kind": "vllm"}, "sampling": {"temperature": temperature, **sampling}}
+        return validate_spec(a_document(rollout=rollout, algorithm={"old_log_probs": "recompute"}))
+
+    def change(spec: ExperimentSpec, temperature: float) -> float:
+        return changed_live(spec, nested("rollout.sampling.temperature", temperature)).rollout.sampling.temperature
+
+    assert change(with_vllm(0.9), 1) == 1
+    assert change(with_vllm(0.9, top_p=0.9), 0.7) == 0.7
+    for before, after in ((0.9, 1), (1, 0.9)):
+        with pytest.raises(InvalidSpec, match=r"temperature: engines were started to record log-probabilities"):
+            change(with_vllm(before, top_p=0.9), after)
 
 
 def test_a_bound_on_lag_stays_where_others_hold_to_it() -> None:

@@ -71,8 +71,23 @@ def test_the_overrides_that_are_suggested_give_the_engine_that_is_named(
     assert OF_A_SERVER in {entry.detail for entry in found.report.unsupported}
 
 
+BYPASS = "algorithm.rollout_correction.bypass_mode"
+CUT = {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.top_k": 20, f"{ROLLOUT}.temperature": 0.7}
+
+
+def test_a_cut_at_a_temperature_has_the_engine_that_is_named_since_the_trainer_computes_the_ratio() -> None:
+    overrides = ["rollout.engine.kind=vllm"]
+
+    found = import_flat("verl", {**BASES["verl"], **CUT}, settings=overrides)
+
+    assert found.spec is not None
+    assert found.spec.rollout.records_the_cut and found.spec.algorithm.old_log_probs == "recompute"
+    roll = import_flat("roll", {**BASES["roll"], f"{INFER}.strategy_name": "vllm"}, settings=overrides)
+    assert roll.spec is not None and roll.spec.rollout.records_the_cut  # by ROLL's silent top-k of 50
+
+
 def test_an_engine_that_the_spec_cannot_have_is_named_with_the_reason() -> None:
-    named = {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.top_k": 20, f"{ROLLOUT}.temperature": 0.7}
+    named = {**CUT, BYPASS: True}
 
     (line,) = import_flat("verl", {**BASES["verl"], **named}).report.suggestion
 
@@ -113,7 +128,7 @@ def test_an_installed_engine_that_cannot_sample_what_is_asked_leaves_the_embedde
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, output = tmp_path / "launch.yaml", tmp_path / "spec.yaml"
-    named = {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.top_k": 20, f"{ROLLOUT}.temperature": 0.7, f"{ROLLOUT}.n": 4}
+    named = {**CUT, f"{ROLLOUT}.n": 4, BYPASS: True}
     path.write_text(yaml.safe_dump(nested({**BASES["verl"], **named})))
     monkeypatch.setenv("FLOTILLA_VLLM_PYTHON", "/opt/vllm/bin/python")
     command = ["import", "verl", str(path), "--output", str(output)]

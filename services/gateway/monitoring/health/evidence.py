@@ -24,6 +24,7 @@ class Facts:
         learning_rate: peak.
         is_graded: whether what is trained on was graded.
         learns_from_rewards: whether a difference between rewards is what is learned from.
+        records_the_cut: whether the engine's log-probabilities are after cuts, and those of the trainer before them.
         audit: the section of the second grade; None without one.
     """
 
@@ -35,6 +36,7 @@ class Facts:
     learning_rate: float
     is_graded: bool = True
     learns_from_rewards: bool = True
+    records_the_cut: bool = False
     audit: AuditConfig | None = None
 
 

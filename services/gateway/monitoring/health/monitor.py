@@ -43,6 +43,7 @@ def facts_of(spec: ExperimentSpec) -> Facts:
         learning_rate=spec.optimisation.learning_rate,
         is_graded=spec.finished_job is None,
         learns_from_rewards=not spec.algorithm.is_pure_distillation,
+        records_the_cut=spec.rollout.records_the_cut,
         audit=spec.reward.audit,
     )
 

@@ -55,7 +55,7 @@ def policy_moved(evidence: Evidence) -> Seen | None:
     """See a policy that is another one after a single version."""
     bound = evidence.facts.thresholds.policy_move
     for step in reversed(evidence.steps[-MOVED_STEPS:]):
-        moved = _distance(step.values) if step.values.get("lag/max", 0.0) > 0 else None
+        moved = _distance(step.values, evidence) if step.values.get("lag/max", 0.0) > 0 else None
         if moved is not None and moved > bound * step.values["lag/max"]:
             return Seen(
                 f"in step {step.step} the policy was {moved:.3g} nats per token from the one that sampled, "
@@ -163,11 +163,13 @@ def _gap(values: Mapping[str, float], evidence: Evidence) -> float | None:
     """Distance in nats on tokens of lag 0; None where the figures do not show it."""
     if values.get("lag/max", 1.0) > 0 or evidence.facts.updates_per_version > 1:
         return None
-    return _distance(values)
+    return _distance(values, evidence)
 
 
-def _distance(values: Mapping[str, float]) -> float | None:
-    """Nats per token between the engine's log-probabilities and the trainer's; None where they are not compared."""
+def _distance(values: Mapping[str, float], evidence: Evidence) -> float | None:
+    """Nats per token between the engine's log-probabilities and the trainer's; None where they do not compare."""
+    if evidence.facts.records_the_cut:
+        return None
     if "correction/log_ppl_abs_diff" in values:
         return abs(values["correction/log_ppl_abs_diff"])
     return abs(values["ratio/approx_kl"]) if "ratio/approx_kl" in values else None

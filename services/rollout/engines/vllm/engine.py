@@ -187,11 +187,12 @@ class VllmDialect:
     """vLLM's side of ``servers.dialect.Dialect``.
 
     vLLM's log-probabilities are of the distribution that it samples from, after temperature, top-k and top-p, or of the
-    model's own, before all of them. What is asked for is that after temperature and before the others: the first if
-    nothing is cut, the second at temperature 1.
+    model's own, before all of them. What is wanted is that after temperature and before the others: the first if
+    nothing is cut, the second at temperature 1. With neither it gives the first, the sampler's own, which the spec then
+    takes for nothing else.
 
     Args:
-        cuts: whether completions to train on are cut by top-k, top-p or min-p, or penalised; they have temperature 1.
+        raw: whether to give those of the model, before temperature and all else.
     """
 
     name = "vLLM"
@@ -207,8 +208,8 @@ class VllmDialect:
     prover: Prover | None = None
     sleeper: Sleeper | None = VllmSleeper()
 
-    def __init__(self, *, cuts: bool) -> None:
-        self._logprobs_mode = "raw_logprobs" if cuts else "processed_logprobs"
+    def __init__(self, *, raw: bool) -> None:
+        self._logprobs_mode = "raw_logprobs" if raw else "processed_logprobs"
         self._generated_before = 0
 
     def launch(self, settings: ServerSettings, place: Path, context_tokens: int, label: str) -> Launch:
@@ -317,6 +318,6 @@ class VllmEngine(ServerEngine):
     """An ``Engine`` whose work a vLLM server does; see ``ServerEngine`` and ``VllmDialect``."""
 
     def __init__(
-        self, settings: ServerSettings, transport: httpx.AsyncBaseTransport | None = None, *, cuts: bool = False
+        self, settings: ServerSettings, transport: httpx.AsyncBaseTransport | None = None, *, raw: bool = False
     ) -> None:
-        super().__init__(settings, VllmDialect(cuts=cuts), transport)
+        super().__init__(settings, VllmDialect(raw=raw), transport)

@@ -73,7 +73,7 @@ SGLANG = Kind(
 )
 VLLM = Kind(
     "vllm",
-    VllmDialect(cuts=False),
+    VllmDialect(raw=False),
     FakeVllm,
     sampled_by_vllm,
     lambda body: (

@@ -151,8 +151,8 @@ async def test_tokens_that_others_had_are_not_counted(server: FakeVllm, settings
 async def test_a_server_that_was_started_otherwise_is_refused_with_what_it_lacks(
     model: Path, settings: ServerSettings
 ) -> None:
-    async def start(server: FakeVllm, *, cuts: bool = False) -> None:
-        await VllmEngine(settings, transport=server, cuts=cuts).start()
+    async def start(server: FakeVllm, *, raw: bool = False) -> None:
+        await VllmEngine(settings, transport=server, raw=raw).start()
 
     async def share(server: FakeVllm) -> None:
         await VllmEngine(replace(settings, sleeps=True), transport=server).start()
@@ -170,7 +170,7 @@ async def test_a_server_that_was_started_otherwise_is_refused_with_what_it_lacks
     with pytest.raises(ModelError, match="--logprobs-mode processed_logprobs"):
         await start(wrong)
     with pytest.raises(ModelError, match="--logprobs-mode raw_logprobs"):
-        await start(FakeVllm(model), cuts=True)
+        await start(FakeVllm(model), raw=True)
     await start(sleepless)
     with pytest.raises(ModelError, match=r"resources\.sharing time asks: start it on a GPU with --enable-sleep-mode"):
         await share(sleepless)
@@ -179,7 +179,8 @@ async def test_a_server_that_was_started_otherwise_is_refused_with_what_it_lacks
 def test_the_spec_decides_which_log_probs_the_server_gives(tmp_path: Path) -> None:
     def mode_of(**sampling: float) -> str:
         rollout = {"engine": {"kind": "vllm"}, "sampling": sampling}
-        engine = make_engine(a_spec(rollout=rollout), {"vllm": tmp_path / "python"})
+        algorithm = {"old_log_probs": "recompute"}
+        engine = make_engine(a_spec(rollout=rollout, algorithm=algorithm), {"vllm": tmp_path / "python"})
         assert isinstance(engine, VllmEngine)
         arguments = engine._dialect.launch(engine._settings, Path("/place"), 100, "3-mark").arguments
         return arguments[arguments.index("--logprobs-mode") + 1]
@@ -187,6 +188,7 @@ def test_the_spec_decides_which_log_probs_the_server_gives(tmp_path: Path) -> No
     assert mode_of(temperature=0.7) == "processed_logprobs"
     cuts = ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1})
     assert {mode_of(**cut) for cut in cuts} == {"raw_logprobs"}
+    assert {mode_of(**cut, temperature=0.7) for cut in cuts} == {"processed_logprobs"}
 
 
 @pytest.mark.parametrize("has_gpus", [False, True])

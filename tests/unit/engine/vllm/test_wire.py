@@ -96,7 +96,7 @@ def test_it_sees_the_devices_from_the_first_on(visible: str | None, options: dic
 
 
 def test_a_directory_whose_socket_could_not_be_reached_is_refused() -> None:
-    dialect = VllmDialect(cuts=False)
+    dialect = VllmDialect(raw=False)
 
     assert dialect.launch(settings(), Path("/tmp/place"), 100, "3-mark").socket == "server.sock"
     with pytest.raises(InvalidSpec, match="set TMPDIR"):
@@ -104,9 +104,7 @@ def test_a_directory_whose_socket_could_not_be_reached_is_refused() -> None:
 
 
 def test_the_log_probs_are_before_all_cuts() -> None:
-    uncut, cut = (
-        VllmDialect(cuts=cuts).launch(settings(), Path("/p"), 100, "3-mark").arguments for cuts in (False, True)
-    )
+    uncut, cut = (VllmDialect(raw=raw).launch(settings(), Path("/p"), 100, "3-mark").arguments for raw in (False, True))
 
     assert value_of("--logprobs-mode", list(uncut)) == "processed_logprobs"
     assert value_of("--logprobs-mode", list(cut)) == "raw_logprobs"

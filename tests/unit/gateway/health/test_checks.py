@@ -96,6 +96,9 @@ def test_a_reward_service_that_joins_makes_no_constant_reward_a_different_one(
         {"steps": steps(**{"ratio/approx_kl": 0.5, "lag/max": 1.0})},
         {"steps": steps(**{"ratio/approx_kl": 1.5, "lag/max": 2.0})},
         {"steps": steps(**{"ratio/approx_kl": 1.5}), "facts": facts(updates_per_version=4)},
+        # What the engine recorded is after a cut, and the trainer's before it.
+        {"steps": steps(**{"correction/log_ppl_abs_diff": 1.5}), "facts": facts(records_the_cut=True)},
+        {"steps": steps(**{"correction/log_ppl_abs_diff": 9.0, "lag/max": 1.0}), "facts": facts(records_the_cut=True)},
         {"steps": steps(**{"kl/mean": 1.0})},
         {"sampled": Sampled(prompts=48, doubled_special=5, completions=384, past_special=90)},
     ],

@@ -1,13 +1,12 @@
 """Rewards relative to the mean and deviation of a batch, of a group, or of all that came before."""
 
-import math
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from flotilla.shared.config.sections.shaping import NormalisationConfig
+from flotilla.shared.statistics.moments import RunningMoments
 
 Rewards = NDArray[np.float64]
 
@@ -17,40 +16,6 @@ class StatisticsConfig(NormalisationConfig):
 
     mean: Literal["batch", "group", "running"] | None = "group"  # type: ignore[assignment]
     std: Literal["batch", "group", "running"] | None = None  # type: ignore[assignment]
-
-
-@dataclass(frozen=True)
-class RunningMoments:
-    """Mean and variance of every reward so far.
-
-    Args:
-        count: rewards seen.
-        mean: of all of them.
-        variance: of the population, not the unbiased one.
-    """
-
-    count: int = 0
-    mean: float = 0.0
-    variance: float = 0.0
-
-    def updated(self, rewards: ArrayLike) -> "RunningMoments":
-        """Merge a batch of rewards.
-
-        Source: Chan, Golub, LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
-        """
-        batch = np.asarray(rewards, dtype=np.float64).ravel()
-        if batch.size == 0:
-            return self
-        total = self.count + batch.size
-        difference = float(batch.mean()) - self.mean
-        squares = self.variance * self.count + float(batch.var()) * batch.size
-        squares += difference**2 * self.count * batch.size / total
-        return RunningMoments(total, self.mean + difference * batch.size / total, squares / total)
-
-    @property
-    def std(self) -> float:
-        """Unbiased standard deviation; 0 for fewer than two rewards."""
-        return math.sqrt(self.variance * self.count / (self.count - 1)) if self.count > 1 else 0.0
 
 
 def normalise(

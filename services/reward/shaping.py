@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from flotilla.services.reward.normalisation import RunningMoments, normalise
+from flotilla.services.reward.normalisation import normalise
 from flotilla.shared.config.sections.shaping import (
     LengthRewardConfig,
     OverlongConfig,
@@ -15,6 +15,7 @@ from flotilla.shared.config.sections.shaping import (
     TruncatedConfig,
 )
 from flotilla.shared.schemas.trajectory import GradeStatus, Group
+from flotilla.shared.statistics.moments import RunningMoments
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,8 @@ class CheckpointState(Described):
     """Mean of ``checkpoint.best.metric`` over the steps since the checkpoint before, where the spec names one."""
     changes: tuple[LiveChange, ...] = ()
     """Live changes of the spec that hold for ``version``, oldest first; ``spec`` has those of the trainer."""
+    reward_moments: tuple[int, float, float] | None = None
+    """Number, mean and variance of all rewards so far, where advantages compare with them."""
     checksums: Mapping[PlainName, str] = {}
     """xxh3-64 of each file; empty where an earlier release wrote it."""
 

@@ -38,6 +38,12 @@ TRAINER: Options = {
     "dtype": {"float32": {"model.dtype": "float32"}, "bfloat16": {"model.dtype": "bfloat16"}},
     "critic": {
         "none": {},
+        "none, rewards compared with the run's": {
+            "algorithm.advantage.kind": "reinforce",
+            "algorithm.advantage.baseline": "batch_mean",
+            "algorithm.advantage.divide_by_std": True,
+            "algorithm.advantage.compared_with": "run",
+        },
         "the policy's body": {"algorithm.advantage.kind": "gae"},
         "warmed up": {"algorithm.advantage.kind": "gae", "algorithm.value_loss.warmup_steps": 2},
         "of its own, whitened": {
@@ -143,6 +149,7 @@ TRAINER_STATES: Mapping[str, tuple[str, ...]] = {
 """Each piece of a trainer's state, and the options that touch it."""
 
 _OF_FINISHED = {
+    ("critic", "none, rewards compared with the run's"): "algorithm.advantage",
     ("critic", "the policy's body"): "algorithm.advantage",
     ("critic", "warmed up"): "algorithm.advantage",
     ("critic", "of its own, whitened"): "algorithm.advantage",

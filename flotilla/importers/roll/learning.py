@@ -23,8 +23,10 @@ WORKER, PG_WORKER = "actor_train.worker_cls", "roll.pipeline.rlvr.actor_pg_worke
 BY_VARIANT = {WORKER: PG_WORKER}
 DEAD = "no release of ROLL that is still in use reads it"
 INFER = "train_infer_correction.is_weight"
-OF_BATCH = ("norm_mean_type", "norm_std_type")
-"""What may be of the batch."""
+STATISTICS = ("norm_mean_type", "norm_std_type")
+"""What rewards are normalised by, each of its own rewards."""
+COMPARED = {"batch": "batch", "running": "run"}
+"""Rewards of more than a group, and what they are called here."""
 
 ROWS: tuple[Parameter, ...] = (
     translated("adv_estimator", "algorithm.advantage.kind", text,
@@ -116,17 +118,18 @@ LOSS_ROWS: tuple[Parameter, ...] = (
 
 REWARD_ROWS: tuple[Parameter, ...] = (
     translated("reward_norm", "reward.shaping.normalisation", text,
-               "group; with reward_shift the mean alone, with reward_scale the deviation alone", example="group",
+               "group, batch or running, as with the next; with reward_shift the mean alone, with reward_scale the "
+               "deviation alone", example="group",
                default=None, context=REINFORCE),
     translated("reward_shift", "reward.shaping.normalisation.std", flag, "subtract the mean only", example=True,
                default=False, context=NORMED),
     translated("reward_scale", "reward.shaping.normalisation.mean", flag, "divide by the deviation only",
                example=True, default=False, context=NORMED),
     translated("norm_mean_type", "reward.shaping.normalisation.mean", text,
-               "group; of batch, algorithm.advantage.baseline is batch_mean; running is refused",
+               "group; of batch, algorithm.advantage.baseline is batch_mean; of running with compared_with run",
                example="group", default=None, context=REINFORCE),
     translated("norm_std_type", "reward.shaping.normalisation.std", text,
-               "group; of batch, algorithm.advantage.divide_by_std; running is refused",
+               "group; of batch, algorithm.advantage.divide_by_std; of running with compared_with run",
                example="group", default=None, context=REINFORCE),
     applied("reward_clip", "reward.shaping.clip", number, "bounds rewards after their normalisation", example=10.0,
             default=None),
@@ -220,25 +223,29 @@ def advantage(source: Source) -> Fields:
 
 
 def _of_batch(source: Source, kind: str) -> Section:
-    """Make the normalisation of rewards over the step, where ROLL's has a mean or a deviation of the batch."""
-    names = [name for name in OF_BATCH if source.value(name) == "batch" and source.value("adv_estimator") != "grpo"]
-    if not names:
+    """Make the normalisation of rewards over the step or the run, where ROLL's has a mean or a deviation of these."""
+    if source.value("adv_estimator") == "grpo":
         return {}
-    domains = {name.removeprefix("rewards.").partition(".")[0] for name in source.trees.get("rewards", {})}
-    others = [name for name in OF_BATCH if source.value(name) not in {None, "batch"}]
+    mean, std = _statistics(source)
+    found = {each for each in (mean, std) if each is not None}
+    if not found & COMPARED.keys():
+        return {}
+    is_old = source.value("reward_norm") is not None
+    name = "reward_norm" if is_old else STATISTICS[0] if mean in COMPARED else STATISTICS[1]
+    domains = {each.removeprefix("rewards.").partition(".")[0] for each in source.trees.get("rewards", {})}
     for is_asked, why in (
         (kind != "reinforce", "a reward is compared with those of its step by adv_estimator reinforce alone"),
         (len(domains) > 1, "ROLL compares the rewards of each domain apart, and here there is one step of all: give "
                            "one domain"),
-        (bool(others), "mean and deviation are both of the group or both of the batch"),
-        (source.value("reward_norm") is not None, "reward_norm normalises, too: leave one of them out"),
+        (len(found) > 1, "mean and deviation are both of the group, both of the batch or both running"),
     ):  # fmt: skip
         if is_asked:
-            source.refuse(names[0], why)
+            source.refuse(name, why)
     clip = source.value("reward_clip")
     return {
-        "baseline": "batch_mean" if OF_BATCH[0] in names else "none",
-        "divide_by_std": OF_BATCH[1] in names,
+        "baseline": "batch_mean" if mean in COMPARED else "none",
+        "divide_by_std": std in COMPARED,
+        "compared_with": next(COMPARED[each] for each in (mean, std) if each in COMPARED),
         **({} if clip is None else {"score_clip": [-clip, clip]}),
     }
 
@@ -361,7 +368,7 @@ def normalisation(source: Source) -> Fields:
         return _agentic_normalisation(source)
     else:
         statistics = _statistics(source)
-    mean, std = statistics
+    mean, std = (each if each == "group" else None for each in statistics)
     if mean is None and std is None:
         return {}
     return {"reward.shaping.normalisation": {"mean": mean, "std": std, "epsilon": 1e-6}}
@@ -373,11 +380,12 @@ def _has_environments(source: Source) -> bool:
 
 
 def _statistics(source: Source) -> tuple[str | None, str | None]:
-    old = _group(source, "reward_norm")
+    """Return what rewards a mean and a deviation are of; None where there is none."""
+    old = _rewards(source, "reward_norm")
     if old is not None:
         shifts, scales = source.value("reward_shift"), source.value("reward_scale")
         return (old if shifts or not scales else None), (old if scales or not shifts else None)
-    return _group(source, "norm_mean_type"), _group(source, "norm_std_type")
+    return _rewards(source, STATISTICS[0]), _rewards(source, STATISTICS[1])
 
 
 def masks(source: Source) -> Fields:
@@ -393,13 +401,11 @@ def masks(source: Source) -> Fields:
     return {"reward.sample_mask": section} if section else {}
 
 
-def _group(source: Source, name: str) -> str | None:
-    if source.value(name) is None:
-        return None
-    if source.value(name) == "group":
-        return "group"
-    if name not in OF_BATCH or source.value(name) != "batch":
-        source.refuse(name, "groups are graded one at a time: use group, or whiten_advantages for the whole batch")
+def _rewards(source: Source, name: str) -> str | None:
+    value = source.value(name)
+    if value is None or value == "group" or value in COMPARED:
+        return None if value is None else str(value)
+    source.refuse(name, "use group, batch or running, or leave it out")
     return None
 
 

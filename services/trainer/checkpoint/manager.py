@@ -13,7 +13,7 @@ step-00000040/
 import logging
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -251,6 +251,7 @@ class CheckpointManager:
             files={},
             figure=figure,
             changes=held_at(progress.changes, published.version),
+            reward_moments=astuple(learner.reward_moments) if learner.reward_moments.count else None,
         )
 
     def restore(self, spec: ExperimentSpec) -> Restored:
@@ -391,6 +392,7 @@ def _load_tensors(learner: Learner, stored: StoredCheckpoint) -> None:
     except (OSError, SafetensorError) as error:
         raise absent_or(error, ModelError(f"checkpoint {stored.path} cannot be read: {error}")) from error
     learner.kl_coefficient = stored.state.kl_coefficient
+    learner.remember_rewards(stored.state.reward_moments)
     # What was configured when it was written: a change that holds since is to be applied, one before has its effect.
     kl = stored.state.spec.get("algorithm", {}).get("kl") or {}
     learner.configured_kl = kl.get("coefficient", learner.configured_kl)

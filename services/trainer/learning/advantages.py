@@ -1,5 +1,7 @@
 """From a step's batch, and what the models say of it, to its advantages."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -8,9 +10,10 @@ from flotilla.services.trainer.algorithms.advantages.distillation import distill
 from flotilla.services.trainer.algorithms.importance import correct
 from flotilla.services.trainer.data.batch import TrainingBatch, TurnLayout, environment_steps, turn_rewards
 from flotilla.shared.config.sections.advantage import GdpoConfig, GigpoConfig, StepReinforceConfig
-from flotilla.shared.config.sections.algorithm import KlRewardConfig
+from flotilla.shared.config.sections.algorithm import AlgorithmConfig, KlRewardConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import DataError
+from flotilla.shared.statistics.moments import NOTHING_SEEN, RunningMoments
 
 
 def step_advantages(
@@ -19,19 +22,19 @@ def step_advantages(
     *,
     old_log_probs: Tensor,
     ref_log_probs: Tensor | None,
-    teacher_log_probs: Tensor | None,
     sum_pi_squared: Tensor | None,
     values: Tensor | None,
     kl_coefficient: float | None,
+    moments: RunningMoments = NOTHING_SEEN,
 ) -> Advantages:
-    """Compute the advantages of a step: of its rewards, then with what a teacher adds or puts in their place.
+    """Compute the advantages of a step's rewards; ``with_teacher`` comes after.
 
     Args:
         spec: the experiment.
         batch: scored trajectories of whole groups.
         old_log_probs, ref_log_probs, sum_pi_squared, values: see ``AdvantageInputs``.
-        teacher_log_probs: [T] nats; needed if the spec distils.
         kl_coefficient: the controller's present value; counts where the KL is in the reward.
+        moments: of the rewards of the steps before.
 
     Raises:
         DataError: a reward lacks a component that the estimator names.
@@ -46,7 +49,32 @@ def step_advantages(
         sum_pi_squared=sum_pi_squared,
     )
     kl = config.kl if isinstance(config.kl, KlRewardConfig) else None
-    found = compute_advantages(config.advantage, inputs, kl=kl, kl_coefficient=kl_coefficient if kl else None)
+    inputs = replace(inputs, moments=moments)
+    return compute_advantages(config.advantage, inputs, kl=kl, kl_coefficient=kl_coefficient if kl else None)
+
+
+def remembered(moments: tuple[int, float, float] | None) -> RunningMoments:
+    """Return what a run knows of earlier rewards: their number, mean and variance; None where it begins."""
+    return NOTHING_SEEN if moments is None else RunningMoments(*moments)
+
+
+def with_teacher(
+    config: AlgorithmConfig,
+    found: Advantages,
+    batch: TrainingBatch,
+    *,
+    old_log_probs: Tensor,
+    teacher_log_probs: Tensor | None,
+) -> Advantages:
+    """Add what a teacher says to a step's advantages, or put it in their place; the same without a teacher.
+
+    Args:
+        config: the section.
+        found: of the rewards.
+        batch: of the step.
+        old_log_probs: [T] nats.
+        teacher_log_probs: [T] nats; needed if the section distils.
+    """
     if config.distillation is None:
         return found
     assert teacher_log_probs is not None

@@ -20,7 +20,7 @@ from flotilla.services.trainer.algorithms.metrics import Metrics, combine, summa
 from flotilla.services.trainer.algorithms.sample_weights import redraw, sequence_weights
 from flotilla.services.trainer.data.batch import TrainingBatch, make_batch
 from flotilla.services.trainer.data.micro_batch import MicroBatch, RowRules, make_micro_batches
-from flotilla.services.trainer.learning.advantages import step_advantages
+from flotilla.services.trainer.learning.advantages import remembered, step_advantages, with_teacher
 from flotilla.services.trainer.learning.gradients import PolicyGradient, update_critic
 from flotilla.services.trainer.learning.metrics import algorithm_names, mean_of_updates
 from flotilla.services.trainer.learning.mini_batches import MiniBatch, Prepared, passes_over, split_by_groups
@@ -123,6 +123,7 @@ class Learner:
         self.sizes = PassSizes(spec, ranks, need_of(self.policy, [self.optimizer, *others], spec, ranks))
         self._gradient = PolicyGradient(spec.algorithm, self.policy, self.optimizer, self.sizes, ranks)
         self.kl_coefficient = self.configured_kl = _configured_kl(spec)
+        self.reward_moments = remembered(None)
         self.versions: VersionedWeights | None = None
         if spec.algorithm.old_log_probs == "recompute_at_version":
             self.versions = VersionedWeights(kept_weights(loaded.model, self.adapters, ranks, self.weights))
@@ -211,6 +212,10 @@ class Learner:
         if self.critic is not None:
             self.critic.follow(spec.optimisation)
 
+    def remember_rewards(self, moments: tuple[int, float, float] | None) -> None:
+        """Take the number, mean and variance of all earlier rewards from a checkpoint; None: it has none."""
+        self.reward_moments = remembered(moments)
+
     def keep_version(self, version: int, oldest: int) -> None:
         """Remember the present weights as this version, and none before ``oldest``, if log-probs need them."""
         if self.versions is not None:
@@ -228,11 +233,13 @@ class Learner:
             batch,
             old_log_probs=old,
             ref_log_probs=reference,
-            teacher_log_probs=teacher,
             sum_pi_squared=squares,
             values=values,
             kl_coefficient=self.kl_coefficient,
+            moments=self.reward_moments,
         )
+        self.reward_moments = found.moments
+        found = with_teacher(self.spec.algorithm, found, batch, old_log_probs=old, teacher_log_probs=teacher)
         if self.critic is not None and found.returns is not None:
             self.critic.observe(found.returns, batch.sequences.response_mask)
         section, weights = self.spec.algorithm.sequence_weights, None

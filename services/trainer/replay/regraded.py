@@ -11,8 +11,14 @@ from torch import Tensor
 from flotilla.services.trainer.data.batch import TrainingBatch, make_batch, scored_trajectories
 from flotilla.services.trainer.data.pieces import piece_starts
 from flotilla.services.trainer.data.source import find_problem, requirements_of
-from flotilla.services.trainer.learning.advantages import step_advantages
-from flotilla.shared.config.sections.advantage import GaeConfig, GpgConfig, TokenBaselineConfig
+from flotilla.services.trainer.learning.advantages import step_advantages, with_teacher
+from flotilla.shared.config.sections.advantage import (
+    GaeConfig,
+    GpgConfig,
+    ReinforceConfig,
+    ReinforcePlusPlusConfig,
+    TokenBaselineConfig,
+)
 from flotilla.shared.config.sections.algorithm import KlRewardConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.schemas.sample_kinds import KeptGroup, TrainedTokens
@@ -45,6 +51,8 @@ def why_not_computed(spec: ExperimentSpec) -> str | None:
         return "gae needs the critic's values, which are not recorded"
     if isinstance(config.advantage, TokenBaselineConfig):
         return "optimal_token_baseline needs sums over the vocabulary, which are not recorded"
+    if isinstance(config.advantage, ReinforceConfig | ReinforcePlusPlusConfig) and config.advantage.follows_the_run:
+        return "a step's rewards are compared with those of all steps before, whose mean is not recorded"
     if isinstance(config.kl, KlRewardConfig) and config.kl.target is not None:
         return "the KL in the reward has an adaptive coefficient, which is not recorded"
     if config.distillation is not None and config.distillation.path is not None:
@@ -88,16 +96,18 @@ def regraded_advantages(spec: ExperimentSpec, groups: Sequence[NewlyGraded]) -> 
     needs_old = isinstance(config.kl, KlRewardConfig) or config.distillation is not None
     if (needs_old and None in tokens) or (config.distillation is not None and batch.teacher_log_probs is None):
         return nothing
-    advantages = step_advantages(
+    old = _laid(batch, tokens, "old_log_probs") if needs_old else batch.rollout_log_probs
+    rewarded = step_advantages(
         spec,
         batch,
-        old_log_probs=_laid(batch, tokens, "old_log_probs") if needs_old else batch.rollout_log_probs,
+        old_log_probs=old,
         ref_log_probs=_laid(batch, tokens, "ref_log_probs") if isinstance(config.kl, KlRewardConfig) else None,
-        teacher_log_probs=batch.teacher_log_probs,
         sum_pi_squared=None,
         values=None,
         kl_coefficient=config.kl.coefficient if config.kl is not None else None,
-    ).advantages.numpy()
+    )
+    taught = with_teacher(config, rewarded, batch, old_log_probs=old, teacher_log_probs=batch.teacher_log_probs)
+    advantages = taught.advantages.numpy()
     found, mask, lengths = nothing, batch.sequences.response_mask.numpy(), batch.span_lengths
     number = offset = 0
     for place, group in enumerate(shown):

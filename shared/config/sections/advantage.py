@@ -102,6 +102,23 @@ class _RewardToGo(_Estimator):
     """Subtracted from each sequence's reward before it is spread over the tokens."""
     divide_by_std: bool = False
     """Divide each sequence's reward, after its baseline, by the batch's unbiased standard deviation plus 1e-6."""
+    compared_with: Literal["batch", "run"] = "batch"
+    """Whose mean and standard deviation these are: those of the step's rewards, or of all rewards that the run has
+    trained on, this step's included (ROLL: running). The checkpoint holds the latter."""
+
+    @property
+    def follows_the_run(self) -> bool:
+        """Whether a step's advantages depend on the rewards of those before."""
+        return self.compared_with == "run"
+
+    @model_validator(mode="after")
+    def _is_compared(self) -> Self:
+        if self.follows_the_run and self.baseline == "none" and not self.divide_by_std:
+            raise ValueError(
+                "advantage.compared_with run has no effect while advantage.baseline is none and "
+                "advantage.divide_by_std is false: set one of them, or remove compared_with"
+            )
+        return self
 
 
 class ReinforceConfig(_RewardToGo):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flotilla.services.reward.filtering import sample_mask
-from flotilla.services.reward.normalisation import RunningMoments, StatisticsConfig, normalise
+from flotilla.services.reward.normalisation import StatisticsConfig, normalise
 from flotilla.services.reward.shaping import Graded, length_reward, repetition_penalty, shape
 from flotilla.shared.config.sections.shaping import (
     LengthRewardConfig,
@@ -17,6 +17,7 @@ from flotilla.shared.config.sections.shaping import (
     ShapingConfig,
     SpreadAboveConfig,
 )
+from flotilla.shared.statistics.moments import RunningMoments
 from tests.goldens.adapters import verl
 from tests.goldens.adapters.rows import Rows, finite, numbered
 from tests.goldens.case import Case, NotOffered

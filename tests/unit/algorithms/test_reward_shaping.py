@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from flotilla.services.reward.filtering import keeps, sample_mask
-from flotilla.services.reward.normalisation import RunningMoments, StatisticsConfig, normalise
+from flotilla.services.reward.normalisation import StatisticsConfig, normalise
 from flotilla.services.reward.shaping import (
     Graded,
     length_reward,
@@ -33,6 +33,7 @@ from flotilla.shared.config.sections.shaping import (
     SpreadAboveConfig,
     TruncatedConfig,
 )
+from flotilla.shared.statistics.moments import RunningMoments
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,6 @@ def advantages_of(spec: ExperimentSpec, groups: Sequence[Group]) -> np.ndarray:
         batch,
         old_log_probs=batch.rollout_log_probs,
         ref_log_probs=None,
-        teacher_log_probs=None,
         sum_pi_squared=None,
         values=None,
         kl_coefficient=None,

@@ -21,6 +21,7 @@ from flotilla.shared.checkpoints.lineage import INITIAL, VersionLine
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.statistics.moments import NOTHING_SEEN
 from tests.fleet import tiny_model
 from tests.unit.trainer.builders import a_spec, uneven_groups
 
@@ -78,6 +79,28 @@ def test_without_the_optimiser_training_goes_on_with_new_moments_and_says_so(
     theirs = restored.loaded.model.state_dict()
     assert all(torch.equal(weight, theirs[name]) for name, weight in learner.loaded.model.state_dict().items())
     restored.train(uneven_groups(2, seed=2), 2)
+
+
+def test_a_run_that_compares_rewards_with_all_before_goes_on_from_a_checkpoint_as_it_would_have(tmp_path: Path) -> None:
+    advantage = {"kind": "reinforce", "baseline": "batch_mean", "divide_by_std": True, "compared_with": "run"}
+    spec = spec_of({}, algorithm={"advantage": advantage})
+    manager = CheckpointManager("e", CheckpointStorage(tmp_path, keep=2))
+    learner, progress = beginning(spec, CPU).learner, Progress.start()
+    for step in (1, 2):
+        learner.train(uneven_groups(2, seed=step), step)
+    progress.step = 2
+    manager.save(learner, progress, LINE)
+
+    restored = manager.restore(spec).learner
+    forgetful = manager.restore(spec).learner
+    forgetful.reward_moments = NOTHING_SEEN
+    for each in (learner, restored, forgetful):
+        each.train(uneven_groups(2, seed=3), 3)
+
+    assert restored.reward_moments == learner.reward_moments
+    expected, forgot = (each.loaded.model.state_dict() for each in (learner, forgetful))
+    assert all(torch.equal(weight, expected[name]) for name, weight in restored.loaded.model.state_dict().items())
+    assert not all(torch.equal(weight, expected[name]) for name, weight in forgot.items())
 
 
 def test_a_critic_is_weights_with_or_without_their_moments(tmp_path: Path) -> None:

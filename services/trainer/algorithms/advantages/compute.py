@@ -21,6 +21,7 @@ from flotilla.services.trainer.algorithms.sequences import PackedSequences, suff
 from flotilla.shared.config.sections import advantage as configs
 from flotilla.shared.config.sections.advantage import AdvantageConfig, WhitenConfig
 from flotilla.shared.config.sections.algorithm import KlRewardConfig
+from flotilla.shared.statistics.moments import NOTHING_SEEN, RunningMoments
 
 Value = TypeVar("Value")
 BATCH_STD_EPSILON = 1e-6
@@ -79,6 +80,7 @@ class AdvantageInputs:
         steps: the environment's steps (gigpo, step_reinforce).
         episode_index: [S] numbers of the episodes that the sequences are branches of, and that are compared in their
             place, each with the mean of its branches' scores; absent, each is an episode of its own.
+        moments: of the rewards of the run's steps before (reward-to-go compared with the run).
     """
 
     sequences: PackedSequences
@@ -95,6 +97,7 @@ class AdvantageInputs:
     baselines: Tensor | None = None
     steps: EnvironmentSteps | None = None
     episode_index: Tensor | None = None
+    moments: RunningMoments = NOTHING_SEEN
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,12 +109,14 @@ class Advantages:
         returns: [T] the critic's targets or reward-to-go, before whitening; None for estimators without.
         observed_kl: scalar, mean KL per token and sequence for the adaptive controller; None without KL in the reward.
         metrics: advantage statistics.
+        moments: of the run's rewards with these; as they were for estimators that do not compare with them.
     """
 
     advantages: Tensor
     returns: Tensor | None
     observed_kl: Tensor | None
     metrics: Metrics
+    moments: RunningMoments = NOTHING_SEEN
 
 
 def compute_advantages(
@@ -140,6 +145,8 @@ def compute_advantages(
         coefficient = kl.coefficient if kl_coefficient is None else kl_coefficient
     charge = None if token_kl is None else coefficient * token_kl
     order = "before_baseline" if kl is None else kl.order
+    if isinstance(config, configs.ReinforceConfig | configs.ReinforcePlusPlusConfig) and config.follows_the_run:
+        inputs = replace(inputs, moments=inputs.moments.updated(_compared(inputs, charge, order).cpu()))
     raw, targets = _estimate(config, inputs, charge, order)
     mask = inputs.sequences.response_mask
     advantages = torch.where(mask, raw, 0.0)
@@ -149,7 +156,7 @@ def compute_advantages(
     if config.clip is not None:
         metrics["advantage_clip_fraction"] = share(advantages.abs() > config.clip, mask)
         advantages = advantages.clamp(-config.clip, config.clip)
-    return Advantages(advantages, targets, observed, metrics)
+    return Advantages(advantages, targets, observed, metrics, inputs.moments)
 
 
 def _token_kl(kl: KlRewardConfig, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
@@ -304,12 +311,14 @@ def _standardised(
     scores = inputs.scores.float()
     if config.baseline == "none" and not config.divide_by_std:
         return scores
-    compared = scores
-    if charge is not None and order == "before_baseline":
-        compared = scores - inputs.sequences.sum(charge)
-    if inputs.episode_index is not None:
-        episodes = Groups.of(inputs.episode_index)
-        compared = episodes.mean(compared)[episodes.first]
+    if config.follows_the_run:
+        exact = scores.double()
+        if config.baseline == "batch_mean":
+            exact = exact - inputs.moments.mean
+        if config.divide_by_std:
+            exact = exact / (inputs.moments.std + BATCH_STD_EPSILON)
+        return exact.float()
+    compared = _compared(inputs, charge, order)
     if config.baseline == "batch_mean":
         # Within their bounds: of equal scores the mean is that score, which rounding may miss.
         scores = scores - compared.mean().clamp(compared.min(), compared.max())
@@ -317,6 +326,17 @@ def _standardised(
         spread = compared.std() if len(compared) > 1 else compared.new_zeros(())
         scores = scores / (spread + BATCH_STD_EPSILON)
     return scores
+
+
+def _compared(inputs: AdvantageInputs, charge: Tensor | None, order: str) -> Tensor:
+    """Return the rewards that baseline and deviation are of, one of each episode."""
+    compared = inputs.scores.float()
+    if charge is not None and order == "before_baseline":
+        compared = compared - inputs.sequences.sum(charge)
+    if inputs.episode_index is not None:
+        episodes = Groups.of(inputs.episode_index)
+        compared = episodes.mean(compared)[episodes.first]
+    return compared
 
 
 def _token_rewards(inputs: AdvantageInputs, scores: Tensor, charge: Tensor | None) -> Tensor:

@@ -270,11 +270,33 @@ def test_rewards_that_are_normalised_over_the_batch_are_so_by_the_estimator() ->
 
 
 @pytest.mark.parametrize(
+    ("more", "mean", "std"),
+    [
+        ({"norm_mean_type": "running", "norm_std_type": "running"}, "batch_mean", True),
+        ({"norm_std_type": "running"}, "none", True),
+        ({"reward_norm": "running"}, "batch_mean", True),
+        ({"reward_norm": "running", "reward_shift": True}, "batch_mean", False),
+        ({"reward_norm": "running", "reward_scale": True}, "none", True),
+    ],
+)
+def test_rewards_that_are_normalised_by_all_of_the_run_are_so_by_the_estimator(
+    more: dict[str, Any], mean: str, *, std: bool
+) -> None:
+    found = import_flat("roll", {**BASES["roll"], "adv_estimator": "reinforce", **more})
+
+    assert found.spec is not None and found.spec.reward is not None, found.report.render()
+    advantage = found.spec.algorithm.advantage.model_dump()
+    assert (advantage["baseline"], advantage["divide_by_std"], advantage["compared_with"]) == (mean, std, "run")
+    assert found.spec.reward.shaping.normalisation is None
+
+
+@pytest.mark.parametrize(
     "more",
     [
         {"adv_estimator": "gae"},
         {"norm_std_type": "group"},
-        {"norm_mean_type": "running"},
+        {"norm_std_type": "running"},
+        {"norm_mean_type": "moving"},
         {"rewards.second.worker_cls": "a.MathRuleRewardWorker", "rewards.second.tag_included": ["b"]},
     ],
 )

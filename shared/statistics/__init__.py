@@ -1,0 +1,1 @@
+"""Statistics that more than one service takes."""

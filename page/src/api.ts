@@ -18,6 +18,7 @@ export type FleetView = Schemas["FleetView"];
 export type Service = Schemas["ServiceView"];
 export type ServiceLogLines = Schemas["ServiceLogLines"];
 export type Diagnosis = Schemas["DiagnosisView"];
+export type Profile = Schemas["ProfileView"];
 
 const KEY = "flotilla-token";
 
@@ -93,6 +94,22 @@ export async function call<T>(path: string, options: Options = {}): Promise<T> {
   const problem = (document ?? {}) as { code?: string; detail?: string; errors?: FieldError[] };
   if (answer.status === 401 && options.token === undefined) session.onLost();
   throw new Refused(answer.status, problem.code ?? "", problem.detail ?? `${answer.status} ${answer.statusText}`, problem.errors);
+}
+
+/** Save a file of the gateway, which wants the token for it, on the reader's machine. */
+export async function download(path: string, name: string): Promise<void> {
+  const answer = await fetch(path, { headers: { Authorization: `Bearer ${session.token ?? ""}` }, cache: "no-store" });
+  if (!answer.ok) throw new Refused(answer.status, "", `${name}: ${answer.status} ${answer.statusText}`);
+  save(name, await answer.blob());
+}
+
+/** Save something under a name on the reader's machine. */
+export function save(name: string, content: Blob): void {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(content);
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
 export const experimentPath = (id: string) => `/v1/experiments/${encodeURIComponent(id)}`;

@@ -2,6 +2,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
 import { linesOf, type ChartDefinition, type Line } from "./charts";
+import { save } from "./api";
 import { duration, number, ticks } from "./format";
 import type { Mark } from "./marks";
 import { colours, type Ink } from "./palette";
@@ -215,14 +216,6 @@ function planOf(drawn: Drawn[], raw: Drawn[] | null, isStack: boolean, isLog: bo
   return { data: tables.length > 0 ? uPlot.join(tables as uPlot.AlignedData[]) : [[]], series, bands, legend };
 }
 
-function download(name: string, content: Blob): void {
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(content);
-  link.download = name;
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
-}
-
 const ALL_POINTS = 100_000;
 
 /** Save every value of a chart: what is drawn of a long run is thinned. */
@@ -233,7 +226,7 @@ async function saveCsv(chart: ChartDefinition, runs: RunLines[]): Promise<void> 
     await series.update(new AbortController().signal);
     whole.push({ ...run, series, lines: linesOf(chart, series) });
   }
-  download(`${chart.id}.csv`, new Blob([csvOf(whole)], { type: "text/csv" }));
+  save(`${chart.id}.csv`, new Blob([csvOf(whole)], { type: "text/csv" }));
 }
 
 function csvOf(runs: RunLines[]): string {
@@ -458,5 +451,5 @@ function savePng(chart: ChartDefinition, plot: uPlot, plan: Plan): void {
     context.fillStyle = ink.text;
     context.fillText(each.label, 36 * scale, y);
   });
-  picture.toBlob((content) => content && download(`${chart.id}.png`, content));
+  picture.toBlob((content) => content && save(`${chart.id}.png`, content));
 }

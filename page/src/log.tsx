@@ -4,6 +4,7 @@ import { call, experimentPath, usePoll, type Event, type EventPage } from "./api
 import { Audit, auditOf, words } from "./audit";
 import { clock } from "./format";
 import type { Route, Shared } from "./main";
+import { Profiles } from "./profiles";
 import { Head } from "./run";
 import { ServiceLog } from "./servicelog";
 
@@ -97,6 +98,7 @@ export function Log({ id, route, shared }: { id: string; route: Route; shared: S
               </tbody>
             </table>
           </div>
+          <Profiles id={id} isOver={isOver} />
           <ServiceLog experimentId={id} />
         </>
       )}

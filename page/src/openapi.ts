@@ -1232,6 +1232,13 @@ export interface components {
             /** Next */
             next?: string | null;
         };
+        /** Page[ProfileView] */
+        Page_ProfileView_: {
+            /** Items */
+            items: components["schemas"]["ProfileView"][];
+            /** Next */
+            next?: string | null;
+        };
         /** Page[Publication] */
         Page_Publication_: {
             /** Items */
@@ -1274,6 +1281,21 @@ export interface components {
             code: string;
             detail: string;
             errors?: Record<string, never>[];
+        };
+        /**
+         * ProfileView
+         * @description A Chrome trace, compressed with gzip; Perfetto and chrome://tracing open it as it is.
+         */
+        ProfileView: {
+            /** Name */
+            name: string;
+            /** Size Bytes */
+            size_bytes: number;
+            /**
+             * Path
+             * @description On the gateway's machine.
+             */
+            path: string;
         };
         /**
          * Publication

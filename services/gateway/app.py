@@ -22,6 +22,7 @@ from flotilla.services.gateway.routes import (
     held_out,
     ledger,
     metrics,
+    profiles,
     publications,
     samples,
     services,
@@ -61,7 +62,7 @@ def create_app(settings: GatewaySettings, *, open_state: OpenState = open_state)
     add_problem_handlers(app)
     app.include_router(health.router)
     # Services first: routes are tried in order, and theirs are asked for most often by far.
-    series = (gradings, ledger, metrics, events, checkpoints, diagnosis, audit, steps, samples, held_out)
+    series = (gradings, ledger, metrics, events, checkpoints, diagnosis, audit, steps, samples, held_out, profiles)
     for module in (services, experiments, fleet, publications, takeovers, tokens, *series):
         app.include_router(module.router, prefix="/v1")
     add_doors(app, settings)

@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from flotilla.services.rollout.agents.episodes import AgentEpisodes
 from flotilla.services.rollout.agents.template import ChatTemplate
@@ -10,6 +11,7 @@ from flotilla.services.rollout.episodes.special_tokens import SamplingTally
 from flotilla.services.rollout.episodes.turns import Turns
 from flotilla.services.rollout.episodes_of import open_episodes
 from flotilla.services.rollout.loading import Loaded
+from flotilla.services.rollout.profiling import profiled
 from flotilla.services.rollout.tools.code_interpreter import Sandboxes
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.environment.settings import IPNetwork
@@ -36,6 +38,7 @@ class Answering:
 async def open_answering(
     spec: ExperimentSpec,
     loaded: Loaded,
+    directory: Path,
     mailbox: Mailbox,
     new_name: Callable[[], str],
     networks: Sequence[IPNetwork],
@@ -46,6 +49,7 @@ async def open_answering(
     Args:
         spec: of the experiment.
         loaded: its engine and renderer.
+        directory: of the experiment.
         mailbox: where late rewards of agents are left.
         new_name: tells what episodes of this service are named after.
         networks: that are not public and may have tools.
@@ -61,4 +65,5 @@ async def open_answering(
     if spec.rollout.agents:
         agents = AgentEpisodes(engine, ChatTemplate(renderer), spec, mailbox, new_name, tally)
     opened = await open_episodes(spec, engine, renderer, Turns.of(spec), tally, networks, sandboxes)
-    return Answering(agents or opened.episodes, agents, tally, opened.close)
+    episodes = profiled(agents or opened.episodes, engine, directory, spec.tracking.profiler)
+    return Answering(episodes, agents, tally, opened.close)

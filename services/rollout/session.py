@@ -113,6 +113,7 @@ class SessionOpener:
         answering = await open_answering(
             spec,
             loaded,
+            directory,
             self.tasks.mailbox(experiment_id),
             lambda: f"{experiment_id}.{self.service_id()}",
             self.places.networks,

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from flotilla.shared.config.base.model import Config
 from flotilla.shared.config.rules.cross_section import check_sections
 from flotilla.shared.config.rules.devices import check_devices, devices_of_engine, with_ranks_of_devices
-from flotilla.shared.config.rules.jobs import check_job, with_defaults_of_the_job
+from flotilla.shared.config.rules.jobs import check_job, check_profiler, with_defaults_of_the_job
 from flotilla.shared.config.sections.algorithm import AlgorithmConfig
 from flotilla.shared.config.sections.asynchrony import AsynchronyConfig
 from flotilla.shared.config.sections.checkpoint import CheckpointConfig
@@ -210,6 +210,7 @@ class ExperimentSpec(Config):
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         check_job(self)
+        check_profiler(self.tracking.profiler, self)
         check_sections(self)
         check_devices(self)
         return self

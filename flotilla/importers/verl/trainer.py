@@ -63,7 +63,6 @@ TRAINER_ROWS: tuple[Parameter, ...] = (
     translated("trainer.resume_mode", "checkpoint.resume_from", text,
                "resume_path begins from resume_from_path; auto is flotilla run --continue, disable --fresh",
                example="resume_path", default="auto", context={"trainer.resume_from_path": "/runs/mine@40"}),
-    *unsupported(PROFILING, "trainer.profile_steps"),
     *ignored("all answers of every evaluation are kept (samples), and a right and a wrong one are shown with it",
              "trainer.log_val_generations"),
     *ignored("all groups of every step and evaluation are kept (samples), in parquet files in the run's own folder: "

@@ -102,6 +102,8 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("GET", f"{EXPERIMENT}/audit"): READING,
     ("GET", f"{EXPERIMENT}/steps/{{step}}"): READING,
     ("GET", f"{EXPERIMENT}/samples"): READING,
+    ("GET", f"{EXPERIMENT}/profiles"): READING,
+    ("GET", f"{EXPERIMENT}/profiles/{{name}}"): READING,
     ("POST", f"{EXPERIMENT}/episodes"): Rule(frozenset({Scope.AGENT})),
     ("GET", f"{EXPERIMENT}/episodes"): READING,
     ("POST", "/v1/episodes/{episode_id}/complete"): ACTING,

@@ -255,6 +255,23 @@ class DiscardsWeights(Protocol):
 
 
 @runtime_checkable
+class ProfilesSteps(Protocol):
+    """An engine that can record its own operations, beside what ``Engine`` has."""
+
+    def profile(self, directory: Path, versions: frozenset[int], num_steps: int) -> None:
+        """Record its next steps under each of some versions, once; takes the place of what was asked for before.
+
+        Args:
+            directory: where a Chrome trace of each is written.
+            versions: policy versions.
+            num_steps: steps that a trace has, fewer where the version ends before.
+
+        Raises:
+            WorkerDied: the engine's process ended.
+        """
+
+
+@runtime_checkable
 class ProvesWeights(Protocol):
     """An engine that can tell what it serves by its own memory, beside what ``Engine`` has."""
 

@@ -34,8 +34,7 @@ HELD_OUT = "held_out"
 class FinishedLearner(Learner):
     """Learns from groups that no policy sampled."""
 
-    def train(self, groups: Sequence[Group], step: int) -> StepResult:
-        """Train one step; see ``Learner.train``."""
+    def _train(self, groups: Sequence[Group], step: int) -> StepResult:
         self.sizes.begin(step)
         batch = make_batch(groups).to(self.device)
         fixed = self._fixed(batch) if self.reference is not None else None

@@ -6,7 +6,7 @@ A step's groups are split in order into K mini-batches, each of which makes one 
 times over; ``optimisation.shuffle`` draws other parts. Advantages are computed once, over all groups of the step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -91,6 +91,7 @@ class Learner:
         ranks: Ranks = ONE_RANK,
     ) -> None:
         self.spec, self.loaded, self.ranks = spec, loaded, ranks
+        self.around_step: Callable[[int], AbstractContextManager[object]] = nullcontext
         self.policy = Policy.of(loaded, spec.policy_temperature, ranks)
         self.device = self.policy.device
         self.reference, self.teacher = (
@@ -155,6 +156,10 @@ class Learner:
             groups: in training order; each with a scored trajectory.
             step: its number, from 1; seeds what the losses draw.
         """
+        with self.around_step(step):
+            return self._train(groups, step)
+
+    def _train(self, groups: Sequence[Group], step: int) -> StepResult:
         config = self.spec.algorithm
         self.sizes.begin(step)
         difficulty = None if config.sequence_weights is None else config.sequence_weights.difficulty

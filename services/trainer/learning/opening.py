@@ -1,6 +1,7 @@
 """Which learner an experiment's job needs, and the models that it has beside the policy: a teacher, and a critic."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from flotilla.services.trainer.learning.finished import (
     SupervisedLearner,
 )
 from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.learning.profiling import profiling
 from flotilla.services.trainer.models.loading import LoadedModel
 from flotilla.services.trainer.parallel.ranks import ONE_RANK, Ranks
 from flotilla.shared.config.sections.distillation import DistillationConfig
@@ -42,6 +44,7 @@ def make_learner(
     learner = LEARNERS.get(spec.job.kind, Learner)(spec, loaded, reference, teacher, critic, ranks=ranks)
     if spec.parallelism.offload.reference and learner.reference is not None:
         learner.reference.park()
+    learner.around_step = partial(profiling, learner)
     return learner
 
 

@@ -111,6 +111,11 @@ class PassSizes:
         """Where they are written down."""
         return self._path
 
+    @property
+    def directory(self) -> Path | None:
+        """The experiment's directory, in which they are; None where nothing is kept, as of a step that is replayed."""
+        return None if self._path is None else self._path.parent
+
     def keep(self, path: Path) -> None:
         """Take up what is written there, and write down there what is decided."""
         self.load(path)

@@ -39,6 +39,10 @@ LIVE: Mapping[str, Effect] = {
     "rollout.sampling.temperature": Effect.GROUP,
     "rollout.sampling.max_new_tokens": Effect.GROUP,
     "rollout.group_size": Effect.GROUP,
+    "tracking.profiler.steps": Effect.TRAINER,
+    "tracking.profiler.ranks": Effect.TRAINER,
+    "tracking.profiler.engine_versions": Effect.GROUP,
+    "tracking.profiler.engine_steps": Effect.GROUP,
     "evaluation.every_versions": Effect.GATEWAY,
 }
 """What can change, and where it takes effect; docs/steering.md has this table."""

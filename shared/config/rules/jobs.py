@@ -14,6 +14,7 @@ from flotilla.shared.config.sections.evaluation import EvaluationConfig
 from flotilla.shared.config.sections.job import FinishedJob, RewardModelJobConfig, SftConfig
 from flotilla.shared.config.sections.optimisation import OptimisationConfig
 from flotilla.shared.config.sections.parallelism import ParallelismConfig
+from flotilla.shared.config.sections.profiler import ProfilerConfig
 from flotilla.shared.config.sections.resources import ResourcesConfig
 from flotilla.shared.config.sections.reward import RewardConfig
 from flotilla.shared.config.sections.rollout import RolloutConfig
@@ -76,6 +77,27 @@ def _as_sources(sets: Any) -> dict[str, Any]:
         {key: value for key, value in each.items() if key != "name"} for each in sets if isinstance(each, Mapping)
     ]
     return {"sources": unnamed} if unnamed else {}
+
+
+def check_profiler(profiler: ProfilerConfig, spec: Sections) -> None:
+    """Check that there is what a spec wants to be recorded.
+
+    Raises:
+        ValueError: there is not.
+    """
+    if profiler.engine_versions and not (spec.samples_answers and spec.rollout.engine.kind == "torch"):
+        raise ValueError(
+            "tracking.profiler.engine_versions has an effect with the embedded engine alone (rollout.engine.kind "
+            "torch), where answers are sampled: remove it, and use the server's own profiler"
+        )
+    if profiler.steps and not spec.trains:
+        raise ValueError("tracking.profiler.steps has no effect while job.kind is evaluation: remove it")
+    ranks = spec.parallelism.ranks
+    if beyond := [rank for rank in profiler.ranks or () if rank >= ranks]:
+        raise ValueError(
+            f"tracking.profiler.ranks names rank {beyond[0]}, and parallelism.ranks is {ranks}: name some from 0 to "
+            f"{ranks - 1}, or null for all"
+        )
 
 
 def check_job(spec: Sections) -> None:

@@ -1,10 +1,11 @@
-"""What is kept of what the model wrote, and where metrics are sent, besides the gateway that keeps them all."""
+"""What is kept of what the model wrote and of what was computed, and where metrics are sent, besides the gateway."""
 
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from flotilla.shared.config.base.model import Config
+from flotilla.shared.config.sections.profiler import ProfilerConfig
 from flotilla.shared.config.sections.resources import GIBIBYTE, MEBIBYTE
 
 
@@ -100,6 +101,7 @@ class TrackingConfig(Config):
 
     trackers: tuple[TrackerConfig, ...] = ()
     """Each kind at most once; none by default, since the gateway keeps every series anyway (``flotilla watch``)."""
+    profiler: ProfilerConfig = ProfilerConfig()
 
     @model_validator(mode="after")
     def _each_kind_once(self) -> Self:

@@ -129,3 +129,17 @@ def test_what_cannot_go_together_is_refused(sections: dict[str, Any], path: str,
 )
 def test_what_goes_together_is_valid(sections: dict[str, Any]) -> None:
     validate_spec(a_document(**sections))
+
+
+@pytest.mark.parametrize(
+    ("profiler", "sections", "named"),
+    [
+        ({"engine_versions": [1]}, {"rollout": {"group_size": 4, "engine": {"kind": "vllm"}}}, "the server's own"),
+        ({"steps": [1], "ranks": [0, 2]}, {"parallelism": {"ranks": 2}}, "names rank 2, and parallelism.ranks is 2"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused(profiler: dict[str, Any], sections: dict[str, Any], named: str) -> None:
+    document = a_document() | sections | {"tracking": {"profiler": profiler}}
+
+    with pytest.raises(InvalidSpec, match=named):
+        validate_spec(document)

@@ -45,6 +45,8 @@ def nested(path: str, value: Any) -> dict[str, Any]:
         ("rollout.sampling.temperature", 0.7),
         ("rollout.sampling.max_new_tokens", 5),
         ("rollout.group_size", 3),
+        ("tracking.profiler.steps", [2]),
+        ("tracking.profiler.engine_versions", [1, 2]),
     ],
 )
 def test_a_key_that_can_change_is_one_change_which_can_be_taken_back(path: str, value: Any) -> None:

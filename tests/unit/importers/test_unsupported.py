@@ -38,9 +38,8 @@ LISTS = Path(__file__).parent / "parameters"
         ("verl", f"{ROLLOUT}.tensor_model_parallel_size", 2),
         ("verl", f"{ROLLOUT}.gpu_memory_utilization", 0.6),
         ("verl", "actor_rollout_ref.actor.use_prefix_grouper", True),
-        ("verl", "trainer.profile_steps", [1, 2]),
         ("verl", "global_profiler.tool", "nsys"),
-        ("verl", f"{ACTOR}.profiler.all_ranks", True),
+        ("verl", f"{ACTOR}.profiler.discrete", True),
         ("verl", "trainer.default_local_dir", "/checkpoints"),
         ("verl", "trainer.val_before_train", False),
         ("verl", "trainer.max_critic_ckpt_to_keep", 2),
@@ -157,7 +156,7 @@ def test_no_reason_of_what_is_ignored_speaks_of_speed_or_memory(system: str) -> 
 def test_the_report_counts_it_apart_and_says_so_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, output = tmp_path / "launch.yaml", tmp_path / "spec.yaml"
     path.write_text(
-        yaml.safe_dump(nested({**BASES["verl"], "trainer.profile_steps": [4], f"{ROLLOUT}.name": "sglang"}))
+        yaml.safe_dump(nested({**BASES["verl"], "trainer.val_before_train": False, f"{ROLLOUT}.name": "sglang"}))
     )
     command = ["import", "verl", str(path), "--output", str(output)]
 
@@ -171,7 +170,7 @@ def test_the_report_counts_it_apart_and_says_so_first(tmp_path: Path, capsys: py
 
 def test_strictness_makes_it_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, output = tmp_path / "launch.yaml", tmp_path / "spec.yaml"
-    path.write_text(yaml.safe_dump(nested({**BASES["verl"], "trainer.profile_steps": [4]})))
+    path.write_text(yaml.safe_dump(nested({**BASES["verl"], "trainer.val_before_train": False})))
     command = ["import", "verl", str(path), "--output", str(output), "--strict"]
 
     assert main(command) == 1

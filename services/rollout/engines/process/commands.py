@@ -113,20 +113,29 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Profile:
+    """Record so many steps under each of these versions; see ``ProfilesSteps.profile``."""
+
+    directory: Path
+    versions: frozenset[int]
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """Abort everything, reply to it, and end."""
 
 
 Call = Generate | UpdateWeights | TakeLoad | Sleep | DiscardWeights | Wake
 TransferCommand = BeginTransfer | AdvanceTransfer | CompleteTransfer | AbortTransfer
-Command = Call | TransferCommand | Abort | Cancel | Close
+Command = Call | TransferCommand | Abort | Cancel | Profile | Close
 Result = Sequence[Completion] | EngineLoad | FlotillaError | None
 Answer = Sequence[Completion] | EngineLoad | None
 """The result of a call that does not fail."""
 
 _READERS: dict[str, TypeAdapter[Command]] = {
     kind.__name__: TypeAdapter(kind)
-    for kind in (*Call.__args__, *TransferCommand.__args__, Abort, Cancel, Close)  # type: ignore[attr-defined]
+    for kind in (*Call.__args__, *TransferCommand.__args__, Abort, Cancel, Profile, Close)  # type: ignore[attr-defined]
 }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from flotilla.services.rollout.engines.decoders.arrival import Arrival
 from flotilla.services.rollout.engines.embedded.engine import TorchEngine, use_threads
 from flotilla.services.rollout.engines.embedded.outcomes import Generated, GenerationFailed, Outcome, Updated
+from flotilla.services.rollout.engines.embedded.profiling import EngineProfiler
 from flotilla.services.rollout.engines.process.commands import (
     Abort,
     AbortTransfer,
@@ -19,6 +20,7 @@ from flotilla.services.rollout.engines.process.commands import (
     CompleteTransfer,
     DiscardWeights,
     Generate,
+    Profile,
     Result,
     Sleep,
     TakeLoad,
@@ -55,6 +57,7 @@ class EngineDriver:
         self._call_of: dict[str, int] = {}
         self._request_of: dict[int, str] = {}
         self._arrivals: dict[int, Arrival] = {}
+        self._profiler = EngineProfiler()
 
     def post(self, command: Command) -> None:
         """Hand over a command; any thread may."""
@@ -82,9 +85,12 @@ class EngineDriver:
             if (faults := armed()) is not None:
                 faults.hit(Site.ENGINE_STEP)
             self._use_cores()
-            for outcome in self._engine.step():
+            with self._profiler.step(self._engine.version):
+                outcomes = self._engine.step()
+            for outcome in outcomes:
                 self._report(outcome)
             if is_closing:
+                self._profiler.finish()
                 return
 
     def _use_cores(self) -> None:
@@ -142,6 +148,8 @@ class EngineDriver:
                     self._reply(call, error)
                 else:
                     self._reply(call, None)
+            case Profile(directory, versions, num_steps):
+                self._profiler.choose(directory, versions, num_steps)
             case Abort(request_id):
                 self._engine.abort(request_id)
             case Cancel(call):

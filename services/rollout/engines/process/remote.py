@@ -19,6 +19,7 @@ from flotilla.services.rollout.engines.process.commands import (
     CompleteTransfer,
     DiscardWeights,
     Generate,
+    Profile,
     Sleep,
     TakeLoad,
     TransferCommand,
@@ -92,6 +93,10 @@ class RemoteEngine(ABC):
         """Replace the weights, and read them back; see ``ProvesWeights.load_proved``."""
         await self.ask(UpdateWeights(next(self._numbers), image, version, on_update, digest))
         return True
+
+    def profile(self, directory: Path, versions: frozenset[int], num_steps: int) -> None:
+        """Record the first steps under each of some versions; see ``ProfilesSteps.profile``."""
+        self.post(Profile(directory, versions, num_steps))
 
     async def sleep(self) -> None:
         """Free weights and cache; see ``Engine.sleep``.

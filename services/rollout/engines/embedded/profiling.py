@@ -1,0 +1,68 @@
+"""Records the engine's first steps under chosen policy versions operation by operation, as Chrome traces."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from flotilla.shared.telemetry.profiles import engine_trace, write_trace
+
+log = logging.getLogger(__name__)
+
+
+class EngineProfiler:
+    """Records a window of steps of each chosen version, once; used by the thread that computes alone."""
+
+    def __init__(self) -> None:
+        self._directory = Path()
+        self._versions: frozenset[int] = frozenset()
+        self._num_steps = 0
+        self._done: set[int] = set()
+        self._recorded: profile | None = None
+        self._version, self._left = 0, 0
+
+    def choose(self, directory: Path, versions: frozenset[int], num_steps: int) -> None:
+        """Record so many steps of each of these versions from now on; one that was recorded is not again."""
+        self._directory, self._versions, self._num_steps = directory, versions, num_steps
+
+    @contextmanager
+    def step(self, version: int) -> Iterator[None]:
+        """Record a step of the engine, which begins under this version, if it is chosen."""
+        if self._recorded is not None and version != self._version:
+            self.finish()
+        if self._recorded is None and version in self._versions and version not in self._done:
+            self._begin(version)
+        if self._recorded is None:
+            yield
+            return
+        with record_function(f"engine step, version {version}"):
+            yield
+        self._left -= 1
+        if self._left <= 0:
+            self.finish()
+
+    def _begin(self, version: int) -> None:
+        on_gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        self._recorded = profile(activities=[ProfilerActivity.CPU, *on_gpu])
+        self._version, self._left = version, self._num_steps
+        self._done.add(version)
+        self._recorded.start()
+
+    def finish(self) -> None:
+        """Write what was recorded, if something was; a trace that cannot be written is logged, no more."""
+        recorded, self._recorded = self._recorded, None
+        if recorded is None:
+            return
+        recorded.stop()
+        facts = {"version": self._version, "steps": self._num_steps - max(0, self._left)}
+        try:
+            name = engine_trace(self._version, os.getpid())
+            path = write_trace(self._directory, name, recorded.export_chrome_trace)
+        except (OSError, RuntimeError) as error:
+            log.warning("a profile could not be written", extra=facts | {"error": repr(error)})
+        else:
+            log.info("the engine was profiled", extra=facts | {"path": str(path)})

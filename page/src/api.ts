@@ -18,6 +18,7 @@ export type FleetView = Schemas["FleetView"];
 export type Service = Schemas["ServiceView"];
 export type ServiceLogLines = Schemas["ServiceLogLines"];
 export type Diagnosis = Schemas["DiagnosisView"];
+export type Webhook = Schemas["WebhookView"];
 export type Profile = Schemas["ProfileView"];
 
 const KEY = "flotilla-token";

@@ -1,7 +1,7 @@
 // Who works for whom: services, what they do now and did while this page was open, and the shares of the experiments.
 import { useEffect, useRef, useState } from "preact/hooks";
 import type { ComponentChildren } from "preact";
-import { all, call, usePoll, type FleetView, type Service } from "./api";
+import { all, call, usePoll, type FleetView, type Service, type Webhook } from "./api";
 import { Dialog } from "./dialog";
 import { duration, number } from "./format";
 import type { Shared } from "./main";
@@ -121,6 +121,7 @@ export function Fleet({ shared }: { shared: Shared }) {
       </div>
       <Graders services={services} nameOf={nameOf} />
       <Sandboxes services={services} />
+      {shared.isOperator && <Webhooks />}
       {shared.isOperator && services.length > 0 && <LogOfService services={services} />}
       <div class="panel">
         <h2>Shares</h2>
@@ -346,6 +347,48 @@ function Lane({ values, name }: { values: number[]; name: string }) {
         <rect key={at} x={KEPT - values.length + at} width={1} y={20 - 20 * value} height={20 * value} />
       ))}
     </svg>
+  );
+}
+
+/** How deliveries to the operator's web hooks go; nothing where there are none. */
+function Webhooks() {
+  const { data } = usePoll((signal) => all<Webhook>("/v1/webhooks", { signal }), 10, "webhooks");
+  if (data === null || data.length === 0) return null;
+  return (
+    <div class="panel webhooks">
+      <h2>Web hooks</h2>
+      <table>
+        <thead>
+          <tr>
+            <th scope="col">To</th>
+            <th scope="col">Events</th>
+            {["Delivered", "Given up", "Lost", "Waiting"].map((each) => (
+              <th scope="col" key={each}>
+                {each}
+              </th>
+            ))}
+            <th scope="col">Newest error</th>
+          </tr>
+        </thead>
+        <tbody>
+          {data.map((each, at) => (
+            <tr key={at}>
+              <td>{each.url}</td>
+              <td class="wrap">{each.events.join(", ")}</td>
+              {[each.delivered, each.failed, each.dropped, each.waiting].map((count, place) => (
+                <td class="figure" key={place}>
+                  {count}
+                </td>
+              ))}
+              <td class={each.last_error ? "wrap bad" : "wrap"}>{each.last_error ?? "none"}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+      <p class="quiet small">
+        <code>GET /v1/webhooks</code>
+      </p>
+    </div>
   );
 }
 

@@ -1260,6 +1260,13 @@ export interface components {
             /** Next */
             next?: string | null;
         };
+        /** Page[WebhookView] */
+        Page_WebhookView_: {
+            /** Items */
+            items: components["schemas"]["WebhookView"][];
+            /** Next */
+            next?: string | null;
+        };
         /**
          * Problem
          * @description The component and the cause of a failure or of a stall.
@@ -1985,6 +1992,40 @@ export interface components {
              * @description Why the last attempt failed.
              */
             cause?: string | null;
+        };
+        /**
+         * WebhookView
+         * @description Deliveries to one web hook since the gateway began.
+         */
+        WebhookView: {
+            /**
+             * Url
+             * @description Without path and query, which may hold a key.
+             */
+            url: string;
+            /** Events */
+            events: string[];
+            /** Delivered */
+            delivered: number;
+            /**
+             * Failed
+             * @description Given up: refused, or not answered in any attempt.
+             */
+            failed: number;
+            /**
+             * Dropped
+             * @description Lost because too many waited.
+             */
+            dropped: number;
+            /** Waiting */
+            waiting: number;
+            /**
+             * Last Error
+             * @description Of the newest attempt; null once a delivery succeeded.
+             */
+            last_error?: string | null;
+            /** Last Delivered At */
+            last_delivered_at?: string | null;
         };
         /**
          * WorkState

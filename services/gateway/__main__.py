@@ -22,6 +22,7 @@ with collecting_later():
         TAKEOVER_GRACE_SECONDS,
         GatewaySettings,
         read_quota,
+        read_webhooks,
     )
     from flotilla.services.gateway.standby import DatabaseWatch, StandbyGateway
     from flotilla.services.gateway.store.sql import SqlStore
@@ -104,6 +105,7 @@ def settings_from(values: Mapping[str, str], common: ServiceSettings, *, is_stan
         database_url=secret_from(values, "FLOTILLA_DATABASE_URL") or None,
         allow_volatile_redis=allows_volatile_redis(values),
         quota=read_quota(values),
+        webhooks=read_webhooks(values),
         tinker_model=Path(values["FLOTILLA_TINKER_MODEL"]) if values.get("FLOTILLA_TINKER_MODEL") else None,
         stall_seconds=seconds_from(values, "FLOTILLA_STALL_SECONDS", STALL_SECONDS),
         lease_seconds=seconds_from(values, "FLOTILLA_SERVICE_SILENCE_SECONDS", SERVICE_SILENCE_SECONDS),

@@ -11,24 +11,15 @@ from flotilla.services.gateway.description import describe_gateway
 from flotilla.services.gateway.middleware import Guard, Opened
 from flotilla.services.gateway.page.serving import add_pages
 from flotilla.services.gateway.routes import (
-    audit,
-    checkpoints,
-    diagnosis,
-    events,
     experiments,
     fleet,
-    gradings,
     health,
-    held_out,
-    ledger,
-    metrics,
-    profiles,
     publications,
-    samples,
+    series,
     services,
-    steps,
     takeovers,
     tokens,
+    webhooks,
 )
 from flotilla.services.gateway.routes.doors import add_doors, doors_opened
 from flotilla.services.gateway.routes.exchange import StatusCalls
@@ -62,9 +53,9 @@ def create_app(settings: GatewaySettings, *, open_state: OpenState = open_state)
     add_problem_handlers(app)
     app.include_router(health.router)
     # Services first: routes are tried in order, and theirs are asked for most often by far.
-    series = (gradings, ledger, metrics, events, checkpoints, diagnosis, audit, steps, samples, held_out, profiles)
-    for module in (services, experiments, fleet, publications, takeovers, tokens, *series):
-        app.include_router(module.router, prefix="/v1")
+    shared = (services, experiments, fleet, publications, takeovers, tokens, webhooks)
+    for router in (*(module.router for module in shared), *series.ROUTERS):
+        app.include_router(router, prefix="/v1")
     add_doors(app, settings)
     describe_gateway(app)
     add_pages(app)

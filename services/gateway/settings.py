@@ -4,6 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import yaml
+from pydantic import ValidationError
+
+from flotilla.shared.environment.webhooks import WEBHOOKS, Webhook, WebhookFile
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.locations.allowed import Places
 from flotilla.shared.net.authorisation.token_records import Quota
@@ -46,6 +50,7 @@ class GatewaySettings:
         on_deposed: called once another gateway has taken its place; it must end the process.
         quota: of tokens that were made without one, and of the operator's.
         answer_seconds: how long the answer to an idempotency key is kept.
+        webhooks: who is told of events.
         tinker_model: directory of the base model of the Tinker API; None: that is not served.
     """
 
@@ -72,6 +77,7 @@ class GatewaySettings:
     quota: Quota = field(default_factory=Quota)
     address: str = ""
     has_standbys: bool = False
+    webhooks: tuple[Webhook, ...] = ()
     on_deposed: Callable[[], None] = lambda: None
 
     @property
@@ -101,3 +107,24 @@ def read_quota(values: Mapping[str, str]) -> Quota:
             raise InvalidRequest(f"{variable} must be a whole number, or none for no limit, got {text!r}")
         found[name] = None if text == "none" else int(text)
     return Quota(**found)
+
+
+def read_webhooks(values: Mapping[str, str]) -> tuple[Webhook, ...]:
+    """Read the file that ``FLOTILLA_WEBHOOKS`` names; none without it.
+
+    Raises:
+        InvalidRequest: it cannot be read, or is none; the detail never has a secret.
+    """
+    name = values.get(WEBHOOKS)
+    if not name:
+        return ()
+    try:
+        return WebhookFile.model_validate(yaml.safe_load(Path(name).read_text(encoding="utf-8"))).webhooks
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "webhooks"
+        raise InvalidRequest(f"{WEBHOOKS}: {name}: {where}: {first['msg']}") from None
+    except (OSError, UnicodeError) as error:
+        raise InvalidRequest(f"{WEBHOOKS}: {name} cannot be read: {error}") from None
+    except yaml.YAMLError:
+        raise InvalidRequest(f"{WEBHOOKS}: {name} is no YAML") from None

@@ -114,6 +114,7 @@ async def running(state: GatewayState) -> AsyncIterator[GatewayState]:
     tasks = [
         asyncio.create_task(state.reconciler.run(), name="reconciler"),
         asyncio.create_task(_clean(state), name="cleaning"),
+        asyncio.create_task(state.events.webhooks.run(), name="web hooks"),
     ]
     try:
         yield state

@@ -108,7 +108,7 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
     "internal imports": {
         # The first that open or wire a service, then registries of variants, then what is to be divided.
         "flotilla/cli/fleet.py": 16,
-        "services/gateway/app.py": 26,
+        "services/gateway/app.py": 18,
         "services/gateway/evaluation/evaluator.py": 19,
         "services/gateway/lifecycle/commands.py": 27,
         "services/gateway/membership/fleet.py": 19,
@@ -156,7 +156,7 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         "services/reward": 13.7,
         "services/rollout": 13.7,
         "shared/config": 12.4,
-        "shared/environment": 15.5,
+        "shared/environment": 13.4,
         "shared/locations": 14.6,
         "shared/models": 15.4,
         "shared/net": 20.5,

@@ -124,6 +124,7 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("POST", f"{EXPERIMENT}/extend"): OPERATING,
     ("POST", f"{EXPERIMENT}/fork"): OPERATING,
     ("GET", "/v1/tokens/self"): Rule(frozenset(Scope), EVERY_KIND, is_for_bound=True),
+    ("GET", "/v1/webhooks"): OPERATING,
     ("GET", "/v1/tokens"): OPERATING,
     ("POST", "/v1/tokens"): OPERATING,
     ("DELETE", "/v1/tokens/{token_id}"): OPERATING,

@@ -2,13 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Final
 
+from flotilla.services.gateway.events.webhooks import Webhooks
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.transaction import Transaction
 from flotilla.services.gateway.store.writes import AppendEvent
 from flotilla.shared.clock import Clock
+from flotilla.shared.environment.settings import IPNetwork
+from flotilla.shared.environment.webhooks import Webhook
 from flotilla.shared.schemas.experiment import Event
 
 log = logging.getLogger(__name__)
@@ -17,11 +20,21 @@ PAGE = 200
 
 
 class EventLog:
-    """Appends events and wakes the followers of their experiment."""
+    """Appends events, wakes the followers of their experiment, and leaves them to web hooks.
 
-    def __init__(self, store: Store, clock: Clock) -> None:
+    Args:
+        store: where they are kept.
+        clock: tells the time.
+        hooks: web hooks that are told of them.
+        networks: that are not public and that hooks may be in.
+    """
+
+    def __init__(
+        self, store: Store, clock: Clock, hooks: Sequence[Webhook] = (), networks: Sequence[IPNetwork] = ()
+    ) -> None:
         self._store = store
         self._clock = clock
+        self.webhooks: Final = Webhooks(hooks, networks, clock)
         self._followers: dict[str, set[asyncio.Event]] = {}
 
     async def append(self, experiment_id: str, kind: str, **data: Any) -> None:
@@ -36,9 +49,11 @@ class EventLog:
         def follow() -> None:
             extra = {"experiment_id": experiment_id, "event": kind, **{f"event_{k}": v for k, v in facts.items()}}
             log.info("event", extra=extra)
+            self.webhooks.put(experiment_id, kind, at, facts)
             self.wake(experiment_id)
 
-        change.write(AppendEvent(experiment_id, kind, self._clock.now(), facts))
+        at = self._clock.now()
+        change.write(AppendEvent(experiment_id, kind, at, facts))
         change.then(follow)
 
     def wake(self, experiment_id: str) -> None:

@@ -46,7 +46,7 @@ class GatewayParts:
         self.measurements: Final = PerExperiment(Measurements)
         self.held_out: Final = PerExperiment(HeldOutRows)
         self.samples: Final = SampleIndexes()
-        self.events: Final = EventLog(store, clock)
+        self.events: Final = EventLog(store, clock, settings.webhooks, settings.places.networks)
         self.tokens: Final = Tokens(store, clock, settings.token, settings.service_token, settings.quota)
         self.registry: Final = Registry(
             store,

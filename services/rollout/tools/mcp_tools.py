@@ -10,13 +10,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
-from flotilla.services.rollout.checked_transport import checked_client
 from flotilla.services.rollout.tools.base import Schema, Tool, ToolFailed
 from flotilla.shared.config.sections.episodes import McpToolsConfig
 from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
 from flotilla.shared.errors import EpisodeFailed, FlotillaError, InvalidSpec, Unavailable
 from flotilla.shared.host.start_patience import patient
 from flotilla.shared.net.absence import absent_or
+from flotilla.shared.net.client.checked_transport import checked_client
 
 START_SECONDS = 30.0
 CLOSED = "Connection closed"

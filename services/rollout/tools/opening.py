@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 
-from flotilla.services.rollout.checked_transport import checked_client
 from flotilla.services.rollout.custom.process import CustomProcess, Refused
 from flotilla.services.rollout.tools.base import EpisodeTool, OpenTool, Schema, Tool, ToolFailed, Tools, name_of
 from flotilla.services.rollout.tools.code_interpreter import CodeInterpreter, Sandboxes
@@ -26,6 +25,7 @@ from flotilla.shared.errors import EpisodeFailed, InvalidSpec, Unavailable
 from flotilla.shared.net.absence import BUSY_STATUS, may_pass
 from flotilla.shared.net.client.bearer_client import tls_context
 from flotilla.shared.net.client.bounded_json import parse_json
+from flotilla.shared.net.client.checked_transport import checked_client
 from flotilla.shared.schemas.task import Task
 
 MOST_ATTEMPTS = 3

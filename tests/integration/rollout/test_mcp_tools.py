@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from flotilla.services.rollout import checked_transport
 from flotilla.services.rollout.tools import mcp_tools
 from flotilla.services.rollout.tools.base import ToolFailed
 from flotilla.services.rollout.tools.mcp_tools import McpServer
 from flotilla.shared.config.sections.episodes import McpToolsConfig
 from flotilla.shared.errors import EpisodeFailed, InvalidSpec, Unavailable
-from flotilla.shared.net.client import address_policy
+from flotilla.shared.net.client import address_policy, checked_transport
 
 pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
 

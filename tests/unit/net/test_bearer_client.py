@@ -6,8 +6,8 @@ from typing import NoReturn
 import pytest
 
 from flotilla.services.reward.verifiers.registry import new_client
-from flotilla.services.rollout.checked_transport import CheckedAddresses
 from flotilla.shared.net.client.bearer_client import tls_context
+from flotilla.shared.net.client.checked_transport import CheckedAddresses
 from flotilla.shared.net.client.client import GatewayClient
 
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import httpx
 
-from flotilla.services.rollout.checked_transport import CheckedAddresses, checked_address
 from flotilla.services.rollout.engines.servers import leftovers
 from flotilla.services.rollout.engines.servers.client import LIMITS, Refused, ServerClient, Unreachable
 from flotilla.services.rollout.engines.servers.dialect import Body, Dialect, Launch, VersionLost, label_in
@@ -36,6 +35,7 @@ from flotilla.shared.errors import (
     Unavailable,
     WorkerDied,
 )
+from flotilla.shared.net.client.checked_transport import CheckedAddresses, checked_address
 
 LAST_LINES = 20
 ERROR_LINES = 200

@@ -1,4 +1,4 @@
-"""How a spec's URLs of tools and engines are reached: each name is resolved once, checked, and connected to there.
+"""How URLs of specs and of web hooks are reached: each name is resolved once, checked, and connected to there.
 
 Answers of tools are bounded, in bytes and by being what they seem: nothing is unpacked. Redirections are the caller's
 to refuse; where they are followed, each of their addresses is checked as well.
@@ -30,7 +30,7 @@ async def checked_address(url: Any, networks: Sequence[IPNetwork]) -> str:
         return await permitted_address(host, url.port or PORTS[url.scheme], private=networks)
     except AddressRefused:
         raise PermissionError(
-            f"the host {host} is neither public nor in a network of the rollouts' {GRADER_NETWORKS}"
+            f"the host {host} is neither public nor in a network of this service's {GRADER_NETWORKS}"
         ) from None
 
 

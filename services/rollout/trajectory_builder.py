@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flotilla.shared.schemas.routing import RoutedExperts, joined
 from flotilla.shared.schemas.trajectory import Trajectory
 from flotilla.shared.schemas.turns import FinishReason, Turn
 
@@ -49,6 +50,7 @@ class TrajectoryBuilder:
         self._observation = ""
         self._state: int | None = None
         self._is_fresh = False
+        self._experts: RoutedExperts | None = None
 
     @classmethod
     def continuing(
@@ -69,6 +71,8 @@ class TrajectoryBuilder:
         builder._log_probs = trajectory.log_probs[:end].tolist()
         builder._versions = [run for run in trajectory.versions if run[0] < end]
         builder._turns = list(turns)
+        if trajectory.experts is not None:
+            builder._experts = trajectory.experts.first(min(end, trajectory.experts.num_tokens))
         return builder
 
     @property
@@ -132,8 +136,11 @@ class TrajectoryBuilder:
         versions: Versions,
         finish_reason: FinishReason,
         text: str = "",
+        experts: RoutedExperts | None = None,
     ) -> None:
         """Append a completion, as the engine returned it; one without a token leaves everything as it is.
+
+        Tokens that have experts already keep them: under those what follows them was sampled.
 
         Raises:
             ValueError: nothing was shown since the last completion.
@@ -152,6 +159,7 @@ class TrajectoryBuilder:
                 self._versions.append((0, version))
             elif self._versions[-1][1] != version:
                 self._versions.append((sampled + at, version))
+        self._experts = experts if experts is None or self._experts is None else joined(self._experts, experts)
         observation = self._observation if self._turns else ""
         end = len(self._token_ids)
         self._turns.append(
@@ -178,6 +186,7 @@ class TrajectoryBuilder:
             fields: further fields of ``Trajectory``; ``text`` is that of the last turn unless given.
         """
         end = self._end or len(self._token_ids)
+        routed = self._experts
         return Trajectory(
             token_ids=np.array(self._token_ids[:end], np.int32),
             loss_mask=np.array(self._is_sampled[:end], np.uint8),
@@ -186,5 +195,6 @@ class TrajectoryBuilder:
             versions=tuple(self._versions) or ((0, 0),),
             finish_reason=finish_reason,
             turns=self.turns,
+            experts=None if routed is None or routed.num_tokens < end - 1 else routed.first(end - 1),
             **({"text": self._turns[-1].text if self._turns else ""} | fields),
         )

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+import msgpack
 import numpy as np
 
+from flotilla.shared.schemas.routing import RoutedExperts
 from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind, TrainedTokens
 from flotilla.shared.schemas.task import Message, Task
 from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
@@ -26,6 +28,9 @@ FACTS = b"flotilla"
 
 SETTINGS = "settings"
 """Column of what was changed while the experiment ran; in files with groups that carry such settings."""
+
+EXPERTS = "experts"
+"""Column of the experts that engines chose, which a step's replay needs; in files with trajectories that have some."""
 
 _Pair = tuple[KeptGroup, int]
 """A group, and the number of one of its trajectories."""
@@ -55,6 +60,9 @@ def to_table(file: SampleFile) -> pa.Table:
     columns["prompt"] = pa.array([kept.group.prompt for kept, _ in pairs], pa.string())
     columns["ended"] = pa.array([kept.reason for kept, _ in pairs], pa.string())
     trajectories = [kept.group.trajectories[member] for kept, member in pairs]
+    if any(each.experts is not None for each in trajectories):
+        packed = [None if each.experts is None else msgpack.packb(each.experts.to_wire()) for each in trajectories]
+        columns |= {EXPERTS: pa.array(packed, pa.binary())}
     for name, kind, read_grade in _of_trajectories():
         columns[name] = pa.array([read_grade(each) for each in trajectories], kind)
     columns |= _token_columns(trajectories) | _trained_columns(pairs)
@@ -218,6 +226,7 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         is_baseline=row.get("is_baseline") or False,
         episode=row.get("episode"),
         teacher_log_probs=None if (taught := row.get("teacher_log_probs")) is None else np.array(taught, np.float32),
+        experts=None if (routed := row.get(EXPERTS)) is None else RoutedExperts.from_wire(msgpack.unpackb(routed)),
     )
 
 

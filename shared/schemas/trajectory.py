@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flotilla.shared.schemas.grade_status import GradeStatus as GradeStatus
+from flotilla.shared.schemas.routing import RoutedExperts
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.schemas.turns import FinishReason as FinishReason
 from flotilla.shared.schemas.turns import Turn, check_turns
@@ -47,6 +48,7 @@ class Trajectory:
         episode: of an agent from outside, to whom it belongs; several trajectories may be branches of one.
         is_baseline: it was answered greedily, to compare the others with, and is not trained itself.
         teacher_log_probs: [T] float32 nats of a teacher behind a URL, 0 where ``loss_mask`` is 0; None without one.
+        experts: that the engine's routers chose for each token but the last; None where none were recorded.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -67,6 +69,7 @@ class Trajectory:
     is_baseline: bool = False
     episode: str | None = None
     teacher_log_probs: npt.NDArray[np.float32] | None = None
+    experts: RoutedExperts | None = None
 
     def __post_init__(self) -> None:
         length = self.token_ids.shape[0]
@@ -81,6 +84,10 @@ class Trajectory:
         taught = self.teacher_log_probs
         if taught is not None and (taught.shape != (length,) or np.count_nonzero(np.isfinite(taught)) != length):
             raise ValueError(f"teacher_log_probs must be {length} finite numbers")
+        if self.experts is not None and self.experts.num_tokens != length - 1:
+            raise ValueError(
+                f"routed experts are of {self.experts.num_tokens} tokens, a trajectory of {length} has {length - 1}"
+            )
         if self.turns:
             check_turns(self.turns, length)
 
@@ -140,6 +147,7 @@ class Trajectory:
             self.is_baseline,
             self.episode,
             self.teacher_log_probs,
+            self.experts,
         )
 
     def timed(self, name: str, seconds: float) -> "Trajectory":
@@ -163,6 +171,7 @@ class Trajectory:
             and self.turns == other.turns
             and self.is_baseline == other.is_baseline
             and self.episode == other.episode
+            and self.experts is other.experts
         )
 
     def sampled_to_wire(self) -> dict[str, Any]:
@@ -183,6 +192,8 @@ class Trajectory:
             wire["is_baseline"] = True
         if self.episode is not None:
             wire["episode"] = self.episode
+        if self.experts is not None:
+            wire["experts"] = self.experts.to_wire()
         return wire
 
     def grade_to_wire(self) -> dict[str, Any]:
@@ -228,6 +239,7 @@ class Trajectory:
             wire.get("is_baseline", False),
             wire.get("episode"),
             None if (taught := wire.get("teacher_log_probs")) is None else np.frombuffer(taught, _FLOAT32),
+            None if (routed := wire.get("experts")) is None else RoutedExperts.from_wire(routed),
         )
         received.__post_init__()
         return received

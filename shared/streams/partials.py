@@ -42,4 +42,5 @@ def within(partials: Sequence[Trajectory | None], max_bytes: int) -> Partials:
 def _size(member: Trajectory | None) -> int:
     if member is None:
         return 0
-    return BYTES_PER_TOKEN * int(member.token_ids.shape[0]) + 4 * len(member.text)
+    routed = 0 if member.experts is None else len(member.experts.data)
+    return BYTES_PER_TOKEN * int(member.token_ids.shape[0]) + 4 * len(member.text) + routed

@@ -18,6 +18,7 @@ MAY_IMPORT_TORCH = (
     "services/rollout/",
     "services/reward/scoring/",
     "shared/weights/",
+    "shared/models/routers.py",  # records what experts an engine chose, and tells the trainer's model
     "shared/vision/tower.py",  # computes images for engine and trainer alike, which both have torch
     "flotilla/engine_pins/sglang_cpu_site.py",  # runs in SGLang's own environment, and is imported by nothing of ours
 )

@@ -297,7 +297,14 @@ class Conversations:
             self._num_begun -= 1
             self._branches.append(branch)
         builder.show(draft.shown, draft.prompt.text)
-        builder.sample(completion.token_ids, completion.log_probs, completion.versions, completion.finish_reason, text)
+        builder.sample(
+            completion.token_ids,
+            completion.log_probs,
+            completion.versions,
+            completion.finish_reason,
+            text,
+            completion.experts,
+        )
         branch.is_busy, branch.finish_reason = False, completion.finish_reason
         if reply is None:
             self._texts.append(Reply(branch, builder.num_tokens, prompt=draft.prompt.said, endings=endings))

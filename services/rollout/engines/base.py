@@ -6,34 +6,22 @@ change is the caller's choice (``OnWeightUpdate``). New weights come in two part
 read an image while it arrives, ``load_weights`` makes it serve.
 """
 
-import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BeforeValidator, PlainSerializer
 
 from flotilla.services.rollout.engines.resumption import UNMIXED, Prefix, ResumeRule
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.errors import WorkerDied
+from flotilla.shared.schemas.encoded_bytes import EncodedBytes
 from flotilla.shared.schemas.engine import EngineCapability
 from flotilla.shared.schemas.publication import PublicationOrder
+from flotilla.shared.schemas.routing import RoutedExperts
 from flotilla.shared.schemas.trajectory import FinishReason
-
-
-def _decoded(value: Any) -> Any:
-    return base64.b64decode(value, validate=True) if isinstance(value, str) else value
-
-
-def _encoded(value: bytes) -> str:
-    return base64.b64encode(value).decode("ascii")
-
-
-EncodedBytes = Annotated[bytes, BeforeValidator(_decoded), PlainSerializer(_encoded, return_type=str, when_used="json")]
-"""Bytes that are base64 where they are written as JSON."""
 
 OnEngineDeath = Callable[[WorkerDied], None]
 """Called by whoever finds that the engine's process has ended."""
@@ -136,6 +124,8 @@ class Completion:
         versions: run-length ``(start, version)`` over the N sampled tokens.
         finish_reason: stop, length or aborted; an aborted completion holds the tokens it had.
         num_resumed: leading tokens that came with the request.
+        experts: of all tokens but the last, the prompt's included; None where the engine records none. A token keeps
+            those that were chosen when the one behind it was sampled, whatever was computed again later.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -143,6 +133,7 @@ class Completion:
     versions: tuple[tuple[int, int], ...]
     finish_reason: FinishReason
     num_resumed: int = 0
+    experts: RoutedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,11 +67,16 @@ def _prefix_checks(request: GenerationRequest, vocab_size: int) -> list[tuple[st
     )
     are_known = all(0 <= token < vocab_size for prefix in prefixes for token in prefix.token_ids)
     num = len(request.prefixes)
+    are_routed = all(
+        each.experts is None or each.experts.num_tokens == len(request.prompt_ids) + len(each.token_ids) - 1
+        for each in prefixes
+    )
     return [
         ("prefixes", num, num in {0, len(request.seeds)}, "none, or one for each seed"),
         ("prefixes", str(lengths), all(1 <= each <= most for each in lengths), f"1 to {most} tokens each"),
         ("prefixes", str(lengths), are_whole, "a log-probability for each token, and versions from the first on"),
         ("prefixes", str(lengths), are_known, f"token ids in [0, {vocab_size})"),
+        ("prefixes", str(lengths), are_routed, "experts of all tokens but the last, the prompt's included, or none"),
     ]
 
 
@@ -86,4 +91,5 @@ def unstarted_completion(request: GenerationRequest, index: int) -> Completion:
         versions=prefix.versions,
         finish_reason=FinishReason.ABORTED,
         num_resumed=len(prefix.token_ids),
+        experts=prefix.experts,
     )

@@ -6,6 +6,8 @@ between two steps. A sample whose tokens may not be kept is sampled afresh from 
 
 from dataclasses import dataclass
 
+from flotilla.shared.schemas.routing import RoutedExperts
+
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
@@ -15,11 +17,13 @@ class Prefix:
         token_ids: at least one, none of which ends the completion.
         log_probs: nats, one per token, under the version that sampled it.
         versions: run-length ``(start, version)`` over the tokens.
+        experts: of the prompt and of all tokens but the last; None where none were recorded.
     """
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     versions: tuple[tuple[int, int], ...]
+    experts: RoutedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ class EngineSettings:
         close_seconds: how long ``close`` waits before it kills the engine's process.
         image_pixels: least and most pixels of an image, each None where the model's processor says it; None where
             prompts have no images.
+        records_experts: record which experts the routers of a mixture choose for each token.
     """
 
     model_path: str
@@ -42,6 +43,7 @@ class EngineSettings:
     call_seconds: float = 60.0
     close_seconds: float = 5.0
     image_pixels: tuple[int | None, int | None] | None = None
+    records_experts: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in {"float32", "bfloat16"}:

@@ -164,7 +164,12 @@ class Member:
         self._resumed += completion.num_resumed
         text = await asyncio.to_thread(self.renderer.text, completion.token_ids.tolist())
         self._builder.sample(
-            completion.token_ids, completion.log_probs, completion.versions, completion.finish_reason, text
+            completion.token_ids,
+            completion.log_probs,
+            completion.versions,
+            completion.finish_reason,
+            text,
+            completion.experts,
         )
         return completion
 
@@ -254,4 +259,5 @@ def _prefix(before: Trajectory, turn: Turn) -> Prefix:
     runs = tuple(
         (place, version) for place, version in enumerate(versions) if not place or versions[place - 1] != version
     )
-    return Prefix(tuple(before.token_ids[span].tolist()), tuple(before.log_probs[span].tolist()), runs)
+    experts = None if before.experts is None else before.experts.first(turn.end - 1)
+    return Prefix(tuple(before.token_ids[span].tolist()), tuple(before.log_probs[span].tolist()), runs, experts)

@@ -72,7 +72,8 @@ def begun(
         elif member.num_sampled < max_new_tokens:
             start = len(prompt_ids)
             log_probs = tuple(member.log_probs[start:].tolist())
-            found.prefixes[index] = Prefix(tuple(member.token_ids[start:].tolist()), log_probs, runs)
+            sampled = tuple(member.token_ids[start:].tolist())
+            found.prefixes[index] = Prefix(sampled, log_probs, runs, member.experts)
     return found
 
 

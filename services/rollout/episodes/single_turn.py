@@ -142,4 +142,5 @@ class SingleTurnEpisodes:
             text=self._renderer.text(completion.token_ids.tolist()),
             timings={GENERATION_SECONDS: seconds},
             resumed_tokens=completion.num_resumed,
+            experts=completion.experts,
         )

@@ -18,10 +18,12 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.utils import logging
 
@@ -38,6 +40,7 @@ _SIZES: dict[str, Any] = {
     "initializer_range": 0.2,
     "eos_token_id": EOS,
 }
+_EXPERTS = {"num_hidden_layers": 3, "num_key_value_heads": 2, "num_experts_per_tok": 2}
 _ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any], str]] = {
@@ -103,6 +106,12 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any], str]] = {
         {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB, "initializer_range": 0.2},
         "cached",
     ),
+    "qwen3-moe": (
+        Qwen3MoeConfig,
+        {**_SIZES, **_EXPERTS, "head_dim": 16, "num_experts": 8, "moe_intermediate_size": 24, "mlp_only_layers": [1]},
+        "cached",
+    ),
+    "mixtral": (MixtralConfig, {**_SIZES, **_EXPERTS, "num_local_experts": 8, "sliding_window": None}, "cached"),
     "mamba": (
         MambaConfig,
         {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCAB, "state_size": 8},

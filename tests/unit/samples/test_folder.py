@@ -15,6 +15,7 @@ from flotilla.shared.samples import recorder as recorder_module
 from flotilla.shared.samples.folder import SAMPLES, SampleFolder, StoredFile, beyond, step_name, stored_files
 from flotilla.shared.samples.recorder import MOST_WAITING, SampleRecorder
 from flotilla.shared.samples.table import facts_of, to_groups, to_table
+from flotilla.shared.schemas.routing import RoutedExperts
 from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind
 from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group
 from flotilla.shared.schemas.turns import Turn
@@ -59,6 +60,9 @@ def test_a_file_gives_back_the_very_same_groups(tmp_path: Path) -> None:
             GradeStatus.SCORED, 0.0
         ),
     )
+    length = len(members[0].token_ids)
+    drawn = np.random.default_rng(0).random((length - 1, 2, 8)).argsort(-1)[..., :2]
+    members = (replace(members[0], experts=RoutedExperts.of(drawn, 8)), *members[1:])
     first = KeptGroup(
         Group(task, members, "the prompt"), SampleKind.TRAINED, None, [trained_tokens(members[0]), None, None, None]
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flotilla.services.rollout.engines.base import PromptImage
 from flotilla.services.rollout.engines.decoders.arrival import Arrival
+from flotilla.shared.schemas.routing import RoutingSizes
 
 Tokens = npt.NDArray[np.int64]
 
@@ -141,6 +142,17 @@ class IllustratedDecoder(Protocol):
         self, sequences: Sequence[Tokens], rows: Sequence[Sequence[int]], images: Sequence[Sequence[PromptImage]]
     ) -> Tensor:
         """Do what ``prefill`` does, with the images of each sequence; none for some."""
+
+
+@runtime_checkable
+class RoutedDecoder(Protocol):
+    """A ``Decoder`` that records which experts its model's routers choose, beside what ``Decoder`` has."""
+
+    routing: RoutingSizes
+    """What they choose among."""
+
+    def routed(self) -> Tensor:
+        """Return what the last pass chose, once: [rows, W, layers, top_k] int16; a row's tokens are its last ones."""
 
 
 class KeepsNothing:

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from flotilla.services.rollout.engines.base import Completion, GenerationRequest, PromptImage
 from flotilla.services.rollout.engines.embedded.penalties import History, RowPenalties
+from flotilla.services.rollout.engines.embedded.row_experts import Chosen, RowExperts
 from flotilla.services.rollout.engines.embedded.sampling import RowSampling, seed_keys, uniforms
 from flotilla.services.rollout.engines.resumption import Prefix
 from flotilla.services.rollout.engines.stop_text import StopText
+from flotilla.shared.schemas.routing import RoutingSizes
 from flotilla.shared.schemas.trajectory import FinishReason
 
 NO_TOKEN = -1
@@ -112,9 +114,17 @@ class Batch:
         context_tokens: the longest prompt and completion together.
         vocab_size: of the model.
         device: of the tensors that it hands to the sampler.
+        routing: of a model whose routers are recorded.
     """
 
-    def __init__(self, num_slots: int, context_tokens: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        context_tokens: int,
+        vocab_size: int,
+        device: torch.device,
+        routing: RoutingSizes | None = None,
+    ) -> None:
         self.samples: list[Sample | None] = [None] * num_slots
         self.num_rows = 0
         """Rows in use: every live sample lies below."""
@@ -125,6 +135,8 @@ class Batch:
         self.last_tokens = np.zeros(num_slots, dtype=np.int64)
         self.kv_versions = np.zeros(num_slots, dtype=np.int64)
         """The version under which the first cached token was computed; all are where no update went on with them."""
+        self.experts = None if routing is None else RowExperts(num_slots, context_tokens, routing)
+        """Of the rows' tokens, where they are recorded."""
         self._vocab_size = vocab_size
         self._device = device
         self._counts = np.zeros(num_slots, dtype=np.int64)
@@ -175,6 +187,8 @@ class Batch:
         self.lengths[rows] = len(request.prompt_ids)
         self.kv_versions[rows] = version
         self._counts[rows] = 0
+        if self.experts is not None:
+            self.experts.begin(rows)
         self._limits[rows] = sampling.max_new_tokens
         self._is_greedy[rows] = sampling.greedy
         if not sampling.greedy:
@@ -219,6 +233,8 @@ class Batch:
         self._log_probs[row, :num] = prefix.log_probs
         self._counts[row] = num
         self.lengths[row] += num
+        if self.experts is not None and prefix.experts is not None:
+            self.experts.resume(row, prefix.experts)
         if self._history is not None and self._is_penalised[row]:
             sampled = torch.tensor(prefix.token_ids, dtype=torch.int64)
             self._history.add(torch.full_like(sampled, row), sampled)
@@ -272,8 +288,19 @@ class Batch:
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
 
-    def record(self, rows: Rows, token_ids: npt.NDArray[np.int64], log_probs: npt.NDArray[np.float32]) -> Rows:
+    def record(
+        self,
+        rows: Rows,
+        token_ids: npt.NDArray[np.int64],
+        log_probs: npt.NDArray[np.float32],
+        chosen: Chosen | None = None,
+    ) -> Rows:
         """Append a sampled token to rows, those without a sample left out.
+
+        Args:
+            rows: that were computed.
+            token_ids, log_probs: what was sampled.
+            chosen: experts of the tokens that were read for it, [rows, layers, top_k]; None where the prefill has them.
 
         Returns:
             The rows whose completion ended by it.
@@ -281,6 +308,9 @@ class Batch:
         if self.num_running < rows.size:
             is_alive = self._is_alive[rows]
             rows, token_ids, log_probs = rows[is_alive], token_ids[is_alive], log_probs[is_alive]
+            chosen = None if chosen is None else chosen[is_alive]
+        if self.experts is not None and chosen is not None:
+            self.experts.append(rows, chosen)
         counts = self._counts[rows]
         self._token_ids[rows, counts] = token_ids
         self._log_probs[rows, counts] = log_probs
@@ -334,6 +364,7 @@ class Batch:
                 versions=tuple(run for run in sample.runs if run[0] < count),
                 finish_reason=reason,
                 num_resumed=sample.resumed,
+                experts=None if self.experts is None or not count else self.experts.of(row),
             )
             owners.append(sample.owner)
         self.num_running -= rows.size
@@ -375,6 +406,8 @@ class Batch:
         longest = int(self._counts[sources].max())
         for sampled in (self._token_ids, self._log_probs):
             sampled[targets, :longest] = sampled[sources, :longest]
+        if self.experts is not None:
+            self.experts.move(sources, targets)
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             self.samples[target] = self.samples[source]
         self._vacate(sources)

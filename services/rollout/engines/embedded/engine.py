@@ -18,7 +18,7 @@ from torch import Tensor
 from flotilla.services.rollout.engines.admission import group_sizes, prefill_batches
 from flotilla.services.rollout.engines.base import EngineLoad, GenerationRequest, PromptImage
 from flotilla.services.rollout.engines.decoders.arrival import Arrival
-from flotilla.services.rollout.engines.decoders.base import IllustratedDecoder, KeptRow
+from flotilla.services.rollout.engines.decoders.base import IllustratedDecoder, KeptRow, RoutedDecoder
 from flotilla.services.rollout.engines.decoders.checkpoint import read_eos_token_ids
 from flotilla.services.rollout.engines.decoders.host_arrays import on_device
 from flotilla.services.rollout.engines.embedded.batch import ActiveRequest, Batch, Rows, Start
@@ -51,28 +51,29 @@ class Flight:
     Args:
         token_ids: [B] int64, on the device.
         log_probs: [B] float32, there too.
+        routed: [B, 1, layers, top_k] int16, experts of the tokens that were read for them; None: not recorded.
 
     Attributes:
         token_ids: as given.
     """
 
-    def __init__(self, token_ids: Tensor, log_probs: Tensor) -> None:
+    def __init__(self, token_ids: Tensor, log_probs: Tensor, routed: Tensor | None = None) -> None:
         self.token_ids = token_ids
         self._done: Any = None
         if token_ids.device.type != "cuda":
-            self._on_host = token_ids, log_probs
+            self._on_host = token_ids, log_probs, routed
             return
         # Copied behind the computation, which the host does not wait for before it has launched the next one.
-        self._on_host = _pinned(token_ids), _pinned(log_probs)
+        self._on_host = _pinned(token_ids), _pinned(log_probs), None if routed is None else _pinned(routed)
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._done.record()
 
-    def land(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Wait until they are here: token ids and log-probabilities, [B] each."""
+    def land(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.int16] | None]:
+        """Wait until they are here: token ids and log-probabilities, [B] each, and experts, if any."""
         if self._done is not None:
             self._done.synchronize()
-        token_ids, log_probs = self._on_host
-        return token_ids.numpy(), log_probs.numpy()
+        token_ids, log_probs, routed = self._on_host
+        return token_ids.numpy(), log_probs.numpy(), None if routed is None else routed[:, -1].numpy()
 
 
 def _pinned(tensor: Tensor) -> Tensor:
@@ -105,7 +106,8 @@ class TorchEngine:
         self.context_tokens = min(settings.context_tokens, self._decoder.max_positions)
         """The longest prompt and completion together."""
         self.version = settings.version
-        self._batch = Batch(settings.slots, self.context_tokens, self._decoder.vocab_size, self._device)
+        routing = self._decoder.routing if isinstance(self._decoder, RoutedDecoder) else None
+        self._batch = Batch(settings.slots, self.context_tokens, self._decoder.vocab_size, self._device, routing)
         self._requests: dict[str, ActiveRequest] = {}
         self._waiting: list[ActiveRequest] = []
         self._updates = UpdateQueue(self._decoder, overlap=settings.overlap_load)
@@ -346,7 +348,14 @@ class TorchEngine:
         if any(start.images for start in starts):
             assert isinstance(self._decoder, IllustratedDecoder)
             return self._decoder.prefill_illustrated(sequences, rows, [start.images for start in starts])
-        return self._decoder.prefill(sequences, rows, kept)
+        logits = self._decoder.prefill(sequences, rows, kept)
+        if (routed := self._routed()) is not None and self._batch.experts is not None:
+            lengths = [sequence.shape[0] for sequence in sequences]
+            self._batch.experts.prefilled(lengths, [start.rows for start in starts], routed.cpu().numpy())
+        return logits
+
+    def _routed(self) -> Tensor | None:
+        return self._decoder.routed() if isinstance(self._decoder, RoutedDecoder) else None
 
     def _admissible(self) -> list[ActiveRequest]:
         """List the waiting requests that may join, oldest first, given the update that waits."""
@@ -395,11 +404,12 @@ class TorchEngine:
             sampled = min(before.token_ids.shape[0], num_rows)
             token_ids[:sampled] = before.token_ids[:sampled]
         logits = self._decoder.decode(token_ids, torch.from_numpy(lengths), int(lengths.max()))
+        routed = self._routed()
         # Rows without a sample stay empty: what was computed for them lies at position 0 and is never read.
         lengths += lengths > 0
         draws = batch.step_draws(unread=int(before is not None))
         token_ids, log_probs = self._sampled(logits[: batch.num_rows], draws, batch.sampling())
-        flight = Flight(token_ids, log_probs)
+        flight = Flight(token_ids, log_probs, None if routed is None else routed[: batch.num_rows])
         self._land()
         self._flight = flight
         if not self._goes_ahead:
@@ -416,7 +426,7 @@ class TorchEngine:
 
     def _sample(self, logits: Tensor, rows: Rows, draws: npt.NDArray[np.float64], how: RowSampling) -> None:
         """Sample the first tokens of rows that join."""
-        token_ids, log_probs = Flight(*self._sampled(logits, draws, how)).land()
+        token_ids, log_probs, _ = Flight(*self._sampled(logits, draws, how)).land()
         self._record(rows, token_ids, log_probs)
 
     def _sampled(self, logits: Tensor, draws: npt.NDArray[np.float64], how: RowSampling) -> tuple[Tensor, Tensor]:
@@ -426,13 +436,19 @@ class TorchEngine:
         """Record what the last step sampled, if that is not done."""
         flight, self._flight = self._flight, None
         if flight is not None:
-            token_ids, log_probs = flight.land()
-            self._record(np.arange(token_ids.shape[0]), token_ids, log_probs)
+            token_ids, log_probs, chosen = flight.land()
+            self._record(np.arange(token_ids.shape[0]), token_ids, log_probs, chosen)
 
-    def _record(self, rows: Rows, token_ids: npt.NDArray[np.int64], values: npt.NDArray[np.float32]) -> None:
+    def _record(
+        self,
+        rows: Rows,
+        token_ids: npt.NDArray[np.int64],
+        values: npt.NDArray[np.float32],
+        chosen: npt.NDArray[np.int16] | None = None,
+    ) -> None:
         batch = self._batch
         self._generated_tokens += min(rows.size, batch.num_running)
-        ended = batch.record(rows, token_ids, values)
+        ended = batch.record(rows, token_ids, values, chosen)
         if not np.isfinite(values).all():
             self._fail_broken()
             ended = ended[[batch.samples[row] is not None for row in ended]]

@@ -53,6 +53,10 @@ def load_decoder(settings: EngineSettings) -> LoadedModel:
     if not is_written_out(config):
         config = _complete(directory, config)
     reason = reason_not_fused(config)
+    if reason is None and settings.records_experts:
+        raise ModelError(
+            f"algorithm.router_replay R3 needs a mixture of experts, and {directory} has none: set it to null"
+        )
     if reason is None:
         return LoadedModel(_fused(directory, config, settings, device), config)
     if settings.batch_invariant:
@@ -113,6 +117,8 @@ def _by_transformers(directory: Path, settings: EngineSettings, device: torch.de
     # Imported here: transformers takes seconds to import, and the fused forward does without it.
     from flotilla.services.rollout.engines.decoders.generic import CachedDecoder, choose_decoder, load_model
     from flotilla.services.rollout.engines.decoders.illustrated import VisionDecoder
+    from flotilla.services.rollout.engines.decoders.routed import RecordingDecoder
+    from flotilla.shared.models.routers import Routing
 
     dtype = DTYPES[settings.dtype]
     files = safetensors_files(directory)
@@ -121,7 +127,16 @@ def _by_transformers(directory: Path, settings: EngineSettings, device: torch.de
         least, most = settings.image_pixels
         processor = ImageProcessor.from_directory(directory, min_pixels=least, max_pixels=most)
         make_cached = partial(VisionDecoder, processor)
-    return choose_decoder(load_model(directory, dtype, device), dtype, settings.slots, files, make_cached)
+    model = load_model(directory, dtype, device)
+    if settings.records_experts:
+        make_cached = partial(RecordingDecoder, Routing(model))
+    decoder = choose_decoder(model, dtype, settings.slots, files, make_cached)
+    if settings.records_experts and not isinstance(decoder, RecordingDecoder):
+        raise ModelError(
+            f"algorithm.router_replay R3 does not work with {type(model).__name__} here, which is computed without a "
+            "cache: what its routers choose is not recorded"
+        )
+    return decoder
 
 
 def _device(name: str) -> torch.device:

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from flotilla.services.rollout.engines.base import Completion, EngineLoad, GenerationRequest
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.errors import FlotillaError
+from flotilla.shared.schemas.routing import RoutedExperts
 from flotilla.shared.schemas.trajectory import FinishReason
 
 
@@ -133,6 +134,7 @@ Result = Sequence[Completion] | EngineLoad | FlotillaError | None
 Answer = Sequence[Completion] | EngineLoad | None
 """The result of a call that does not fail."""
 
+_EXPERTS = TypeAdapter(RoutedExperts)
 _READERS: dict[str, TypeAdapter[Command]] = {
     kind.__name__: TypeAdapter(kind)
     for kind in (*Call.__args__, *TransferCommand.__args__, Abort, Cancel, Profile, Close)  # type: ignore[attr-defined]
@@ -170,6 +172,7 @@ def answer_to_wire(answer: Answer) -> Any:
             each.versions,
             each.finish_reason,
             each.num_resumed,
+            None if each.experts is None else _EXPERTS.dump_python(each.experts, mode="json"),
         ]
         for each in answer
     ]
@@ -188,8 +191,9 @@ def answer_from_wire(wire: Any) -> Answer:
             tuple((start, version) for start, version in versions),
             FinishReason(finish_reason),
             num_resumed,
+            None if experts is None else _EXPERTS.validate_python(experts),
         )
-        for token_ids, log_probs, versions, finish_reason, num_resumed in wire
+        for token_ids, log_probs, versions, finish_reason, num_resumed, experts in wire
     ]
 
 

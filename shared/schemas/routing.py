@@ -1,0 +1,157 @@
+"""Which experts the routers of a mixture chose, token by token and layer by layer: recorded by engines, replayed in
+training.
+
+A record is of the first tokens of a sequence, without gaps; the last token of a trajectory, which no pass of the engine
+reads, has none. It stays compressed wherever nobody computes with it. Where it comes from outside it is not believed:
+its sizes are checked when it arrives, its ids before they reach a model.
+"""
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flotilla.shared.schemas.encoded_bytes import EncodedBytes
+
+MAX_EXPERTS = 1 << 15
+MAX_RECORD_BYTES = 1 << 29
+"""Of one sequence, uncompressed: 1.4 million tokens of 48 layers with 8 experts each."""
+ROOM_FOR_FORMAT = 1024
+"""Bytes that compression may add to what it cannot make smaller, beside a thousandth of it."""
+
+Ids = npt.NDArray[np.unsignedinteger[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingSizes:
+    """What a model's routers choose among.
+
+    Attributes:
+        num_layers: that have a router, in their order.
+        top_k: experts chosen for a token in each.
+        num_experts: that there are in each.
+    """
+
+    num_layers: int
+    top_k: int
+    num_experts: int
+
+    @property
+    def dtype(self) -> "np.dtype[Any]":
+        """The smallest type that holds every id."""
+        return np.dtype("u1" if self.num_experts <= 256 else "<u2")
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of a record, uncompressed."""
+        return self.num_layers * self.top_k * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.top_k} of {self.num_experts} experts in {self.num_layers} layers"
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """The experts of the first tokens of a sequence.
+
+    Attributes:
+        num_tokens: that it is of.
+        sizes: of the model that chose.
+        data: zlib of the ids [num_tokens, num_layers, top_k], in ``sizes.dtype``.
+    """
+
+    num_tokens: int
+    sizes: RoutingSizes
+    data: EncodedBytes
+
+    def __post_init__(self) -> None:
+        sizes = self.sizes
+        counts = (self.num_tokens, sizes.num_layers, sizes.top_k, sizes.num_experts)
+        if not all(type(each) is int for each in counts) or self.num_tokens < 0 or sizes.num_layers < 1:
+            raise ValueError(f"routed experts have impossible sizes: {self.num_tokens!r} tokens, {sizes}")
+        if not 1 <= sizes.top_k <= sizes.num_experts <= MAX_EXPERTS:
+            raise ValueError(f"routed experts have impossible sizes: {sizes}")
+        if self.raw_bytes > MAX_RECORD_BYTES:
+            raise ValueError(f"routed experts take {self.raw_bytes} bytes, more than {MAX_RECORD_BYTES}")
+        if len(self.data) > self.raw_bytes + self.raw_bytes // 1000 + ROOM_FOR_FORMAT:
+            raise ValueError(f"routed experts have {len(self.data)} bytes compressed, for {self.raw_bytes}")
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of the ids, uncompressed."""
+        return self.num_tokens * self.sizes.bytes_per_token
+
+    @classmethod
+    def of(cls, ids: npt.NDArray[Any], num_experts: int) -> "RoutedExperts":
+        """Compress ids [N, L, K]."""
+        sizes = RoutingSizes(ids.shape[1], ids.shape[2], num_experts)
+        packed = np.ascontiguousarray(ids, dtype=sizes.dtype)
+        return cls(ids.shape[0], sizes, zlib.compress(packed.data, 1))
+
+    def ids(self) -> Ids:
+        """Uncompress the ids [N, L, K].
+
+        Raises:
+            ValueError: the bytes are not what the sizes say, or an id is none of the experts, or stands twice.
+        """
+        reader = zlib.decompressobj()
+        try:
+            found = reader.decompress(self.data, self.raw_bytes + 1)
+        except zlib.error as error:
+            raise ValueError(f"routed experts cannot be uncompressed: {error}") from error
+        if len(found) != self.raw_bytes or not reader.eof or reader.unused_data:
+            raise ValueError(f"routed experts have {len(found)} bytes, {self.num_tokens} tokens take {self.raw_bytes}")
+        sizes = self.sizes
+        ids: Ids = np.frombuffer(found, sizes.dtype).reshape(self.num_tokens, sizes.num_layers, sizes.top_k)
+        if ids.size and (largest := int(ids.max())) >= sizes.num_experts:
+            raise ValueError(f"routed experts name expert {largest}, there are {sizes.num_experts}")
+        if sizes.top_k > 1 and (np.diff(np.sort(ids, axis=-1).astype(np.int32), axis=-1) == 0).any():
+            raise ValueError("routed experts name an expert twice for one token and layer")
+        return ids
+
+    def first(self, num_tokens: int) -> "RoutedExperts":
+        """Cut it to its first tokens; itself if it has no more.
+
+        Raises:
+            ValueError: it has fewer, or as of ``ids``.
+        """
+        if num_tokens == self.num_tokens:
+            return self
+        if num_tokens > self.num_tokens:
+            raise ValueError(f"routed experts are of {self.num_tokens} tokens, {num_tokens} are needed")
+        return RoutedExperts.of(self.ids()[:num_tokens], self.sizes.num_experts)
+
+    def to_wire(self) -> list[Any]:
+        """Make a plain list of it, for msgpack: tokens, layers, experts of a token, experts, bytes."""
+        sizes = self.sizes
+        return [self.num_tokens, sizes.num_layers, sizes.top_k, sizes.num_experts, self.data]
+
+    @classmethod
+    def from_wire(cls, wire: Any) -> "RoutedExperts":
+        """Read what ``to_wire`` made; nothing is uncompressed.
+
+        Raises:
+            ValueError: it is no such list, a size is impossible, or there are more bytes than it takes.
+        """
+        if not isinstance(wire, list | tuple) or len(wire) != 5 or not isinstance(wire[4], bytes):
+            raise ValueError("routed experts are four sizes and bytes")
+        tokens, layers, top_k, experts, data = wire
+        return cls(tokens, RoutingSizes(layers, top_k, experts), data)
+
+
+def joined(first: RoutedExperts, more: RoutedExperts) -> RoutedExperts:
+    """Put behind what is known of a sequence's first tokens what another record has of the later ones.
+
+    Raises:
+        ValueError: they are of other models, or as of ``RoutedExperts.ids``.
+    """
+    if first.sizes != more.sizes:
+        raise ValueError(f"routed experts of two models: {first.sizes}, and {more.sizes}")
+    if first.num_tokens >= more.num_tokens:
+        return first
+    if not first.num_tokens:
+        return more
+    ids = np.concatenate([first.ids(), more.ids()[first.num_tokens :]])
+    return RoutedExperts.of(ids, first.sizes.num_experts)

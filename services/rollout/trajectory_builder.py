@@ -72,7 +72,7 @@ class TrajectoryBuilder:
         builder._versions = [run for run in trajectory.versions if run[0] < end]
         builder._turns = list(turns)
         if trajectory.experts is not None:
-            builder._experts = trajectory.experts.first(min(end, trajectory.experts.num_tokens))
+            builder._experts = trajectory.experts.part(0, min(end, trajectory.experts.num_tokens))
         return builder
 
     @property
@@ -159,7 +159,7 @@ class TrajectoryBuilder:
                 self._versions.append((0, version))
             elif self._versions[-1][1] != version:
                 self._versions.append((sampled + at, version))
-        self._experts = experts if experts is None or self._experts is None else joined(self._experts, experts)
+        self._experts = None if experts is None else joined(self._experts, experts, self._prompt_start)
         observation = self._observation if self._turns else ""
         end = len(self._token_ids)
         self._turns.append(
@@ -195,6 +195,6 @@ class TrajectoryBuilder:
             versions=tuple(self._versions) or ((0, 0),),
             finish_reason=finish_reason,
             turns=self.turns,
-            experts=None if routed is None or routed.num_tokens < end - 1 else routed.first(end - 1),
+            experts=None if routed is None or routed.num_tokens < end - 1 else routed.part(0, end - 1),
             **({"text": self._turns[-1].text if self._turns else ""} | fields),
         )

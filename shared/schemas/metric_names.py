@@ -26,8 +26,8 @@ _WRITTEN = """
     preference/margin preference/rejected prompt_tokens/mean publication/commit_seconds publication/prepare_seconds
     publication/transfer_seconds ratio/approx_kl ratio/clip_fraction ratio/clip_fraction_lower ratio/mean reward/*/max
     reward/*/mean reward/*/min reward/*/std reward/max reward/mean reward/min reward/std reward/std_within_group
-    rollouter/cores rollouter/idle_ratio
-    router/balance router/z samples/in_step samples/lost_files samples/without_reward
+    rollouter/cores rollouter/idle_ratio router/balance router/disagreement router/record_bytes_per_token router/z
+    samples/in_step samples/lost_files samples/without_reward
     samples/written_bytes source/*/grader/*/mean source/*/reward/*/mean source/*/reward/mean source/*/reward/std
     time/checkpoint_seconds time/compute_cores
     time/compute_seconds time/pace_seconds time/publication_seconds time/publish_seconds

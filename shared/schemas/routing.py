@@ -111,17 +111,17 @@ class RoutedExperts:
             raise ValueError("routed experts name an expert twice for one token and layer")
         return ids
 
-    def first(self, num_tokens: int) -> "RoutedExperts":
-        """Cut it to its first tokens; itself if it has no more.
+    def part(self, start: int, end: int) -> "RoutedExperts":
+        """Cut out some tokens; itself if it has no others.
 
         Raises:
-            ValueError: it has fewer, or as of ``ids``.
+            ValueError: it ends earlier, or as of ``ids``.
         """
-        if num_tokens == self.num_tokens:
+        if (start, end) == (0, self.num_tokens):
             return self
-        if num_tokens > self.num_tokens:
-            raise ValueError(f"routed experts are of {self.num_tokens} tokens, {num_tokens} are needed")
-        return RoutedExperts.of(self.ids()[:num_tokens], self.sizes.num_experts)
+        if not 0 <= start <= end <= self.num_tokens:
+            raise ValueError(f"routed experts are of {self.num_tokens} tokens, {start} to {end} are needed")
+        return RoutedExperts.of(self.ids()[start:end], self.sizes.num_experts)
 
     def to_wire(self) -> list[Any]:
         """Make a plain list of it, for msgpack: tokens, layers, experts of a token, experts, bytes."""
@@ -141,17 +141,29 @@ class RoutedExperts:
         return cls(tokens, RoutingSizes(layers, top_k, experts), data)
 
 
-def joined(first: RoutedExperts, more: RoutedExperts) -> RoutedExperts:
+def joined(known: RoutedExperts | None, more: RoutedExperts, start: int = 0) -> RoutedExperts | None:
     """Put behind what is known of a sequence's first tokens what another record has of the later ones.
+
+    Args:
+        known: of the first tokens; None: nothing.
+        more: of tokens from ``start`` on, of which those that are known already change nothing.
+        start: where another prompt begins, behind a token that nobody read: it gets the experts of the one before.
+
+    Returns:
+        Of all of them; None where tokens before ``start`` are not known.
 
     Raises:
         ValueError: they are of other models, or as of ``RoutedExperts.ids``.
     """
-    if first.sizes != more.sizes:
-        raise ValueError(f"routed experts of two models: {first.sizes}, and {more.sizes}")
-    if first.num_tokens >= more.num_tokens:
-        return first
-    if not first.num_tokens:
-        return more
-    ids = np.concatenate([first.ids(), more.ids()[first.num_tokens :]])
-    return RoutedExperts.of(ids, first.sizes.num_experts)
+    if known is None or not known.num_tokens:
+        return None if start else more
+    if known.sizes != more.sizes:
+        raise ValueError(f"routed experts of two models: {known.sizes}, and {more.sizes}")
+    if known.num_tokens < start - 1:
+        return None
+    if known.num_tokens >= start + more.num_tokens:
+        return known
+    ids = known.ids()
+    if known.num_tokens < start:
+        ids = np.concatenate([ids, ids[-1:]])
+    return RoutedExperts.of(np.concatenate([ids, more.ids()[len(ids) - start :]]), known.sizes.num_experts)

@@ -54,6 +54,9 @@ APART: Mapping[str, tuple[str, ...]] = {
         "rollout.group_size", "rollout.sampling.*", "rollout.engine.*", "rollout.episodes.*", "rollout.requires",
         "rollout.agents.*", "rollout.task_seconds",
     ),
+    "needs a mixture of experts: tests/unit/trainer/test_router_replay.py, tests/integration/trainer/test_ranks.py": (
+        "algorithm.router_replay",
+    ),
     "a copy that nothing goes on from: tests/unit/trainer/test_storage.py, tests/unit/gateway/test_uploads.py": (
         "checkpoint.best.*", "checkpoint.upload_to", "asynchrony.publication.write_to_directory",
     ),

@@ -85,6 +85,7 @@ def embedded_settings(spec: ExperimentSpec, engine: TorchEngineConfig) -> Engine
         batch_invariant=engine.batch_invariant,
         prefix_cache_mb=engine.prefix_cache_mb,
         image_pixels=None if (images := spec.data.images) is None else (images.min_pixels, images.max_pixels),
+        records_experts=spec.algorithm.router_replay == "R3",
     )
 
 

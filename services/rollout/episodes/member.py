@@ -259,5 +259,7 @@ def _prefix(before: Trajectory, turn: Turn) -> Prefix:
     runs = tuple(
         (place, version) for place, version in enumerate(versions) if not place or versions[place - 1] != version
     )
-    experts = None if before.experts is None else before.experts.first(turn.end - 1)
+    # As the versions, of the prompt that the turn's completion saw alone.
+    prompt = max((each.start for each in before.turns if each.is_fresh and each.start <= turn.start), default=0)
+    experts = None if before.experts is None else before.experts.part(prompt, turn.end - 1)
     return Prefix(tuple(before.token_ids[span].tolist()), tuple(before.log_probs[span].tolist()), runs, experts)

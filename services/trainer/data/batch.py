@@ -23,6 +23,7 @@ from flotilla.services.trainer.algorithms.sequences import PackedSequences
 from flotilla.services.trainer.data.illustrations import Illustration, illustration_of
 from flotilla.services.trainer.data.pieces import pieces
 from flotilla.shared.errors import DataError
+from flotilla.shared.schemas.routing import Ids, RoutingSizes
 from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
 from flotilla.shared.schemas.turns import Turn
 from flotilla.shared.vision.processor import ImageProcessor
@@ -54,6 +55,8 @@ class TrainingBatch:
         difficulty: [S] float32, of the tasks, from 0 to 1; None unless it weighs losses.
         illustrations: per sequence, its images, or None; None where no sequence has any.
         temperatures: per sequence, that it was sampled at where this is not the spec's, else None; None where none is.
+        experts: per sequence, those of its first tokens [N, layers, top_k] that routers are told to choose; None where
+            they choose for themselves.
     """
 
     token_ids: tuple[npt.NDArray[np.int64], ...]
@@ -73,6 +76,7 @@ class TrainingBatch:
     difficulty: Tensor | None = None
     illustrations: tuple[Illustration | None, ...] | None = None
     temperatures: tuple[float | None, ...] | None = None
+    experts: tuple[Ids, ...] | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -128,6 +132,7 @@ class TrainingBatch:
             difficulty=_taken(self.difficulty, members),
             illustrations=None if (shown := self.illustrations) is None else tuple(shown[number] for number in numbers),
             temperatures=None if (known := self.temperatures) is None else tuple(known[number] for number in numbers),
+            experts=None if (told := self.experts) is None else tuple(told[number] for number in numbers),
         )
         return made, tokens
 
@@ -156,6 +161,7 @@ class TrainingBatch:
             None if self.difficulty is None else self.difficulty.to(device),
             self.illustrations,
             self.temperatures,
+            self.experts,
         )
 
 
@@ -198,6 +204,7 @@ def make_batch(
     joins_branches: bool = False,
     difficulty: str | None = None,
     processor: ImageProcessor | None = None,
+    replays_engine: bool = False,
 ) -> TrainingBatch:
     """Lay the scored trajectories of groups end to end, in order.
 
@@ -206,10 +213,11 @@ def make_batch(
         joins_branches: whether the trajectories of one episode count as one.
         difficulty: column of the dataset that says how hard each task is, if losses are weighed by it.
         processor: of images; None where prompts have none.
+        replays_engine: whether routers are told to choose the experts that the engine chose.
 
     Raises:
         ValueError: no group has a scored trajectory.
-        DataError: a task has no number in that column, or the tokens of its images are not those of the processor.
+        DataError: a task's column is no number, its images have other tokens, or its experts cannot be used.
     """
     members = [
         (number, group, piece)
@@ -245,12 +253,36 @@ def make_batch(
         baselines=None if None in baselines else torch.tensor(baselines, dtype=torch.float32),
         episode_index=episodes,
         teacher_log_probs=_teacher_log_probs(cuts, mask),
-        difficulty=None
-        if difficulty is None
-        else torch.tensor([_difficulty(each, difficulty) for _, each, _ in members]),
+        difficulty=_difficulties([group for _, group, _ in members], difficulty),
         illustrations=shown if any(shown) else None,
         temperatures=None if all(each is None for each in temperatures) else temperatures,
+        experts=tuple(experts_of(each) for each in trajectories) if replays_engine else None,
     )
+
+
+def experts_of(trajectory: Trajectory, sizes: RoutingSizes | None = None) -> Ids:
+    """Read the experts that the engine chose for a trajectory's tokens: [T - 1, layers, top_k].
+
+    Args:
+        sizes: that they must have; None: any.
+
+    Raises:
+        DataError: there are none, they are a model's of other sizes, or they are not what they say.
+    """
+    found = trajectory.experts
+    if found is None:
+        raise DataError("a trajectory came without the experts that algorithm.router_replay R3 replays")
+    if sizes is not None and found.sizes != sizes:
+        raise DataError(f"a trajectory's experts are {found.sizes}, and the model has {sizes}")
+    try:
+        return found.ids()
+    except ValueError as error:
+        raise DataError(f"a trajectory's {error}") from error
+
+
+def _difficulties(groups: Sequence[Group], column: str | None) -> Tensor | None:
+    """Read how hard the task of each sequence is; None where nobody asks."""
+    return None if column is None else torch.tensor([_difficulty(each, column) for each in groups])
 
 
 def _difficulty(group: Group, column: str) -> float:

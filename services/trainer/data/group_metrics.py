@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from flotilla.services.trainer.data.batch import scored_trajectories
-from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.schemas.trajectory import Group, Trajectory
 from flotilla.shared.telemetry.reward_metrics import Scored
 
 
@@ -81,6 +81,7 @@ def describe_groups(
         "lag/mean": float(lags.mean()) if lags.size else 0.0,
         "lag/max": float(lags.max()) if lags.size else 0.0,
         **_lag_histogram(lags),
+        **_record_size([t for t, _ in flat]),
         "tokens/trained_in_step": float(lengths.sum()),
         "tokens/resumed_in_step": float(sum(t.resumed_tokens for t, _ in flat)),
         "tokens/trained": float(totals.trained_tokens),
@@ -129,3 +130,10 @@ def with_sources(groups: Sequence[Group]) -> list[Scored]:
 def _lag_histogram(lags: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str, float]:
     """Count the trained tokens of each lag, as ``lag/tokens/LAG``; lags that no token has are left out."""
     return {f"lag/tokens/{lag}": float(count) for lag, count in enumerate(np.bincount(lags)) if count}
+
+
+def _record_size(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Measure what the experts that engines recorded take of streams and memory; nothing where there are none."""
+    records = [len(each.experts.data) for each in trajectories if each.experts is not None]
+    num_tokens = sum(each.token_ids.size for each in trajectories if each.experts is not None)
+    return {"router/record_bytes_per_token": sum(records) / num_tokens} if records else {}

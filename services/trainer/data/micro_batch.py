@@ -118,6 +118,9 @@ def _prompts_of(batch: TrainingBatch, members: Sequence[int]) -> list[Prompt]:
         # Tokens stand for any image.
         if batch.illustrations is not None and (shown := batch.illustrations[member]) is not None:
             content += shown.name
+        # One that is computed once has the experts of one sequence.
+        if batch.experts is not None:
+            content += batch.experts[member][:tokens].tobytes()
         found.append(Prompt(numbers.setdefault(content, len(numbers)), tokens))
     return found
 
@@ -149,7 +152,7 @@ def _filled(
         index = torch.from_numpy(np.repeat(np.arange(len(members)), lengths)).to(device)
         numbers = torch.tensor(members, device=device)
         counted = None if shares is None else shares[numbers]
-        inputs = build(layout, batch.token_ids, sampled, illustrations=batch.illustrations)
+        inputs = build(layout, batch.token_ids, sampled, illustrations=batch.illustrations, experts=batch.experts)
         if batch.temperatures is not None:
             inputs = replace(inputs, temperatures=_temperatures(batch.temperatures, sampled))
         yield MicroBatch(

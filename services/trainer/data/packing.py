@@ -11,7 +11,7 @@ The gradient does not depend on any of this, since losses are divided by denomin
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from flotilla.services.trainer.algorithms.balancing import balanced_partition, workload
 from flotilla.services.trainer.data.illustrations import Illustration, PlacedRows
 from flotilla.services.trainer.data.places import SequencePlaces, places_of
+from flotilla.shared.schemas.routing import Ids
 from flotilla.shared.vision.tower import PlacedImages
 
 Packing = Literal["auto", "packed", "padded"]
@@ -305,6 +306,8 @@ class ModelInput:
         is_varlen: whether sequences begin where positions do, for attention that finds them by that in a single row;
             there is no mask then.
         images: what stands in place of some tokens; positions have three axes then, [3, rows, width].
+        experts: [rows, width, layers, top_k] int16, that the routers are told to choose, -1 for positions whose routers
+            choose for themselves; None where all do.
         temperatures: [N] float32, that the labels were sampled at, 0 where at the policy's own; or one for all of them;
             None: all at the policy's own.
     """
@@ -318,6 +321,7 @@ class ModelInput:
     is_varlen: bool = False
     images: PlacedImages | None = None
     temperatures: Tensor | float | None = None
+    experts: Tensor | None = None
 
     def to(self, device: torch.device) -> "ModelInput":
         """Move the tensors."""
@@ -332,6 +336,7 @@ class ModelInput:
             self.is_varlen,
             None if self.images is None else self.images.to(device),
             self.temperatures.to(device) if isinstance(self.temperatures, Tensor) else self.temperatures,
+            None if self.experts is None else self.experts.to(device),
         )
 
     def temperature_of(self, own: float) -> Tensor | float:
@@ -339,6 +344,28 @@ class ModelInput:
         if isinstance(self.temperatures, Tensor):
             return torch.where(self.temperatures > 0, self.temperatures, own)[:, None]
         return own if self.temperatures is None else self.temperatures
+
+
+def token_places(layout: MicroLayout, token_ids: Sequence[Sized]) -> dict[int, npt.NDArray[np.int64]]:
+    """Find where the tokens of a layout's sequences stand, those of a shared prompt included.
+
+    Args:
+        layout: of a micro-batch.
+        token_ids: per sequence of the whole batch, its tokens.
+
+    Returns:
+        Flat positions, [L] by number of the sequence, in the order of the layout's members.
+    """
+    found = {}
+    for row, members in enumerate(layout.rows):
+        start = begin = row * layout.width
+        for number in members:
+            prefix = layout.shared.get(number, 0)
+            begin = begin if prefix else start
+            end = start + len(token_ids[number]) - prefix
+            found[number] = np.concatenate([np.arange(begin, begin + prefix), np.arange(start, end)])
+            start = end
+    return found
 
 
 def build_input(
@@ -349,6 +376,7 @@ def build_input(
     attends_apart: bool = False,
     is_varlen: bool = False,
     illustrations: Sequence[Illustration | None] | None = None,
+    experts: Sequence[Ids] | None = None,
 ) -> ModelInput:
     """Fill the rows of a layout.
 
@@ -359,6 +387,7 @@ def build_input(
         attends_apart: whether packed rows get places for a mask.
         is_varlen: whether they get neither, but are to be read as one row; no prompt is shared then.
         illustrations: per sequence of the whole batch, its images; None where no sequence has any.
+        experts: likewise, what routers are told for its first tokens [N, layers, top_k]; None: they choose themselves.
 
     Returns:
         The input; predictors and labels run over the layout's members in order.
@@ -368,7 +397,7 @@ def build_input(
     ids, positions = np.zeros(shape, dtype=np.int64), np.zeros((3, *shape) if shown else shape, dtype=np.int64)
     placed = PlacedRows()
     owner, unit, lends = (np.full(shape, value, dtype=np.int64) for value in (-1, -1, -2))
-    predictors, labels, sequences = [], [], []
+    predictors, labels = [], []
     for row, members in enumerate(layout.rows):
         start, begin, leader = 0, 0, -1
         for number in members:
@@ -383,13 +412,10 @@ def build_input(
             owner[row, start:end], unit[row, start:end] = number, leader
             lends[row, begin : begin + prefix] = leader
             # The first token after a shared prompt is predicted at the prompt's end, wherever that is.
-            before = np.where(chosen > prefix, start - prefix, begin) + chosen - 1
-            predictors.append(row * layout.width + before)
+            predictors.append(row * layout.width + np.where(chosen > prefix, start - prefix, begin) + chosen - 1)
             labels.append(tokens[chosen])
-            own = np.arange(start, end), np.arange(begin, begin + prefix)
-            sequences.append(row * layout.width + np.concatenate(own[::-1]))
             start = end
-    places = places_of(sequences, ids.size) if layout.is_packed and attends_apart else None
+    apart = list(token_places(layout, token_ids).values()) if layout.is_packed and attends_apart else None
     mask = _mask(owner, unit, lends) if layout.is_packed and not (attends_apart or is_varlen) else None
     return ModelInput(
         token_ids=torch.from_numpy(ids),
@@ -397,10 +423,20 @@ def build_input(
         attention_mask=mask,
         predictors=torch.from_numpy(np.concatenate(predictors)),
         labels=torch.from_numpy(np.concatenate(labels)),
-        places=places,
+        places=None if apart is None else places_of(apart, ids.size),
         is_varlen=layout.is_packed and is_varlen,
         images=placed.placed(),
+        experts=None if experts is None else _told(layout, token_ids, experts),
     )
+
+
+def _told(layout: MicroLayout, token_ids: Sequence[Sized], experts: Sequence[Ids]) -> Tensor:
+    """Put the experts of sequences where their tokens stand: [rows, W, layers, top_k] int16, -1 where none are told."""
+    sizes = experts[layout.members[0]].shape[1:]
+    found = np.full((layout.positions, *sizes), -1, dtype=np.int16)
+    for number, places in token_places(layout, token_ids).items():
+        found[places[: len(experts[number])]] = experts[number]
+    return torch.from_numpy(found.reshape(len(layout.rows), layout.width, *sizes))
 
 
 def _mask(owner: npt.NDArray[np.int64], unit: npt.NDArray[np.int64], lends: npt.NDArray[np.int64]) -> Tensor:

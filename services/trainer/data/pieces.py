@@ -34,4 +34,5 @@ def _part(whole: Trajectory, start: int, end: int) -> Trajectory:
             if start <= turn.start < end
         ),
         teacher_log_probs=None if taught is None else taught[start:end],
+        experts=None if whole.experts is None else whole.experts.part(start, end - 1),
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
-from flotilla.services.trainer.data.batch import baseline_of, check_group, episodes_of, scored_trajectories
+from flotilla.services.trainer.data.batch import baseline_of, check_group, episodes_of, experts_of, scored_trajectories
 from flotilla.services.trainer.data.group_metrics import Totals
 from flotilla.shared.checkpoints.lineage import VersionLine
 from flotilla.shared.config.sections.advantage import GdpoConfig
@@ -19,6 +19,7 @@ from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import Conflict, DataError
 from flotilla.shared.net.retry import DATA_PLANE, retry
 from flotilla.shared.samples.recorder import KeepsEnded, NothingKept
+from flotilla.shared.schemas.routing import RoutingSizes
 from flotilla.shared.schemas.sample_kinds import SampleKind
 from flotilla.shared.schemas.trajectory import NO_VERSION, GradeStatus, Group
 from flotilla.shared.streams.hop import REDUNDANT, STALE, Claim, Resolution
@@ -44,6 +45,7 @@ class Requirements:
         needs_teacher: whether every member must have log-probs of a teacher.
         joins_branches: whether the branches of an episode are one member.
         too_old: the reason of what is dropped for its age.
+        routing: sizes of the experts that every member must have a record of; None where none are replayed.
     """
 
     vocabulary: int
@@ -54,10 +56,17 @@ class Requirements:
     needs_teacher: bool = False
     joins_branches: bool = False
     too_old: str = STALE
+    routing: RoutingSizes | None = None
 
 
-def requirements_of(spec: ExperimentSpec, vocabulary: int) -> Requirements:
-    """Return what a group must have to be trained under this spec, by a model that reads so many token ids."""
+def requirements_of(spec: ExperimentSpec, vocabulary: int, routing: RoutingSizes | None = None) -> Requirements:
+    """Return what a group must have to be trained under this spec.
+
+    Args:
+        spec: of the experiment.
+        vocabulary: token ids that the model reads.
+        routing: sizes of its routers, where they are told what to choose.
+    """
     advantage = spec.algorithm.advantage
     min_scored = min(advantage.MIN_SCORED, spec.rollout.group_size)
     if spec.finished_job is not None:
@@ -71,6 +80,7 @@ def requirements_of(spec: ExperimentSpec, vocabulary: int) -> Requirements:
         needs_teacher=bool(spec.algorithm.distillation and spec.algorithm.distillation.servers),
         joins_branches=spec.joins_branches,
         too_old=REDUNDANT if spec.asynchrony.redundant_groups else STALE,
+        routing=routing if spec.algorithm.router_replay == "R3" else None,
     )
 
 
@@ -314,4 +324,9 @@ def find_problem(group: Group, requirements: Requirements) -> tuple[Resolution, 
         check_group(group, requirements.vocabulary)
     except DataError as error:
         return Resolution.FAILED, "invalid_tokens", error.detail
+    try:
+        for each in scored if requirements.routing is not None else ():
+            experts_of(each, requirements.routing)
+    except DataError as error:
+        return Resolution.FAILED, "invalid_experts", error.detail
     return None

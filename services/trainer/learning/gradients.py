@@ -19,6 +19,7 @@ from flotilla.services.trainer.algorithms.objective import (
 from flotilla.services.trainer.data.micro_batch import MicroBatch
 from flotilla.services.trainer.learning.mini_batches import MiniBatch, Prepared
 from flotilla.services.trainer.learning.pass_sizes import PassSizes
+from flotilla.services.trainer.learning.replayed_routing import disagreement, told
 from flotilla.services.trainer.models.critic import Critic
 from flotilla.services.trainer.models.log_probs import Policy
 from flotilla.services.trainer.models.optimizer import PolicyOptimizer
@@ -136,14 +137,15 @@ class PolicyGradient:
                 torch.autograd.backward(self._policy.statistics(micro.inputs, with_entropy=True).log_probs.sum() * 0)
                 self._optimizer.collect()
                 continue
-            with balancing(self._policy.routers, micro.inputs, share):
+            with told(self._policy, micro), balancing(self._policy.routers, micro.inputs, share):
                 found = self._policy.statistics(micro.inputs, with_entropy=True)
                 chosen = None if selected is None else selected[micro.tokens]
                 objective = self._objective(prepared, micro, found, denominators, chosen, kl_coefficient, generator)
                 # Sharded gradients are averaged over the ranks, and this is the loss of the whole mini-batch.
                 torch.autograd.backward(objective.loss * self._ranks.data_size)
             self._optimizer.collect()
-            tallies.append({**objective.metrics, **router_metrics(self._policy.routers, self._ranks.data_size)})
+            routers = router_metrics(self._policy.routers, self._ranks.data_size) | disagreement(self._policy)
+            tallies.append({**objective.metrics, **routers})
             if note is not None and objective.tokens is not None:
                 note(micro, objective.tokens)
         self._optimizer.add_zero()

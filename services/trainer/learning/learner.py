@@ -8,7 +8,7 @@ times over; ``optimisation.shuffle`` draws other parts. Advantages are computed 
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
@@ -17,21 +17,28 @@ from torch import Tensor
 from flotilla.services.trainer.algorithms.advantages import Advantages
 from flotilla.services.trainer.algorithms.kl import adapted_coefficient
 from flotilla.services.trainer.algorithms.metrics import Metrics, combine, summarise
-from flotilla.services.trainer.algorithms.sample_weights import redraw, sequence_weights
 from flotilla.services.trainer.data.batch import TrainingBatch, make_batch
 from flotilla.services.trainer.data.micro_batch import MicroBatch, RowRules, make_micro_batches
 from flotilla.services.trainer.learning.advantages import remembered, step_advantages, with_teacher
 from flotilla.services.trainer.learning.gradients import PolicyGradient, update_critic
 from flotilla.services.trainer.learning.metrics import algorithm_names, mean_of_updates
-from flotilla.services.trainer.learning.mini_batches import MiniBatch, Prepared, passes_over, split_by_groups
+from flotilla.services.trainer.learning.mini_batches import (
+    MiniBatch,
+    Prepared,
+    passes_over,
+    redrawn,
+    split_by_groups,
+    weights_of_step,
+)
 from flotilla.services.trainer.learning.pass_sizes import Cut, PassSizes, need_of
+from flotilla.services.trainer.learning.replayed_routing import OldRouting, told, untold
 from flotilla.services.trainer.learning.trace import TokenTrace, TracedStep
 from flotilla.services.trainer.learning.trainable import (
     Weights,
-    balance_experts,
     choose_trained,
     image_weights,
     kept_weights,
+    prepare_routers,
     processor_for,
     tower_of,
 )
@@ -110,7 +117,7 @@ class Learner:
         self.processor = processor_for(spec, loaded)
         for module in [loaded.model, *([] if self.critic is None else [self.critic.body])]:
             prepare_layers(module, spec, self.device)
-        balance_experts(self.policy, spec)
+        prepare_routers(self.policy, spec)
         self.weights = self._lay_out()
         self._packing = self.policy.resolve_packing(spec.optimisation.packing)
         if self.processor is not None:
@@ -164,15 +171,18 @@ class Learner:
         self.sizes.begin(step)
         difficulty = None if config.sequence_weights is None else config.sequence_weights.difficulty
         joins = self.spec.joins_branches
-        batch = make_batch(groups, joins_branches=joins, difficulty=difficulty, processor=self.processor)
-        batch = batch.to(self.device)
+        batch = make_batch(
+            groups,
+            joins_branches=joins,
+            difficulty=difficulty,
+            processor=self.processor,
+            replays_engine=config.router_replay == "R3",
+        ).to(self.device)
         prepared, advantages = self._prepare(batch)
         trace = TokenTrace(prepared) if self.spec.samples is not None else None
         seed = self.spec.seed * 1_000_003 + step
         generator = torch.Generator(self.device).manual_seed(seed)
-        if config.resampling is not None:
-            # The places are drawn, not the groups: mini-batches keep their sizes, and advantages their groups.
-            prepared = prepared.take(redraw(config.resampling, batch.rewards, seed))
+        prepared = redrawn(prepared, config.resampling, seed)
         results: list[UpdateResult] = []
         tallies: list[Metrics] = []
         of_critic = tallies if self.critic is None or self.critic.ranks is self.ranks else []
@@ -229,7 +239,8 @@ class Learner:
     def _prepare(self, batch: TrainingBatch) -> tuple[Prepared, Advantages]:
         """Compute all that is fixed before a step's first update: log-probs, values and advantages."""
         cut = self._cut_of(batch, range(batch.num_sequences))
-        old, squares = self._old_log_probs(batch, cut)
+        recorded = OldRouting(batch, self.policy.routing.sizes) if self.spec.algorithm.router_replay == "R2" else None
+        old, squares = self._old_log_probs(batch, cut, recorded)
         reference = self._reference_log_probs(batch, cut)
         values = self._critic_values(batch, cut)
         teacher = self._teacher_log_probs(batch)
@@ -247,9 +258,9 @@ class Learner:
         found = with_teacher(self.spec.algorithm, found, batch, old_log_probs=old, teacher_log_probs=teacher)
         if self.critic is not None and found.returns is not None:
             self.critic.observe(found.returns, batch.sequences.response_mask)
-        section, weights = self.spec.algorithm.sequence_weights, None
-        if section is not None:
-            weights = sequence_weights(batch.difficulty, batch.sequences.lengths if section.length else None)
+        weights = weights_of_step(batch, self.spec.algorithm.sequence_weights)
+        if recorded is not None:
+            batch = replace(batch, experts=recorded.of_all(self.ranks))
         return Prepared(batch, old, reference, found.advantages, values, found.returns, weights), found
 
     def _cut_of(
@@ -294,13 +305,18 @@ class Learner:
             return own
         return self._cut_of(batch, members, ranks=self.critic.ranks)
 
-    def _old_log_probs(self, batch: TrainingBatch, cut: Cut) -> tuple[Tensor, Tensor | None]:
-        """Compute log-probs [T] of the proximal policy, as the spec says, and sum p^2 [T] where advantages need it."""
+    def _old_log_probs(
+        self, batch: TrainingBatch, cut: Cut, recorded: OldRouting | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute log-probs [T] of the proximal policy, as the spec says, and sum p^2 [T] where advantages need it.
+
+        What its routers choose is recorded where ``recorded`` is for it.
+        """
         config = self.spec.algorithm
         old, squares = batch.rollout_log_probs, None
         needs_squares = config.advantage.kind == "optimal_token_baseline"
         if config.old_log_probs == "recompute" or needs_squares:
-            evaluate = partial(self._evaluate, self.policy, batch, with_squares=needs_squares)
+            evaluate = partial(self._evaluate_policy, batch, with_squares=needs_squares, recorded=recorded)
             current, squares = self.sizes.fit(cut, evaluate)
             old = current if config.old_log_probs == "recompute" else old
         if config.old_log_probs == "recompute_at_version":
@@ -328,15 +344,42 @@ class Learner:
         cut = self._cut_of(batch, range(batch.num_sequences), teacher=self.teacher)
         return self.sizes.fit(cut, partial(self._evaluate, self.teacher, batch))[0]
 
+    def _evaluate_policy(
+        self,
+        batch: TrainingBatch,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        with_squares: bool = False,
+        recorded: OldRouting | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute what ``_evaluate`` does of the policy, whose routers are told what to choose, or are recorded."""
+        route = partial(told, self.policy, recorded=recorded)
+        return self._evaluate(self.policy, batch, micro_batches, with_squares=with_squares, route=route)
+
     @torch.no_grad()
     def _evaluate(
-        self, policy: Policy, batch: TrainingBatch, micro_batches: Sequence[MicroBatch], *, with_squares: bool = False
+        self,
+        policy: Policy,
+        batch: TrainingBatch,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        with_squares: bool = False,
+        route: Callable[[MicroBatch], AbstractContextManager[None]] = untold,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute log-probs [T], and sum p^2 [T] if wanted, without gradient."""
+        """Compute log-probs [T], and sum p^2 [T] if wanted, without gradient.
+
+        Args:
+            policy: that computes.
+            batch: the step's.
+            micro_batches: this rank's.
+            with_squares: whether sum p^2 is wanted.
+            route: is entered around the pass of each micro-batch; by itself, routers choose for themselves.
+        """
         log_probs = torch.zeros_like(batch.rollout_log_probs)
         squares = torch.zeros_like(log_probs) if with_squares else None
         for micro in micro_batches:
-            found = policy.statistics(micro.inputs, with_entropy=False, with_sum_pi_squared=with_squares)
+            with route(micro):
+                found = policy.statistics(micro.inputs, with_entropy=False, with_sum_pi_squared=with_squares)
             if micro.is_empty:
                 continue
             log_probs[micro.tokens] = micro.spread(found.log_probs)
@@ -355,7 +398,7 @@ class Learner:
             is_needed = [self.ranks.is_several or bool(is_of_version[micro.tokens].any()) for micro in micro_batches]
             holders = [micro for micro, wanted in zip(micro_batches, is_needed, strict=True) if wanted]
             with self.versions.using(version):
-                found, _ = self._evaluate(self.policy, batch, holders)
+                found, _ = self._evaluate_policy(batch, holders)
             log_probs = torch.where(is_of_version, found, log_probs)
         return log_probs
 

@@ -6,9 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flotilla.services.trainer.algorithms.sample_weights import redraw, sequence_weights
 from flotilla.services.trainer.data.batch import TrainingBatch
 from flotilla.services.trainer.learning.pass_sizes import Cut
-from flotilla.shared.config.sections.algorithm import AlgorithmConfig, KlLossConfig
+from flotilla.shared.config.sections.algorithm import (
+    AlgorithmConfig,
+    KlLossConfig,
+    ResamplingConfig,
+    SequenceWeightsConfig,
+)
 from flotilla.shared.config.sections.optimisation import OptimisationConfig
 
 LOSSES_OF_ADVANTAGE_ALONE = frozenset({"ppo", "gspo", "cispo", "sapo", "policy_gradient"})
@@ -78,6 +84,19 @@ class MiniBatch:
     members: range
     cut: Cut
     critic_cut: Cut
+
+
+def weights_of_step(batch: TrainingBatch, section: SequenceWeightsConfig | None) -> Tensor | None:
+    """Compute the loss weights of a step's sequences [S]; None where the spec weighs none."""
+    if section is None:
+        return None
+    return sequence_weights(batch.difficulty, batch.sequences.lengths if section.length else None)
+
+
+def redrawn(prepared: Prepared, config: ResamplingConfig | None, seed: int) -> Prepared:
+    """Draw a step's sequences again by their rewards, where the spec has it."""
+    # The places are drawn, not the groups: mini-batches keep their sizes, and advantages their groups.
+    return prepared if config is None else prepared.take(redraw(config, prepared.batch.rewards, seed))
 
 
 def split_by_groups(batch: TrainingBatch, size: int) -> list[range]:

@@ -18,6 +18,7 @@ from flotilla.services.trainer.weights.streamed_parameters import StreamedParame
 from flotilla.shared.config.rules.publication import publishes_adapters
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import ModelError
+from flotilla.shared.models.routers import Routing
 from flotilla.shared.vision.processor import ImageProcessor, processor_of
 from flotilla.shared.vision.tower import Tower
 
@@ -53,12 +54,15 @@ def tower_of(body: Any, processor: ImageProcessor) -> Tower:
     return Tower(body, processor, is_frozen=not any(each.requires_grad for each in body.visual.parameters()))
 
 
-def balance_experts(policy: Policy, spec: ExperimentSpec) -> None:
-    """Let the routers of the policy learn from losses of their own, where the spec has some.
+def prepare_routers(policy: Policy, spec: ExperimentSpec) -> None:
+    """Let the routers of the policy be told what to choose, and learn from losses of their own, where the spec has it.
 
     Raises:
         ModelError: its model has no such routers.
     """
+    # Before the losses, whose gradient comes back through what a router gives at last.
+    if spec.algorithm.router_replay is not None:
+        policy.routing = Routing(policy.model)
     if spec.optimisation.router is not None:
         policy.routers = RouterLosses(policy.model, spec.optimisation.router)
 

@@ -96,6 +96,8 @@ class Policy:
         self._compute_dtype: torch.dtype | None = None
         self.routers: Any = None
         """``RouterLosses`` of the model, where the spec has some."""
+        self.routing: Any = None
+        """``Routing`` of the model, where the spec replays what its routers chose."""
         self.attends_apart = False
         """Whether attention goes sequence by sequence in packed rows, which need no mask then."""
         if stored is None:

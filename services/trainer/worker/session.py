@@ -150,7 +150,7 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         reporter.resend(progress.step)
         source = GroupSource(
             queue,
-            requirements_of(spec, learner.loaded.vocabulary),
+            requirements_of(spec, learner.loaded.vocabulary, getattr(learner.policy.routing, "sizes", None)),
             progress.trained,
             progress.totals,
             line,

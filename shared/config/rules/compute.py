@@ -1,9 +1,14 @@
 """What of the trainer's memory and kernels goes together, and what has no effect."""
 
 from flotilla.shared.config.sections.algorithm import AlgorithmConfig
+from flotilla.shared.config.sections.data import DataConfig
 from flotilla.shared.config.sections.model import ModelConfig
+from flotilla.shared.config.sections.optimisation import OptimisationConfig
 from flotilla.shared.config.sections.parallelism import OffloadConfig, ParallelismConfig
 from flotilla.shared.config.sections.rollout import RolloutConfig
+
+RECORDING_ENGINES = ("torch",)
+"""Kinds of engines that record which experts they choose."""
 
 
 def check_compute(model: ModelConfig, parallelism: ParallelismConfig) -> None:
@@ -93,3 +98,45 @@ def check_images(
     ):
         if is_asked:
             raise ValueError(f"data.images does not go with {name}: {way}, or leave images out")
+
+
+def check_router_replay(
+    algorithm: AlgorithmConfig,
+    rollout: RolloutConfig,
+    data: DataConfig,
+    optimisation: OptimisationConfig,
+    parallelism: ParallelismConfig,
+    *,
+    learns_from_rewards: bool,
+) -> None:
+    """Check what does not go with ``algorithm.router_replay``.
+
+    Raises:
+        ValueError: something of it is asked for.
+    """
+    mode = algorithm.router_replay
+    if mode is None:
+        return
+    sequence, kind = parallelism.sequence_parallel, rollout.engine.kind
+    for is_asked, name, way in (
+        (not learns_from_rewards, "a job that trains no sampled answers", "leave it out"),
+        (
+            mode == "R2" and algorithm.old_log_probs != "recompute",
+            f"algorithm.old_log_probs {algorithm.old_log_probs}, where no pass of the trainer comes before the updates",
+            "set old_log_probs to recompute, or router_replay to R3",
+        ),
+        (
+            mode == "R3" and kind not in RECORDING_ENGINES,
+            f"rollout.engine.kind {kind}, whose routers are not recorded",
+            f"use {' or '.join(RECORDING_ENGINES)}, or R2",
+        ),
+        (sequence > 1, f"parallelism.sequence_parallel {sequence}, which divides each sequence", "leave one out"),
+        (
+            optimisation.compile_layers,
+            "optimisation.compile_layers, which makes one program of each layer",
+            "leave one out",
+        ),
+        (data.images is not None, "data.images", "leave one out"),
+    ):
+        if is_asked:
+            raise ValueError(f"algorithm.router_replay {mode} does not go with {name}: {way}")

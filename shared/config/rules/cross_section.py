@@ -5,7 +5,13 @@ Each names both fields and the way out.
 
 from typing import Protocol
 
-from flotilla.shared.config.rules.compute import check_compute, check_images, check_offload, check_quantisation
+from flotilla.shared.config.rules.compute import (
+    check_compute,
+    check_images,
+    check_offload,
+    check_quantisation,
+    check_router_replay,
+)
 from flotilla.shared.config.rules.publication import check_adapters, check_engine_group
 from flotilla.shared.config.sections.advantage import GdpoConfig, RemaxConfig
 from flotilla.shared.config.sections.algorithm import AlgorithmConfig
@@ -115,6 +121,14 @@ def check_sections(spec: Sections) -> None:
     )
     if spec.data.images is not None:
         check_images(spec.parallelism, spec.rollout, spec.algorithm, finished=spec.finished_job is not None)
+    check_router_replay(
+        spec.algorithm,
+        spec.rollout,
+        spec.data,
+        spec.optimisation,
+        spec.parallelism,
+        learns_from_rewards=spec.samples_answers and spec.trains and spec.finished_job is None,
+    )
     if not spec.samples_answers:
         return
     _engine(spec)

@@ -251,6 +251,11 @@ class AlgorithmConfig(Config):
     correction: CorrectionConfig | Literal["auto"] | None = "auto"
     """``auto``: token weights truncated at 2 wherever the loss itself does not correct for the sampler: always, except
     when its ratio is taken against the sampler. Null for none."""
+    router_replay: Literal["R2", "R3"] | None = None
+    """Which experts of a mixture compute each token in training, whatever its routers would choose now. R3: those that
+    the engine chose when it sampled, in the passes of old_log_probs and in all updates; its record travels with each
+    trajectory. R2: those that the trainer's pass of old_log_probs recompute chose, in all updates. The reference, a
+    teacher and a critic choose for themselves. Null: every pass does. See docs/algorithms.md."""
     policy_coefficient: float = Field(1.0, ge=0)
     """Weight of the policy loss beside the terms of kl, entropy and supervised, which have their own."""
     entropy_coefficient: float = Field(0.0, ge=0)

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from flotilla.services.rollout.trajectory_builder import RenderTally, TrajectoryBuilder
+from flotilla.services.trainer.data.pieces import pieces
+from flotilla.shared.schemas.routing import RoutedExperts
 from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
 from flotilla.shared.schemas.turns import FinishReason, Turn
 from flotilla.shared.streams.codec import decode_group, encode_body, encode_grades
@@ -103,3 +105,46 @@ def test_turns_that_do_not_cover_the_tokens_are_refused(cut: Turn) -> None:
 
     with pytest.raises(ValueError, match="turn"):
         replace(made, turns=(cut,))
+
+
+def routed(builder: TrajectoryBuilder, number: int, *tokens: int) -> None:
+    """Sample tokens with a record whose ids tell which pass they are of, for all tokens that it read."""
+    ids = np.array(tokens, np.int32)
+    read = len(builder.prompt_ids) + len(tokens) - 1
+    record = RoutedExperts.of(np.tile([[[number, 0]]], (read, 1, 1)), 9)
+    builder.sample(ids, np.zeros(len(ids), np.float32), ((0, 0),), FinishReason.STOP, "", record)
+
+
+def test_each_token_has_the_experts_of_the_first_pass_that_read_it_for_a_sample() -> None:
+    builder = TrajectoryBuilder()
+    builder.show([1, 2, 3])
+    routed(builder, 1, 4, 5)
+    builder.show([6])
+    routed(builder, 2, 7)
+    builder.show([8, 9], is_fresh=True)
+    routed(builder, 3, 10)
+    builder.show([11])
+    routed(builder, 4, 12)
+
+    made = builder.build(FinishReason.TURNS)
+
+    assert made.experts is not None
+    # The last token of a prompt that another one follows was read by nobody.
+    assert made.experts.ids()[:, 0, 0].tolist() == [1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 4]
+    assert [each.experts.num_tokens for each in pieces(made) if each.experts] == [6, 4]
+    again = TrajectoryBuilder.continuing(made, 2)
+    again.show([8, 9], is_fresh=True)
+    routed(again, 5, 10)
+    found = again.build(FinishReason.STOP)
+    assert found.experts is not None
+    assert found.experts.ids()[:, 0, 0].tolist() == [1, 1, 1, 1, 2, 2, 2, 5, 5]
+
+
+def test_a_turn_without_a_record_leaves_none() -> None:
+    builder = TrajectoryBuilder()
+    builder.show([1, 2, 3])
+    routed(builder, 1, 4, 5)
+    builder.show([6])
+    sampled(builder, 7)
+
+    assert builder.build(FinishReason.STOP).experts is None

@@ -114,12 +114,30 @@ def test_what_is_known_of_first_tokens_stays_and_the_rest_is_put_behind() -> Non
 
     found = joined(RoutedExperts.of(first, 8), RoutedExperts.of(more, 8))
 
+    assert found is not None
     assert found.ids().tolist() == [*first.tolist(), *more[3:].tolist()]
-    assert found.first(4).ids().tolist() == found.ids()[:4].tolist()
-    with pytest.raises(ValueError, match="of 6 tokens, 7 are needed"):
-        found.first(7)
+    assert found.part(1, 4).ids().tolist() == found.ids()[1:4].tolist()
+    assert joined(found, RoutedExperts.of(first, 8)) is found
+    with pytest.raises(ValueError, match="of 6 tokens, 0 to 7 are needed"):
+        found.part(0, 7)
     with pytest.raises(ValueError, match="two models"):
         joined(found, RoutedExperts.of(some_ids(9, layers=2), 8))
+
+
+def test_another_prompt_begins_behind_a_token_that_nobody_read() -> None:
+    known, more = RoutedExperts.of(some_ids(3), 8), RoutedExperts.of(some_ids(6, seed=1), 8)
+
+    found = joined(known, more.part(0, 2), 4)
+    longer = joined(found, more, 4)
+
+    assert found is not None
+    assert longer is not None
+    expected = [*some_ids(3).tolist(), some_ids(3)[2].tolist(), *some_ids(6, seed=1).tolist()]
+    assert found.ids().tolist() == expected[:6]
+    assert longer.ids().tolist() == expected
+    assert joined(known, more, 5) is None
+    assert joined(None, more, 4) is None
+    assert joined(None, more) is more
 
 
 def test_partials_are_bounded_with_their_records() -> None:

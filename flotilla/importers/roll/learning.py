@@ -206,7 +206,7 @@ def advantage(source: Source) -> Fields:
     found = source.choose("adv_estimator", ESTIMATORS)
     if found is None or is_pure(source):  # a teacher alone leaves nothing to estimate, whatever is written
         return {}
-    whiten = {"variance": "unbiased", "floor": "add"} if source.value("whiten_advantages") else None
+    whiten = {"variance": "unbiased", "floor": "add", "of_one": "raw"} if source.value("whiten_advantages") else None
     section = {"kind": found[0], **found[1](source), "whiten": whiten, "clip": _bound(source, found[0])}
     section |= _of_batch(source, found[0])
     fields: Fields = {"algorithm.advantage": section}

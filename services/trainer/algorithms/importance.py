@@ -105,7 +105,7 @@ def kept_by_veto(veto: VetoConfig, x: Tensor, sequences: PackedSequences) -> Ten
 def correct(
     config: CorrectionConfig, numerator_log_probs: Tensor, rollout_log_probs: Tensor, sequences: PackedSequences
 ) -> Correction:
-    """Weigh, reject and veto: weights from the original mask, tests on the original mask, combined by AND.
+    """Weigh, reject and veto: tests are combined by AND, and each looks at what the config's ``statistics_over`` says.
 
     Args:
         config: the correction section.
@@ -118,11 +118,15 @@ def correct(
     """
     mask = sequences.response_mask
     x = torch.where(mask, numerator_log_probs.detach().float() - rollout_log_probs.float(), 0.0)
-    surviving = mask
-    for rejection in config.rejections:
-        surviving = surviving & kept_by(
-            rejection, numerator_log_probs, rollout_log_probs, sequences, log_ratio_clamp=config.log_ratio_clamp
-        )
+    surviving, counted = mask, sequences
+    for of_tokens in (True, False):
+        for rejection in config.rejections:
+            if (rejection.scope == "token") is of_tokens:
+                surviving = surviving & kept_by(
+                    rejection, numerator_log_probs, rollout_log_probs, counted, log_ratio_clamp=config.log_ratio_clamp
+                )
+        if of_tokens and config.statistics_over == "surviving":
+            counted = sequences.with_mask(surviving)
     if config.veto is not None:
         surviving = surviving & kept_by_veto(config.veto, x, sequences)
     metrics: Metrics = {
@@ -133,8 +137,8 @@ def correct(
     }
     weights = mask.float()
     if config.weight is not None:
-        weights = importance_weights(x, sequences, config.weight, log_ratio_clamp=config.log_ratio_clamp)
-        metrics |= _weight_metrics(weights, x, sequences, config)
+        weights = importance_weights(x, counted, config.weight, log_ratio_clamp=config.log_ratio_clamp)
+        metrics |= _weight_metrics(weights, x, counted, config)
     return Correction(weights, surviving, metrics, config.denominators == "original")
 
 

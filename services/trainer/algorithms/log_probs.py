@@ -187,10 +187,12 @@ def _statistics(
     log_probs[:] = logits.gather(-1, labels[:, None]).squeeze(-1) - log_normaliser
     if with_entropy or with_squares:
         probabilities = (logits - log_normaliser[:, None]).exp_()
-        if with_entropy:
-            entropy[:] = log_normaliser - torch.einsum("tv,tv->t", probabilities, logits)
         if with_squares:
             squares[:] = torch.einsum("tv,tv->t", probabilities, probabilities)
+        if with_entropy:
+            # Not of the logits, and over the sum: the normaliser's rounding grows with them, by a low temperature too.
+            total = probabilities.sum(-1)
+            entropy[:] = torch.special.entr(probabilities, out=probabilities).sum(-1) / total + total.log()
 
 
 def _gradient(

@@ -26,6 +26,8 @@ class WhitenConfig(Config):
     """Keeps the division finite when all advantages are equal."""
     floor: Literal["add", "clamp"] = "add"
     """Add epsilon to the variance (verl, ROLL), or use it as the variance's least value (OpenRLHF)."""
+    of_one: GroupOfOne = "zero"
+    """A batch with one sampled token has no variance: it gets advantage 0, or keeps its own (ROLL)."""
 
     @model_validator(mode="after")
     def _centring_divides_by_nothing(self) -> "WhitenConfig":

@@ -92,6 +92,9 @@ class CorrectionConfig(Config):
     """Tests on tokens, segments and sequences."""
     veto: VetoConfig | None = None
     """Tests on single tokens that remove sequences."""
+    statistics_over: Literal["original", "surviving"] = "original"
+    """Which tokens make the numbers of segments and sequences, those of weights too: all that were sampled (verl), or
+    those that the tests of single tokens have kept (SkyRL)."""
     denominators: Literal["surviving", "original"] = "surviving"
     """Whether the loss is averaged over what rejection left (verl), or over all sampled tokens (OpenRLHF, AReaL)."""
     log_ratio_clamp: Annotated[float | None, Field(gt=0)] = 20.0
@@ -117,5 +120,17 @@ class CorrectionConfig(Config):
             raise ValueError(
                 "correction.weight.batch_normalise needs the mini-batch's weights before the forward pass, which "
                 "correction.numerator: current does not have: set batch_normalise to false, or numerator to old"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_tokens_left_and_counts_them(self) -> "CorrectionConfig":
+        shared = any(each.scope != "token" for each in self.rejections) or (
+            self.weight is not None and self.weight.level != "token"
+        )
+        if self.statistics_over == "surviving" and not (shared and any(e.scope == "token" for e in self.rejections)):
+            raise ValueError(
+                "correction.statistics_over surviving has no effect without a test of scope token beside a test or a "
+                "weight of segments or sequences: remove it"
             )
         return self

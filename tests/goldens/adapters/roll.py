@@ -38,7 +38,7 @@ from tests.goldens.adapters.rows import Rows, aggregation, counted, gradient, me
 from tests.goldens.case import Case, NotOffered
 from tests.goldens.compare import AtMost
 
-WHITENED = adv.WhitenConfig(variance="unbiased", floor="add", epsilon=1e-8)
+WHITENED = adv.WhitenConfig(variance="unbiased", floor="add", epsilon=1e-8, of_one="raw")
 ESTIMATORS = {"kl": "k1", "abs": "abs", "mse": "k2", "k3": "k3"}
 
 

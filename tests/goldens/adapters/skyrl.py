@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from flotilla.services.trainer.algorithms.importance import correct, importance_weights
+from flotilla.services.trainer.algorithms.importance import correct, importance_weights, kept_by_veto
 from flotilla.services.trainer.algorithms.metrics import summarise
 from flotilla.shared.config.sections.algorithm import CorrectionConfig, RejectionConfig, VetoConfig, WeightConfig
 from tests.goldens.adapters.rows import Rows, positive
@@ -39,7 +39,7 @@ def rejections(options: dict[str, Any]) -> tuple[RejectionConfig, ...]:
 
 
 def correction(case: Case) -> dict[str, Any]:
-    """Its order is veto, token mask, weight, sequence mask; all of them look at the original tokens, as ours do."""
+    """Its order is veto, token mask, weight, sequence mask; the last two look at the tokens that are left by then."""
     rows, options = Rows.of(case), case.config
     low, high = options.get("outlier_token_is_threshold_low"), options.get("outlier_token_is_threshold_high")
     veto = None if low is None and high is None else VetoConfig(lower=positive(low), upper=high)
@@ -48,18 +48,20 @@ def correction(case: Case) -> dict[str, Any]:
     mask = rows.sequences.response_mask
     if weight is None and veto is None and not tests:
         return {"mask_out": rows.back(mask).long()}
-    config = CorrectionConfig(weight=weight, rejections=tests, veto=veto)
+    is_shared = any(each.scope == "sequence" for each in tests) or (weight is not None and weight.level == "sequence")
+    over = "surviving" if is_shared and any(each.scope == "token" for each in tests) else "original"
+    config = CorrectionConfig(weight=weight, rejections=tests, veto=veto, statistics_over=over)
     result = correct(config, rows["old_log_probs"], rows["rollout_log_probs"], rows.sequences)
     outputs["mask_out"] = rows.back(result.response_mask).long()
     if weight is not None:
         x = rows["old_log_probs"] - rows["rollout_log_probs"]
-        weights = importance_weights(x, rows.sequences, weight)
         if weight.level == "sequence":
-            # A row without sampled tokens has the ratio of an empty product there.
-            whole = rows.back(weights).max(1, keepdim=True).values
-            outputs["weights"] = torch.where(rows.sequences.is_nonempty[:, None], whole, 1.0)
+            # A row of which no token is left by then has the ratio of an empty product there.
+            kept = mask if veto is None else mask & kept_by_veto(veto, x, rows.sequences)
+            whole = rows.back(result.weights * kept).max(1, keepdim=True).values
+            outputs["weights"] = torch.where(whole > 0, whole, 1.0)
         else:
-            outputs["weights"] = rows.back(weights)
+            outputs["weights"] = rows.back(importance_weights(x, rows.sequences, weight))
         if veto is not None or tests:
             return outputs  # its clip fraction is of the tokens that are left by then, ours of all
         summary = summarise(result.metrics)

@@ -407,3 +407,56 @@ def test_without_a_future_a_token_returns_its_own_reward_and_gae_its_td_error(ma
     close(discounted_returns(rewards, sequences, gamma=0.0, masked_tokens=masked_tokens), [0.5, 0, -1.0, 2.0])
     close(advantages, [0.25, 0, -1.5, 1.0])
     close(to_go, [0.5, 0, -1.0, 2.0])
+
+
+def test_without_a_future_a_turn_returns_its_own_reward() -> None:
+    rewards = torch.tensor([0.0, 1.0, 0.0, 0.0, 2.0])
+
+    close(turn_returns(rewards, one_sequence([1, 1, 0, 1, 1]), gamma=0.0), [1.0, 1.0, 0.0, 2.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("positions", "drop_tail", "expected"),
+    [
+        # Position 1: weights 0.5 and 1, returns 1 and 0; position 2: 1 and 1.5. Position 0 has the second member alone.
+        ("all", False, [0.0, 2 / 3, 3 / 5, 0.0, -1 / 3, -2 / 5]),
+        # The second member, of three tokens, is alone from the third position on.
+        ("all", True, [0.0, 2 / 3, 3 / 5, 0.0, -1 / 3, 0.0]),
+        # First sampled tokens: weights 0.5 and 0.5; second ones: 1 and 1; the third is the second member's alone.
+        ("sampled", True, [0.0, 1 / 2, 1 / 2, -1 / 2, -1 / 2, 0.0]),
+    ],
+)
+def test_a_member_that_begins_masked_is_compared_at_its_positions(
+    positions: Any, expected: list[float], *, drop_tail: bool
+) -> None:
+    sequences = PackedSequences.of(torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([0, 1, 1, 1, 1, 1]))
+    inputs = AdvantageInputs(
+        sequences=sequences,
+        scores=torch.tensor([1.0, 0.0]),
+        group_index=torch.tensor([0, 0]),
+        old_log_probs=torch.full((6,), 0.5).log(),  # energy 1 - 2 * 0.5 + 0.5 of each sampled token
+        sum_pi_squared=torch.full((6,), 0.5),
+    )
+    config = TokenBaselineConfig(positions=positions, drop_tail=drop_tail, whiten=None)
+
+    close(compute_advantages(config, inputs).advantages, expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (WhitenConfig(), [0.0, 0.0, 0.0]),
+        (WhitenConfig(of_one="raw"), [0.0, 3.0, 0.0]),
+        (WhitenConfig(of_one="raw", centre_only=True), [0.0, 3.0, 0.0]),
+    ],
+)
+def test_one_sampled_token_becomes_0_or_keeps_its_advantage(config: WhitenConfig, expected: list[float]) -> None:
+    close(whiten(torch.tensor([5.0, 3.0, 7.0]), torch.tensor([False, True, False]), config), expected)
+
+
+@pytest.mark.parametrize("of_one", ["zero", "raw"])
+def test_two_sampled_tokens_are_whitened_either_way(of_one: Any) -> None:
+    # 1 and 3: mean 2, unbiased variance 2.
+    found = whiten(torch.tensor([1.0, 9.0, 3.0]), torch.tensor([True, False, True]), WhitenConfig(of_one=of_one))
+
+    close(found, [-(0.5**0.5), 0.0, 0.5**0.5])

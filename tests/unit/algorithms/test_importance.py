@@ -1,6 +1,7 @@
 """Importance weights, rejection and vetoes by their definitions, and what is measured of a mismatch."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -81,3 +82,62 @@ def test_mismatch_is_zero_for_the_same_policy() -> None:
     summary = summarise(mismatch_metrics(log_probs, log_probs, row(3)))
 
     assert summary["correction/kl"] == summary["correction/k3_kl"] == summary["correction/chi2_token"] == 0
+
+
+@pytest.mark.parametrize(
+    ("over", "kept"),
+    [
+        # Geometric mean of 2, 1.1 and 1.1: 2.42 ** (1 / 3) = 1.34, above 1.2.
+        ("original", [False, False, False]),
+        # The token of ratio 2 is gone: 1.1.
+        ("surviving", [False, True, True]),
+    ],
+)
+def test_a_sequence_is_tested_by_all_its_tokens_or_by_those_that_are_left(over: Any, kept: list[bool]) -> None:
+    tests = (
+        RejectionConfig(scope="sequence", reduce="mean", lower=0.8, upper=1.2),
+        RejectionConfig(lower=0.7, upper=1.4),
+    )
+    config = CorrectionConfig(weight=None, rejections=tests, statistics_over=over)
+    log_ratios = torch.tensor([2.0, 1.1, 1.1]).log()
+
+    assert correct(config, log_ratios - 3, torch.full((3,), -3.0), row(3)).response_mask.tolist() == kept
+
+
+def test_all_corrections_at_once_are_by_hand() -> None:
+    # Ratios of four answers: one with a token that vetoes it, one with a token too many, one far off as a whole.
+    ratios = [[1.1, 4.0, 1.0], [2.0, 1.1, 1.1], [1.3, 1.3, 1.3], [0.9, 1.0, 0.6]]
+    sequences = PackedSequences.of(torch.arange(4).repeat_interleave(3), torch.ones(12))
+    config = CorrectionConfig(
+        weight=WeightConfig(upper=1.05),
+        rejections=(
+            RejectionConfig(lower=0.7, upper=1.4),
+            RejectionConfig(scope="sequence", reduce="mean", lower=0.8, upper=1.2),
+        ),
+        veto=VetoConfig(lower=0.3, upper=3.0),
+        statistics_over="surviving",
+    )
+
+    found = correct(config, torch.tensor(ratios).flatten().log() - 3, torch.full((12,), -3.0), sequences)
+
+    assert found.response_mask.reshape(4, 3).int().tolist() == [[0, 0, 0], [0, 1, 1], [0, 0, 0], [1, 1, 0]]
+    kept = found.weights[found.response_mask]
+    torch.testing.assert_close(kept, torch.tensor([1.05, 1.05, 0.9, 1.0]))
+
+
+def test_a_weight_of_a_sequence_is_of_the_tokens_that_are_left() -> None:
+    config = CorrectionConfig(
+        weight=WeightConfig(level="sequence", upper=3.0),
+        rejections=(RejectionConfig(upper=1.4),),
+        statistics_over="surviving",
+    )
+
+    found = correct(config, torch.tensor([2.0, 1.1, 1.2]).log() - 3, torch.full((3,), -3.0), row(3))
+
+    torch.testing.assert_close(found.weights, torch.tensor([0.0, 1.32, 1.32]))
+
+
+def test_what_is_left_matters_to_nothing_without_both_kinds_of_tests() -> None:
+    for tests in ((RejectionConfig(upper=1.4),), (RejectionConfig(scope="sequence", upper=1.4),)):
+        with pytest.raises(ValueError, match="statistics_over surviving has no effect"):
+            CorrectionConfig(rejections=tests, statistics_over="surviving")

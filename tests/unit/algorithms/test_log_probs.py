@@ -135,3 +135,40 @@ def test_each_token_has_the_gradient_of_its_own_temperature() -> None:
 
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("with_kernels", [False, True])
+@pytest.mark.parametrize("temperature", [0.3, 0.5])
+def test_the_entropy_at_a_low_temperature_is_that_of_the_sharper_distribution(
+    temperature: float, *, with_kernels: bool
+) -> None:
+    # Logits whose softmax at this temperature is 4/7, 2/7, 1/7: its entropy is ln 7 - 10/7 ln 2.
+    logits = temperature * torch.tensor([[4.0, 2.0, 1.0]]).log() + 20
+    kernels = kernels_or_skip() if with_kernels else None
+
+    whole = statistics_from_logits(logits, torch.tensor([0]), temperature)
+    chunked = log_probs_and_entropy(logits, torch.eye(3), torch.tensor([0]), temperature=temperature, kernels=kernels)
+
+    for found in (whole, chunked):
+        assert found.entropy is not None
+        assert float(found.entropy) == pytest.approx(0.955700, abs=2e-5)
+        assert float(found.log_probs) == pytest.approx(-0.559616, abs=2e-5)
+
+
+@pytest.mark.parametrize("with_kernels", [False, True])
+@pytest.mark.parametrize("temperature", [0.3, 0.5, 1.0])
+def test_the_entropy_is_as_near_to_float64_as_that_of_a_plain_softmax(
+    temperature: float, *, with_kernels: bool
+) -> None:
+    logits = torch.randn(32, 4096, generator=torch.Generator().manual_seed(2)) * 2
+    exact = torch.distributions.Categorical(logits=logits.double() / temperature).entropy()
+    plain = torch.distributions.Categorical(logits=logits / temperature).entropy()
+    kernels = kernels_or_skip() if with_kernels else None
+
+    found = log_probs_and_entropy(
+        logits, torch.eye(4096), torch.zeros(32, dtype=torch.long), temperature=temperature, kernels=kernels
+    ).entropy
+
+    assert found is not None
+    distance, bound = ((each.double() - exact).abs().max() for each in (found, plain))
+    assert distance < max(2 * float(bound), 2e-6)

@@ -136,6 +136,21 @@ def test_group_filters(config: GroupFilterConfig, kept: list[str]) -> None:
     assert [name for name, rewards in groups.items() if keeps(rewards, config)] == kept
 
 
+@pytest.mark.parametrize(
+    ("rewards", "bound", "kept"),
+    [
+        # 0.1 as float32 is 0.100000001490: above a bound of 0.1, as its mean is, and ROLL's too.
+        ([0.1, 0.1], 0.1, True),
+        ([0.25, 0.75], 0.5, False),
+        ([0.2, 0.2, 0.2], 0.2, True),
+        ([0.9, 0.9, 0.9], 0.9, False),
+    ],
+)
+def test_a_mean_that_equals_its_bound_is_compared_as_float32(rewards: list[float], bound: float, *, kept: bool) -> None:
+    # 0.9 as float32 is 0.899999976: below 0.9.
+    assert keeps(rewards, MeanInRangeConfig(low=bound, high=None)) is kept
+
+
 def test_a_sample_mask_combines_its_rules() -> None:
     config = SampleMaskConfig(truncated=True, max_length=8, difficulty=(0.1, 0.9), wrong_up_to_length=6)
 

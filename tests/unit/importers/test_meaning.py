@@ -308,7 +308,7 @@ def test_datasets_become_sources_and_sets(system: str, values: dict[str, Any], p
         ("roll", {**GIGPO, "reward_normalization.method": "asym_clip"}, "reward_normalization.method"),
         ("roll", {**GIGPO, "gamma": 0.9}, "gamma"),
         ("roll", {**GIGPO, "reward_clip": 5.0, "whiten_advantages": True}, "reward_clip"),
-        ("roll", {"adv_estimator": "reinforce", "reward_norm": "running"}, "reward_norm"),
+        ("roll", {"adv_estimator": "reinforce", "reward_norm": "moving"}, "reward_norm"),
         ("roll", {"adv_estimator": "reinforce", "reward_normalization.method": "mean"},
          "reward_normalization.grouping"),
         ("roll", {f"{TRAIN}.gradient_accumulation_steps": 3}, "rollout_batch_size"),

@@ -45,19 +45,18 @@ def whiten(values: Tensor, mask: Tensor, config: WhitenConfig, all_sum: AllSum =
         all_sum: sums a tensor across the ranks that share the batch.
 
     Returns:
-        [T] float32, 0 where the mask is False. One token alone, or none, is only centred (unbiased variance is not
-        defined).
+        [T] float32, 0 where the mask is False. One token alone has no variance: it becomes 0, or stays as it is.
     """
     # In float64 sums of equal float32 values are exact, and so is their mean: what is equal becomes exactly 0.
     inside = torch.where(mask, values.double(), 0.0)
     count, total = all_sum(torch.stack([mask.sum().double(), inside.sum()])).unbind()
     centred = torch.where(mask, inside - total / count.clamp(min=1), 0.0)
-    if config.centre_only:
-        return centred.float()
-    squares = all_sum(centred.square().sum())
-    variance = squares / (count - 1 if config.variance == "unbiased" else count).clamp(min=1)
-    floored = variance + config.epsilon if config.floor == "add" else variance.clamp(min=config.epsilon)
-    return (centred * floored.rsqrt()).float()
+    if not config.centre_only:
+        squares = all_sum(centred.square().sum())
+        variance = squares / (count - 1 if config.variance == "unbiased" else count).clamp(min=1)
+        floored = variance + config.epsilon if config.floor == "add" else variance.clamp(min=config.epsilon)
+        centred = centred * floored.rsqrt()
+    return (centred if config.of_one == "zero" else torch.where(count > 1, centred, inside)).float()
 
 
 @dataclass(frozen=True, eq=False)

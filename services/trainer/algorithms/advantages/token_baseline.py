@@ -34,7 +34,7 @@ def optimal_token_baseline(
         sum_pi_squared: [T], sum over the vocabulary of p^2.
         sequences: layout.
         groups: of the sequences.
-        positions: count every token from the first sampled one, or sampled ones only.
+        positions: count every token of the layout, which a batch begins at the first sampled one, or sampled ones only.
         drop_tail: no baseline where the longest member is alone, beyond the second-longest one's length. Lengths count
             sampled tokens, so with several turns ``sampled`` positions are what they agree with.
         epsilon: keeps the weighted mean finite.
@@ -50,7 +50,7 @@ def optimal_token_baseline(
         energy = energy * importance_weights.square()
     weight = _running_sum(torch.where(mask, energy, 0.0), sequences)
     position = _positions(sequences, positions)
-    # Positions before the first sampled token are masked; they share bin 0 with weight 0.
+    # Of sampled positions, those before the first are masked; they share bin 0 with weight 0.
     width = int(position.max()) + 1 if position.numel() else 1
     bins = groups.index[sequences.index] * width + position
     weight = torch.where(mask, weight, 0.0)
@@ -78,8 +78,7 @@ def _running_sum(values: Tensor, sequences: PackedSequences) -> Tensor:
 
 def _positions(sequences: PackedSequences, which: Literal["all", "sampled"]) -> Tensor:
     mask = sequences.response_mask
-    sampled = _running_sum(mask.float(), sequences)
-    counted = sampled if which == "sampled" else _running_sum((sampled > 0).float(), sequences)
+    counted = _running_sum((mask if which == "sampled" else torch.ones_like(mask)).float(), sequences)
     return (counted.long() - 1).clamp(min=0)
 
 

@@ -19,6 +19,7 @@ from flotilla.services.rollout.engines.decoders.fused_weights import PACKED_ELEM
 from flotilla.services.rollout.engines.decoders.native import kernels
 from flotilla.services.rollout.engines.decoders.native.kernels import Kernels, kernels_for
 from flotilla.services.rollout.engines.embedded.sampling import RowSampling, sample
+from flotilla.shared.errors import WeightTransferFailed
 from flotilla.shared.models import native_code
 from flotilla.shared.weights.image.digests import row_sums
 
@@ -221,6 +222,33 @@ def test_new_weights_take_the_memory_of_discarded_ones(tmp_path: Path, is_native
     decoder.switch()
     assert addresses_of(decoder) != memory
     assert torch.equal(decoder.prefill(sequences, rows), logits)
+
+
+@needs_compiler
+@pytest.mark.parametrize("is_native", [True, False])
+def test_two_copies_take_turns_and_no_more_memory(tmp_path: Path, is_native: bool) -> None:
+    sizes = an_architecture(hidden_size=64, vocab_size=4096)
+    images = [tmp_path / name for name in ("initial", "other", "third")]
+    for each in images:
+        each.mkdir()
+    decoder, *expected = (decoders_of(sizes, each)[0 if is_native else 1] for each in images)
+    sequences, rows = sequences_of(sizes, 5), [[0]]
+    memory = [addresses_of(decoder)]
+    (tmp_path / "damaged").write_bytes(b"no header")
+
+    for image, other in zip(images[1:], expected, strict=True):
+        decoder.stage(image / "model.safetensors")
+        with pytest.raises(WeightTransferFailed):
+            decoder.stage(tmp_path / "damaged")  # What was staged is no longer, and its memory is not lost.
+        decoder.stage(image / "model.safetensors")
+        decoder.switch()
+        memory.append(addresses_of(decoder))
+        assert torch.equal(decoder.prefill(sequences, rows), other.prefill(sequences, rows))
+
+    assert memory[2] == memory[0] != memory[1]
+    decoder.release()
+    decoder.restore()
+    assert decoder._unused is None
 
 
 @needs_compiler

@@ -187,7 +187,9 @@ class FusedDecoder:
         self._device = device
         self._base = BaseWeights(files, dtype, device)
         self._spare: FusedWeights | None = None
-        self._discarded: FusedWeights | None = None
+        # No longer served, or to be replaced: memory for the next ones. To free it takes milliseconds, in which nothing
+        # is sampled, and new memory is slower to fill; at the peak there are two copies either way.
+        self._unused: FusedWeights | None = None
         self._cache = KeyValueCache(architecture, num_rows, context_tokens, dtype, device, self._kernels)
         self._rotations = rotations(architecture, min(context_tokens, architecture.max_positions)).to(device)
         self._native = (
@@ -208,7 +210,7 @@ class FusedDecoder:
         self._spare = spare
 
     def switch(self) -> None:
-        """Make the staged weights serve; the others are freed."""
+        """Make the staged weights serve; the memory of the others is for the next ones."""
         assert self._spare is not None
         self._use(self._spare)
 
@@ -218,12 +220,12 @@ class FusedDecoder:
 
     def discard(self) -> None:
         """Keep the weights as memory for others; see ``Decoder.discard``."""
-        self._spare, self._discarded = None, self._weights
+        self._spare, self._unused = None, self._weights
 
     def release(self) -> None:
         """Free weights and cache; see ``Decoder.release``."""
         del self._weights  # Nothing may be computed: there is no empty set of weights that could serve.
-        self._spare = self._discarded = None
+        self._spare = self._unused = None
         self._cache.release()
         if self._native is not None:
             self._native.release()
@@ -236,12 +238,12 @@ class FusedDecoder:
         self._use(weights)
 
     def _memory(self) -> FusedWeights:
-        if self._discarded is not None:
-            return self._discarded
-        return FusedWeights(self._sizes, self._dtype, self._device, self._kernels)
+        return self._unused or FusedWeights(self._sizes, self._dtype, self._device, self._kernels)
 
     def _use(self, weights: FusedWeights) -> None:
-        self._weights, self._spare, self._discarded = weights, None, None
+        served = getattr(self, "_weights", None)
+        self._unused = None if served is weights else served
+        self._weights, self._spare = weights, None
         if self._native is not None:
             self._native.use(weights)
 

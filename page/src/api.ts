@@ -61,12 +61,29 @@ export interface Options {
   token?: string;
 }
 
-export async function call<T>(path: string, options: Options = {}): Promise<T> {
+/** Requests that were made before anything needs their answers, by URL; each answer is used once. */
+const early = new Map<string, Promise<Response>>();
+
+const urlOf = (path: string, options: Options): string => {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(options.query ?? {})) {
     if (value !== null && value !== undefined && value !== "") query.set(name, String(value));
   }
-  const headers: Record<string, string> = { Authorization: `Bearer ${options.token ?? session.token ?? ""}` };
+  return query.size > 0 ? `${path}?${query}` : path;
+};
+
+const bearer = (token: string | null | undefined) => ({ Authorization: `Bearer ${token ?? ""}` });
+
+/** Ask for what a view will want, while what comes before it is still on its way. */
+export function askEarly(path: string, query: Options["query"] = {}): void {
+  const url = urlOf(path, { query });
+  const answer = fetch(url, { headers: bearer(session.token), cache: "no-store" });
+  answer.catch(() => early.delete(url));
+  early.set(url, answer);
+}
+
+export async function call<T>(path: string, options: Options = {}): Promise<T> {
+  const headers: Record<string, string> = bearer(options.token ?? session.token);
   let body: string | undefined;
   if (options.text !== undefined) {
     headers["Content-Type"] = "application/yaml";
@@ -75,10 +92,13 @@ export async function call<T>(path: string, options: Options = {}): Promise<T> {
     headers["Content-Type"] = "application/json";
     body = JSON.stringify(options.json);
   }
-  const url = query.size > 0 ? `${path}?${query}` : path;
+  const url = urlOf(path, options);
+  const isOwn = options.token === undefined || options.token === session.token;
+  const asked = (options.method ?? "GET") === "GET" && isOwn ? early.get(url) : undefined;
+  early.delete(url);
   let answer: Response;
   try {
-    answer = await fetch(url, { method: options.method ?? "GET", headers, body, signal: options.signal, cache: "no-store" });
+    answer = await (asked ?? fetch(url, { method: options.method ?? "GET", headers, body, signal: options.signal, cache: "no-store" }));
   } catch (error) {
     if (options.signal?.aborted) throw error;
     throw new Refused(0, "unreachable", "the gateway does not answer");
@@ -99,7 +119,7 @@ export async function call<T>(path: string, options: Options = {}): Promise<T> {
 
 /** Save a file of the gateway, which wants the token for it, on the reader's machine. */
 export async function download(path: string, name: string): Promise<void> {
-  const answer = await fetch(path, { headers: { Authorization: `Bearer ${session.token ?? ""}` }, cache: "no-store" });
+  const answer = await fetch(path, { headers: bearer(session.token), cache: "no-store" });
   if (!answer.ok) throw new Refused(answer.status, "", `${name}: ${answer.status} ${answer.statusText}`);
   save(name, await answer.blob());
 }

@@ -96,18 +96,20 @@ export function Create({ shared }: { shared: Shared }) {
         />
       </div>
       {errors.length > 0 && (
-        <ul class="errors" role="alert">
-          {errors.map((error, at) => (
-            <li key={at}>
-              {error.line !== null && (
-                <button class="plain" onClick={() => go(error.line!)}>
-                  line {error.line}
-                </button>
-              )}{" "}
-              {error.path && <code>{error.path}</code>} {error.text}
-            </li>
-          ))}
-        </ul>
+        <div role="alert">
+          <ul class="errors">
+            {errors.map((error, at) => (
+              <li key={at}>
+                {error.line !== null && (
+                  <button class="plain" onClick={() => go(error.line!)}>
+                    line {error.line}
+                  </button>
+                )}{" "}
+                {error.path && <code>{error.path}</code>} {error.text}
+              </li>
+            ))}
+          </ul>
+        </div>
       )}
       <div class="buttons">
         <button class="primary" disabled={isBusy || text.trim() === ""} onClick={() => void create(true)}>

@@ -6,6 +6,7 @@ import { Dialog } from "./dialog";
 import { duration, number } from "./format";
 import type { Shared } from "./main";
 import { colours } from "./palette";
+import { Publications } from "./publications";
 import { useTheme } from "./run";
 import { ServiceLog } from "./servicelog";
 
@@ -15,6 +16,8 @@ const SECONDS = 3;
 /** More services than these are a heat map, and the table is folded up. */
 const MOST_LANES = 64;
 const ROW = 4;
+/** Experiments whose publications are shown here; each asks for its own. */
+const MOST_PUBLISHING = 3;
 
 /** How busy a service is now, from 0 to 1. */
 function busyOf(service: Service, before: Service | undefined): number {
@@ -121,6 +124,12 @@ export function Fleet({ shared }: { shared: Shared }) {
       </div>
       <Graders services={services} nameOf={nameOf} />
       <Sandboxes services={services} />
+      {shared.experiments
+        .filter((each) => each.kind !== "tinker" && each.state === "running")
+        .slice(0, MOST_PUBLISHING)
+        .map((each) => (
+          <Publications key={each.id} id={each.id} isOver={false} of={each.name} />
+        ))}
       {shared.isOperator && <Webhooks />}
       {shared.isOperator && services.length > 0 && <LogOfService services={services} />}
       <div class="panel">

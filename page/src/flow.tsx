@@ -25,6 +25,7 @@ interface Ledger {
   dropped: Reasons;
   failed: Reasons;
   outstanding: number;
+  by_version?: { version: number; groups: number; oldest_seconds?: number | null }[];
   consumed_since_publication: number;
   tokens: { generated: number; scored: number; trained: number };
   lengths: Record<string, Record<string, Record<string, number>>>;
@@ -77,6 +78,7 @@ export function Flow({ id, shared }: { id: string; shared: Shared }) {
             </div>
           </div>
           <Picture ledger={data.ledgers[lane]} lane={lane} evidence={lane === "train" && !isOver ? (data.diagnosis.evidence as Record<string, number>) : {}} />
+          {lane === "train" && <Queue ledger={data.ledgers.train} current={experiment.policy_version} />}
           {lane === "train" && <Admission experiment={experiment} ledger={data.ledgers.train} />}
           <Ends ledger={data.ledgers[lane]} lane={lane} />
           <Publications id={id} isOver={isOver} />
@@ -212,6 +214,42 @@ function Picture({ ledger, lane, evidence }: { ledger: Ledger; lane: Lane; evide
       <p class="quiet small">
         Tokens of answers: {number(ledger.tokens.generated)} generated, {number(ledger.tokens.scored)} scored, {number(ledger.tokens.trained)} trained.
       </p>
+    </div>
+  );
+}
+
+/** What is on its way, by the version that it was issued or sampled under. */
+function Queue({ ledger, current }: { ledger: Ledger; current: number }) {
+  const rows = ledger.by_version ?? [];
+  if (rows.length === 0) return null;
+  const most = Math.max(...rows.map((each) => each.groups));
+  return (
+    <div class="panel queue">
+      <h2>On its way, by version</h2>
+      <table>
+        <thead>
+          <tr>
+            <th scope="col">Version</th>
+            <th scope="col">Behind</th>
+            <th scope="col">Groups</th>
+            <th scope="col">Share</th>
+            <th scope="col">Oldest</th>
+          </tr>
+        </thead>
+        <tbody>
+          {rows.map((each) => (
+            <tr key={each.version}>
+              <td>{each.version}</td>
+              <td class="figure">{Math.max(0, current - each.version)}</td>
+              <td class="figure">{whole(each.groups)}</td>
+              <td>
+                <meter min={0} max={most} value={each.groups} aria-label={`${each.groups} groups of version ${each.version}`} />
+              </td>
+              <td class="figure">{each.oldest_seconds === null || each.oldest_seconds === undefined ? "–" : duration(each.oldest_seconds)}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
     </div>
   );
 }

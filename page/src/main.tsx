@@ -1,6 +1,6 @@
 import { render } from "preact";
 import { useEffect, useMemo, useState } from "preact/hooks";
-import { all, call, Refused, session, usePoll, type Caller, type Experiment } from "./api";
+import { all, askEarly, call, Refused, session, usePoll, type Caller, type Experiment } from "./api";
 import { Create } from "./create";
 import { Fleet } from "./fleet";
 import { Flow } from "./flow";
@@ -9,7 +9,7 @@ import { Lineage } from "./lineage";
 import { Log } from "./log";
 import { Login } from "./login";
 import { Overview } from "./overview";
-import { Run } from "./run";
+import { askEarlyForRuns, Run } from "./run";
 import { Samples } from "./samples";
 import "./app.css";
 
@@ -196,6 +196,16 @@ function tokenOfLink(): string | null {
   return found === null ? null : decoded(found[1]!);
 }
 
+/** The first view of a tab that is logged in: who is asking, which experiments there are and their charts are asked for at once. */
+function askForFirstView(): void {
+  if (session.token === null) return;
+  const route = routeOf(location.hash);
+  // In this order: charts take longest to answer.
+  askEarly("/v1/tokens/self");
+  askEarly("/v1/experiments", { spec: false });
+  if (route.view === "run") askEarlyForRuns(route.ids);
+}
+
 function App() {
   const [caller, setCaller] = useState<Caller | null>(null);
   const [message, setMessage] = useState("");
@@ -243,4 +253,5 @@ function App() {
   return isAsking ? <p class="quiet center">Connecting…</p> : <Login message={message} onEnter={enter} />;
 }
 
+askForFirstView();
 render(<App />, document.getElementById("app")!);

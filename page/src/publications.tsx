@@ -10,12 +10,13 @@ const PARTS = [
   ["publication/transfer_seconds", "transfer"],
   ["publication/commit_seconds", "commit"],
 ] as const;
-const TYPES = "publication_announced,publication_committed,publication_aborted,publication_epoch_closed";
+const TYPES = "publication_announced,publication_committed,publication_aborted,publication_epoch_closed,publication_served";
 
 interface Row {
   version: number;
   at: string;
   members: string[];
+  took: Record<string, Record<string, number>>;
   transports: string[];
   end: string;
   isBad: boolean;
@@ -27,7 +28,11 @@ function rowsOf(events: Event[], series: SeriesOf): Row[] {
   for (const each of events) {
     const data = each.data as Record<string, unknown>;
     const version = data.version as number;
-    const before = rows.get(version) ?? { version, at: each.at, members: [], transports: [], end: "under way", isBad: false, seconds: [] };
+    const before = rows.get(version) ?? { version, at: each.at, members: [], took: {}, transports: [], end: "under way", isBad: false, seconds: [] };
+    if (each.type === "publication_served") {
+      rows.set(version, { ...before, took: data.members as Row["took"] });
+      continue;
+    }
     const members = (data.members as string[] | undefined) ?? before.members;
     const because = typeof data.reason === "string" && data.reason ? `: ${data.reason}` : "";
     if (each.type === "publication_announced") rows.set(version, { ...before, at: each.at, members, transports: (data.transports as string[] | undefined) ?? [] });
@@ -45,7 +50,31 @@ function rowsOf(events: Event[], series: SeriesOf): Row[] {
   }));
 }
 
-export function Publications({ id, isOver }: { id: string; isOver: boolean }) {
+const short = (seconds: number) => (seconds < 0.1 ? `${Math.round(1000 * seconds)} ms` : duration(seconds));
+
+/** Who took part, and what each of the parts took of them: the slowest first. */
+function Members({ row }: { row: Row }) {
+  const names = row.members.length > 4 ? `${row.members.length} rollouts` : row.members.join(", ");
+  const took = Object.entries(row.took);
+  if (took.length === 0) return <>{names}</>;
+  return (
+    <details>
+      <summary>{names || `${took.length} rollouts`}</summary>
+      <ul class="plain">
+        {took.map(([name, parts]) => (
+          <li key={name}>
+            {name}:{" "}
+            {Object.entries(parts)
+              .map(([part, seconds]) => `${part} ${short(seconds)}`)
+              .join(", ")}
+          </li>
+        ))}
+      </ul>
+    </details>
+  );
+}
+
+export function Publications({ id, isOver, of }: { id: string; isOver: boolean; of?: string }) {
   const kept = useRef<{ events: Event[]; after: string | null; series: SeriesOf } | null>(null);
   const { data, error } = usePoll(
     async (signal) => {
@@ -66,7 +95,7 @@ export function Publications({ id, isOver }: { id: string; isOver: boolean }) {
   const longest = Math.max(1e-9, ...(data ?? []).map((row) => row.seconds.reduce((sum, each) => sum + each, 0)));
   return (
     <div class="panel publications">
-      <h2>Publications</h2>
+      <h2>Publications{of && ` of ${of}`}</h2>
       {error && <p class="notice bad">{error.message}</p>}
       {data?.length === 0 && <p class="quiet">No version was published yet.</p>}
       {data !== null && data.length > 0 && (
@@ -113,11 +142,13 @@ export function Publications({ id, isOver }: { id: string; isOver: boolean }) {
                     </td>
                     {row.seconds.map((value, at) => (
                       <td key={at} class="figure">
-                        {value < 0.1 ? `${Math.round(1000 * value)} ms` : duration(value)}
+                        {short(value)}
                       </td>
                     ))}
                     <td class="quiet">{row.transports.join(", ")}</td>
-                    <td class="wrap quiet small">{row.members.length > 4 ? `${row.members.length} rollouts` : row.members.join(", ")}</td>
+                    <td class="wrap quiet small">
+                      <Members row={row} />
+                    </td>
                     <td class={row.isBad ? "wrap bad" : "wrap"}>{row.end}</td>
                   </tr>
                 );

@@ -13,6 +13,11 @@ import { SeriesOf } from "./series";
 const POINTS = 800;
 const AXES: Axis[] = ["step", "version", "time", "tokens"];
 
+/** Ask for the charts of runs before it is known that they are there. */
+export function askEarlyForRuns(ids: string[]): void {
+  for (const id of ids) new SeriesOf(id, ALL_NAMES, POINTS).askEarly();
+}
+
 export function useTheme(): number {
   const [count, setCount] = useState(0);
   useEffect(() => {

@@ -1,5 +1,5 @@
 // Series of one experiment, kept in columns and continued from a cursor: a poll brings what is new and nothing else.
-import { call, experimentPath, type SeriesPage } from "./api";
+import { askEarly, call, experimentPath, type SeriesPage } from "./api";
 
 export interface Column {
   steps: number[];
@@ -34,10 +34,19 @@ export class SeriesOf {
     private readonly points: number,
   ) {}
 
+  /** Ask for what `update` will want. */
+  askEarly(): void {
+    askEarly(`${experimentPath(this.experimentId)}/series`, this.query());
+  }
+
+  private query() {
+    return { names: this.names.join(","), after: this.cursor, points: this.points };
+  }
+
   /** Ask for what was written since; true where anything came. */
   async update(signal: AbortSignal): Promise<boolean> {
     const page = await call<SeriesPage>(`${experimentPath(this.experimentId)}/series`, {
-      query: { names: this.names.join(","), after: this.cursor, points: this.points },
+      query: this.query(),
       signal,
     });
     const common = page.common ? new Set(page.common) : null;

@@ -7,6 +7,7 @@ them is unavailable. The number of series is bounded: a fixed number for each of
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
+from statistics import median
 from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -23,6 +24,8 @@ from flotilla.shared.telemetry.prometheus import gauge
 
 MAX_EXPERIMENTS: Final = 100
 """Those that run come first; how many are left out is a series of its own."""
+MOST_LAGS: Final = 8
+PARTS: Final = ("negotiate", "transfer", "commit")
 SHARES: Final = {
     "trainer/wait_share": ("trainer_wait_share", "Share of the steps' time in which the trainer waited for groups"),
     "rollout/idle_share": ("rollout_idle_share", "Share of the looks at which no task waited or was claimed"),
@@ -43,6 +46,7 @@ def metrics_of(gateway: GatewayState, *, with_experiments: bool = True) -> Itera
     yield left_out
     shown = active[:MAX_EXPERIMENTS]
     yield from _progress(shown, gateway.feeder_status)
+    yield from _queues(shown, gateway.feeder_status, gateway.clock.monotonic())
     yield from _streams(shown, gateway.measurements)
     yield _lags(shown, gateway.measurements)
     yield _values(shown, gateway.measurements)
@@ -75,6 +79,25 @@ def _progress(experiments: Iterable[Experiment], feeders: PerExperiment[FeederSt
             issued.add_metric(named, ledger.issued)
             trained.add_metric(named, ledger.trained)
     yield from (step, version, outstanding, issued, trained, problem)
+
+
+def _queues(experiments: Iterable[Experiment], feeders: PerExperiment[FeederStatus], now: float) -> Iterator[Metric]:
+    """Make what is on its way by how many versions it is behind, the last for all that are further."""
+    groups = gauge(
+        "experiment_queue_groups", "Outstanding groups, by versions behind the current one", "experiment", "lag"
+    )
+    oldest = gauge("experiment_queue_oldest_seconds", "Since the first of them was issued", "experiment", "lag")
+    for experiment in experiments:
+        status = feeders.of(experiment)
+        counts, ages = Counter[int](), dict[int, float]()
+        for each in () if status.ledger is None else status.ledger.by_version:
+            lag = min(MOST_LAGS, max(0, experiment.record.policy_version - each.version))
+            counts[lag] += each.groups
+            ages[lag] = max(ages.get(lag, 0.0), status.issued.age(each.first_group, now) or 0.0)
+        for lag, count in sorted(counts.items()):
+            groups.add_metric((experiment.id, str(lag)), count)
+            oldest.add_metric((experiment.id, str(lag)), ages[lag])
+    yield from (groups, oldest)
 
 
 def _streams(experiments: Iterable[Experiment], measured: PerExperiment[Measurements]) -> Iterator[Metric]:
@@ -148,6 +171,20 @@ def _speed(experiments: Iterable[Experiment], gateway: GatewayState) -> Iterator
     for experiment in experiments:
         waited.add_metric((experiment.id,), gateway.feeder_status.of(experiment).wait.total_seconds)
     yield waited
+    members = gauge(
+        "experiment_publication_member_seconds",
+        "What the newest publication took of its members, the median and the slowest",
+        "experiment",
+        "part",
+        "member",
+    )
+    for experiment in experiments:
+        took = gateway.publications.durations.newest(experiment.id).values()
+        for part in PARTS:
+            if seconds := [parts[part] for parts in took if part in parts]:
+                members.add_metric((experiment.id, part, "median"), median(seconds))
+                members.add_metric((experiment.id, part, "slowest"), max(seconds))
+    yield members
     running = [each for each in experiments if each.state is ExperimentState.RUNNING]
     now = gateway.clock.monotonic()
     found = {each.id: gateway.measurements.of(each).bottleneck(now, each.spec) for each in running}

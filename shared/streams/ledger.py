@@ -42,6 +42,17 @@ class TokenCounts(BaseModel):
     trained: int = 0
 
 
+class Outstanding(BaseModel):
+    """Outstanding groups whose oldest tokens, or whose issue, are of one policy version."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: int
+    groups: int
+    first_group: int
+    """The one that was issued first."""
+
+
 class Ledger(Described):
     """A snapshot of one lane, taken atomically. All numbers are groups unless said otherwise."""
 
@@ -61,6 +72,8 @@ class Ledger(Described):
     failed: dict[str, int] = Field(default_factory=dict)
     outstanding: int = 0
     """Issued, and neither planned nor resolved: what the admission budget bounds."""
+    by_version: tuple[Outstanding, ...] = ()
+    """The same groups by policy version, oldest first."""
     consumed_since_publication: int = 0
     """Planned under a version that no publication has followed yet."""
     tokens: TokenCounts = TokenCounts()
@@ -85,7 +98,7 @@ class Ledger(Described):
         counters: Mapping[str, int],
         depths: Mapping[HopName, tuple[int, int]],
         *,
-        outstanding: int,
+        outstanding: Mapping[int, int],
         consumed: int,
     ) -> "Ledger":
         """Build a snapshot.
@@ -93,7 +106,7 @@ class Ledger(Described):
         Args:
             counters: the ledger hash; reasons are fields such as ``failed:timeout``.
             depths: for each hop, entries that wait and entries that are claimed.
-            outstanding: members of the outstanding set.
+            outstanding: the outstanding groups, with the policy version of each.
             consumed: groups planned since the last publication.
         """
         reasons: dict[str, dict[str, int]] = {kind: {} for kind in REASONED}
@@ -105,6 +118,13 @@ class Ledger(Described):
             elif kind == LENGTH:
                 ended_as, reason, bucket = reason.split(":")
                 lengths.setdefault(ended_as, {}).setdefault(reason, {})[int(bucket)] = value
+        groups_of: dict[int, list[int]] = {}
+        for group, version in outstanding.items():
+            groups_of.setdefault(version, []).append(group)
+        by_version = tuple(
+            Outstanding(version=version, groups=len(groups), first_group=min(groups))
+            for version, groups in sorted(groups_of.items())
+        )
         for histogram in (each for kind in lengths.values() for each in kind.values()):
             in_order = sorted(histogram.items())
             histogram.clear()
@@ -115,7 +135,8 @@ class Ledger(Described):
             claimed=HopCounts(**{hop.value: claimed for hop, (_, claimed) in depths.items()}),
             planned=counters.get("planned", 0),
             trained=counters.get("trained", 0),
-            outstanding=outstanding,
+            outstanding=len(outstanding),
+            by_version=by_version,
             consumed_since_publication=consumed,
             tokens=TokenCounts(**{name: counters.get(f"tokens:{name}", 0) for name in TokenCounts.model_fields}),
             lengths=lengths,

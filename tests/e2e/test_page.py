@@ -8,7 +8,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.browser import Browser, needs_browser, open_browser
+from tests.browser import AXE, Browser, needs_browser, open_browser
 from tests.fleet import RunningFleet, make_experiment, running_fleet, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580), needs_browser]
@@ -25,7 +25,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fleet(folder: Path) -> Iterator[RunningFleet]:
-    with running_fleet(folder / "fleet") as fleet:
+    hooks = {
+        "webhooks": [{"url": "http://127.0.0.1:9/hook", "events": ["stopped"], "secret": "never-shown-to-anybody"}]
+    }
+    (folder / "hooks.yaml").write_text(yaml.safe_dump(hooks))
+    with running_fleet(folder / "fleet", FLOTILLA_WEBHOOKS=str(folder / "hooks.yaml")) as fleet:
         yield fleet
 
 
@@ -68,10 +72,30 @@ def shown_state(browser: Browser, name: str, state: str) -> None:
     )
 
 
+class Barriers:
+    """What axe finds on the views of an operator, who has buttons and dialogs; nothing where axe is not there."""
+
+    def __init__(self, browser: Browser) -> None:
+        self._browser = browser
+        self.found: dict[str, list[str]] = {}
+
+    def look(self, view: str) -> None:
+        """Look at what is shown now, in light, and at its colours in dark."""
+        if not AXE.is_file():
+            return
+        themes: dict[str, tuple[str, ...]] = {"light": (), "dark": ("color-contrast",)}
+        for theme, rules in themes.items():
+            self._browser.script("document.documentElement.dataset.theme = arguments[0]", theme)
+            if barriers := self._browser.barriers(rules):
+                self.found[f"{view}, {theme}"] = barriers
+
+
 def test_an_operator_creates_watches_pauses_forks_compares_and_stops(
     fleet: RunningFleet, browser: Browser, folder: Path
 ) -> None:
-    spec = make_experiment(folder, name="first", optimisation={"steps": 5000})
+    profiler = {"profiler": {"steps": [3]}}
+    spec = make_experiment(folder, name="first", optimisation={"steps": 5000}, tracking=profiler)
+    barriers = Barriers(browser)
     text = yaml.safe_dump(spec, sort_keys=False)
 
     browser.open(f"{fleet.url}/")
@@ -94,6 +118,7 @@ def test_an_operator_creates_watches_pauses_forks_compares_and_stops(
     assert browser.texts(".gutter .bad") == [str(each) for each in sorted(lines.values())]
     assert ask(fleet, "GET", "/v1/experiments")["items"] == []
     assert all("422" in each for each in browser.complaints())
+    barriers.look("create")
 
     browser.paste(".editor textarea", text)
     browser.click("button", "Create and start")
@@ -143,6 +168,10 @@ def test_an_operator_creates_watches_pauses_forks_compares_and_stops(
         )
     browser.wait(".panel h2", "What bounds the speed")
     browser.wait(".publications td", "served by 1", LONG_SECONDS)
+    browser.click(".publications summary", "rollout-")
+    browser.wait(".publications li", "commit")
+    browser.wait(".queue th", "Behind")
+    barriers.look("flow")
 
     # Its state is changed by buttons, and what is shown follows.
     browser.click("nav a", "Overview")
@@ -151,12 +180,14 @@ def test_an_operator_creates_watches_pauses_forks_compares_and_stops(
     browser.click(".actions button", "Pause")
     shown_state(browser, "first", "paused")
     assert state_of(fleet, "first") == "paused"
+    barriers.look("overview")
     change_on_the_page(browser, fleet)
     browser.click(".actions button", "Resume")
     shown_state(browser, "first", "running")
 
     browser.click(".actions button", "Fork")
     browser.type("#fork-name", "second")
+    barriers.look("dialog")
     browser.paste("#fork-changes", "optimisation.learning_rate: 2.0e-4\nresources.priority: 0")
     browser.click("dialog button", "Fork and start")
     browser.wait(".experiment h2 a", "second", LONG_SECONDS)
@@ -180,6 +211,8 @@ def test_an_operator_creates_watches_pauses_forks_compares_and_stops(
     browser.wait(".panel p", "It trained 4 groups")
     browser.click("nav a", "Log")
     browser.wait(".narrow td", "resume")
+    browser.wait(".profiles button", "trainer-step00000003-rank0", LONG_SECONDS)
+    barriers.look("log")
     browser.wait(".panel td", "publication committed")
     browser.choose(".panel select", "checkpoint")
     browser.wait(".panel td", "checkpoint")
@@ -193,6 +226,9 @@ def test_an_operator_creates_watches_pauses_forks_compares_and_stops(
     browser.wait(".panel td", "rollout-")
     browser.wait(".panel td", "first")
     browser.wait(".graders td", "custom")
+    browser.wait(".publications h2", "Publications of")
+    browser.wait(".webhooks td", "http://127.0.0.1:9/***")
+    barriers.look("fleet")
     browser.click(".log summary", "What the services logged")
     browser.wait(".log td", "event")
 
@@ -204,6 +240,7 @@ def test_an_operator_creates_watches_pauses_forks_compares_and_stops(
     audit = ask(fleet, "GET", f"/v1/experiments/{forked['id']}/audit")["items"]
     assert audit[0]["action"] == "stop"
     assert browser.complaints() == []
+    assert barriers.found == {}
 
 
 def change_on_the_page(browser: Browser, fleet: RunningFleet) -> None:

@@ -141,6 +141,8 @@ class Feeder:
         limit = max(spec.admission_budget, ledger.outstanding + ledger.consumed_since_publication + room)
         result = await self._issue(range(first, first + min(room, BATCH)), version, limit)
         self._next_group_id = result.next_group_id
+        if result.count:
+            self._status.issued.add(first, now)
         return self._pause_after(result.count, room, left)
 
     def _pause_after(self, count: int, room: int, left: int) -> float:

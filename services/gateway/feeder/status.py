@@ -1,6 +1,9 @@
 """What the feeder of one experiment knows at any time. In memory: a restarted task goes on with it."""
 
+from bisect import bisect_right
+from collections import deque
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 from flotilla.services.gateway.feeder.admission import AdmissionWait
@@ -40,6 +43,24 @@ class Blockage(NamedTuple):
     cause: str
 
 
+class IssueTimes:
+    """When this gateway issued which groups; of those before the newest 4,096 batches it knows nothing."""
+
+    def __init__(self) -> None:
+        self._batches: deque[tuple[int, float]] = deque(maxlen=4096)
+
+    def add(self, first_group: int, at: float) -> None:
+        """Record a batch that begins with a group; ids go back where Redis did."""
+        while self._batches and self._batches[-1][0] >= first_group:
+            self._batches.pop()
+        self._batches.append((first_group, at))
+
+    def age(self, group: int, now: float) -> float | None:
+        """Return how long ago a group was issued, in seconds; None where that is not known."""
+        at = bisect_right(self._batches, group, key=itemgetter(0)) - 1
+        return None if at < 0 else max(0.0, now - self._batches[at][1])
+
+
 @dataclass(slots=True)
 class FeederStatus:
     """What the feeder saw last, and how long it waited.
@@ -49,12 +70,14 @@ class FeederStatus:
         full_stream: the first stream of the train lane that has reached its bound, if any.
         refusal: why the data plane took nothing in when it was last asked, if so.
         wait: how long the admission budget held the feeder.
+        issued: when groups were issued, in seconds of the monotonic clock.
     """
 
     ledger: Ledger | None = None
     full_stream: FullStream | None = None
     refusal: str | None = None
     wait: AdmissionWait = field(default_factory=AdmissionWait)
+    issued: IssueTimes = field(default_factory=IssueTimes)
 
     def why_blocked(self) -> Blockage | None:
         """Return what takes no more, the server or one of the streams, or None if all of them do."""

@@ -3,6 +3,10 @@
 prepare    until every member had joined the epoch; over all epochs of the publication
 transfer   until every member had received the version; likewise
 commit     from the decision until the last member said that it serves the version, finished evaluations included
+
+The event ``publication_served`` has the same of each member: ``negotiate`` until it had joined, ``transfer`` from there
+until it had received, ``commit`` until it said that it serves. They are in memory: what a member did before another
+gateway took over is not known.
 """
 
 from collections import defaultdict
@@ -12,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from flotilla.services.gateway.publications.negotiation import Negotiation
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.transaction import Transaction
-from flotilla.services.gateway.store.writes import PointRecord, PutMetrics, PutWindow
+from flotilla.services.gateway.store.writes import AppendEvent, PointRecord, PutMetrics, PutWindow, Write
 from flotilla.shared.clock import Clock, rfc3339
 from flotilla.shared.schemas.publication import PublicationPhase
 
@@ -26,12 +30,20 @@ NAMES: Mapping[PublicationPhase, str] = {
 }
 
 
+Members = dict[str, dict[str, float]]
+"""Seconds of ``negotiate``, ``transfer`` and ``commit`` by member."""
+MOST_MEMBERS = 256
+"""The slowest of a publication, which its event names."""
+
+
 @dataclass
 class _Measured:
     """A publication whose announcement this process has seen."""
 
     since: float
     seconds: dict[str, float] = field(default_factory=lambda: {PREPARE: 0.0, TRANSFER: 0.0})
+    began: float | None = None
+    members: Members = field(default_factory=dict)
 
 
 @dataclass
@@ -43,6 +55,7 @@ class _Committed:
     at: float
     missing: set[str]
     seconds: dict[str, float]
+    members: Members = field(default_factory=dict)
 
 
 class Durations:
@@ -57,6 +70,7 @@ class Durations:
         self._clock = clock
         self._open: dict[str, _Measured] = {}
         self._committed: defaultdict[str, list[_Committed]] = defaultdict(list)
+        self._newest: dict[str, Members] = {}
 
     async def load(self, experiment_id: str) -> None:
         """Go on with what an earlier gateway had open."""
@@ -74,7 +88,8 @@ class Durations:
 
     def stage_announced(self, change: Transaction, experiment_id: str) -> None:
         """Begin with a publication."""
-        self._stage(change, experiment_id, _Measured(self._clock.monotonic()), [])
+        now = self._clock.monotonic()
+        self._stage(change, experiment_id, _Measured(now, began=now), [])
 
     def stage_moved(self, change: Transaction, experiment_id: str, before: Negotiation, after: Negotiation) -> None:
         """Record a change of the open publication."""
@@ -82,25 +97,52 @@ class Durations:
         if known is None:
             return
         now = self._clock.monotonic()
-        measured = _Measured(now, dict(known.seconds))
+        measured = _Measured(now, dict(known.seconds), known.began, known.members)
+        self.note(measured, before, after)
         if before.phase in NAMES:
             measured.seconds[NAMES[before.phase]] += now - known.since
         committed = []
         if after.phase is PublicationPhase.COMMITTED:
-            committed.append(_Committed(after.version, after.step, now, set(after.members), measured.seconds))
+            members = {name: parts for name, parts in measured.members.items() if name in after.members}
+            committed.append(_Committed(after.version, after.step, now, set(after.members), measured.seconds, members))
         self._stage(change, experiment_id, None if after.is_over else measured, committed)
+
+    def stage_progress(self, change: Transaction, experiment_id: str, before: Negotiation, after: Negotiation) -> None:
+        """Record how far members came where nothing else changed."""
+        known: _Measured | None = change.staged((self, experiment_id), self._open.get(experiment_id))
+        if known is not None:
+            self.note(known, before, after)
+
+    def note(self, measured: _Measured, before: Negotiation, after: Negotiation) -> None:
+        """Record what members reported between two states. What a member did in an earlier epoch is forgotten."""
+        if measured.began is None:
+            return
+        spent = self._clock.monotonic() - measured.began
+        if before.epoch.number != after.epoch.number:
+            measured.members.clear()
+        for name in after.joined - before.joined:
+            measured.members.setdefault(name, {})["negotiate"] = spent
+        for name in after.received - before.received:
+            parts = measured.members.setdefault(name, {})
+            parts["transfer"] = spent - parts.get("negotiate", 0.0)
+
+    def newest(self, experiment_id: str) -> Members:
+        """What the newest publication that all members serve took of each of them; nothing before the first."""
+        return self._newest.get(experiment_id, {})
 
     async def serves(self, experiment_id: str, service_id: str, version: int | None) -> None:
         """Record which version a rollout serves, and store what a publication took if it was the last to serve it."""
         if version is None or experiment_id not in self._committed:
             return
-        settled = []
+        settled: list[Write] = []
         for committed in self._committed[experiment_id]:
-            if version >= committed.version:
+            if version >= committed.version and service_id in committed.missing:
                 committed.missing.discard(service_id)
+                committed.members.setdefault(service_id, {})["commit"] = self._clock.monotonic() - committed.at
             if not committed.missing:
                 committed.seconds[COMMIT] = self._clock.monotonic() - committed.at
-                settled.append(self._values(experiment_id, committed))
+                settled += self._writes(experiment_id, committed)
+                self._newest[experiment_id] = committed.members
         self._forget_settled(experiment_id)
         if settled:
             async with self._store.transaction() as change:
@@ -111,7 +153,7 @@ class Durations:
         for committed in self._committed.get(experiment_id, []):
             if committed.missing <= {service_id}:
                 committed.seconds[COMMIT] = self._clock.monotonic() - committed.at
-                change.write(self._values(experiment_id, committed))
+                change.write(*self._writes(experiment_id, committed))
 
         def follow() -> None:
             for committed in self._committed.get(experiment_id, []):
@@ -130,7 +172,7 @@ class Durations:
     def stage_close(self, change: Transaction, experiment_id: str) -> None:
         """Store what is known, without the commits that have not ended: the experiment ends."""
         for committed in self._committed.get(experiment_id, []):
-            change.write(self._values(experiment_id, committed))
+            change.write(*self._writes(experiment_id, committed))
         change.write(self._window_of(experiment_id, None, []))
 
         def follow() -> None:
@@ -180,10 +222,14 @@ class Durations:
         if remaining:
             self._committed[experiment_id] = remaining
 
-    def _values(self, experiment_id: str, committed: _Committed) -> PutMetrics:
-        at = rfc3339(self._clock.now())
+    def _writes(self, experiment_id: str, committed: _Committed) -> list[Write]:
+        now = self._clock.now()
+        at = rfc3339(now)
         points = [
             PointRecord(name=name, step=committed.step, version=committed.version, value=value, at=at)
             for name, value in committed.seconds.items()
         ]
-        return PutMetrics(experiment_id, points)
+        slowest = sorted(committed.members.items(), key=lambda item: -sum(item[1].values()))[:MOST_MEMBERS]
+        members = {name: {part: round(seconds, 4) for part, seconds in parts.items()} for name, parts in slowest}
+        facts = {"version": committed.version, "members": members}
+        return [PutMetrics(experiment_id, points), AppendEvent(experiment_id, "publication_served", now, facts)]

@@ -335,6 +335,7 @@ class Publications:
         before = change.staged(entry, entry.negotiation)
         change.stage(entry, after)
         if not is_new and is_alike(before, after):
+            self.durations.stage_progress(change, experiment.id, before, after)
             change.then(lambda: setattr(entry, "negotiation", after))
             return
         change.write(PutRecord(record_of(experiment.id, after, entry.announced_at, self._clock.now())))

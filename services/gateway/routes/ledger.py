@@ -13,6 +13,8 @@ router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
 async def ledger(experiment_id: str, gateway: Gateway, jobs: Jobs) -> dict[str, Any]:
     """Return both lanes' ledgers, each taken in one instant; the last ones once the experiment has ended.
 
+    ``oldest_seconds`` of a version is how long ago its first group was issued, null where another gateway issued it.
+
     Of an experiment of the kind tinker that of its ``requests``.
 
     Raises:
@@ -24,4 +26,7 @@ async def ledger(experiment_id: str, gateway: Gateway, jobs: Jobs) -> dict[str, 
     if experiment.record.final_ledger is not None:
         return dict(experiment.record.final_ledger)
     train, evaluation = await experiment.train.ledger(), await experiment.evaluation.ledger()
-    return {"train": train.model_dump(mode="json"), "evaluation": evaluation.model_dump(mode="json")}
+    shown, times = train.model_dump(mode="json"), gateway.feeder_status.of(experiment).issued
+    for each in shown["by_version"]:
+        each["oldest_seconds"] = times.age(each["first_group"], gateway.clock.monotonic())
+    return {"train": shown, "evaluation": evaluation.model_dump(mode="json")}

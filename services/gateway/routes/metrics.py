@@ -139,6 +139,8 @@ async def _read(store: Store, experiment_id: str, names: list[str], cursor: int)
         cursor = found[-1][0] if found else cursor
         if len(found) < SLICE:
             return values, cursor
+        # Of a store in memory nothing else would have waited.
+        await asyncio.sleep(0)
 
 
 def _page_of(values: _Values, points: int, following: str | None) -> SeriesPage:

@@ -7,6 +7,7 @@ import json
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import islice
 from typing import Any, TypeVar, assert_never
 
@@ -237,9 +238,14 @@ class MemoryStore(TransactionalStore):
 
     async def metrics(self, experiment_id: str, *, names: Sequence[str], after: int, limit: int) -> list[MetricRow]:
         """List up to ``limit`` points written after the cursor ``after``; no ``names`` means all."""
-        begins = tuple(name[:-1] for name in names if name.endswith("*"))
+        exact, begins = frozenset(names), tuple(name[:-1] for name in names if name.endswith("*"))
         rows = self._metrics[experiment_id].after(after) if experiment_id in self._metrics else iter(())
-        found = (row for row in rows if not names or row[1].name in names or row[1].name.startswith(begins))
+
+        @cache  # rows are many and names are few
+        def is_wanted(name: str) -> bool:
+            return not names or name in exact or name.startswith(begins)
+
+        found = (row for row in rows if is_wanted(row[1].name))
         return list(islice(found, limit))
 
     async def metric_names(self, experiment_id: str) -> set[str]:

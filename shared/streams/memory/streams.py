@@ -198,6 +198,6 @@ class MemoryStore:
         return Ledger.from_counters(
             self.counters,
             {hop: stream.depths() for hop, stream in self.streams.items()},
-            outstanding=len(self.outstanding),
+            outstanding=self.outstanding,
             consumed=sum(self.consumed.values()),
         )

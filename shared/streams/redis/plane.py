@@ -186,7 +186,8 @@ class RedisDataPlane:
         flat, outstanding, consumed, depths = await self._runner.run("ledger", keys)
         counters = {name.decode(): int(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
         by_hop = {hop: (waiting, claimed) for hop, (waiting, claimed) in zip(HopName, depths, strict=True)}
-        return Ledger.from_counters(counters, by_hop, outstanding=outstanding, consumed=consumed)
+        versions = {int(group): int(version) for group, version in zip(*[iter(outstanding)] * 2, strict=True)}
+        return Ledger.from_counters(counters, by_hop, outstanding=versions, consumed=consumed)
 
     async def oldest_seconds(self) -> dict[HopName, float]:
         """See ``DataPlane.oldest_seconds``."""

@@ -192,6 +192,8 @@ async def test_outstanding_groups_are_known_by_their_version(plane: DataPlane) -
 
     assert await plane.admission.outstanding_older_than(3) == [0, 1]
     assert await plane.admission.outstanding_older_than(6) == list(range(13))
+    queue = (await ledger_of(plane)).by_version
+    assert [(each.version, each.groups, each.first_group) for each in queue] == [(0, 2, 0), (3, 2, 2), (5, 9, 4)]
     await move_to_scored(plane, 2)
     trainer = await a_trainer(plane)
     assert await trainer.plan(1, await trainer.hop.claim(2, wait_seconds=0), version=3)

@@ -15,7 +15,7 @@ from flotilla.shared.clock import ManualClock
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.service import ServiceKind
 from flotilla.shared.streams.hop import HopName
-from flotilla.shared.streams.ledger import HopCounts, Ledger
+from flotilla.shared.streams.ledger import HopCounts, Ledger, Outstanding
 from flotilla.shared.telemetry.prometheus import page_of
 from tests.prometheus import parse_page, value_of
 from tests.unit.gateway.builders import a_gateway, add_experiment, add_service
@@ -142,3 +142,27 @@ def test_a_step_without_lags_or_with_names_that_are_none_changes_nothing() -> No
     lags.add_step(1, {"lag/tokens/many": 3.0, "lag/tokens/0": 1.0})
 
     assert lags.cumulative() == [(bound, 1) for bound in BOUNDS]
+
+
+async def test_what_is_on_its_way_is_counted_by_how_far_its_version_is_behind() -> None:
+    clock = ManualClock()
+    gateway = await a_running_gateway(clock)
+    (experiment,) = list(gateway.repository)
+    behind = (Outstanding(version=0, groups=3, first_group=10), Outstanding(version=2, groups=5, first_group=20))
+    async with gateway.store.transaction() as change:
+        gateway.repository.stage(change, experiment, policy_version=2)
+    status = gateway.feeder_status.of(experiment)
+    status.ledger = Ledger(issued=8, outstanding=8, by_version=behind)
+    status.issued.add(8, clock.monotonic())
+    clock.advance(4.0)
+    status.issued.add(16, clock.monotonic())
+    clock.advance(1.5)
+
+    series = parse_page(page_of(metrics_of(gateway)))
+
+    for lag, groups, seconds in (("2", 3, 5.5), ("0", 5, 1.5)):
+        assert value_of(series, "flotilla_experiment_queue_groups", lag=lag, experiment=experiment.id) == groups
+        assert (
+            value_of(series, "flotilla_experiment_queue_oldest_seconds", lag=lag, experiment=experiment.id) == seconds
+        )
+    assert status.issued.age(7, clock.monotonic()) is None

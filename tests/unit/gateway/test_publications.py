@@ -442,6 +442,17 @@ async def test_each_part_is_timed_until_every_member_serves_the_version() -> Non
     clock.advance(0.25)
     await serve(stage, stage.rollouts[1], 1)
 
+    first, second = stage.rollouts
+    events = await stage.gateway.store.events(stage.experiment.id, after=0, limit=99)
+    assert [each.data for each in events if each.type == "publication_served"] == [
+        {
+            "version": 1,
+            "members": {
+                second: {"negotiate": 2.0, "transfer": 3.0, "commit": 0.75},
+                first: {"negotiate": 2.0, "transfer": 3.0, "commit": 0.5},
+            },
+        }
+    ]
     times = {("prepare_seconds", 1): 2.0, ("transfer_seconds", 1): 3.0, ("commit_seconds", 1): 0.75}
     assert await durations(stage) == times
 

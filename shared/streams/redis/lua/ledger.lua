@@ -1,5 +1,5 @@
 -- Read the ledger in one instant. KEYS: ledger, outstanding, consumed, then the streams in order.
--- Returns {counters as field, value, ...; outstanding; consumed; {waiting, claimed} of each stream}.
+-- Returns {counters as field, value, ...; outstanding as group, version, ...; consumed; {waiting, claimed} of each stream}.
 -- Planned entries count in neither: the counter `planned` must account for them.
 local ledger, outstanding, consumed_by_version = unpack(KEYS, 1, 3)
 local streams = after(3, KEYS)
@@ -24,4 +24,4 @@ for index, stream in ipairs(streams) do
   end
   depths[#depths + 1] = {length - pending + handed_back, pending - handed_back - planned}
 end
-return {redis.call('HGETALL', ledger), redis.call('ZCARD', outstanding), consumed, depths}
+return {redis.call('HGETALL', ledger), redis.call('ZRANGE', outstanding, 0, -1, 'WITHSCORES'), consumed, depths}

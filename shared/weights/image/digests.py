@@ -7,7 +7,8 @@ matrix whose rows lie elsewhere (fused, interleaved) is digested by the sums of 
 forgeries.
 """
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
 
@@ -53,13 +54,36 @@ def row_sums(rows: Tensor) -> Words:
     Args:
         rows: [rows, elements], on any device; each row contiguous is fastest.
     """
+    if rows.device.type != "cpu":
+        return _read(_device_sums(rows))
     num, row_bytes = rows.shape[0], rows.shape[1] * rows.element_size()
     if not num or not row_bytes:
         return np.zeros(num, np.uint64)
-    places, is_here = multipliers(0, -(-row_bytes // WORD_BYTES)), rows.device.type == "cpu"
-    step = max(1, (AT_ONCE_BYTES if is_here else ON_DEVICE_BYTES) // row_bytes)
-    sums = _sums_here if is_here else _sums_on_device
-    return np.concatenate([sums(_filled(rows[at : at + step]), places) for at in range(0, num, step)])
+    places = multipliers(0, -(-row_bytes // WORD_BYTES))
+    step = max(1, AT_ONCE_BYTES // row_bytes)
+    return np.concatenate([_sums_here(_filled(rows[at : at + step]), places) for at in range(0, num, step)])
+
+
+def sums_of_all(parts: Sequence[Tensor]) -> list[Words]:
+    """Sum the rows of several tensors [rows, elements]; a device computes them all before one is read from it."""
+    if all(each.device.type == "cpu" for each in parts):
+        return [row_sums(each) for each in parts]
+    return _device_sums_of_all(parts)
+
+
+def _device_sums_of_all(parts: Sequence[Tensor]) -> list[Words]:
+    """Compute on the device; rows of one element, which are many small tensors, as one tensor."""
+    alike: dict[object, list[int]] = defaultdict(list)
+    for number, each in enumerate(parts):
+        alike[each.dtype if each.shape[1] == 1 else number].append(number)
+    sums = [
+        _device_sums(parts[which[0]] if len(which) == 1 else torch.cat([parts[each] for each in which]))
+        for which in alike.values()
+    ]
+    order = [number for which in alike.values() for number in which]
+    ends = np.cumsum([parts[number].shape[0] for number in order])
+    found = np.split(_read(torch.cat(sums)), ends[:-1])
+    return [each for _, each in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
 
 
 def _filled(rows: Tensor) -> Tensor:
@@ -78,11 +102,30 @@ def _sums_here(filled: Tensor, places: Words) -> Words:
     return found
 
 
-def _sums_on_device(filled: Tensor, places: Words) -> Words:
-    words = filled.view(torch.int64)
-    mixed = words ^ ((words >> MIXED_BITS) & ((1 << (64 - MIXED_BITS)) - 1))
-    found: Words = (mixed * torch.from_numpy(places.view(np.int64).copy()).to(words.device)).sum(1).cpu().numpy()
-    return found.view(np.uint64)
+def _device_sums(rows: Tensor) -> Tensor:
+    """Sum the words of each row by torch, modulo 2^64 as numbers with a sign: [rows] int64, on the rows' device."""
+    num, row_bytes = rows.shape[0], rows.shape[1] * rows.element_size()
+    if not num or not row_bytes:
+        return torch.zeros(num, dtype=torch.int64, device=rows.device)
+    places = _places_on(rows.device, -(-row_bytes // WORD_BYTES))
+    step, found = max(1, ON_DEVICE_BYTES // row_bytes), []
+    for at in range(0, num, step):
+        words = _filled(rows[at : at + step]).view(torch.int64)
+        mixed = words >> MIXED_BITS
+        # The shift of a number with a sign fills up with it.
+        mixed.bitwise_and_((1 << (64 - MIXED_BITS)) - 1).bitwise_xor_(words).mul_(places)
+        found.append(mixed.sum(1))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+@lru_cache(maxsize=64)
+def _places_on(device: torch.device, count: int) -> Tensor:
+    return torch.from_numpy(multipliers(0, count).view(np.int64).copy()).to(device)
+
+
+def _read(sums: Tensor) -> Words:
+    found: Words = sums.cpu().numpy().view(np.uint64)
+    return found
 
 
 def of_sums(sums: Words) -> int:

@@ -72,8 +72,14 @@ def test_rows_that_lie_elsewhere_are_digested_in_place() -> None:
     assert np.array_equal(row_sums(fused[:, ::2]), row_sums(fused[:, ::2].contiguous()))
 
 
-def test_a_device_computes_the_same() -> None:
-    filled = digests._filled(a_tensor((5, 7), torch.bfloat16))
-    places = multipliers(0, 2)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("at_once", [1, 32, digests.ON_DEVICE_BYTES])
+def test_a_device_computes_the_same(dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "ON_DEVICE_BYTES", at_once)
+    shapes = [(5, 7), (6, 1), (3, 8), (9, 1), (0, 4), (2, 1)]
+    parts = [a_tensor(shape, dtype) for shape in shapes] + [a_tensor((4, 1), torch.float64)]
 
-    assert np.array_equal(digests._sums_on_device(filled, places), digests._sums_here(filled, places))
+    found = digests._device_sums_of_all(parts)
+
+    assert [each.tolist() for each in found] == [row_sums(each).tolist() for each in parts]
+    assert all(np.array_equal(digests._read(digests._device_sums(each)), row_sums(each)) for each in parts)

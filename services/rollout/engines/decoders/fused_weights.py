@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from flotilla.services.rollout.engines.decoders.architecture import Architecture
 from flotilla.services.rollout.engines.decoders.arrival import Tensors
 from flotilla.services.rollout.engines.decoders.checkpoint import check_headers
 from flotilla.services.rollout.engines.decoders.native.kernels import Kernels
-from flotilla.shared.weights.image.digests import Words, of_sums, of_tensor, row_sums
+from flotilla.shared.weights.image.digests import Words, as_rows, of_sums, row_sums, sums_of_all
 
 HAS_ONEDNN: bool = torch._C._has_mkldnn
 PACKED_ELEMENTS = 1 << 17
@@ -123,9 +124,7 @@ class Matrix:
         """Sum the rows as they are in memory now: [out]; see ``digests``."""
         if self._kernels is not None:
             return self._kernels.row_sums(self.native, self.shape, is_gated=self._is_gated)
-        if self._packed is not None:
-            return row_sums(self._packed.to_dense())
-        return row_sums(_unpacked(self))
+        return row_sums(_unpacked(self) if self._packed is None else self._packed.to_dense())
 
     def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Multiply rows [B, in]: [B, out]; written to ``out``, if that is given."""
@@ -257,18 +256,24 @@ class FusedWeights:
 
     def digests(self) -> Iterator[tuple[str, int]]:
         """Digest what is in memory now, by the names of the checkpoint; matrices part by part."""
-        sums: dict[int, Words] = {}
-        for name, target in self._targets(Matrix.numbers):
-            if target.matrix is None:
-                # A norm of heads is there once for each of them.
-                yield from ((name, of_tensor(each)) for each in target.view.reshape(-1, *target.shape))
-                continue
-            key = id(target.matrix)
-            if key not in sums:
-                sums[key] = target.matrix.sums()
-            yield name, of_sums(sums[key][target.view.reshape(-1).numpy()])
+        targets = list(self._targets(Matrix.numbers))
+        matrices = {id(each.matrix): each.matrix for _, each in targets if each.matrix is not None}
         if self.head.is_copy:
-            yield "model.embed_tokens.weight", of_sums(self.head.sums())
+            matrices[id(self.head)] = self.head
+        sums = {key: each.sums() for key, each in matrices.items() if each.plain is None}
+        plain = {key: each.plain for key, each in matrices.items() if each.plain is not None}
+        # A norm of heads is there once for each of them.
+        alone = [each.view.reshape(-1, *each.shape) for _, each in targets if each.matrix is None]
+        # All together: each alone would be waited for, where a GPU computes.
+        found = iter(sums_of_all([*plain.values(), *(as_rows(each) for copies in alone for each in copies)]))
+        sums |= {key: next(found) for key in plain}
+        for name, target in targets:
+            if target.matrix is None:
+                yield from ((name, of_sums(next(found))) for _ in range(target.view.numel() // prod(target.shape)))
+            else:
+                yield name, of_sums(sums[id(target.matrix)][target.view.reshape(-1).numpy()])
+        if self.head.is_copy:
+            yield "model.embed_tokens.weight", of_sums(sums[id(self.head)])
 
     def tensors(self) -> Iterator[Tensor]:
         """List all tensors, in an order that depends on the architecture alone; where matrices are not packed."""

@@ -27,7 +27,7 @@ from flotilla.shared.errors import ModelError, WeightTransferFailed
 from flotilla.shared.net.absence import absent_or
 from flotilla.shared.vision.kinds import takes_images
 from flotilla.shared.weights.image.checkpoint_names import pieces_of
-from flotilla.shared.weights.image.digests import of_tensor
+from flotilla.shared.weights.image.digests import as_rows, of_sums, sums_of_all
 
 log = logging.getLogger(__name__)
 
@@ -215,8 +215,8 @@ class ModelWeights:
 
     def digests(self) -> Iterator[tuple[str, int]]:
         """Digest the model's own tensors; see ``Decoder.digests``."""
-        for name, tensor in self._tensors.items():
-            yield name, of_tensor(tensor)
+        sums = sums_of_all([as_rows(tensor) for tensor in self._tensors.values()])
+        yield from zip(self._tensors, map(of_sums, sums), strict=True)
 
     def discard(self) -> None:
         """Have the next weights read into the model itself; see ``Decoder.discard``."""
@@ -271,7 +271,7 @@ class CachedDecoder(KeepsNothing):
     def __init__(self, model: nn.Module, weights: ModelWeights, num_rows: int) -> None:
         self.vocab_size, self.max_positions = limits(model)
         self.description = f"transformers {type(model).__name__}, cached"
-        self._device = next(model.parameters()).device
+        self.device = self._device = next(model.parameters()).device
         self._forward = _Forward(model)
         self._cache = ColumnCache(num_rows)
         self.stage, self.switch, self.restore = weights.stage, weights.switch, weights.restore
@@ -436,7 +436,8 @@ def _largest_difference(cached: CachedDecoder, plain: RecomputingDecoder) -> flo
             chosen = [sequences[index] for index in joining]
             pair = [decoder.prefill(chosen, [[index] for index in joining]) for decoder in (cached, plain)]
         else:
-            token_ids = torch.from_numpy(generator.integers(0, cached.vocab_size, len(sequences)))
+            # On the device, as ``Decoder.decode`` is promised: a cache on a GPU failed this for tokens on the host.
+            token_ids = torch.from_numpy(generator.integers(0, cached.vocab_size, len(sequences))).to(cached.device)
             where = torch.from_numpy(lengths)
             pair = [decoder.decode(token_ids, where, int(lengths.max())) for decoder in (cached, plain)]
             lengths += 1

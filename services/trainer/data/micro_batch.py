@@ -12,6 +12,7 @@ from torch import Tensor
 from flotilla.services.trainer.algorithms.sequences import PackedSequences
 from flotilla.services.trainer.data.batch import TrainingBatch
 from flotilla.services.trainer.data.packing import (
+    PASS_COST_TOKENS,
     SMALL_HIDDEN_SIZE,
     MicroLayout,
     ModelInput,
@@ -102,6 +103,7 @@ def make_micro_batches(
         prompts=_prompts_of(batch, chosen) if rows.shares_prompts else None,
         hidden_size=rows.hidden_size,
         attends_apart=rows.attends_apart or rows.is_varlen,
+        pass_cost=PASS_COST_TOKENS[device.type],
     )
     build = partial(build_input, attends_apart=rows.attends_apart, is_varlen=rows.is_varlen)
     made = list(_filled(batch, [renumbered(layout, chosen) for layout in shares[rank]], device, build))

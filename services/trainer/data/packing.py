@@ -40,8 +40,9 @@ LONGEST_SHARED_ROW = 4096
 """A dense mask takes five bytes per pair of positions."""
 SHARED_WIDTHS = (1, 2, 4, 8)
 """Widths that rows with shared prompts are tried with, in lengths of the longest sequence."""
-MICRO_BATCH_COST_TOKENS = 384
-"""Fixed cost of one more forward and backward pass, in token positions (small models on one CPU core)."""
+PASS_COST_TOKENS = {"cpu": 384, "cuda": 4096}
+"""Fixed cost of one more forward and backward pass, in token positions: small models on one CPU core; 0.6 billion
+parameters on an H200, where a pass of any size takes 0.1 s to be launched."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ def lay_out(
     prompts: Sequence[Prompt] | None = None,
     hidden_size: int = SMALL_HIDDEN_SIZE,
     attends_apart: bool = False,
+    pass_cost: int = PASS_COST_TOKENS["cpu"],
 ) -> tuple[MicroLayout, ...]:
     """Cut sequences into micro-batches of at most ``max_tokens`` positions; a longer sequence makes one of its own.
 
@@ -142,25 +144,26 @@ def lay_out(
         prompts: how each begins; None where no prompt may be shared.
         hidden_size: of the model: what attention costs beside the linear layers.
         attends_apart: whether attention goes sequence by sequence in packed rows.
+        pass_cost: of one more pass, in positions.
     """
     if not lengths:
         return ()
     if packing == "padded":
-        return _padded(lengths, max_tokens)
+        return _padded(lengths, max_tokens, pass_cost)
     candidates = [_packed([Unit((number,), length) for number, length in enumerate(lengths)], max(lengths), max_tokens)]
     if packing == "auto":
-        candidates.append(_padded(lengths, max_tokens))
+        candidates.append(_padded(lengths, max_tokens, pass_cost))
     for width in _shared_widths(lengths, max_tokens) if prompts is not None else ():
         units = units_of(lengths, prompts or (), width)
         if len(units) < len(lengths):
             candidates.append(_packed(units, width, max_tokens))
     longest = max(lengths) if attends_apart else None
-    return min(candidates, key=lambda layouts: _cost(layouts, hidden_size, longest))
+    return min(candidates, key=lambda layouts: _cost(layouts, hidden_size, longest, pass_cost))
 
 
-def _cost(layouts: Sequence[MicroLayout], hidden_size: int, longest: int | None) -> float:
+def _cost(layouts: Sequence[MicroLayout], hidden_size: int, longest: int | None, pass_cost: int) -> float:
     """Estimate the cost in positions of linear layers; ``longest`` sequence where attention goes one by one."""
-    cost = float(MICRO_BATCH_COST_TOKENS * len(layouts))
+    cost = float(pass_cost * len(layouts))
     for each in layouts:
         has_mask = each.is_packed and longest is None
         seen = each.width if has_mask or longest is None else min(each.width, longest)
@@ -176,16 +179,16 @@ def _shared_widths(lengths: Sequence[int], max_tokens: int) -> list[int]:
     return sorted({min(factor * longest, bound) for factor in SHARED_WIDTHS})
 
 
-def _padded(lengths: Sequence[int], max_tokens: int) -> tuple[MicroLayout, ...]:
+def _padded(lengths: Sequence[int], max_tokens: int, pass_cost: int) -> tuple[MicroLayout, ...]:
     order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
-    cuts = _best_cuts(np.array([lengths[number] for number in order], dtype=np.int64), max_tokens)
+    cuts = _best_cuts(np.array([lengths[number] for number in order], dtype=np.int64), max_tokens, pass_cost)
     return tuple(
         MicroLayout(tuple((number,) for number in order[start:end]), lengths[order[start]], is_packed=False)
         for start, end in cuts
     )
 
 
-def _best_cuts(lengths: npt.NDArray[np.int64], max_tokens: int) -> list[tuple[int, int]]:
+def _best_cuts(lengths: npt.NDArray[np.int64], max_tokens: int, pass_cost: int) -> list[tuple[int, int]]:
     """Cut falling lengths into runs of least total cost: dynamic programming over where the last run starts."""
     count = len(lengths)
     best = np.zeros(count + 1)
@@ -193,7 +196,7 @@ def _best_cuts(lengths: npt.NDArray[np.int64], max_tokens: int) -> list[tuple[in
     for end in range(1, count + 1):
         starts = np.arange(end)
         positions = (end - starts) * lengths[:end]
-        cost = best[:end] + positions + MICRO_BATCH_COST_TOKENS
+        cost = best[:end] + positions + pass_cost
         cost[(positions > max_tokens) & (starts < end - 1)] = np.inf
         start_of[end] = int(cost.argmin())
         best[end] = cost[start_of[end]]
@@ -247,6 +250,7 @@ def split_layouts(
     prompts: Sequence[Prompt] | None = None,
     hidden_size: int = SMALL_HIDDEN_SIZE,
     attends_apart: bool = False,
+    pass_cost: int = PASS_COST_TOKENS["cpu"],
 ) -> list[list[MicroLayout]]:
     """Cut sequences into the micro-batches of each rank.
 
@@ -258,6 +262,7 @@ def split_layouts(
         prompts: how each begins; None where no prompt may be shared.
         hidden_size: of the model.
         attends_apart: whether attention goes sequence by sequence in packed rows.
+        pass_cost: of one more pass, in positions.
 
     Returns:
         Per rank its layouts, whose rows name positions in ``lengths``. Their numbers differ between ranks.
@@ -271,6 +276,7 @@ def split_layouts(
             prompts=None if prompts is None else [prompts[number] for number in own],
             hidden_size=hidden_size,
             attends_apart=attends_apart,
+            pass_cost=pass_cost,
         )
         found.append([renumbered(layout, own) for layout in layouts])
     return found

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flotilla.services.trainer.data.packing import MicroLayout, Prompt, build_input, lay_out
+from flotilla.services.trainer.data.packing import PASS_COST_TOKENS, MicroLayout, Prompt, build_input, lay_out
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 
@@ -140,3 +140,15 @@ def test_long_prompts_of_a_group_are_computed_once() -> None:
     apart = lay_out(lengths, max_tokens=8192, packing="auto", hidden_size=1024)
 
     assert sum(each.positions for each in shared) < 0.4 * sum(each.positions for each in apart)
+
+
+def test_where_a_pass_costs_more_there_are_fewer_of_them() -> None:
+    lengths = [40 * number for number in range(1, 41)]
+
+    few, many = (
+        lay_out(lengths, max_tokens=65_536, packing="auto", hidden_size=1024, attends_apart=True, pass_cost=cost)
+        for cost in (PASS_COST_TOKENS["cuda"], PASS_COST_TOKENS["cpu"])
+    )
+
+    assert len(few) < len(many)
+    assert sum(each.positions for each in few) <= 1.1 * sum(lengths)

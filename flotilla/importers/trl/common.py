@@ -105,7 +105,7 @@ def _adapters(source: Source) -> Fields:
     if source.value("peft_config.use_rslora"):
         fields["model.lora.rank_stabilised"] = True
     dropout = source.value("peft_config.lora_dropout")
-    if dropout and source.system.name in {"trl", "trl sft"}:
+    if dropout and source.system.name in {"trl", "trl rloo", "trl sft"}:
         fields["model.lora.dropout"] = dropout
     if _is_packed(source):
         config = source.value("model_init_kwargs.quantization_config")

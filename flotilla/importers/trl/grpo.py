@@ -136,7 +136,7 @@ ROWS: tuple[Parameter, ...] = (
 )  # fmt: skip
 
 
-def _sizes(source: Source) -> tuple[int, int, int]:
+def sizes(source: Source) -> tuple[int, int, int]:
     """Return answers of a group, of an update, and updates that one pass over a generation makes."""
     size, update = int(source.required("num_generations")), batch(source)
     whole, per = source.value("generation_batch_size"), source.value("steps_per_generation")
@@ -164,7 +164,7 @@ def _sizes(source: Source) -> tuple[int, int, int]:
 
 def groups(source: Source) -> Fields:
     """Make groups, mini-batches, steps and schedule; generation and training take turns."""
-    size, update, batches = _sizes(source)
+    size, update, batches = sizes(source)
     fields: Fields = {
         "rollout.group_size": size,
         "optimisation.groups_per_mini_batch": max(update // size, 1),
@@ -240,7 +240,7 @@ def prompts_of(code: str) -> str | None:
 def loss(source: Source) -> Fields:
     """Make the loss per token, and how token losses become one number."""
     kind = default(source, "loss_type")
-    _, _, batches = _sizes(source)
+    _, _, batches = sizes(source)
     modes: dict[str, Fields] = {
         "grpo": {"mode": "seq-mean-token-mean"}, "sapo": {"mode": "seq-mean-token-mean"},
         "dr_grpo": {"mode": "seq-mean-token-sum-norm", "fixed_length": source.required("max_completion_length")},
@@ -340,7 +340,7 @@ def evaluation(source: Source) -> Fields:
     if (held := held_out(source)) is None:
         return {}
     found, every = held
-    _, _, batches = _sizes(source)
+    _, _, batches = sizes(source)
     sets = {"evaluation.path": found["path"]} if set(found) == {"path"} else {
         "evaluation.sets": [{"name": "held-out", **found}]
     }  # fmt: skip

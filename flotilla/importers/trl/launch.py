@@ -32,6 +32,7 @@ LORA_OF_MODEL: Final[Mapping[str, Any]] = {
 }  # fmt: skip
 """Defaults of ``ModelConfig`` (trl/trainer/model_config.py), which are read where ``use_peft`` is set."""
 SHOWS: Final[Mapping[str, frozenset[str]]] = {
+    "RLOOTrainer": frozenset({"normalize_advantages", "reward_clip_range"}),
     "GRPOTrainer": frozenset({"reward_funcs", "num_generations", "max_completion_length", "reward_weights"}),
     "DPOTrainer": frozenset({"precompute_ref_log_probs", "beta", "loss_weights", "label_smoothing"}),
     "RewardTrainer": frozenset({"center_rewards_coefficient"}),

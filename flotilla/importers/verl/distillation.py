@@ -13,6 +13,10 @@ LOSS = f"{SECTION}.distillation_loss"
 TEACHER = f"{SECTION}.teacher_model"
 ONLY = f"{SECTION}.teacher_models.teacher_model"
 """How newer releases name the teacher where there is one."""
+SEVERAL = (
+    "the trainer holds one teacher for all rows: serve each of several, and name it with its data sources in "
+    "algorithm.distillation.servers"
+)
 REWARDED = {f"{SECTION}.enabled": True, f"{LOSS}.loss_mode": "k1", f"{LOSS}.use_policy_gradient": True,
             f"{TEACHER}.model_path": "a-teacher"}  # fmt: skip
 """What verl is to be told for the teacher to be a reward of each token, which is what there is here."""
@@ -48,6 +52,7 @@ ROWS: tuple[Parameter, ...] = (
                  f"{TEACHER}.enable_resource_pool"),
     *unsupported(SERVED, f"{TEACHER}.inference", f"{ONLY}.inference", is_tree=True, harmless=(1,)),
     *unsupported(SERVED, f"{ONLY}.num_replicas", default=1),
+    refused(f"{SECTION}.teacher_models", SEVERAL, is_tree=True),
 )  # fmt: skip
 
 

@@ -14,6 +14,8 @@ from flotilla.importers.roll.finished import ROLL_DPO
 from flotilla.importers.system import System
 from flotilla.importers.systems import read, read_openrlhf, system_of
 from flotilla.importers.trl.finished import TRL_FINISHED
+from flotilla.importers.trl.rloo import TRL_RLOO
+from flotilla.importers.values import count
 from flotilla.importers.verl.engine_sft import VERL_ENGINE_SFT
 from flotilla.importers.verl.finished import VERL_SFT
 from flotilla.importers.verl.written import VERL_EVAL
@@ -49,6 +51,7 @@ SYSTEMS: dict[str, System] = {
     "roll dpo": ROLL_DPO,
     "roll sft": ROLL_SFT,
     **{f"trl {name}": system for name, system in TRL_FINISHED.items()},
+    "trl RLOOTrainer": TRL_RLOO,
 }
 TRL_BASE: dict[str, Any] = {"model": "owner/model", "train_dataset": "owner/rows", "max_steps": 48}
 
@@ -73,6 +76,8 @@ def imported(name: str, values: dict[str, Any]) -> Imported:
 
 
 def base_of(name: str) -> dict[str, Any]:
+    if name == "trl RLOOTrainer":
+        return {**TRL_BASE, "reward_funcs": ["accuracy_reward"]}
     if name.startswith("trl"):
         return dict(TRL_BASE)
     if name == "roll dpo":
@@ -113,7 +118,7 @@ def test_a_changed_parameter_changes_the_field_that_its_row_names(name: str, row
 def test_what_is_refused_is_refused_and_its_default_is_not(name: str, row: Parameter) -> None:
     base = base_of(name)
 
-    found = imported(name, {**base, row.name: "another"})
+    found = imported(name, {**base, row.name: 64 if row.convert is count else "another"})
     assert row.is_judged or [entry.name for entry in found.report.refused] == [row.name]
     if row.default not in (UNSET, None, False) and not isinstance(row.default, Inherit):
         assert imported(name, {**base, row.name: row.default}).may_run()

@@ -45,12 +45,14 @@ class TokenCounts(BaseModel):
 class Outstanding(BaseModel):
     """Outstanding groups whose oldest tokens, or whose issue, are of one policy version."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
     version: int
     groups: int
     first_group: int
     """The one that was issued first."""
+    oldest_seconds: float | None = None
+    """How long ago that was; null where the gateway that tells it did not issue it, and in the data plane's own."""
 
 
 class Ledger(Described):

@@ -26,7 +26,7 @@ async def ledger(experiment_id: str, gateway: Gateway, jobs: Jobs) -> dict[str, 
     if experiment.record.final_ledger is not None:
         return dict(experiment.record.final_ledger)
     train, evaluation = await experiment.train.ledger(), await experiment.evaluation.ledger()
-    shown, times = train.model_dump(mode="json"), gateway.feeder_status.of(experiment).issued
-    for each in shown["by_version"]:
-        each["oldest_seconds"] = times.age(each["first_group"], gateway.clock.monotonic())
-    return {"train": shown, "evaluation": evaluation.model_dump(mode="json")}
+    issued, now = gateway.feeder_status.of(experiment).issued, gateway.clock.monotonic()
+    aged = [each.model_copy(update={"oldest_seconds": issued.age(each.first_group, now)}) for each in train.by_version]
+    train = train.model_copy(update={"by_version": tuple(aged)})
+    return {"train": train.model_dump(mode="json"), "evaluation": evaluation.model_dump(mode="json")}

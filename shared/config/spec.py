@@ -1,6 +1,6 @@
 """The experiment spec: one strict tree, validated where there is no torch."""
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -62,6 +62,11 @@ class ExperimentSpec(Config):
     """Null: nothing that the model wrote is kept."""
     tracking: TrackingConfig = TrackingConfig()
     health: HealthConfig = HealthConfig()
+    exactness: Literal["bitwise"] | None = None
+    """bitwise: the log-probabilities of sampled tokens that the embedded engine reports and those that the trainer
+    computes of the same weights are equal to the last bit, so that an on-policy ratio is exactly 1. For debugging:
+    sampling and training take several times as long. On a CPU, with one rank, the same number of threads on both sides,
+    and `asynchrony.staleness_threshold` 0. Null: they differ by rounding."""
     rules: tuple[RuleConfig, ...] = Field((), max_length=MOST_RULES)
     """What the gateway does by itself once a series of the run behaves as a rule says."""
     resources: ResourcesConfig = ResourcesConfig()

@@ -83,6 +83,7 @@ def embedded_settings(spec: ExperimentSpec, engine: TorchEngineConfig) -> Engine
         threads=engine.threads,
         overlap_load=spec.asynchrony.publication.overlap_load is not False,
         batch_invariant=engine.batch_invariant,
+        is_exact=spec.exactness is not None,
         prefix_cache_mb=engine.prefix_cache_mb,
         image_pixels=None if (images := spec.data.images) is None else (images.min_pixels, images.max_pixels),
         records_experts=spec.algorithm.router_replay == "R3",

@@ -17,6 +17,7 @@ class EngineSettings:
         context_tokens: prompt and completion together; the model's own position limit applies as well.
         threads: compute threads of the engine's process; "auto" shares the host's cores with others.
         batch_invariant: compute every step in the same shapes, whatever is in the batch.
+        is_exact: report log-probabilities with the trainer's bits (``exactness: bitwise``).
         overlap_load: read new weights on a thread of their own, while sampling goes on.
         prefill_tokens: prompt tokens computed at a time; bounds memory and how long running samples pause.
         prefix_cache_mb: megabytes of KV of finished turns that are kept for the next ones.
@@ -36,6 +37,7 @@ class EngineSettings:
     context_tokens: int = 4096
     threads: int | Literal["auto"] = 1
     batch_invariant: bool = False
+    is_exact: bool = False
     overlap_load: bool = False
     prefill_tokens: int = 4096
     prefix_cache_mb: int = 256

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flotilla.services.trainer.algorithms.aggregation import Denominators, count_sampled
 from flotilla.services.trainer.algorithms.log_probs import TokenStatistics
-from flotilla.services.trainer.algorithms.metrics import Metrics, combine, once
+from flotilla.services.trainer.algorithms.metrics import Metrics, combine, mean_over, once, share
 from flotilla.services.trainer.algorithms.objective import (
     Objective,
     TokenFigures,
@@ -29,6 +29,16 @@ from flotilla.shared.config.sections.algorithm import AlgorithmConfig
 
 Note = Callable[[MicroBatch, TokenFigures], None]
 """Records what a loss made of a micro-batch's tokens."""
+
+
+def differences(log_probs: Tensor, rollout_log_probs: Tensor, micro: MicroBatch) -> Metrics:
+    """Compare the log-probabilities [T] of a pass with those that the engine reported.
+
+    Both figures are exactly 0 where all bits are equal, and only there.
+    """
+    mask = micro.sequences.response_mask
+    apart = (log_probs.detach() - rollout_log_probs[micro.tokens]).abs()
+    return {"exactness/difference": mean_over(apart, mask), "exactness/unequal_fraction": share(apart > 0, mask)}
 
 
 def update_critic(critic: Critic, prepared: Prepared, mini_batch: MiniBatch, sizes: PassSizes) -> Metrics:
@@ -131,13 +141,13 @@ class PolicyGradient:
             generator=generator,
         )
         tallies: list[Metrics] = []
-        share = 1 / max(sum(not micro.is_empty for micro in micro_batches), 1)
+        part = 1 / max(sum(not micro.is_empty for micro in micro_batches), 1)
         for micro in micro_batches:
             if micro.is_empty:
                 torch.autograd.backward(self._policy.statistics(micro.inputs, with_entropy=True).log_probs.sum() * 0)
                 self._optimizer.collect()
                 continue
-            with told(self._policy, micro), balancing(self._policy.routers, micro.inputs, share):
+            with told(self._policy, micro), balancing(self._policy.routers, micro.inputs, part):
                 found = self._policy.statistics(micro.inputs, with_entropy=True)
                 chosen = None if selected is None else selected[micro.tokens]
                 objective = self._objective(prepared, micro, found, denominators, chosen, kl_coefficient, generator)
@@ -146,6 +156,8 @@ class PolicyGradient:
             self._optimizer.collect()
             routers = router_metrics(self._policy.routers, self._ranks.data_size) | disagreement(self._policy)
             tallies.append({**objective.metrics, **routers})
+            if self._policy.is_exact:
+                tallies.append(differences(micro.spread(found.log_probs), batch.rollout_log_probs, micro))
             if note is not None and objective.tokens is not None:
                 note(micro, objective.tokens)
         self._optimizer.add_zero()

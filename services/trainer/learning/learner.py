@@ -99,10 +99,13 @@ class Learner:
     ) -> None:
         self.spec, self.loaded, self.ranks = spec, loaded, ranks
         self.around_step: Callable[[int], AbstractContextManager[object]] = nullcontext
-        self.policy = Policy.of(loaded, spec.policy_temperature, ranks)
+        self.is_exact = spec.exactness is not None
+        self.policy = Policy.of(loaded, spec.policy_temperature, ranks, is_exact=self.is_exact)
         self.device = self.policy.device
         self.reference, self.teacher = (
-            None if each is None else Policy.of(each, spec.policy_temperature, ranks, is_trained=False)
+            None
+            if each is None
+            else Policy.of(each, spec.policy_temperature, ranks, is_trained=False, is_exact=self.is_exact)
             for each in (reference, teacher)
         )
         self.updates_per_step = spec.asynchrony.require_batches * spec.optimisation.epochs_per_step
@@ -282,7 +285,7 @@ class Learner:
         policy, ranks = teacher or self.policy, ranks or self.ranks
         models = (policy, self.policy, self.reference or policy, self.critic or policy)
         rows = RowRules(
-            self._packing if teacher is None else teacher.resolve_packing("auto"),
+            "padded" if self.is_exact else self._packing if teacher is None else teacher.resolve_packing("auto"),
             shares_prompts=self._shares_prompts and policy.can_share_prompts,
             hidden_size=policy.hidden_size,
             attends_apart=not self.spec.optimisation.compile_layers and all(each.attends_apart for each in models),
@@ -297,7 +300,8 @@ class Learner:
             rank=ranks.data_rank,
             num_ranks=ranks.data_size,
         )
-        return lru_cache(maxsize=1)(lambda max_tokens: make(max_tokens=max_tokens))
+        # A pass with one token of room has one sequence.
+        return lru_cache(maxsize=1)(lambda max_tokens: make(max_tokens=1 if self.is_exact else max_tokens))
 
     def _critic_cut(self, batch: TrainingBatch, members: Sequence[int], own: Cut) -> Cut:
         """Cut the critic's share: as the policy's own, unless ranks are divided otherwise for the critic."""

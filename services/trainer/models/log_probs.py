@@ -66,6 +66,8 @@ class Policy:
             Sequences that were sampled at another one are divided by that.
         stored: where the model's weights are, if they are to be read after it is sharded.
         ranks: that it will be sharded among; every one of them makes it.
+        is_exact: compute with transformers' and torch's own operators alone, as an engine does that is to have the same
+            bits (``exactness: bitwise``); each pass has one sequence then.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Policy:
         temperature: float,
         stored: StoredWeights | None = None,
         ranks: Ranks = ONE_RANK,
+        is_exact: bool = False,
     ) -> None:
         self.model: Any = model
         self.temperature = temperature
@@ -82,7 +85,10 @@ class Policy:
         self.device = next(model.parameters()).device if stored is None else ranks.device
         self._kind = type(model).__name__
         self._stored = stored
-        if self.device.type == "cpu":
+        self.is_exact = is_exact
+        if is_exact and self.device.type != "cpu":
+            raise ModelError(f"exactness bitwise is computed on a CPU, and the trainer's device is {self.device}")
+        if self.device.type == "cpu" and not is_exact:
             fuse_layers(model)
         self._split: SequenceParallel | None = None
         self.tower: Tower | None = None
@@ -104,11 +110,19 @@ class Policy:
             self.choose_attention(self)
 
     @classmethod
-    def of(cls, loaded: LoadedModel, temperature: float, ranks: Ranks, *, is_trained: bool = True) -> "Policy":
+    def of(
+        cls,
+        loaded: LoadedModel,
+        temperature: float,
+        ranks: Ranks,
+        *,
+        is_trained: bool = True,
+        is_exact: bool = False,
+    ) -> "Policy":
         """Make the policy of a model that was loaded, or made to be read later."""
         if not is_trained:
             loaded.model.requires_grad_(False)
-        return cls(loaded.model, temperature=temperature, stored=loaded.stored, ranks=ranks)
+        return cls(loaded.model, temperature=temperature, stored=loaded.stored, ranks=ranks, is_exact=is_exact)
 
     def _said(self, traits: Traits) -> Traits:
         if not traits.has_plain_head:
@@ -203,7 +217,7 @@ class Policy:
         Args:
             policy: that is trained; rows are filled as it can read them.
         """
-        if policy.can_share_prompts and self.can_share_prompts:
+        if policy.can_share_prompts and self.can_share_prompts and not self.is_exact:
             compute = getattr(self.model, "hidden_figures", self._hidden)
             dtype = self._compute_dtype or next(self.model.parameters()).dtype
             self.attends_apart = attends_apart(self.base, compute, self.device, dtype)
@@ -239,7 +253,7 @@ class Policy:
     def _figures(self, inputs: ModelInput, with_entropy: bool, with_squares: bool) -> tuple[Tensor | None, ...]:
         temperature = inputs.temperature_of(self.temperature)
         # A tuple, whose tensors FSDP finds: it gathers weights for their backward pass.
-        if not self.has_plain_head:
+        if self.is_exact or not self.has_plain_head:
             logits = self.model(**arguments_of(inputs)).logits
             chosen = logits.reshape(-1, logits.shape[-1]).index_select(0, inputs.predictors)
             found = statistics_from_logits(chosen, inputs.labels, temperature)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from flotilla.shared.config.rules.exactness import Exact, check_exactness
 from flotilla.shared.config.sections.asynchrony import AsynchronyConfig
 from flotilla.shared.config.sections.engine import Options, ServerEngineConfig
 from flotilla.shared.config.sections.model import ModelConfig
@@ -42,7 +43,7 @@ class DeviceFacts:
     uses_cuda: bool = False
 
 
-class Sections(Protocol):
+class Sections(Exact, Protocol):
     """What the rules look at of an ``ExperimentSpec``."""
 
     @property
@@ -145,9 +146,12 @@ def with_ranks_of_devices(given: Any) -> Any:
 def check_devices(spec: Sections) -> None:
     """Check that devices are asked for where they are used, and as many as are used; and one rollout for one server.
 
+    And that all compute where equal bits can be had, if they are asked for.
+
     Raises:
         ValueError: they are not.
     """
+    check_exactness(spec)
     _check_trainer(spec)
     _check_rollouts(spec)
     _check_server(spec)

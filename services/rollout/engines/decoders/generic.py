@@ -9,16 +9,19 @@ import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.utils import logging as transformers_logging
 
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest
 from flotilla.services.rollout.engines.decoders.adapted import AdaptedTensors, BaseWeights, open_staged
 from flotilla.services.rollout.engines.decoders.arrival import Arrival, Tensors
 from flotilla.services.rollout.engines.decoders.base import KeepsNothing, KeptRow, Tokens
@@ -384,6 +387,42 @@ class RecomputingDecoder(KeepsNothing):
             logits[indices] = part
         assert logits is not None
         return logits
+
+
+class WholeScorer:
+    """Scores whole answers under the weights that a model has now, with the bits of the trainer (``exactness``).
+
+    One sequence at a time, without padding, cache or kernels of ours: transformers' forward of all of its tokens, the
+    logits behind those that predict a sampled one, torch's log-softmax. Another number of rows or columns may add in
+    another order, so the trainer's passes have one sequence each, too (``Policy.is_exact``).
+
+    Args:
+        model: of transformers; whoever has it replaces its weights.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def rescored(self, request: GenerationRequest, completion: Completion) -> Completion:
+        """Return a completion, all of it sampled under the present weights, with log-probabilities of these."""
+        sampling = request.sampling
+        temperature = 1.0 if sampling.greedy else sampling.temperature
+        found = self.log_probs(request.prompt_ids, completion.token_ids, temperature)
+        return replace(completion, log_probs=found)
+
+    @torch.no_grad()
+    def log_probs(
+        self, prompt_ids: Sequence[int], token_ids: npt.NDArray[np.int32], temperature: float
+    ) -> npt.NDArray[np.float32]:
+        """Compute the log-probabilities of an answer's tokens [N], in nats."""
+        labels = torch.from_numpy(token_ids.astype(np.int64))
+        sequence = torch.cat([torch.tensor(prompt_ids, dtype=torch.int64), labels]).unsqueeze(0)
+        logits = self._model(input_ids=sequence, use_cache=False).logits
+        first = len(prompt_ids) - 1
+        chosen = logits.reshape(-1, logits.shape[-1]).index_select(0, torch.arange(first, first + labels.shape[0]))
+        log_all = torch.log_softmax(chosen.float() / temperature, dim=-1)
+        found: npt.NDArray[np.float32] = log_all.gather(-1, labels.unsqueeze(-1)).squeeze(-1).numpy()
+        return found
 
 
 def padded_left(sequences: Sequence[Tokens]) -> tuple[list[int], Tokens]:

@@ -99,7 +99,7 @@ class TorchEngine:
         self._goes_ahead = self._device.type == "cuda" if goes_ahead is None else goes_ahead
         self._flight: Flight | None = None
         loaded = load_decoder(settings)
-        self._decoder = loaded.decoder
+        self._decoder, self._scorer = loaded.decoder, loaded.scorer
         self._is_padded = settings.batch_invariant and not self._decoder.is_batch_invariant
         """Whether every step is computed in the shapes of a full batch, so that bits do not depend on the batch."""
         self._eos_token_ids = read_eos_token_ids(self._directory, loaded.config)
@@ -457,6 +457,9 @@ class TorchEngine:
             for active in batch.leave_finished(ended):
                 done = [completion for completion in active.completions if completion is not None]
                 del self._requests[active.request.request_id]
+                # What is sampled to be judged, and not to be trained, keeps the log-probabilities of its own sampling.
+                if self._scorer is not None and not active.request.holds_weights:
+                    done = [self._scorer.rescored(active.request, each) for each in done]
                 self._outcomes.append(Generated(active.request.request_id, done))
 
     def _fail_broken(self) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,9 @@ from flotilla.shared.models.weight_files import safetensors_files
 from flotilla.shared.net.absence import absent_or
 from flotilla.shared.vision.processor import ImageProcessor
 
+if TYPE_CHECKING:
+    from flotilla.services.rollout.engines.decoders.generic import WholeScorer
+
 log = logging.getLogger(__name__)
 
 FLASH_HEAD_DIM = 256
@@ -35,10 +38,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A decoder and the complete configuration of its model."""
+    """A decoder and the complete configuration of its model.
+
+    ``scorer`` computes log-probabilities with the trainer's bits, where the settings ask for it.
+    """
 
     decoder: Decoder
     config: Mapping[str, Any]
+    scorer: "WholeScorer | None" = None
 
 
 def load_decoder(settings: EngineSettings) -> LoadedModel:
@@ -52,6 +59,12 @@ def load_decoder(settings: EngineSettings) -> LoadedModel:
     device = _device(settings.device)
     if not is_written_out(config):
         config = _complete(directory, config)
+    if settings.is_exact:
+        if device.type != "cpu":
+            raise ModelError(
+                f"exactness bitwise is computed on a CPU, and the engine's device is {device}: set it to cpu"
+            )
+        return _by_transformers(directory, settings, device, config)
     reason = reason_not_fused(config)
     if reason is None and settings.records_experts:
         raise ModelError(
@@ -65,7 +78,7 @@ def load_decoder(settings: EngineSettings) -> LoadedModel:
             "set batch_invariant to false"
         )
     log.info("the fused forward cannot run this model", extra={"reason": reason})
-    return LoadedModel(_by_transformers(directory, settings, device), config)
+    return _by_transformers(directory, settings, device, config)
 
 
 def _fused(directory: Path, config: Mapping[str, Any], settings: EngineSettings, device: torch.device) -> Decoder:
@@ -113,9 +126,16 @@ def _paged(
         return None
 
 
-def _by_transformers(directory: Path, settings: EngineSettings, device: torch.device) -> Decoder:
+def _by_transformers(
+    directory: Path, settings: EngineSettings, device: torch.device, config: Mapping[str, Any]
+) -> LoadedModel:
     # Imported here: transformers takes seconds to import, and the fused forward does without it.
-    from flotilla.services.rollout.engines.decoders.generic import CachedDecoder, choose_decoder, load_model
+    from flotilla.services.rollout.engines.decoders.generic import (
+        CachedDecoder,
+        WholeScorer,
+        choose_decoder,
+        load_model,
+    )
     from flotilla.services.rollout.engines.decoders.illustrated import VisionDecoder
     from flotilla.services.rollout.engines.decoders.routed import RecordingDecoder
     from flotilla.shared.models.routers import Routing
@@ -136,7 +156,7 @@ def _by_transformers(directory: Path, settings: EngineSettings, device: torch.de
             f"algorithm.router_replay R3 does not work with {type(model).__name__} here, which is computed without a "
             "cache: what its routers choose is not recorded"
         )
-    return decoder
+    return LoadedModel(decoder, config, WholeScorer(model) if settings.is_exact else None)
 
 
 def _device(name: str) -> torch.device:

@@ -1,0 +1,82 @@
+"""Rule of ``exactness: bitwise``: both sides compute each answer alone, with the same operators in the same shapes."""
+
+from typing import Protocol
+
+from flotilla.shared.config.sections.algorithm import AlgorithmConfig
+from flotilla.shared.config.sections.asynchrony import AsynchronyConfig
+from flotilla.shared.config.sections.data import DataConfig
+from flotilla.shared.config.sections.episodes import SingleTurnConfig
+from flotilla.shared.config.sections.model import ModelConfig
+from flotilla.shared.config.sections.optimisation import OptimisationConfig
+from flotilla.shared.config.sections.parallelism import ParallelismConfig
+from flotilla.shared.config.sections.rollout import RolloutConfig
+
+
+class Exact(Protocol):
+    """What the rule looks at of an ``ExperimentSpec``."""
+
+    @property
+    def exactness(self) -> str | None: ...
+    @property
+    def finished_job(self) -> object | None: ...
+    @property
+    def trains(self) -> bool: ...
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def data(self) -> DataConfig: ...
+    @property
+    def rollout(self) -> RolloutConfig: ...
+    @property
+    def algorithm(self) -> AlgorithmConfig: ...
+    @property
+    def optimisation(self) -> OptimisationConfig: ...
+    @property
+    def asynchrony(self) -> AsynchronyConfig: ...
+    @property
+    def parallelism(self) -> ParallelismConfig: ...
+
+
+def check_exactness(spec: Exact) -> None:
+    """Check that nothing stands against equal bits.
+
+    Raises:
+        ValueError: something does; all of it is named.
+    """
+    if spec.exactness is None:
+        return
+    wrong = [text for is_wrong, text in _conditions(spec) if is_wrong]
+    if wrong:
+        raise ValueError(f"exactness bitwise needs {'; '.join(wrong)}")
+
+
+def _conditions(spec: Exact) -> list[tuple[bool, str]]:
+    engine, model, parallelism = spec.rollout.engine, spec.model, spec.parallelism
+    asynchrony, optimisation = spec.asynchrony, spec.optimisation
+    threads = getattr(engine, "threads", "auto")
+    devices = (getattr(engine, "device", "auto"), parallelism.device)
+    return [
+        (spec.finished_job is not None or not spec.trains, "answers that are sampled and trained: leave job out"),
+        (engine.kind != "torch", "rollout.engine.kind torch, since no other engine computes as the trainer does"),
+        (any(each.startswith("cuda") for each in devices), "cpu as rollout.engine.device and parallelism.device"),
+        (parallelism.ranks > 1, "parallelism.ranks 1"),
+        (
+            threads == "auto" or threads != parallelism.threads,
+            "the same number as rollout.engine.threads and parallelism.threads, such as 1",
+        ),
+        (bool(asynchrony.staleness_threshold), "asynchrony.staleness_threshold 0"),
+        (asynchrony.trigger_parameter_sync_step > 1, "asynchrony.trigger_parameter_sync_step 1"),
+        (asynchrony.require_batches > 1, "asynchrony.require_batches 1"),
+        (optimisation.epochs_per_step > 1, "optimisation.epochs_per_step 1"),
+        (optimisation.packing == "packed", "optimisation.packing auto or padded: each answer has a pass of its own"),
+        (optimisation.compile_layers, "optimisation.compile_layers false"),
+        (model.dtype == "bfloat16", "model.dtype float32"),
+        (model.lora is not None, "no model.lora: adapters are added to the engine's weights"),
+        (model.attention not in {"auto", "sdpa"}, "model.attention auto or sdpa"),
+        (spec.data.images is not None, "no data.images"),
+        (spec.algorithm.router_replay is not None, "no algorithm.router_replay"),
+        (
+            not isinstance(spec.rollout.episodes, SingleTurnConfig) or spec.rollout.agents is not None,
+            "answers of one turn: no rollout.episodes and no rollout.agents",
+        ),
+    ]

@@ -1,6 +1,6 @@
 """``flotilla plan`` against what then happens: one small fleet, ten changes, each planned and then run.
 
-A tiny model with random weights writes answers of 1 to 64 tokens, whose lengths have a long tail; an asynchronous
+A tiny model with random weights writes answers of 1 to 32 tokens, whose lengths have a long tail; an asynchronous
 grader takes a while for each. The run as it was is measured before and after each change: on a machine that others use,
 speed drifts by more than what is to be seen. The plan reads the records of the run before; the change then runs, on the
 same fleet, for as many steps, and is compared with the planned ratio times the mean of its neighbours, and with the
@@ -66,12 +66,12 @@ TRIALS: Mapping[str, Trial] = {
     "rollouts 1 -> 2": Trial(Change(rollouts=2), {"resources": {"rollouts": {"min": 2, "max": 2}}}),
     "staleness 0.5 -> 0": Trial(Change(staleness=0.0), _asynchrony(staleness_threshold=0)),
     "staleness 0.5 -> 1": Trial(Change(staleness=1.0), _asynchrony(staleness_threshold=1)),
-    "group size 8 -> 16": Trial(Change(group_size=16), {"rollout": {"group_size": 16}}),
-    "group size 8 -> 4": Trial(Change(group_size=4), {"rollout": {"group_size": 4}}),
-    "groups 16 -> 32": Trial(Change(groups=32), {"optimisation": {"groups_per_mini_batch": 32}}),
+    "group size 4 -> 8": Trial(Change(group_size=8), {"rollout": {"group_size": 8}}),
+    "group size 4 -> 2": Trial(Change(group_size=2), {"rollout": {"group_size": 2}}),
+    "groups 8 -> 16": Trial(Change(groups=16), {"optimisation": {"groups_per_mini_batch": 16}}),
     "steps per version 1 -> 2": Trial(Change(steps_per_version=2), _asynchrony(trigger_parameter_sync_step=2)),
-    "slots 64 -> 128": Trial(Change(slots=128), {"rollout": {"engine": {"slots": 128, "context_tokens": 128}}}),
-    "at most 24 tokens": Trial(Change(max_new_tokens=24), {"rollout": {"sampling": {"max_new_tokens": 24}}}),
+    "slots 16 -> 32": Trial(Change(slots=32), {"rollout": {"engine": {"slots": 32, "context_tokens": 128}}}),
+    "at most 16 tokens": Trial(Change(max_new_tokens=16), {"rollout": {"sampling": {"max_new_tokens": 16}}}),
     "grader 10 times slower": Trial(Change(grading=10.0), {"reward": {"grader": "slow"}}),
 }
 
@@ -83,12 +83,12 @@ def spec_of(directory: Path, name: str, steps: int, trial: Trial | None) -> dict
     seconds = {"plain": GRADING_SECONDS, "slow": 10 * GRADING_SECONDS}[grader]
     (directory / f"{grader}.py").write_text(GRADER.format(seconds=seconds))
     rollout = {
-        "group_size": 8,
-        "sampling": {"max_new_tokens": 64},
-        "engine": {"slots": 64, "context_tokens": 128},
+        "group_size": 4,
+        "sampling": {"max_new_tokens": 32},
+        "engine": {"slots": 16, "context_tokens": 128},
     } | sections.pop("rollout", {})
     asynchrony = {"staleness_threshold": 0.5} | sections.pop("asynchrony", {})
-    optimisation = {"steps": steps, "groups_per_mini_batch": 16, "learning_rate": 1e-7} | sections.pop(
+    optimisation = {"steps": steps, "groups_per_mini_batch": 8, "learning_rate": 1e-7} | sections.pop(
         "optimisation", {}
     )
     spec = make_experiment(

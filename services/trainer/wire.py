@@ -74,6 +74,9 @@ class Status(Line):
     """What it could not do and tries again, such as a checkpoint on a full disk."""
     device: DeviceReport | None = None
     """None before the worker follows orders about the device: it is loading."""
+    holds_devices: bool | None = None
+    """Of a host that does not lead, which follows no orders but the leader's: whether its ranks have their weights on
+    their devices. None before they have loaded any."""
 
 
 class ImageReady(Line):

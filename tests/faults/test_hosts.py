@@ -47,6 +47,7 @@ class SecondHost:
         }
         self._command = [sys.executable, "-P", "-m", f"flotilla.services.{kind.value}"]
         self._log = data.with_suffix(".log")
+        self._log.parent.mkdir(parents=True, exist_ok=True)
         self.start()
 
     def start(self) -> None:
@@ -179,3 +180,52 @@ async def test_adapters_of_two_hosts_reach_a_rollout_of_a_third_one(tmp_path: Pa
     assert [each["phase"] for each in published["items"]] == ["committed"] * FEW_STEPS
     for each in published["items"]:
         assert sorted(member["transport"] for member in each["members"]) == ["gloo", "shared_memory"]
+
+
+async def watch_turns(client: GatewayClient, experiment_id: str, seen: set[tuple[str, str]]) -> None:
+    """Look until cancelled who has the devices: never a trainer and a rollout at the same time."""
+    while True:
+        listed = await client.call("GET", "/v1/services", params={"limit": 100}, deadline_seconds=60)
+        holders = {
+            (each["kind"], each["service_id"])
+            for each in listed["items"]
+            if each["observed"]["experiment_id"] == experiment_id and (each["observed"]["device"] or {}).get("is_held")
+        }
+        assert len({kind for kind, _ in holders}) <= 1, holders
+        seen |= holders
+        await asyncio.sleep(0.02)
+
+
+async def test_trainers_and_rollouts_of_two_hosts_take_turns_and_a_rank_is_killed(tmp_path: Path) -> None:
+    def shared(**parallelism: int) -> dict[str, Any]:
+        spec = an_experiment(tmp_path, **parallelism)
+        spec["asynchrony"]["publication"] = {"transport": "auto"}
+        spec["optimisation"]["steps"] = 6
+        return spec
+
+    seen: set[tuple[str, str]] = set()
+    with running_fleet(tmp_path / "fleet") as fleet:
+        async with fleet.client() as client:
+            alone = await start(client, shared(ranks=2))
+            await until_completed(client, alone)
+            expected = await curve_of(client, alone)
+            spec = shared(ranks=2, nodes=2)
+            spec["resources"] = {"sharing": "time", "rollouts": {"min": 2, "max": 2}}
+            with (
+                second_host(fleet, tmp_path / "second") as host,
+                second_host(fleet, tmp_path / "of" / "second", ServiceKind.ROLLOUT),
+            ):
+                several = await start(client, spec)
+                watching = asyncio.create_task(watch_turns(client, several, seen))
+                try:
+                    await until_step(client, several, 2)
+                    host.rank().kill()
+                    await until_completed(client, several)
+                    assert not watching.done(), await watching
+                finally:
+                    watching.cancel()
+            await compare(client, expected, several)
+            await check_ledger(client, several, spec)
+
+    # Both trainers and both rollouts have had the devices.
+    assert sorted(kind for kind, _ in seen) == ["rollout", "rollout", "trainer", "trainer"]

@@ -269,12 +269,12 @@ RUNNING: tuple[Parameter, ...] = (
     translated("--use_tensorboard", "tracking.trackers", text, "directory of tensorboard, one folder per experiment",
                example="runs", default=None, aliases=("--logger.tensorboard_dir",)),
     translated("--actor_num_gpus_per_node", ("resources.trainer.devices", "parallelism.ranks"), integer,
-               "GPUs of the trainer on each node, with a training process on each, that share the weights; more than "
-               "64 in all change speed, not what is computed", example=4, default=8, harmless=(1,),
+               "GPUs of the trainer on each node, with a training process on each, that share the weights",
+               example=4, default=8, harmless=(1,),
                context={}, unread=Verdict.UNSUPPORTED, aliases=("--actor.num_gpus_per_node",)),
     translated("--actor_num_nodes", "parallelism.nodes", integer,
-               "machines that the trainer's processes are on; where the GPUs are silent, or more than 64 in all, this "
-               "changes speed, not what is computed", example=2, default=1, harmless=(1,), context=ON_FOUR_GPUS,
+               "machines that the trainer's processes are on; where the GPUs are silent, this changes speed, not what "
+               "is computed", example=2, default=1, harmless=(1,), context=ON_FOUR_GPUS,
                unread=Verdict.UNSUPPORTED, aliases=("--actor.num_nodes",)),
     *unsupported("critic and reference compute on the trainer's devices, a reward model on those of the reward "
                  "service: this changes speed, not what is computed",

@@ -15,6 +15,7 @@ from flotilla.importers.spelling import is_private_host
 from flotilla.importers.system import System, make_system
 from flotilla.importers.values import same
 from flotilla.shared.config.sections.data import PLACE
+from flotilla.shared.config.sections.parallelism import MOST_RANKS
 
 Fields = dict[str, Any]
 
@@ -22,8 +23,6 @@ SCHEDULES = {
     "cosine_with_min_lr": ("cosine", 0.1), "cosine": ("cosine", 0.0), "linear": ("linear", 0.0),
     "constant": ("constant", None), "constant_with_warmup": ("constant", None),
 }  # fmt: skip
-MOST_RANKS = 64
-"""Of one job."""
 WITHOUT_ANSWER = (
     "rollout.sampling.max_new_tokens: --data.max_len bounds prompt and answer together, and here each has a bound of "
     "its own: give --rollout.max_new_tokens, what an answer may have"
@@ -141,10 +140,6 @@ def sharing(source: Source) -> Fields:
     both = ("--colocate_all_models", "--vllm_enable_sleep")
     # Agents ask engines at any time; one flag without the other is read by nobody.
     if source.value("--agent_func_path") is not None or not all(name in source.given for name in both):
-        return {}
-    on = source.given.get("--actor_num_nodes")
-    if on is not None and not same(on.value, 1):
-        source.put_aside(source.given[both[0]].spelling, "turns on the same devices are for one machine")
         return {}
     return {"resources.sharing": "time"} if all(source.value(name) for name in both) else {}
 

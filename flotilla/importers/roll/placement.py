@@ -11,13 +11,12 @@ from flotilla.importers.roll.images import has_images
 from flotilla.importers.roll.rows import CONFIG, INFER, TRAIN
 from flotilla.importers.source import Source
 from flotilla.importers.values import same, wrong
+from flotilla.shared.config.sections.parallelism import MOST_RANKS
 
 Fields = dict[str, Any]
 
 RANGE = re.compile(r"list\(range\((\d+),\s*(\d+)\)\)")
 SPLITS = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
-MOST_RANKS = 64
-"""Of one job."""
 OF_A_NODE = 8
 """ROLL's own num_gpus_per_node."""
 
@@ -73,7 +72,7 @@ def placement(source: Source) -> Fields:
     fields |= {"parallelism.tensor_parallel": tensor} if tensor > 1 else {}
     fields |= {"parallelism.sequence_parallel": context} if context > 1 else {}
     fields |= _critic(source, len(trainer), tensor, context)
-    return fields | _engines(source, trainer, is_one_machine=len(of_nodes) == 1)
+    return fields | _engines(source, trainer)
 
 
 def _critic(source: Source, ranks: int, tensor: int, context: int) -> Fields:
@@ -91,7 +90,7 @@ def _critic(source: Source, ranks: int, tensor: int, context: int) -> Fields:
     return {"parallelism.critic": {"tensor_parallel": sizes[0], "sequence_parallel": sizes[1]}}
 
 
-def _engines(source: Source, trainer: Sequence[int], *, is_one_machine: bool) -> Fields:
+def _engines(source: Source, trainer: Sequence[int]) -> Fields:
     """Make the number of engines, where each has one device, and turns on those that the trainer has, too."""
     name = f"{INFER}.device_mapping"
     if name not in source.given or _is_split(source):
@@ -99,7 +98,7 @@ def _engines(source: Source, trainer: Sequence[int], *, is_one_machine: bool) ->
     engines = devices_of(source, name)
     if not engines:
         return {}
-    turns: Fields = {"resources.sharing": "time"} if is_one_machine and set(engines) & set(trainer) else {}
+    turns: Fields = {"resources.sharing": "time"} if set(engines) & set(trainer) else {}
     return {"resources.rollouts.min": len(engines), **turns}
 
 

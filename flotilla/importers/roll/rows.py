@@ -194,7 +194,7 @@ WORKERS: tuple[Parameter, ...] = (
                ("optimisation.groups_per_mini_batch", "asynchrony.require_batches", "resources.trainer.devices",
                 "parallelism.ranks"),
                unchanged, "the number of devices multiplies the batch: see per_device_train_batch_size; they are the "
-               "trainer's, with a training process on each (not with pipeline stages, and up to 64), on as many "
+               "trainer's, with a training process on each (not with pipeline stages), on as many "
                "machines as num_gpus_per_node makes", example="list(range(0,4))", default=None,
                aliases=("device_mapping",)),
     *(translated(f"{TRAIN}.strategy_args.strategy_config.{kind}_model_parallel_size",
@@ -324,7 +324,7 @@ BACKENDS: tuple[Parameter, ...] = (
              "critic.infer_batch_size"),
     translated(f"{INFER}.device_mapping", ("resources.rollouts.min", "resources.sharing"), unchanged,
                "where the trainer's are translated, and each engine has one: an engine for each; where both have some, "
-               "on one machine, they take turns on them. Else this changes speed, not what is computed",
+               "they take turns on them. Else this changes speed, not what is computed",
                example="list(range(0,4))", context={f"{TRAIN}.device_mapping": "list(range(0,4))"},
                unread=Verdict.UNSUPPORTED),
     *unsupported(PLACEMENT, f"{INFER}.num_gpus_per_worker", f"{INFER}.world_size",

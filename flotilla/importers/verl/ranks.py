@@ -7,6 +7,7 @@ from flotilla.importers.source import Source
 from flotilla.importers.values import same
 from flotilla.importers.verl.actor import ACTOR
 from flotilla.importers.verl.images import has_images, put_ranks_aside
+from flotilla.shared.config.sections.parallelism import MOST_RANKS
 
 Fields = dict[str, Any]
 
@@ -16,8 +17,6 @@ NPU = (
 )
 GPUS_OF_A_NODE = 8
 """verl's default."""
-MOST_RANKS = 64
-"""Of one job."""
 
 
 def device_of(source: Source) -> str | None:

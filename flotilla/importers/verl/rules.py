@@ -337,17 +337,10 @@ def placement(source: Source) -> Fields:
     has_engines = kind_of(source) in {Kind.FULLY_ASYNC, Kind.ONE_STEP_OFF}
     hybrid = "actor_rollout_ref.hybrid_engine"
     takes_turns = device is None and "resources.trainer.devices" in fields
-    if fields.get("parallelism.nodes", 1) > 1:
-        if not has_engines and hybrid in source.given:
-            source.put_aside(source.given[hybrid].spelling, "turns on the same devices are for one machine")
-        if not has_engines and source.value(hybrid):
-            gpus = fields["parallelism.nodes"] * fields["resources.trainer.devices"]
-            source.note(
-                f"verl's trainer and rollouts take turns on {gpus} GPUs; on several machines they do not here: this "
-                f"spec needs {gpus} for the trainer, and others for its rollouts"
-            )
-    elif not has_engines and (source.has(hybrid) or takes_turns):
+    if not has_engines and (source.has(hybrid) or takes_turns):
         fields["resources.sharing"] = "time" if source.value(hybrid) else "none"
+        if source.value(hybrid) and (nodes := fields.get("parallelism.nodes", 1)) > 1:
+            fields["resources.rollouts.min"] = nodes
     if has_engines and (source.has("rollout.nnodes") or source.has("rollout.n_gpus_per_node")):
         gpus = source.required("rollout.nnodes") * source.required("rollout.n_gpus_per_node")
         fields["resources.rollouts.min"] = max(gpus // source.required(f"{ROLLOUT_NAME}.tensor_model_parallel_size"), 1)

@@ -132,8 +132,8 @@ ASYNC_ROWS: tuple[Parameter, ...] = (
     *ignored("no trainer of verl reads it, though its file has it: they read actor_rollout_ref.rollout.n",
              "rollout.n"),
     translated("trainer.nnodes", "parallelism.nodes", count,
-               "machines that the trainer's processes are on, up to 64 processes in all, 8 on each where "
-               "n_gpus_per_node is silent; where trainer.device is cpu, where to run is not what to run",
+               "machines that the trainer's processes are on, 8 on each where n_gpus_per_node is silent; where "
+               "trainer.device is cpu, where to run is not what to run",
                example=2, default=1, harmless=(1,),
                context={"trainer.n_gpus_per_node": 4}, unread=Verdict.UNSUPPORTED),
     translated("trainer.n_gpus_per_node", ("resources.trainer.devices", "parallelism.ranks"), count,

@@ -165,6 +165,7 @@ class Supervisor(StateFollower):
         self._is_leaving = False
         self._is_between_workers = False
         self._told_of_device: DeviceReport | None = None  # by the worker that runs
+        self._holds_devices: bool | None = None  # by the same, on a host that does not lead
         self._idle_since: float | None = None
         self._restarts = Restarts(
             MAX_DEATHS,
@@ -198,6 +199,10 @@ class Supervisor(StateFollower):
             return None
         if self._worker is None and not self._is_between_workers:
             return DeviceReport(shift=order.shift, is_held=False, is_wanted=self._state is WorkState.STARTING)
+        if self._holds_devices is not None:
+            # The leader is the one who wants them, and may take them at any moment of its shift.
+            held = order.may_hold or self._holds_devices
+            return DeviceReport(shift=order.shift, is_held=held, is_wanted=self._state is WorkState.STARTING)
         # Until it follows orders it is loading.
         return self._told_of_device or DeviceReport(shift=order.shift, is_held=True, is_wanted=True)
 
@@ -255,7 +260,7 @@ class Supervisor(StateFollower):
         )
         self._enter(WorkState.STARTING)
         self._is_leaving = self._is_passing = False
-        self._told = self._told_of_device = self._idle_since = None
+        self._told = self._told_of_device = self._holds_devices = self._idle_since = None
         self._is_between_workers = True
         try:
             self._worker = await self._start_worker(launch, spec.parallelism, self._hear)
@@ -287,12 +292,12 @@ class Supervisor(StateFollower):
             self._failure = self._told = message.failure
             self._is_hopeless, self._is_passing = message.is_permanent, message.is_passing
         else:
-            is_news = self._status is None or (message.step, message.version, message.device) != (
-                self._status.step,
-                self._status.version,
-                self._told_of_device,
+            is_news = self._status is None or (
+                (message.step, message.version, message.device, message.holds_devices)
+                != (self._status.step, self._status.version, self._told_of_device, self._holds_devices)
             )
             self._status, self._told_of_device = message, message.device
+            self._holds_devices = message.holds_devices
             self._end_if_it_does_not_release(message.device)
             if message.state is not WorkState.STARTING:
                 # It works again: what it died of before is no longer its state.

@@ -56,6 +56,8 @@ class Follower:
         ranks: the job.
         channel: its end of the way from the leader.
         on_status: told when it can train, with None, and of each step that it trained.
+        on_devices: told whether the ranks have their weights on their devices: before they load them, and once all have
+            released them.
     """
 
     def __init__(
@@ -64,9 +66,10 @@ class Follower:
         ranks: Ranks,
         channel: Channel,
         on_status: Callable[[int | None], None] | None = None,
+        on_devices: Callable[[bool], None] | None = None,
     ) -> None:
         self._spec, self._ranks, self._channel = spec, ranks, channel
-        self._on_status = on_status
+        self._on_status, self._on_devices = on_status, on_devices
         self._cores = ComputeCores(spec.parallelism.threads)
         self._built: Learner | None = None
         self._memory: LearnerMemory | None = None
@@ -76,6 +79,8 @@ class Follower:
         with closing(self._cores):
             while not isinstance(command := self._channel.receive(), End):
                 failure = None
+                if self._on_devices is not None and isinstance(command, Restore | Reload):
+                    self._on_devices(True)
                 try:
                     with self._cores.computing():
                         self._obey(command)
@@ -96,6 +101,8 @@ class Follower:
                     continue
                 if self._on_status is not None and isinstance(command, Restore | Train):
                     self._on_status(command.step if isinstance(command, Train) else None)
+                if self._on_devices is not None and isinstance(command, Offload):
+                    self._on_devices(False)
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, Find):

@@ -20,6 +20,30 @@ from flotilla.shared.telemetry import logging as telemetry
 log = logging.getLogger(__name__)
 
 
+class Voice:
+    """Tells the supervisor of a host that does not lead how far its ranks are, and what they have on their devices."""
+
+    def __init__(self, answers: IO[bytes]) -> None:
+        self._answers = answers
+        self._state = WorkState.STARTING
+        self._step: int | None = None
+        self._holds_devices: bool | None = None
+
+    def say_step(self, step: int | None) -> None:
+        """The ranks can train, or have trained a step."""
+        self._state, self._step = WorkState.RUNNING, step
+        self._say()
+
+    def say_devices(self, are_held: bool) -> None:
+        """The ranks will have their weights on their devices, or have released them."""
+        self._holds_devices = are_held
+        self._say()
+
+    def _say(self) -> None:
+        told = Status(state=self._state, step=self._step, version=None, holds_devices=self._holds_devices)
+        _say(self._answers, told)
+
+
 def follow(place: Place, answers: IO[bytes]) -> int:
     """Do what the leader says until it lets this rank go; returns the exit code.
 
@@ -41,7 +65,9 @@ def follow(place: Place, answers: IO[bytes]) -> int:
             return _say_failure(answers, place, error)
     with entered(place, store, spec.parallelism, partial(end_for_silence, answers)) as (ranks, channel):
         try:
-            Follower(spec, ranks, channel, on_status=partial(_say_status, answers) if is_first else None).run()
+            voice = Voice(answers) if is_first else None
+            on_status, on_devices = (None, None) if voice is None else (voice.say_step, voice.say_devices)
+            Follower(spec, ranks, channel, on_status, on_devices).run()
         except Exception as error:
             # Whatever it is, the other ranks wait for this one: it ends, and so do they.
             if is_lost_peer(error):
@@ -56,10 +82,6 @@ async def _fetch(spec: ExperimentSpec) -> None:
     await fetched(spec.model)
     for model in spec.algorithm.models.values():
         await fetched(model)
-
-
-def _say_status(answers: IO[bytes], step: int | None) -> None:
-    _say(answers, Status(state=WorkState.RUNNING, step=step, version=None))
 
 
 def _say_failure(answers: IO[bytes], place: Place, error: Exception) -> int:

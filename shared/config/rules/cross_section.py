@@ -224,11 +224,6 @@ def _sharing(spec: Sections) -> None:
         raise ValueError(
             f"resources.sharing time lets trainer and rollouts take turns, and with job.kind {kind} {why}: leave it out"
         )
-    if spec.parallelism.nodes > 1:
-        raise ValueError(
-            f"resources.sharing time lets one host's trainer and rollouts take turns, and parallelism.nodes is "
-            f"{spec.parallelism.nodes}: leave one of both out"
-        )
     if EngineCapability.SLEEP not in engine.CAPABILITIES:
         raise ValueError(
             f"resources.sharing time needs an engine that can sleep, which rollout.engine.kind {engine.kind} cannot: "

@@ -1,7 +1,7 @@
 """What the training processes compute on, and how many there are."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -59,6 +59,10 @@ class CriticParallelismConfig(Config):
     """Ranks that compute the same sequences together (Ulysses)."""
 
 
+MOST_RANKS: Final = 4096
+"""Of one trainer: beyond it a number is rather a slip than a fleet."""
+
+
 class MixedPrecisionConfig(Config):
     """What layers compute in, where ranks share weights that stay float32 with their gradients and moments (FSDP2)."""
 
@@ -79,11 +83,11 @@ class ParallelismConfig(Config):
     """Compute threads of each training process. auto: all cores of its host while nothing else of the fleet computes
     there, else a part of them, the larger the more of the time it computes; figures of two runs then differ in their
     last bits. With a number it always takes that many; more than there are free cores make it slower, not faster."""
-    ranks: int = Field(1, ge=1, le=64)
+    ranks: int = Field(1, ge=1, le=MOST_RANKS)
     """Training processes on all machines together. Each keeps a part of weights, gradients and optimiser state (FSDP2),
     and computes a part of each mini-batch. 1 trains in one process that has all of them. Left out, it is
     resources.trainer.devices on each of nodes where that is a number, else 1."""
-    nodes: int = Field(1, ge=1, le=64)
+    nodes: int = Field(1, ge=1, le=MOST_RANKS)
     """Trainer services that the ranks are on, each ranks / nodes of them, usually one service per machine. All of them
     must see the gateway's data directory under the same path. 1: all ranks are on one trainer's machine."""
     replicas: int = Field(1, ge=1)

@@ -23,8 +23,9 @@ def imported(system: str, values: dict[str, Any]) -> Imported:
     ("system", "values", "expected"),
     [
         ("verl", {"trainer.n_gpus_per_node": 8}, (8, 8, 1, "time")),
-        ("verl", {"trainer.n_gpus_per_node": 8, "trainer.nnodes": 2}, (8, 16, 2, "none")),
-        ("verl", {"trainer.n_gpus_per_node": 1, "trainer.nnodes": 4}, (1, 4, 4, "none")),
+        ("verl", {"trainer.n_gpus_per_node": 8, "trainer.nnodes": 2}, (8, 16, 2, "time")),
+        ("verl", {"trainer.n_gpus_per_node": 1, "trainer.nnodes": 4}, (1, 4, 4, "time")),
+        ("verl", {"trainer.n_gpus_per_node": 8, "trainer.nnodes": 64}, (8, 512, 64, "time")),
         ("verl", {"trainer.n_gpus_per_node": 8, "trainer.device": "cuda"}, (8, 8, 1, "none")),
         ("verl", {"trainer.n_gpus_per_node": 1}, ("auto", 1, 1, "none")),
         ("openrlhf", {"--actor_num_gpus_per_node": 4}, (4, 4, 1, "none")),
@@ -34,6 +35,17 @@ def imported(system: str, values: dict[str, Any]) -> Imported:
             {"--actor_num_gpus_per_node": 4, "--colocate_all_models": True, "--vllm_enable_sleep": True},
             (4, 4, 1, "time"),
         ),
+        (
+            "openrlhf",
+            {
+                "--actor_num_gpus_per_node": 4,
+                "--actor_num_nodes": 2,
+                "--colocate_all_models": True,
+                "--vllm_enable_sleep": True,
+            },
+            (4, 8, 2, "time"),
+        ),
+        ("roll", {TRAIN: "list(range(0,16))", INFER: "list(range(0,16))"}, (8, 16, 2, "time")),
         ("roll", {TRAIN: "list(range(0,4))"}, (4, 4, 1, "none")),
         ("roll", {TRAIN: "list(range(0,4))", INFER: "list(range(4,8))"}, (4, 4, 1, "none")),
         ("roll", {TRAIN: "list(range(0,4))", INFER: "list(range(2,6))"}, (4, 4, 1, "time")),
@@ -57,9 +69,9 @@ def test_devices_become_what_the_trainer_must_have(
     ("system", "values", "name"),
     [
         ("verl", {"trainer.n_gpus_per_node": 8, "trainer.device": "cpu"}, "trainer.n_gpus_per_node"),
-        ("verl", {"trainer.n_gpus_per_node": 8, "trainer.nnodes": 16}, "trainer.n_gpus_per_node"),
-        ("openrlhf", {"--actor_num_gpus_per_node": 8, "--actor_num_nodes": 16}, "--actor_num_gpus_per_node"),
-        ("openrlhf", {"--actor_num_gpus_per_node": 80}, "--actor_num_gpus_per_node"),
+        ("verl", {"trainer.n_gpus_per_node": 8, "trainer.nnodes": 1000}, "trainer.n_gpus_per_node"),
+        ("openrlhf", {"--actor_num_gpus_per_node": 8, "--actor_num_nodes": 1000}, "--actor_num_gpus_per_node"),
+        ("openrlhf", {"--actor_num_gpus_per_node": 8000}, "--actor_num_gpus_per_node"),
         ("roll", {TRAIN: "list(range(0,4))", INFER: "list(range(0,4))", "actor_infer.num_gpus_per_worker": 2}, INFER),
     ],
     ids=str,
@@ -68,6 +80,12 @@ def test_where_the_fleet_cannot_have_them_they_are_unsupported(system: str, valu
     report = imported(system, values).report
 
     assert next(entry.verdict for entry in report.entries if entry.name == name) is Verdict.UNSUPPORTED
+
+
+def test_engines_that_take_turns_with_trainers_are_on_each_of_their_machines() -> None:
+    spec = imported("verl", {"trainer.n_gpus_per_node": 8, "trainer.nnodes": 4}).spec
+
+    assert spec is not None and spec.resources.rollouts.min == 4
 
 
 def test_engines_of_one_device_each_are_as_many_rollouts() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from flotilla.services.trainer.checkpoint.files import paths_in, reserve, shared_files
 from flotilla.services.trainer.parallel.channel import Channel
-from flotilla.services.trainer.parallel.commands import Command, End, Restore, Save
+from flotilla.services.trainer.parallel.commands import Command, End, Offload, Reload, Restore, Save
 from flotilla.services.trainer.parallel.ranks import ONE_RANK
 from flotilla.services.trainer.worker.follower import Follower
 from flotilla.services.trainer.worker.leader import Leader
@@ -83,3 +83,19 @@ def test_a_disk_that_fails_the_leader_leaves_no_follower_in_the_command(tmp_path
 
     assert [type(command) for command in channel.sent] == [Save]
     assert len(channel.ends) == 1 and "the leader could not write its part" in (channel.ends[0] or "")
+
+
+def test_a_follower_says_what_it_has_before_it_loads_and_once_all_have_released_it(tmp_path: Path) -> None:
+    learner = a_learner(steps=0)
+    said: list[tuple[bool, int]] = []
+    channel = Ends(Restore(path=None), Offload(directory=str(tmp_path)), Reload(), End())
+
+    Follower(
+        learner.spec,
+        ONE_RANK,
+        cast(Channel, channel),
+        on_devices=lambda are_held: said.append((are_held, len(channel.ends))),
+    ).run()
+
+    # With how many commands all ranks had ended by then.
+    assert said == [(True, 0), (False, 2), (True, 2)]

@@ -388,3 +388,44 @@ async def test_a_worker_that_keeps_a_device_that_it_does_not_need_is_ended(monke
         await rig.until(lambda: rig.workers[0].has_ended)
         await rig.until(lambda: rig.supervisor.observe().device == has(2, held=False, wanted=True))
         assert len(rig.workers) == 1, "the next one waits for its turn"
+
+
+async def test_a_host_that_does_not_lead_says_what_its_ranks_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(held: bool | None, state: WorkState = WorkState.RUNNING) -> Status:
+        return Status(state=state, step=None, version=None, holds_devices=held)
+
+    async with a_rig(monkeypatch) as rig:
+        await follow(rig, 1, may_hold=True)
+        await rig.until(lambda: bool(rig.workers))
+        rig.workers[0].say(told(held=True, state=WorkState.STARTING))
+        assert rig.supervisor.observe().device == has(1, held=True, wanted=True)
+        rig.workers[0].say(told(held=True))
+        assert rig.supervisor.observe().device == has(1, held=True, wanted=False)
+
+        await follow(rig, 2, may_hold=False)
+        assert rig.supervisor.observe().device == has(2, held=True, wanted=False)
+        rig.workers[0].say(told(held=False))
+        assert rig.supervisor.observe().device == has(2, held=False, wanted=False)
+
+        await follow(rig, 3, may_hold=True)
+        # The leader may let it load at any moment now.
+        assert rig.supervisor.observe().device == has(3, held=True, wanted=False)
+
+        rig.workers[0].end(-9)
+        await rig.until(lambda: len(rig.workers) == 2)
+        assert rig.supervisor.observe().device == has(3, held=True, wanted=True)
+
+
+async def test_a_host_that_does_not_lead_is_not_ended_while_the_leader_needs_its_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("flotilla.services.trainer.supervisor.supervisor.RELEASE_SECONDS", 0.01)
+    async with a_rig(monkeypatch) as rig:
+        await follow(rig, 1, may_hold=True)
+        await rig.until(lambda: bool(rig.workers))
+        await follow(rig, 2, may_hold=False)
+        for _ in range(2):
+            rig.workers[0].say(Status(state=WorkState.RUNNING, step=3, version=None, holds_devices=True))
+            await asyncio.sleep(0.02)
+
+        assert not rig.workers[0].has_ended

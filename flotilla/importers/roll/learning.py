@@ -19,6 +19,9 @@ KL = {"add_token_level_kl": True}
 NORMED = {**REINFORCE, "reward_norm": "group"}
 STATE = {**REINFORCE, "reward_normalization.grouping": "state"}
 GIGPO = {"adv_estimator": "gigpo", "reward_normalization.grouping": "state", "reward_normalization.method": "mean_std"}
+NORMALISED = "reward_normalization"
+METHODS = {("group", None): "mean", ("group", "group"): "mean_std", (None, None): "identity"}
+"""By the groups that mean and deviation are of."""
 WORKER, PG_WORKER = "actor_train.worker_cls", "roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker"
 BY_VARIANT = {WORKER: PG_WORKER}
 DEAD = "no release of ROLL that is still in use reads it"
@@ -139,6 +142,11 @@ REWARD_ROWS: tuple[Parameter, ...] = (
     translated("reward_normalization.method", "reward.shaping.normalisation", text,
                "mean, mean_std; asym_clip also bounds to [-1, 3]", example="mean_std", default="identity",
                context=STATE),
+    translated(f"{NORMALISED}.norm_mean_type", "reward.shaping.normalisation", text,
+               "group; it wins over what method says of the mean", example="group", default=None, context=STATE),
+    translated(f"{NORMALISED}.norm_std_type", "reward.shaping.normalisation", text,
+               "group; it wins over what method says of the deviation", example="group", default=None,
+               context={**STATE, f"{NORMALISED}.norm_mean_type": "group"}),
     *ignored(f"{DEAD}: use reward_norm group with reward_scale", "use_reward_scaling"),
     *ignored(f"{DEAD}: use reward_norm group", "use_reward_norm"),
     *ignored(f"{DEAD}: use reward.shaping.length", "add_len_reward"),
@@ -167,7 +175,7 @@ def _steps(source: Source) -> Section:
     if source.required("gamma") != 1:
         source.refuse("gamma", "all tokens of a turn have its advantage: use step_reward_gamma, which discounts turns")
     by_std = {"mean": False, "mean_std": True}
-    method, grouping = source.value("reward_normalization.method"), source.value("reward_normalization.grouping")
+    method, grouping = _method(source), source.value("reward_normalization.grouping")
     if method not in by_std:
         why = f"{method} leaves steps as they are, or cuts them, and they are compared here: use mean or mean_std"
         source.refuse("reward_normalization.method", why)
@@ -359,9 +367,9 @@ def kl(source: Source) -> Fields:
 
 def normalisation(source: Source) -> Fields:
     """Make the normalisation of rewards, in any of ROLL's three spellings."""
-    method = source.value("reward_normalization.method")
     if source.value("adv_estimator") in STEPWISE or is_pure(source):
         return {}
+    method = _method(source)
     if source.value("adv_estimator") == "grpo" and not _has_environments(source):
         statistics: tuple[str | None, str | None] = ("group", "group")
     elif method not in {None, "identity"}:
@@ -372,6 +380,26 @@ def normalisation(source: Source) -> Fields:
     if mean is None and std is None:
         return {}
     return {"reward.shaping.normalisation": {"mean": mean, "std": std, "epsilon": 1e-6}}
+
+
+def _method(source: Source) -> str:
+    """Return how rewards are normalised, by the newer names of it where they are written."""
+    method = str(source.value(f"{NORMALISED}.method") or "identity")
+    names = [f"{NORMALISED}.{each}" for each in STATISTICS]
+    if not any(source.has(name) for name in names):
+        return method
+    whose = "batch" if source.value(f"{NORMALISED}.grouping") == "batch" else "group"
+    of_method = {"mean": (whose, None), "mean_std": (whose, whose)}.get(method, (None, None))
+    mean, std = (source.value(name) or default for name, default in zip(names, of_method, strict=True))
+    # What is of the batch is of the one group that the batch is, where the batch is one.
+    found = METHODS.get(("group" if mean == whose else mean, "group" if std == whose else std))
+    if found is None:
+        source.refuse(
+            names[1],
+            f"a mean of {mean} and a deviation of {std} do not go together here: use group for both, or the mean alone",
+        )
+        return "mean_std"
+    return found
 
 
 def _has_environments(source: Source) -> bool:
@@ -414,8 +442,9 @@ def _agentic_normalisation(source: Source) -> Fields:
     if grouping not in {"state", "traj_group_id"}:
         source.refuse("reward_normalization.grouping", "groups are graded one at a time: use state")
         return {}
-    method = source.choose(name, {each: each for each in ("mean", "mean_std", "asym_clip")})
-    if method is None:
+    method = _method(source)
+    if method not in {"mean", "mean_std", "asym_clip"}:
+        source.refuse(name, f"{method!r} is not offered here: use asym_clip, mean, mean_std")
         return {}
     section: Section = {"mean": "group", "std": None, "epsilon": 1e-6}
     if method != "mean":

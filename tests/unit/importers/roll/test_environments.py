@@ -401,3 +401,33 @@ def test_steps_of_a_batch_are_compared_and_bounded_twice() -> None:
     advantage = found.spec.algorithm.advantage
     assert isinstance(advantage, StepReinforceConfig)
     assert (advantage.over, advantage.clip) == ("batch", 5.0)
+
+
+@pytest.mark.parametrize(
+    ("newer", "older"),
+    [
+        ({"norm_mean_type": "group", "norm_std_type": "group"}, {"method": "mean_std"}),
+        ({"norm_mean_type": "group"}, {"method": "mean"}),
+        ({"norm_std_type": "group", "method": "mean"}, {"method": "mean_std"}),
+        ({"grouping": "batch", "norm_mean_type": "batch", "norm_std_type": "batch"},
+         {"grouping": "batch", "method": "mean_std"}),
+    ],
+)  # fmt: skip
+def test_newer_names_of_a_normalisation_are_what_the_older_one_says(
+    newer: dict[str, str], older: dict[str, str]
+) -> None:
+    def made(values: dict[str, str]) -> Any:
+        named = {f"reward_normalization__{name}": value for name, value in values.items()}
+        method = {} if "method" in values else {"reward_normalization__method": "identity"}
+        found = imported(adv_estimator="step_reinforce", **method, **named)
+        assert found.may_run(), found.report.render()
+        return found.document
+
+    assert made(newer) == made(older)
+
+
+def test_a_mean_of_a_group_with_a_deviation_of_the_batch_is_refused() -> None:
+    found = imported(adv_estimator="step_reinforce", reward_normalization__norm_mean_type="group",
+                     reward_normalization__norm_std_type="batch")  # fmt: skip
+
+    assert "reward_normalization.norm_std_type" in {entry.name for entry in found.report.refused}

@@ -141,3 +141,18 @@ async def test_the_gateway_lets_nobody_load_before_all_others_have_released_and_
 
     await told(trainer, report(2))
     assert (await told(rollout, report(2))).may_hold is True
+
+
+def test_trainers_of_several_hosts_keep_the_devices_while_any_of_them_needs_them() -> None:
+    busy, done = report(TRAINERS, held=True, wanted=True), report(TRAINERS, held=True)
+
+    assert next_shift(TRAINERS, {"a": done, "b": busy}, {}, BUSY) == TRAINERS
+    assert next_shift(TRAINERS, {"a": done, "b": None}, {}, BUSY) == TRAINERS
+    assert next_shift(TRAINERS, {"a": done, "b": done}, {}, BUSY) == TRAINERS + 1
+
+
+def test_rollouts_wait_for_the_trainers_of_all_hosts() -> None:
+    freed, held = report(ROLLOUTS), report(ROLLOUTS, held=True)
+
+    assert who_holds(ROLLOUTS, {"a": freed, "b": held}, {"c": None}) == ["b"]
+    assert who_holds(ROLLOUTS, {"a": freed, "b": freed}, {"c": None}) == []

@@ -3,7 +3,8 @@
 ``decoding``: tokens per second of the embedded engine with Triton's kernels and with torch's operators, the largest
 model first. ``adapters``: publications of adapters alone: their bytes, and how long sampling pauses for them.
 ``proof``: what reading the served weights back costs, and that it finds faults. ``throughput``: trained tokens per
-second beside a plain loop, and their share of what matrix products reach. ``halving``: passes that do not fit into the
+second beside a plain loop, and their share of what matrix products reach. ``profile``: what a step of the learner
+spends the GPU's time on, and how long the GPU waits. ``halving``: passes that do not fit into the
 memory. ``tinker``: updates of the Tinker service's models beside the same on the CPU. ``engine``: log-probabilities of
 the embedded engine in bfloat16 beside transformers', at the shapes of Qwen3 with 0.6 and 4 billion parameters and
 random weights, and its tokens per second beside ``generate`` and the bound that reading weights and cache sets.
@@ -23,6 +24,7 @@ code counts the parts with a failure.
 """
 
 import argparse
+import faulthandler
 import importlib
 import json
 import os
@@ -41,6 +43,7 @@ MODULES = {
     "adapters": "gpu_publications",
     "proof": "gpu_publications",
     "throughput": "gpu_trainer",
+    "profile": "gpu_profile",
     "halving": "gpu_trainer",
     "tinker": "gpu_trainer",
     "engine": "gpu_engine",
@@ -63,6 +66,8 @@ LEAST_SECONDS = 30.0
 """A part is not begun with less than this left."""
 KEPT_SECONDS = 100.0
 """Of the time for all parts, for each that comes later."""
+MOST_THREADS = 8
+"""Of a part that computes on the CPU beside a GPU."""
 END_SECONDS = 20.0
 """For a part's processes to end when they are told to; then they are killed."""
 
@@ -80,14 +85,16 @@ def run_here(part: str, *, rehearses: bool, report: Path) -> None:
     transformers.utils.logging.disable_progress_bar()
     place = REHEARSAL if rehearses else GPU
     figures: Figures = {"torch": torch.__version__, "transformers": transformers.__version__, "device": place.device}
+    # Who ends the part is told where it was.
+    faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
     started = time.perf_counter()
     try:
         if place.is_gpu:
             if not torch.cuda.is_available():
                 raise RuntimeError("there is no GPU that torch can use here; --cpu-rehearsal tries this without one")
             figures["device"] = torch.cuda.get_device_name()
-        else:
-            torch.set_num_threads(1)
+        # Many more threads than the machine lends are slower than one, and torch counts the host's.
+        torch.set_num_threads(min(torch.get_num_threads(), MOST_THREADS) if place.is_gpu else 1)
         for name, found in getattr(importlib.import_module(f"benchmarks.{MODULES[part]}"), f"part_{part}")(place):
             figures[name] = found
             print(f"{part}, {name}: {json.dumps(found)}", flush=True)

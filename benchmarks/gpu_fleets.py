@@ -9,8 +9,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
-from datetime import datetime
+from contextlib import closing, contextmanager, suppress
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -25,6 +25,8 @@ from examples.arithmetic.settings import settings_of
 from examples.arithmetic.tokenizer import build_tokenizer
 
 FLEET_SECONDS = 240.0
+QUICK_SECONDS = 85.0
+"""On a GPU."""
 SERVER_SECONDS = 480.0
 """With an engine that compiles at its start."""
 SAMPLE_SECONDS = 0.1
@@ -122,7 +124,7 @@ def run_fleet(
     command = [sys.executable, "-m", "flotilla", "run", str(path), "--runs", str(directory / "runs"), "--plain"]
     command += ["--continue"] if continues else []
     before = torch.cuda.mem_get_info()[0] if place.is_gpu else 0
-    started = time.perf_counter()
+    started, began = time.perf_counter(), datetime.now(UTC)
     run = directory / "runs" / name
     output = directory / f"{name}.output"
     with device_memory(place) as used, output.open("wb") as file:
@@ -149,6 +151,7 @@ def run_fleet(
         "tokens_trained": summary["tokens_trained"],
         "tokens_generated": summary["tokens_generated"],
         "rates": rates_of(run),
+        "moments": moments_of(run, began),
         "losses": losses_of(run),
         "last_step": last_step_of(run),
         "ledger": ledger,
@@ -184,6 +187,24 @@ def rates_of(run_directory: Path) -> dict[str, float]:
     return {"seconds": seconds, "steps_per_second": (len(rows) - 1) / seconds, "tokens_per_second": tokens / seconds}
 
 
+def moments_of(run_directory: Path, began: datetime) -> dict[str, float]:
+    """Say how many seconds after its start the command reached each moment: first lines of logs, and steps."""
+    moments: dict[str, str] = {}
+    for path in sorted((run_directory / "fleet" / "logs").glob("*.log")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                told = json.loads(line)
+                what = str(told.get("event_state") or told.get("line") or told.get("state") or told["message"])
+                name = f"{path.stem}: {what.partition('=')[0][:40]}"
+                moments.setdefault(name, told["at"])
+    (path,) = run_directory.rglob("gateway.sqlite")
+    with closing(sqlite3.connect(path)) as database:
+        rows = database.execute("SELECT step, at FROM metrics WHERE name = 'tokens/trained_in_step' ORDER BY step")
+        moments |= {f"step {step}": at for step, at in rows.fetchall()}
+    seconds = {name: (datetime.fromisoformat(at) - began).total_seconds() for name, at in moments.items()}
+    return dict(sorted(seconds.items(), key=lambda each: each[1]))
+
+
 def last_step_of(run_directory: Path) -> dict[str, float]:
     """Read every metric of the last step that has a loss."""
     (path,) = run_directory.rglob("gateway.sqlite")
@@ -206,7 +227,9 @@ def said(path: Path, phrase: str) -> list[str]:
 def part_fleet(place: Place) -> Found:
     """Run a whole fleet on the device, engine and trainer beside each other."""
     with tempfile.TemporaryDirectory() as folder:
-        yield "fleet", run_fleet(place, Path(folder), write_experiment(place, Path(folder)), "fleet")
+        # Ended before the part is, so that its logs are among the figures.
+        limit = QUICK_SECONDS if place.is_gpu else FLEET_SECONDS
+        yield "fleet", run_fleet(place, Path(folder), write_experiment(place, Path(folder)), "fleet", limit)
 
 
 def part_sharing(place: Place) -> Found:

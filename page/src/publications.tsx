@@ -60,7 +60,7 @@ function Members({ row }: { row: Row }) {
   return (
     <details>
       <summary>{names || `${took.length} rollouts`}</summary>
-      <ul class="plain">
+      <ul>
         {took.map(([name, parts]) => (
           <li key={name}>
             {name}:{" "}

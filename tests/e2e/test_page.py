@@ -170,6 +170,10 @@ def test_an_operator_creates_watches_pauses_forks_compares_and_stops(
     browser.wait(".publications td", "served by 1", LONG_SECONDS)
     browser.click(".publications summary", "rollout-")
     browser.wait(".publications li", "commit")
+    fills = (
+        "return [...document.querySelector('.publications .lane').children].map((each) => getComputedStyle(each).fill)"
+    )
+    assert len(set(browser.script(fills))) == 3
     browser.wait(".queue th", "Behind")
     barriers.look("flow")
 

@@ -121,7 +121,9 @@ class Durations:
         if before.epoch.number != after.epoch.number:
             measured.members.clear()
         for name in after.joined - before.joined:
-            measured.members.setdefault(name, {})["negotiate"] = spent
+            # Who maps the image joins nothing.
+            if (member := after.epoch.by_id.get(name)) is not None and member.rank is not None:
+                measured.members.setdefault(name, {})["negotiate"] = spent
         for name in after.received - before.received:
             parts = measured.members.setdefault(name, {})
             parts["transfer"] = spent - parts.get("negotiate", 0.0)

@@ -25,6 +25,8 @@ OVERRIDES = f"{ACTOR}.megatron.override_transformer_config"
 BALANCE, SQUARE = f"{OVERRIDES}.moe_aux_loss_coeff", f"{OVERRIDES}.moe_z_loss_coeff"
 BALANCING = f"{OVERRIDES}.moe_router_load_balancing_type"
 OF_ROUTERS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type")
+REPLAYS = tuple(f"{ACTOR}.{engine}router_replay.mode" for engine in ("", "megatron.", "veomni."))
+RECORDING = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 CHANGED = "the model is what its config.json says: change it there"
 BY_ITSELF = {
     "recompute_granularity": None, "recompute_modules": ["core_attn"], "recompute_method": None,
@@ -67,15 +69,24 @@ ROUTER_ROWS: tuple[Parameter, ...] = (
                example=0.01, default=0, context={BALANCING: "aux_loss"}),
     translated(BALANCING, "optimisation.router.balance", text, "none, or aux_loss: each layer has a loss",
                example="aux_loss", default="none", context={BALANCE: 0.01}),
+    *(
+        translated(name, "algorithm.router_replay", text, "disabled, R2 (experts of the pass of old log-probs) or R3 "
+                   "(those of the engine)", example="R3", default="disabled", context={})
+        for name in REPLAYS
+    ),
+    *ignored("the engine records which experts it chose where router_replay.mode is R3, and only there", RECORDING),
 )  # fmt: skip
 
 
 def router(source: Source) -> dict[str, Any]:
-    """Make the losses of a mixture's routers."""
+    """Make the losses of a mixture's routers, and what they are told."""
     fields: dict[str, Any] = {}
     if square := source.value(SQUARE):
         fields["optimisation.router.z"] = square
     kind = source.choose(BALANCING, {"None": "none", "aux_loss": "aux_loss"})
     if kind == "aux_loss" and (balance := source.value(BALANCE)):
         fields["optimisation.router.balance"] = balance
+    for name in REPLAYS:
+        if mode := source.choose(name, {"disabled": None, "None": None, "R2": "R2", "R3": "R3"}):
+            fields["algorithm.router_replay"] = mode
     return fields

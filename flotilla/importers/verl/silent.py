@@ -37,7 +37,10 @@ VALUES: Mapping[tuple[str, ...], Mapping[str, tuple[Any, ...]]] = {
         "ignore_patterns": (["lm_head", "embed_tokens", "re:.*mlp.gate$"],), "mode": ("w4a16",),
         "quantization_config_path": (None,),
     },
-    ("actor_rollout_ref.actor.router_replay", "actor_rollout_ref.ref.router_replay",): {
+    ("actor_rollout_ref.actor.router_replay",): {
+        "record_file": (None,), "replay_file": (None,),
+    },
+    ("actor_rollout_ref.ref.router_replay",): {
         "mode": ("disabled",), "record_file": (None,), "replay_file": (None,),
     },
     ("actor_rollout_ref.model",): {
@@ -62,7 +65,7 @@ VALUES: Mapping[tuple[str, ...], Mapping[str, tuple[Any, ...]]] = {
         "total_training_steps": (-1,), "weight_decay": (0.01,),
     },
     ("actor_rollout_ref.rollout",): {
-        "cudagraph_capture_sizes": (None,), "enable_rollout_routing_replay": (False,), "full_determinism": (False,),
+        "cudagraph_capture_sizes": (None,), "full_determinism": (False,),
         "logprobs_mode": ("processed_logprobs",), "moe_load_balance_metrics_interval": (0,),
         "n_gpus_per_node": (8,), "nnodes": (0,), "quantization": (None,), "quantization_config_file": (None,),
         "scheduling_policy": ("fcfs",), "seed": (42,), "skip_dump_dir": ("/tmp/rollout_dump",),  # noqa: S108

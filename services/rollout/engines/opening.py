@@ -108,6 +108,7 @@ def server_settings(
         start_seconds=patient(engine.start_seconds),
         load_seconds=engine.load_seconds,
         networks=networks,
+        records_experts=spec.algorithm.router_replay == "R3",
     )
 
 

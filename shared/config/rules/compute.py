@@ -7,7 +7,7 @@ from flotilla.shared.config.sections.optimisation import OptimisationConfig
 from flotilla.shared.config.sections.parallelism import OffloadConfig, ParallelismConfig
 from flotilla.shared.config.sections.rollout import RolloutConfig
 
-RECORDING_ENGINES = ("torch",)
+RECORDING_ENGINES = ("torch", "sglang")
 """Kinds of engines that record which experts they choose."""
 
 
@@ -117,7 +117,8 @@ def check_router_replay(
     mode = algorithm.router_replay
     if mode is None:
         return
-    sequence, kind = parallelism.sequence_parallel, rollout.engine.kind
+    sequence, engine = parallelism.sequence_parallel, rollout.engine
+    is_served_on_cpu = engine.kind == "sglang" and engine.url is None and engine.device == "cpu"
     for is_asked, name, way in (
         (not learns_from_rewards, "a job that trains no sampled answers", "leave it out"),
         (
@@ -126,9 +127,14 @@ def check_router_replay(
             "set old_log_probs to recompute, or router_replay to R3",
         ),
         (
-            mode == "R3" and kind not in RECORDING_ENGINES,
-            f"rollout.engine.kind {kind}, whose routers are not recorded",
+            mode == "R3" and engine.kind not in RECORDING_ENGINES,
+            f"rollout.engine.kind {engine.kind}, whose routers are not recorded",
             f"use {' or '.join(RECORDING_ENGINES)}, or R2",
+        ),
+        (
+            mode == "R3" and is_served_on_cpu,
+            "rollout.engine.kind sglang on a CPU, where it keeps no record (its memory is CUDA's)",
+            "use torch, or R2",
         ),
         (sequence > 1, f"parallelism.sequence_parallel {sequence}, which divides each sequence", "leave one out"),
         (

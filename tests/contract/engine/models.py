@@ -108,7 +108,15 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any], str]] = {
     ),
     "qwen3-moe": (
         Qwen3MoeConfig,
-        {**_SIZES, **_EXPERTS, "head_dim": 16, "num_experts": 8, "moe_intermediate_size": 24, "mlp_only_layers": [1]},
+        {
+            **_SIZES,
+            **_EXPERTS,
+            "head_dim": 32,
+            "num_experts": 8,
+            "moe_intermediate_size": 32,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
         "cached",
     ),
     "mixtral": (MixtralConfig, {**_SIZES, **_EXPERTS, "num_local_experts": 8, "sliding_window": None}, "cached"),

@@ -61,9 +61,18 @@ def _trained(mode: str, ranks: Ranks | None) -> tuple[Learner, list[dict[str, fl
     return learner, figures
 
 
-@pytest.mark.parametrize("shape", [MeshShape(2), MeshShape(2, expert=2)], ids=["FSDP2", "experts divided"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        MeshShape(2),
+        MeshShape(2, expert=2),
+        pytest.param(MeshShape(1, tensor=2), marks=pytest.mark.long),
+        pytest.param(MeshShape(2, tensor=2, expert=4), marks=pytest.mark.long),
+    ],
+    ids=["FSDP2", "experts divided", "layers divided", "both divided"],
+)
 def test_ranks_replay_what_one_rank_replays(shape: MeshShape) -> None:
-    first, _ = run_ranks(replays, ["R2", "R3"], shape)
+    first, *_ = run_ranks(replays, ["R2", "R3"], shape)
 
     for mode, found in first.items():
         assert found["figures"] < 1e-4, mode

@@ -79,10 +79,10 @@ def sampled_by(model: nn.Module, groups: Sequence[Group]) -> list[Group]:
     return found
 
 
-def a_learner(mode: str | None, *, model: nn.Module | None = None, **sections: Any) -> Learner:
+def a_learner(mode: str | None, **sections: Any) -> Learner:
     algorithm = {"router_replay": mode} | sections.pop("algorithm", {})
     spec = a_spec(algorithm=algorithm, **sections)
-    return Learner(spec, LoadedModel(model or a_mixture(), Path("/nowhere")))
+    return Learner(spec, LoadedModel(a_mixture(), Path("/nowhere")))
 
 
 def step(mode: str | None, groups: Sequence[Group], **options: Any) -> tuple[StepResult, Learner]:
@@ -189,6 +189,22 @@ def test_r2_holds_updates_to_the_experts_of_the_pass_before_them() -> None:
     assert held.metrics["ratio/mean"] != pytest.approx(free.metrics["ratio/mean"], abs=1e-6)
 
 
+def test_beside_adapters_the_policy_is_told_and_its_reference_chooses_for_itself() -> None:
+    groups = sampled_by(a_mixture(), routed(uneven_groups()))
+    options: Any = {
+        "algorithm": {"old_log_probs": "recompute", "kl": {"placement": "loss", "estimator": "k2"}},
+        "model": {"lora": {"rank": 4, "targets": ["q_proj"]}},
+    }
+
+    replayed, _ = step("R3", groups, **options)
+    own, _ = step(None, groups, **options)
+
+    # Adapters begin with nothing: the reference is the policy, but for its experts.
+    assert replayed.metrics["correction/probability_difference"] < 1e-5
+    assert own.metrics["kl/mean"] == pytest.approx(0, abs=1e-9)
+    assert replayed.metrics["kl/mean"] > 1e-3
+
+
 def test_losses_of_routers_reach_routers_that_are_told() -> None:
     groups = routed(uneven_groups())
     balance: Any = {"optimisation": {"router": {"balance": 10.0}}}
@@ -253,6 +269,10 @@ def test_experts_follow_sequences_that_are_drawn_again() -> None:
             "sequence_parallel 2",
         ),
         ({"algorithm": {"router_replay": "R3"}, "rollout": {"engine": {"kind": "vllm"}}}, "kind vllm"),
+        (
+            {"algorithm": {"router_replay": "R3"}, "rollout": {"engine": {"kind": "sglang", "device": "cpu"}}},
+            "sglang on a CPU",
+        ),
         ({"algorithm": {"router_replay": "R4"}}, "router_replay"),
     ],
 )

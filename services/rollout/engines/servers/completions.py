@@ -2,14 +2,16 @@
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from flotilla.services.rollout.engines.base import Completion, GenerationRequest
 from flotilla.services.rollout.engines.requests import unstarted_completion
 from flotilla.services.rollout.engines.resumption import Prefix
+from flotilla.services.rollout.engines.servers.routed_experts import ServedRouters, record_of
 from flotilla.shared.schemas.trajectory import FinishReason
 
 
@@ -27,12 +29,15 @@ class Sampled:
         scores: token and log-probability (nats) of each of them.
         spans: half-open ranges over all of them, with ``version``, ``start`` and ``end``.
         reason: why it ended.
+        experts: that routers chose for each token but the last, the prompt's included, and each layer, one after the
+            other; None where it does not say.
     """
 
     token_ids: Sequence[int]
     scores: Sequence[tuple[int, float]]
     spans: Sequence[Mapping[str, Any]]
     reason: FinishReason
+    experts: npt.NDArray[Any] | None = None
 
 
 def completion_of(
@@ -44,6 +49,7 @@ def completion_of(
     version_of: Callable[[Any], int],
     *,
     vocab_size: int,
+    routers: ServedRouters | None = None,
 ) -> Completion:
     """Check what a server sampled and put it behind what was kept.
 
@@ -55,6 +61,7 @@ def completion_of(
         prefix: what was kept of the one that came with it.
         version_of: reads the label of a version, and raises for one that is none.
         vocab_size: token ids are below it.
+        routers: of the model, if what they chose is recorded.
 
     Raises:
         ValueError: the reply lacks something, or contradicts itself.
@@ -78,7 +85,15 @@ def completion_of(
     if sampling.ignore_eos and (end := _first_stop(token_ids, sampling.stop_token_ids)) is not None:
         token_ids, log_probs, reason = token_ids[:end], log_probs[:end], FinishReason.STOP
         runs = tuple(run for run in runs if run[0] < end)
-    return _joined(token_ids, log_probs, runs, reason, prefix) or unstarted_completion(request, index)
+    made = _joined(token_ids, log_probs, runs, reason, prefix)
+    if made is None:
+        return unstarted_completion(request, index)
+    if routers is None:
+        return made
+    experts = record_of(routers, sampled.experts, request, prefix, made.token_ids.size)
+    if experts is None and reason is not FinishReason.ABORTED:
+        raise ValueError("the reply lacks the experts that were chosen: the server was started without the flag")
+    return replace(made, experts=experts)
 
 
 def _first_stop(token_ids: Sequence[int], stops: Sequence[int]) -> int | None:

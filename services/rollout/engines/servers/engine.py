@@ -128,7 +128,9 @@ class ServerEngine:
         settings = self._settings
         try:
             async with asyncio.timeout(settings.start_seconds):
-                self._model = await asyncio.to_thread(read_served_model, settings.model_path)
+                self._model = await asyncio.to_thread(
+                    read_served_model, settings.model_path, records_experts=settings.records_experts
+                )
                 self._context_tokens = min(
                     settings.context_tokens, self._model.max_positions or settings.context_tokens
                 )
@@ -327,7 +329,9 @@ class ServerEngine:
         try:
             reply = await connection.generate(body)
             facts = (reply, request, index, prefix, self._labels.version)
-            completion = completion_of(self._dialect.sampled, *facts, vocab_size=model.vocab_size)
+            completion = completion_of(
+                self._dialect.sampled, *facts, vocab_size=model.vocab_size, routers=model.routers
+            )
         except Refused as error:
             raise (InvalidRequest if error.answered == 400 else Unavailable)(error.detail) from error
         except VersionLost as error:

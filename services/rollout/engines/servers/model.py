@@ -20,6 +20,7 @@ from flotilla.services.rollout.engines.decoders.checkpoint import (
     read_headers,
 )
 from flotilla.services.rollout.engines.servers import leftovers
+from flotilla.services.rollout.engines.servers.routed_experts import ServedRouters
 from flotilla.shared.errors import ModelError, Unavailable, WeightTransferFailed
 from flotilla.shared.models.weight_files import safetensors_files
 
@@ -36,12 +37,14 @@ class ServedModel:
         max_positions: longest context of the model; None if it says none.
         shapes: of the checkpoint's tensors by name.
         is_tied: whether the head is the embedding, so that a checkpoint or an image may leave it out.
+        routers: of a mixture of experts whose routers are recorded.
     """
 
     vocab_size: int
     max_positions: int | None
     shapes: Mapping[str, tuple[int, ...]]
     is_tied: bool
+    routers: ServedRouters | None = None
 
     def check_fits(self, image: Path) -> None:
         """Check that an image holds the model's tensors.
@@ -60,11 +63,15 @@ class ServedModel:
         check_headers(tensors, self.shapes, optional=HEAD if self.is_tied else frozenset())
 
 
-def read_served_model(directory: Path) -> ServedModel:
+def read_served_model(directory: Path, *, records_experts: bool = False) -> ServedModel:
     """Read a model directory.
 
+    Args:
+        directory: of the model.
+        records_experts: whether what its routers choose is recorded.
+
     Raises:
-        ModelError: it is no model, or its weights cannot be read.
+        ModelError: it is no model, its weights cannot be read, or it has no routers that can be recorded.
     """
     config = read_config(directory)
     text: Mapping[str, Any] = config.get("text_config") or config
@@ -80,6 +87,7 @@ def read_served_model(directory: Path) -> ServedModel:
         max_positions=text.get("max_position_embeddings"),
         shapes={name: header.shape for name, header in headers.items()},
         is_tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+        routers=ServedRouters.of(text) if records_experts else None,
     )
 
 

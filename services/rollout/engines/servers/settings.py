@@ -30,6 +30,7 @@ class ServerSettings:
         networks: that are not public, and that ``url`` may lead to.
         group_host: address of this host that the server's own connections to other members of a weight group, or to
             its other ranks, may be at; None leaves the choice to the server.
+        records_experts: record which experts the routers of a mixture choose for each token.
         probe_seconds: between two looks at the server's health; three that fail are its death.
     """
 
@@ -50,6 +51,7 @@ class ServerSettings:
     close_seconds: float = 10.0
     networks: tuple[IPNetwork, ...] = LOOPBACK
     group_host: str | None = None
+    records_experts: bool = False
     probe_seconds: float = 10.0
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ What goes to ``/generate`` and what comes back; pure functions.
 One completion is one request with an id of its own: the server aborts by prefix of the id, so all have the same length.
 """
 
+import base64
 import json
 import os
 import secrets
@@ -14,6 +15,8 @@ from tempfile import gettempdir
 from typing import Any
 
 import httpx
+import numpy as np
+import numpy.typing as npt
 import psutil
 
 from flotilla.services.rollout.engines.base import GenerationRequest, SamplingParameters
@@ -38,6 +41,7 @@ from flotilla.services.rollout.engines.sglang.handles import LoadingByHandles
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.config.sections.engine import OptionValue, SglangEngineConfig
 from flotilla.shared.environment.settings import ENGINE_PYTHONS
+from flotilla.shared.errors import ModelError
 from flotilla.shared.schemas.trajectory import FinishReason
 
 MODULE = "sglang.launch_server"
@@ -84,6 +88,8 @@ def command_line(settings: ServerSettings, *, port: int, key_file: str, label: s
     if settings.sleeps and settings.device != "cpu":
         # On a CPU it frees nothing, with the flag or without.
         owned["enable_memory_saver"] = True
+    if settings.records_experts:
+        owned["enable_return_routed_experts"] = True
     if ":" in settings.device:
         owned["base_gpu_id"] = int(settings.device.partition(":")[2])
     return ["-m", MODULE, *flags({**defaults, **plain_names(settings.options), **owned}, negates=False)]
@@ -174,7 +180,12 @@ def sampled_of(reply: Mapping[str, Any]) -> Sampled:
         scores=[(int(triple[1]), float(triple[0])) for triple in facts.get("output_token_logprobs") or ()],
         spans=list(facts.get("weight_versions") or ()),
         reason=REASONS[facts["finish_reason"]["type"]],
+        experts=None if (routed := facts.get("routed_experts")) is None else _experts(routed),
     )
+
+
+def _experts(written: str) -> npt.NDArray[np.int32]:
+    return np.frombuffer(base64.b64decode(written, validate=True), np.dtype("<i4"))
 
 
 class SglangSleeper:
@@ -211,6 +222,7 @@ class SglangDialect:
 
     Args:
         handles: loads weights by handles; None has the server read their file.
+        records_experts: whether it is asked which experts routers chose.
     """
 
     name = "SGLang"
@@ -225,8 +237,9 @@ class SglangDialect:
     prover: Prover | None = SglangProver()
     sleeper: Sleeper | None = SglangSleeper()
 
-    def __init__(self, handles: LoadingByHandles | None = None) -> None:
+    def __init__(self, handles: LoadingByHandles | None = None, *, records_experts: bool = False) -> None:
         self._handles = handles
+        self._records_experts = records_experts
 
     def launch(self, settings: ServerSettings, place: Path, context_tokens: int, label: str) -> Launch:
         """Start it on a free port, with a key in a file."""
@@ -243,6 +256,11 @@ class SglangDialect:
     async def describe(self, caller: Caller, settings: ServerSettings) -> ServedHere:
         """Read ``/server_info``."""
         facts = await caller.get("/server_info")
+        if self._records_experts and not facts.get("enable_return_routed_experts"):
+            raise ModelError(
+                "algorithm.router_replay R3 needs the server at rollout.engine.url started with "
+                "--enable-return-routed-experts"
+            )
         return ServedHere(Path(facts["model_path"]), facts.get("context_length"), "--context-length")
 
     async def greet(self, caller: Caller, label: str) -> None:
@@ -252,7 +270,8 @@ class SglangDialect:
         self, request: GenerationRequest, index: int, prefix: Prefix | None, request_id: str, serving: int
     ) -> Body:
         """Make a body of ``/generate``; seeds have no effect there."""
-        return generate_body(request, request_id, prefix, serving=serving)
+        body = generate_body(request, request_id, prefix, serving=serving)
+        return body | {"return_routed_experts": True} if self._records_experts else body
 
     def sampled(self, reply: Body) -> Sampled:
         """Read a reply of ``/generate``."""
@@ -299,7 +318,8 @@ class SglangEngine(ServerEngine):
         *,
         buckets: Buckets | None = None,
     ) -> None:
-        super().__init__(settings, SglangDialect(None if buckets is None else LoadingByHandles(buckets)), transport)
+        handles = None if buckets is None else LoadingByHandles(buckets)
+        super().__init__(settings, SglangDialect(handles, records_experts=settings.records_experts), transport)
         self._buckets = buckets
 
     async def close(self) -> None:

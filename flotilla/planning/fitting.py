@@ -28,8 +28,9 @@ STEPS: Final = 40
 WARMUP: Final = 8
 ROUNDS: Final = 8
 CLOSE: Final = 0.02
-ROW_SHARE: Final = 0.5
-"""Share of an engine's step that answers take and not the step itself, where the run cannot tell."""
+ROW_SHARE: Final = 0.2
+"""Share of an engine's step that answers take and not the step itself, where the run cannot tell: decoding waits for
+weights to be read more than for what is computed with them."""
 TOKEN_SHARE: Final = 0.9
 """Likewise, of a step of the trainer."""
 Floats = npt.NDArray[np.float64]
@@ -181,8 +182,8 @@ def _measured_groups(run: RecordedRun) -> list[RecordedGroup]:
 def _direct(run: RecordedRun, cores: float) -> Costs:
     """Read what single timestamps tell, as if nothing shared the cores."""
     steps, groups = run.measured_steps, _measured_groups(run)
-    tick, row = _engine_costs(run)
-    update, token = _line(
+    tick, row = engine_costs(run)
+    update, token = line(
         np.array([_tokens_of(run, step.tokens) for step in steps]),
         np.array([step.compute for step in steps]),
         TOKEN_SHARE,
@@ -246,14 +247,14 @@ def _quantile(values: Sequence[float], share: float) -> float:
     return quantiles(values, n=100, method="inclusive")[round(share * 100) - 1]
 
 
-def _engine_costs(run: RecordedRun) -> tuple[float, float]:
+def engine_costs(run: RecordedRun) -> tuple[float, float]:
     """Fit the seconds of an engine's step: a constant, and a part for each answer that runs."""
     groups = [each for each in run.groups if each.generation_seconds > 0 and max(each.lengths, default=0)]
     running = _Running(groups, run.rollouts, run.spec.rollout.engine.slots)
     measured = [each for each in _measured_groups(run) if each.generation_seconds > 0 and max(each.lengths)]
     per_token = np.array([each.generation_seconds / max(each.lengths) for each in measured])
     at_once = np.array([running.mean(each.started_at, each.generated_at) for each in measured])
-    return _line(at_once, per_token, ROW_SHARE)
+    return line(at_once, per_token, ROW_SHARE)
 
 
 class _Running:
@@ -278,10 +279,11 @@ class _Running:
         return float((high - low) / (end - begin))
 
 
-def _line(x: Floats, y: Floats, usual_share: float) -> tuple[float, float]:
+def line(x: Floats, y: Floats, usual_share: float) -> tuple[float, float]:
     """Fit ``y = constant + slope * x``, neither below 0.
 
-    As far as the points do not tell, ``slope * x`` is the usual share of ``y``.
+    The slope is drawn to the one with which ``slope * x`` is the usual share of ``y``, the more the larger its standard
+    error is beside half of the largest slope that it can have: points with one x tell nothing of it.
     """
     mean_x, mean_y = float(x.mean()), float(y.mean())
     usual = usual_share * mean_y / mean_x
@@ -289,8 +291,9 @@ def _line(x: Floats, y: Floats, usual_share: float) -> tuple[float, float]:
     slope, trust = usual, 0.0
     if spread > 0 and len(x) > 2:
         slope = float(((x - mean_x) * (y - mean_y)).sum()) / spread
-        total = float(((y - mean_y) ** 2).sum())
-        trust = min(1.0, slope**2 * spread / total) if total else 0.0
+        noise = float(((y - mean_y - slope * (x - mean_x)) ** 2).sum()) / (len(x) - 2)
+        room = (mean_y / mean_x / 2) ** 2
+        trust = room / (room + noise / spread)
         slope = min(max(slope, 0.0), mean_y / mean_x)
     slope = trust * slope + (1 - trust) * usual
     return mean_y - slope * mean_x, slope

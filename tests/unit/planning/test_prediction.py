@@ -1,8 +1,11 @@
 """From recorded timestamps to costs, and from costs to a prediction."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
-from flotilla.planning.fitting import Scales, fit, work_of
+from flotilla.planning.fitting import Scales, engine_costs, fit, line, work_of
 from flotilla.planning.prediction import Change, predict
 from flotilla.planning.recorded import RecordedGroup, RecordedRun, RecordedStep
 from flotilla.shared.errors import InvalidRequest, InvalidSpec
@@ -123,3 +126,25 @@ def test_a_change_that_the_spec_refuses_is_refused() -> None:
 def test_a_run_of_one_step_is_too_short() -> None:
     with pytest.raises(InvalidRequest, match="two in a row"):
         predict(a_run(1), Change(), cores=2)
+
+
+def test_a_line_is_found_as_far_as_points_tell_and_else_has_the_usual_share() -> None:
+    x = np.array([1.0, 2.0, 3.0, 4.0])
+
+    assert line(x, 0.5 + 0.25 * x, 0.9) == pytest.approx((0.5, 0.25)), "points without noise tell all"
+    assert line(np.full(4, 2.0), np.full(4, 1.0), 0.2) == pytest.approx((0.8, 0.1)), "points of one x tell nothing"
+    assert line(x, np.full(4, 3.0), 0.9) == pytest.approx((3.0, 0.0))
+    constant, slope = line(np.array([2.0, 2.01, 1.99, 2.0]), np.array([1.0, 1.4, 1.2, 0.6]), 0.2)
+    assert slope == pytest.approx(0.2 * 1.05 / 2.0, rel=0.3) and constant > 0, "noise is no slope"
+
+
+def test_an_engines_step_is_fitted_from_groups_that_ran_beside_more_or_fewer_others() -> None:
+    groups, at = [], 1.0
+    for together in (1, 2, 3, 4, 1, 2, 3, 4):
+        seconds = 40 * (TICK + ROW * 4 * together)
+        for _ in range(together):
+            groups.append(replace(a_group(len(groups), at), generation_seconds=seconds, generated_at=at + seconds))
+        at += seconds + 1
+    run = replace(a_run(), groups=groups)
+
+    assert engine_costs(run) == pytest.approx((TICK, ROW), rel=0.02)

@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -209,6 +210,8 @@ def main() -> int:
     parser.add_argument("--unslowed", action="store_true", help="engines compute as fast as the cores let them")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
+    # A SIGTERM ends it like an error: the fleet is ended on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="plan-") as name:
         data = Path(name) / "fleet"
         with running_fleet(data, rollouts=ROLLOUTS, FLOTILLA_FAULTS="" if arguments.unslowed else SLOWED) as fleet:

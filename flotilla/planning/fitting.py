@@ -33,6 +33,8 @@ ROW_SHARE: Final = 0.2
 weights to be read more than for what is computed with them."""
 TOKEN_SHARE: Final = 0.9
 """Likewise, of a step of the trainer."""
+STARVED: Final = 0.8
+"""Cores below which a computing trainer shares the machine with others: one thread of it computes all the time."""
 Floats = npt.NDArray[np.float64]
 
 
@@ -71,6 +73,7 @@ def fit(run: RecordedRun, cores: float) -> Model:
     """
     _refuse(run)
     work = work_of(run, run.spec, Scales())
+    cores = cores_left(run, cores)
     costs = _direct(run, cores)
     setup = setup_of(run.spec, run.rollouts, cores)
     measured = run.measured_steps
@@ -95,6 +98,17 @@ def fit(run: RecordedRun, cores: float) -> Model:
         )
         found = _simulated(setup, costs, work)
     return Model(run, costs, cores, found)
+
+
+def cores_left(run: RecordedRun, cores: float) -> float:
+    """Say how many of a machine's cores there are for rollouts and trainer.
+
+    Where others take so much that the trainer has less than a core while it computes, what it and the engines got is
+    all that there is: what one of them leaves goes to the other.
+    """
+    if not run.trainer_cores or run.trainer_cores >= STARVED or not run.engine_cores:
+        return cores
+    return min(cores, run.trainer_cores + run.rollouts * run.engine_cores)
 
 
 def _trainer_cores(run: RecordedRun, costs: Costs, found: Simulated, cores: float) -> float:

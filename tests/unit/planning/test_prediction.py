@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flotilla.planning.fitting import Scales, engine_costs, fit, line, work_of
+from flotilla.planning.fitting import Scales, cores_left, engine_costs, fit, line, work_of
 from flotilla.planning.prediction import Change, predict
 from flotilla.planning.recorded import RecordedGroup, RecordedRun, RecordedStep
 from flotilla.shared.errors import InvalidRequest, InvalidSpec
@@ -148,3 +148,19 @@ def test_an_engines_step_is_fitted_from_groups_that_ran_beside_more_or_fewer_oth
     run = replace(a_run(), groups=groups)
 
     assert engine_costs(run) == pytest.approx((TICK, ROW), rel=0.02)
+
+
+def test_where_others_starve_the_trainer_what_the_fleet_got_is_all_there_is() -> None:
+    run = a_run()
+
+    assert cores_left(run, 2) == 2
+    assert cores_left(replace(run, trainer_cores=0.25, engine_cores=0.125, rollouts=2), 2) == 0.5
+    assert cores_left(replace(run, trainer_cores=0.25, engine_cores=None), 2) == 2
+
+
+def test_on_a_starved_machine_another_rollout_takes_from_the_trainer() -> None:
+    run = replace(a_run(staleness=1.0), trainer_cores=0.4, engine_cores=0.4)
+
+    found = predict(run, Change(rollouts=4), cores=2)
+
+    assert found.predicted.step_seconds > 0.8 * found.measured.step_seconds, "there are no cores for more"

@@ -19,7 +19,10 @@ from flotilla.shared.schemas.experiment import ExperimentState
 from tests.fleet import RunningFleet, make_experiment, running_fleet
 from tests.integration.importers.test_recipes_train import trained, write_verl_rows
 from tests.unit.importers.roll.test_environments import FILE as LAKE_AND_ROOM
+from tests.unit.importers.roll.test_environments import ROOM, STEPWISE
+from tests.unit.importers.roll.test_environments import STEPS as STEPS_OF_LAKE
 from tests.unit.importers.sources import nested
+from tests.unit.importers.verl.test_tools import CALCULATOR
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
 
@@ -128,6 +131,36 @@ def test_environments_of_roll_train(fleet: RunningFleet, tmp_path: Path) -> None
     measured = run(fleet, "roll", path)
 
     assert {"grader/environment/success/mean", "grader/episode/turns/mean"} <= set(measured)
+
+
+@pytest.mark.long
+def test_steps_of_rolls_manager_train_as_sequences_of_their_own(fleet: RunningFleet, tmp_path: Path) -> None:
+    changes = {name.replace("__", "."): value for name, value in STEPWISE.items()}
+    room = ROOM | {"env_manager_cls": "StepEnvManager", "agent_template": "{current_observation}"}
+    path = tmp_path / "steps.yaml"
+    path.write_text(
+        yaml.safe_dump(nested(LAKE_AND_ROOM | changes | {"custom_envs.Lake": STEPS_OF_LAKE, "custom_envs.Room": room}))
+    )
+
+    measured = run(fleet, "roll", path)
+
+    assert {"grader/environment/success/mean", "grader/episode/turns/mean"} <= set(measured)
+
+
+@pytest.mark.long
+def test_a_tool_class_of_verls_users_trains(fleet: RunningFleet, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(VERL.replace("sandbox_fusion_tool_config", "own_tool_config"))
+    (tmp_path / "checks.py").write_text(RETOOL)
+    (tmp_path / "tools_of_mine").mkdir()
+    (tmp_path / "tools_of_mine" / "calculator.py").write_text(CALCULATOR)
+    (tmp_path / "conf").mkdir()
+    own = tool("tools_of_mine.calculator.Calculator", "sum_up") | {"config": {"factor": 10}}
+    (tmp_path / "conf" / "own_tool_config.yaml").write_text(yaml.safe_dump({"tools": [own]}))
+    write_verl_rows(tmp_path / "train.parquet")
+
+    measured = run(fleet, "verl", tmp_path / "run.sh", f"data.path={tmp_path / 'train.parquet'}")
+
+    assert "grader/tools/calls/mean" in measured
 
 
 @pytest.mark.long

@@ -109,6 +109,10 @@ def _model(edits: Edits, trial: Trial, spec: ExperimentSpec, base: Path) -> None
         edits.set("algorithm.distillation.servers", [], "no server is asked in a trial")
         edits.set("algorithm.distillation.path", TEACHER, f"{MADE} as the policy's")
         trial.models.append(_recipe(TEACHER, trial.family, 1))
+    elif edits.at("algorithm.distillation.teachers"):
+        edits.set("algorithm.distillation.teachers", [], "one small teacher has all rows")
+        edits.set("algorithm.distillation.path", TEACHER, f"{MADE} as the policy's")
+        trial.models.append(_recipe(TEACHER, trial.family, 1))
     elif edits.at("algorithm.distillation.path") is not None:
         own = family_of(edits.at("algorithm.distillation.path"), base)
         edits.set("algorithm.distillation.path", TEACHER, f"{MADE} ({own.name})")

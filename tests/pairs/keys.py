@@ -41,7 +41,8 @@ APART: Mapping[str, tuple[str, ...]] = {
     ),
     "which model, and where": (
         "model.path", "model.revision", "model.overrides", "algorithm.distillation.revision",
-        "algorithm.distillation.dtype", "algorithm.distillation.servers", "algorithm.value_loss.revision",
+        "algorithm.distillation.dtype", "algorithm.distillation.servers",
+        "algorithm.distillation.teachers", "algorithm.value_loss.revision",
     ),
     "needs several processes, GPUs, or a package that is no dependency: test_ranks.py, tests/integration/trainer": (
         "parallelism.device", "parallelism.threads", "parallelism.ranks", "parallelism.nodes", "parallelism.replicas",

@@ -13,10 +13,9 @@ LOSS = f"{SECTION}.distillation_loss"
 TEACHER = f"{SECTION}.teacher_model"
 ONLY = f"{SECTION}.teacher_models.teacher_model"
 """How newer releases name the teacher where there is one."""
-SEVERAL = (
-    "the trainer holds one teacher for all rows: serve each of several, and name it with its data sources in "
-    "algorithm.distillation.servers"
-)
+MODELS = f"{SECTION}.teacher_models"
+SERVING = ("inference", "num_replicas")
+"""What of one of several teachers says how it is served."""
 REWARDED = {f"{SECTION}.enabled": True, f"{LOSS}.loss_mode": "k1", f"{LOSS}.use_policy_gradient": True,
             f"{TEACHER}.model_path": "a-teacher"}  # fmt: skip
 """What verl is to be told for the teacher to be a reward of each token, which is what there is here."""
@@ -52,7 +51,8 @@ ROWS: tuple[Parameter, ...] = (
                  f"{TEACHER}.enable_resource_pool"),
     *unsupported(SERVED, f"{TEACHER}.inference", f"{ONLY}.inference", is_tree=True, harmless=(1,)),
     *unsupported(SERVED, f"{ONLY}.num_replicas", default=1),
-    refused(f"{SECTION}.teacher_models", SEVERAL, is_tree=True),
+    Parameter(name=MODELS, verdict=Verdict.TRANSLATED, targets=("algorithm.distillation.teachers",), is_tree=True,
+              reason="teachers by the data source of a row (key), all of them in the trainer"),
 )  # fmt: skip
 
 
@@ -71,10 +71,35 @@ def distillation(source: Source) -> Fields:
         source.refuse(
             f"{LOSS}.use_policy_gradient", "a distance that is differentiated is no reward: set it to true, with k1"
         )
+    rewards = source.value(f"{LOSS}.use_task_rewards")
+    coefficient = source.required(f"{LOSS}.distillation_loss_coef") if rewards else 1.0
+    section: Fields = {"coefficient": coefficient, "pure": not rewards}
+    if several := _several(source):
+        return {"algorithm.distillation": {**section, "teachers": several}}
     path = source.value(f"{TEACHER}.model_path")
     if path is None:
         source.refuse(f"{TEACHER}.model_path", "must not be null where distillation is enabled")
         return {}
-    rewards = source.value(f"{LOSS}.use_task_rewards")
-    coefficient = source.required(f"{LOSS}.distillation_loss_coef") if rewards else 1.0
-    return {"algorithm.distillation": {"path": path, "coefficient": coefficient, "pure": not rewards}}
+    return {"algorithm.distillation": {**section, "path": path}}
+
+
+def _several(source: Source) -> list[Fields]:
+    """Make the teachers that have names of their own."""
+    found: dict[str, Fields] = {}
+    for name, value in source.trees.get(MODELS, {}).items():
+        teacher, _, field = name.removeprefix(f"{MODELS}.").partition(".")
+        made = found.setdefault(teacher, {})
+        if field == "model_path":
+            made["path"] = value
+        elif field == "key":
+            made["data_sources"] = [value]
+        elif field.partition(".")[0] in SERVING:
+            source.put_aside(name, SERVED)
+        elif value is not None:
+            source.refuse(MODELS, f"{teacher}.{field} is not offered: use key, model_path, inference and num_replicas")
+    for teacher, made in found.items():
+        if set(made) != {"path", "data_sources"}:
+            source.refuse(MODELS, f"{teacher} must have key, the data source that it teaches, and model_path")
+    if len(found) and source.value(f"{TEACHER}.model_path") is not None:
+        source.refuse(MODELS, "there is a teacher of all rows besides: leave one of them out")
+    return list(found.values())

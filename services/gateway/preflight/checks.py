@@ -158,6 +158,10 @@ def pinned(spec: ExperimentSpec) -> ExperimentSpec:
         if section is not None and section.model is not None:
             of_commit = section.model_copy(update={"revision": _commit_of(section.model)})
             algorithm = algorithm.model_copy(update={name: of_commit})
+    if (taught := algorithm.distillation) is not None and taught.teachers:
+        teachers = tuple(each.model_copy(update={"revision": _commit_of(each.model)}) for each in taught.teachers)
+        taught = taught.model_copy(update={"teachers": teachers})
+        algorithm = algorithm.model_copy(update={"distillation": taught})
     return spec.model_copy(update={"model": model, "algorithm": algorithm, "reward": reward})
 
 
@@ -277,8 +281,9 @@ def check_taught(spec: ExperimentSpec, dataset: Dataset) -> None:
     for number, row in enumerate(dataset.rows):
         value = value_at(row, column)
         if value is None or str(value) not in distillation.data_sources:
+            name = "teachers" if distillation.teachers else "servers"
             raise DataError(
-                f"algorithm.distillation.servers: row {number} of data has the data source {value!r}, which none of "
+                f"algorithm.distillation.{name}: row {number} of data has the data source {value!r}, which none of "
                 f"them teaches; they teach {', '.join(sorted(distillation.data_sources))}",
                 field="data",
             )

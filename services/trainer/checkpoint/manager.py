@@ -27,7 +27,7 @@ from flotilla.services.trainer.checkpoint.host_copy import HostCopy
 from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
 from flotilla.services.trainer.data.group_metrics import Totals
 from flotilla.services.trainer.learning.learner import Learner
-from flotilla.services.trainer.learning.opening import load_critic, load_teacher, make_learner
+from flotilla.services.trainer.learning.opening import load_critic, load_teachers, make_learner
 from flotilla.services.trainer.models.loading import check_device, check_overrides, load_model
 from flotilla.services.trainer.parallel.ranks import ONE_RANK, Ranks
 from flotilla.shared.checkpoints.folders import (
@@ -344,9 +344,9 @@ def _learner(spec: ExperimentSpec, source: Path, device: torch.device, ranks: Ra
     if spec.needs_reference and spec.model.lora is None:
         reference = load(model_directory(spec.model), dtype=spec.model.dtype)
     distillation = spec.algorithm.distillation
-    teacher = None if distillation is None else load_teacher(distillation, loaded, load)
+    teachers = [] if distillation is None else load_teachers(distillation, loaded, load)
     critic = load_critic(spec, loaded, load) if spec.algorithm.needs_critic else None
-    return make_learner(spec, loaded, reference, teacher, critic, ranks=ranks)
+    return make_learner(spec, loaded, reference, teachers, critic, ranks=ranks)
 
 
 def restored_from(

@@ -57,6 +57,7 @@ class TrainingBatch:
         temperatures: per sequence, that it was sampled at where this is not the spec's, else None; None where none is.
         experts: per sequence, those of its first tokens [N, layers, top_k] that routers are told to choose; None where
             they choose for themselves.
+        data_sources: per sequence, that of its task.
     """
 
     token_ids: tuple[npt.NDArray[np.int64], ...]
@@ -77,6 +78,7 @@ class TrainingBatch:
     illustrations: tuple[Illustration | None, ...] | None = None
     temperatures: tuple[float | None, ...] | None = None
     experts: tuple[Ids, ...] | None = None
+    data_sources: tuple[str | None, ...] = ()
 
     @property
     def num_sequences(self) -> int:
@@ -133,6 +135,7 @@ class TrainingBatch:
             illustrations=None if (shown := self.illustrations) is None else tuple(shown[number] for number in numbers),
             temperatures=None if (known := self.temperatures) is None else tuple(known[number] for number in numbers),
             experts=None if (told := self.experts) is None else tuple(told[number] for number in numbers),
+            data_sources=tuple(self.data_sources[number] for number in numbers),
         )
         return made, tokens
 
@@ -162,6 +165,7 @@ class TrainingBatch:
             self.illustrations,
             self.temperatures,
             self.experts,
+            self.data_sources,
         )
 
 
@@ -231,12 +235,11 @@ def make_batch(
     baselines = [baseline_of(group) for _, group, _ in members]
     episodes, shares = _episodes(groups) if joins_branches else (_wholes(groups), None)
     starts = tuple(_span_start(trajectory) for trajectory in trajectories)
-    spans = [t.token_ids.shape[0] - start for t, start in zip(trajectories, starts, strict=True)]
     cuts = list(zip(trajectories, starts, strict=True))
     shown = tuple(illustration_of(group, t, processor) for _, group, t in members)
     temperatures = tuple(group.task.settings.get(TEMPERATURE) for _, group, _ in members)
     mask = torch.from_numpy(np.concatenate([t.loss_mask[start:].astype(bool) for t, start in cuts]))
-    index = torch.from_numpy(np.repeat(np.arange(len(members)), spans))
+    index = torch.from_numpy(np.repeat(np.arange(len(members)), [t.token_ids.shape[0] - n for t, n in cuts]))
     log_probs = torch.from_numpy(np.concatenate([t.log_probs[start:].astype(np.float32) for t, start in cuts]))
     return TrainingBatch(
         token_ids=tuple(t.token_ids.astype(np.int64) for t in trajectories),
@@ -257,6 +260,7 @@ def make_batch(
         illustrations=shown if any(shown) else None,
         temperatures=None if all(each is None for each in temperatures) else temperatures,
         experts=tuple(experts_of(each) for each in trajectories) if replays_engine else None,
+        data_sources=tuple(group.task.data_source for _, group, _ in members),
     )
 
 

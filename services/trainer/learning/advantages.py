@@ -1,5 +1,6 @@
 """From a step's batch, and what the models say of it, to its advantages."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -11,6 +12,7 @@ from flotilla.services.trainer.algorithms.importance import correct
 from flotilla.services.trainer.data.batch import TrainingBatch, TurnLayout, environment_steps, turn_rewards
 from flotilla.shared.config.sections.advantage import GdpoConfig, GigpoConfig, StepReinforceConfig
 from flotilla.shared.config.sections.algorithm import AlgorithmConfig, KlRewardConfig
+from flotilla.shared.config.sections.distillation import DistillationConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import DataError
 from flotilla.shared.statistics.moments import NOTHING_SEEN, RunningMoments
@@ -79,6 +81,25 @@ def with_teacher(
         return found
     assert teacher_log_probs is not None
     return distilled(found, config.distillation, old_log_probs, teacher_log_probs, batch.sequences)
+
+
+def taught_by_each(config: DistillationConfig, data_sources: Sequence[str | None]) -> list[list[int]]:
+    """Return the numbers of the sequences that each teacher in the trainer has.
+
+    Args:
+        config: the section; one with a path has one teacher, of all.
+        data_sources: of each sequence.
+
+    Raises:
+        DataError: a sequence has no teacher.
+    """
+    if not config.teachers:
+        return [list(range(len(data_sources)))]
+    found = [[n for n, each in enumerate(data_sources) if each in teacher.data_sources] for teacher in config.teachers]
+    if sum(map(len, found)) < len(data_sources):
+        missing = next(each for each in data_sources if each not in (config.data_sources or ()))
+        raise DataError(f"algorithm.distillation.teachers: none teaches the data source {missing!r}")
+    return found
 
 
 def advantage_inputs(

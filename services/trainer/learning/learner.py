@@ -19,7 +19,7 @@ from flotilla.services.trainer.algorithms.kl import adapted_coefficient
 from flotilla.services.trainer.algorithms.metrics import Metrics, combine, summarise
 from flotilla.services.trainer.data.batch import TrainingBatch, make_batch
 from flotilla.services.trainer.data.micro_batch import MicroBatch, RowRules, make_micro_batches
-from flotilla.services.trainer.learning.advantages import remembered, step_advantages, with_teacher
+from flotilla.services.trainer.learning.advantages import remembered, step_advantages, taught_by_each, with_teacher
 from flotilla.services.trainer.learning.gradients import PolicyGradient, update_critic
 from flotilla.services.trainer.learning.metrics import algorithm_names, mean_of_updates
 from flotilla.services.trainer.learning.mini_batches import (
@@ -77,7 +77,7 @@ class Learner:
         loaded: the policy, with weights or to be read in parts.
         reference: the policy that the KL is measured from; needed if the spec has a KL and no adapters, without which
             the policy is its own reference.
-        teacher: of distillation; needed if the spec names a path.
+        teachers: of distillation, in the spec's order; needed if it names paths.
         critic: that the critic begins as; needed if the spec names one.
         ranks: that train together; each is given the same weights, calls the same methods and returns the same.
 
@@ -92,7 +92,7 @@ class Learner:
         spec: ExperimentSpec,
         loaded: LoadedModel,
         reference: LoadedModel | None = None,
-        teacher: LoadedModel | None = None,
+        teachers: Sequence[LoadedModel] = (),
         critic: LoadedModel | None = None,
         *,
         ranks: Ranks = ONE_RANK,
@@ -102,12 +102,11 @@ class Learner:
         self.is_exact = spec.exactness is not None
         self.policy = Policy.of(loaded, spec.policy_temperature, ranks, is_exact=self.is_exact)
         self.device = self.policy.device
-        self.reference, self.teacher = (
-            None
-            if each is None
-            else Policy.of(each, spec.policy_temperature, ranks, is_trained=False, is_exact=self.is_exact)
-            for each in (reference, teacher)
+        of_others = partial(
+            Policy.of, temperature=spec.policy_temperature, ranks=ranks, is_trained=False, is_exact=self.is_exact
         )
+        self.reference = None if reference is None else of_others(reference)
+        self.teachers = tuple(of_others(each) for each in teachers)
         self.updates_per_step = spec.asynchrony.require_batches * spec.optimisation.epochs_per_step
         total = spec.optimisation.steps * self.updates_per_step
         moments = spec.parallelism.offload.optimiser
@@ -144,7 +143,7 @@ class Learner:
 
     @property
     def _computing(self) -> list[Policy | Critic]:
-        return [each for each in (self.policy, self.reference, self.teacher, self.critic) if each is not None]
+        return [each for each in (self.policy, self.reference, *self.teachers, self.critic) if each is not None]
 
     def _ranks_of(self, model: Policy | Critic) -> Ranks:
         return model.ranks if isinstance(model, Critic) else self.ranks
@@ -342,11 +341,16 @@ class Learner:
         return self.critic.ranks.sum(self.sizes.fit(own, partial(self.critic.evaluate, batch.rollout_log_probs)))
 
     def _teacher_log_probs(self, batch: TrainingBatch) -> Tensor | None:
-        """Compute log-probs [T] under the teacher, or take those that came with the samples from one behind a URL."""
-        if self.teacher is None:
+        """Compute log-probs [T] under each sequence's teacher, or take those that came with the samples from a URL."""
+        config = self.spec.algorithm.distillation
+        if config is None or not self.teachers:
             return batch.teacher_log_probs
-        cut = self._cut_of(batch, range(batch.num_sequences), teacher=self.teacher)
-        return self.sizes.fit(cut, partial(self._evaluate, self.teacher, batch))[0]
+        found = torch.zeros_like(batch.rollout_log_probs)
+        for teacher, members in zip(self.teachers, taught_by_each(config, batch.data_sources), strict=True):
+            if members:
+                cut = self._cut_of(batch, members, teacher=teacher)
+                found += self.sizes.fit(cut, partial(self._evaluate, teacher, batch))[0]
+        return found
 
     def _evaluate_policy(
         self,

@@ -35,7 +35,7 @@ class LearnerMemory:
     def _tensors(self) -> Iterator[Tensor]:
         learner = self._learner
         models = [learner.loaded.model]
-        models += [each.model for each in (learner.reference, learner.teacher) if each is not None]
+        models += [each.model for each in (learner.reference, *learner.teachers) if each is not None]
         for model in models:
             yield from model.parameters()
             yield from model.buffers()

@@ -1,6 +1,7 @@
 """Which learner an experiment's job needs, and the models that it has beside the policy: a teacher, and a critic."""
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -22,7 +23,6 @@ from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import ModelError
 from flotilla.shared.models.hub import model_directory
 
-TEACHER = "algorithm.distillation.path"
 CRITIC = "algorithm.value_loss.path"
 LEARNERS: dict[str, type[FinishedLearner]] = {
     "sft": SupervisedLearner,
@@ -35,13 +35,13 @@ def make_learner(
     spec: ExperimentSpec,
     loaded: LoadedModel,
     reference: LoadedModel | None = None,
-    teacher: LoadedModel | None = None,
+    teachers: Sequence[LoadedModel] = (),
     critic: LoadedModel | None = None,
     *,
     ranks: Ranks = ONE_RANK,
 ) -> Learner:
     """Make the learner of an experiment; see ``Learner``."""
-    learner = LEARNERS.get(spec.job.kind, Learner)(spec, loaded, reference, teacher, critic, ranks=ranks)
+    learner = LEARNERS.get(spec.job.kind, Learner)(spec, loaded, reference, teachers, critic, ranks=ranks)
     if spec.parallelism.offload.reference and learner.reference is not None:
         learner.reference.park()
     learner.around_step = partial(profiling, learner)
@@ -55,17 +55,17 @@ class Load(Protocol):
         """Load one."""
 
 
-def load_teacher(config: DistillationConfig, student: LoadedModel, load: Load) -> LoadedModel | None:
-    """Load the teacher of a student; None where it is behind a URL.
+def load_teachers(config: DistillationConfig, student: LoadedModel, load: Load) -> list[LoadedModel]:
+    """Load the teachers of a student, in their order; none where they are behind URLs.
 
     Raises:
-        ModelError: it cannot be loaded, or its token ids mean something else than the student's.
+        ModelError: one cannot be loaded, or its token ids mean something else than the student's.
     """
-    if config.model is None:
-        return None
-    teacher = load(model_directory(config.model), dtype=config.dtype)
-    check_vocabulary(TEACHER, teacher, student)
-    return teacher
+    found = []
+    for field, model in config.models.items():
+        found.append(load(model_directory(model), dtype=model.dtype))
+        check_vocabulary(f"algorithm.distillation.{field}", found[-1], student)
+    return found
 
 
 def load_critic(spec: ExperimentSpec, policy: LoadedModel, load: Load) -> LoadedModel | None:

@@ -55,7 +55,7 @@ def why_not_computed(spec: ExperimentSpec) -> str | None:
         return "a step's rewards are compared with those of all steps before, whose mean is not recorded"
     if isinstance(config.kl, KlRewardConfig) and config.kl.target is not None:
         return "the KL in the reward has an adaptive coefficient, which is not recorded"
-    if config.distillation is not None and config.distillation.path is not None:
+    if config.distillation is not None and config.distillation.models:
         return "the teacher's log-probs are not recorded where the trainer computes them"
     return None
 

@@ -30,8 +30,7 @@ def resolve_paths(document: Mapping[str, Any], folder: Path, *, made: str = "") 
     for section, field in PATH_FIELDS:
         if section != "model" or not _names_hub(resolved.get(section), folder, made):
             _resolve_path(resolved.get(section), field, folder)
-    for name in ("distillation", "value_loss"):
-        role = _within(resolved, "algorithm", name)
+    for role in _roles(resolved):
         if not _names_hub(role, folder, made):
             _resolve_path(role, "path", folder)
     for section, field in ROW_LISTS:
@@ -56,6 +55,14 @@ def resolve_paths(document: Mapping[str, Any], folder: Path, *, made: str = "") 
         if isinstance(tracker, dict) and isinstance(tracker.get("directory"), str) and tracker["directory"]:
             tracker["directory"] = _absolute(tracker["directory"], folder)
     return resolved
+
+
+def _roles(document: Mapping[str, Any]) -> list[Any]:
+    """List the sections of the models that the trainer has beside the policy."""
+    taught = _within(document, "algorithm", "distillation")
+    teachers = taught.get("teachers") if isinstance(taught, dict) else None
+    critic = _within(document, "algorithm", "value_loss")
+    return [taught, critic, *(teachers if isinstance(teachers, list) else ())]
 
 
 def _within(document: Mapping[str, Any], section: str, field: str) -> Any:

@@ -261,18 +261,19 @@ def _shuffle(spec: Sections) -> None:
 
 def _teachers(spec: Sections) -> None:
     distillation = spec.algorithm.distillation
-    if distillation is None or not distillation.servers:
+    if distillation is None:
         return
-    if spec.rollout.sampling.temperature != 1.0:
+    if distillation.servers and spec.rollout.sampling.temperature != 1.0:
         raise ValueError(
             "algorithm.distillation.servers answer log-probabilities at temperature 1, and "
             f"rollout.sampling.temperature is {spec.rollout.sampling.temperature:g}, so that student and teacher would "
             "not be comparable: set it to 1, or let the trainer load the teacher (algorithm.distillation.path)"
         )
     if distillation.data_sources is not None and spec.data.data_source_column is None:
+        name = "teachers" if distillation.teachers else "servers"
         raise ValueError(
-            "algorithm.distillation.servers are chosen by data source, and data.data_source_column is not set: name "
-            "the column there, or remove data_sources"
+            f"algorithm.distillation.{name} are chosen by data source, and "
+            "data.data_source_column is not set: name the column there, or have one teacher of all"
         )
 
 

@@ -346,10 +346,10 @@ class AlgorithmConfig(Config):
     @property
     def models(self) -> dict[str, ModelConfig]:
         """The models that the trainer loads beside the policy, by the dotted field of their path."""
-        teacher = None if self.distillation is None else self.distillation.model
+        teachers = {} if self.distillation is None else self.distillation.models
+        found = {f"algorithm.distillation.{field}": model for field, model in teachers.items()}
         critic = None if self.value_loss is None else self.value_loss.model
-        named = {"algorithm.distillation.path": teacher, "algorithm.value_loss.path": critic}
-        return {field: model for field, model in named.items() if model is not None}
+        return found if critic is None else {**found, "algorithm.value_loss.path": critic}
 
     @property
     def needs_critic(self) -> bool:

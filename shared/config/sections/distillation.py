@@ -37,6 +37,30 @@ class TeacherServerConfig(Config):
         return self
 
 
+class TeacherModelConfig(Config):
+    """One of several teachers that the trainer loads, for the rows of some data sources."""
+
+    path: str = Field(min_length=1)
+    """A directory in Hugging Face format, or a name on the hub, as `algorithm.distillation.path` has it."""
+    revision: str | None = Field(None, min_length=1)
+    """Branch, tag or commit of a hub's model; null is its main branch."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Element type of its weights."""
+    data_sources: tuple[str, ...] = Field(min_length=1)
+    """Whose samples it teaches."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The teacher, as what finds and downloads it reads it."""
+        return ModelConfig(path=self.path, revision=self.revision, dtype=self.dtype)
+
+    @model_validator(mode="after")
+    def _revision_of_a_hub_name(self) -> Self:
+        if self.revision is not None and not is_hub_name(self.path):
+            raise ValueError("revision has an effect only where path is a name on the hub, as owner/name: leave it out")
+        return self
+
+
 class DistillationConfig(Config):
     """On-policy distillation: each sampled token's advantage gets coefficient * (log p teacher - log p student)."""
 
@@ -47,6 +71,8 @@ class DistillationConfig(Config):
     """Branch, tag or commit of a hub's model; null is its main branch."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of the teacher's weights."""
+    teachers: tuple[TeacherModelConfig, ...] = ()
+    """Instead of ``path``: several models that the trainer loads, each of which teaches its own data sources."""
     servers: tuple[TeacherServerConfig, ...] = ()
     """Instead of ``path``: teachers behind URLs, which the reward services ask. Of several each has its own data
     sources."""
@@ -63,20 +89,30 @@ class DistillationConfig(Config):
         return ModelConfig(path=self.path, revision=self.revision, dtype=self.dtype)
 
     @property
+    def models(self) -> dict[str, ModelConfig]:
+        """The teachers that the trainer loads, by the field of their path below this section."""
+        named = {f"teachers.{number}.path": each.model for number, each in enumerate(self.teachers)}
+        return named if self.model is None else {"path": self.model}
+
+    @property
     def data_sources(self) -> frozenset[str] | None:
         """The data sources that have a teacher; None where all have one."""
-        named = [each.data_sources for each in self.servers]
+        named = [*(each.data_sources for each in self.teachers), *(each.data_sources for each in self.servers)]
         if not named or None in named:
             return None
         return frozenset(source for sources in named for source in sources or ())
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:
-        if (self.path is None) == (not self.servers):
-            raise ValueError("the teacher is a model that the trainer loads (path) or behind URLs (servers): give one")
+        if sum((self.path is not None, bool(self.teachers), bool(self.servers))) != 1:
+            raise ValueError(
+                "the teacher is a model that the trainer loads (path), or several are (teachers), or they are behind "
+                "URLs (servers): give one of these"
+            )
         if self.path is None and (self.revision is not None or self.dtype != "float32"):
-            name = "dtype" if self.revision is None else "revision"
-            raise ValueError(f"{name} has no effect with servers, which loaded their models themselves: leave it out")
+            name, has = "dtype" if self.revision is None else "revision", "teachers" if self.teachers else "servers"
+            why = "each of which has its own" if self.teachers else "which loaded their models themselves"
+            raise ValueError(f"{name} has no effect with {has}, {why}: leave it out")
         if self.revision is not None and self.path is not None and not is_hub_name(self.path):
             raise ValueError("revision has an effect only where path is a name on the hub, as owner/name: leave it out")
         return self
@@ -89,8 +125,9 @@ class DistillationConfig(Config):
                 raise ValueError(
                     f"servers.{number} teaches all data sources, and there are others: name the data_sources of each"
                 )
-            twice = taught & set(server.data_sources or ())
+        for sources in (*(each.data_sources for each in self.teachers), *(each.data_sources for each in self.servers)):
+            twice = taught & set(sources or ())
             if twice:
-                raise ValueError(f"two servers teach the data source {min(twice)!r}: leave it with one of them")
-            taught |= set(server.data_sources or ())
+                raise ValueError(f"two teachers have the data source {min(twice)!r}: leave it with one of them")
+            taught |= set(sources or ())
         return self

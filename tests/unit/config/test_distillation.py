@@ -87,7 +87,7 @@ def test_a_teacher_behind_a_url_is_no_model_of_this_machine() -> None:
         ({"algorithm": behind(SERVER, SERVER)}, "name the data_sources of each"),
         (
             {"algorithm": behind(SERVER | {"data_sources": ["a", "b"]}, SERVER | {"data_sources": ["b"]})},
-            "two servers teach the data source 'b'",
+            "two teachers have the data source 'b'",
         ),
         ({"algorithm": behind(SERVER | {"data_sources": ["a"]})}, "data_source_column"),
         (
@@ -124,3 +124,51 @@ def test_its_path_is_found_as_the_models_is(tmp_path: Path) -> None:
     spec = validate_spec(ALONE)
     assert models_of(spec)["algorithm.distillation.path"].path == "/teacher"
     assert paths_of(spec)["algorithm.distillation.path"] == "/teacher"
+
+
+SEVERAL: dict[str, Any] = {
+    "pure": True,
+    "teachers": [
+        {"path": "/maths", "data_sources": ["a", "b"]},
+        {"path": "owner/law", "revision": "main", "dtype": "bfloat16", "data_sources": ["c"]},
+    ],
+}
+BY_SOURCE: dict[str, Any] = {"data": ALONE["data"] | {"data_source_column": "from"}}
+
+
+def test_several_teachers_are_models_of_the_trainer_each_of_its_data_sources(tmp_path: Path) -> None:
+    spec = validate_spec(ALONE | BY_SOURCE | {"algorithm": {"distillation": SEVERAL}})
+
+    assert spec.algorithm.distillation is not None
+    assert spec.algorithm.distillation.data_sources == {"a", "b", "c"}
+    assert {field: model.path for field, model in spec.algorithm.models.items()} == {
+        "algorithm.distillation.teachers.0.path": "/maths",
+        "algorithm.distillation.teachers.1.path": "owner/law",
+    }
+    assert spec.algorithm.models["algorithm.distillation.teachers.1.path"].revision == "main"
+    assert validate_spec(spec.model_dump(mode="json")) == spec
+    beside = {"distillation": {"teachers": [{"path": "maths", "data_sources": ["a"]}]}}
+    resolved = resolve_paths(ALONE | BY_SOURCE | {"algorithm": beside}, tmp_path)
+    assert resolved["algorithm"]["distillation"]["teachers"][0]["path"] == str(tmp_path / "maths")
+
+
+@pytest.mark.parametrize(
+    ("distillation", "named"),
+    [
+        (SEVERAL | {"path": "/teacher"}, "give one of these"),
+        (SEVERAL | {"dtype": "bfloat16"}, "dtype has no effect with teachers, each of which has its own"),
+        (SEVERAL | {"teachers": [{"path": "/a", "data_sources": []}]}, "data_sources"),
+        (SEVERAL | {"teachers": [{"path": "/a", "data_sources": ["a"]}] * 2}, "two teachers have the data source 'a'"),
+        (SEVERAL | {"teachers": [{"path": "/a", "revision": "main", "data_sources": ["a"]}]}, "a name on the hub"),
+    ],
+)
+def test_what_several_teachers_cannot_be_is_refused(distillation: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidSpec, match=named):
+        validate_spec(ALONE | BY_SOURCE | {"algorithm": {"distillation": distillation}})
+
+
+def test_several_teachers_are_told_apart_by_a_column() -> None:
+    with pytest.raises(
+        InvalidSpec, match=r"distillation\.teachers are chosen by data source, and data\.data_source_col"
+    ):
+        validate_spec(ALONE | {"algorithm": {"distillation": SEVERAL}})

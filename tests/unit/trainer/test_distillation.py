@@ -21,7 +21,7 @@ from flotilla.services.trainer.models.loading import LoadedModel
 from flotilla.services.trainer.replay.replay import TOLERANCE, replay
 from flotilla.shared.checkpoints.folders import StoredCheckpoint
 from flotilla.shared.config.spec import ExperimentSpec
-from flotilla.shared.errors import ModelError
+from flotilla.shared.errors import DataError, ModelError
 from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
 from flotilla.shared.streams.codec import decode_group, encode_body, encode_grades
 from flotilla.shared.testing.builders import a_task
@@ -40,7 +40,9 @@ SERVERS = ({"url": "http://teacher.example.com:30000", "kind": "sglang"},)
 
 def spec_of(*, model: dict[str, Any] | None = None, temperature: float = 1.0, **distillation: Any) -> ExperimentSpec:
     place = {} if "servers" in distillation else {"path": "/teacher"}
+    by_source = {"data_source_column": "from"} if "teachers" in distillation else {}
     return a_spec(
+        data=by_source,
         model=model or {},
         rollout={"sampling": {"temperature": temperature}},
         algorithm={"distillation": place | distillation},
@@ -84,7 +86,7 @@ def test_each_token_has_the_advantage_that_a_loop_over_tokens_gives_it(make: Any
         judged += naive_log_probs(model, trajectory)
     signal = torch.tensor(judged) - torch.tensor(sampled)
 
-    learner = Learner(spec, LoadedModel(a_model(), Path()), None, LoadedModel(model, Path()))
+    learner = Learner(spec, LoadedModel(a_model(), Path()), None, [LoadedModel(model, Path())])
     prepared, found = learner._prepare(batch)
     metrics = found.metrics
 
@@ -134,7 +136,7 @@ def test_a_student_comes_near_its_teacher_without_a_reward() -> None:
         optimisation={"steps": 80, "groups_per_mini_batch": 4, "learning_rate": 1e-2},
     )
     student, teacher = a_model(), a_teacher()
-    learner = Learner(spec, LoadedModel(student, Path()), None, LoadedModel(teacher, Path()))
+    learner = Learner(spec, LoadedModel(student, Path()), None, [LoadedModel(teacher, Path())])
     before_teacher = {name: weight.clone() for name, weight in teacher.state_dict().items()}
     generator, exact, reported = torch.Generator().manual_seed(0), [], []
 
@@ -206,7 +208,7 @@ def judged_by(model: nn.Module, groups: list[Group]) -> list[Group]:
 @pytest.mark.parametrize("pure", [False, True], ids=["beside rewards", "alone"])
 def test_log_probs_that_came_with_the_samples_teach_as_the_teacher_itself(pure: bool) -> None:
     teacher = a_teacher()
-    inside = Learner(spec_of(pure=pure), LoadedModel(a_model(), Path()), None, LoadedModel(teacher, Path()))
+    inside = Learner(spec_of(pure=pure), LoadedModel(a_model(), Path()), None, [LoadedModel(teacher, Path())])
     outside = Learner(spec_of(pure=pure, servers=SERVERS), LoadedModel(a_model(), Path()))
 
     for step in range(1, 4):
@@ -259,12 +261,12 @@ def test_a_step_is_computed_again_without_the_teacher_behind_a_url(tmp_path: Pat
 
 
 def test_the_teacher_leaves_memory_with_the_student(tmp_path: Path) -> None:
-    learner = Learner(spec_of(), LoadedModel(a_model(), Path()), None, LoadedModel(a_teacher(), Path()))
-    assert learner.teacher is not None
+    learner = Learner(spec_of(), LoadedModel(a_model(), Path()), None, [LoadedModel(a_teacher(), Path())])
+    assert learner.teachers
 
     listed = {id(tensor) for tensor in LearnerMemory(learner, tmp_path)._tensors()}
 
-    assert {id(tensor) for tensor in learner.teacher.model.parameters()} <= listed
+    assert {id(tensor) for tensor in learner.teachers[0].model.parameters()} <= listed
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -287,3 +289,39 @@ def test_a_teacher_that_reads_fewer_tokens_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ModelError, match=f"reads {VOCABULARY} token ids and model.path writes"):
         beginning(spec_of(model={"path": str(tiny_model())}, path=str(folder)), CPU)
+
+
+TEACHERS = [{"path": "/maths", "data_sources": ["maths", "physics"]}, {"path": "/law", "data_sources": ["law"]}]
+
+
+def test_each_of_several_teachers_teaches_the_samples_of_its_data_sources() -> None:
+    sources = ("maths", "law", "physics")
+    groups = [
+        replace(group, task=replace(group.task, data_source=source))
+        for group, source in zip(uneven_groups(3), sources, strict=True)
+    ]
+    spec = spec_of(path=None, teachers=TEACHERS, pure=True, coefficient=0.5, temperature=TEMPERATURE)
+    models = [a_teacher(1), a_teacher(2)]
+    expected: list[float] = []
+    for group, model in zip(groups, (models[0], models[1], models[0]), strict=True):
+        for trajectory in group.trajectories:
+            sampled = trajectory.log_probs[trajectory.loss_mask.astype(bool)]
+            expected += (0.5 * (np.array(naive_log_probs(model, trajectory)) - sampled)).tolist()
+
+    learner = Learner(spec, LoadedModel(a_model(), Path()), None, [LoadedModel(each, Path()) for each in models])
+    batch = make_batch(groups)
+    prepared, _ = learner._prepare(batch)
+
+    found = prepared.advantages[batch.sequences.response_mask]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32), atol=2e-5, rtol=1e-5)
+    assert {id(tensor) for model in models for tensor in model.parameters()} <= {
+        id(tensor) for tensor in LearnerMemory(learner, Path())._tensors()
+    }
+
+
+def test_a_sample_that_no_teacher_teaches_is_an_error_and_not_silence() -> None:
+    spec = spec_of(path=None, teachers=TEACHERS, pure=True)
+    learner = Learner(spec, LoadedModel(a_model(), Path()), None, [LoadedModel(a_teacher(), Path())] * 2)
+
+    with pytest.raises(DataError, match="none teaches the data source None"):
+        learner._prepare(make_batch(uneven_groups(2)))

@@ -257,7 +257,14 @@ OFFLOAD = {
         (ONE_GPU | KL | OFFLOAD, ["optimiser", "reference"], 1),
         (ONE_GPU | OFFLOAD, ["optimiser"], 2),
         (KL | OFFLOAD, [], 3),
-        ({"trainer.n_gpus_per_node": 8, "trainer.nnodes": 2} | KL | OFFLOAD, ["parameters"], 2),
+        ({"trainer.n_gpus_per_node": 8, "trainer.nnodes": 2} | KL | OFFLOAD, [], 3),
+        (
+            {"trainer.n_gpus_per_node": 8, "trainer.nnodes": 2, "actor_rollout_ref.hybrid_engine": False}
+            | KL
+            | OFFLOAD,
+            ["parameters"],
+            2,
+        ),
         (GPUS | KL | OFFLOAD | {"actor_rollout_ref.hybrid_engine": True}, [], 3),
     ],
 )

@@ -120,12 +120,13 @@ def test_where_a_reward_model_is_served_is_unsupported_and_less_room_than_the_po
     assert bool(refused(found)) is is_refused
 
 
-def test_trainer_and_rollouts_of_several_machines_are_told_apart_in_the_report() -> None:
+def test_trainer_and_rollouts_of_several_machines_take_turns_unless_they_are_apart() -> None:
     found = imported({"trainer.nnodes": 2})
+    apart = imported({"trainer.nnodes": 2, "actor_rollout_ref.hybrid_engine": False})
 
-    assert found.document["parallelism"]["nodes"] == 2 and found.document["resources"]["trainer"]["devices"] == 8
-    assert "needs 16 for the trainer, and others for its rollouts" in found.report.render()
-    assert "take turns" not in imported({"trainer.nnodes": 2, "actor_rollout_ref.hybrid_engine": False}).report.render()
+    assert found.document["parallelism"]["nodes"] == 2
+    assert found.document["resources"] == {"trainer": {"devices": 8}, "rollouts": {"min": 2}, "sharing": "time"}
+    assert apart.document["resources"] == {"trainer": {"devices": 8}, "sharing": "none"}
 
 
 def test_gamma_of_0_and_a_weight_without_lower_bound_are_translated() -> None:

@@ -203,7 +203,11 @@ def _trained(
     reference = make() if algorithm.get("kl") else None
     teacher = a_model(hidden_size=48) if algorithm.get("distillation") else None
     spec = _spec(algorithm, ranks or ONE_RANK, critic)
-    learner = _made(partial(Learner, spec), [make(), reference, teacher], ranks or ONE_RANK)
+
+    def made(policy: LoadedModel, other: LoadedModel | None, taught_by: LoadedModel | None, **options: Any) -> Learner:
+        return Learner(spec, policy, other, () if taught_by is None else (taught_by,), **options)
+
+    learner = _made(made, [make(), reference, teacher], ranks or ONE_RANK)
     figures = []
     for step in range(1, steps + 1):
         result = learner.train(uneven_groups(seed=step), step)

@@ -17,7 +17,7 @@ from flotilla.cli.exit_codes import ExitCode
 from flotilla.connection import FleetInfo
 from tests.fleet import FLOTILLA, LEFT_SECONDS, ROOT, is_running, make_experiment, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(580)]
 
 
 PATIENCE_SECONDS = 120

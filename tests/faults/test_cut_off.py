@@ -9,7 +9,7 @@ import pytest
 from tests.netns.fleet import a_trial, three_hosts
 from tests.netns.hosts import free_ports, relayed_hosts
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(280)]
 
 CUT_SECONDS = 20.0
 """Above the leases: both services are given up meanwhile."""

@@ -15,7 +15,7 @@ from tests.faults.trial import PATIENCE_SECONDS, waited
 from tests.fleet import make_experiment
 from tests.survival.faults import PROCESSES, Fleet
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(580)]
 
 NUM_ROWS = 20
 HELD_FROM = 12

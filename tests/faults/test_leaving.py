@@ -24,7 +24,7 @@ from tests.faults.trial import (
 )
 from tests.fleet import FLOTILLA, ROOT, is_running, make_experiment
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NOTICE_SECONDS = 6.0
 UNHURRIED = "unhurried"

@@ -30,6 +30,8 @@ from tests.pairs.covering import Row, covering_rows
 from tests.pairs.documents import changes_of, document_of
 from tests.pairs.table import FLEET, FLEET_STATES, HELD
 
+pytestmark = pytest.mark.long
+
 STEPS, GROUPS, HELD_ROWS = 4, 2, 3
 EVALUATED = {"none": 0, "of each version": 2 * HELD_ROWS, "of sets, sampled": HELD_ROWS + 2}
 UNTIL_STEP = 2

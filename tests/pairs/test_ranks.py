@@ -18,7 +18,7 @@ from tests.pairs.documents import spec_of
 from tests.pairs.table import RANKS, RANKS_REFUSED
 from tests.unit.trainer.builders import a_model, uneven_groups
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 STEPS, RATE = 3, 1e-3
 MESHES: Mapping[str, MeshShape] = {

@@ -33,6 +33,16 @@ SECONDS: Mapping[str, int] = {
     "tests/e2e/test_backup.py": 120,
     "tests/integration/cli/test_node_script.py": 36,
     "tests/faults/test_steering.py": 49,
+    # Those of every run until the whole took more than twenty minutes.
+    "tests/faults/test_leaving.py": 212,
+    "tests/e2e/test_fleet_commands.py": 171,
+    "tests/faults/test_evaluation_lost_tail.py": 100,
+    "tests/pairs/test_fleet.py": 172,
+    "tests/pairs/test_ranks.py": 165,
+    "tests/integration/trainer/test_crash_replay.py": 152,
+    "tests/faults/test_cut_off.py": 80,
+    "tests/integration/gateway/test_sharing.py": 72,
+    "tests/integration/trainer/test_stores_disagree.py": 53,
 }
 """Seconds of the long tests of each file in the rotation: kills of ranks and hosts, agents, whole fleets."""
 NUM_SLOTS = 4

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.schemas.fleet import FleetView
@@ -14,6 +16,8 @@ from tests.integration.gateway.fleet import (
     a_spec,
     until,
 )
+
+pytestmark = pytest.mark.long
 
 KINDS = (ScriptedRollout, ScriptedRollout, ScriptedRollout, ScriptedReward, ScriptedReward)
 STEPS = 40

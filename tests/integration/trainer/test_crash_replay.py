@@ -19,6 +19,8 @@ from flotilla.shared.schemas.publication import PublicationRequest
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from tests.integration.trainer.fleet import ScriptedFleet, YesGateway, a_session, a_spec, save_tiny_model, train
 
+pytestmark = pytest.mark.long
+
 
 class Crash(Exception):
     """Stands for a power cut."""

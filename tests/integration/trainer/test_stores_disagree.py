@@ -22,6 +22,8 @@ from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from flotilla.shared.streams.plans import LOST_WITH_CHECKPOINT
 from tests.integration.trainer.fleet import ScriptedFleet, YesGateway, a_session, a_spec, save_tiny_model, train
 
+pytestmark = pytest.mark.long
+
 STEPS = 9
 R = 2
 STORES = ("sql", "redis", "checkpoints", "images")

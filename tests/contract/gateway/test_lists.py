@@ -17,6 +17,7 @@ LISTS = {
     f"{EXPERIMENT}/checkpoints": "ListedCheckpoint",
     f"{EXPERIMENT}/log": "Event",
     f"{EXPERIMENT}/metrics": "MetricPoint",
+    f"{EXPERIMENT}/profiles": "ProfileView",
     f"{EXPERIMENT}/publications": "Publication",
     f"{EXPERIMENT}/samples": "SampleView",
 }

@@ -241,7 +241,9 @@ def _without(state: Negotiation, gone: set[str], reason: str) -> Negotiation:
     remaining = frozenset(epoch.service_ids)
     if remaining and remaining <= state.received:
         # Everybody who is left holds the version already.
-        return replace(state, epoch=epoch, phase=PublicationPhase.COMMITTED, reason=reason)
+        joined, received = state.joined & remaining, state.received & remaining
+        committed = replace(state, epoch=epoch, joined=joined, received=received, reason=reason)
+        return replace(committed, phase=PublicationPhase.COMMITTED)
     # What was mapped stays mapped, whatever becomes of the collective.
     mapped = (state.received & remaining) - epoch.collective
     return replace(

@@ -15,6 +15,8 @@ from flotilla.shared.host.cores import CoreSeat
 class Sampling:
     """An engine that has work for some steps; another process begins to compute in between."""
 
+    version = 0
+
     def __init__(self, steps: int, other: CoreSeat) -> None:
         self.steps, self._other = steps, other
         self.driver: EngineDriver | None = None

@@ -203,6 +203,15 @@ def test_a_rendezvous_of_another_epoch_is_ignored() -> None:
     assert after(announced("a"), meeting(2)) == announced("a")
 
 
+def test_who_had_joined_and_is_gone_is_not_among_those_that_hold_it() -> None:
+    state = after(announced("a", "b", "c"), MemberGone("c"), received("b", epoch=2), joined("a", epoch=2))
+
+    state = after(state, MemberGone("a"))
+
+    assert state.phase is Phase.COMMITTED
+    assert state.received == state.joined == state.members == {"b"}
+
+
 EVENTS = st.one_of(
     st.integers(0, 4).map(lambda epoch: meeting(epoch) if epoch else DeadlinePassed()),
     st.builds(joined, st.sampled_from("abcd"), st.integers(1, 4)),

@@ -242,7 +242,8 @@ class FusedDecoder:
 
     def _use(self, weights: FusedWeights) -> None:
         served = getattr(self, "_weights", None)
-        self._unused = None if served is weights else served
+        # A GPU's memory is the scarcer, and its allocator keeps what is freed.
+        self._unused = served if served is not weights and self._device.type == "cpu" else None
         self._weights, self._spare = weights, None
         if self._native is not None:
             self._native.use(weights)

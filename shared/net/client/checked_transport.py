@@ -1,7 +1,7 @@
 """How URLs of specs and of web hooks are reached: each name is resolved once, checked, and connected to there.
 
-Answers of tools are bounded, in bytes and by being what they seem: nothing is unpacked. Redirections are the caller's
-to refuse; where they are followed, each of their addresses is checked as well.
+Answers of tools are bounded, in bytes and by being what they seem: nothing is unpacked. No redirection is followed, and
+where it leads is taken off the answer: a client reads it, and not each address can be read.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -70,6 +70,8 @@ class CheckedAddresses(httpx.AsyncBaseTransport):
         if is_packed(response.headers):
             await response.aclose()
             raise self._library.RemoteProtocolError("the answer is compressed, though it must not be", request=request)
+        if 300 <= response.status_code < 400:
+            response.headers.pop("location", None)
         # Events are bounded by who reads them: each, not all.
         limit = self._max_answer_bytes
         if limit is not None and not response.headers.get("content-type", "").startswith(EVENTS):

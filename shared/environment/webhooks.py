@@ -25,7 +25,7 @@ class Webhook(BaseModel):
     @classmethod
     def _is_web(cls, url: str) -> str:
         parts = urlsplit(url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username or parts.fragment:
+        if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc or parts.fragment:
             raise ValueError("it must be http(s)://HOST[:PORT]/PATH, without a user and a fragment")
         return url
 

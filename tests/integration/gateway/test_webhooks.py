@@ -177,6 +177,7 @@ async def test_an_address_that_is_neither_public_nor_named_is_not_connected_to()
     [
         ({"url": "ftp://host/x", "secret": SECRET}, "webhooks.0.url"),
         ({"url": "https://user:word@host/x", "secret": SECRET}, "without a user"),
+        ({"url": "https://:word@host/x", "secret": SECRET}, "without a user"),
         ({"url": "https://host/x", "secret": "short"}, "at least 16"),
         ({"url": "https://host/x", "secret": SECRET, "evnts": []}, "webhooks.0.evnts"),
     ],

@@ -182,7 +182,7 @@ FLEET: Final[Scene] = (
     cli("flotilla replay arithmetic 5", swap={"5": "6"}),
     curl('curl -H "$auth" $api/experiments/arithmetic-3f9a1c/ledger'),
     curl('curl -H "$auth" $api/experiments/arithmetic-3f9a1c/diagnosis'),
-    curl('curl -H "$auth" "$api/experiments/arithmetic-3f9a1c/metrics?names=loss,evaluation/accuracy&limit=2"'),
+    curl('curl -H "$auth" "$api/experiments/arithmetic-3f9a1c/metrics?names=loss/total,evaluation/accuracy&limit=2"'),
     curl('curl -H "$auth" "$api/experiments/arithmetic-3f9a1c/series?names=loss/*,evaluation/accuracy"'),
     curl('curl -H "$auth" $api/experiments/arithmetic-3f9a1c/checkpoints'),
     curl('curl -H "$auth" $api/experiments/arithmetic-3f9a1c/checkpoints/20/files', **{"/20/": "/4/"}),

@@ -93,10 +93,13 @@ def _queues(experiments: Iterable[Experiment], feeders: PerExperiment[FeederStat
         for each in () if status.ledger is None else status.ledger.by_version:
             lag = min(MOST_LAGS, max(0, experiment.record.policy_version - each.version))
             counts[lag] += each.groups
-            ages[lag] = max(ages.get(lag, 0.0), status.issued.age(each.first_group, now) or 0.0)
+            if (age := status.issued.age(each.first_group, now)) is not None:
+                ages[lag] = max(ages.get(lag, 0.0), age)
         for lag, count in sorted(counts.items()):
             groups.add_metric((experiment.id, str(lag)), count)
-            oldest.add_metric((experiment.id, str(lag)), ages[lag])
+            # Unknown where an earlier gateway issued them: 0 would say that they are new.
+            if lag in ages:
+                oldest.add_metric((experiment.id, str(lag)), ages[lag])
     yield from (groups, oldest)
 
 

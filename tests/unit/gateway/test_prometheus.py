@@ -166,3 +166,16 @@ async def test_what_is_on_its_way_is_counted_by_how_far_its_version_is_behind() 
             value_of(series, "flotilla_experiment_queue_oldest_seconds", lag=lag, experiment=experiment.id) == seconds
         )
     assert status.issued.age(7, clock.monotonic()) is None
+
+
+async def test_an_age_that_is_not_known_is_left_out_and_never_0() -> None:
+    gateway = await a_running_gateway()
+    (experiment,) = list(gateway.repository)
+    status = gateway.feeder_status.of(experiment)
+    before_the_restart = (Outstanding(version=0, groups=3, first_group=10),)
+    status.ledger = Ledger(issued=8, outstanding=3, by_version=before_the_restart)
+
+    series = parse_page(page_of(metrics_of(gateway)))
+
+    assert value_of(series, "flotilla_experiment_queue_groups", lag="0", experiment=experiment.id) == 3
+    assert not [name for name, _ in series if name == "flotilla_experiment_queue_oldest_seconds"]

@@ -156,7 +156,7 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         "services/reward": 13.7,
         "services/rollout": 13.7,
         "shared/config": 12.4,
-        "shared/environment": 13.4,
+        "shared/environment": 12.3,
         "shared/locations": 14.6,
         "shared/models": 13.7,
         "shared/net": 20.5,

@@ -35,10 +35,10 @@ REPEATED: Final = frozenset({408, 425, 429})
 """Of the refusals those that another attempt may change."""
 
 
-def signature(secret: str, message_id: str, timestamp: int, body: bytes) -> str:
+def signature(key: bytes, message_id: str, timestamp: int, body: bytes) -> str:
     """Sign a delivery, as ``webhook-signature`` says it."""
     signed = b".".join((message_id.encode(), str(timestamp).encode(), body))
-    return f"v1,{base64.b64encode(hmac.digest(secret.encode(), signed, hashlib.sha256)).decode()}"
+    return f"v1,{base64.b64encode(hmac.digest(key, signed, hashlib.sha256)).decode()}"
 
 
 class Receiver:
@@ -101,14 +101,14 @@ class Receiver:
         return False
 
     async def _post(self, message_id: str, body: bytes) -> int | None:
-        """Send it once; None where nothing was answered in time."""
+        """Send it once; None where nothing was answered in time, or something else went wrong."""
         at = int(self._clock.now())
         headers = {
             "content-type": "application/json",
             "user-agent": "flotilla",
             "webhook-id": message_id,
             "webhook-timestamp": str(at),
-            "webhook-signature": signature(self._hook.secret.get_secret_value(), message_id, at, body),
+            "webhook-signature": signature(self._hook.key, message_id, at, body),
         }
         try:
             async with (
@@ -116,9 +116,18 @@ class Receiver:
                 self._client.stream("POST", self._hook.url, content=body, headers=headers) as answer,
             ):
                 status = answer.status_code
-        except (TimeoutError, httpx.HTTPError) as error:
-            is_late = isinstance(error, TimeoutError | httpx.TimeoutException)
-            self._last_error = f"no answer within {TIMEOUT_SECONDS:g} s" if is_late else str(error)[:300]
+        except (TimeoutError, httpx.TimeoutException):
+            self._last_error = f"no answer within {TIMEOUT_SECONDS:g} s"
+            return None
+        except httpx.HTTPError as error:
+            self._last_error = (str(error) or type(error).__name__)[:300]
+            return None
+        except Exception as error:
+            # Of this delivery alone: the other hooks, and the next event of this one, are not to suffer from it.
+            cause = error
+            while isinstance(cause, ExceptionGroup):
+                cause = cause.exceptions[0]
+            self._last_error = f"{type(cause).__name__}: {cause}".replace(self._hook.url, self._hook.shown)[:300]
             return None
         if not 200 <= status < 300:
             self._last_error = f"the receiver answered {status}"

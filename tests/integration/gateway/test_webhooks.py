@@ -5,6 +5,7 @@ import base64
 import hashlib
 import hmac
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from ipaddress import IPv4Network
@@ -172,6 +173,41 @@ async def test_an_address_that_is_neither_public_nor_named_is_not_connected_to()
     assert "neither public nor in a network" in str(view.last_error)
 
 
+async def test_an_error_that_nobody_expected_ends_one_delivery_and_no_hook() -> None:
+    # Validation refuses such a URL: this one stands for what it does not foresee.
+    broken = hook("http://127.0.0.1/key").model_copy(update={"url": "http://127.0.0.1:99999/key"})
+    async with receiver(replies(200)) as (url, _), told(broken, hook(url)) as events:
+        for number in (1, 2):
+            await events.append("e-1", "checkpoint", step=number)
+            await until(
+                lambda number=number: [view.failed + view.delivered for view in events.webhooks.view()] == [number] * 2  # type: ignore[misc]
+            )
+        view, _ = events.webhooks.view()
+
+    assert view.waiting == 0 and view.delivered == 0
+    assert view.last_error is not None and "OverflowError" in view.last_error and "key" not in view.last_error
+
+
+async def test_the_documented_receiver_verifies_what_secrets_of_both_forms_sign() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    verifies = next(code for code in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "whsec_" in code)
+    documented: dict[str, Any] = {}
+    exec(verifies, documented)
+    key = b"the key, which is of 32 bytes...."
+    for secret, raw in ((SECRET, SECRET.encode()), (f"whsec_{base64.b64encode(key).decode()}", key)):
+        async with receiver(replies(200)) as (url, seen):
+            given = Webhook.model_validate({"url": url, "secret": secret})
+            async with told(given) as events:
+                await events.append("e-1", "stalled")
+                await until(lambda events=events: events.webhooks.view()[0].delivered == 1)  # type: ignore[misc]
+        headers, body = seen.requests[0]
+        signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
+        assert headers["webhook-signature"] == f"v1,{base64.b64encode(hmac.digest(raw, signed, 'sha256')).decode()}"
+        assert documented["is_from_flotilla"](secret, headers, body)
+        assert not documented["is_from_flotilla"](secret, headers, body + b" ")
+        assert not documented["is_from_flotilla"](secret, headers | {"webhook-timestamp": "1"}, body)
+
+
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
@@ -180,6 +216,12 @@ async def test_an_address_that_is_neither_public_nor_named_is_not_connected_to()
         ({"url": "https://:word@host/x", "secret": SECRET}, "without a user"),
         ({"url": "https://host/x", "secret": "short"}, "at least 16"),
         ({"url": "https://host/x", "secret": SECRET, "evnts": []}, "webhooks.0.evnts"),
+        ({"url": "http://127.0.0.1:99999/x", "secret": SECRET}, "port is not from 1 to 65535"),
+        ({"url": "http://127.0.0.1:0/x", "secret": SECRET}, "port is not from 1 to 65535"),
+        ({"url": "http://exämple..x/", "secret": SECRET}, "its host is no name"),
+        ({"url": "http://example..x/", "secret": SECRET}, "its host is no name"),
+        ({"url": "https://host/x", "secret": "whsec_not-base64-at-all"}, "must be the base64"),
+        ({"url": "https://host/x", "secret": "whsec_c2hvcnQgaXQgaXM="}, "at least 16 bytes"),
     ],
 )
 def test_a_file_with_an_error_is_refused_by_its_place_and_without_its_secret(

@@ -9,14 +9,14 @@ until it had received, ``commit`` until it said that it serves. They are in memo
 gateway took over is not known.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.publications.negotiation import Negotiation
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.transaction import Transaction
-from flotilla.services.gateway.store.writes import AppendEvent, PointRecord, PutMetrics, PutWindow, Write
+from flotilla.services.gateway.store.writes import PointRecord, PutMetrics, PutWindow
 from flotilla.shared.clock import Clock, rfc3339
 from flotilla.shared.schemas.publication import PublicationPhase
 
@@ -46,7 +46,7 @@ class _Measured:
     members: Members = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Committed:
     """A committed version that some members do not serve yet."""
 
@@ -65,11 +65,12 @@ class Durations:
     Only the report that a rollout serves a version waits for the store here: it never delays a commit.
     """
 
-    def __init__(self, store: Store, clock: Clock) -> None:
+    def __init__(self, store: Store, clock: Clock, events: EventLog) -> None:
         self._store = store
         self._clock = clock
+        self._events = events
         self._open: dict[str, _Measured] = {}
-        self._committed: defaultdict[str, list[_Committed]] = defaultdict(list)
+        self._committed: dict[str, list[_Committed]] = {}
         self._newest: dict[str, Members] = {}
 
     async def load(self, experiment_id: str) -> None:
@@ -84,12 +85,12 @@ class Durations:
         for each in window["committed"]:
             missing = set(each["missing"])
             committed = _Committed(each["version"], each["step"], began - each["age"], missing, dict(each["seconds"]))
-            self._committed[experiment_id].append(committed)
+            self._committed.setdefault(experiment_id, []).append(committed)
 
     def stage_announced(self, change: Transaction, experiment_id: str) -> None:
         """Begin with a publication."""
         now = self._clock.monotonic()
-        self._stage(change, experiment_id, _Measured(now, began=now), [])
+        self._stage(change, experiment_id, _Measured(now, began=now))
 
     def stage_moved(self, change: Transaction, experiment_id: str, before: Negotiation, after: Negotiation) -> None:
         """Record a change of the open publication."""
@@ -97,27 +98,30 @@ class Durations:
         if known is None:
             return
         now = self._clock.monotonic()
-        measured = _Measured(now, dict(known.seconds), known.began, known.members)
-        self.note(measured, before, after)
+        members = {name: dict(parts) for name, parts in known.members.items()}
+        measured = _Measured(now, dict(known.seconds), known.began, members)
+        self._note(measured, before, after, now)
         if before.phase in NAMES:
             measured.seconds[NAMES[before.phase]] += now - known.since
-        committed = []
+        committed: list[_Committed] = []
         if after.phase is PublicationPhase.COMMITTED:
             members = {name: parts for name, parts in measured.members.items() if name in after.members}
             committed.append(_Committed(after.version, after.step, now, set(after.members), measured.seconds, members))
-        self._stage(change, experiment_id, None if after.is_over else measured, committed)
+        self._stage(change, experiment_id, None if after.is_over else measured, *committed)
 
     def stage_progress(self, change: Transaction, experiment_id: str, before: Negotiation, after: Negotiation) -> None:
         """Record how far members came where nothing else changed."""
         known: _Measured | None = change.staged((self, experiment_id), self._open.get(experiment_id))
         if known is not None:
-            self.note(known, before, after)
+            # Not of a copy, whose cost would grow with the members; so only once it is stored.
+            now = self._clock.monotonic()
+            change.then(lambda: self._note(known, before, after, now))
 
-    def note(self, measured: _Measured, before: Negotiation, after: Negotiation) -> None:
+    def _note(self, measured: _Measured, before: Negotiation, after: Negotiation, now: float) -> None:
         """Record what members reported between two states. What a member did in an earlier epoch is forgotten."""
         if measured.began is None:
             return
-        spent = self._clock.monotonic() - measured.began
+        spent = now - measured.began
         if before.epoch.number != after.epoch.number:
             measured.members.clear()
         for name in after.joined - before.joined:
@@ -134,72 +138,119 @@ class Durations:
 
     async def serves(self, experiment_id: str, service_id: str, version: int | None) -> None:
         """Record which version a rollout serves, and store what a publication took if it was the last to serve it."""
-        if version is None or experiment_id not in self._committed:
+        if version is None:
             return
-        settled: list[Write] = []
-        for committed in self._committed[experiment_id]:
-            if version >= committed.version and service_id in committed.missing:
-                committed.missing.discard(service_id)
-                committed.members.setdefault(service_id, {})["commit"] = self._clock.monotonic() - committed.at
-            if not committed.missing:
-                committed.seconds[COMMIT] = self._clock.monotonic() - committed.at
-                settled += self._writes(experiment_id, committed)
-                self._newest[experiment_id] = committed.members
-        self._forget_settled(experiment_id)
-        if settled:
+        for committed in self._committed.get(experiment_id, []):
+            if version >= committed.version and committed.missing - {service_id}:
+                self._serves_alone(committed, service_id)
+        if self._served_by(self._committed.get(experiment_id, []), service_id, version):
             async with self._store.transaction() as change:
-                change.write(*settled, self._window(experiment_id))
+                # Asked again: another report of it may have been stored while this one waited for its turn.
+                served = self._served_by(self._committed.get(experiment_id, []), service_id, version)
+                self._stage_served(change, experiment_id, served, service_id)
+
+    def _serves_alone(self, committed: _Committed, service_id: str) -> None:
+        """Record in memory, where the next gateway is told it again, that a member serves and others do not yet."""
+        if service_id in committed.missing:
+            committed.missing.discard(service_id)
+            committed.members.setdefault(service_id, {})["commit"] = self._clock.monotonic() - committed.at
+
+    @staticmethod
+    def _served_by(all_committed: Sequence[_Committed], service_id: str, version: int) -> list[_Committed]:
+        """Those that no member is missing of once this one serves a version."""
+        return [
+            each
+            for each in all_committed
+            if not each.missing - ({service_id} if version >= each.version else set[str]())
+        ]
 
     def stage_gone(self, change: Transaction, experiment_id: str, service_id: str) -> None:
         """Record that a rollout is gone: it is no longer waited for."""
-        for committed in self._committed.get(experiment_id, []):
-            if committed.missing <= {service_id}:
-                committed.seconds[COMMIT] = self._clock.monotonic() - committed.at
-                change.write(*self._writes(experiment_id, committed))
+        all_committed = self._staged_committed(change, experiment_id)
+        served = [each for each in all_committed if each.missing <= {service_id}]
 
         def follow() -> None:
-            for committed in self._committed.get(experiment_id, []):
-                committed.missing.discard(service_id)
-            self._forget_settled(experiment_id)
+            for each in all_committed:
+                each.missing.discard(service_id)
 
         change.then(follow)
-        remaining = [
-            replace(each, missing=each.missing - {service_id})
-            for each in self._committed.get(experiment_id, [])
-            if not each.missing <= {service_id}
-        ]
-        if len(remaining) < len(self._committed.get(experiment_id, [])):
-            change.write(self._window_of(experiment_id, self._open.get(experiment_id), remaining))
+        if served:
+            self._stage_served(change, experiment_id, served, None, without=service_id)
+
+    def _stage_served(
+        self,
+        change: Transaction,
+        experiment_id: str,
+        served: Sequence[_Committed],
+        last: str | None,
+        *,
+        without: str | None = None,
+    ) -> None:
+        """Store what versions took that all members serve now; memory follows.
+
+        Args:
+            last: the member that was the last to serve them; None if the last one is gone.
+            without: a member that is gone.
+        """
+        now = self._clock.monotonic()
+        newest: Members | None = None
+        for each in served:
+            newest = {name: dict(parts) for name, parts in each.members.items()}
+            if last is not None and last in each.missing:
+                newest.setdefault(last, {})["commit"] = now - each.at
+            self._stage_points(change, experiment_id, each, each.seconds | {COMMIT: now - each.at})
+            slowest = sorted(newest.items(), key=lambda item: -sum(item[1].values()))[:MOST_MEMBERS]
+            members = {name: {part: round(spent, 4) for part, spent in parts.items()} for name, parts in slowest}
+            self._events.stage(change, experiment_id, "publication_served", version=each.version, members=members)
+        if newest is None:
+            return
+        remaining = [each for each in self._staged_committed(change, experiment_id) if each not in served]
+        self._stage_committed(change, experiment_id, remaining)
+        shown = [replace(each, missing=each.missing - {without}) for each in remaining]
+        measured = change.staged((self, experiment_id), self._open.get(experiment_id))
+        change.write(self._window_of(experiment_id, measured, shown))
+        if last is not None:
+            change.then(lambda: self._newest.update({experiment_id: newest}))
 
     def stage_close(self, change: Transaction, experiment_id: str) -> None:
-        """Store what is known, without the commits that have not ended: the experiment ends."""
-        for committed in self._committed.get(experiment_id, []):
-            change.write(*self._writes(experiment_id, committed))
+        """Store what is known, without the commits that have not ended: the experiment ends.
+
+        Nothing says that all members serve these versions, since some never will.
+        """
+        for committed in self._staged_committed(change, experiment_id):
+            self._stage_points(change, experiment_id, committed, committed.seconds)
+        self._stage_committed(change, experiment_id, [])
         change.write(self._window_of(experiment_id, None, []))
-
-        def follow() -> None:
-            self._open.pop(experiment_id, None)
-            self._committed.pop(experiment_id, None)
-
-        change.then(follow)
+        change.then(lambda: self._open.pop(experiment_id, None))
 
     def _stage(
-        self, change: Transaction, experiment_id: str, measured: _Measured | None, committed: list[_Committed]
+        self, change: Transaction, experiment_id: str, measured: _Measured | None, *committed: _Committed
     ) -> None:
         change.stage((self, experiment_id), measured)
-        change.write(self._window_of(experiment_id, measured, [*self._committed.get(experiment_id, []), *committed]))
+        all_committed = [*self._staged_committed(change, experiment_id), *committed]
+        change.write(self._window_of(experiment_id, measured, all_committed))
 
         def follow() -> None:
             self._open.pop(experiment_id, None)
             if measured is not None:
                 self._open[experiment_id] = measured
-            if committed:
-                self._committed[experiment_id] += committed
 
         change.then(follow)
+        if committed:
+            self._stage_committed(change, experiment_id, all_committed)
 
-    def _window(self, experiment_id: str) -> PutWindow:
-        return self._window_of(experiment_id, self._open.get(experiment_id), self._committed.get(experiment_id, []))
+    def _staged_committed(self, change: Transaction, experiment_id: str) -> list[_Committed]:
+        return change.staged((self, experiment_id, "committed"), self._committed.get(experiment_id, []))
+
+    def _stage_committed(self, change: Transaction, experiment_id: str, remaining: list[_Committed]) -> None:
+        change.stage((self, experiment_id, "committed"), remaining)
+
+        def follow() -> None:
+            self._committed.pop(experiment_id, None)
+            if remaining:
+                self._committed[experiment_id] = remaining
+
+        change.then(follow)
 
     def _window_of(self, experiment_id: str, measured: _Measured | None, committed: Sequence[_Committed]) -> PutWindow:
         now = self._clock.monotonic()
@@ -224,14 +275,12 @@ class Durations:
         if remaining:
             self._committed[experiment_id] = remaining
 
-    def _writes(self, experiment_id: str, committed: _Committed) -> list[Write]:
-        now = self._clock.now()
-        at = rfc3339(now)
+    def _stage_points(
+        self, change: Transaction, experiment_id: str, committed: _Committed, seconds: Mapping[str, float]
+    ) -> None:
+        at = rfc3339(self._clock.now())
         points = [
             PointRecord(name=name, step=committed.step, version=committed.version, value=value, at=at)
-            for name, value in committed.seconds.items()
+            for name, value in seconds.items()
         ]
-        slowest = sorted(committed.members.items(), key=lambda item: -sum(item[1].values()))[:MOST_MEMBERS]
-        members = {name: {part: round(seconds, 4) for part, seconds in parts.items()} for name, parts in slowest}
-        facts = {"version": committed.version, "members": members}
-        return [PutMetrics(experiment_id, points), AppendEvent(experiment_id, "publication_served", now, facts)]
+        change.write(PutMetrics(experiment_id, points))

@@ -92,7 +92,7 @@ class Publications:
         self._repository = repository
         self._events = events
         self._phase_seconds = phase_seconds
-        self.durations = Durations(store, clock)
+        self.durations = Durations(store, clock, events)
         self._open: dict[str, _Open] = {}
         self._epochs: dict[str, Epoch] = {}
         self._last_numbers: dict[str, int] = {}

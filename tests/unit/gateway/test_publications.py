@@ -515,6 +515,60 @@ async def test_the_last_version_of_an_experiment_is_timed_as_far_as_it_came() ->
     await stage.close("training is over")
 
     assert set(await durations(stage)) == {("prepare_seconds", 1), ("transfer_seconds", 1)}
+    events = await stage.gateway.store.events(stage.experiment.id, after=0, limit=99)
+    assert "publication_served" not in {each.type for each in events}, "no member ever served it"
+
+
+async def test_followers_and_web_hooks_hear_at_once_that_a_version_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = await Stage.of(1, clock=ManualClock())
+    await stage.publish(1, 1)
+    log, told = stage.gateway.events, list[str]()
+    monkeypatch.setattr(log.webhooks, "put", lambda _experiment, kind, *_rest: told.append(kind))
+    stored = await stage.gateway.store.events(stage.experiment.id, after=0, limit=99)
+    followed = log.follow(stage.experiment.id, stored[-1].id, is_over=lambda: False, heartbeat_seconds=60.0)
+    next_event = asyncio.ensure_future(anext(followed))
+    await turns()
+
+    await serve(stage, stage.rollouts[0], 1)
+
+    async with asyncio.timeout(5):
+        event = await next_event
+    assert event is not None and event.type == "publication_served"
+    assert told == ["publication_served"]
+    await followed.aclose()  # type: ignore[attr-defined]
+
+
+async def test_times_of_what_could_not_be_stored_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock()
+    stage = await Stage.of(1, clock=clock)
+    await stage.announce()
+    await stage.open(1)
+    (rollout,) = stage.rollouts
+
+    async def fails(_writes: object) -> list[Event]:
+        raise Unavailable("the disk is full")
+
+    async def is_lost(say_it: Any) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(stage.gateway.store, "apply", fails)
+            with pytest.raises(Unavailable):
+                await say_it()
+
+    for state in (ReceiveState.JOINED, ReceiveState.RECEIVED):
+        await is_lost(lambda state=state: stage.report(rollout, state, 1))
+        clock.advance(2.0)
+        await stage.report(rollout, state, 1)
+    await is_lost(lambda: serve(stage, rollout, 1))
+    assert stage.gateway.publications.durations.newest(stage.experiment.id) == {}
+    clock.advance(0.5)
+    await serve(stage, rollout, 1)
+
+    parts = {"negotiate": 2.0, "transfer": 2.0, "commit": 0.5}
+    assert stage.gateway.publications.durations.newest(stage.experiment.id) == {rollout: parts}
+    events = await stage.gateway.store.events(stage.experiment.id, after=0, limit=99)
+    assert [each.data for each in events if each.type == "publication_served"] == [
+        {"version": 1, "members": {rollout: parts}}
+    ]
 
 
 async def test_an_aborted_publication_is_not_timed() -> None:

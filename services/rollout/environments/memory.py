@@ -1,6 +1,8 @@
 """What a turn with a prompt of its own is shown of the turns before it."""
 
 import re
+import sys
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -26,7 +28,8 @@ class TurnMemory:
     def __init__(self, config: MemoryConfig) -> None:
         self._config = config
         self._observation = ""
-        self._turns: list[str] = []
+        self._kept: deque[str] = deque(maxlen=min(config.turns, sys.maxsize))
+        self._taken = 0
 
     def seen(self, observation: str) -> None:
         """Take what the turn that begins is shown."""
@@ -38,9 +41,10 @@ class TurnMemory:
         is_valid = bool(info.get("is_valid", True))
         template = config.template if is_valid or config.invalid_template is None else config.invalid_template
         action = info.get("action")
-        self._turns.append(
+        self._taken += 1
+        self._kept.append(
             filled(template, {
-                "{turn}": str(len(self._turns) + 1),
+                "{turn}": str(self._taken),
                 "{observation}": self._observation,
                 "{action}": shown(text if action is None else action),
                 "{reward}": str(reward),
@@ -49,9 +53,8 @@ class TurnMemory:
 
     def places(self) -> dict[str, str]:
         """Return what the next turn's template is filled with."""
-        kept = self._turns[max(len(self._turns) - self._config.turns, 0) :]
         return {
-            "{history}": self._config.separator.join(filter(None, kept)),
-            "{turns_taken}": str(len(self._turns)),
-            "{turns_remembered}": str(len(kept)),
+            "{history}": self._config.separator.join(filter(None, self._kept)),
+            "{turns_taken}": str(self._taken),
+            "{turns_remembered}": str(len(self._kept)),
         }

@@ -10,7 +10,7 @@ A sequence without turns is one turn. Tokens that the policy was shown belong to
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from flotilla.services.trainer.algorithms.advantages.agentic import EnvironmentS
 from flotilla.services.trainer.algorithms.advantages.returns import rewards_at_last_token
 from flotilla.services.trainer.algorithms.sequences import PackedSequences
 from flotilla.services.trainer.data.illustrations import Illustration, illustration_of
-from flotilla.services.trainer.data.pieces import pieces
+from flotilla.services.trainer.data.pieces import piece_starts, pieces
 from flotilla.shared.errors import DataError
 from flotilla.shared.schemas.routing import Ids, RoutingSizes
 from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
@@ -217,7 +217,7 @@ def make_batch(
         joins_branches: whether the trajectories of one episode count as one.
         difficulty: column of the dataset that says how hard each task is, if losses are weighed by it.
         processor: of images; None where prompts have none.
-        replays_engine: whether routers are told to choose the experts that the engine chose.
+        replays_engine: whether routers are told to choose the experts that the engine chose; no other record is read.
 
     Raises:
         ValueError: no group has a scored trajectory.
@@ -227,7 +227,7 @@ def make_batch(
         (number, group, piece)
         for number, group in enumerate(groups)
         for trajectory in scored_trajectories(group)
-        for piece in pieces(trajectory)
+        for piece in pieces(trajectory if replays_engine else replace(trajectory, experts=None))
     ]
     if not members:
         raise ValueError("a batch needs at least one scored trajectory")
@@ -322,7 +322,7 @@ def _episodes(groups: Sequence[Group]) -> tuple[Tensor | None, Tensor | None]:
 
 def _wholes(groups: Sequence[Group]) -> Tensor | None:
     """Number the trajectories that the sequences are parts of; None where each is a whole one."""
-    counts = [len(pieces(each)) for group in groups for each in scored_trajectories(group)]
+    counts = [len(piece_starts(each)) for group in groups for each in scored_trajectories(group)]
     if max(counts) == 1:
         return None
     return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))

@@ -1,6 +1,7 @@
 """Turns with prompts of their own: what the policy is shown, and what it samples behind."""
 
 import asyncio
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from flotilla.services.rollout.engines.base import GenerationRequest
 from flotilla.services.rollout.engines.scripted import ScriptedEngine
 from flotilla.services.rollout.environments.conversation import EnvironmentConversation
 from flotilla.services.rollout.environments.frozen_lake import FrozenLake
-from flotilla.services.rollout.environments.memory import filled
+from flotilla.services.rollout.environments.memory import TurnMemory, filled
 from flotilla.services.rollout.episodes.multi_turn import Limits, MultiTurnEpisodes
 from flotilla.services.rollout.episodes.turns import Turns
 from flotilla.shared.config.sections.episodes import (
@@ -164,6 +165,24 @@ async def resumed(left: Group) -> Group:
         return await episodes_of(other, lambda: Told(5)).run(TASK, left.trajectories, 1)
     finally:
         await other.close()
+
+
+@pytest.mark.parametrize(("turns", "kept"), [(0, 0), (2, 2), (10**30, 50)])
+def test_turns_that_are_not_told_of_any_more_take_no_memory(turns: int, kept: int) -> None:
+    memory = TurnMemory(MemoryConfig(turns=turns))
+    tracemalloc.start()
+    try:
+        for _ in range(50):
+            memory.seen("x" * 10_000)
+            memory.answered("left", 0.0, {})
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert taken < (kept + 2) * 11_000
+    places = memory.places()
+    assert (places["{turns_taken}"], places["{turns_remembered}"]) == ("50", str(kept))
+    assert len(places["{history}"]) >= kept * 10_000
 
 
 def test_what_a_value_says_is_no_place() -> None:

@@ -1,5 +1,7 @@
 """The trainer computes tokens with the experts that were recorded: the engine's, or its own of before the updates."""
 
+import tracemalloc
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from flotilla.shared.errors import DataError, InvalidSpec
 from flotilla.shared.models.routers import Routing
 from flotilla.shared.schemas.routing import RoutedExperts, RoutingSizes
 from flotilla.shared.schemas.trajectory import Group, Trajectory
+from flotilla.shared.schemas.turns import FinishReason, Turn
 from flotilla.shared.streams.hop import Resolution
 from tests.integration.trainer.architectures import ARCHITECTURES
 from tests.unit.trainer.builders import VOCABULARY, a_group, a_spec, uneven_groups
@@ -244,6 +247,38 @@ def test_a_group_whose_record_cannot_be_replayed_is_refused_with_the_reason(reco
     assert find_problem(group, replace(wanted, routing=None)) is None
     with pytest.raises(DataError, match=why):
         experts_of(group.trajectories[1], SIZES)
+
+
+@pytest.mark.parametrize("data", [b"hostile", RoutedExperts.of(np.tile([0, 1], (5, 2, 1)), 4).data])
+def test_a_record_that_nobody_replays_stops_no_training(data: bytes) -> None:
+    group = a_group([0.0, 1.0])
+    turns = (Turn(0, 3, 4, FinishReason.STOP), Turn(4, 5, 7, FinishReason.STOP, is_fresh=True))
+    cut = [replace(each, turns=turns) for each in group.trajectories]
+    bad = [replace(each, experts=RoutedExperts(6, SIZES, data)) for each in cut]
+
+    found = make_batch([replace(group, trajectories=tuple(bad))])
+
+    assert found.experts is None
+    expected = make_batch([replace(group, trajectories=tuple(cut))])
+    assert [each.tolist() for each in found.token_ids] == [each.tolist() for each in expected.token_ids]
+    assert len(found.token_ids) == 4
+
+
+def test_a_record_of_more_than_the_model_has_is_refused_before_it_is_uncompressed() -> None:
+    sizes = RoutingSizes(160, 1 << 15, 1 << 15)
+    bomb = RoutedExperts(6, sizes, zlib.compress(bytes(6 * sizes.bytes_per_token)))
+    group = a_group([0.0, 1.0])
+    group = replace(group, trajectories=tuple(replace(each, experts=bomb) for each in group.trajectories))
+    tracemalloc.start()
+    try:
+        found = find_problem(group, Requirements(VOCABULARY, 2, (), 0, routing=SIZES))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert found is not None
+    assert found[1] == "invalid_experts"
+    assert most < bomb.raw_bytes / 20
 
 
 def test_experts_follow_sequences_that_are_drawn_again() -> None:

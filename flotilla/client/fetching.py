@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 from flotilla.shared.checkpoints.folders import MODEL, CheckpointState, checksum, state_of
-from flotilla.shared.errors import FlotillaError, Unavailable
+from flotilla.shared.errors import FlotillaError, ModelError, Unavailable
 from flotilla.shared.schemas.experiment import CheckpointFile, CheckpointView
 
 PART = ".part"
@@ -22,7 +22,10 @@ OpenFile = Callable[[str, int], AsyncGenerator[bytes, None]]
 def local_model(checkpoint: CheckpointView, experiment_id: str) -> Path | None:
     """Find the checkpoint's model on this machine; None where it is not, or is another one of the same path."""
     path = Path(checkpoint.path)
-    state: CheckpointState | None = state_of(path)
+    try:
+        state: CheckpointState | None = state_of(path)
+    except ModelError:
+        return None  # of a newer release, whose gateway can be asked for it
     if state is None or (state.experiment_id, state.step) != (experiment_id, checkpoint.step):
         return None
     return path / MODEL

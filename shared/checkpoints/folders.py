@@ -37,6 +37,8 @@ AVERAGE = "average.safetensors"
 READ_BYTES = 8 << 20
 FIXED_WEIGHTS = (("model", "path"), ("model", "dtype"), ("model", "lora"))
 """Settings that say what the tensors of a checkpoint are."""
+LATER_KEYS = ("changes", "reward_moments")
+"""Keys of the state that an earlier release refuses: they are written where they hold something."""
 _COMPLETE = pattern(r"step-(\d{8})")
 
 
@@ -80,6 +82,10 @@ class CheckpointState(Described):
     checksums: Mapping[PlainName, str] = {}
     """xxh3-64 of each file; empty where an earlier release wrote it."""
 
+    def to_text(self) -> str:
+        """Write it as the file has it: an earlier release reads it wherever no later key holds anything."""
+        return self.model_dump_json(indent=1, exclude={name for name in LATER_KEYS if not getattr(self, name)})
+
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
@@ -121,9 +127,20 @@ def folders(directory: Path) -> list[tuple[int, Path]]:
     return sorted((int(match.group(1)), path) for path, match in matches if match)
 
 
-def complete(directory: Path, below: Path | None = None) -> Iterator[StoredCheckpoint]:
-    """Go through the complete checkpoints, newest first: every file is there and has its size."""
+def complete(directory: Path, below: Path | None = None, only: int | None = None) -> Iterator[StoredCheckpoint]:
+    """Go through the complete checkpoints, newest first: every file is there and has its size.
+
+    Args:
+        directory: of them.
+        below: as of ``state_of``.
+        only: the step of the one that is looked at; None: all.
+
+    Raises:
+        ModelError: the next one was written by a newer release.
+    """
     for step, path in reversed(folders(directory)):
+        if only not in {None, step}:
+            continue
         state = state_of(path, below)
         if state is not None and state.step == step:
             yield StoredCheckpoint(step, path, state, below)
@@ -174,12 +191,23 @@ def state_of(path: Path, below: Path | None = None) -> CheckpointState | None:
     Args:
         path: its folder.
         below: a folder on the way to it, from which on no link is followed; None: none below ``path``.
+
+    Raises:
+        ModelError: it has keys that are not known here, as a newer release writes them.
     """
     try:
         with _open(path, STATE_FILE, below) as file:
             state = CheckpointState.model_validate_json(file.read())
         found = sizes_beneath(path) if below is None else sizes_beneath(below, str(path.relative_to(below)))
-    except (OSError, ValidationError):
+    except ValidationError as error:
+        if unknown := [str(each["loc"][0]) for each in error.errors() if each["type"] == "extra_forbidden"]:
+            raise ModelError(
+                f"checkpoint {path} was written by a newer release of Flotilla: this one does not know "
+                f"{', '.join(unknown)} in its {STATE_FILE}; go on with that release, or move the checkpoint away to go "
+                "on from an older one"
+            ) from error
+        return None
+    except OSError:
         return None
     return state if all(found.get(name) == size for name, size in state.files.items()) else None
 

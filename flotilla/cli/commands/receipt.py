@@ -86,9 +86,8 @@ def stored_checkpoint(path: Path) -> StoredCheckpoint:
     """
     step = step_of(path.name)
     directory = path.absolute().parent.parent if step is not None else newest_below(path, None)
-    for stored in complete(directory / CHECKPOINTS):
-        if step is None or stored.step == step:
-            return stored
+    for stored in complete(directory / CHECKPOINTS, only=step):
+        return stored
     raise NotFound(f"{path} has no complete checkpoint" if step is None else f"{path} is no complete checkpoint")
 
 

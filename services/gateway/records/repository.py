@@ -9,6 +9,7 @@ Every room owns its own: the others are passed a value or a function, never the 
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -30,7 +31,7 @@ from flotilla.shared.clock import Clock, rfc3339
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.revisions import REVISION, migrated
 from flotilla.shared.config.spec import ExperimentSpec
-from flotilla.shared.errors import InvalidSpec, NotFound, SpecRefused
+from flotilla.shared.errors import InvalidSpec, ModelError, NotFound, SpecRefused
 from flotilla.shared.net.authorisation.token_records import Quota
 from flotilla.shared.schemas.experiment import ExperimentState, Problem
 from flotilla.shared.schemas.task import Lane
@@ -343,8 +344,9 @@ class ExperimentRepository:
         """
         directory = Path(experiment.record.directory) / CHECKPOINTS
         if await asyncio.to_thread(directory.is_dir):
-            newest = await asyncio.to_thread(lambda: next(complete(directory), None))
-            return 0 if newest is None else newest.step
+            with contextlib.suppress(ModelError):  # of a newer release: the database knows it, if anything here does
+                newest = await asyncio.to_thread(lambda: next(complete(directory), None))
+                return 0 if newest is None else newest.step
         return max((each.step for each in await self._store.checkpoints(experiment.id)), default=0)
 
     async def has_lost_checkpoints(self, experiment: Experiment) -> bool:

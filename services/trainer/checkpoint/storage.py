@@ -11,7 +11,7 @@ import logging
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from flotilla.shared.checkpoints.folders import (
@@ -25,7 +25,7 @@ from flotilla.shared.checkpoints.folders import (
     state_of,
 )
 from flotilla.shared.config.sections.checkpoint import BestCheckpointsConfig
-from flotilla.shared.errors import Unavailable
+from flotilla.shared.errors import ModelError, Unavailable
 from flotilla.shared.faults.armed import armed
 from flotilla.shared.faults.sites import Site
 from flotilla.shared.files.durable import flush
@@ -72,7 +72,7 @@ class CheckpointStorage:
             files = sizes(partial)
             checksums = {name: checksum(partial / name) for name in files}
             state = describe(files).model_copy(update={"checksums": checksums})
-            (partial / STATE_FILE).write_text(state.model_dump_json(indent=1), encoding="utf-8")
+            (partial / STATE_FILE).write_text(state.to_text(), encoding="utf-8")
             _flush(partial)
             self._move(partial, final)
         except OSError as error:
@@ -86,9 +86,9 @@ class CheckpointStorage:
         self._prune()
         return final
 
-    def complete(self) -> list[StoredCheckpoint]:
-        """List the complete checkpoints, newest first."""
-        return list(complete(self.directory))
+    def complete(self) -> Iterator[StoredCheckpoint]:
+        """Go through the complete checkpoints, newest first; errors as of ``folders.complete``."""
+        return complete(self.directory)
 
     def set_aside(self, after_step: int) -> None:
         """Rename the checkpoints after a step, which cannot be used: they count as kept no more, and stay."""
@@ -143,9 +143,8 @@ class CheckpointStorage:
     def _best_of(self, paths: Sequence[Path]) -> set[Path]:
         if self._best is None:
             return set()
-        states = ((path, state_of(path)) for path in paths)
-        known = ((path, state.figure) for path, state in states if state is not None)
-        return best_of({path: figure for path, figure in known if figure is not None}, self._best)
+        figures = ((path, _figure_of(path)) for path in paths)
+        return best_of({path: figure for path, figure in figures if figure is not None}, self._best)
 
     def _prune(self) -> None:
         older = folders(self.directory)[: -self._keep]
@@ -157,6 +156,14 @@ class CheckpointStorage:
                 log.warning("old checkpoint could not be removed", extra={"path": str(path), "error": repr(error)})
                 continue
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _figure_of(path: Path) -> float | None:
+    try:
+        state = state_of(path)
+    except ModelError:
+        return None  # a newer release wrote it: it is kept as long as the newest are
+    return None if state is None else state.figure
 
 
 def best_of(figures: Mapping[Path, float], config: BestCheckpointsConfig) -> set[Path]:

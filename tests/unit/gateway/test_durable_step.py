@@ -1,5 +1,6 @@
 """What is durable is what lies on the disk, as far as the gateway sees it."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -32,3 +33,17 @@ async def test_the_disk_decides_and_the_database_where_there_is_none(
             change.write(PutCheckpoint(experiment.id, view))
 
     assert await gateway.repository.durable_step(experiment) == durable
+
+
+async def test_where_a_newer_release_wrote_the_newest_the_database_says_what_is_durable(tmp_path: Path) -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway, directory=str(tmp_path))
+    for step in (5, 10):
+        write(tmp_path, step)
+    state = tmp_path / CHECKPOINTS / "step-00000010" / STATE_FILE
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"tides": 3}))
+    view = CheckpointView(step=10, version=10, path="p", at="2026-01-01T00:00:00Z")
+    async with gateway.store.transaction() as change:
+        change.write(PutCheckpoint(experiment.id, view))
+
+    assert await gateway.repository.durable_step(experiment) == 10

@@ -1,6 +1,7 @@
 """A checkpoint is whole or not there."""
 
 import errno
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from flotilla.services.trainer.checkpoint.manager import CheckpointState, check_same_lineage
 from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
+from flotilla.shared.checkpoints.folders import complete
 from flotilla.shared.config.sections.checkpoint import BestCheckpointsConfig
 from flotilla.shared.errors import ModelError, Unavailable
 from tests.unit.trainer.builders import a_spec
@@ -212,3 +214,30 @@ def test_a_changed_learning_rate_goes_on() -> None:
     check_same_lineage(
         a_state(20), a_spec(optimisation={"learning_rate": 1e-5, "steps": 500, "groups_per_mini_batch": 4})
     )
+
+
+def test_an_earlier_release_reads_a_checkpoint_in_which_later_keys_hold_nothing(tmp_path: Path) -> None:
+    storage = CheckpointStorage(tmp_path, keep=1)
+    earlier = CheckpointState.model_fields.keys() - {"changes", "reward_moments"}
+
+    assert json.loads((write(storage, 1) / "state.json").read_text()).keys() == earlier
+
+    def describe(files: dict[str, int]) -> CheckpointState:
+        return a_state(2, files, reward_moments=(8, 0.5, 0.25))
+
+    path = storage.write(2, lambda directory: (directory / "weights").touch(), describe)
+    assert json.loads((path / "state.json").read_text())["reward_moments"] == [8, 0.5, 0.25]
+
+
+def test_a_checkpoint_of_a_newer_release_is_no_incomplete_one(tmp_path: Path) -> None:
+    storage = CheckpointStorage(tmp_path, keep=2, best=BestCheckpointsConfig(keep=1))
+    write(storage, 1)
+    file = write(storage, 2) / "state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tides": 3}))
+
+    with pytest.raises(ModelError, match=r"step-00000002 was written by a newer release .* does not know tides"):
+        next(storage.complete())
+    assert [each.step for each in complete(tmp_path, only=1)] == [1]
+    for step in (3, 4):
+        write(storage, step, figure=0.5)
+    assert next(storage.complete()).step == 4

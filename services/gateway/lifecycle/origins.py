@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pydantic import ValidationError
+
 from flotilla.shared.checkpoints.folders import (
     AVERAGE,
     CHECKPOINTS,
@@ -88,9 +90,7 @@ def choose(directory: Path, step: int | None, below: Path | None = None) -> Stor
     """
     damage: ModelError | None = None
     for _ in range(ATTEMPTS):
-        for stored in complete(directory, below):
-            if step is not None and stored.step != step:
-                continue
+        for stored in complete(directory, below, step):
             try:
                 check_files(stored)
             except ModelError as error:
@@ -241,14 +241,27 @@ def _fill(partial: Path, stored: StoredCheckpoint, spec: ExperimentSpec, experim
     if configured != ((stored.state.spec.get("algorithm") or {}).get("kl") or {}).get("coefficient"):
         # Where a controller brought the parent's is of no use for another one.
         changed["kl_coefficient"] = configured
+    if stored.state.reward_moments is not None and not _compares_alike(spec, stored.state.spec):
+        changed["reward_moments"] = None
     own = {"experiment_id": experiment_id, "files": files, "checksums": checksums} | changed
     state = stored.state.model_copy(update=own)
     with (partial / STATE_FILE).open("w", encoding="utf-8") as file:
-        file.write(state.model_dump_json(indent=1))
+        file.write(state.to_text())
         file.flush()
         os.fsync(file.fileno())
     for each in {partial, *(path.parent for path in partial.rglob("*"))}:
         flush(each)
+
+
+def _compares_alike(spec: ExperimentSpec, before: Mapping[str, Any]) -> bool:
+    """Whether rewards are made, and compared with earlier ones, as by a parent's spec."""
+    now = spec.algorithm.advantage
+    try:
+        reward = type(spec.reward).model_validate(before["reward"])
+        advantage = type(now).model_validate(before["algorithm"]["advantage"])
+    except (LookupError, ValidationError):
+        return False
+    return (reward.components, reward.shaping, advantage) == (spec.reward.components, spec.reward.shaping, now)
 
 
 def _link(source: BinaryIO, target: Path) -> None:

@@ -18,6 +18,7 @@ from flotilla.services.gateway.lifecycle.origins import (
 )
 from flotilla.services.trainer.checkpoint.manager import check_same_lineage
 from flotilla.shared.checkpoints.folders import complete
+from flotilla.shared.config.load.spec_text import with_changes
 from flotilla.shared.errors import InvalidSpec, ModelError, Unavailable
 from tests.unit.gateway.builders import a_spec
 from tests.unit.gateway.stored import store_checkpoint
@@ -198,3 +199,25 @@ def test_a_fork_with_another_coefficient_begins_with_it_and_others_where_the_con
 
     found = [next(iter(complete(tmp_path / name / "checkpoints"))).state.kl_coefficient for name in ("same", "other")]
     assert found == [0.17, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("change", "moments"),
+    [
+        ({}, (8, 0.5, 0.25)),
+        ({"reward": {"components": [{"kind": "exact", "correct": 2.0}]}}, None),
+        ({"algorithm": {"advantage": {"kind": "grpo"}}}, None),
+        ({"reward": {"max_consecutive_failures": 5}}, (8, 0.5, 0.25)),
+    ],
+)
+def test_a_fork_with_other_rewards_or_another_estimator_forgets_those_of_its_parent(
+    tmp_path: Path, change: dict[str, Any], moments: tuple[int, float, float] | None
+) -> None:
+    advantage = {"kind": "reinforce", "baseline": "batch_mean", "compared_with": "run"}
+    spec = a_longer_spec(algorithm={"advantage": advantage})
+    parent = tmp_path / "run-1"
+    store_checkpoint(parent, 2, spec.model_dump(mode="json"), reward_moments=(8, 0.5, 0.25))
+
+    take(find(parent, None), with_changes(spec, change), "fork", tmp_path / "fork")
+
+    assert next(iter(complete(tmp_path / "fork" / "checkpoints"))).state.reward_moments == moments

@@ -1,12 +1,18 @@
 """What a learner keeps in its device's memory between two steps, and how it leaves and comes back."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from flotilla.services.trainer.learning.learner import Learner
 from flotilla.services.trainer.models.offloading import Offloader
+
+RETRY_SECONDS = 1.0
+RELOAD_TRIES = 30
+"""An engine that ends at this moment takes a while to give its memory back, to each rank in its own time."""
 
 
 class LearnerMemory:
@@ -29,8 +35,19 @@ class LearnerMemory:
         self._offloader.offload(self._tensors())
 
     def reload(self) -> None:
-        """Take the memory again; the learner is what it was, bit by bit. Errors as of ``Offloader``."""
-        self._offloader.reload()
+        """Take the memory again, as soon as there is room; the learner is what it was, bit by bit. Blocks.
+
+        Raises:
+            MemoryError, torch.OutOfMemoryError: there was no room in all ``RELOAD_TRIES``.
+        """
+        for left in reversed(range(RELOAD_TRIES)):
+            try:
+                self._offloader.reload()
+                return
+            except (MemoryError, torch.OutOfMemoryError):
+                if not left:
+                    raise
+                time.sleep(RETRY_SECONDS)
 
     def _tensors(self) -> Iterator[Tensor]:
         learner = self._learner

@@ -9,16 +9,12 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-import torch
-
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.schemas.service import DeviceOrder, DeviceReport, Failure
 
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
-RELOAD_TRIES = 30
-"""An engine that ends at this moment takes a while to give its memory back."""
 
 Move = Callable[[], Awaitable[None]]
 
@@ -139,14 +135,7 @@ class DeviceShift:
         log.info("weights left the device", extra={"shift": self._order.shift if self._order else None})
 
     async def _get(self) -> None:
-        for tried in range(RELOAD_TRIES):
-            try:
-                await self._reload()
-                break
-            except (MemoryError, torch.OutOfMemoryError):
-                if tried == RELOAD_TRIES - 1:
-                    raise
-                await asyncio.sleep(RETRY_SECONDS)
+        await self._reload()
         self._is_held = True
         log.info("weights are on the device", extra={"shift": self._order.shift if self._order else None})
 

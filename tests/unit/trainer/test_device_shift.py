@@ -112,16 +112,3 @@ async def test_a_full_disk_is_named_and_the_release_tried_again(monkeypatch: pyt
         await rig.until(report(2, held=False))
 
         assert [failure and failure.cause for failure in rig.failures] == ["no room", None]
-
-
-async def test_memory_that_others_are_giving_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flotilla.services.trainer.worker.device_shift.RETRY_SECONDS", 0.001)
-    async with a_rig() as rig:
-        rig.order(2, may_hold=False)
-        await rig.until(report(2, held=False))
-        rig.refusals = [MemoryError(), MemoryError()]
-
-        rig.device.claim()
-        await asyncio.wait_for(rig.device.acquire(), 2)
-
-        assert rig.moves == ["off", "on"]

@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+import torch
 
 from flotilla.services.trainer.checkpoint.files import paths_in, reserve, shared_files
+from flotilla.services.trainer.learning import memory
+from flotilla.services.trainer.learning.memory import RELOAD_TRIES
+from flotilla.services.trainer.models.offloading import Offloader
 from flotilla.services.trainer.parallel.channel import Channel
 from flotilla.services.trainer.parallel.commands import Command, End, Offload, Reload, Restore, Save
 from flotilla.services.trainer.parallel.ranks import ONE_RANK
@@ -99,3 +103,30 @@ def test_a_follower_says_what_it_has_before_it_loads_and_once_all_have_released_
 
     # With how many commands all ranks had ended by then.
     assert said == [(True, 0), (False, 2), (True, 2)]
+
+
+@pytest.mark.parametrize("failures", [2, RELOAD_TRIES])
+def test_a_follower_waits_for_room_on_its_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    learner, tries, reload = a_learner(steps=0), list[Offloader](), Offloader.reload
+
+    def crowded(offloader: Offloader) -> None:
+        tries.append(offloader)
+        if len(tries) <= failures:
+            raise MemoryError if len(tries) == 1 else torch.OutOfMemoryError("no room yet")
+        reload(offloader)
+
+    monkeypatch.setattr(Offloader, "reload", crowded)
+    monkeypatch.setattr(memory, "RETRY_SECONDS", 0.0)
+    channel = Ends(Restore(path=None), Offload(directory=str(tmp_path)), Reload(), End())
+    follower = Follower(learner.spec, ONE_RANK, cast(Channel, channel))
+
+    if failures < RELOAD_TRIES:
+        follower.run()
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            follower.run()
+        reload(tries[0])
+
+    assert len(tries) == min(failures + 1, RELOAD_TRIES)

@@ -7,6 +7,7 @@ its sizes are checked when it arrives, its ids before they reach a model.
 """
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +122,12 @@ class RoutedExperts:
             return self
         if not 0 <= start <= end <= self.num_tokens:
             raise ValueError(f"routed experts are of {self.num_tokens} tokens, {start} to {end} are needed")
-        return RoutedExperts.of(self.ids()[start:end], self.sizes.num_experts)
+        return self.parts([(start, end)])[0]
+
+    def parts(self, spans: Sequence[tuple[int, int]]) -> list["RoutedExperts"]:
+        """Cut out spans of tokens, which it has; it is uncompressed once. Errors as of ``ids``."""
+        ids = self.ids()
+        return [RoutedExperts.of(ids[start:end], self.sizes.num_experts) for start, end in spans]
 
     def to_wire(self) -> list[Any]:
         """Make a plain list of it, for msgpack: tokens, layers, experts of a token, experts, bytes."""

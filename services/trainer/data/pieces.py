@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from flotilla.shared.schemas.routing import RoutedExperts
 from flotilla.shared.schemas.trajectory import Trajectory
 
 
@@ -16,10 +17,14 @@ def pieces(trajectory: Trajectory) -> list[Trajectory]:
     if len(starts) == 1:
         return [trajectory]
     ends = [*starts[1:], trajectory.token_ids.shape[0]]
-    return [_part(trajectory, start, end) for start, end in zip(starts, ends, strict=True)]
+    spans = list(zip(starts, ends, strict=True))
+    routed: list[RoutedExperts | None] = [None] * len(spans)
+    if trajectory.experts is not None:
+        routed = [*trajectory.experts.parts([(start, end - 1) for start, end in spans])]
+    return [_part(trajectory, *span, experts) for span, experts in zip(spans, routed, strict=True)]
 
 
-def _part(whole: Trajectory, start: int, end: int) -> Trajectory:
+def _part(whole: Trajectory, start: int, end: int, experts: RoutedExperts | None) -> Trajectory:
     taught = whole.teacher_log_probs
     before = [version for at, version in whole.versions if at <= start]
     return replace(
@@ -34,5 +39,5 @@ def _part(whole: Trajectory, start: int, end: int) -> Trajectory:
             if start <= turn.start < end
         ),
         teacher_log_probs=None if taught is None else taught[start:end],
-        experts=None if whole.experts is None else whole.experts.part(start, end - 1),
+        experts=experts,
     )

@@ -19,6 +19,7 @@ from flotilla.services.trainer.learning.trace import TracedStep
 from flotilla.services.trainer.models.loading import LoadedModel
 from flotilla.services.trainer.replay.regraded import NewlyGraded, regraded_advantages
 from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.schemas.routing import Ids, RoutedExperts
 from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleKind
 from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
 from flotilla.shared.schemas.turns import FinishReason, Turn
@@ -98,6 +99,26 @@ def test_a_trajectory_is_cut_before_each_prompt_that_stands_alone() -> None:
         assert (part.turns[0].start, part.turns[0].end) == (0, len(part.token_ids))
     appended = an_episode(*EPISODES[0], is_fresh=False)
     assert pieces(appended) == [appended]
+
+
+def test_the_experts_of_a_trajectory_are_uncompressed_once_for_all_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = an_episode([0.0] * 6, list(range(6)))
+    chosen = np.random.default_rng(0).integers(0, 4, (len(whole.token_ids) - 1, 3, 1))
+    whole = replace(whole, experts=RoutedExperts.of(chosen, 4))
+    read, ids = list[int](), RoutedExperts.ids
+
+    def counted(experts: RoutedExperts) -> Ids:
+        read.append(experts.num_tokens)
+        return ids(experts)
+
+    monkeypatch.setattr(RoutedExperts, "ids", counted)
+    batch = make_batch([a_group(whole)], replays_engine=True)
+    starts = piece_starts(whole)
+
+    assert sum(read) < 2 * len(whole.token_ids), "the whole, and then each piece"
+    assert batch.experts is not None
+    for found, start, end in zip(batch.experts, starts, [*starts[1:], None], strict=True):
+        assert np.array_equal(found, chosen[start : len(chosen) if end is None else end - 1])
 
 
 def test_turns_without_a_prompt_of_their_own_stay_with_the_one_before_them() -> None:

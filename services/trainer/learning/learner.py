@@ -99,6 +99,7 @@ class Learner:
     ) -> None:
         self.spec, self.loaded, self.ranks = spec, loaded, ranks
         self.around_step: Callable[[int], AbstractContextManager[object]] = nullcontext
+        self.on_profile_failure: Callable[[str | None], None] = lambda _: None
         self.is_exact = spec.exactness is not None
         self.policy = Policy.of(loaded, spec.policy_temperature, ranks, is_exact=self.is_exact)
         self.device = self.policy.device

@@ -70,7 +70,12 @@ class WorkerProcess:
         self._control = RunControl(on_state=lambda _: self._say_status())
         self._session: Session | None = None
         self._offered: asyncio.Queue[int] = asyncio.Queue()
-        self._failures: dict[str, Failure | None] = {"checkpoint": None, "samples": None, "device": None}
+        self._failures: dict[str, Failure | None] = {
+            "checkpoint": None,
+            "samples": None,
+            "device": None,
+            "profiler": None,
+        }
         self._device_order: DeviceOrder | None = None
         self._last_change: str | None = None
         self._started = time.monotonic()
@@ -125,6 +130,7 @@ class WorkerProcess:
                     on_image=self._offer,
                     on_failure=partial(self._set_failure, "checkpoint"),
                     on_sample_failure=partial(self._set_failure, "samples"),
+                    on_profile_failure=partial(self._set_failure, "profiler"),
                     job=self._job(launch),
                     on_device=self._say_status,
                     on_device_failure=partial(self._set_failure, "device"),

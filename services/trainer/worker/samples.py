@@ -95,6 +95,17 @@ def _facts(planned: StepGroups, result: StepResult, parent: str) -> dict[str, An
     }
 
 
+def from_threads(component: str, on_failure: Callable[[Failure | None], None]) -> Callable[[str | None], None]:
+    """Make what other threads tell of a problem that ends nothing, and None once it is over."""
+    loop = asyncio.get_running_loop()
+
+    def tell(problem: str | None) -> None:
+        cause = None if problem is None else Failure(component=component, cause=problem, fatal=False)
+        loop.call_soon_threadsafe(on_failure, cause)
+
+    return tell
+
+
 @asynccontextmanager
 async def open_samples(
     directory: Path, config: SamplesConfig | None, on_failure: Callable[[Failure | None], None]
@@ -103,12 +114,7 @@ async def open_samples(
     if config is None:
         yield None
         return
-    loop = asyncio.get_running_loop()
-
-    def tell(problem: str | None) -> None:
-        cause = None if problem is None else Failure(component=COMPONENT, cause=problem, fatal=False)
-        loop.call_soon_threadsafe(on_failure, cause)
-
+    tell = from_threads(COMPONENT, on_failure)
     recorder = SampleRecorder(directory, config, writer="trainer", on_problem=tell).start()
     try:
         yield recorder

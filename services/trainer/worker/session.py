@@ -27,7 +27,7 @@ from flotilla.services.trainer.worker.images import ImagePool, Snapshots
 from flotilla.services.trainer.worker.loop import TrainingLoop
 from flotilla.services.trainer.worker.publisher import Gateway, Publisher
 from flotilla.services.trainer.worker.reporter import Reporter
-from flotilla.services.trainer.worker.samples import StepSamples, open_samples
+from flotilla.services.trainer.worker.samples import StepSamples, from_threads, open_samples
 from flotilla.services.trainer.worker.takeover import become_trainer, reconcile_with
 from flotilla.shared.checkpoints.folders import CHECKPOINTS
 from flotilla.shared.config.spec import ExperimentSpec
@@ -57,6 +57,7 @@ class SessionDeps:
         on_image: offers the image of a version to be pulled.
         on_failure: told of a checkpoint that failed and is tried again, and None when that succeeded.
         on_sample_failure: likewise of samples that cannot be kept.
+        on_profile_failure: likewise of a step that could not be profiled.
         job: of several ranks, which this process leads; None for a process alone.
         on_device: told when there is something new to report of the device.
         on_device_failure: told why the device cannot be released for now, and None when it could.
@@ -73,6 +74,7 @@ class SessionDeps:
     on_failure: Callable[[Failure | None], None]
     image_directory: Path | None = None
     on_sample_failure: Callable[[Failure | None], None] = lambda _: None
+    on_profile_failure: Callable[[Failure | None], None] = lambda _: None
     job: Job | None = None
     on_device: Callable[[], None] = lambda: None
     on_device_failure: Callable[[Failure | None], None] = lambda _: None
@@ -138,6 +140,7 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         learner, progress = restored.learner, restored.progress
         cores.follow(learner.policy.base)
         learner.sizes.keep(around.directory / RECORD)
+        learner.on_profile_failure = from_threads("profiler", around.on_profile_failure)
         line, live = await reconcile_with(
             queue, around.plane.admission, around.gateway, spec, restored, around.experiment_id, control
         )

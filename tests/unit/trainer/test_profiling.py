@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from flotilla.services.rollout.engines.embedded.profiling import EngineProfiler
 from flotilla.services.trainer.learning.profiling import profiling
 from flotilla.shared.config.sections.profiler import ProfilerConfig
 from flotilla.shared.telemetry.profiles import PROFILES
@@ -18,7 +19,7 @@ def a_learner(rank: int, directory: Path | None, **section: Any) -> Any:
     config = ProfilerConfig.model_validate(section)
     spec = SimpleNamespace(tracking=SimpleNamespace(profiler=config))
     parts = {"spec": spec, "ranks": SimpleNamespace(rank=rank), "sizes": SimpleNamespace(directory=directory)}
-    return cast(Any, SimpleNamespace(**parts))
+    return cast(Any, SimpleNamespace(**parts, told=(told := list[str | None]()), on_profile_failure=told.append))
 
 
 @pytest.mark.parametrize(
@@ -56,3 +57,56 @@ def test_what_keeps_no_files_and_what_cannot_be_written_trains_all_the_same(tmp_
             trained.append(directory)
 
     assert trained == [None, tmp_path]
+
+
+def breaks(*_: object, **__: object) -> None:
+    raise RuntimeError("the profiler is in use")
+
+
+@pytest.mark.parametrize("broken", ["__init__", "start", "stop", "export_chrome_trace"])
+def test_an_error_of_the_profiler_is_told_and_the_step_is_trained_all_the_same(
+    tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, trained = a_learner(0, tmp_path, steps=(1, 3)), list[int]()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.profiler.profile, broken, breaks)
+        with profiling(learner, 1):
+            trained.append(1)
+    (problem,) = learner.told
+    for step in (2, 3):
+        with profiling(learner, step):
+            trained.append(step)
+
+    assert trained == [1, 2, 3]
+    assert problem.startswith("step 1: ") and "the profiler is in use" in problem
+    assert learner.told == [problem, None, None]
+    assert [path.name for path in tmp_path.glob(f"{PROFILES}/*")] == ["trainer-step00000003-rank0.json.gz"]
+
+
+def test_an_error_of_the_step_is_raised_whatever_the_profiler_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.profiler.profile, "stop", breaks)
+    with pytest.raises(ValueError, match="of the step"), profiling(a_learner(0, tmp_path, steps=(1,)), 1):
+        raise ValueError("of the step")
+
+
+@pytest.mark.parametrize("broken", ["__init__", "start", "stop", "export_chrome_trace"])
+def test_an_engine_goes_on_without_a_profile_and_tries_it_once(
+    tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    profiler, steps = EngineProfiler(), list[int]()
+    profiler.choose(tmp_path, frozenset({4, 5}), 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.profiler.profile, broken, breaks)
+        for _ in range(4):
+            with profiler.step(4):
+                steps.append(4)
+    warned = [record for record in caplog.records if record.levelname == "WARNING"]
+    for _ in range(2):
+        with profiler.step(5):
+            steps.append(5)
+
+    assert steps == [4] * 4 + [5] * 2
+    assert len(warned) == 1 and "the profiler is in use" in str(vars(warned[0])["error"])
+    assert [path.name.partition("-process")[0] for path in tmp_path.iterdir()] == ["engine-version00000005"]

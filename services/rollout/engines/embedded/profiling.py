@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -46,23 +46,34 @@ class EngineProfiler:
             self.finish()
 
     def _begin(self, version: int) -> None:
-        on_gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        self._recorded = profile(activities=[ProfilerActivity.CPU, *on_gpu])
         self._version, self._left = version, self._num_steps
+        # Before it is tried: what cannot be recorded once is not tried at each step.
         self._done.add(version)
-        self._recorded.start()
+        recorded = None
+        try:
+            on_gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            recorded = profile(activities=[ProfilerActivity.CPU, *on_gpu])
+            recorded.start()
+        except Exception as error:
+            log.warning("the profiler did not begin", extra={"version": version, "error": repr(error)})
+            if recorded is not None:
+                # One that is half begun would refuse the next.
+                with suppress(Exception):
+                    recorded.stop()
+            return
+        self._recorded = recorded
 
     def finish(self) -> None:
-        """Write what was recorded, if something was; a trace that cannot be written is logged, no more."""
+        """Write what was recorded, if something was; an error of the profiler, or of writing, is logged, no more."""
         recorded, self._recorded = self._recorded, None
         if recorded is None:
             return
-        recorded.stop()
         facts = {"version": self._version, "steps": self._num_steps - max(0, self._left)}
         try:
+            recorded.stop()
             name = engine_trace(self._version, os.getpid())
             path = write_trace(self._directory, name, recorded.export_chrome_trace)
-        except (OSError, RuntimeError) as error:
+        except Exception as error:
             log.warning("a profile could not be written", extra=facts | {"error": repr(error)})
         else:
             log.info("the engine was profiled", extra=facts | {"path": str(path)})

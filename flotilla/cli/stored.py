@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
+from pydantic import ValidationError
+
 from flotilla.cli.gateway import READ_SECONDS
 from flotilla.cli.timeline import Occurrence
 from flotilla.client.asynchronous import AsyncClient, Ledgers, Reference
@@ -189,7 +191,12 @@ class StoredExperiments:
         """Read the last one; None of what has not ended: the data plane had it."""
         query = "SELECT final_ledger FROM experiments WHERE id = ?"
         ((stored,),) = self._rows(query, experiment.id)
-        return Ledgers.read(json.loads(stored)) if stored else None
+        if not stored:
+            return None
+        try:
+            return Ledgers.read(self._json(stored, "a ledger"))
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise self._unreadable(f"a ledger is none: {error}") from error
 
     async def metric_page(
         self, experiment: ExperimentView, names: Sequence[str] = (), *, after: str | None = None
@@ -202,10 +209,13 @@ class StoredExperiments:
             f"{chosen} ORDER BY sequence LIMIT ?"
         )
         rows = self._rows(query, experiment.id, int(after or 0), *names, PAGE)
-        items = [
-            MetricPoint(name=name, step=step, version=version, value=value, at=at)
-            for _, name, step, version, value, at in rows
-        ]
+        try:
+            items = [
+                MetricPoint(name=name, step=step, version=version, value=value, at=at)
+                for _, name, step, version, value, at in rows
+            ]
+        except ValidationError as error:
+            raise self._unreadable(f"a series has a value that is none: {error.errors()[0]['msg']}") from error
         return Page[MetricPoint](items=tuple(items), next=str(rows[-1][0]) if rows else None)
 
     async def checkpoints(self, experiment: ExperimentView) -> list[ListedCheckpoint]:
@@ -256,7 +266,10 @@ class StoredExperiments:
     def publication_members(self, experiment: ExperimentView) -> list[int]:
         """Count the members of the publications that were committed, by version."""
         query = "SELECT members FROM publications WHERE experiment_id = ? AND phase = 'committed' ORDER BY version"
-        return [len(json.loads(members)) for (members,) in self._rows(query, experiment.id)]
+        found = [self._json(members, "the members of a publication") for (members,) in self._rows(query, experiment.id)]
+        if not all(isinstance(members, list) for members in found):
+            raise self._unreadable("the members of a publication are no list")
+        return [len(members) for members in found]
 
     def events(self, experiment: ExperimentView) -> list[Occurrence]:
         """List the events, in their order."""
@@ -271,30 +284,39 @@ class StoredExperiments:
         )
         rows = self._rows(query)
         for id_, name, state, revision, step, version, directory, created_at, updated_at, *documents in rows:
-            spec, problem, health, origin = (json.loads(each or "null") for each in documents)
-            yield ExperimentView(
-                id=id_,
-                name=name,
-                state=state,
-                revision=revision,
-                spec=spec,
-                created_at=_time(created_at),
-                updated_at=_time(updated_at),
-                step=step,
-                total_steps=_total_steps(spec),
-                policy_version=version,
-                services={},
-                problem=problem,
-                health=health or (),
-                directory=str(directory_of(self.data, id_, directory)),
-                origin=origin,
-            )
+            spec, problem, health, origin = (self._json(each or "null", "an experiment") for each in documents)
+            try:
+                yield ExperimentView(
+                    id=id_,
+                    name=name,
+                    state=state,
+                    revision=revision,
+                    spec=spec,
+                    created_at=_time(created_at),
+                    updated_at=_time(updated_at),
+                    step=step,
+                    total_steps=_total_steps(spec),
+                    policy_version=version,
+                    services={},
+                    problem=problem,
+                    health=health or (),
+                    directory=str(directory_of(self.data, id_, directory)),
+                    origin=origin,
+                )
+            except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+                raise self._unreadable(f"experiment {id_} is none: {error!r}"[:300]) from error
 
     def _rows(self, query: str, *values: str | int) -> list[Any]:
         try:
             return self._database.execute(query, values).fetchall()
         except sqlite3.Error as error:
             raise self._unreadable(error) from error
+
+    def _json(self, text: str, what: str) -> Any:
+        try:
+            return json.loads(text)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise self._unreadable(f"{what} is no JSON: {error}") from error
 
     def _moved(self, path: Path, made_in: Path, directory: Path) -> Path:
         """Find a checkpoint where its experiment is now; one elsewhere is not believed."""

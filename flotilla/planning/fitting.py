@@ -35,6 +35,8 @@ TOKEN_SHARE: Final = 0.9
 """Likewise, of a step of the trainer."""
 STARVED: Final = 0.8
 """Cores below which a computing trainer shares the machine with others: one thread of it computes all the time."""
+LEAST: Final = 1e-6
+"""Seconds (or tokens) of which costs can be told: times since the epoch are no finer."""
 Floats = npt.NDArray[np.float64]
 
 
@@ -72,6 +74,7 @@ def fit(run: RecordedRun, cores: float) -> Model:
         InvalidRequest: too little was recorded, or it is of a kind that is not simulated.
     """
     _refuse(run)
+    _refuse_figures(run)
     work = work_of(run, run.spec, Scales())
     cores = cores_left(run, cores)
     costs = _direct(run, cores)
@@ -134,6 +137,21 @@ def _refuse(run: RecordedRun) -> None:
         raise InvalidRequest("asynchrony.redundant_groups is not simulated: what is ended depends on single answers")
     if spec.rollout.agents is not None or spec.resources.sharing != "none":
         raise InvalidRequest("runs of agents, and those that share devices by time, are not simulated")
+
+
+def _refuse_figures(run: RecordedRun) -> None:
+    """Refuse what costs cannot be fitted to, and what is divided by."""
+    steps, groups = run.measured_steps, _measured_groups(run)
+    figures = {
+        "its steps end at one time, or one before the other": run.step_seconds,
+        "its steps took no time to compute": fmean(step.compute for step in steps),
+        "its steps trained no tokens": fmean(step.tokens for step in steps),
+        "its groups took no time to sample": max(each.generation_seconds for each in groups),
+        "none of its groups was trained": sum(each.kind == "trained" for each in groups),
+    }
+    for problem, value in figures.items():
+        if not value > LEAST:
+            raise InvalidRequest(f"the run's records do not go together: {problem}")
 
 
 def setup_of(spec: ExperimentSpec, rollouts: int, cores: float) -> Setup:
@@ -263,9 +281,9 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 def engine_costs(run: RecordedRun) -> tuple[float, float]:
     """Fit the seconds of an engine's step: a constant, and a part for each answer that runs."""
-    groups = [each for each in run.groups if each.generation_seconds > 0 and max(each.lengths, default=0)]
+    groups = [each for each in run.groups if each.generation_seconds > LEAST and max(each.lengths, default=0)]
     running = _Running(groups, run.rollouts, run.spec.rollout.engine.slots)
-    measured = [each for each in _measured_groups(run) if each.generation_seconds > 0 and max(each.lengths)]
+    measured = [each for each in _measured_groups(run) if each.generation_seconds > LEAST and max(each.lengths)]
     per_token = np.array([each.generation_seconds / max(each.lengths) for each in measured])
     at_once = np.array([running.mean(each.started_at, each.generated_at) for each in measured])
     return line(at_once, per_token, ROW_SHARE)

@@ -26,7 +26,10 @@ FOREVER: Final = 1_000_000
 SURPLUS: Final = 1.25
 LOOKS_PER_STEP: Final = 7.3
 """No whole number, so that looks fall at all parts of a step."""
+MOST_LOOKS: Final = 4096
+"""Then every second one is forgotten, and fewer are taken: a step was guessed to be much shorter than it is."""
 MOST_EVENTS: Final = 2_000_000
+"""Of a simulation: things that happen, timers among them."""
 
 
 @dataclass(slots=True)
@@ -59,6 +62,7 @@ class Simulation:
         self._room = max(1, math.ceil(SURPLUS * setup.slots / max(1.0, per_group)))
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
+        self._events = 0
         self._issued = 0
         self._fed_at = (-1, 0, 0)
         self._tasks: deque[SimulatedGroup] = deque()
@@ -92,17 +96,25 @@ class Simulation:
         """Simulate so many steps, and take the means over those after ``warmup``.
 
         Raises:
-            ValueError: nothing can move any more, such as when the budget is smaller than a step.
+            ValueError: nothing can move any more, such as when the budget is smaller than a step, or the steps need
+                more than ``MOST_EVENTS``.
         """
         self._look_seconds = self._step_guess() / LOOKS_PER_STEP
         self._later(self._look_seconds, self._look)
-        for _ in range(MOST_EVENTS):
+        while True:
             while self._settle():
-                pass
+                self._count_event()
             if self._step >= steps:
                 return self._means(warmup)
             self._advance()
-        raise ValueError("the simulation comes to no end")
+
+    def _count_event(self) -> None:
+        self._events += 1
+        if self._events > MOST_EVENTS:
+            raise ValueError(
+                f"the simulation comes to no end: {self._step} steps took {MOST_EVENTS} events, as with times that do "
+                "not go together, or with very many answers"
+            )
 
     # What is decided at an instant.
 
@@ -272,6 +284,7 @@ class Simulation:
 
     def _advance(self) -> None:
         """Let everything flow until the next thing happens."""
+        self._count_event()
         speed, computing = self._speed()
         if len(self._timers) == 1 and not computing and not self._is_computing:
             raise ValueError("nothing can move: the admission budget is smaller than a step")
@@ -297,6 +310,7 @@ class Simulation:
             if self._compute_left <= 1e-9:
                 self._computed()
         while self._timers and self._timers[0][0] <= self._now + 1e-12:
+            self._count_event()
             heapq.heappop(self._timers)[2]()
 
     def _end_answers(self, engine: SimulatedEngine) -> None:
@@ -348,6 +362,8 @@ class Simulation:
 
     def _look(self) -> None:
         self._looks.append(Look(self._ledger(), 0.0, self._publishing, False))
+        if len(self._looks) > MOST_LOOKS:
+            self._looks, self._look_seconds = self._looks[::2], self._look_seconds * 2
         self._later(self._look_seconds, self._look)
 
     def _means(self, warmup: int) -> Simulated:

@@ -14,6 +14,7 @@ from flotilla.cli.output import new_console, table_of, telling, write_json
 from flotilla.cli.recorded_run import read_run
 from flotilla.planning.prediction import Change, Figures, Prediction, predict
 from flotilla.planning.recorded import RecordedRun
+from flotilla.shared.concurrency.daemon_threads import on_daemon_thread
 from flotilla.shared.errors import InvalidRequest, Unavailable
 
 ROWS = (
@@ -38,8 +39,9 @@ async def plan(arguments: argparse.Namespace) -> int:
     cores = float(arguments.had_cores or len(os.sched_getaffinity(0)))
     async with telling("simulating"):
         try:
-            found = await asyncio.to_thread(predict, run, change_of(arguments), cores)
-        except ValueError as error:
+            change = change_of(arguments)
+            found = await on_daemon_thread(lambda: predict(run, change, cores), "simulation")
+        except (ValueError, ArithmeticError) as error:
             raise InvalidRequest(f"this cannot run: {error}") from error
     if arguments.json:
         write_json(found.document())

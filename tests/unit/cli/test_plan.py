@@ -1,14 +1,23 @@
 """``flotilla plan``: what it reads of a run's folder, and what it prints."""
 
+import asyncio
 import json
+import shutil
+import sqlite3
+import threading
+import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import anyio
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from flotilla.cli.command_line import build_parser
+from flotilla.cli.commands import plan as command
 from flotilla.cli.commands.plan import plan
 from flotilla.cli.recorded_run import read_run
 from flotilla.services.gateway.store.records import PublicationRecord
@@ -16,7 +25,7 @@ from flotilla.services.gateway.store.sql import SqlStore
 from flotilla.services.gateway.store.writes import PointRecord, PutMetrics, PutRecord
 from flotilla.shared.clock import rfc3339
 from flotilla.shared.config.sections.tracking import SamplesConfig
-from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.errors import FlotillaError, InvalidRequest
 from flotilla.shared.samples.folder import SampleFolder, ended_name, step_name
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind
@@ -120,3 +129,153 @@ def test_a_file_needs_a_probe_and_a_run_needs_none(tmp_path: Path) -> None:
 def test_numbers_that_mean_nothing_are_refused(option: list[str]) -> None:
     with pytest.raises(SystemExit):
         build_parser().parse_args(["plan", "somewhere", *option])
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run, to be copied."""
+    place = tmp_path_factory.mktemp("kept") / "run"
+    place.mkdir()
+    anyio.run(keep_run, place / "fleet")
+    return place
+
+
+def planned(place: Path) -> int:
+    return anyio.run(plan, build_parser().parse_args(["plan", str(place), "--json"]))
+
+
+STEP_ENDS = "WHERE name = 'time/step_seconds'"
+COMPUTES = "SET value = {} WHERE name = 'time/compute_seconds'"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("metrics SET at = NULL", "0 recorded steps"),
+        (f"metrics SET at = 'zzz' {STEP_ENDS}", "ended at 'zzz'"),
+        (f"metrics SET at = (SELECT at FROM metrics {STEP_ENDS} LIMIT 1) {STEP_ENDS}", "end at one time"),
+        (f"metrics {COMPUTES.format('0')}", "no time to compute"),
+        (f"metrics {COMPUTES.format('1e-300')}", "no time to compute"),
+        (f"metrics {COMPUTES.format('-5')}", "time/compute_seconds of step 1 in .* is -5.0"),
+        (f"metrics {COMPUTES.format('1e300')}", "is 1e\\+300"),
+        ("metrics SET value = 9e999 WHERE name = 'time/wait_seconds'", "finite number"),
+        ("metrics SET value = -100 WHERE name = 'time/publication_seconds'", "is -100.0"),
+        ("metrics SET value = 0 WHERE name = 'tokens/trained_in_step'", "trained no tokens"),
+        ("metrics SET value = 'abc' WHERE name = 'time/wait_seconds'", "gateway.sqlite cannot be read: a series"),
+        ("publications SET members = '{}'", "members of a publication are no list"),
+        ("publications SET members = '{'", "members of a publication is no JSON"),
+        ("experiments SET spec = '[]'", "experiment first is none"),
+        ("experiments SET spec = '{'", "an experiment is no JSON"),
+        ("experiments SET final_ledger = '[1]'", "a ledger is none"),
+    ],
+)
+def test_a_database_with_damaged_records_is_refused_in_words(
+    kept: Path, tmp_path: Path, change: str, words: str
+) -> None:
+    shutil.copytree(kept, tmp_path / "run")
+    database = sqlite3.connect(tmp_path / "run" / "fleet" / "gateway.sqlite")
+    database.execute(f"UPDATE {change}")
+    database.commit()
+    database.close()
+
+    with pytest.raises(FlotillaError, match=words):
+        planned(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{", "spec.json is no JSON"), ("[1]", "spec.json is no spec"), ("[" * 100_000, "spec.json is no JSON")],
+)
+def test_a_file_that_is_no_spec_is_refused_by_its_name(kept: Path, tmp_path: Path, text: str, words: str) -> None:
+    shutil.copytree(kept, tmp_path / "run")
+    (tmp_path / "run" / "fleet" / "experiments" / "first" / "samples" / "spec.json").write_text(text)
+
+    with pytest.raises(InvalidRequest, match=words):
+        planned(tmp_path / "run")
+
+
+def edit_samples(place: Path, edit: Callable[[Any], Any]) -> None:
+    for path in (place / "fleet" / "experiments" / "first" / "samples").glob("*.parquet"):
+        parquet.write_table(edit(parquet.read_table(path)), path)
+
+
+def with_column(name: str, value: Any) -> Callable[[Any], Any]:
+    def edit(table: Any) -> Any:
+        position = table.schema.get_field_index(name)
+        values = pyarrow.array([value] * len(table), table.schema.field(position).type)
+        return table.set_column(position, name, values)
+
+    return edit
+
+
+def timings(**changes: float) -> list[tuple[str, float]]:
+    named = {"generation_seconds": 1.0, "generated_after_seconds": 1.0, "graded_after_seconds": 2.0}
+    return list((named | changes).items())
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda table: table.drop_columns(["timings"]), r"\.parquet has no column timings"),
+        (with_column("timings", None), "no samples with times"),
+        (with_column("token_ids", None), r"\.parquet has a sample without"),
+        (with_column("group_id", None), r"\.parquet has a sample without"),
+        (with_column("issued_at", float("nan")), r"issued_at of group \d+ in .*\.parquet is nan"),
+        (with_column("issued_at", float("inf")), "is inf"),
+        (with_column("num_sampled", -3), "num_sampled of group .* is -3"),
+        (with_column("timings", timings(generation_seconds=-1.0)), "generation_seconds of group .* is -1.0"),
+        (with_column("timings", timings(generation_seconds=float("nan"))), "generation_seconds of group .* is nan"),
+        (with_column("timings", timings(generation_seconds=0.0)), "took no time to sample"),
+        (
+            lambda table: table.set_column(0, "token_ids", pyarrow.array([1] * len(table))).select([0]),
+            r"\.parquet has no column",
+        ),
+    ],
+)
+def test_samples_with_damaged_records_are_refused_by_their_file(
+    kept: Path, tmp_path: Path, edit: Callable[[Any], Any], words: str
+) -> None:
+    shutil.copytree(kept, tmp_path / "run")
+    edit_samples(tmp_path / "run", edit)
+
+    with pytest.raises(InvalidRequest, match=words):
+        planned(tmp_path / "run")
+
+
+def test_token_ids_are_counted_where_they_are(kept: Path, tmp_path: Path) -> None:
+    shutil.copytree(kept, tmp_path / "run")
+    edit_samples(tmp_path / "run", with_column("token_ids", [7] * 200_000))
+
+    tracemalloc.start()
+    try:
+        run = anyio.run(read_run, tmp_path / "run")
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert {total for group in run.groups for total in group.totals} == {200_000}
+    assert most < 6 << 20, "4 samples of a file are 6.4 MB as lists"
+
+
+def test_a_simulation_ends_with_who_waits_for_it(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def endless(*_: object) -> None:
+        begun.set()
+        may_end.wait(20)
+        ended.set()
+
+    async def interrupted() -> None:
+        task = asyncio.create_task(plan(build_parser().parse_args(["plan", str(kept), "--json"])))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await task
+
+    monkeypatch.setattr(command, "predict", endless)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(interrupted())
+    is_over = ended.is_set()
+    may_end.set()
+
+    assert not is_over, "the process was kept until the simulation had ended"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from flotilla.planning import simulation
 from flotilla.planning.fleet import Costs, Setup, Simulated, Work
 from flotilla.planning.simulation import Simulation
 
@@ -157,3 +158,20 @@ def test_more_staleness_is_never_slower_and_every_group_is_somewhere(seed: int) 
 def test_a_step_larger_than_the_budget_is_told_and_not_waited_for() -> None:
     with pytest.raises(ValueError, match="nothing can move"):
         Simulation(setup_of(0, budget=0), ALONE, [TEN]).run(2, 0)
+
+
+def test_a_simulation_has_a_bound_of_events_whatever_its_times_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation, "MOST_EVENTS", 10_000)
+
+    # At 1e30 s a clock does not see what a look is later: its timers are due at once, for ever.
+    with pytest.raises(ValueError, match="comes to no end: 0 steps took 10000 events"):
+        simulated(setup_of(0), ALONE, replace(TEN, grading_seconds=1e30))
+
+
+def test_looks_become_fewer_where_a_step_is_much_longer_than_was_guessed() -> None:
+    made = Simulation(setup_of(0), ALONE, [replace(TEN, grading_seconds=1e5)])
+
+    found = made.run(60, 20)
+
+    assert found.step_seconds == pytest.approx(1e5 + 15)
+    assert len(made._looks) <= simulation.MOST_LOOKS

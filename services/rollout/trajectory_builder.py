@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flotilla.shared.schemas.routing import RoutedExperts, joined
+from flotilla.shared.schemas.routing import RoutedExperts, RoutedSpan, laid_out, span_behind
 from flotilla.shared.schemas.trajectory import Trajectory
 from flotilla.shared.schemas.turns import FinishReason, Turn
 
@@ -50,7 +50,7 @@ class TrajectoryBuilder:
         self._observation = ""
         self._state: int | None = None
         self._is_fresh = False
-        self._experts: RoutedExperts | None = None
+        self._routed: list[RoutedSpan] = []
 
     @classmethod
     def continuing(
@@ -72,7 +72,7 @@ class TrajectoryBuilder:
         builder._versions = [run for run in trajectory.versions if run[0] < end]
         builder._turns = list(turns)
         if trajectory.experts is not None:
-            builder._experts = trajectory.experts.part(0, min(end, trajectory.experts.num_tokens))
+            builder._routed = [RoutedSpan(0, min(end, trajectory.experts.num_tokens), trajectory.experts)]
         return builder
 
     @property
@@ -140,14 +140,16 @@ class TrajectoryBuilder:
     ) -> None:
         """Append a completion, as the engine returned it; one without a token leaves everything as it is.
 
-        Tokens that have experts already keep them: under those what follows them was sampled.
+        Tokens that have experts already keep them: under those what follows them was sampled. An interrupted completion
+        that came without its experts, behind turns that have some, leaves everything as it is, too: nobody could
+        replay what it would become. Blocks while a record is cut.
 
         Raises:
             ValueError: nothing was shown since the last completion.
         """
         if not self.has_context:
             raise ValueError("a completion needs something that was shown before it")
-        if not len(token_ids):
+        if not len(token_ids) or (self._routed and experts is None and finish_reason is FinishReason.ABORTED):
             return
         start, sampled = self._end, len(self._token_ids)
         self._token_ids += token_ids.tolist()
@@ -159,7 +161,9 @@ class TrajectoryBuilder:
                 self._versions.append((0, version))
             elif self._versions[-1][1] != version:
                 self._versions.append((sampled + at, version))
-        self._experts = None if experts is None else joined(self._experts, experts, self._prompt_start)
+        known = self._routed[-1].end if self._routed else 0
+        span = None if experts is None else span_behind(known, experts, self._prompt_start)
+        self._routed = [] if span is None else [*self._routed, span]
         observation = self._observation if self._turns else ""
         end = len(self._token_ids)
         self._turns.append(
@@ -179,14 +183,14 @@ class TrajectoryBuilder:
         self._turns[-1] = replace(last, reward=value + (last.reward or 0.0))
 
     def build(self, finish_reason: FinishReason, **fields: Any) -> Trajectory:
-        """Make the trajectory; what was shown and not answered is left out.
+        """Make the trajectory; what was shown and not answered is left out. Blocks while records are laid out.
 
         Args:
             finish_reason: of the episode.
             fields: further fields of ``Trajectory``; ``text`` is that of the last turn unless given.
         """
         end = self._end or len(self._token_ids)
-        routed = self._experts
+        is_routed = bool(self._routed) and self._routed[-1].end >= end - 1
         return Trajectory(
             token_ids=np.array(self._token_ids[:end], np.int32),
             loss_mask=np.array(self._is_sampled[:end], np.uint8),
@@ -195,6 +199,6 @@ class TrajectoryBuilder:
             versions=tuple(self._versions) or ((0, 0),),
             finish_reason=finish_reason,
             turns=self.turns,
-            experts=None if routed is None or routed.num_tokens < end - 1 else routed.part(0, end - 1),
+            experts=laid_out(self._routed, end - 1) if is_routed else None,
             **({"text": self._turns[-1].text if self._turns else ""} | fields),
         )

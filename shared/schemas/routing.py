@@ -147,29 +147,79 @@ class RoutedExperts:
         return cls(tokens, RoutingSizes(layers, top_k, experts), data)
 
 
-def joined(known: RoutedExperts | None, more: RoutedExperts, start: int = 0) -> RoutedExperts | None:
-    """Put behind what is known of a sequence's first tokens what another record has of the later ones.
+@dataclass(frozen=True, slots=True)
+class RoutedSpan:
+    """Tokens of a sequence, and their experts.
+
+    Attributes:
+        start, end: of the tokens.
+        experts: whose first tokens these are.
+    """
+
+    start: int
+    end: int
+    experts: RoutedExperts
+
+
+def span_behind(num_known: int, more: RoutedExperts, start: int = 0) -> RoutedSpan | None:
+    """Cut out what a record says of tokens that are not known yet.
 
     Args:
-        known: of the first tokens; None: nothing.
-        more: of tokens from ``start`` on, of which those that are known already change nothing.
-        start: where another prompt begins, behind a token that nobody read: it gets the experts of the one before.
+        num_known: first tokens of the sequence whose experts are known.
+        more: of tokens from ``start`` on.
+        start: where another prompt begins, behind a token that nobody read.
 
     Returns:
-        Of all of them; None where tokens before ``start`` are not known.
+        A span of the tokens behind those that are known; None where tokens before ``start`` are not known.
+
+    Raises:
+        ValueError: as of ``RoutedExperts.ids``.
+    """
+    if start and num_known < max(start - 1, 1):
+        return None
+    begins = max(num_known, start)
+    end = max(start + more.num_tokens, begins)
+    return RoutedSpan(begins, end, more.part(min(begins - start, more.num_tokens), more.num_tokens))
+
+
+def laid_out(spans: Sequence[RoutedSpan], num_tokens: int) -> RoutedExperts:
+    """Lay spans that follow each other behind each other; each is uncompressed once.
+
+    Args:
+        spans: at least one; a token between two has the experts of the one before.
+        num_tokens: first ones of the sequence that are wanted, which all are known.
+
+    Raises:
+        ValueError: they are of other models, or as of ``RoutedExperts.ids``.
+    """
+    if len(spans) == 1:
+        return spans[0].experts.part(0, num_tokens)
+    sizes = spans[0].experts.sizes
+    if other := next((each.experts.sizes for each in spans if each.experts.sizes != sizes), None):
+        raise ValueError(f"routed experts of two models: {sizes}, and {other}")
+    found: list[Ids] = []
+    end = 0
+    for span in spans:
+        if span.start > end:
+            found.append(found[-1][-1:])
+        if span.end > span.start:
+            found.append(span.experts.ids()[: span.end - span.start])
+        end = span.end
+    return RoutedExperts.of(np.concatenate(found)[:num_tokens], sizes.num_experts)
+
+
+def joined(known: RoutedExperts | None, more: RoutedExperts) -> RoutedExperts:
+    """Put behind what is known of a sequence's first tokens what another record has of the later ones.
 
     Raises:
         ValueError: they are of other models, or as of ``RoutedExperts.ids``.
     """
     if known is None or not known.num_tokens:
-        return None if start else more
+        return more
     if known.sizes != more.sizes:
         raise ValueError(f"routed experts of two models: {known.sizes}, and {more.sizes}")
-    if known.num_tokens < start - 1:
-        return None
-    if known.num_tokens >= start + more.num_tokens:
+    if known.num_tokens >= more.num_tokens:
         return known
-    ids = known.ids()
-    if known.num_tokens < start:
-        ids = np.concatenate([ids, ids[-1:]])
-    return RoutedExperts.of(np.concatenate([ids, more.ids()[len(ids) - start :]]), known.sizes.num_experts)
+    first, behind = RoutedSpan(0, known.num_tokens, known), span_behind(known.num_tokens, more)
+    assert behind is not None
+    return laid_out([first, behind], behind.end)

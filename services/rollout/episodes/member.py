@@ -83,7 +83,7 @@ class Member:
             return await self._failed(error)
         finally:
             await self.conversation.close()
-        return self._built(finish)
+        return await asyncio.to_thread(self._built, finish)
 
     async def _play(self) -> FinishReason:
         opening = await self._wait_for(self.conversation.begin())
@@ -161,8 +161,14 @@ class Member:
             (completion,) = await self.requests.generate(request)
             facts["flotilla.tokens"] = len(completion.token_ids)
         self._sampling_seconds += time.perf_counter() - started
-        self._resumed += completion.num_resumed
-        text = await asyncio.to_thread(self.renderer.text, completion.token_ids.tolist())
+        # Both may take longer than health and leases may wait for the loop.
+        await asyncio.to_thread(self._append, completion)
+        if len(self._builder.turns) > number:
+            self._resumed += completion.num_resumed
+        return completion
+
+    def _append(self, completion: Completion) -> None:
+        text = self.renderer.text(completion.token_ids.tolist())
         self._builder.sample(
             completion.token_ids,
             completion.log_probs,
@@ -171,7 +177,6 @@ class Member:
             text,
             completion.experts,
         )
-        return completion
 
     def _begins_alike(self, prompt: tuple[int, ...]) -> bool:
         """Whether what there is of the episode began with this prompt; tokens behind another are of no use."""
@@ -203,7 +208,7 @@ class Member:
                     f"turn {number + 1} of group {self.task.group_id} shows something else when it is replayed"
                 )
         interrupted = before.turns[len(whole) :]
-        return ended, _prefix(before, interrupted[0]) if interrupted else None
+        return ended, await asyncio.to_thread(_prefix, before, interrupted[0]) if interrupted else None
 
     def _at(self, before: Trajectory, num_turns: int) -> TrajectoryBuilder:
         return TrajectoryBuilder.continuing(before, num_turns, self.renders)
@@ -245,7 +250,7 @@ class Member:
             messages = self.task.messages or (Message("user", ""),)
             prompt, _ = await asyncio.to_thread(rendered, self.renderer, self.task, messages)
             self._builder.show(prompt)
-        return self._built(FinishReason.STOP, status=GradeStatus.ERROR, reason=error.detail)
+        return await asyncio.to_thread(self._built, FinishReason.STOP, status=GradeStatus.ERROR, reason=error.detail)
 
 
 def _text(messages: tuple[Message, ...]) -> str:

@@ -265,7 +265,10 @@ class GroupSource:
             self._kept.ended(group, SampleKind.DROPPED, LOST_WITH_CHECKPOINT)
             await self._resolve(claim, Resolution.DROPPED, LOST_WITH_CHECKPOINT)
             return
-        problem = find_problem(group, self._requirements)
+        if self._requirements.routing is None:
+            problem = find_problem(group, self._requirements)
+        else:  # records of experts take longer to read than leases may wait for the loop
+            problem = await asyncio.to_thread(find_problem, group, self._requirements)
         if problem is not None:
             self._kept.ended(group, SampleKind(problem[0].value), problem[1])
             await self._refuse(claim, *problem)

@@ -1,9 +1,12 @@
 """Turns with prompts of their own: what the policy is shown, and what it samples behind."""
 
 import asyncio
+import threading
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -20,6 +23,7 @@ from flotilla.shared.config.sections.episodes import (
     MemoryConfig,
     check_memory,
 )
+from flotilla.shared.schemas.routing import Ids, RoutedExperts
 from flotilla.shared.schemas.task import Message, Task
 from flotilla.shared.schemas.trajectory import Group
 from flotilla.shared.schemas.turns import FinishReason
@@ -231,3 +235,45 @@ def test_what_does_not_go_with_a_memory_is_refused(kind: str, given: dict[str, A
         check_memory(episodes, kind, **told)
     check_memory(episodes.model_copy(update={"max_response_tokens": None}), "gigpo", has_images=False,
                  asks_teachers=False)  # fmt: skip
+
+
+class Routed(ScriptedEngine):
+    """Records experts; the second turn is aborted once, behind a token and without a record."""
+
+    def __init__(self) -> None:
+        super().__init__(never_ending, eos_token_id=END)
+        self.is_interrupted = False
+
+    async def generate(self, request: GenerationRequest) -> Any:
+        [made] = await super().generate(request)
+        if request.request_id.endswith(".1") and not self.is_interrupted:
+            self.is_interrupted = True
+            cut = {"token_ids": made.token_ids[:1], "log_probs": made.log_probs[:1]}
+            return [replace(made, **cut, finish_reason=FinishReason.ABORTED)]
+        num_read = len(request.prompt_ids) + len(made.token_ids) - 1
+        return [replace(made, experts=RoutedExperts.of(np.tile([[[0, 1]]], (num_read, 1, 1)), 4))]
+
+
+async def test_an_answer_that_was_interrupted_without_experts_is_sampled_again_and_no_loop_reads_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, readers, ids = Routed(), set[int](), RoutedExperts.ids
+
+    def watched(experts: RoutedExperts) -> Ids:
+        readers.add(threading.get_ident())
+        return ids(experts)
+
+    monkeypatch.setattr(RoutedExperts, "ids", watched)
+    left = await played(engine, make=lambda: Told(5))
+    [partial] = left.trajectories
+    assert partial.finish_reason is FinishReason.ABORTED
+
+    again = Routed()
+    again.is_interrupted = True
+    await again.start()
+    [found] = (await episodes_of(again, lambda: Told(5)).run(TASK, left.trajectories, 0)).trajectories
+    await again.close()
+
+    assert len(found.turns) > 2
+    assert found.experts is not None
+    assert readers and threading.get_ident() not in readers

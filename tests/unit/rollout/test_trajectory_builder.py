@@ -148,3 +148,22 @@ def test_a_turn_without_a_record_leaves_none() -> None:
     sampled(builder, 7)
 
     assert builder.build(FinishReason.STOP).experts is None
+
+
+def test_an_interrupted_turn_without_a_record_is_left_out_and_known_turns_keep_theirs() -> None:
+    builder = TrajectoryBuilder()
+    builder.show([1, 2, 3])
+    routed(builder, 1, 4, 5)
+    builder.show([8, 9], is_fresh=True)
+    builder.sample(np.array([10], np.int32), np.zeros(1, np.float32), ((0, 0),), FinishReason.ABORTED)
+
+    left = builder.build(FinishReason.ABORTED)
+
+    assert (len(left.turns), left.num_sampled) == (1, 2)
+    assert left.experts is not None
+    again = TrajectoryBuilder.continuing(left, 1)
+    again.show([8, 9], is_fresh=True)
+    routed(again, 2, 11)
+    found = again.build(FinishReason.STOP).experts
+    assert found is not None
+    assert found.ids()[:, 0, 0].tolist() == [1, 1, 1, 1, 1, 2, 2]

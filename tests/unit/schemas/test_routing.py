@@ -8,7 +8,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from flotilla.shared.schemas.routing import RoutedExperts, RoutingSizes, joined
+from flotilla.shared.schemas.routing import RoutedExperts, RoutedSpan, RoutingSizes, joined, laid_out, span_behind
 from flotilla.shared.schemas.trajectory import Group, Trajectory
 from flotilla.shared.streams.codec import decode_group, encode_body, encode_grades
 from flotilla.shared.streams.partials import within
@@ -114,7 +114,6 @@ def test_what_is_known_of_first_tokens_stays_and_the_rest_is_put_behind() -> Non
 
     found = joined(RoutedExperts.of(first, 8), RoutedExperts.of(more, 8))
 
-    assert found is not None
     assert found.ids().tolist() == [*first.tolist(), *more[3:].tolist()]
     assert found.part(1, 4).ids().tolist() == found.ids()[1:4].tolist()
     assert joined(found, RoutedExperts.of(first, 8)) is found
@@ -127,16 +126,20 @@ def test_what_is_known_of_first_tokens_stays_and_the_rest_is_put_behind() -> Non
 def test_another_prompt_begins_behind_a_token_that_nobody_read() -> None:
     known, more = RoutedExperts.of(some_ids(3), 8), RoutedExperts.of(some_ids(6, seed=1), 8)
 
-    found = joined(known, more.part(0, 2), 4)
-    longer = joined(found, more, 4)
+    behind = span_behind(3, more.part(0, 2), 4)
+    assert behind is not None
+    found = laid_out([RoutedSpan(0, 3, known), behind], 6)
+    rest = span_behind(6, more, 4)
+    assert rest is not None
+    longer = laid_out([RoutedSpan(0, 3, known), behind, rest], 10)
 
-    assert found is not None
-    assert longer is not None
     expected = [*some_ids(3).tolist(), some_ids(3)[2].tolist(), *some_ids(6, seed=1).tolist()]
     assert found.ids().tolist() == expected[:6]
     assert longer.ids().tolist() == expected
-    assert joined(known, more, 5) is None
-    assert joined(None, more, 4) is None
+    assert laid_out([RoutedSpan(0, 6, found), rest], 7).ids().tolist() == expected[:7]
+    assert span_behind(10, more, 4) == RoutedSpan(10, 10, more.part(6, 6))
+    assert span_behind(3, more, 5) is None
+    assert span_behind(0, more, 1) is None
     assert joined(None, more) is more
 
 

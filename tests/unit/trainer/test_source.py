@@ -1,10 +1,12 @@
 """Which groups reach a step, and how the others end."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from flotilla.services.trainer.data.group_metrics import Totals
@@ -14,6 +16,7 @@ from flotilla.shared.checkpoints.lineage import INITIAL, ROOT, VersionLine
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import Conflict
 from flotilla.shared.net.retry import retry
+from flotilla.shared.schemas.routing import Ids, RoutedExperts, RoutingSizes
 from flotilla.shared.schemas.sample_kinds import SampleKind
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
@@ -347,3 +350,25 @@ async def test_what_a_checkpoint_contains_is_resolved_though_the_server_is_absen
         await retry(lambda: source.on_durable(trained), waiting_for="the data plane")
 
     assert (await plane.ledger()).trained == 3
+
+
+async def test_records_of_experts_are_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    plane, readers, ids = MemoryDataPlane(), list[int](), RoutedExperts.ids
+
+    def watched(experts: RoutedExperts) -> Ids:
+        readers.append(threading.get_ident())
+        return ids(experts)
+
+    monkeypatch.setattr(RoutedExperts, "ids", watched)
+    [task] = await issue(plane, 0)
+    group = a_group((1.0, 0.0), task)
+    members = [
+        replace(each, experts=RoutedExperts.of(np.tile([[[0, 1]]], (each.token_ids.size - 1, 1, 1)), 4))
+        for each in group.trajectories
+    ]
+    async with a_source(plane, replace(STRICT, routing=RoutingSizes(1, 2, 4))) as source:
+        await answer(plane, replace(group, trajectories=tuple(members)))
+        assert await source.until(lambda ready: len(ready) == 1, wait_seconds=5)
+
+    assert len(readers) == len(members)
+    assert threading.get_ident() not in readers

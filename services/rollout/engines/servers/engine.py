@@ -329,8 +329,9 @@ class ServerEngine:
         try:
             reply = await connection.generate(body)
             facts = (reply, request, index, prefix, self._labels.version)
-            completion = completion_of(
-                self._dialect.sampled, *facts, vocab_size=model.vocab_size, routers=model.routers
+            # The experts of long answers take longer than health and leases may wait for the loop.
+            completion = await asyncio.to_thread(
+                completion_of, self._dialect.sampled, *facts, vocab_size=model.vocab_size, routers=model.routers
             )
         except Refused as error:
             raise (InvalidRequest if error.answered == 400 else Unavailable)(error.detail) from error

@@ -290,10 +290,11 @@ async def train(
     plane: MemoryDataPlane,
     gateway: YesGateway,
     make_fleet: type[ScriptedFleet] = ScriptedFleet,
+    **surroundings: Any,
 ) -> bool:
     """Train to the end beside a scripted fleet."""
     fleet = make_fleet(spec, plane, gateway)
-    async with a_session(spec, directory, plane, gateway) as (session, _), asyncio.timeout(240):
+    async with a_session(spec, directory, plane, gateway, **surroundings) as (session, _), asyncio.timeout(240):
         working = asyncio.create_task(fleet.run())
         training = asyncio.create_task(session.run())
         await asyncio.wait({working, training}, return_when=asyncio.FIRST_COMPLETED)

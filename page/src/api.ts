@@ -45,6 +45,8 @@ export const session = {
     return sessionStorage.getItem(KEY);
   },
   set token(value: string | null) {
+    // What an earlier token asked for is no answer to this one.
+    if (value !== session.token) early.clear();
     if (value === null) sessionStorage.removeItem(KEY);
     else sessionStorage.setItem(KEY, value);
   },
@@ -83,7 +85,8 @@ export function askEarly(path: string, query: Options["query"] = {}): void {
 }
 
 export async function call<T>(path: string, options: Options = {}): Promise<T> {
-  const headers: Record<string, string> = bearer(options.token ?? session.token);
+  const asking = options.token ?? session.token;
+  const headers: Record<string, string> = bearer(asking);
   let body: string | undefined;
   if (options.text !== undefined) {
     headers["Content-Type"] = "application/yaml";
@@ -93,7 +96,7 @@ export async function call<T>(path: string, options: Options = {}): Promise<T> {
     body = JSON.stringify(options.json);
   }
   const url = urlOf(path, options);
-  const isOwn = options.token === undefined || options.token === session.token;
+  const isOwn = asking === session.token;
   const asked = (options.method ?? "GET") === "GET" && isOwn ? early.get(url) : undefined;
   early.delete(url);
   let answer: Response;
@@ -113,7 +116,7 @@ export async function call<T>(path: string, options: Options = {}): Promise<T> {
   }
   if (answer.ok && document !== null) return document as T;
   const problem = (document ?? {}) as { code?: string; detail?: string; errors?: FieldError[] };
-  if (answer.status === 401 && options.token === undefined) session.onLost();
+  if (answer.status === 401 && options.token === undefined && asking === session.token) session.onLost();
   throw new Refused(answer.status, problem.code ?? "", problem.detail ?? `${answer.status} ${answer.statusText}`, problem.errors);
 }
 

@@ -180,6 +180,24 @@ def test_a_browser_shows_run_folders_over_each_other(runs: list[Path], tmp_path:
         assert browser.complaints() == []
 
 
+@needs_browser
+def test_answers_to_a_token_that_expired_do_not_end_the_login_behind_it(runs: list[Path], tmp_path: Path) -> None:
+    with page_of(*runs) as (url, token), open_browser(tmp_path) as browser:
+        browser.open(f"{url}/")
+        browser.wait("#token")
+        browser.script("sessionStorage.setItem('flotilla-token', 'expired'); location.reload()")
+        browser.wait("#token")
+        until(
+            lambda: browser.script("return sessionStorage.getItem('flotilla-token')") is None, 20, "the old one's end"
+        )
+
+        browser.type("#token", token)
+        browser.click("button", "Log in")
+
+        browser.wait(".experiment h2 a", "second")
+        assert browser.script("return sessionStorage.getItem('flotilla-token')") == token
+
+
 WIDTH, PHONE_WIDTH = 1280, 500
 """Chromium makes no narrower window."""
 VIEWS = {

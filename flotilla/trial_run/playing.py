@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from flotilla.importers.verl.tool_classes import needed_by
+from flotilla.importers.verl.tool_classes import name_in, needed_by
 from flotilla.shared.config.sections.episodes import (
     CodeInterpreterConfig,
     EnvironmentConfig,
@@ -96,6 +96,7 @@ def _call(tool: ToolConfig, made: Mapping[str, str], *, is_llama: bool) -> str:
     else:
         file, _, name = str(getattr(tool, "path", "")).rpartition(":")
         arguments = call_of(made.get(file) or _text(file), name)
+        name = name_in(file) or name
     if is_llama:
         return json.dumps({"name": name, "parameters": arguments})
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"

@@ -1,10 +1,14 @@
 """A tool class of the user's, by verl's protocol: a file beside the spec that makes it a function of ours."""
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any, Final
 
 CLASS: Final = re.compile(r"(?:[A-Za-z_]\w*\.)+[A-Za-z_]\w*")
+NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+"""Of a tool that a file is written for: the file and its function are named after it."""
+FILE: Final = re.compile(rf"flotilla_({NAME.pattern})_tool\.py")
 WITH_IMAGES: Final = ("ImageZoomInTool",)
 """Classes of verl's whose results are images."""
 TEXT: Final = '''"""Plays a tool class by verl's protocol. Written by `flotilla import verl`.
@@ -24,8 +28,8 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict
 
-CONFIG = {config!r}
-SCHEMA = {schema!r}
+CONFIG = json.loads({config!r})
+SCHEMA = json.loads({schema!r})
 
 
 class Schema(BaseModel):
@@ -101,7 +105,7 @@ def _made():
 TOOL = _made()
 
 
-async def {name}(*, row, **arguments):
+async def call_{name}(*, row, **arguments):
     instance = None
     try:
         instance, _ = await TOOL.create(create_kwargs=_given(row).get("create_kwargs") or {{}})
@@ -131,8 +135,33 @@ def _plain(value):
     return value if isinstance(value, dict) else {{}}
 
 
-{name}.schema = SCHEMA
+call_{name}.schema = SCHEMA
 '''
+
+
+def place_of(name: str) -> str:
+    """Name the file and the function in it that are a tool, as ``kind: python`` has it.
+
+    Neither is the tool's name itself: a module of the user's may be called ``NAME_tool``, and a tool ``class``.
+    """
+    return f"flotilla_{name}_tool.py:call_{name}"
+
+
+def name_in(file: str) -> str | None:
+    """Return the name of the tool that a file was written for; None of another file."""
+    found = FILE.fullmatch(file)
+    return found and found[1]
+
+
+def why_no_json(value: object, what: str) -> str | None:
+    """Say why something of a launch file cannot be written into a file of Python; None where it can."""
+    if not isinstance(value, Mapping):
+        return f"{what} is no mapping"
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"{what} is no JSON: {error}"
+    return None
 
 
 def needed_by(text: str) -> str | None:
@@ -146,10 +175,15 @@ def why_not(path: str, schema: object, name: str | None) -> str | None:
     kind = path.rpartition(".")[2]
     if not CLASS.fullmatch(path):
         return f"{path or 'what is no class'} is no class in a module, as package.module.Class"
+    if name is not None and path.partition(".")[0] == f"flotilla_{name}_tool":
+        return f"{path} is in a module of the name of the file that is written: give it another name"
     if kind in WITH_IMAGES:
         return f"{kind} answers with images, and results of tools are text here"
     if name is None or not isinstance(schema, Mapping):
-        return f"{kind} has no tool_schema with a function's name here, and the policy is shown nothing else: give it"
+        return (
+            f"{kind} has no tool_schema with a function's name here, of letters, digits and _, 64 at most, and the "
+            "policy is shown nothing else: give it"
+        )
     return None
 
 
@@ -158,9 +192,9 @@ def written(path: str, name: str, config: Mapping[str, Any], schema: Mapping[str
 
     Args:
         path: of the class, dotted.
-        name: of the function, and of the tool.
-        config: that the class is made with.
+        name: of the tool.
+        config: that the class is made with; both this and the schema are JSON, see ``why_no_json``.
         schema: that the policy is shown.
     """
     module, _, kind = path.rpartition(".")
-    return TEXT.format(module=module, kind=kind, name=name, config=dict(config), schema=dict(schema))
+    return TEXT.format(module=module, kind=kind, name=name, config=json.dumps(config), schema=json.dumps(schema))

@@ -1,5 +1,6 @@
 """verl's tools: its file of classes, read and made into tools of ours; a class of the user's is played by a file."""
 
+import json
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +33,7 @@ import re
 NUMBER = re.compile(r"-?[0-9][0-9.,]*")
 
 
-def {name}(answer: str = "", *, row: dict) -> str:
+def call_{name}(answer: str = "", *, row: dict) -> str:
     answer = answer if answer.startswith("#### ") else "#### " + answer
     numbers = [found.replace(",", "").rstrip(".") for found in NUMBER.findall(answer)]
     reward = 1.0 if numbers and numbers[-1] == str(truth_of(row)).replace(",", "") else 0.0
@@ -48,7 +49,7 @@ def truth_of(row: dict) -> object:
     return column["ground_truth"] if isinstance(column, dict) and "ground_truth" in column else row["label"]
 
 
-{name}.schema = {schema!r}
+call_{name}.schema = json.loads({schema!r})
 '''
 SEARCH: Final = '''"""verl's SearchTool: asks a service for passages. Written by `flotilla import verl`."""
 
@@ -63,7 +64,7 @@ SECONDS = {seconds}
 TRIES = 10
 
 
-def {name}(query_list: object = None) -> str:
+def call_{name}(query_list: object = None) -> str:
     if not query_list or not isinstance(query_list, list):
         return _said("Error: 'query_list' is missing, empty, or not a list in parameters.")
     found = _asked({{"queries": query_list, "topk": PASSAGES, "return_scores": True}}).get("result") or []
@@ -99,7 +100,7 @@ def _listed(passages: list) -> str:
     return made.strip()
 
 
-{name}.schema = {schema!r}
+call_{name}.schema = json.loads({schema!r})
 '''
 SCHEMA = {"type": "function", "function": {"name": "check", "parameters": {"type": "object", "properties": {}}}}
 WITH_TOOLS = {f"{TOOLS}.check": {"class_name": "verl.tools.gsm8k_tool.Gsm8kTool", "tool_schema": SCHEMA}}
@@ -167,7 +168,7 @@ def _name(tool: Mapping[str, Any]) -> str | None:
     schema = tool.get("tool_schema")
     function = schema.get("function") if isinstance(schema, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
-    return name if isinstance(name, str) and name.isidentifier() else None
+    return name if isinstance(name, str) and tool_classes.NAME.fullmatch(name) else None
 
 
 def episodes(source: Source) -> Fields:
@@ -218,26 +219,38 @@ def _refuse_turns(source: Source) -> None:
 
 
 def _tool(source: Source, spelling: str, tool: Any) -> Fields | None:
-    name = _name(tool) if isinstance(tool, Mapping) else None
-    kind = str(tool.get("class_name", "")).rpartition(".")[2] if isinstance(tool, Mapping) else ""
-    if kind in SANDBOXES:
-        config = tool.get("config") or {}
-        seconds = config.get("default_timeout") or CELL_SECONDS
-        function = (tool.get("tool_schema") or {}).get("function") or {}
-        made: Fields = {"kind": "code_interpreter", "name": name or "code_interpreter", "run_seconds": float(seconds)}
-        return made | ({"description": function["description"]} if function.get("description") else {})
-    if kind == "Gsm8kTool" and name is not None:
-        file = f"{name}_tool.py"
-        source.files[file] = GSM8K.format(name=name, schema=tool["tool_schema"])
-        return {"kind": "python", "path": f"{file}:{name}"}
-    if kind == "SearchTool" and name is not None:
-        return _search(source, spelling, name, tool)
-    return _of_class(source, spelling, name, tool)
-
-
-def _of_class(source: Source, spelling: str, name: str | None, tool: Any) -> Fields | None:
-    """Make a file that plays a class; nothing where it cannot be played."""
     described = tool if isinstance(tool, Mapping) else {}
+    name, kind = _name(described), str(described.get("class_name", "")).rpartition(".")[2]
+    config = {} if described.get("config") is None else described["config"]
+    schema = {} if described.get("tool_schema") is None else described["tool_schema"]
+    problem = tool_classes.why_no_json(config, "config") or tool_classes.why_no_json(schema, "tool_schema")
+    if problem is not None:
+        source.refuse_written(spelling, f"{problem}: give one of texts, finite numbers, lists and mappings")
+        return None
+    if kind in SANDBOXES:
+        seconds = (
+            number(f"{spelling}.config.default_timeout", config.get("default_timeout") or CELL_SECONDS) or CELL_SECONDS
+        )
+        function = schema.get("function")
+        description = function.get("description") if isinstance(function, Mapping) else None
+        made: Fields = {"kind": "code_interpreter", "name": name or "code_interpreter", "run_seconds": float(seconds)}
+        return made | ({"description": description} if description else {})
+    if kind == "Gsm8kTool" and name is not None:
+        return _written(source, name, GSM8K.format(name=name, schema=json.dumps(schema)))
+    if kind == "SearchTool" and name is not None:
+        return _search(source, spelling, name, config, schema)
+    return _of_class(source, spelling, name, described)
+
+
+def _written(source: Source, name: str, text: str) -> Fields:
+    """Put a file beside the spec, and make the tool that is its function."""
+    place = tool_classes.place_of(name)
+    source.files[place.partition(":")[0]] = text
+    return {"kind": "python", "path": place}
+
+
+def _of_class(source: Source, spelling: str, name: str | None, described: Mapping[str, Any]) -> Fields | None:
+    """Make a file that plays a class; nothing where it cannot be played."""
     path, schema = str(described.get("class_name", "")), described.get("tool_schema")
     problem = tool_classes.why_not(path, schema, name)
     if problem is not None or name is None or not isinstance(schema, Mapping):
@@ -245,26 +258,26 @@ def _of_class(source: Source, spelling: str, name: str | None, tool: Any) -> Fie
             spelling, f"{problem}; or a function, a URL or an MCP server with --set 'rollout.episodes.tools=[...]'"
         )
         return None
-    file = f"{name}_tool.py"
-    source.files[file] = tool_classes.written(path, name, described.get("config") or {}, schema)
+    made = _written(source, name, tool_classes.written(path, name, described.get("config") or {}, schema))
     source.note(
-        f"{path} is imported by {file} where rollouts run: put its module, or the package that it is in, beside the "
-        "spec, or install it there"
+        f"{path} is imported by {made['path'].partition(':')[0]} where rollouts run: put its module, or the package "
+        "that it is in, beside the spec, or install it there"
     )
-    return {"kind": "python", "path": f"{file}:{name}"}
+    return made
 
 
-def _search(source: Source, spelling: str, name: str, tool: Mapping[str, Any]) -> Fields | None:
-    config = tool.get("config") or {}
+def _search(
+    source: Source, spelling: str, name: str, config: Mapping[str, Any], schema: Mapping[str, Any]
+) -> Fields | None:
     url = config.get("retrieval_service_url")
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         source.refuse_written(spelling, "config.retrieval_service_url is the address of a service: give one")
         return None
-    source.files[f"{name}_tool.py"] = SEARCH.format(
+    text = SEARCH.format(
         name=name,
-        schema=tool["tool_schema"],
+        schema=json.dumps(schema),
         url=url,
         passages=integer(spelling, config.get("topk", 3)),
         seconds=float(number(spelling, config.get("timeout", 30)) or 30),
     )
-    return {"kind": "python", "path": f"{name}_tool.py:{name}"}
+    return _written(source, name, text)

@@ -1,5 +1,6 @@
 """verl's file of tools: known classes become tools of ours, others are refused by name."""
 
+import datetime
 import importlib.util
 import json
 import threading
@@ -52,16 +53,16 @@ def test_known_classes_become_tools_of_ours(tmp_path: Path) -> None:
     assert (episodes.max_turns, episodes.max_parallel_calls, episodes.max_result_characters) == (5, 2, 512)
     entries = {entry.name: entry.verdict for entry in found.report.entries}
     assert entries[f"{MULTI}.tool_config.check"] is Verdict.TRANSLATED
-    path = tmp_path / "check_tool.py"
-    path.write_text(found.files["check_tool.py"])
+    path = tmp_path / "flotilla_check_tool.py"
+    path.write_text(found.files["flotilla_check_tool.py"])
     made = importlib.util.spec_from_file_location("check_tool", path)
     assert made is not None and made.loader is not None
     module = importlib.util.module_from_spec(made)
     made.loader.exec_module(module)
     row = {"label": None, "reward_model": {"ground_truth": "1,234"}}
-    assert module.check("so 1234.", row=row) == "Current parsed answer='#### so 1234.' reward=1.0"
-    assert module.check("5", row={"label": "6"}).endswith("reward=0.0")
-    assert module.check.schema["function"]["name"] == "check"
+    assert module.call_check("so 1234.", row=row) == "Current parsed answer='#### so 1234.' reward=1.0"
+    assert module.call_check("5", row={"label": "6"}).endswith("reward=0.0")
+    assert module.call_check.schema["function"]["name"] == "check"
 
 
 @pytest.mark.parametrize("at", ["conf/tools.yaml", "../../conf/tools.yaml", "tools.yaml"])
@@ -103,7 +104,7 @@ def test_verls_own_files_need_not_lie_beside_the_script() -> None:
     assert found.spec is not None and isinstance(found.spec.rollout.episodes, ToolEpisodesConfig)
     assert (found.spec.rollout.episodes.max_turns, found.spec.rollout.episodes.format) == (2, "qwen")
     assert found.spec.data.shuffle is False
-    assert "http://127.0.0.1:8000/retrieve" in found.files["search_tool.py"]
+    assert "http://127.0.0.1:8000/retrieve" in found.files["flotilla_search_tool.py"]
 
 
 def test_a_users_file_of_that_name_wins_over_verls_own() -> None:
@@ -115,7 +116,7 @@ def test_a_users_file_of_that_name_wins_over_verls_own() -> None:
 
     given = read("verl", yaml.safe_dump(nested(values)), (), {}, source="launch.yaml", beside=files.get)
 
-    assert "check_tool.py" in build(SYSTEMS["verl"], given, rows=100_000).files
+    assert "flotilla_check_tool.py" in build(SYSTEMS["verl"], given, rows=100_000).files
 
 
 @pytest.mark.parametrize("module", ["recipe.transfer_queue.main_ppo", "examples.split_placement.main_ppo_split"])
@@ -141,15 +142,17 @@ def test_the_search_tool_asks_the_service_as_verls_does(tmp_path: Path) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Passages) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}/retrieve"
-        module = loaded(tmp_path, imported(tool("SearchTool", "search", retrieval_service_url=url)), "search_tool.py")
+        module = loaded(
+            tmp_path, imported(tool("SearchTool", "search", retrieval_service_url=url)), "flotilla_search_tool.py"
+        )
         module.time = types.SimpleNamespace(sleep=lambda seconds: None)
-        said = json.loads(module.search(["where", "what"]))
+        said = json.loads(module.call_search(["where", "what"]))
         server.shutdown()
 
     assert asked[-1] == {"queries": ["where", "what"], "topk": 3, "return_scores": True} and len(asked) == 2
     lake = "Doc 1 (Title: Lakes)\nSome are frozen."
     assert said == {"result": f"{lake}\n\nDoc 2{lake[5:]}\n---\n{lake}"}
-    assert "is missing" in module.search("where")
+    assert "is missing" in module.call_search("where")
 
 
 def loaded(folder: Path, found: Imported, name: str) -> Any:
@@ -207,7 +210,7 @@ async def test_a_users_class_is_played_in_the_process_of_tools(tmp_path: Path) -
     assert "beside the spec" in found.report.render()
     (tmp_path / "tools_of_mine").mkdir()
     (tmp_path / "tools_of_mine" / "calculator.py").write_text(CALCULATOR)
-    (tmp_path / "sum_up_tool.py").write_text(found.files["sum_up_tool.py"])
+    (tmp_path / "flotilla_sum_up_tool.py").write_text(found.files["flotilla_sum_up_tool.py"])
     (section,) = found.spec.rollout.episodes.tools
     process = CustomProcess(tools=[f"{tmp_path}/{section.model_dump()['path']}"])
     row = {"extra_info": {"tools_kwargs": {"sum_up": {"create_kwargs": {"start": 5}}}}}
@@ -222,3 +225,80 @@ async def test_a_users_class_is_played_in_the_process_of_tools(tmp_path: Path) -
     assert said[:2] == ["sum_up: 15, held 1", "sum_up: 25, held 1"]
     assert said[2].startswith("Error when executing tool: invalid literal")
     assert bare == "sum_up: 40, held 1"
+
+
+PLAIN = """
+from verl.tools.base_tool import BaseTool, ToolResponse
+
+
+class Plain(BaseTool):
+    async def execute(self, instance_id, parameters, **kwargs):
+        return ToolResponse(text=f"{self.name} {self.config} {parameters}"), 0.0, {}
+"""
+OWN_NAMES = ["json", "TOOL", "_plain", "isinstance", "class", "None", "sys", "BaseTool", "calc", "NUMBER", "str"]
+
+
+async def played(folder: Path, found: Imported, label: str) -> tuple[Any, str]:
+    """Load the one tool as a rollout does, and call it; gives the schema and the answer."""
+    assert found.may_run(), found.report.render()
+    assert found.spec is not None and isinstance(found.spec.rollout.episodes, ToolEpisodesConfig)
+    (section,) = found.spec.rollout.episodes.tools
+    for name, text in found.files.items():
+        (folder / name).write_text(text)
+    process = CustomProcess(tools=[f"{folder}/{section.model_dump()['path']}"])
+    try:
+        (schema,) = await process.start()
+        return schema, await process.ask("call", 0, [{"answer": "7"}, {"label": label}])
+    finally:
+        await process.aclose()
+
+
+@pytest.mark.parametrize("name", OWN_NAMES)
+async def test_a_tool_may_have_the_name_of_anything_in_the_file_that_plays_it(tmp_path: Path, name: str) -> None:
+    given = {**tool("Plain", name, few=[1.5, "{x}"], none=None, on=True), "class_name": f"{name}_tool.Plain"}
+    (tmp_path / f"{name}_tool.py").write_text(PLAIN)
+
+    schema, said = await played(tmp_path, imported(given), "7")
+
+    assert schema == given["tool_schema"]
+    assert said == f"{name} {given['config']} {{'answer': '7'}}"
+
+
+@pytest.mark.parametrize("name", ["json", "class", "truth_of"])
+async def test_a_known_tool_may_have_such_a_name_too(tmp_path: Path, name: str) -> None:
+    given = tool("Gsm8kTool", name)
+
+    schema, said = await played(tmp_path, imported(given), "7")
+
+    assert (schema, said) == (given["tool_schema"], "Current parsed answer='#### 7' reward=1.0")
+
+
+@pytest.mark.parametrize("kind", ["mine.Plain", "verl.tools.x.SandboxFusionTool", "verl.tools.x.SearchTool"])
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("foo", "config is no mapping"),
+        ([1], "config is no mapping"),
+        (5, "config is no mapping"),
+        ({"a": float("nan")}, "config is no JSON"),
+        ({"a": datetime.date(2026, 1, 1)}, "config is no JSON"),
+    ],
+)
+def test_a_configuration_that_cannot_be_written_down_is_refused_in_words(kind: str, config: Any, words: str) -> None:
+    given = {**tool("Plain", "calc"), "class_name": kind, "config": config}
+
+    found = imported(given)
+
+    assert words in {entry.name: entry.detail for entry in found.report.refused}[f"{MULTI}.tool_config.calc"]
+
+
+def test_a_schema_that_is_no_mapping_is_refused_in_words() -> None:
+    found = imported({"class_name": "x.SandboxFusionTool", "config": {}, "tool_schema": ["x"]})
+
+    assert "tool_schema is no mapping" in found.report.render()
+
+
+def test_a_class_in_a_module_of_the_written_files_name_is_refused() -> None:
+    found = imported({**tool("Plain", "calc"), "class_name": "flotilla_calc_tool.Plain"})
+
+    assert "give it another name" in found.report.render()

@@ -40,7 +40,8 @@ async def open_answering(
     loaded: Loaded,
     directory: Path,
     mailbox: Mailbox,
-    new_name: Callable[[], str],
+    experiment_id: str,
+    service_id: Callable[[], str],
     networks: Sequence[IPNetwork],
     sandboxes: Sandboxes | None,
 ) -> Answering:
@@ -51,7 +52,8 @@ async def open_answering(
         loaded: its engine and renderer.
         directory: of the experiment.
         mailbox: where late rewards of agents are left.
-        new_name: tells what episodes of this service are named after.
+        experiment_id: of the experiment.
+        service_id: what the gateway calls this service.
         networks: that are not public and may have tools.
         sandboxes: where tools run code.
 
@@ -63,7 +65,9 @@ async def open_answering(
     tally = SamplingTally(renderer.special_tokens())
     agents = None
     if spec.rollout.agents:
-        agents = AgentEpisodes(engine, ChatTemplate(renderer), spec, mailbox, new_name, tally)
+        agents = AgentEpisodes(
+            engine, ChatTemplate(renderer), spec, mailbox, lambda: f"{experiment_id}.{service_id()}", tally
+        )
     opened = await open_episodes(spec, engine, renderer, Turns.of(spec), tally, networks, sandboxes)
-    episodes = profiled(agents or opened.episodes, engine, directory, spec.tracking.profiler)
+    episodes = profiled(agents or opened.episodes, engine, directory, spec.tracking.profiler, service_id)
     return Answering(episodes, agents, tally, opened.close)

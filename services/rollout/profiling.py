@@ -1,6 +1,6 @@
 """Tells the engine which versions are profiled: those of the spec, then those that a person chose while it ran."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,18 @@ class ProfiledEpisodes:
         engine: theirs.
         directory: of the experiment.
         config: the spec's section.
+        service_id: what the gateway calls this service.
     """
 
-    def __init__(self, episodes: Episodes, engine: ProfilesSteps, directory: Path, config: ProfilerConfig) -> None:
+    def __init__(
+        self,
+        episodes: Episodes,
+        engine: ProfilesSteps,
+        directory: Path,
+        config: ProfilerConfig,
+        service_id: Callable[[], str],
+    ) -> None:
+        self._service_id = service_id
         self._episodes, self._engine = episodes, engine
         self._directory, self._config = directory / PROFILES, config
         self._told, self._newest = ProfilerConfig(), -1
@@ -51,7 +60,8 @@ class ProfiledEpisodes:
         self._told = config
         # An engine that has died says so to those who wait for it.
         with suppress(FlotillaError):
-            self._engine.profile(self._directory, frozenset(config.engine_versions), config.engine_steps)
+            versions = frozenset(config.engine_versions)
+            self._engine.profile(self._directory, versions, config.engine_steps, self._service_id())
 
 
 def with_changes(config: ProfilerConfig, settings: Mapping[str, Any]) -> ProfilerConfig:
@@ -60,6 +70,10 @@ def with_changes(config: ProfilerConfig, settings: Mapping[str, Any]) -> Profile
     return ProfilerConfig.model_validate(config.model_dump() | changed) if changed else config
 
 
-def profiled(episodes: Episodes, engine: Engine, directory: Path, config: ProfilerConfig) -> Episodes:
+def profiled(
+    episodes: Episodes, engine: Engine, directory: Path, config: ProfilerConfig, service_id: Callable[[], str]
+) -> Episodes:
     """Let an engine follow what is profiled, where it can."""
-    return ProfiledEpisodes(episodes, engine, directory, config) if isinstance(engine, ProfilesSteps) else episodes
+    if not isinstance(engine, ProfilesSteps):
+        return episodes
+    return ProfiledEpisodes(episodes, engine, directory, config, service_id)

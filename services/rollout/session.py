@@ -115,7 +115,8 @@ class SessionOpener:
             loaded,
             directory,
             self.tasks.mailbox(experiment_id),
-            lambda: f"{experiment_id}.{self.service_id()}",
+            experiment_id,
+            self.service_id,
             self.places.networks,
             None if self.sandboxes is None else self.sandboxes(experiment_id),
         )

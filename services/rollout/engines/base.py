@@ -249,13 +249,14 @@ class DiscardsWeights(Protocol):
 class ProfilesSteps(Protocol):
     """An engine that can record its own operations, beside what ``Engine`` has."""
 
-    def profile(self, directory: Path, versions: frozenset[int], num_steps: int) -> None:
+    def profile(self, directory: Path, versions: frozenset[int], num_steps: int, service_id: str) -> None:
         """Record its next steps under each of some versions, once; takes the place of what was asked for before.
 
         Args:
             directory: where a Chrome trace of each is written.
             versions: policy versions.
             num_steps: steps that a trace has, fewer where the version ends before.
+            service_id: of the rollout, in the traces' names.
 
         Raises:
             WorkerDied: the engine's process ended.

@@ -21,5 +21,5 @@ class ProfilerConfig(Config):
     """Ranks of the trainer that record them. Null: all."""
     engine_versions: tuple[Number, ...] = Field((), max_length=64)
     """Policy versions under which each rollout records its first steps; the embedded engine alone does."""
-    engine_steps: int = Field(32, ge=1, le=1024)
+    engine_steps: int = Field(32, ge=1, le=128)
     """Steps of the engine that such a file has: each gives every running sample one token."""

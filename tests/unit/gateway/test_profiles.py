@@ -1,5 +1,6 @@
 """Traces of the profiler are listed and sent by their names, and nothing else that lies beside them."""
 
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ async def test_whole_traces_alone_are_listed_and_sent(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret")
     await add_experiment(gateway, E, directory=str(directory))
     folder = directory / PROFILES
-    names = [engine_trace(3, 77), trainer_trace(4, 0)]
+    names = [engine_trace(3, 77, "rollout-1f2e3d4c"), trainer_trace(4, 0)]
     for name in names:
         write_trace(folder, name, write_nothing)
     (folder / f".{trainer_trace(5, 0)}").write_text("{")
@@ -46,5 +47,5 @@ async def test_whole_traces_alone_are_listed_and_sent(tmp_path: Path) -> None:
         refused = [await get(f"{PATH}/{name}") for name in (trainer_trace(6, 0), "notes.txt", "..%2F..%2Ftoken")]
 
     assert [each["name"] for each in listed] == names
-    assert sent.status_code == 200 and sent.text == "{}"
+    assert sent.status_code == 200 and gzip.decompress(sent.content) == b"{}"
     assert [each.status_code for each in refused] == [404, 404, 404]

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import logging
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -96,17 +98,25 @@ def test_an_engine_goes_on_without_a_profile_and_tries_it_once(
     tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     profiler, steps = EngineProfiler(), list[int]()
-    profiler.choose(tmp_path, frozenset({4, 5}), 2)
+    profiler.choose(tmp_path, frozenset({4, 5}), 2, "rollout-a")
+
+    def warned() -> list[logging.LogRecord]:
+        return [record for record in caplog.records if record.levelname == "WARNING"]
+
     with monkeypatch.context() as patched:
         patched.setattr(torch.profiler.profile, broken, breaks)
         for _ in range(4):
             with profiler.step(4):
                 steps.append(4)
-    warned = [record for record in caplog.records if record.levelname == "WARNING"]
+        # Traces are written on another thread.
+        end = time.monotonic() + 20
+        while not warned() and time.monotonic() < end:
+            time.sleep(0.005)
     for _ in range(2):
         with profiler.step(5):
             steps.append(5)
+    profiler.close()
 
     assert steps == [4] * 4 + [5] * 2
-    assert len(warned) == 1 and "the profiler is in use" in str(vars(warned[0])["error"])
+    assert len(warned()) == 1 and "the profiler is in use" in str(vars(warned()[0])["error"])
     assert [path.name.partition("-process")[0] for path in tmp_path.iterdir()] == ["engine-version00000005"]

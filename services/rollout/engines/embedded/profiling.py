@@ -2,9 +2,11 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -15,19 +17,24 @@ log = logging.getLogger(__name__)
 
 
 class EngineProfiler:
-    """Records a window of steps of each chosen version, once; used by the thread that computes alone."""
+    """Records a window of steps of each chosen version, once; used by the thread that computes alone.
+
+    Traces are written one after the other on another thread, while the engine goes on.
+    """
 
     def __init__(self) -> None:
-        self._directory = Path()
+        self._directory, self._service_id = Path(), ""
         self._versions: frozenset[int] = frozenset()
         self._num_steps = 0
         self._done: set[int] = set()
         self._recorded: profile | None = None
         self._version, self._left = 0, 0
+        self._writer = ThreadPoolExecutor(1, "profile")
 
-    def choose(self, directory: Path, versions: frozenset[int], num_steps: int) -> None:
+    def choose(self, directory: Path, versions: frozenset[int], num_steps: int, service_id: str) -> None:
         """Record so many steps of each of these versions from now on; one that was recorded is not again."""
         self._directory, self._versions, self._num_steps = directory, versions, num_steps
+        self._service_id = service_id
 
     @contextmanager
     def step(self, version: int) -> Iterator[None]:
@@ -64,16 +71,29 @@ class EngineProfiler:
         self._recorded = recorded
 
     def finish(self) -> None:
-        """Write what was recorded, if something was; an error of the profiler, or of writing, is logged, no more."""
+        """End what is recorded, if something is, and have it written; an error of the profiler is logged, no more."""
         recorded, self._recorded = self._recorded, None
         if recorded is None:
             return
         facts = {"version": self._version, "steps": self._num_steps - max(0, self._left)}
         try:
             recorded.stop()
-            name = engine_trace(self._version, os.getpid())
-            path = write_trace(self._directory, name, recorded.export_chrome_trace)
         except Exception as error:
             log.warning("a profile could not be written", extra=facts | {"error": repr(error)})
         else:
-            log.info("the engine was profiled", extra=facts | {"path": str(path)})
+            name = engine_trace(self._version, os.getpid(), self._service_id)
+            self._writer.submit(_write, recorded, self._directory, name, facts)
+
+    def close(self) -> None:
+        """End what is recorded, and wait until all is written; nothing is recorded after."""
+        self.finish()
+        self._writer.shutdown()
+
+
+def _write(recorded: profile, directory: Path, name: str, facts: Mapping[str, Any]) -> None:
+    try:
+        path = write_trace(directory, name, recorded.export_chrome_trace)
+    except Exception as error:
+        log.warning("a profile could not be written", extra={**facts, "error": repr(error)})
+    else:
+        log.info("the engine was profiled", extra={**facts, "path": str(path)})

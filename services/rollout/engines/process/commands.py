@@ -120,6 +120,7 @@ class Profile:
     directory: Path
     versions: frozenset[int]
     num_steps: int
+    service_id: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class EngineDriver:
             for outcome in outcomes:
                 self._report(outcome)
             if is_closing:
-                self._profiler.finish()
+                self._profiler.close()
                 return
 
     def _use_cores(self) -> None:
@@ -148,8 +148,8 @@ class EngineDriver:
                     self._reply(call, error)
                 else:
                     self._reply(call, None)
-            case Profile(directory, versions, num_steps):
-                self._profiler.choose(directory, versions, num_steps)
+            case Profile(directory, versions, num_steps, service_id):
+                self._profiler.choose(directory, versions, num_steps, service_id)
             case Abort(request_id):
                 self._engine.abort(request_id)
             case Cancel(call):

@@ -94,9 +94,9 @@ class RemoteEngine(ABC):
         await self.ask(UpdateWeights(next(self._numbers), image, version, on_update, digest))
         return True
 
-    def profile(self, directory: Path, versions: frozenset[int], num_steps: int) -> None:
+    def profile(self, directory: Path, versions: frozenset[int], num_steps: int, service_id: str) -> None:
         """Record the first steps under each of some versions; see ``ProfilesSteps.profile``."""
-        self.post(Profile(directory, versions, num_steps))
+        self.post(Profile(directory, versions, num_steps, service_id))
 
     async def sleep(self) -> None:
         """Free weights and cache; see ``Engine.sleep``.

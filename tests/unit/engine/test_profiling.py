@@ -1,0 +1,67 @@
+"""What the engine records is written beside its steps, under a name of its own."""
+
+import gzip
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from flotilla.services.rollout.engines.embedded import profiling
+from flotilla.services.rollout.engines.embedded.profiling import EngineProfiler
+from flotilla.shared.config.sections.profiler import ProfilerConfig
+
+
+def step(profiler: EngineProfiler, version: int) -> None:
+    with profiler.step(version):
+        torch.ones(4, 4) @ torch.ones(4, 4)
+
+
+def test_the_engine_goes_on_while_a_trace_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_write, writers = threading.Event(), []
+    write_trace = profiling.write_trace
+
+    def held(*arguments: Any) -> Path:
+        writers.append(threading.current_thread())
+        assert may_write.wait(20)
+        return write_trace(*arguments)
+
+    monkeypatch.setattr(profiling, "write_trace", held)
+    profiler = EngineProfiler()
+    profiler.choose(tmp_path, frozenset({1, 2}), 2, "rollout-a")
+    timer = threading.Timer(10, may_write.set)
+    timer.start()
+    for version in (1, 1, 1, 2, 2, 2):
+        step(profiler, version)
+    is_held = not may_write.is_set() and not list(tmp_path.iterdir())
+    may_write.set()
+    timer.cancel()
+    profiler.close()
+
+    assert is_held
+    assert threading.current_thread() not in writers
+    found = sorted(tmp_path.iterdir())
+    assert [path.name.split("-process")[0] for path in found] == ["engine-version00000001", "engine-version00000002"]
+    for version, path in enumerate(found, 1):
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        steps = [each["name"] for each in events if each.get("cat") == "user_annotation"]
+        assert steps == [f"engine step, version {version}"] * 2
+
+
+def test_processes_of_one_number_in_two_services_write_two_traces(tmp_path: Path) -> None:
+    for service_id in ("rollout-a", "rollout-b"):
+        profiler = EngineProfiler()
+        profiler.choose(tmp_path, frozenset({0}), 1, service_id)
+        step(profiler, 0)
+        profiler.close()
+
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_window_is_bounded() -> None:
+    assert ProfilerConfig(engine_steps=128).engine_steps == 128
+    with pytest.raises(ValidationError, match="128"):
+        ProfilerConfig(engine_steps=129)

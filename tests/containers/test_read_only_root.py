@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.fleet import make_experiment
+from tests.fleet import ROOT, make_experiment
 
 RUN_SECONDS = 280.0
 
@@ -30,7 +30,9 @@ def inside(data: Path, *command: str) -> "subprocess.CompletedProcess[str]":
         "--proc",
         "/proc",
     ]
-    places = ["--tmpfs", "/tmp", "--tmpfs", "/dev/shm", "--bind", str(data), "/tmp/data"]
+    # The checkout and its interpreter may lie below /tmp.
+    places = ["--tmpfs", "/tmp", "--tmpfs", "/dev/shm", "--ro-bind", str(ROOT), str(ROOT)]
+    places += ["--bind", str(data), "/tmp/data"]
     variables = {"HOME": "/home/nobody", "XDG_CACHE_HOME": "/tmp/cache", "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
         ["bwrap", "--die-with-parent", *walls, *places, "--chdir", "/tmp/data", *command],

@@ -4,6 +4,7 @@ What a system would feed by itself is left out: a tracker does not change what i
 packages where the gateway runs.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,10 +12,16 @@ from flotilla.importers.source import Source
 
 KINDS: Mapping[str, str | None] = {
     "wandb": "wandb", "mlflow": "mlflow", "tensorboard": "tensorboard", "file": "jsonl", "trackio": "trackio",
+    "swanlab": "swanlab",
     "console": None, "stdout": None,
 }  # fmt: skip
 """What a name means here; None: flotilla watch shows it."""
-KEY = "the account's key is not part of a spec: set WANDB_API_KEY where the gateway runs"
+KEY = "the account's key is not part of a spec: set WANDB_API_KEY, or SWANLAB_API_KEY, where the gateway runs"
+
+
+def swanlab_project(name: str) -> str:
+    """Replace what SwanLab refuses in a project's name."""
+    return re.sub(r"[^0-9a-zA-Z_\-+.]", "_", name)[:100]
 
 
 def chosen(source: Source, parameter: str, written: Sequence[str], **options: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ VOLATILE_REDIS = "FLOTILLA_ALLOW_VOLATILE_REDIS"
 ENGINE_PYTHONS: Mapping[str, str] = {"sglang": "FLOTILLA_SGLANG_PYTHON", "vllm": "FLOTILLA_VLLM_PYTHON"}
 """Variables that name the interpreters of engines in environments of their own, by ``rollout.engine.kind``."""
 DEFAULT_GATEWAY = "http://127.0.0.1:8470"
-OF_LIBRARIES = ("HF_TOKEN", "WANDB_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+OF_LIBRARIES = ("HF_TOKEN", "WANDB_API_KEY", "SWANLAB_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 """Secrets that libraries read from the environment by themselves."""
 PORTS = "FLOTILLA_PORTS"
 HIGHEST_PORT = 65_535

@@ -67,7 +67,6 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         "flotilla/cli/fleet.py:LocalFleet._divide_devices": 1,
         "flotilla/cli/fleet.py:LocalFleet.info": 1,
         "flotilla/connection.py:FleetInfo.read": 1,
-        "flotilla/importers/verl/rules.py:tracking": 1,
         "services/gateway/datasets/locations.py:_hub_files": 1,
         "services/gateway/evaluation/evaluator.py:Evaluator.evaluate": 1,
         "services/gateway/feeder/feeder.py:Feeder.feed": 2,

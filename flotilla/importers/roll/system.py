@@ -18,7 +18,7 @@ from flotilla.importers.roll.placement import placement, shares_of_the_batch
 from flotilla.importers.roll.rows import TRAIN, VALIDATION
 from flotilla.importers.source import Given, Source
 from flotilla.importers.system import System, make_system
-from flotilla.importers.trackers import chosen
+from flotilla.importers.trackers import chosen, swanlab_project
 from flotilla.importers.values import number
 from flotilla.shared.config.sections.data import PLACE, is_data_file
 
@@ -278,8 +278,9 @@ def tracking(source: Source) -> Fields:
     options: dict[str, dict[str, Any]] = {}
     if "tensorboard" in written:
         options["tensorboard"] = {"directory": source.value("tracker_kwargs.log_dir")}
-    if "wandb" in written:
-        options["wandb"] = {"project": source.required("tracker_kwargs.project")}
+    if {"wandb", "swanlab"} & set(written):
+        project = source.required("tracker_kwargs.project")
+        options |= {"wandb": {"project": project}, "swanlab": {"project": swanlab_project(project)}}
     return chosen(source, "track_with", written, **options)
 
 

@@ -87,7 +87,7 @@ ROWS: tuple[Parameter, ...] = (
     translated("save_total_limit", "checkpoint.keep", count, "newest checkpoints that are kept", example=7,
                default=None, context={}),
     translated("save_only_model", "checkpoint.contents", flag, "the weights alone", example=True, default=False),
-    translated("report_to", "tracking.trackers", names, "wandb, tensorboard, mlflow and trackio; others are "
+    translated("report_to", "tracking.trackers", names, "wandb, tensorboard, mlflow, trackio and swanlab; others are "
                "unsupported",
                example="tensorboard", default="none"),
     translated("eval_strategy", "evaluation", text, "steps, or epoch with --rows; no: none", example="no",

@@ -24,7 +24,7 @@ SCHEDULES: Final = {
     "constant_with_warmup": ("constant", None), "cosine_with_min_lr": ("cosine", None),
     "cosine_with_restarts": ("cosine", 0.0),
 }  # fmt: skip
-FED: Final = frozenset({"wandb", "tensorboard", "mlflow", "trackio"})
+FED: Final = frozenset({"wandb", "tensorboard", "mlflow", "trackio", "swanlab"})
 STEPS: Final = (
     "optimisation.steps: num_train_epochs counts passes over the rows: give --rows N, their number, or max_steps"
 )
@@ -200,7 +200,7 @@ def tracking(source: Source) -> Fields:
     others = [each for each in written if each not in FED]
     if others:
         source.put_aside(source.given["report_to"].spelling, f"{', '.join(others)} is not fed: use wandb, tensorboard, "
-                         "mlflow or trackio")  # fmt: skip
+                         "mlflow, trackio or swanlab")  # fmt: skip
     return chosen(source, "report_to", [each for each in written if each in FED])
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from flotilla.importers.parameter import UNSET
 from flotilla.importers.precision import DTYPES, HALF, dtype_of
 from flotilla.importers.source import Source
-from flotilla.importers.trackers import chosen
+from flotilla.importers.trackers import chosen, swanlab_project
 from flotilla.importers.values import integer, same
 from flotilla.importers.verl.actor import ACTOR, COMPUTED_IN, MEGATRON, OPTIM
 from flotilla.importers.verl.data import ROLLOUT_NAME
@@ -374,7 +374,8 @@ def tracking(source: Source) -> Fields:
         return {}
     written = source.value("trainer.logger") or []
     options: dict[str, dict[str, str]] = {}
-    if {"wandb", "mlflow", "trackio"} & set(written):
+    if {"wandb", "mlflow", "trackio", "swanlab"} & set(written):
         project = source.required("trainer.project_name")
-        options = {"wandb": {"project": project}, "mlflow": {"experiment": project}, "trackio": {"project": project}}
+        options = {kind: {"project": project} for kind in ("wandb", "trackio")}
+        options |= {"mlflow": {"experiment": project}, "swanlab": {"project": swanlab_project(project)}}
     return chosen(source, "trainer.logger", written, **options)

@@ -49,10 +49,11 @@ TRAINER_ROWS: tuple[Parameter, ...] = (
                "cuda is cuda:0; where it is silent, and at npu, our own default: GPUs where there are some",
                example="cuda"),
     translated("trainer.logger", "tracking.trackers", texts,
-               "wandb, mlflow, tensorboard, trackio; file is jsonl, console is flotilla watch; where it is silent, "
-               "none is fed",
+               "wandb, mlflow, tensorboard, trackio, swanlab; file is jsonl, console is flotilla watch; where it is "
+               "silent, none is fed",
                example=["console", "tensorboard"]),
-    translated("trainer.project_name", "tracking.trackers", text, "project of wandb and trackio, experiment of mlflow",
+    translated("trainer.project_name", "tracking.trackers", text,
+               "project of wandb, trackio and swanlab, experiment of mlflow",
                example="another", default="verl_examples", context={"trainer.logger": ["wandb"]}),
     translated("trainer.val_only", "job.kind", flag, "true is an evaluation: the held-out problems are answered and "
                "graded once", example=True, default=False),

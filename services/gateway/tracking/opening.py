@@ -5,12 +5,14 @@ import importlib.util
 from flotilla.services.gateway.tracking.base import TrackedRun, Tracker
 from flotilla.services.gateway.tracking.jsonl import JsonlTracker
 from flotilla.services.gateway.tracking.mlflow import MlflowTracker
+from flotilla.services.gateway.tracking.swanlab import SwanlabTracker
 from flotilla.services.gateway.tracking.tensorboard import TensorboardTracker
 from flotilla.services.gateway.tracking.trackio import TrackioTracker
 from flotilla.services.gateway.tracking.wandb import WandbTracker
 from flotilla.shared.config.sections.tracking import (
     JsonlTrackerConfig,
     MlflowTrackerConfig,
+    SwanlabTrackerConfig,
     TensorboardTrackerConfig,
     TrackerConfig,
     TrackioTrackerConfig,
@@ -18,7 +20,7 @@ from flotilla.shared.config.sections.tracking import (
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec, Scalar
 
-PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
+PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio", "swanlab": "swanlab"}
 """What is imported, by kind; our extra has the kind's name."""
 
 
@@ -32,6 +34,8 @@ def open_tracker(config: TrackerConfig, run: TrackedRun) -> Tracker:
         return MlflowTracker(config, run)
     if isinstance(config, TrackioTrackerConfig):
         return TrackioTracker(config, run)
+    if isinstance(config, SwanlabTrackerConfig):
+        return SwanlabTracker(config, run)
     return WandbTracker(config, run)
 
 

@@ -84,8 +84,31 @@ class TrackioTrackerConfig(Config):
     keeps the run where the gateway runs, in its TRACKIO_DIR: `trackio show` there."""
 
 
+class SwanlabTrackerConfig(Config):
+    """SwanLab; needs ``flotilla[swanlab]`` where the gateway runs, and its SWANLAB_API_KEY unless offline.
+
+    A training step is the run's step. Where a trainer repeats a step after a crash, SwanLab keeps the first value.
+    """
+
+    kind: Literal["swanlab"] = "swanlab"
+    project: str = Field("flotilla", max_length=100, pattern=r"^[0-9a-zA-Z_\-+.]+$")
+    """Project that the run is shown in; the run has the experiment's id."""
+    workspace: str | None = Field(None, max_length=25, pattern=r"^[0-9a-zA-Z_\-]+$")
+    """User or organisation; null for the key's own."""
+    group: str | None = Field(None, min_length=1, max_length=512)
+    """Runs of one group are shown together; null for none."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: written below the experiment's directory, for ``swanlab sync DIRECTORY`` of each of the run's
+    directories: one for each time that a gateway began. The gateway's SWANLAB_API_HOST names a server of your own."""
+
+
 TrackerConfig = Annotated[
-    JsonlTrackerConfig | TensorboardTrackerConfig | WandbTrackerConfig | MlflowTrackerConfig | TrackioTrackerConfig,
+    JsonlTrackerConfig
+    | TensorboardTrackerConfig
+    | WandbTrackerConfig
+    | MlflowTrackerConfig
+    | TrackioTrackerConfig
+    | SwanlabTrackerConfig,
     Field(discriminator="kind"),
 ]
 """One tracker, chosen by ``kind``."""

@@ -11,17 +11,20 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
+from flotilla.services.gateway.tracking import swanlab
 from flotilla.services.gateway.tracking.base import Record, TrackedRun, Tracker
 from flotilla.services.gateway.tracking.exporter import TrackerThread
 from flotilla.services.gateway.tracking.opening import PACKAGES, open_tracker
 from flotilla.services.gateway.tracking.tensorboard import crc32c
 from flotilla.shared.config.sections.tracking import TrackerConfig
+from flotilla.shared.errors import DeadlineExceeded, FlotillaError, Unavailable
 
 CONFIGS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "jsonl": lambda folder: {},
     "tensorboard": lambda folder: {},
     "wandb": lambda folder: {"mode": "offline"},
     "trackio": lambda folder: {"project": "flotilla"},
+    "swanlab": lambda folder: {"mode": "offline"},
     "mlflow": lambda folder: {"tracking_uri": f"sqlite:///{folder}/mlflow.db"},
 }
 
@@ -160,6 +163,143 @@ def test_the_cursor_of_trackio_is_read_and_written_through_nothing_that_a_traine
         opened("trackio", run)
 
     assert [(each.name, each.read_text()) for each in (other / "trackio").iterdir()] == [("cursor", "7")]
+
+
+SWANLAB = """
+import json, os, sys, threading
+
+FILE = os.environ["SWANLAB_FILE"]
+
+
+class Callback: ...
+
+
+def Settings(**given):
+    return given
+
+
+class Record:
+    def __init__(self, key):
+        self.key = key
+
+
+class Store:
+    def ensure_flushed(self):
+        told("flush")
+
+
+class Run:
+    def __init__(self, callback):
+        self._callback, self._ctx, self.core, self._store = callback, self, self, Store()
+
+    def log(self, values, step):
+        told("log", step, values)
+        if "lost" not in values:
+            threading.Timer(0.05, self._callback.on_scalar_flush, [[Record(key) for key in values]]).start()
+
+    def finish(self):
+        told("finish")
+
+
+def told(*what):
+    with open(FILE, "a") as file:
+        file.write(json.dumps(what) + chr(10))
+
+
+def init(*, callbacks, settings, config, **given):
+    if given["project"] == "refused":
+        raise RuntimeError("no API key was provided")
+    assert not settings["interactive"] and config["name"] == "tiny" and given["resume"] == "allow"
+    told("init", given["id"], given["mode"])
+    return Run(callbacks[0])
+"""
+"""What of SwanLab counts here: its thread takes what is logged a little later, and tells who asked to be told."""
+
+
+def killed(tracker: Any) -> None:
+    tracker._process.child.process.kill()
+    tracker._loop.run(tracker._process.aclose())
+    tracker._loop.close()
+
+
+@pytest.fixture
+def swanlab_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[Any]]]:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "swanlab.py").write_text(SWANLAB)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "package"), prepend=os.pathsep)
+    monkeypatch.setenv("SWANLAB_FILE", str(tmp_path / "told.jsonl"))
+    return lambda: [json.loads(line) for line in (tmp_path / "told.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("mode", "cursor"), [("offline", 4), ("online", 0)])
+def test_a_run_of_swanlab_goes_on_after_its_file_or_sends_again_what_was_not_closed(
+    tmp_path: Path, swanlab_told: Callable[[], list[list[Any]]], mode: str, cursor: int
+) -> None:
+    first = opened("swanlab", tmp_path, mode=mode)
+    first.write([a_record(2, 1, loss=1.0), a_record(4, 2, loss=0.5)])
+    assert first.cursor() == 4
+    killed(first)  # as its gateway's end would have it
+
+    again = opened("swanlab", tmp_path, mode=mode)
+    assert again.cursor() == cursor
+    again.write([a_record(6, 3, loss=0.2)])
+    again.close()
+    closed = opened("swanlab", tmp_path, mode=mode)
+    assert closed.cursor() == 6
+    closed.close()
+
+    assert swanlab_told()[:4] == [
+        ["init", "tiny-1", mode],
+        ["log", 1, {"loss": 1.0, "version": 1}],
+        ["log", 2, {"loss": 0.5, "version": 2}],
+        ["flush"],
+    ]
+
+
+@pytest.mark.usefixtures("swanlab_told")
+def test_what_swanlab_does_not_take_is_an_error_and_no_cursor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swanlab, "WRITE_SECONDS", 0.5)
+    tracker = opened("swanlab", tmp_path)
+    with pytest.raises(DeadlineExceeded):
+        tracker.write([a_record(2, 1, lost=1.0)])
+    assert tracker.cursor() == 0
+    with pytest.raises(FlotillaError):
+        tracker.close()
+    with pytest.raises(Unavailable, match="no API key was provided"):
+        opened("swanlab", tmp_path, project="refused")
+
+
+def test_swanlab_s_folder_is_no_link_that_a_trainer_laid_out(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "own" / "swanlab").symlink_to(tmp_path / "other")
+
+    with pytest.raises(OSError, match="is a link"):
+        opened("swanlab", tmp_path / "own")
+
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+def test_the_file_of_swanlab_s_own_client_has_what_was_written_though_its_process_is_killed(tmp_path: Path) -> None:
+    pytest.importorskip("swanlab")
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record as Stored
+    from swanlab.sdk.internal.core_python.store import DataStoreReader
+
+    tracker = opened("swanlab", tmp_path)
+    tracker.write([a_record(2, 1, loss=1.0), a_record(4, 2, loss=0.5, **{"pass@4": 0.25}), a_record(6, 2, loss=9.0)])
+    killed(tracker)
+
+    (path,) = tmp_path.glob("swanlab/*/run-*.swanlab")
+    reader = DataStoreReader()
+    reader.open(path)
+    stored = [Stored.FromString(each) for each in reader]
+    reader.close()
+    scalars = [(each.scalar.key, each.scalar.step, each.scalar.value.number) for each in stored if each.scalar.key]
+    assert [each for each in scalars if each[0] != "version"] == [
+        ("loss", 1, 1.0),
+        ("loss", 2, 0.5),
+        ("pass@4", 2, 0.25),
+    ]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -24,8 +24,9 @@ CHECKPOINT_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 Known = TypeVar("Known", bound=BaseModel)
 Row = dict[str, JsonValue]
 """Of any table: its columns by name."""
-OWN: Final = frozenset({tables.last_transaction.name, tables.services.name})
-"""What belongs to one fleet and is not taken to another: its services register with the gateway that they have."""
+OWN: Final = frozenset({tables.last_transaction.name, tables.services.name, tables.webhook_deliveries.name})
+"""What belongs to one fleet and is not taken to another: its services register with the gateway that they have, and
+it sends itself what waits for its web hooks."""
 RIGHTS: Final = frozenset({tables.tokens.name, tables.idempotency.name})
 """What lets somebody in, or is answered in the gateway's name: rows of somebody else's backup would be believed."""
 ExperimentId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")]

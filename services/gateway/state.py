@@ -63,6 +63,7 @@ class GatewayState(GatewayParts):
 
     async def load(self) -> None:
         """Load what the store remembers of an earlier process."""
+        await self.events.webhooks.load()
         await self.repository.load()
         await self.commands.load()
         await self.registry.load()

@@ -34,7 +34,7 @@ class EventLog:
     ) -> None:
         self._store = store
         self._clock = clock
-        self.webhooks: Final = Webhooks(hooks, networks, clock)
+        self.webhooks: Final = Webhooks(hooks, networks, store, clock)
         self._followers: dict[str, set[asyncio.Event]] = {}
 
     async def append(self, experiment_id: str, kind: str, **data: Any) -> None:
@@ -49,11 +49,11 @@ class EventLog:
         def follow() -> None:
             extra = {"experiment_id": experiment_id, "event": kind, **{f"event_{k}": v for k, v in facts.items()}}
             log.info("event", extra=extra)
-            self.webhooks.put(experiment_id, kind, at, facts)
             self.wake(experiment_id)
 
         at = self._clock.now()
         change.write(AppendEvent(experiment_id, kind, at, facts))
+        self.webhooks.stage(change, experiment_id, kind, at, facts)
         change.then(follow)
 
     def wake(self, experiment_id: str) -> None:

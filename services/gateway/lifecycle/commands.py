@@ -337,12 +337,17 @@ class ExperimentCommands:
             await experiment.evaluation.remove()
             async with self._repository.transaction() as change:
                 after_action(experiment.state, Action.DELETE)
-                self._repository.stage_removal(change, experiment.id)
+                self.stage_removal(change, experiment.id)
                 before = experiment.state.value
                 self._repository.stage_audit(change, experiment.id, Action.DELETE.value, before=before)
                 change.then(lambda: self._events.wake(experiment.id))
         finally:
             self._leaving.discard(experiment.id)
+
+    def stage_removal(self, change: Transaction, experiment_id: str) -> None:
+        """Forget an experiment, usable or not, with what waits to be sent of it."""
+        self._repository.stage_removal(change, experiment_id)
+        self._events.webhooks.stage_removal(change, experiment_id)
 
     async def conclude(self, experiment: Experiment, event: LifecycleEvent, **changes: Any) -> None:
         """Record a conclusion of the gateway."""

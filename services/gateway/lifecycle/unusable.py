@@ -58,7 +58,7 @@ async def delete(experiment_id: str, commands: ExperimentCommands, repository: E
     for plane in repository.planes_of(experiment_id):
         await plane.remove()
     async with repository.transaction() as change:
-        repository.stage_removal(change, experiment_id)
+        commands.stage_removal(change, experiment_id)
         repository.stage_audit(change, experiment_id, Action.DELETE.value, before=unusable.record.state.value)
 
 

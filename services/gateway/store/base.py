@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from flotilla.services.gateway.store.records import (
     AuditRecord,
+    DeliveryRecord,
     ExperimentRecord,
     PublicationRecord,
     ServiceRecord,
@@ -23,7 +24,17 @@ MetricRow = tuple[int, PointRecord]
 """A point and its place in the order of writing, which is the cursor of its page."""
 
 
-class Store(Protocol):
+class DeliveryStore(Protocol):
+    """What web hooks have of the store."""
+
+    async def deliveries(self) -> list[DeliveryRecord]:
+        """List what waits to be sent to web hooks, in the order of the events."""
+
+    async def delete_deliveries(self, message_ids: Collection[str]) -> None:
+        """Forget what has been sent to web hooks, or is given up."""
+
+
+class Store(DeliveryStore, Protocol):
     """Rows by resource. Lists come in the order of writing.
 
     What changes several rows, or memory with them, is one ``transaction``.

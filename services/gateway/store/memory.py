@@ -14,6 +14,7 @@ from typing import Any, TypeVar, assert_never
 from flotilla.services.gateway.store.base import MetricRow
 from flotilla.services.gateway.store.records import (
     AuditRecord,
+    DeliveryRecord,
     ExperimentRecord,
     PublicationRecord,
     ServiceRecord,
@@ -26,6 +27,7 @@ from flotilla.services.gateway.store.writes import (
     AppendEvent,
     DeleteAnswers,
     DeleteCheckpoints,
+    DeleteDeliveries,
     DeleteExperiment,
     DeleteRecord,
     PointRecord,
@@ -33,6 +35,7 @@ from flotilla.services.gateway.store.writes import (
     PutMetrics,
     PutRecord,
     PutWindow,
+    QueueDelivery,
     Record,
     Write,
 )
@@ -111,6 +114,7 @@ class MemoryStore(TransactionalStore):
         self._windows: dict[tuple[str, str], str] = {}
         self._answers: dict[str, StoredAnswer] = {}
         self._tokens: dict[str, TokenRecord] = {}
+        self._deliveries: dict[int, DeliveryRecord] = {}
         self._sequence = 0
         self._undo: list[Undo] = []
         """What takes back the changes of the transaction under way."""
@@ -156,6 +160,10 @@ class MemoryStore(TransactionalStore):
                 self._set(self._windows, (experiment_id, name), json.dumps(data))
             case DeleteAnswers(earliest):
                 self._remove(self._answers, lambda key: self._answers[key].at < earliest)
+            case QueueDelivery(delivery):
+                self._set(self._deliveries, self._next(), delivery)
+            case DeleteDeliveries(message_ids):
+                self._remove(self._deliveries, lambda key: self._deliveries[key].message_id in message_ids)
             case _:
                 assert_never(write)
         return None
@@ -204,6 +212,7 @@ class MemoryStore(TransactionalStore):
         self._remove(self._checkpoints, lambda key: key[0] == experiment_id)
         self._remove(self._windows, lambda key: key[0] == experiment_id)
         self._remove(self._events, lambda key: key == experiment_id)
+        self._remove(self._deliveries, lambda key: self._deliveries[key].experiment_id == experiment_id)
 
     async def ping(self) -> None:
         """Answer."""
@@ -275,6 +284,10 @@ class MemoryStore(TransactionalStore):
     async def answer(self, key: str) -> StoredAnswer | None:
         """Find the answer to an idempotency key."""
         return self._answers.get(key)
+
+    async def deliveries(self) -> list[DeliveryRecord]:
+        """List what waits to be sent to web hooks, in the order of the events."""
+        return [self._deliveries[number] for number in sorted(self._deliveries)]
 
 
 def event_of(number: int, kind: str, at: float, data: Mapping[str, Any]) -> Event:

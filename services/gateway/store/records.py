@@ -170,6 +170,26 @@ class TokenRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class DeliveryRecord:
+    """An event that waits to be sent to one web hook.
+
+    Attributes:
+        message_id: the same in each attempt, also of another gateway.
+        hook: which one, as ``Webhooks`` names it.
+        type: of the event.
+        at: when the event was stored, seconds since the epoch.
+        body: what is sent.
+    """
+
+    message_id: str
+    experiment_id: str
+    hook: str
+    type: str
+    at: float
+    body: str
+
+
+@dataclass(frozen=True, slots=True)
 class StoredAnswer:
     """The first answer to a POST with an idempotency key."""
 

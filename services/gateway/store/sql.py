@@ -9,18 +9,15 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
-from enum import StrEnum
-from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, assert_never
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Column, Connection, Engine, Table
+from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from flotilla.services.gateway.store import tables
@@ -29,28 +26,16 @@ from flotilla.services.gateway.store.locks import BEAT_SECONDS, DOUBT_SECONDS, F
 from flotilla.services.gateway.store.memory import event_of
 from flotilla.services.gateway.store.records import (
     AuditRecord,
+    DeliveryRecord,
     ExperimentRecord,
     PublicationRecord,
     ServiceRecord,
     StoredAnswer,
     TokenRecord,
 )
+from flotilla.services.gateway.store.statements import do_write, put_row
 from flotilla.services.gateway.store.transaction import TransactionalStore, in_time
-from flotilla.services.gateway.store.writes import (
-    AppendAudit,
-    AppendEvent,
-    DeleteAnswers,
-    DeleteCheckpoints,
-    DeleteExperiment,
-    DeleteRecord,
-    PointRecord,
-    PutCheckpoint,
-    PutMetrics,
-    PutRecord,
-    PutWindow,
-    Record,
-    Write,
-)
+from flotilla.services.gateway.store.writes import PointRecord, Write
 from flotilla.shared.errors import FlotillaError, InvalidRequest, NotLeading, Unavailable
 from flotilla.shared.net.retry import Backoff
 from flotilla.shared.schemas.experiment import CheckpointView, Event, ExperimentState
@@ -63,15 +48,6 @@ ABSENCE = {"keepalives_idle": 5, "keepalives_interval": 3, "keepalives_count": 3
 UPGRADE_SECONDS = 900.0
 ONLY = 1
 """Key of the one row that names the last transaction."""
-TABLES: Mapping[type[Record], Table] = {
-    ExperimentRecord: tables.experiments,
-    ServiceRecord: tables.services,
-    PublicationRecord: tables.publications,
-    TokenRecord: tables.tokens,
-    StoredAnswer: tables.idempotency,
-}
-ONE_VALUE = (tables.metrics.c.experiment_id, tables.metrics.c.name, tables.metrics.c.step)
-"""No two rows of metrics have the same."""
 log = logging.getLogger(__name__)
 
 
@@ -191,7 +167,7 @@ class SqlStore(TransactionalStore):
         row = tables.last_transaction
         with self._engine.begin() as connection:
             before = connection.scalar(sa.select(row.c.term).with_for_update()) or 0
-            _put(connection, row, {"number": ONLY, "name": "", "term": before + 1, "leader": self._leader})
+            put_row(connection, row, {"number": ONLY, "name": "", "term": before + 1, "leader": self._leader})
         self._term, self._confirmed_at = before + 1, time.monotonic()
 
     @property
@@ -255,7 +231,7 @@ class SqlStore(TransactionalStore):
             ours = sa.update(row).where(row.c.number == ONLY, row.c.term == self._term).values(name=name)
             if not connection.execute(ours).rowcount:
                 raise deposed()
-            events = [event for write in writes if (event := _do(connection, write)) is not None]
+            events = [event for write in writes if (event := do_write(connection, write)) is not None]
             try:
                 transaction.commit()
                 return events
@@ -407,92 +383,8 @@ class SqlStore(TransactionalStore):
         rows = await self._rows(sa.select(tables.idempotency).where(tables.idempotency.c.key == key))
         return StoredAnswer(**rows[0]) if rows else None
 
-
-def _do(connection: Connection, write: Write) -> Event | None:
-    """Do one write of a transaction; return its event, if it is one."""
-    match write:
-        case PutRecord(record):
-            _put(connection, TABLES[type(record)], row_of(record))
-        case DeleteRecord(kind, key):
-            connection.execute(sa.delete(TABLES[kind]).where(TABLES[kind].c.id == key))
-        case DeleteExperiment(experiment_id):
-            for table in (tables.publications, tables.metrics, tables.events, tables.checkpoints, tables.windows):
-                connection.execute(sa.delete(table).where(table.c.experiment_id == experiment_id))
-            connection.execute(sa.delete(tables.experiments).where(tables.experiments.c.id == experiment_id))
-        case PutMetrics(experiment_id, points):
-            _put_metrics(connection, experiment_id, points)
-        case AppendEvent(experiment_id, kind, at, data):
-            row = {"experiment_id": experiment_id, "type": kind, "at": at, "data": dict(data)}
-            made = connection.execute(sa.insert(tables.events).values(row)).inserted_primary_key
-            assert made is not None
-            return event_of(int(made[0]), kind, at, data)
-        case AppendAudit(audit):
-            connection.execute(sa.insert(tables.audit).values(row_of(audit)))
-        case PutCheckpoint(experiment_id, checkpoint):
-            _put(connection, tables.checkpoints, {"experiment_id": experiment_id, **checkpoint.model_dump()})
-        case DeleteCheckpoints(experiment_id, after):
-            table = tables.checkpoints
-            connection.execute(sa.delete(table).where(table.c.experiment_id == experiment_id, table.c.step > after))
-        case PutWindow(experiment_id, name, data):
-            _put(connection, tables.windows, {"experiment_id": experiment_id, "name": name, "data": _plain(data)})
-        case DeleteAnswers(before):
-            connection.execute(sa.delete(tables.idempotency).where(tables.idempotency.c.at < before))
-        case _:
-            assert_never(write)
-    return None
-
-
-def _put_metrics(connection: Connection, experiment_id: str, points: Sequence[PointRecord]) -> None:
-    # The last of two equal keys in one batch wins, as it would in two batches.
-    newest = {(point.name, point.step): point for point in points}
-    rows = [{"experiment_id": experiment_id, **point._asdict()} for point in newest.values()]
-    if rows:
-        connection.execute(_deletion_of_metrics(), [_key_of(ONE_VALUE, row) for row in rows])
-        connection.execute(_insertion(tables.metrics), rows)
-
-
-def row_of(record: Any) -> dict[str, Any]:
-    """Make the row of a record: its fields, states as plain text, mappings as plain dictionaries."""
-    return {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, StrEnum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value
-
-
-def _put(connection: Connection, table: Table, row: Mapping[str, Any]) -> None:
-    key = _key_of(table.primary_key, row)
-    if connection.execute(_update(table), {**row, **key}).rowcount == 0:
-        connection.execute(_insertion(table), dict(row))
-
-
-# Made once each: to put a statement together takes longer than the database does for it.
-
-
-@cache
-def _update(table: Table) -> sa.Update:
-    return sa.update(table).where(*_is_the_row(table.primary_key))
-
-
-@cache
-def _deletion_of_metrics() -> sa.Delete:
-    return sa.delete(tables.metrics).where(*_is_the_row(ONE_VALUE))
-
-
-@cache
-def _insertion(table: Table) -> sa.Insert:
-    return sa.insert(table)
-
-
-def _is_the_row(key: Iterable[Column[Any]]) -> list[sa.ColumnElement[bool]]:
-    return [column == sa.bindparam(f"key_{column.name}", type_=column.type) for column in key]
-
-
-def _key_of(key: Iterable[Column[Any]], row: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"key_{column.name}": row[column.name] for column in key}
+    async def deliveries(self) -> list[DeliveryRecord]:
+        """List what waits to be sent to web hooks, in the order of the events."""
+        table = tables.webhook_deliveries
+        rows = await self._rows(sa.select(table).order_by(table.c.id))
+        return [DeliveryRecord(**{k: v for k, v in row.items() if k != "id"}) for row in rows]

@@ -156,6 +156,19 @@ windows = Table(
     Column("data", Document, nullable=False),
 )
 
+webhook_deliveries = Table(
+    "webhook_deliveries",
+    metadata,
+    Column("id", Sequence, primary_key=True, autoincrement=True),
+    Column("message_id", String(64), nullable=False, unique=True),
+    Column("experiment_id", String(96), nullable=False),
+    Column("hook", String(64), nullable=False),
+    Column("type", String(64), nullable=False),
+    Column("at", Float(53), nullable=False),
+    Column("body", Text, nullable=False),
+    sqlite_autoincrement=True,
+)
+
 tokens = Table(
     "tokens",
     metadata,

@@ -9,11 +9,19 @@ import asyncio
 import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from flotilla.services.gateway.store.records import StoredAnswer
-from flotilla.services.gateway.store.writes import AppendEvent, DeleteAnswers, PointRecord, PutMetrics, PutRecord, Write
+from flotilla.services.gateway.store.writes import (
+    AppendEvent,
+    DeleteAnswers,
+    DeleteDeliveries,
+    PointRecord,
+    PutMetrics,
+    PutRecord,
+    Write,
+)
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.schemas.experiment import Event
 
@@ -116,6 +124,10 @@ class TransactionalStore(ABC):
     async def delete_answers(self, before: float) -> None:
         """Forget answers older than ``before``, seconds since the epoch."""
         await self._apply_one(DeleteAnswers(before))
+
+    async def delete_deliveries(self, message_ids: Collection[str]) -> None:
+        """Forget what has been sent to web hooks, or is given up."""
+        await self._apply_one(DeleteDeliveries(message_ids))
 
     async def _apply_one(self, write: Write) -> list[Event]:
         return await in_time(asyncio.ensure_future(self.apply([write])))

@@ -1,11 +1,12 @@
 """What can be written, one type for each kind: a transaction is a list of these."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flotilla.services.gateway.store.records import (
     AuditRecord,
+    DeliveryRecord,
     ExperimentRecord,
     PublicationRecord,
     ServiceRecord,
@@ -34,7 +35,7 @@ class DeleteRecord:
 
 @dataclass(frozen=True, slots=True)
 class DeleteExperiment:
-    """Delete it with its publications, metrics, events, checkpoints and windows; the audit trail stays."""
+    """Delete it with its publications, metrics, events, deliveries, checkpoints and windows; the audit trail stays."""
 
     experiment_id: str
 
@@ -110,6 +111,20 @@ class DeleteAnswers:
     before: float
 
 
+@dataclass(frozen=True, slots=True)
+class QueueDelivery:
+    """Keep what is to be sent to a web hook."""
+
+    record: DeliveryRecord
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteDeliveries:
+    """Forget deliveries, which have ended; of those that are not there nothing happens."""
+
+    message_ids: Collection[str]
+
+
 Write = (
     PutRecord
     | DeleteRecord
@@ -121,4 +136,6 @@ Write = (
     | DeleteCheckpoints
     | PutWindow
     | DeleteAnswers
+    | QueueDelivery
+    | DeleteDeliveries
 )

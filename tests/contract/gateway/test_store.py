@@ -16,6 +16,7 @@ from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.memory import MemoryStore
 from flotilla.services.gateway.store.records import (
     AuditRecord,
+    DeliveryRecord,
     PublicationRecord,
     ServiceRecord,
     StoredAnswer,
@@ -27,6 +28,7 @@ from flotilla.services.gateway.store.writes import (
     AppendEvent,
     DeleteAnswers,
     DeleteCheckpoints,
+    DeleteDeliveries,
     DeleteExperiment,
     DeleteRecord,
     PointRecord,
@@ -34,6 +36,7 @@ from flotilla.services.gateway.store.writes import (
     PutMetrics,
     PutRecord,
     PutWindow,
+    QueueDelivery,
     Write,
 )
 from flotilla.shared.errors import InvalidRequest, NotLeading, Unavailable
@@ -252,6 +255,25 @@ async def test_windows_are_kept_by_name_and_go_with_their_experiment(store: Stor
     assert await store.window("a", "w") == await store.window("c", "w") == {}
 
 
+def a_delivery(message_id: str, experiment_id: str = "a") -> DeliveryRecord:
+    return DeliveryRecord(message_id, experiment_id, "hook-1", "stalled", 1.5, '{"type":"stalled"}')
+
+
+async def test_deliveries_are_kept_in_the_order_of_writing_until_they_end_or_their_experiment_is_deleted(
+    store: Store,
+) -> None:
+    kept = [a_delivery("msg_2"), a_delivery("msg_1", "b"), a_delivery("msg_3")]
+    await store.apply([AppendEvent("a", "stalled", 1.5, {}), *map(QueueDelivery, kept)])
+    assert await store.deliveries() == kept
+
+    await store.delete_deliveries(["msg_2", "msg_9"])
+    assert await store.deliveries() == kept[1:]
+    await store.apply([DeleteExperiment("b")])
+    assert await store.deliveries() == kept[2:]
+    await store.apply([DeleteDeliveries(["msg_3"])])
+    assert await store.deliveries() == []
+
+
 async def test_what_a_database_cannot_hold_is_the_callers_fault(store: Store) -> None:
     if isinstance(store, MemoryStore):
         pytest.skip("holds everything")
@@ -311,6 +333,8 @@ async def test_what_a_failed_change_replaced_or_deleted_is_there_again(store: St
         PutRecord(answer),
         PutWindow("a", "w", {"begun": 1}),
         AppendEvent("a", "first", 0.0, {}),
+        QueueDelivery(a_delivery("msg_1")),
+        QueueDelivery(a_delivery("msg_2")),
     ]
     await store.apply(kept)
     changes: list[Write] = [
@@ -322,6 +346,8 @@ async def test_what_a_failed_change_replaced_or_deleted_is_there_again(store: St
         DeleteCheckpoints("a", 0),
         DeleteRecord(ServiceRecord, SERVICE.id),
         DeleteAnswers(2.0),
+        QueueDelivery(a_delivery("msg_3")),
+        DeleteDeliveries(["msg_1"]),
         DeleteExperiment("a"),
         PutMetrics("a", [a_point("loss", 2, 0.4)]),
         AppendEvent("a", "third", 0.0, {}),
@@ -338,6 +364,7 @@ async def test_what_a_failed_change_replaced_or_deleted_is_there_again(store: St
             await store.answer("k"),
             await store.window("a", "w"),
             await store.events("a", after=0, limit=9),
+            await store.deliveries(),
         ]
 
     before = await rows()

@@ -6,7 +6,8 @@ import hashlib
 import hmac
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from ipaddress import IPv4Network
 from pathlib import Path
@@ -16,12 +17,18 @@ import pytest
 
 from flotilla.services.gateway.events import webhooks
 from flotilla.services.gateway.events.log import EventLog
-from flotilla.services.gateway.settings import read_webhooks
+from flotilla.services.gateway.settings import GatewaySettings, read_webhooks
+from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.memory import MemoryStore
-from flotilla.shared.clock import SystemClock
+from flotilla.services.gateway.store.writes import DeleteExperiment
+from flotilla.shared.clock import ManualClock, SystemClock
 from flotilla.shared.environment.settings import IPNetwork
 from flotilla.shared.environment.webhooks import Webhook
-from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.errors import InvalidRequest, Unavailable
+from flotilla.shared.net.client.client import GatewayClient
+from tests.integration.gateway.fleet import TOKEN, a_spec
+from tests.integration.gateway.fleet import until as waiting_for
+from tests.integration.gateway.test_faults import GatewayProcess
 
 SECRET = "a-secret-of-sixteen-letters"
 HERE: tuple[IPNetwork, ...] = (IPv4Network("127.0.0.0/8"),)
@@ -39,7 +46,7 @@ class Seen:
 
 
 @asynccontextmanager
-async def receiver(answer: Answer) -> AsyncIterator[tuple[str, Seen]]:
+async def receiver(answer: Answer, port: int = 0) -> AsyncIterator[tuple[str, Seen]]:
     """Listen, and answer each request as told by how many came before; gives the URL and what was got."""
     seen = Seen()
 
@@ -57,7 +64,7 @@ async def receiver(answer: Answer) -> AsyncIterator[tuple[str, Seen]]:
         finally:
             writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(serve, "127.0.0.1", port)
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/key-in-the-path", seen
     finally:
@@ -78,8 +85,11 @@ async def never(_number: int) -> bytes:
 
 
 @asynccontextmanager
-async def told(*hooks: Webhook, networks: tuple[IPNetwork, ...] = HERE) -> AsyncIterator[EventLog]:
-    events = EventLog(MemoryStore(), SystemClock(), hooks, networks)
+async def told(
+    *hooks: Webhook, networks: tuple[IPNetwork, ...] = HERE, store: Store | None = None
+) -> AsyncIterator[EventLog]:
+    events = EventLog(store or MemoryStore(), SystemClock(), hooks, networks)
+    await events.webhooks.load()
     task = asyncio.create_task(events.webhooks.run())
     try:
         yield events
@@ -93,8 +103,8 @@ def hook(url: str, *kinds: str) -> Webhook:
     return Webhook.model_validate({"url": url, "events": kinds or ("*",), "secret": SECRET})
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -161,6 +171,132 @@ async def test_a_receiver_that_never_answers_holds_back_nobody(monkeypatch: pyte
         assert first.delivered == 0 and first.waiting == 3 and first.dropped >= 2
         await until(lambda: events.webhooks.view()[0].failed >= 1)
         assert events.webhooks.view()[0].last_error == "no answer within 0.3 s"
+
+
+async def test_what_a_gateway_did_not_send_is_sent_by_the_next_under_the_same_id_and_first() -> None:
+    store = MemoryStore()
+    async with receiver(replies(503)) as (url, refused), told(hook(url), store=store) as events:
+        await events.append("e-1", "checkpoint", step=1)
+        await events.append("e-1", "checkpoint", step=2)
+        await until(lambda: bool(refused.requests))
+        port = int(url.split(":")[2].split("/")[0])
+    assert len(await store.deliveries()) == 2
+
+    async with (
+        receiver(replies(200), port) as (again, seen),
+        told(hook(again), store=store) as events,
+    ):
+        assert again == url
+        await events.append("e-1", "checkpoint", step=3)
+        await until(lambda: events.webhooks.view()[0].delivered == 3)
+        await until(lambda: not store._deliveries)
+
+    assert [json.loads(body)["data"]["step"] for _, body in seen.requests] == [1, 2, 3]
+    assert seen.requests[0][0]["webhook-id"] == refused.requests[0][0]["webhook-id"]
+
+
+async def test_what_no_hook_wants_any_more_is_forgotten_when_a_gateway_begins() -> None:
+    store = MemoryStore()
+    gone, kept = hook("http://127.0.0.1:9/gone"), hook("http://127.0.0.1:9/kept", "stalled", "checkpoint")
+    events = EventLog(store, SystemClock(), (gone, kept))
+    await events.append("e-1", "stalled")
+    await events.append("e-1", "checkpoint", step=1)
+    assert len(await store.deliveries()) == 4
+
+    narrowed = EventLog(store, SystemClock(), (hook("http://127.0.0.1:9/kept", "stalled"),))
+    await narrowed.webhooks.load()
+
+    assert [each.type for each in await store.deliveries()] == ["stalled"]
+    assert [view.waiting for view in narrowed.webhooks.view()] == [1]
+
+
+async def test_what_ended_is_deleted_whatever_its_end_and_again_where_the_database_did_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, deleted = MemoryStore(), MemoryStore.delete_deliveries
+    failures = [Unavailable("the database does not answer")]
+
+    async def delete(self: MemoryStore, ids: Collection[str]) -> None:
+        if failures:
+            raise failures.pop()
+        await deleted(self, ids)
+
+    monkeypatch.setattr(MemoryStore, "delete_deliveries", delete)
+    monkeypatch.setattr(webhooks, "FORGET_AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(webhooks, "LONGEST_WAIT_SECONDS", 100.0)
+    async with receiver(replies(200, 403)) as (url, seen):
+        old = EventLog(store, ManualClock(SystemClock().now() - 101.0), (hook(url),))
+        await old.append("e-1", "checkpoint", step=0)
+        async with told(hook(url), store=store) as events:
+            await events.append("e-1", "checkpoint", step=1)
+            await events.append("e-1", "checkpoint", step=2)
+            await until(lambda: not store._deliveries)
+            (view,) = events.webhooks.view()
+
+    assert (view.dropped, view.delivered, view.failed) == (1, 1, 1)
+    assert [json.loads(body)["data"]["step"] for _, body in seen.requests] == [1, 2], "what is too old is not sent"
+
+
+async def test_nothing_more_is_sent_of_an_experiment_that_is_deleted() -> None:
+    store = MemoryStore()
+    events = EventLog(store, SystemClock(), (hook("http://127.0.0.1:9/x"),))
+    for experiment in ("e-1", "e-2", "e-1"):
+        await events.append(experiment, "stalled")
+
+    async with store.transaction() as change:
+        change.write(DeleteExperiment("e-1"))
+        events.webhooks.stage_removal(change, "e-1")
+
+    assert [each.experiment_id for each in await store.deliveries()] == ["e-2"]
+    assert events.webhooks.view()[0].waiting == 1
+
+
+def test_hooks_of_one_url_are_told_apart_and_no_url_is_in_a_name() -> None:
+    names = webhooks.names_of([hook("http://host/key"), hook("http://host/key"), hook("http://host/other")])
+
+    assert len(set(names)) == 3 and not any("host" in name or "key" in name for name in names)
+
+
+async def test_a_gateway_killed_between_event_and_delivery_sends_it_after_its_restart(
+    settings: GatewaySettings, tmp_path: Path
+) -> None:
+    process = GatewayProcess(settings)
+    async with receiver(replies(503, 503, 503)) as (url, refused):
+        port = int(url.split(":")[2].split("/")[0])
+        hooks = {"webhooks": [{"url": url, "events": ["experiment_created"], "secret": SECRET}]}
+        (tmp_path / "hooks.yaml").write_text(json.dumps(hooks))
+        process.environment["FLOTILLA_WEBHOOKS"] = str(tmp_path / "hooks.yaml")
+        process.start()
+        async with GatewayClient(process.url, TOKEN) as client:
+            await process.ready(client)
+            await client.call("POST", "/v1/experiments", body=a_spec(tmp_path), deadline_seconds=20.0)
+            await until(lambda: bool(refused.requests))
+            process.end(signal.SIGKILL)
+
+    async with receiver(replies(200), port) as (_, seen):
+        process.start()
+        try:
+            await until(lambda: bool(seen.requests), 60)
+            async with GatewayClient(process.url, TOKEN) as client:
+
+                async def view() -> Any:
+                    (found,) = (await client.call("GET", "/v1/webhooks"))["items"]
+                    return found if found["delivered"] else None
+
+                found = await waiting_for(view)
+        finally:
+            assert process.end(signal.SIGTERM) == 0
+    assert (found["delivered"], found["waiting"], len(seen.requests)) == (1, 0, 1)
+    assert seen.requests[0][0]["webhook-id"] == refused.requests[0][0]["webhook-id"]
+    assert seen.requests[0][1] == refused.requests[0][1]
+
+    async with receiver(replies(200), port) as (_, none):
+        process.start()
+        async with GatewayClient(process.url, TOKEN) as client:
+            await process.ready(client)
+            (found,) = (await client.call("GET", "/v1/webhooks"))["items"]
+        assert process.end(signal.SIGTERM) == 0
+    assert found["waiting"] == 0 and none.requests == [], "a delivery that succeeded is not repeated"
 
 
 async def test_an_address_that_is_neither_public_nor_named_is_not_connected_to() -> None:

@@ -523,7 +523,8 @@ async def test_followers_and_web_hooks_hear_at_once_that_a_version_is_served(mon
     stage = await Stage.of(1, clock=ManualClock())
     await stage.publish(1, 1)
     log, told = stage.gateway.events, list[str]()
-    monkeypatch.setattr(log.webhooks, "put", lambda _experiment, kind, *_rest: told.append(kind))
+    tell = lambda change, _experiment, kind, *_: change.then(lambda: told.append(kind))  # noqa: E731
+    monkeypatch.setattr(log.webhooks, "stage", tell)
     stored = await stage.gateway.store.events(stage.experiment.id, after=0, limit=99)
     followed = log.follow(stage.experiment.id, stored[-1].id, is_over=lambda: False, heartbeat_seconds=60.0)
     next_event = asyncio.ensure_future(anext(followed))

@@ -48,7 +48,11 @@ class _Measured:
 
 @dataclass(eq=False)
 class _Committed:
-    """A committed version that some members do not serve yet."""
+    """A committed version that some members do not serve yet.
+
+    Attributes:
+        is_served: whether a member has said that it serves it.
+    """
 
     version: int
     step: int
@@ -56,6 +60,7 @@ class _Committed:
     missing: set[str]
     seconds: dict[str, float]
     members: Members = field(default_factory=dict)
+    is_served: bool = False
 
 
 class Durations:
@@ -85,6 +90,7 @@ class Durations:
         for each in window["committed"]:
             missing = set(each["missing"])
             committed = _Committed(each["version"], each["step"], began - each["age"], missing, dict(each["seconds"]))
+            committed.is_served = each.get("served", False)
             self._committed.setdefault(experiment_id, []).append(committed)
 
     def stage_announced(self, change: Transaction, experiment_id: str) -> None:
@@ -153,6 +159,7 @@ class Durations:
         """Record in memory, where the next gateway is told it again, that a member serves and others do not yet."""
         if service_id in committed.missing:
             committed.missing.discard(service_id)
+            committed.is_served = True
             committed.members.setdefault(service_id, {})["commit"] = self._clock.monotonic() - committed.at
 
     @staticmethod
@@ -165,7 +172,10 @@ class Durations:
         ]
 
     def stage_gone(self, change: Transaction, experiment_id: str, service_id: str) -> None:
-        """Record that a rollout is gone: it is no longer waited for."""
+        """Record that a rollout is gone: it is no longer waited for.
+
+        A version that no other member has served is not served by its end.
+        """
         all_committed = self._staged_committed(change, experiment_id)
         served = [each for each in all_committed if each.missing <= {service_id}]
 
@@ -176,6 +186,11 @@ class Durations:
         change.then(follow)
         if served:
             self._stage_served(change, experiment_id, served, None, without=service_id)
+        elif any(service_id in each.missing for each in all_committed):
+            # The next gateway has no member of its name to wait for.
+            shown = [replace(each, missing=each.missing - {service_id}) for each in all_committed]
+            measured = change.staged((self, experiment_id), self._open.get(experiment_id))
+            change.write(self._window_of(experiment_id, measured, shown))
 
     def _stage_served(
         self,
@@ -192,18 +207,23 @@ class Durations:
             last: the member that was the last to serve them; None if the last one is gone.
             without: a member that is gone.
         """
+        if not served:
+            return
         now = self._clock.monotonic()
-        newest: Members | None = None
+        newest: Members = {}
         for each in served:
+            if last is None and not each.is_served:
+                self._stage_points(change, experiment_id, each, each.seconds)
+                continue
             newest = {name: dict(parts) for name, parts in each.members.items()}
             if last is not None and last in each.missing:
                 newest.setdefault(last, {})["commit"] = now - each.at
+            if without is not None:
+                newest.pop(without, None)
             self._stage_points(change, experiment_id, each, each.seconds | {COMMIT: now - each.at})
             slowest = sorted(newest.items(), key=lambda item: -sum(item[1].values()))[:MOST_MEMBERS]
             members = {name: {part: round(spent, 4) for part, spent in parts.items()} for name, parts in slowest}
             self._events.stage(change, experiment_id, "publication_served", version=each.version, members=members)
-        if newest is None:
-            return
         remaining = [each for each in self._staged_committed(change, experiment_id) if each not in served]
         self._stage_committed(change, experiment_id, remaining)
         shown = [replace(each, missing=each.missing - {without}) for each in remaining]
@@ -264,6 +284,7 @@ class Durations:
                     "age": now - each.at,
                     "missing": sorted(each.missing),
                     "seconds": each.seconds,
+                    "served": each.is_served,
                 }
                 for each in committed
             ],

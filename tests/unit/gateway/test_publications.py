@@ -1,6 +1,7 @@
 """Publications against the registry, the repository and the clock; the state machine itself is tested beside it."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, cast
 
 import pytest
@@ -495,6 +496,11 @@ async def test_each_part_is_timed_whenever_the_gateway_is_killed(killed_after: s
     assert await durations(stage) == times
 
 
+async def served(stage: Stage) -> list[Mapping[str, Any]]:
+    events = await stage.gateway.store.events(stage.experiment.id, after=0, limit=99)
+    return [each.data for each in events if each.type == "publication_served"]
+
+
 async def test_nobody_waits_for_a_member_that_died_to_serve_the_version() -> None:
     clock = ManualClock()
     stage = await Stage.of(2, clock=clock)
@@ -506,6 +512,22 @@ async def test_nobody_waits_for_a_member_that_died_to_serve_the_version() -> Non
     await stage.gone(service)
 
     assert (await durations(stage))["commit_seconds", 1] == 4.0
+    assert [list(each["members"]) for each in await served(stage)] == [[stage.rollouts[0]]], "it did not serve it"
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_a_version_that_no_member_served_is_not_served_when_the_last_one_dies(is_killed: bool) -> None:
+    stage = await Stage.of(2, clock=ManualClock())
+    await stage.publish(1, 1)
+    for rollout in stage.rollouts:
+        if is_killed:
+            await stage.restart()
+        await stage.gone(stage.gateway.registry.get(rollout))
+
+    assert await served(stage) == []
+    assert set(await durations(stage)) == {("prepare_seconds", 1), ("transfer_seconds", 1)}
+    await stage.restart()
+    assert stage.gateway.publications.durations._committed == {}, "nothing of it is waited for"
 
 
 async def test_the_last_version_of_an_experiment_is_timed_as_far_as_it_came() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from flotilla.cli import parsing
 from flotilla.cli.log_lines import LEVELS
 from flotilla.cli.parsing import Parser, add_command, add_experiment, add_gateway, add_json
+from flotilla.cli.upkeep import add_upkeep
 from flotilla.defaults import DEFAULT_DATA, DEFAULT_PORT
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def build_parser() -> Parser:
     _add_files(commands)
     _add_grader(commands)
     _add_engine(commands)
-    _add_backups(commands)
+    add_upkeep(commands)
     text = (
         "Look whether a fleet can run on this machine, or whether one that runs is well, and say what to do where not."
     )
@@ -58,27 +59,6 @@ def build_parser() -> Parser:
     completion = add_command(commands, "completion", "Print the completion script of a shell.", "completion:completion")
     completion.add_argument("shell", choices=["bash", "zsh"])
     return parser
-
-
-def _add_backups(commands: "Commands") -> None:
-    text = (
-        "Copy what a fleet knows (database, data plane, files of its experiments) into a new FOLDER while it works. "
-        "Where FLOTILLA_REDIS_URL and FLOTILLA_DATABASE_URL name no servers, those of the local fleet."
-    )
-    backup = add_command(commands, "backup", text, "backup:backup")
-    backup.add_argument("folder", metavar="FOLDER", help="made by this command, readable for you alone")
-    backup.add_argument("--data", default=DEFAULT_DATA, help="data directory of the gateway (%(default)s)")
-    text = "also the operator's token, which a fleet elsewhere then has: keep the folder as you keep that"
-    backup.add_argument("--token-file", action="store_true", help=text)
-    text = "Put a backup into stores that are empty, elsewhere or after a loss, and say what is lost."
-    restore = add_command(commands, "restore", text, "backup:restore")
-    restore.add_argument("folder", metavar="FOLDER", help="of the backup")
-    restore.add_argument("--data", default=DEFAULT_DATA, help="data directory of the fleet to come (%(default)s)")
-    restore.add_argument(
-        "--dry-run", action="store_true", help="only say what the backup holds, and what would be lost"
-    )
-    text = "also its tokens and the files of code that its fleet might run: only of a backup that is your own"
-    restore.add_argument("--with-rights", action="store_true", help=text)
 
 
 class _Version(argparse.Action):

@@ -16,6 +16,7 @@ MAX_NOTICE_SECONDS = 86_400
 MAX_PORT = 65_535
 MOST_SEEDS = 64
 LIFE_UNITS = {"m": 60, "h": 3600, "d": 86_400}
+SIZE_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class Parser(argparse.ArgumentParser):
@@ -162,6 +163,17 @@ def life(text: str) -> float | None:
     if not (count.isascii() and count.isdigit() and unit in LIFE_UNITS and int(count) > 0):
         raise argparse.ArgumentTypeError("must be a number with m, h or d, such as 90d, or never")
     return float(int(count) * LIFE_UNITS[unit])
+
+
+def size(text: str) -> int:
+    """Read a size in bytes, such as ``500GB``; the units are powers of ten."""
+    number = text.rstrip("BkMGT")
+    unit = text[len(number) :] or "B"
+    if not (number.isascii() and number.isdigit() and unit in SIZE_UNITS):
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number with {', '.join(SIZE_UNITS)}, such as 500GB, got {text!r}"
+        )
+    return int(number) * SIZE_UNITS[unit]
 
 
 def at_least_zero(text: str) -> int:

@@ -9,11 +9,14 @@ from flotilla.shared.net.authorisation.access import Scope
 from flotilla.shared.net.authorisation.token_records import DEFAULT_SECONDS, NewToken, Quota, TokenView
 from flotilla.shared.schemas.checks import FleetExamination
 from flotilla.shared.schemas.fleet import FleetView
+from flotilla.shared.schemas.retention import PruneRequest, Pruning, Retention
 from flotilla.shared.schemas.service import ServiceKind, ServiceView
 from flotilla.shared.schemas.tinker import TinkerLedger, TinkerLedgers, TinkerSequence
 
 EXAMINATION_SECONDS = 90.0
 """More than an examination takes on a busy host."""
+PRUNING_SECONDS = 600.0
+"""For the sizes of all files, and to delete some."""
 
 
 class FleetCalls(Calls):
@@ -61,6 +64,27 @@ class FleetCalls(Calls):
             attempt_seconds=EXAMINATION_SECONDS,
         )
         return FleetExamination.model_validate(answer)
+
+    async def prune(self, retention: Retention | None = None, *, dry_run: bool = True) -> Pruning:
+        """Delete what finished experiments left and is kept no longer, or only say what that is.
+
+        Args:
+            retention: how long what is kept; None: as the gateway's settings say.
+            dry_run: delete nothing.
+
+        Raises:
+            InvalidRequest: nothing says how long anything is kept.
+            Conflict: that is being done already.
+        """
+        body = PruneRequest(**(retention or Retention()).model_dump(), dry_run=dry_run)
+        answer = await self._gateway.call(
+            "POST",
+            "/v1/fleet/prunings",
+            body=body,
+            deadline_seconds=max(self._deadline_seconds, PRUNING_SECONDS),
+            attempt_seconds=PRUNING_SECONDS,
+        )
+        return Pruning.model_validate(answer)
 
     async def tinker_ledgers(self) -> list[TinkerLedger]:
         """Count what became of the requests to the Tinker API, of each token; empty where it is not served."""
@@ -137,6 +161,10 @@ class BlockingFleetCalls(BlockingCalls):
     def examine(self) -> FleetExamination:
         """Examine the fleet; see :meth:`FleetCalls.examine`."""
         return self._run(self._client.examine)
+
+    def prune(self, retention: Retention | None = None, *, dry_run: bool = True) -> Pruning:
+        """Delete what is kept no longer; see :meth:`FleetCalls.prune`."""
+        return self._run(self._client.prune, retention, dry_run=dry_run)
 
     def tinker_ledgers(self) -> list[TinkerLedger]:
         """Count what became of the requests to the Tinker API; see :meth:`FleetCalls.tinker_ledgers`."""

@@ -22,6 +22,7 @@ with collecting_later():
         TAKEOVER_GRACE_SECONDS,
         GatewaySettings,
         read_quota,
+        read_retention,
         read_webhooks,
     )
     from flotilla.services.gateway.standby import DatabaseWatch, StandbyGateway
@@ -105,6 +106,7 @@ def settings_from(values: Mapping[str, str], common: ServiceSettings, *, is_stan
         database_url=secret_from(values, "FLOTILLA_DATABASE_URL") or None,
         allow_volatile_redis=allows_volatile_redis(values),
         quota=read_quota(values),
+        retention=read_retention(values),
         webhooks=read_webhooks(values),
         tinker_model=Path(values["FLOTILLA_TINKER_MODEL"]) if values.get("FLOTILLA_TINKER_MODEL") else None,
         stall_seconds=seconds_from(values, "FLOTILLA_STALL_SECONDS", STALL_SECONDS),

@@ -12,7 +12,10 @@ from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.locations.allowed import Places
 from flotilla.shared.net.authorisation.token_records import Quota
 from flotilla.shared.net.server.limits import MAX_HELD_BYTES
+from flotilla.shared.schemas.retention import MAX_DAYS, Retention
 
+RETENTION = "FLOTILLA_RETENTION_"
+"""What the variables of how long things are kept begin with."""
 STALL_SECONDS = 30.0
 SERVICE_SILENCE_SECONDS = 10.0
 ROLLOUT_SILENCE_SECONDS = 5.0
@@ -51,6 +54,7 @@ class GatewaySettings:
         quota: of tokens that were made without one, and of the operator's.
         answer_seconds: how long the answer to an idempotency key is kept.
         webhooks: who is told of events.
+        retention: how long what finished experiments left is kept.
         tinker_model: directory of the base model of the Tinker API; None: that is not served.
     """
 
@@ -75,6 +79,7 @@ class GatewaySettings:
     answer_seconds: float = 86_400.0
     tinker_model: Path | None = None
     quota: Quota = field(default_factory=Quota)
+    retention: Retention = field(default_factory=Retention)
     address: str = ""
     has_standbys: bool = False
     webhooks: tuple[Webhook, ...] = ()
@@ -107,6 +112,24 @@ def read_quota(values: Mapping[str, str]) -> Quota:
             raise InvalidRequest(f"{variable} must be a whole number, or none for no limit, got {text!r}")
         found[name] = None if text == "none" else int(text)
     return Quota(**found)
+
+
+def read_retention(values: Mapping[str, str]) -> Retention:
+    """Read ``FLOTILLA_RETENTION_RUN_DAYS``, ``_CHECKPOINTS_DAYS``, ``_SAMPLES_DAYS``, ``_LOGS_DAYS``, ``_MAX_BYTES``.
+
+    Raises:
+        InvalidRequest: one is no number that is allowed.
+    """
+    found: dict[str, str] = {}
+    for name in Retention.model_fields:
+        if text := values.get(f"{RETENTION}{name.upper()}"):
+            found[name] = text
+    try:
+        return Retention.model_validate(found)
+    except ValidationError as error:
+        name = str(error.errors(include_input=False)[0]["loc"][0])
+        allowed = "a whole number of bytes" if name == "max_bytes" else f"a number of days from 0 to {MAX_DAYS:g}"
+        raise InvalidRequest(f"{RETENTION}{name.upper()} must be {allowed}, got {found[name]!r}") from None
 
 
 def read_webhooks(values: Mapping[str, str]) -> tuple[Webhook, ...]:

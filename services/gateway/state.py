@@ -1,7 +1,6 @@
 """All that a gateway opens at start-up, in order, and closes in reverse."""
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Final
@@ -11,7 +10,8 @@ from flotilla.services.gateway.checks.inquiries import Inquiries
 from flotilla.services.gateway.episodes.episodes import Episodes
 from flotilla.services.gateway.monitoring.health.keeping import restore_windows
 from flotilla.services.gateway.records.repository import OpenPlane
-from flotilla.services.gateway.runtime.data_plane import open_data_plane
+from flotilla.services.gateway.runtime.cleaning import Cleaning
+from flotilla.services.gateway.runtime.data_plane import open_data_plane, why_no_answer
 from flotilla.services.gateway.runtime.parts import GatewayParts
 from flotilla.services.gateway.runtime.reconciler import Reconciler
 from flotilla.services.gateway.runtime.work import ExperimentWork
@@ -20,12 +20,6 @@ from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.sql import SqlStore
 from flotilla.shared.clock import Clock, SystemClock
-from flotilla.shared.errors import FlotillaError
-
-log = logging.getLogger(__name__)
-
-CLEANING_SECONDS = 3600.0
-READY_SECONDS = 3.0
 
 
 class GatewayState(GatewayParts):
@@ -58,6 +52,7 @@ class GatewayState(GatewayParts):
             unfair_seconds=settings.unfair_seconds,
             notice_seconds=settings.notice_seconds,
         )
+        self.cleaning: Final = Cleaning(self)
         work = ExperimentWork(self)
         self.reconciler: Final = Reconciler(self, self.scheduler, work=work.run, end=work.end)
 
@@ -74,15 +69,7 @@ class GatewayState(GatewayParts):
 
     async def why_not_ready(self) -> str | None:
         """Name what does not answer; None if everything does."""
-        try:
-            async with asyncio.timeout(READY_SECONDS):
-                await self.store.ping()
-                await self._ping_streams()
-        except FlotillaError as error:
-            return error.detail
-        except TimeoutError:
-            return f"the database or the data plane did not answer within {READY_SECONDS:g} s"
-        return None
+        return await why_no_answer(self.store.ping, self._ping_streams)
 
 
 OpenState = Callable[[GatewaySettings], AbstractAsyncContextManager[GatewayState]]
@@ -114,7 +101,7 @@ async def running(state: GatewayState) -> AsyncIterator[GatewayState]:
     await state.load()
     tasks = [
         asyncio.create_task(state.reconciler.run(), name="reconciler"),
-        asyncio.create_task(_clean(state), name="cleaning"),
+        asyncio.create_task(state.cleaning.run(), name="cleaning"),
         asyncio.create_task(state.events.webhooks.run(), name="web hooks"),
     ]
     try:
@@ -124,14 +111,3 @@ async def running(state: GatewayState) -> AsyncIterator[GatewayState]:
         await state.logs.aclose()
         await state.episodes.rollouts.aclose()
         state.samples.reads.close()
-
-
-async def _clean(state: GatewayState) -> None:
-    """Forget old answers to idempotency keys and expired tokens, now and every hour."""
-    while True:
-        try:
-            await state.store.delete_answers(state.clock.now() - state.settings.answer_seconds)
-            await state.tokens.delete_expired()
-        except FlotillaError as error:
-            log.warning("old answers and tokens could not be deleted", extra={"error": repr(error)})
-        await asyncio.sleep(CLEANING_SECONDS)

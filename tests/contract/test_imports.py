@@ -232,6 +232,7 @@ GATEWAY_ORDER = (
     "lifecycle",
     "evaluation",
     "samples",
+    "retention",
     "membership",
     "checks",
     "episodes",

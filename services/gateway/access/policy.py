@@ -73,6 +73,7 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("GET", f"{SERVICE}/logs"): OPERATING,
     ("GET", "/v1/fleet"): READING,
     ("POST", "/v1/fleet/checks"): OPERATING,
+    ("POST", "/v1/fleet/prunings"): OPERATING,
     ("POST", f"{EXPERIMENT}/metrics"): TRAINING,
     ("POST", f"{EXPERIMENT}/checkpoints"): TRAINING,
     ("POST", f"{EXPERIMENT}/takeovers"): TRAINING,

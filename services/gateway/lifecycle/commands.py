@@ -1,9 +1,10 @@
 """What people ask of experiments, and how experiments end badly. Every mutation leaves an audit record and an event."""
 
 import asyncio
+import contextlib
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -271,7 +272,7 @@ class ExperimentCommands:
         assert state is not None
         changes: dict[str, Any] = {}
         if state is ExperimentState.STARTING and experiment.id in self._leaving:
-            raise ActionNotAllowed(f"cannot {action} {experiment.id}: it is being deleted")
+            raise ActionNotAllowed(f"cannot {action} {experiment.id}: it, or what it left, is being deleted")
         if action is Action.START:
             changes["started_at"] = self._clock.now()
             changes["start_number"] = self._repository.next_number("start_number")
@@ -329,10 +330,7 @@ class ExperimentCommands:
 
     async def _delete(self, experiment: Experiment) -> None:
         """Delete the data plane's part first: what is lost in between is deleted when somebody asks again."""
-        if experiment.state.is_final and experiment.record.final_ledger is None:
-            raise ActionNotAllowed(f"cannot delete {experiment.id} yet: its services are still coming to rest")
-        self._leaving.add(experiment.id)
-        try:
+        with self.at_rest(experiment):
             await experiment.train.remove()
             await experiment.evaluation.remove()
             async with self._repository.transaction() as change:
@@ -341,6 +339,22 @@ class ExperimentCommands:
                 before = experiment.state.value
                 self._repository.stage_audit(change, experiment.id, Action.DELETE.value, before=before)
                 change.then(lambda: self._events.wake(experiment.id))
+
+    @contextlib.contextmanager
+    def at_rest(self, experiment: Experiment) -> Iterator[None]:
+        """Keep an experiment that is not at work from starting while it, or what it left, is deleted.
+
+        Raises:
+            ActionNotAllowed: it is at work, comes to rest, or is being deleted already.
+        """
+        after_action(experiment.state, Action.DELETE)
+        if experiment.state.is_final and experiment.record.final_ledger is None:
+            raise ActionNotAllowed(f"cannot delete {experiment.id} yet: its services are still coming to rest")
+        if experiment.id in self._leaving:
+            raise ActionNotAllowed(f"cannot delete {experiment.id}: it, or what it left, is being deleted already")
+        self._leaving.add(experiment.id)
+        try:
+            yield
         finally:
             self._leaving.discard(experiment.id)
 

@@ -1,5 +1,6 @@
 """Opens the data plane's server, and each experiment's part of it."""
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -8,7 +9,7 @@ from redis.asyncio import Redis
 
 from flotilla.services.gateway.runtime.fencing import Fence
 from flotilla.services.gateway.settings import GatewaySettings
-from flotilla.shared.errors import Unavailable
+from flotilla.shared.errors import FlotillaError, Unavailable
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.streams.hop import StreamsConfig
 from flotilla.shared.streams.plane import DataPlane
@@ -18,6 +19,7 @@ from flotilla.shared.streams.redis.plane import RedisDataPlane
 log = logging.getLogger(__name__)
 
 DEADLINE_SECONDS = 5.0
+READY_SECONDS = 3.0
 
 
 class RedisPlanes:
@@ -67,3 +69,16 @@ async def open_data_plane(
         yield RedisPlanes(redis)
     finally:
         await redis.aclose()
+
+
+async def why_no_answer(*pings: Callable[[], Awaitable[None]]) -> str | None:
+    """Name which of the database and the data plane does not answer; None if both do."""
+    try:
+        async with asyncio.timeout(READY_SECONDS):
+            for ping in pings:
+                await ping()
+    except FlotillaError as error:
+        return error.detail
+    except TimeoutError:
+        return f"the database or the data plane did not answer within {READY_SECONDS:g} s"
+    return None

@@ -95,6 +95,12 @@ class SampleIndexes:
             opened.append(SampleIndex(Path(experiment.record.directory)))
         return opened[0]
 
+    def forget(self, experiment: Experiment) -> None:
+        """Close the index of an experiment whose samples were deleted; blocks while one is read."""
+        opened = self._opened.of(experiment)
+        while opened:
+            opened.pop().close()
+
     async def follow(self, experiment: Experiment) -> None:
         """Read new files until cancelled."""
         index = self.of(experiment)

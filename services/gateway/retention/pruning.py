@@ -1,0 +1,136 @@
+"""Deletes what finished experiments left once its time is over, or says what would go.
+
+Each part is looked at again before it goes: an experiment may have been resumed, or another begun from it. While a
+part goes its experiment cannot start. Files go before the record, so what a crash leaves is found at the next look.
+"""
+
+import asyncio
+import logging
+from pathlib import Path
+
+from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.lifecycle.commands import ExperimentCommands
+from flotilla.services.gateway.lifecycle.states import Action
+from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
+from flotilla.services.gateway.retention.files import remove, sizes_of
+from flotilla.services.gateway.retention.plan import Decision, Left, plan, why_needed
+from flotilla.services.gateway.retention.references import Reference, references
+from flotilla.services.gateway.samples.indexing import SampleIndexes
+from flotilla.shared.clock import Clock, rfc3339
+from flotilla.shared.errors import Conflict, FlotillaError, NotFound
+from flotilla.shared.schemas.retention import Part, PrunedPart, Pruning, Retention
+
+log = logging.getLogger(__name__)
+
+
+class Retainer:
+    """Keeps what finished experiments left within bounds.
+
+    Args:
+        directory: where each experiment has its own.
+    """
+
+    def __init__(
+        self,
+        repository: ExperimentRepository,
+        commands: ExperimentCommands,
+        events: EventLog,
+        samples: SampleIndexes,
+        clock: Clock,
+        directory: Path,
+    ) -> None:
+        self._repository = repository
+        self._commands = commands
+        self._events = events
+        self._samples = samples
+        self._clock = clock
+        self._directory = directory
+        self._is_busy = False
+
+    async def prune(self, retention: Retention, *, dry_run: bool) -> Pruning:
+        """Delete what may not be kept any longer, or only say what that is.
+
+        Raises:
+            Conflict: that is being done already.
+        """
+        if self._is_busy:
+            raise Conflict("what finished experiments left is being looked through already: try again later")
+        self._is_busy = True
+        try:
+            return await self._prune(retention, dry_run=dry_run)
+        finally:
+            self._is_busy = False
+
+    async def _prune(self, retention: Retention, *, dry_run: bool) -> Pruning:
+        found = [each for each in self._repository if self._is_finished(each)]
+        left = await asyncio.to_thread(lambda: [_left(each) for each in found])
+        needs = await self._references()
+        decided = plan(left, needs, retention, self._clock.now())
+        removed, kept = [], [_view(each) for each in decided.kept]
+        for each in decided.removed:
+            why = None if dry_run else await self._remove(each)
+            if why is None:
+                removed.append(_view(each))
+            else:
+                kept.append(_view(each).model_copy(update={"why": why}))
+        return Pruning(
+            dry_run=dry_run, removed=tuple(removed), kept=tuple(kept), bytes=sum(each.bytes for each in removed)
+        )
+
+    async def _references(self) -> list[Reference]:
+        records = [each.record for each in (*self._repository, *self._repository.unusable())]
+        return await asyncio.to_thread(lambda: list(references(records, self._directory)))
+
+    def _is_finished(self, experiment: Experiment) -> bool:
+        """Whether it has ended, and what it left is ours."""
+        is_ours = Path(experiment.record.directory).parent == self._directory
+        return experiment.state.is_final and experiment.record.final_ledger is not None and is_ours
+
+    async def _remove(self, decision: Decision) -> str | None:
+        """Delete a part; return why it was not."""
+        experiment_id, part = decision.left.experiment_id, decision.part
+        try:
+            experiment = self._repository.get(experiment_id)
+            if not self._is_finished(experiment) or experiment.record.updated_at != decision.left.ended_at:
+                return "it was resumed or changed meanwhile"
+            with self._commands.at_rest(experiment):
+                needed = why_needed(experiment_id, part, await self._references())
+                if needed is not None:
+                    return needed
+                await self._remove_files(experiment, part)
+            if part is Part.RUN:
+                await self._commands.act(experiment_id, Action.DELETE)
+            else:
+                await self._tell(experiment_id, decision)
+        except NotFound:
+            return None  # somebody deleted it meanwhile
+        except (FlotillaError, OSError) as error:
+            log.warning("a part could not be deleted", extra={"experiment_id": experiment_id, "error": repr(error)})
+            return f"it could not be deleted: {error.detail if isinstance(error, FlotillaError) else error}"
+        log.info("a part was deleted", extra={"experiment_id": experiment_id, "part": part.value, "why": decision.why})
+        return None
+
+    async def _remove_files(self, experiment: Experiment, part: Part) -> None:
+        if part in {Part.RUN, Part.SAMPLES}:
+            await asyncio.to_thread(self._samples.forget, experiment)
+        await asyncio.to_thread(remove, Path(experiment.record.directory), part)
+
+    async def _tell(self, experiment_id: str, decision: Decision) -> None:
+        part, num_bytes, why = decision.part.value, decision.num_bytes, decision.why
+        async with self._repository.transaction() as change:
+            self._repository.stage_audit(change, experiment_id, "prune", part=part, bytes=num_bytes, why=why)
+            self._events.stage(change, experiment_id, "experiment_pruned", part=part, bytes=num_bytes, why=why)
+
+
+def _left(experiment: Experiment) -> Left:
+    return Left(experiment.id, experiment.record.updated_at, sizes_of(Path(experiment.record.directory)))
+
+
+def _view(decision: Decision) -> PrunedPart:
+    return PrunedPart(
+        experiment_id=decision.left.experiment_id,
+        part=decision.part,
+        bytes=decision.num_bytes,
+        ended_at=rfc3339(decision.left.ended_at),
+        why=decision.why,
+    )

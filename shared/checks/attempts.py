@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from flotilla.shared.checks.addresses import address_elsewhere
 from flotilla.shared.net.client.bearer_client import tls_context
 from flotilla.shared.schemas.checks import (
     ANOTHER,
@@ -42,7 +43,7 @@ async def reach_all(targets: Iterable[CheckTarget], check_id: str) -> tuple[Atte
 
         async def one(target: CheckTarget, use: str, port: int) -> Attempt:
             async with room:
-                ask = (lambda: _ask(http, target.url)) if use == HTTP else (lambda: _greet(target.url, port, check_id))
+                ask = (lambda: _ask(http, target)) if use == HTTP else (lambda: _greet(target, port, check_id))
                 return await attempt(target.service_id, use, port, ask)
 
         return tuple(
@@ -91,19 +92,27 @@ def port_of(url: str) -> int:
         return 0
 
 
-async def _ask(http: httpx.AsyncClient, url: str) -> str | None:
+async def _ask(http: httpx.AsyncClient, target: CheckTarget) -> str | None:
     # At the origin: a path that a service has put into its address is not asked for.
-    async with http.stream("GET", httpx.URL(url).copy_with(raw_path=b"/healthz")) as answer:
+    url = httpx.URL(target.url).copy_with(raw_path=b"/healthz")
+    headers, name = {"host": url.netloc.decode()}, {"sni_hostname": url.raw_host.decode()}
+    url = url.copy_with(host=await _address_of(target, url.host, port_of(target.url)))
+    async with http.stream("GET", url, headers=headers, extensions=name) as answer:
         return None if answer.status_code == httpx.codes.OK else f"/healthz answers {answer.status_code}"
 
 
-async def _greet(url: str, port: int, check_id: str) -> str | None:
-    reader, writer = await asyncio.open_connection(urlsplit(url).hostname, port)
+async def _greet(target: CheckTarget, port: int, check_id: str) -> str | None:
+    host = await _address_of(target, urlsplit(target.url).hostname or "", port)
+    reader, writer = await asyncio.open_connection(host, port)
     try:
         said = await reader.read(len(check_id))
     finally:
         writer.close()
     return None if said == check_id.encode() else "it does not say what this examination listens with"
+
+
+async def _address_of(target: CheckTarget, host: str, port: int) -> str:
+    return await address_elsewhere(host, port) if target.is_elsewhere else host
 
 
 def _outcome(error: BaseException) -> str:

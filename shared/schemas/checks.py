@@ -52,6 +52,8 @@ class CheckTarget(TolerantWire):
     """Base URL of its HTTP interface."""
     ports: Mapping[str, int] = {}
     """Where it listens for this examination alone, by what such ports are for: ``data``, ``collective``."""
+    is_elsewhere: bool = False
+    """It is on another machine: a name that leads to the machine of who tries it is not its own."""
 
 
 class CheckOrder(TolerantWire):

@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -207,6 +207,8 @@ class Examinations:
         folder: str | None,
         seen: Iterable[str],
     ) -> CheckOrder:
+        caller = self._registry.find(name)
+        own = (caller and caller.capabilities.machine) or ""
         return CheckOrder(
             check_id=check_id,
             phase=REACH,
@@ -214,7 +216,7 @@ class Examinations:
             folder=folder,
             files=() if folder is None else (GATEWAY, *seen)[:MOST_FILES],
             targets=tuple(
-                CheckTarget(service_id=target, url=service.record.address, ports=_ports_of(looked[target]))
+                _target(service, own, ports=_ports_of(looked[target]))
                 for target in pairs.targets.get(name, ())
                 if (service := self._registry.find(target)) is not None
             ),
@@ -224,9 +226,7 @@ class Examinations:
         own = machine_identity() or ""
         near = [each for each in asked if not is_elsewhere(each, own)]
         services = [service for each in near if (service := self._registry.find(each.id)) is not None]
-        return await self._dial(
-            [CheckTarget(service_id=each.id, url=each.record.address) for each in services[:MOST_DIALLED]], check_id
-        )
+        return await self._dial([_target(each, own) for each in services[:MOST_DIALLED]], check_id)
 
     def _silences(self, asked: list[Member], looked: dict[str, Answer]) -> list[FleetFinding]:
         found = []
@@ -264,6 +264,12 @@ def _silence(host: str, service_id: str, found: str, advice: str) -> FleetFindin
 def _member(service: LiveService) -> Member:
     host = urlsplit(service.record.address).hostname or service.record.host
     return Member(service.id, host, service.kind, service.capabilities.machine or "")
+
+
+def _target(service: LiveService, machine: str, ports: Mapping[str, int] | None = None) -> CheckTarget:
+    """Make what a service is tried as from a machine."""
+    is_far = (service.capabilities.machine or "") != machine
+    return CheckTarget(service_id=service.id, url=service.record.address, ports=ports or {}, is_elsewhere=is_far)
 
 
 def _wrote(answer: Answer) -> bool:

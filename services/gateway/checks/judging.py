@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from flotilla.services.gateway.checks.pairs import Member, is_of_each_machine
+from flotilla.services.gateway.checks.pairs import Member
+from flotilla.shared.checks.addresses import is_of_each_machine
 from flotilla.shared.schemas.checks import (
     ANOTHER,
     NO_ROUTE,

@@ -6,12 +6,11 @@ of others each tries a few, chosen so that each is tried by as many. What is tri
 """
 
 import random
-import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from ipaddress import IPv6Address, ip_address
 from typing import Final
 
+from flotilla.shared.checks.addresses import is_of_each_machine
 from flotilla.shared.schemas.service import ServiceKind
 
 MOST_OF_A_KIND: Final = 8
@@ -104,23 +103,6 @@ def choose_pairs(members: Sequence[Member], *, seed: str = "", most: int = MOST_
 def is_elsewhere(target: Member, machine: str) -> bool:
     """Whether its address would lead whoever is on a machine to that machine itself, and not to the service."""
     return target.machine != machine and is_of_each_machine(target.host)
-
-
-def is_of_each_machine(host: str) -> bool:
-    """Whether an address means something else on each machine or link, however it is written; no name is resolved."""
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        found = ip_address(host.partition("%")[0])
-    except ValueError:
-        try:
-            # As resolvers read it: 127.1 is an address too.
-            found = ip_address(socket.inet_aton(host))
-        except (OSError, ValueError):
-            return False
-    if isinstance(found, IPv6Address):
-        found = found.ipv4_mapped or found
-    return found.is_loopback or found.is_link_local or found.is_unspecified
 
 
 def _count_needed(members: Iterable[Member], by_kind: Mapping[ServiceKind, Mapping[_Place, Member]]) -> int:

@@ -8,9 +8,9 @@ from flotilla.services.gateway.checks.pairs import (
     MOST_OF_A_KIND,
     Member,
     choose_pairs,
-    is_of_each_machine,
     representatives,
 )
+from flotilla.shared.checks.addresses import is_of_each_machine
 from flotilla.shared.schemas.service import ServiceKind
 
 ROLLOUT, TRAINER, REWARD, SANDBOX = (

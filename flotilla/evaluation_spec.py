@@ -11,7 +11,7 @@ from flotilla.shared.models.hub import ADAPTER_CONFIG
 
 KEPT = ("name", "seed", "model", "rollout", "reward", "samples", "tracking", "resources")
 """Sections that say how problems are answered and graded, and how that is kept."""
-WHERE_ROWS_ARE = ("path", "sources", "max_rows")
+WHERE_ROWS_ARE = ("path", "sources", "dump", "max_rows")
 EVERY_EXPERIMENT = f"fleet/experiments/*/{CHECKPOINTS}"
 
 

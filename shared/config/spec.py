@@ -82,9 +82,14 @@ class ExperimentSpec(Config):
         return not isinstance(self.job, EvaluationJobConfig)
 
     @property
+    def _is_sampled(self) -> bool:
+        """Whether what is trained is sampled and graded meanwhile; else rows hold answers, or a dump holds groups."""
+        return self.finished_job is None and self.data.dump is None
+
+    @property
     def samples_answers(self) -> bool:
         """Whether rollouts and rewards are needed: for training, or for evaluations alone."""
-        return self.finished_job is None or self.evaluation is not None
+        return self._is_sampled or self.evaluation is not None
 
     @property
     def written_answers(self) -> str | None:
@@ -154,7 +159,7 @@ class ExperimentSpec(Config):
     @property
     def admission_budget(self) -> int:
         """Groups that may be outstanding, or consumed since the last publication where that matters."""
-        if self.finished_job is not None:
+        if not self._is_sampled:
             return STEPS_AHEAD * self.groups_per_step
         return self.asynchrony.budget(self.groups_per_step)
 

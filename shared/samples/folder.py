@@ -89,6 +89,18 @@ def open_samples_file(folder: Path, name: str) -> BinaryIO:
     return read_beneath(folder.parent, f"{folder.name}/{name}")
 
 
+def stored_file(path: Path) -> StoredFile | None:
+    """Describe one file; None if it has no name of a file of samples.
+
+    Raises:
+        OSError: it is not there.
+    """
+    if (kind := _family(path.name)) is None:
+        return None
+    found = path.stat()
+    return StoredFile(path.name, *kind, found.st_size, found.st_mtime_ns)
+
+
 def stored_states(directory: Path) -> dict[str, tuple[int, int]]:
     """Give each file's time of change (in nanoseconds) and size (in bytes) by its name; costs half of ``stored_files``.
 

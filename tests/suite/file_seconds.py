@@ -38,6 +38,7 @@ BY_DAY: Mapping[str, int] = {
     "tests/integration/gateway/test_refusals.py": 29,
     "tests/integration/weights/test_engine_group.py": 29,
     "tests/integration/trainer/test_finished_answers.py": 28,
+    "tests/integration/trainer/test_from_dump.py": 24,
     "tests/unit/algorithms/test_objective_properties.py": 28,
     "tests/unit/examples/test_pages.py": 26,
     "tests/unit/trainer/test_distillation.py": 26,

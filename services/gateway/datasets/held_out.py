@@ -1,7 +1,7 @@
 """The held-out rows of an experiment on finished answers: the trainer asks for them, and computes their loss."""
 
 from flotilla.services.gateway.datasets.dataset import Dataset
-from flotilla.services.gateway.datasets.finished import FinishedGroups
+from flotilla.services.gateway.datasets.made import GroupMaker
 from flotilla.shared.errors import NotFound, Unavailable
 from flotilla.shared.schemas.held_out import HeldOutAnswer, HeldOutPage
 from flotilla.shared.schemas.trajectory import GradeStatus, Group
@@ -13,9 +13,9 @@ class HeldOutRows:
     """What one experiment has of them while it is at work."""
 
     def __init__(self) -> None:
-        self._source: tuple[FinishedGroups, Dataset | None] | None = None
+        self._source: tuple[GroupMaker, Dataset | None] | None = None
 
-    def open(self, groups: FinishedGroups, dataset: Dataset | None) -> None:
+    def open(self, groups: GroupMaker, dataset: Dataset | None) -> None:
         """Give out the rows of a dataset; of None there are none."""
         self._source = groups, dataset
 

@@ -15,8 +15,14 @@ from flotilla.services.gateway.datasets.row_readers import read_rows
 from flotilla.shared.config.sections.data import DataConfig, RowsConfig, is_url
 from flotilla.shared.config.sections.evaluation import EvaluationConfig, HeldOutConfig
 from flotilla.shared.config.sections.images import ImagesConfig
+from flotilla.shared.config.sections.reward import RewardConfig
 from flotilla.shared.errors import DataError
 from flotilla.shared.locations.allowed import Places
+from flotilla.shared.samples.dump import dump_at
+from flotilla.shared.schemas.sample_kinds import SampleKind
+
+CHANGES_REWARDS = ("shaping", "sample_mask", "filter_zero_spread", "group_filter")
+"""Of the section ``reward``: what is done between grading and training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,31 @@ class Loaded:
     rows: Sequence[Row]
     location: str
     name: str | None = None
+
+
+def load_dump(config: DataConfig, reward: RewardConfig, *, seed: int, places: Places | None = None) -> Dataset:
+    """Find the groups of a dump; each is a row that says where it is, and they are issued in the dump's order.
+
+    Args:
+        reward: of the experiment, which grades none of them.
+        places: where the dump may be; None: anywhere.
+
+    Raises:
+        DataError: it cannot be read, holds nothing that can be trained, or what training was to see of its rewards is
+            not in it.
+    """
+    assert config.dump is not None
+    dump = dump_at(Path(config.dump), None if places is None else places.check_file)
+    changes = [name for name in CHANGES_REWARDS if getattr(reward, name)]
+    if changes and any(file.kind is SampleKind.EVALUATION for file in dump.files):
+        raise DataError(
+            f"data.dump: {config.dump} holds answers with the rewards that graders gave, and "
+            f"reward.{changes[0]} changes what the trainer sees of them, which is done where answers are sampled to be "
+            "trained: leave it out",
+            field="data.dump",
+        )
+    rows = [{"file": file.name, "group": place} for file in dump.files for place in range(file.num_groups)]
+    return Dataset(rows[: config.max_rows], config.model_copy(update={"shuffle": False}), seed)
 
 
 def load_training(config: DataConfig, *, seed: int, places: Places | None = None, needs_labels: bool = True) -> Dataset:

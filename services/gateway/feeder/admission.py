@@ -9,9 +9,11 @@ Redundant groups are issued beyond both, so that a step need not wait for its sl
 those that are finished do not fill the budget yet.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
 
+from flotilla.shared.errors import DataError
 from flotilla.shared.streams.ledger import Ledger
 
 
@@ -62,6 +64,24 @@ def admitted(ledger: Ledger, *, budget: int, steps: int, groups_per_step: int, r
     return within or redundant_left(
         ledger, budget=budget, steps=steps, groups_per_step=groups_per_step, redundant=redundant
     )
+
+
+def check_taken(ledger: Ledger, num_rows: int) -> None:
+    """Check that something is trained of groups that need no rollout: those refused once are refused in each epoch.
+
+    Args:
+        ledger: the train lane.
+        num_rows: of an epoch.
+
+    Raises:
+        DataError: a whole epoch was refused; the detail has the reasons.
+    """
+    refused = Counter[str]()
+    for reasons in (ledger.filtered, ledger.dropped, ledger.failed):
+        refused.update(reasons)
+    if not ledger.planned and not ledger.trained and refused.total() >= num_rows:
+        said = ", ".join(f"{reason} {count}" for reason, count in refused.most_common())
+        raise DataError(f"none of {num_rows} groups could be trained: {said}")
 
 
 ADMISSION_WAIT: Final = "admission/wait_seconds"

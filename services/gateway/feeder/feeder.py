@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from flotilla.services.gateway.datasets.dataset import Dataset
-from flotilla.services.gateway.datasets.finished import FinishedGroups
-from flotilla.services.gateway.feeder.admission import ADMISSION_WAIT, admitted, groups_left
+from flotilla.services.gateway.datasets.made import GroupMaker
+from flotilla.services.gateway.feeder.admission import ADMISSION_WAIT, admitted, check_taken, groups_left
 from flotilla.services.gateway.feeder.status import FeederStatus, FullStream
 from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.signals import wait_for_any
@@ -47,7 +47,7 @@ class Feeder:
 
     Args:
         status: what an earlier task of this experiment left, and what others read.
-        finished: makes groups of rows that hold answers already; None where rollouts answer them.
+        finished: makes groups that need no rollout; None where rollouts answer the rows.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Feeder:
         store: Store,
         clock: Clock,
         status: FeederStatus,
-        finished: FinishedGroups | None = None,
+        finished: GroupMaker | None = None,
     ) -> None:
         self._finished = finished
         self._experiment = experiment
@@ -130,7 +130,9 @@ class Feeder:
         if self._finished is not None:
             # What no policy sampled does not get old, however many steps a version has.
             ledger = ledger.model_copy(update={"consumed_since_publication": 0})
-        room = admitted(ledger, budget=spec.admission_budget, redundant=spec.asynchrony.redundant_groups, **wanted)
+            check_taken(ledger, len(self._dataset.rows))
+        redundant = spec.asynchrony.redundant_groups if self._finished is None else 0
+        room = admitted(ledger, budget=spec.admission_budget, redundant=redundant, **wanted)
         left = groups_left(ledger, **wanted) if self._finished is None else 0
         if room == 0:
             if left:

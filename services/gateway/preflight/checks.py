@@ -8,7 +8,7 @@ from typing import Any
 from flotilla.services.gateway.datasets.columns import value_at
 from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.datasets.finished import check_rows
-from flotilla.services.gateway.datasets.loading import joined, load_evaluation, load_rows, load_training
+from flotilla.services.gateway.datasets.loading import joined, load_dump, load_evaluation, load_rows, load_training
 from flotilla.services.gateway.datasets.written import check_written
 from flotilla.services.gateway.tracking.opening import check_trackers
 from flotilla.services.gateway.uploads.remote import check_protocol
@@ -32,7 +32,10 @@ def paths_of(spec: ExperimentSpec) -> dict[str, str]:
     for field, model in spec.algorithm.models.items():
         if not model.is_hub_name:
             paths[field] = model.path
-    paths |= {**_paths_of_rows("data", "sources", spec.data.path, spec.data.sources)}
+    if spec.data.dump is not None:
+        paths["data.dump"] = spec.data.dump
+    else:
+        paths |= _paths_of_rows("data", "sources", spec.data.path, spec.data.sources)
     if spec.evaluation is not None:
         paths |= _paths_of_rows("evaluation", "sets", spec.evaluation.path, spec.evaluation.sets)
     if spec.finished_job is not None and spec.finished_job.held_out is not None:
@@ -190,6 +193,8 @@ def train_dataset(spec: ExperimentSpec, places: Places | None = None) -> Dataset
         DataError, InvalidSpec: they cannot be read as the spec says.
     """
     job = spec.finished_job
+    if spec.data.dump is not None:
+        return load_dump(spec.data, spec.reward, seed=spec.seed, places=places)
     if job is None:
         dataset = load_training(spec.data, seed=spec.seed, places=places, needs_labels=_needs_labels(spec))
         check_data_sources(spec, dataset, "data")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from flotilla.services.gateway import signals
 from flotilla.services.gateway.datasets.dataset import Dataset
-from flotilla.services.gateway.datasets.finished import FinishedGroups
+from flotilla.services.gateway.datasets.made import GroupMaker, open_maker
 from flotilla.services.gateway.datasets.written import WrittenAnswers
 from flotilla.services.gateway.evaluation.evaluator import Evaluator
 from flotilla.services.gateway.feeder.feeder import Feeder
@@ -50,7 +50,7 @@ class ExperimentWork:
         experiment: Experiment,
         dataset: Dataset | None,
         held_out: Dataset | None,
-        finished: FinishedGroups | None,
+        finished: GroupMaker | None,
     ) -> None:
         parts = self._parts
         feeder_status = parts.feeder_status.of(experiment)
@@ -91,17 +91,15 @@ class ExperimentWork:
         await signals.run_together(*map(asyncio.create_task, lanes))
 
     @contextlib.contextmanager
-    def _finished_groups(self, experiment: Experiment) -> Iterator[FinishedGroups | None]:
-        """Open what makes groups of finished answers; None where rollouts answer the rows."""
-        if experiment.spec.finished_job is None:
-            yield None
-            return
-        groups = FinishedGroups(experiment.spec)
+    def _finished_groups(self, experiment: Experiment) -> Iterator[GroupMaker | None]:
+        """Open what makes groups that need no rollout; None where rollouts answer the rows."""
+        made = open_maker(experiment.spec)
         try:
-            yield groups
+            yield made
         finally:
-            self._parts.held_out.of(experiment).close()
-            groups.close()
+            if made is not None:
+                self._parts.held_out.of(experiment).close()
+                made.close()
 
     def _health(self, experiment: Experiment) -> HealthMonitor:
         parts = self._parts

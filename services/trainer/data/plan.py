@@ -71,7 +71,7 @@ class StepPlanner:
 
     def _bound_lag(self, spec: ExperimentSpec) -> None:
         self.max_lag = spec.asynchrony.resolved_max_lag
-        self._paces = spec.asynchrony.on_max_lag == "pace" and self.max_lag > 0
+        self._paces = spec.asynchrony.on_max_lag == "pace" and self.max_lag > 0 and spec.data.dump is None
         self._source.bound_lag(self.max_lag)
 
     async def spec_of(self, step: int) -> ExperimentSpec:

@@ -46,6 +46,7 @@ class Requirements:
         joins_branches: whether the branches of an episode are one member.
         too_old: the reason of what is dropped for its age.
         routing: sizes of the experts that every member must have a record of; None where none are replayed.
+        is_foreign: whether versions are the numbers of another run, so that no group is too old, or of a lost one.
     """
 
     vocabulary: int
@@ -57,6 +58,7 @@ class Requirements:
     joins_branches: bool = False
     too_old: str = STALE
     routing: RoutingSizes | None = None
+    is_foreign: bool = False
 
 
 def requirements_of(spec: ExperimentSpec, vocabulary: int, routing: RoutingSizes | None = None) -> Requirements:
@@ -81,6 +83,7 @@ def requirements_of(spec: ExperimentSpec, vocabulary: int, routing: RoutingSizes
         joins_branches=spec.joins_branches,
         too_old=REDUNDANT if spec.asynchrony.redundant_groups else STALE,
         routing=routing if spec.algorithm.router_replay == "R3" else None,
+        is_foreign=spec.data.dump is not None,
     )
 
 
@@ -177,6 +180,8 @@ class GroupSource:
 
     async def drop_stale(self, version: int) -> int:
         """Resolve the groups that have a token too old for ``version``, and count them."""
+        if self._requirements.is_foreign:
+            return 0
         oldest_allowed = self._line.oldest_allowed(version, self._requirements.max_lag)
         stale = [
             each for each in self._ready.values() if NO_VERSION < each.claim.header.oldest_version < oldest_allowed
@@ -259,7 +264,8 @@ class GroupSource:
             await self._refuse(claim, Resolution.FAILED, "unreadable", repr(error))
             return
         self._totals.generated_tokens += group.num_sampled
-        if any(self._line.is_lost(version) for version in _sampled_by(group)):
+        is_ours = not self._requirements.is_foreign
+        if is_ours and any(self._line.is_lost(version) for version in _sampled_by(group)):
             self._totals.dropped_groups += 1
             log.warning("group was sampled by a version that is lost", extra={"group_id": group_id})
             self._kept.ended(group, SampleKind.DROPPED, LOST_WITH_CHECKPOINT)

@@ -127,9 +127,10 @@ def check_sections(spec: Sections) -> None:
         spec.data,
         spec.optimisation,
         spec.parallelism,
-        learns_from_rewards=spec.samples_answers and spec.trains and spec.finished_job is None,
+        learns_from_rewards=spec.trains and spec.finished_job is None,
     )
-    if not spec.samples_answers:
+    _dump(spec)
+    if not spec.samples_answers and spec.data.dump is None:
         return
     _engine(spec)
     _lengths(spec)
@@ -147,6 +148,22 @@ def check_sections(spec: Sections) -> None:
         else:
             _advantage(spec)
         _shuffle(spec)
+
+
+def _dump(spec: Sections) -> None:
+    """The sections of what sampled a dump's groups may stay as they were, but for what cannot hold for them."""
+    if (path := spec.data.dump) is None:
+        return
+    if spec.finished_job is not None or not spec.trains:
+        kind = "evaluation" if spec.finished_job is None else spec.finished_job.kind
+        raise ValueError(
+            f"data.dump {path} holds groups with rewards, which job.kind {kind} does not train: leave one of them out"
+        )
+    if spec.algorithm.old_log_probs == "recompute_at_version":
+        raise ValueError(
+            "algorithm.old_log_probs recompute_at_version needs the weights of the versions that sampled, which "
+            "data.dump does not hold: use rollout (what the engine recorded) or recompute"
+        )
 
 
 def _weights(spec: Sections) -> None:
@@ -215,6 +232,11 @@ def _sharing(spec: Sections) -> None:
     if not spec.shares_devices:
         return
     engine = spec.rollout.engine
+    if spec.data.dump is not None:
+        raise ValueError(
+            "resources.sharing time lets trainer and rollouts take turns, and training from data.dump needs no "
+            "rollouts: leave it out"
+        )
     if not spec.trains or spec.finished_job is not None:
         kind, why = (
             ("evaluation", "there is no trainer")

@@ -146,6 +146,10 @@ class DataConfig(Config):
     file's folder."""
     sources: tuple[SourceConfig, ...] | None = Field(None, min_length=1)
     """Several sets of rows, or one that is no plain path. Without weights they are joined into one."""
+    dump: str | None = Field(None, min_length=1)
+    """Train groups that a run kept as samples, in their order, instead of sampling any: the directory of a run or of
+    an experiment, its folder `samples`, or one file of it. Sources, if they are named too, say what prompts the groups
+    are of, and are not read. See docs/jobs.md."""
     format: Literal["columns", "verl"] = "columns"
     """`verl`: rows as verl's `data_source, prompt, ability, reward_model, extra_info`; it names the three columns."""
     prompt_column: str = Field("prompt", min_length=1)
@@ -194,10 +198,14 @@ class DataConfig(Config):
         return template
 
     @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        given = [name for name in ("path", "sources") if getattr(self, name) is not None]
+        if len(given) == 2 or not (given or self.dump):
+            raise ValueError(f"give either path or sources, got {'both' if given else 'neither'}")
+        return self
+
+    @model_validator(mode="after")
     def _rows_are_named_once(self) -> Self:
-        if (self.path is None) == (self.sources is None):
-            got = "neither" if self.path is None else "both"
-            raise ValueError(f"give either path or sources, got {got}")
         weighted = [source.weight is not None for source in self.sources or ()]
         if any(weighted) and not all(weighted):
             raise ValueError(f"sources.{weighted.index(False)}.weight is missing: give every source a weight, or none")
@@ -226,7 +234,9 @@ class DataConfig(Config):
 
     @property
     def all_sources(self) -> tuple[SourceConfig, ...]:
-        """The sources, however they were written."""
+        """The sources, however they were written; a dump in their place."""
+        if self.dump is not None:
+            return (SourceConfig(path=self.dump),)
         return self.sources if self.sources is not None else (SourceConfig(path=self.path),)
 
 

@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -6,6 +7,13 @@ from flotilla.shared.config.load.paths import resolve_paths
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.errors import InvalidSpec
 from tests.unit.gateway.builders import spec_document
+
+DUMP: dict[str, Any] = {
+    "name": "alone",
+    "model": {"path": "/nowhere"},
+    "data": {"dump": "/runs/mine"},
+    "optimisation": {"steps": 30},
+}
 
 
 def refusal(**sections: Any) -> str:
@@ -119,3 +127,28 @@ def test_every_local_path_is_taken_from_the_specs_folder(tmp_path: Any) -> None:
     ]  # fmt: skip
     assert [each["path"] for each in resolved["evaluation"]["sets"]] == [f"{tmp_path}/held", "/h.jsonl"]
     assert resolve_paths({"data": {"path": "hf://datasets/o/n/a.parquet"}}, tmp_path)["data"]["path"].startswith("hf:")
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        ({"job": {"kind": "sft"}}, "job.kind sft does not train"),
+        ({"algorithm": {"old_log_probs": "recompute_at_version"}}, "recompute_at_version"),
+        ({"resources": {"sharing": "time"}}, "needs no rollouts"),
+    ],
+)
+def test_what_cannot_hold_for_a_dump_is_refused(sections: dict[str, Any], named: str) -> None:
+    graded = {} if "job" in sections else {"reward": {"components": [{"kind": "exact"}]}}
+    with pytest.raises(InvalidSpec, match=named):
+        validate_spec(DUMP | graded | sections)
+
+
+def test_a_dump_takes_the_place_of_the_sources_and_may_stand_beside_them() -> None:
+    graded = DUMP | {"reward": {"components": [{"kind": "exact"}]}}
+    spec = validate_spec(graded)
+    beside = validate_spec(graded | {"data": {"path": "rows.jsonl", "dump": "/runs/mine"}})
+
+    assert not (spec.samples_answers or spec.needs_rollouts)
+    assert spec.trains
+    assert [each.location() for each in beside.data.all_sources] == ["/runs/mine"]
+    assert resolve_paths({"data": {"dump": "runs/mine"}}, Path("/here"))["data"]["dump"] == "/here/runs/mine"

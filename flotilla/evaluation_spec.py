@@ -15,6 +15,8 @@ WHERE_ROWS_ARE = ("path", "sources", "dump", "max_rows")
 EVERY_EXPERIMENT = f"fleet/experiments/*/{CHECKPOINTS}"
 
 
+LONGEST_SECONDS = 7 * 86400.0
+"""That answering all rows of a dump may take."""
 ABOUT_ANSWERS = ("max_new_tokens", "greedy", "temperature", "top_k", "top_p", "group_size")
 """Of an evaluation: how a model answers."""
 
@@ -52,6 +54,32 @@ def evaluation_of(
         columns = {key: value for key, value in columns.items() if key not in {"max_prompt_tokens", "overlong"}}
         evaluation = {key: value for key, value in evaluation.items() if key not in ABOUT_ANSWERS}
     return validate_spec({**made, "job": job, "data": columns, "evaluation": evaluation})
+
+
+def rollouts_of(spec: ExperimentSpec, *, model: Path | None = None) -> ExperimentSpec:
+    """Make a spec that answers each training row once, as training samples it, and grades the answers: a dump.
+
+    Args:
+        spec: of the experiment.
+        model: what answers in place of ``model.path``: as ``model_at`` takes it.
+
+    Raises:
+        InvalidSpec: there are no rows to answer.
+        ModelError: there is no model.
+    """
+    data = spec.data
+    if spec.finished_job is not None or data.dump is not None:
+        raise InvalidSpec("there is nothing to sample: the rows hold answers, or data.dump holds groups")
+    if data.sources is not None and data.max_rows is not None:
+        raise InvalidSpec("data.max_rows counts the rows of all sources together: set max_rows of each source instead")
+    evaluation: dict[str, Any] = {"greedy": False, "group_size": spec.rollout.group_size}
+    if data.path is not None:
+        evaluation |= {"path": data.path, "max_rows": data.max_rows}
+    else:
+        sources = [source.model_dump(mode="json", exclude={"weight"}) for source in data.all_sources]
+        evaluation["sets"] = [{"name": f"source-{number}", **source} for number, source in enumerate(sources)]
+    document = spec.model_dump(mode="json") | {"evaluation": evaluation | {"deadline_seconds": LONGEST_SECONDS}}
+    return evaluation_of(validate_spec(document), model=model)
 
 
 def model_at(path: Path, argument: str = "--model", *, may_be_adapter: bool = False) -> Path:

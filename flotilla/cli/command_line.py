@@ -94,6 +94,8 @@ def _add_evaluate(commands: "Commands") -> None:
     text = "what answers: a model's directory, a checkpoint, or a run, whose newest checkpoint is taken"
     parser.add_argument("--model", metavar="DIRECTORY", help=f"{text} (default: model.path of the file)")
     parser.add_argument("--rows", metavar="FILE", help="problems to answer (default: those of the evaluation section)")
+    text = "answer the training rows once, rollout.group_size answers each, as training samples them: for data.dump"
+    parser.add_argument("--training-rows", action="store_true", help=text)
     text = "column of the rows with answers that were written before, which are graded in place of a model's"
     parser.add_argument("--answers", metavar="COLUMN", help=text)
     parsing.add_fleet(parser, default_port=0, follows_file=True)

@@ -119,7 +119,7 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         "services/reward/state.py": 25,
         "services/reward/verifiers/registry.py": 23,
         "services/rollout/engines/embedded/engine.py": 19,
-        "services/rollout/engines/opening.py": 17,
+        "services/rollout/engines/opening.py": 16,
         "services/rollout/episodes_of.py": 18,
         "services/rollout/state.py": 20,
         "services/sandbox/state.py": 17,

@@ -15,7 +15,7 @@ from flotilla.services.gateway.uploads.remote import check_protocol
 from flotilla.shared.config.rules.devices import tensor_parallel
 from flotilla.shared.config.sections.data import DataConfig, RowsConfig, is_url
 from flotilla.shared.config.sections.model import ModelConfig
-from flotilla.shared.config.sections.reward import Component, CustomConfig, VerlDefaultConfig
+from flotilla.shared.config.sections.reward import Component, CustomConfig, RecordedRewardConfig, VerlDefaultConfig
 from flotilla.shared.config.sections.reward_model import HostedModelConfig
 from flotilla.shared.config.sections.tracking import JsonlTrackerConfig, TensorboardTrackerConfig
 from flotilla.shared.config.sections.verl_sources import first_not_graded
@@ -32,9 +32,7 @@ def paths_of(spec: ExperimentSpec) -> dict[str, str]:
     for field, model in spec.algorithm.models.items():
         if not model.is_hub_name:
             paths[field] = model.path
-    if spec.data.dump is not None:
-        paths["data.dump"] = spec.data.dump
-    else:
+    if spec.data.dump is None:
         paths |= _paths_of_rows("data", "sources", spec.data.path, spec.data.sources)
     if spec.evaluation is not None:
         paths |= _paths_of_rows("evaluation", "sets", spec.evaluation.path, spec.evaluation.sets)
@@ -45,11 +43,19 @@ def paths_of(spec: ExperimentSpec) -> dict[str, str]:
             paths[f"{where}.path"] = component.path.rpartition(":")[0]
         if isinstance(component, HostedModelConfig) and not component.model.is_hub_name:
             paths[f"{where}.path"] = component.path
-    paths |= files_of(spec.rollout.episodes)
+    paths |= files_of(spec.rollout.episodes) | _dumps_of(spec)
     for number, tracker in enumerate(spec.tracking.trackers):
         if isinstance(tracker, JsonlTrackerConfig | TensorboardTrackerConfig) and tracker.directory is not None:
             paths[f"tracking.trackers.{number}.directory"] = tracker.directory
     return paths
+
+
+def _dumps_of(spec: ExperimentSpec) -> dict[str, str]:
+    """List where samples of other runs are that a spec reads."""
+    recorded, graders = getattr(spec.rollout.engine, "recorded", None), spec.reward.graders
+    found = {"data.dump": spec.data.dump, "rollout.engine.recorded.dump": recorded and recorded.dump}
+    found |= {f"{where}.dump": each.dump for where, each in graders.items() if isinstance(each, RecordedRewardConfig)}
+    return {field: path for field, path in found.items() if path is not None}
 
 
 def _paths_of_rows(section: str, name: str, path: str | None, several: Sequence[RowsConfig] | None) -> dict[str, str]:
@@ -182,7 +188,8 @@ def check_functions(spec: ExperimentSpec) -> None:
         DataError: one is missing.
     """
     for field, path in paths_of(spec).items():
-        if field.startswith("reward.") and field not in models_of(spec) and not Path(path).is_file():
+        is_code = field.startswith("reward.") and field.endswith(".path") and field not in models_of(spec)
+        if is_code and not Path(path).is_file():
             raise DataError(f"{field}: there is no file {path}", path=path, field=field)
 
 

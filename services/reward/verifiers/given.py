@@ -1,13 +1,17 @@
 """Rewards that are given: by the spec, by the environment, or by an agent with its episode or later."""
 
 import asyncio
+import zlib
 from collections.abc import Sequence
 from math import fsum
+from pathlib import Path
 
 from pydantic import ValidationError
 
 from flotilla.services.reward.verifiers.base import SampleVerifier
-from flotilla.shared.config.sections.reward import ConstantConfig
+from flotilla.shared.config.sections.reward import ConstantConfig, RecordedRewardConfig
+from flotilla.shared.errors import DataError, InvalidSpec
+from flotilla.shared.samples.dump import Dump, dump_at
 from flotilla.shared.schemas.episode import EpisodeReward
 from flotilla.shared.schemas.grading import Grade, GradingSample
 from flotilla.shared.streams.mailbox import Mailbox, wait_for_answer
@@ -33,6 +37,61 @@ class ConstantVerifier(SampleVerifier):
     def grade(self, sample: GradingSample) -> Grade:
         """Grade one sample with the reward that the spec names."""
         return Grade.scored(self._config.value)
+
+
+class RecordedVerifier:
+    """Looks answers up in a dump.
+
+    Args:
+        config: where it is, and what becomes of other answers.
+    """
+
+    def __init__(self, config: RecordedRewardConfig) -> None:
+        self._config = config
+        self._rewards: dict[tuple[str, str], Grade] = {}
+        self._drawn: list[Grade] = []
+
+    async def start(self) -> None:
+        """Read the dump.
+
+        Raises:
+            InvalidSpec: it cannot be read, or has no reward.
+        """
+        path = Path(self._config.dump)
+        try:
+            self._rewards = await asyncio.to_thread(lambda: _recorded_grades(dump_at(path)))
+        except DataError as error:
+            raise InvalidSpec(f"reward component of kind recorded: {error.detail}") from error
+        if not self._rewards:
+            raise InvalidSpec(f"reward component of kind recorded: no answer in {path} has a reward")
+        self._drawn = list(self._rewards.values())
+
+    async def score(self, samples: Sequence[GradingSample]) -> list[Grade]:
+        """Grade each sample, after the time that it is to take."""
+        await asyncio.sleep(self._config.seconds)
+        return [self._grade(sample) for sample in samples]
+
+    async def aclose(self) -> None:
+        """Forget the dump."""
+        self._rewards, self._drawn = {}, []
+
+    def _grade(self, sample: GradingSample) -> Grade:
+        found = self._rewards.get((sample.prompt, sample.response))
+        if found is not None:
+            return found
+        if self._config.others == "drawn" and self._drawn:
+            return self._drawn[zlib.crc32(sample.id.encode()) % len(self._drawn)]
+        return Grade.error(f"{self._config.dump} has no such answer to this prompt")
+
+
+def _recorded_grades(dump: Dump) -> dict[tuple[str, str], Grade]:
+    groups = [dump.group(index) for index in range(len(dump))]
+    return {
+        (group.prompt, trajectory.text): Grade.scored(trajectory.reward, answer=trajectory.answer)
+        for group in groups
+        for trajectory in group.trajectories
+        if trajectory.reward is not None
+    }
 
 
 class AgentVerifier:

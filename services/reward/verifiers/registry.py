@@ -14,7 +14,12 @@ from flotilla.services.reward.verifiers.base import AsksServer, GraderFigures, G
 from flotilla.services.reward.verifiers.code import CodeVerifier
 from flotilla.services.reward.verifiers.comparing import JsonSchemaVerifier, MathVerifier, RegexVerifier
 from flotilla.services.reward.verifiers.custom_process import CustomProcessVerifier
-from flotilla.services.reward.verifiers.given import AgentVerifier, ConstantVerifier, EnvironmentVerifier
+from flotilla.services.reward.verifiers.given import (
+    AgentVerifier,
+    ConstantVerifier,
+    EnvironmentVerifier,
+    RecordedVerifier,
+)
 from flotilla.services.reward.verifiers.ifeval import IfevalVerifier
 from flotilla.services.reward.verifiers.judge import JudgeVerifier
 from flotilla.services.reward.verifiers.matching import ChoiceVerifier, ExactVerifier, FormatVerifier, NumericVerifier
@@ -110,6 +115,7 @@ OF_CONFIG_ALONE: Mapping[type[sections.Component], Callable[[Any], Verifier]] = 
     sections.FormatConfig: FormatVerifier,
     sections.IfevalConfig: IfevalVerifier,
     sections.ConstantConfig: ConstantVerifier,
+    sections.RecordedRewardConfig: RecordedVerifier,
     sections.EnvironmentRewardConfig: lambda _: EnvironmentVerifier(),
 }
 
@@ -194,7 +200,7 @@ class CombinedVerifier:
             GradingFailed: a process did not start.
         """
         for _, verifier in self._parts:
-            if isinstance(verifier, CustomProcessVerifier | RewardModelVerifier):
+            if isinstance(verifier, CustomProcessVerifier | RewardModelVerifier | RecordedVerifier):
                 await verifier.start()
 
     async def aclose(self) -> None:

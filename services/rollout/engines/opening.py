@@ -5,9 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from flotilla.services.rollout.engines.base import Engine
-from flotilla.services.rollout.engines.process.engine import ProcessEngine
+from flotilla.services.rollout.engines.own import embedded_engine
 from flotilla.services.rollout.engines.servers.settings import ServerSettings
-from flotilla.services.rollout.engines.settings import EngineSettings
 from flotilla.services.rollout.engines.sglang.buckets import BucketProcess
 from flotilla.services.rollout.engines.sglang.engine import SglangEngine
 from flotilla.services.rollout.engines.sglang.group_engine import GroupSglangEngine
@@ -52,7 +51,7 @@ def make_engine(
     spec = decided_here(spec)
     engine = spec.rollout.engine
     if isinstance(engine, TorchEngineConfig):
-        return ProcessEngine(embedded_settings(spec, engine))
+        return embedded_engine(spec, engine)
     python = pythons.get(engine.kind)
     if python is None and engine.url is None:
         raise InvalidSpec(
@@ -69,25 +68,6 @@ def make_engine(
         )
     sampling = spec.rollout.sampling
     return VllmEngine(settings, raw=sampling.is_cut and sampling.temperature == 1)
-
-
-def embedded_settings(spec: ExperimentSpec, engine: TorchEngineConfig) -> EngineSettings:
-    """Read what the embedded engine needs from a spec in which nothing is left to ``auto``."""
-    assert spec.model.dtype != "auto"
-    return EngineSettings(
-        model_path=str(model_directory(spec.model)),
-        dtype=spec.model.dtype,
-        device=engine.device,
-        slots=engine.slots,
-        context_tokens=engine.context_tokens,
-        threads=engine.threads,
-        overlap_load=spec.asynchrony.publication.overlap_load is not False,
-        batch_invariant=engine.batch_invariant,
-        is_exact=spec.exactness is not None,
-        prefix_cache_mb=engine.prefix_cache_mb,
-        image_pixels=None if (images := spec.data.images) is None else (images.min_pixels, images.max_pixels),
-        records_experts=spec.algorithm.router_replay == "R3",
-    )
 
 
 def server_settings(

@@ -37,17 +37,30 @@ class NumberText:
 
 
 @dataclass(slots=True, eq=False)
-class _Sample:
+class ScriptedSample:
+    """A completion in the batch.
+
+    Attributes:
+        seed: of the request.
+        tokens, log_probs: so far.
+        runs: of versions, over them.
+        finish_reason: None while it runs.
+        resumed: leading tokens that came with the request.
+        script: what an engine has chosen for it; see ``RecordedEngine``.
+    """
+
     seed: int
     tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
     runs: list[tuple[int, int]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     resumed: int = 0
+    script: object | None = None
 
     def completion(self, request: GenerationRequest, index: int) -> Completion:
         if not self.tokens:
             return unstarted_completion(request, index)
-        log_probs = np.array([log_prob_of(token) for token in self.tokens], np.float32)
+        log_probs = np.array(self.log_probs, np.float32)
         reason = self.finish_reason or FinishReason.ABORTED
         return Completion(np.array(self.tokens, np.int32), log_probs, tuple(self.runs), reason, self.resumed)
 
@@ -55,11 +68,11 @@ class _Sample:
 @dataclass(slots=True, eq=False)
 class _Request:
     request: GenerationRequest
-    samples: list[_Sample]
+    samples: list[ScriptedSample]
     done: asyncio.Future[Sequence[Completion]]
     admitted: int = 0
 
-    def running(self) -> list[_Sample]:
+    def running(self) -> list[ScriptedSample]:
         return [sample for sample in self.samples[: self.admitted] if sample.finish_reason is None]
 
     @property
@@ -72,6 +85,7 @@ class _Request:
             if prefix is not None and self.request.resume.allows(prefix.versions, version):
                 sample = self.samples[index]
                 sample.tokens, sample.runs = list(prefix.token_ids), list(prefix.versions)
+                sample.log_probs = list(prefix.log_probs)
                 sample.resumed = len(sample.tokens)
         self.admitted += size
 
@@ -196,7 +210,9 @@ class ScriptedEngine:
         check_request(request, self._context_tokens, self._vocab_size)
         if request.request_id in self._requests:
             raise RequestInFlight(f"request {request.request_id} is in flight already")
-        active = _Request(request, [_Sample(s) for s in request.seeds], asyncio.get_running_loop().create_future())
+        active = _Request(
+            request, [ScriptedSample(s) for s in request.seeds], asyncio.get_running_loop().create_future()
+        )
         self._requests[request.request_id] = active
         self._work.set()
         try:
@@ -306,19 +322,23 @@ class ScriptedEngine:
             active.admit(size, self.version)
             self._prefilled_tokens += len(active.request.prompt_ids)
 
-    def _extend(self, request: GenerationRequest, sample: _Sample) -> None:
+    def _extend(self, request: GenerationRequest, sample: ScriptedSample) -> None:
         sampling = request.sampling
         token = self._next_token(request.prompt_ids, sample.seed, len(sample.tokens), self.version)
-        if not sample.runs or sample.runs[-1][1] != self.version:
-            sample.runs.append((len(sample.tokens), self.version))
-        sample.tokens.append(token)
-        self._generated_tokens += 1
+        self._append(sample, token, log_prob_of(token))
         is_eos = token == self._eos_token_id and not sampling.ignore_eos
         has_text = bool(sampling.stop) and StopText(NumberText(), sampling.stop).ends(np.array(sample.tokens, np.int32))
         if is_eos or token in sampling.stop_token_ids or has_text:
             sample.finish_reason = FinishReason.STOP
         elif len(sample.tokens) >= sampling.max_new_tokens:
             sample.finish_reason = FinishReason.LENGTH
+
+    def _append(self, sample: ScriptedSample, token: int, log_prob: float) -> None:
+        if not sample.runs or sample.runs[-1][1] != self.version:
+            sample.runs.append((len(sample.tokens), self.version))
+        sample.tokens.append(token)
+        sample.log_probs.append(log_prob)
+        self._generated_tokens += 1
 
     def _check_running(self) -> None:
         if self._loop_task is None or self._loop_task.done() or self._loop_task.cancelling():

@@ -40,6 +40,7 @@ def resolve_paths(document: Mapping[str, Any], folder: Path, *, made: str = "") 
             _resolve_code(each, "custom", folder)
             _resolve_more(each, folder)
     _resolve_path(_within(resolved, "data", "images"), "folder", folder)
+    _resolve_recorded(_within(resolved, "rollout", "engine"), folder)
     held_out = _within(resolved, "job", "held_out")
     _resolve_path(held_out, "path", folder)
     _resolve_code(held_out, "custom", folder)
@@ -55,6 +56,10 @@ def resolve_paths(document: Mapping[str, Any], folder: Path, *, made: str = "") 
         if isinstance(tracker, dict) and isinstance(tracker.get("directory"), str) and tracker["directory"]:
             tracker["directory"] = _absolute(tracker["directory"], folder)
     return resolved
+
+
+def _resolve_recorded(engine: Any, folder: Path) -> None:
+    _resolve_path(engine.get("recorded") if isinstance(engine, dict) else None, "dump", folder)
 
 
 def _roles(document: Mapping[str, Any]) -> list[Any]:
@@ -103,6 +108,8 @@ def _resolve_reward_models(reward: Any, folder: Path, made: str) -> None:
     sections = [reward, reward.get("audit")] if isinstance(reward, dict) else []
     lists = [each.get("components") for each in sections if isinstance(each, dict)]
     for each in [component for found in lists if isinstance(found, list) for component in found]:
+        if isinstance(each, dict) and each.get("kind") == "recorded":
+            _resolve_path(each, "dump", folder)
         is_model = isinstance(each, dict) and each.get("kind") == "reward_model"
         if is_model and not _names_hub(each, folder, made):
             _resolve_path(each, "path", folder)

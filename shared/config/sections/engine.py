@@ -104,6 +104,15 @@ VLLM_OPTIONS: Mapping[str, str] = {
 """Those of vLLM."""
 
 
+class RecordedConfig(Config):
+    """Completions of an earlier run in the place of a model's: a mock engine, to run all that is around one."""
+
+    dump: str = Field(min_length=1)
+    """Whose completions: the directory of a run or of an experiment, its folder `samples`, or one file of it."""
+    token_seconds: float = Field(0.0, ge=0, le=60)
+    """Time that a step of the batch takes, which gives each running completion one token."""
+
+
 class TorchEngineConfig(Config):
     """The embedded engine: any Hugging Face causal LM, on CPU or one GPU."""
 
@@ -139,6 +148,10 @@ class TorchEngineConfig(Config):
     device: DeviceChoice = "auto"
     """Torch device, such as cpu or cuda:0. auto: cuda where every rollout that the experiment starts with has a GPU
     that its torch can use, else cpu."""
+    recorded: RecordedConfig | None = None
+    """Load no model, and answer with the recorded completions of a dump, with their lengths and log-probabilities; a
+    prompt that was never answered gets a completion of another. Versions are those that are published, whose weights
+    are not read. Null: the model answers. See docs/jobs.md."""
 
 
 class ServerEngineConfig(Config):

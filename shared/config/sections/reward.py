@@ -172,6 +172,20 @@ class ConstantConfig(ComponentConfig):
     """The reward."""
 
 
+class RecordedRewardConfig(ComponentConfig):
+    """The reward that an earlier run gave for the same answer to the same prompt: a mock grader."""
+
+    kind: Literal["recorded"] = "recorded"
+    dump: str = Field(min_length=1)
+    """Whose rewards: the directory of a run or of an experiment, its folder `samples`, or one file of it. Trained
+    samples have the rewards that the trainer saw, `reward.shaping` included."""
+    others: Literal["error", "drawn"] = "error"
+    """What becomes of an answer that the dump does not have. error: it has no reward, and the group counts it as a
+    failed grade; drawn: it has the reward of another one, chosen by the sample's id."""
+    seconds: float = Field(0.0, ge=0, le=600)
+    """Time that grading a group takes, at least."""
+
+
 class EnvironmentRewardConfig(ComponentConfig):
     """What the environment gave: the sum of its rewards over the turns of the episode."""
 
@@ -258,6 +272,7 @@ Component = Annotated[
     | VerlDefaultConfig
     | EnvironmentRewardConfig
     | ConstantConfig
+    | RecordedRewardConfig
     | AgentRewardConfig
     | JudgeConfig
     | JudgeModelConfig
@@ -277,6 +292,8 @@ def may_read_label(component: ComponentConfig) -> bool:
         case QuestionConfig():
             return "{label}" in component.template
         case AgentRewardConfig() | ConstantConfig() | EnvironmentRewardConfig() | FormatConfig() | RewardModelConfig():
+            return False
+        case RecordedRewardConfig():
             return False
     return True
 

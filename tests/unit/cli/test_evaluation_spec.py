@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flotilla.evaluation_spec import evaluation_of, model_at
+from flotilla.evaluation_spec import evaluation_of, model_at, rollouts_of
 from flotilla.shared.checkpoints.folders import CHECKPOINTS
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.spec import ExperimentSpec
@@ -134,3 +134,31 @@ def test_answers_that_were_written_are_graded_without_what_a_model_answers_with(
     assert (spec.evaluation.group_size, spec.evaluation.pass_reward) == (1, 0.5)
     assert spec.reward == an_experiment().reward
     assert validate_spec(spec.model_dump(mode="json")) == spec
+
+
+def test_training_rows_are_answered_once_as_training_samples_them() -> None:
+    experiment = an_experiment()
+
+    spec = rollouts_of(experiment, model=None)
+
+    assert not spec.trains and spec.evaluation is not None
+    assert (spec.evaluation.path, spec.evaluation.max_rows) == ("/rows/train.jsonl", 7)
+    assert (spec.evaluation.greedy, spec.evaluation.group_size) == (False, 4)
+    assert spec.evaluation.sampling(spec.rollout.sampling) == experiment.rollout.sampling
+    assert validate_spec(spec.model_dump(mode="json")) == spec
+
+
+def test_sources_of_training_become_sets() -> None:
+    rows = {"sources": [{"path": "/rows/a.jsonl", "weight": 3}, {"path": "/rows/b.jsonl", "weight": 1}]}
+
+    spec = rollouts_of(an_experiment(data=rows | {"label_column": "answer"}))
+
+    assert spec.evaluation is not None
+    assert [each.path for each in spec.evaluation.all_sets] == ["/rows/a.jsonl", "/rows/b.jsonl"]
+
+
+def test_what_holds_answers_is_not_sampled() -> None:
+    with pytest.raises(InvalidSpec, match=r"data.dump holds groups"):
+        rollouts_of(an_experiment(data={"dump": "/runs/mine"}))
+    with pytest.raises(InvalidSpec, match="set max_rows of each source"):
+        rollouts_of(an_experiment(data={"sources": [{"path": "/rows/a.jsonl"}], "max_rows": 3}))

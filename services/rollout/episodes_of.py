@@ -51,13 +51,14 @@ async def open_episodes(
         process = CustomProcess(environments=own)
         try:
             await process.start()
-            episodes = make_episodes(spec, engine, renderer, turns, tally, process)
+            episodes = make_episodes(spec, engine, renderer, turns, tally, process, networks)
         except BaseException:
             await process.aclose()
             raise
         return OpenedEpisodes(episodes, process.aclose)
     if not isinstance(config, ToolEpisodesConfig):
-        return OpenedEpisodes(make_episodes(spec, engine, renderer, turns, tally), _nothing_to_close)
+        made = make_episodes(spec, engine, renderer, turns, tally, networks=networks)
+        return OpenedEpisodes(made, _nothing_to_close)
     tools = await open_tools(config, networks, sandboxes)
     told = renderer.with_tools(tools.schemas)
     try:
@@ -77,8 +78,11 @@ def make_episodes(
     turns: Turns,
     tally: SamplingTally,
     process: CustomProcess | None = None,
+    networks: Sequence[IPNetwork] = LOOPBACK,
 ) -> Episodes:
     """Make episodes that hold nothing: of a single turn, or with an environment; ``process`` has those of the user's.
+
+    Servers of environments may be in ``networks``, which are not public.
 
     Raises:
         InvalidSpec: an environment cannot be loaded.
@@ -90,7 +94,7 @@ def make_episodes(
         return SingleTurnEpisodes(engine, renderer, turns, resume, tally)
     renderer.check_continuation()
     limits = Limits.of(config, spec.rollout.engine.context_tokens)
-    conversations = EnvironmentConversations(config, process)
+    conversations = EnvironmentConversations(config, process, networks)
     return MultiTurnEpisodes(engine, renderer, turns, limits, conversations, resume, tally, config.redundant_members)
 
 

@@ -5,7 +5,7 @@ import hashlib
 import inspect
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from flotilla.services.rollout.custom.process import CustomProcess
@@ -16,6 +16,7 @@ from flotilla.services.rollout.episodes.conversation import Conversation, Reply,
 from flotilla.shared.children.custom_code import describe
 from flotilla.shared.concurrency.daemon_threads import on_daemon_thread
 from flotilla.shared.config.sections.episodes import EnvironmentConfig, EnvironmentEpisodesConfig, MemoryConfig
+from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
 from flotilla.shared.errors import EpisodeFailed, InvalidRequest
 from flotilla.shared.schemas.task import Message, Task
 from flotilla.shared.schemas.turns import FinishReason
@@ -199,6 +200,7 @@ class EnvironmentConversations:
     Args:
         config: of the episodes.
         process: runs those that are in files of the user's.
+        networks: that are not public, and that servers of environments may be in.
 
     Raises:
         InvalidSpec: an environment cannot be loaded or made.
@@ -208,10 +210,11 @@ class EnvironmentConversations:
         self,
         config: EnvironmentEpisodesConfig,
         process: CustomProcess | None = None,
+        networks: Sequence[IPNetwork] = LOOPBACK,
     ) -> None:
         def maker(each: EnvironmentConfig) -> Callable[[], Any]:
             if not each.is_code:
-                return load_environment(each)
+                return load_environment(each, networks)
             assert process is not None, "code of the user's runs in a process of its own"
             return maker_of(process, each)
 

@@ -1,7 +1,7 @@
-"""From the name of an environment to the object: ours, one in a file, or one of gymnasium."""
+"""From the name of an environment to the object: ours, one in a file, one of gymnasium, or one behind a server."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -9,10 +9,12 @@ from flotilla.services.rollout.environments.base import Environment
 from flotilla.services.rollout.environments.countdown import Countdown
 from flotilla.services.rollout.environments.frozen_lake import FrozenLake
 from flotilla.services.rollout.environments.gymnasium_text import GymnasiumText
+from flotilla.services.rollout.environments.openenv import OpenEnv
 from flotilla.services.rollout.environments.sokoban import Sokoban
 from flotilla.services.rollout.environments.word_game import WordGame
 from flotilla.shared.children.custom_code import load_callable
-from flotilla.shared.config.sections.episodes import GYMNASIUM, EnvironmentConfig
+from flotilla.shared.config.sections.episodes import GYMNASIUM, OPENENV, EnvironmentConfig
+from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
 from flotilla.shared.errors import FlotillaError, InvalidSpec
 from flotilla.shared.net.absence import absent_or
 
@@ -24,8 +26,14 @@ BUILT_IN: Final[Mapping[str, type[Any]]] = {
 }
 
 
-def load_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
+def load_environment(
+    config: EnvironmentConfig, networks: Sequence[IPNetwork] = LOOPBACK
+) -> Callable[[], Environment | OpenEnv]:
     """Load an environment's class, and make one to see that it can be made.
+
+    Args:
+        config: of the environment.
+        networks: that are not public, and that its URL may lead to.
 
     Returns:
         What makes an environment, for one episode.
@@ -38,6 +46,12 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
         make: Callable[..., Any] = BUILT_IN[name]
     elif name.startswith(GYMNASIUM):
         make = partial(GymnasiumText, name.removeprefix(GYMNASIUM))
+    elif name.startswith(OPENENV):
+        make = partial(OpenEnv, name.removeprefix(OPENENV), networks=networks)
+        if "networks" in options:
+            raise InvalidSpec(
+                f"environment {name!r} does not take the option networks: the rollout service is told them"
+            )
     else:
         make = load_callable(name, what="environment", kind="class", accepts=inspect.isclass)
     try:
@@ -57,4 +71,4 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
 
 def needs_no_thread(config: EnvironmentConfig) -> bool:
     """Whether its methods take microseconds, or are coroutines that wait for another process."""
-    return config.environment in BUILT_IN or config.is_code
+    return config.environment in BUILT_IN or config.is_code or config.environment.startswith(OPENENV)

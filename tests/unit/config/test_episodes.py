@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.sections.episodes import EnvironmentConfig
 from flotilla.shared.errors import InvalidSpec
 
 LAKE = {"environment": "frozen_lake"}
@@ -55,3 +56,13 @@ def test_an_environment_is_named_and_an_algorithm_may_compare_its_turns() -> Non
 def test_what_would_have_no_effect_is_refused(rollout: dict[str, Any], sections: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidSpec, match=words):
         spec_with(rollout, **sections)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["openenv:", "openenv:8000", "openenv:ftp://host", "openenv:http://user:secret@host", "openenv:http://host?a=1"],
+)
+def test_an_openenv_server_is_named_by_its_url_alone(name: str) -> None:
+    assert EnvironmentConfig(environment="openenv:http://127.0.0.1:8000/echo").is_code is False
+    with pytest.raises(ValueError, match="openenv:http://HOST:PORT"):
+        EnvironmentConfig(environment=name)

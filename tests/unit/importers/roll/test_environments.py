@@ -380,7 +380,7 @@ async def test_a_concatenating_manager_shows_observations_without_their_suffixes
             "agent_template": "<{history}>{current_observation}!"}  # fmt: skip
     found = imported(**STEPWISE, custom_envs__Lake=game, custom_envs__Room=game)
     make = played(found, tmp_path)
-    monkeypatch.setattr(conversation_module, "load_environment", lambda each: make)
+    monkeypatch.setattr(conversation_module, "load_environment", lambda *_: make)
     monkeypatch.setattr(EnvironmentConfig, "is_code", False)
 
     shown = await shown_by(found, ["a", "?", "c"])

@@ -38,7 +38,7 @@ FORMAT: Final = 1
 FOLDER: Final = "receipts"
 """Within an experiment's directory."""
 KEY_FILE: Final = "receipt.key"
-"""Within a data directory: the key that is made where none is named."""
+"""Of the user's own key, which is made where none is named."""
 LONGEST_REASON: Final = 300
 """Of what is wrong with a receipt, in characters."""
 
@@ -353,19 +353,28 @@ def _read(receipt: Path) -> tuple[list[SamplesLine | GroupLine], Head, bool]:
     return lines, head, not rest and is_signed(digest.hexdigest(), signature, head.public_key)
 
 
+def own_key(environment: Mapping[str, str]) -> Path:
+    """Where the user's own key is: beside no run, since a run's folder may come from someone else, with its key."""
+    return Path(environment.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "flotilla" / KEY_FILE
+
+
 def make_key(path: Path) -> None:
     """Make an Ed25519 key that nobody else can read; one that is there stays.
 
     It is there whole or not at all: what was cut off by a crash would be taken for the key from then on.
 
     Raises:
-        InvalidRequest: what is there is a link, or no file.
+        InvalidRequest: what is there is a link, no file, or another user's, or others may read it.
         Unavailable: openssl is missing.
     """
     if os.path.lexists(path):
-        if not stat.S_ISREG(path.lstat().st_mode):
+        about = path.lstat()
+        if not stat.S_ISREG(about.st_mode):
             raise InvalidRequest(f"{path} is a link or no file: name the key that signs by --key")
+        if about.st_uid != os.geteuid() or about.st_mode & 0o077:
+            raise InvalidRequest(f"{path} is not yours alone (chmod 600): name the key that signs by --key")
         return
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     pem = _openssl(["genpkey", "-algorithm", "ed25519"])
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     made = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -243,7 +243,7 @@ def _add_samples(commands: "Commands") -> None:
     receipt.add_argument("checkpoint", nargs="?", help="folder of a checkpoint, or of a run, whose newest is meant")
     receipt.add_argument("--verify", metavar="FILE", help="check this one, which exits with 1 if something has changed")
     receipt.add_argument("--output", "-o", metavar="FILE", help="to write (default: receipts/ of the experiment)")
-    what = "private key (PEM) that signs (default: receipt.key of the fleet, made once); with --verify the public one"
+    what = "private key (PEM) that signs (default: your own, made once); with --verify the public one"
     receipt.add_argument("--key", metavar="FILE", help=what)
     add_json(receipt)
     for parser in (show, replay, regrade):

@@ -62,7 +62,10 @@ def receipt(*arguments: object) -> tuple[int, dict[str, Any]]:
     return ended.returncode, json.loads(ended.stdout)
 
 
-def test_an_audit_pauses_a_gamed_run_at_a_version_and_its_receipt_finds_a_changed_byte(tmp_path: Path) -> None:
+def test_an_audit_pauses_a_gamed_run_at_a_version_and_its_receipt_finds_a_changed_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     view = paused_run(tmp_path)
 
     assert 1 <= view["policy_version"] <= MOST_VERSIONS

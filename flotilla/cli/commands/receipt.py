@@ -2,12 +2,13 @@
 
 import argparse
 import asyncio
+import os
 from pathlib import Path
 
 from flotilla.cli.commands.show import newest_below
 from flotilla.cli.exit_codes import ExitCode
 from flotilla.cli.output import new_console, short_path, telling, write_json
-from flotilla.receipts import FOLDER, KEY_FILE, Head, make_key, verify, write
+from flotilla.receipts import FOLDER, KEY_FILE, Head, make_key, own_key, verify, write
 from flotilla.shared.checkpoints.folders import CHECKPOINTS, StoredCheckpoint, complete, step_of
 from flotilla.shared.errors import InvalidRequest, NotFound
 
@@ -21,7 +22,7 @@ async def receipt(arguments: argparse.Namespace) -> int:
     stored = await asyncio.to_thread(stored_checkpoint, Path(arguments.checkpoint))
     directory = stored.path.parent.parent
     output = Path(arguments.output) if arguments.output else directory / FOLDER / f"{stored.path.name}.jsonl"
-    key = Path(arguments.key) if arguments.key else directory.parent.parent / KEY_FILE
+    key = Path(arguments.key) if arguments.key else own_key(os.environ)
     if not arguments.key:
         await asyncio.to_thread(make_key, key)
     async with telling("reading checkpoint and samples"):
@@ -31,6 +32,12 @@ async def receipt(arguments: argparse.Namespace) -> int:
     else:
         console = new_console()
         console.print(f"{short_path(output)}: step {head.step} of {head.experiment_id}, {_extent(head)}", markup=False)
+        beside = directory.parent.parent / KEY_FILE
+        if not arguments.key and beside.exists():
+            console.print(
+                f"{short_path(beside)} is not used, since it may have come with the run: name yours by --key",
+                markup=False,
+            )
         console.print(f"signed by {short_path(key)}; check it by `flotilla receipt --verify {short_path(output)}`")
     return ExitCode.DONE
 

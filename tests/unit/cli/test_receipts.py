@@ -24,8 +24,9 @@ WEIGHTS = "model/model.safetensors"
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make a data directory with an experiment of two steps, its checkpoint and its receipt."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     directory = tmp_path / "fleet" / "experiments" / "tiny-1a2b3c"
     checkpoint = directory / CHECKPOINTS / "step-00000002"
     (checkpoint / "model").mkdir(parents=True)
@@ -62,6 +63,10 @@ def receipt_of(directory: Path) -> Path:
     return directory / "receipts" / "step-00000002.jsonl"
 
 
+def key_of(directory: Path) -> Path:
+    return directory.parents[2] / "config" / "flotilla" / "receipt.key"
+
+
 def problems_of(directory: Path) -> list[str]:
     found: list[str] = []
     verify(receipt_of(directory), stored_checkpoint(directory / CHECKPOINTS / "step-00000002"), found.append)
@@ -80,7 +85,8 @@ def test_what_is_as_it_was_verifies(run: Path, capsys: pytest.CaptureFixture[str
     assert main(["receipt", "--verify", str(receipt_of(run))]) == 0
 
     assert "4 groups: all is as it was" in capsys.readouterr().out
-    key = run.parent.parent / "receipt.key"
+    key = key_of(run)
+    assert not (run.parent.parent / "receipt.key").exists()
     assert key.stat().st_mode & 0o777 == 0o600
     lines = [json.loads(line) for line in receipt_of(run).read_text().splitlines()]
     assert [line["group_id"] for line in lines if "group_id" in line] == [2, 3, 4, 5, 9]
@@ -151,10 +157,23 @@ def test_a_receipt_that_was_changed_or_signed_by_another_key_is_refused(
     assert "not signed by" in capsys.readouterr().out
 
 
+def test_a_key_that_came_with_a_run_signs_only_where_it_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    beside = run.parent.parent / "receipt.key"
+    make_key(beside)
+    own = json.loads(receipt_of(run).read_text().splitlines()[0])["public_key"]
+
+    assert main(["receipt", str(run / CHECKPOINTS / "step-00000002")]) == 0
+    assert "is not used" in " ".join(capsys.readouterr().out.split())
+    assert json.loads(receipt_of(run).read_text().splitlines()[0])["public_key"] == own
+
+    assert main(["receipt", str(run / CHECKPOINTS / "step-00000002"), "--key", str(beside)]) == 0
+    assert json.loads(receipt_of(run).read_text().splitlines()[0])["public_key"] != own
+
+
 def test_samples_that_are_gone_are_listed_and_not_passed_over(run: Path) -> None:
     (run / SAMPLES / step_name(1)).unlink()
 
-    head = write(stored_checkpoint(run), receipt_of(run), run.parent.parent / "receipt.key")
+    head = write(stored_checkpoint(run), receipt_of(run), key_of(run))
 
     assert head.missing_steps == [1]
     assert problems_of(run) == []
@@ -205,6 +224,9 @@ def test_a_key_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyP
     made = key.read_bytes()
     make_key(key)
     assert key.read_bytes() == made
+    key.chmod(0o640)
+    with pytest.raises(InvalidRequest, match="yours alone"):
+        make_key(key)
     link = tmp_path / "link.key"
     link.symlink_to(key)
     with pytest.raises(InvalidRequest, match="a link"):

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 from pydantic import JsonValue
@@ -14,6 +14,7 @@ from flotilla.cli.progress import Pace, Progress, live_line, live_view
 from flotilla.cli.right_and_wrong import lines_of, read_last
 from flotilla.cli.stored import Source
 from flotilla.shared.errors import FlotillaError
+from flotilla.shared.schemas.experiment import ExperimentView
 
 if TYPE_CHECKING:
     from flotilla.cli.fleet import LocalFleet
@@ -33,8 +34,23 @@ async def _display(plain: bool) -> AsyncIterator[Live | None]:
         yield live
 
 
-async def follow(progress: Progress, client: Source, fleet: "LocalFleet | None", *, plain: bool) -> None:
+def has_ended(view: ExperimentView) -> bool:
+    """Whether nothing more happens to an experiment by itself."""
+    return view.state.is_final
+
+
+async def follow(
+    progress: Progress,
+    client: Source,
+    fleet: "LocalFleet | None",
+    *,
+    plain: bool,
+    leaves: Callable[[ExperimentView], bool] = has_ended,
+) -> None:
     """Show an experiment until it ends; a gateway that is unavailable for a while is waited for.
+
+    Args:
+        leaves: says of what was read last whether it is not followed any more.
 
     Raises:
         WorkerDied: a process of the fleet was given up.
@@ -51,17 +67,17 @@ async def follow(progress: Progress, client: Source, fleet: "LocalFleet | None",
                 fleet.check()
             now = time.monotonic()
             last_seen = await _refresh(progress, client, now, last_seen)
-            left = pace.seconds_left(progress.view, now)
+            left, is_over = pace.seconds_left(progress.view, now), leaves(progress.view)
             if len(progress.held_out.points) > num_evaluated:
                 num_evaluated = len(progress.held_out.points)
                 for name, line in lines_of(await read_last(client, progress)):
                     (live.console if live is not None else console).print(f"  {name:<6} {line}", markup=False)
             if live is not None:
                 live.update(live_view(progress, now - started, left))
-            elif now - last_line >= LINE_SECONDS or progress.view.state.is_final:
+            elif now - last_line >= LINE_SECONDS or is_over:
                 console.print(live_line(progress, now - started, left), markup=False)
                 last_line = now
-            if progress.view.state.is_final:
+            if is_over:
                 return
             await asyncio.sleep(REFRESH_SECONDS)
 

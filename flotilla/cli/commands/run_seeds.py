@@ -5,6 +5,7 @@ reward services as seeds all at once.
 """
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 from flotilla.cli.commands.report import Comparison
 from flotilla.cli.continuing import go_on, overrides_of
 from flotilla.cli.fleet import LocalFleet
-from flotilla.cli.following import follow
+from flotilla.cli.following import REFRESH_SECONDS, follow, has_ended
 from flotilla.cli.gateway import READ_SECONDS, START_SECONDS
 from flotilla.cli.output import new_console, short_path
 from flotilla.cli.own_fleet import fleet_options, prepare, until_settled
@@ -23,10 +24,13 @@ from flotilla.cli.progress import Progress, duration
 from flotilla.cli.run_directory import RunDirectory
 from flotilla.client.asynchronous import AsyncClient
 from flotilla.launch_file import LaunchFile, read_launch_file
+from flotilla.shared.errors import FlotillaError
 from flotilla.shared.locations.allowed import grant_code
 from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView
 
 SUMMARY = "seeds.json"
+PAUSED_SECONDS = 600.0
+"""How long paused seeds are waited for once nothing else goes on."""
 
 
 def launches_of(arguments: argparse.Namespace, name: str, seed: int) -> list[LaunchFile]:
@@ -58,9 +62,96 @@ async def run_seeds(arguments: argparse.Namespace, launch: LaunchFile, directory
         runs = [Progress(view) for view in await begun(client, launches, directory, options.data, arguments)]
         for run in runs:
             console.print(f"seed       {run.view.name} ({run.view.id})", markup=False)
-            await follow(run, client, fleet, plain=arguments.plain)
-            await until_settled(run, client)
+        paused = await follow_all(runs, client, fleet, plain=arguments.plain)
+        if paused:
+            names = ", ".join(run.view.name for run in paused)
+            console.print(
+                f"{names}: paused, or waiting for what paused ones hold, for {duration(PAUSED_SECONDS)}; this command "
+                "ends. Run it again with --continue, and resume them then",
+                markup=False,
+            )
         return report(runs, directory.path, time.monotonic() - started)
+
+
+async def follow_all(
+    runs: Sequence[Progress], client: AsyncClient, fleet: LocalFleet, *, plain: bool
+) -> list[Progress]:
+    """Follow each run until it ends, those that are paused last.
+
+    A paused run keeps its trainer, which the others may wait for, and only somebody's ``resume`` ends the pause: once
+    nothing but paused runs and such that wait for services is left, it is waited for ``PAUSED_SECONDS``.
+
+    Returns:
+        Those that have not ended.
+
+    Raises:
+        WorkerDied: a process of the fleet was given up.
+        Unavailable: the gateway stayed away.
+    """
+    console, left, told = new_console(), list(runs), set[str]()
+    standing = Standstill()
+    while left:
+        for each in left:
+            await read(each, client)
+            if is_paused(each.view) and each.view.id not in told:
+                told.add(each.view.id)
+                console.print(
+                    f"paused     {each.view.name}: `flotilla resume {each.view.id}` lets it go on, `flotilla stop "
+                    f"{each.view.id}` ends it; the other seeds go on meanwhile as far as they have services",
+                    markup=False,
+                )
+        some_pause = any(is_paused(each.view) for each in left)
+        # Who has services first: one that waits for them may wait for another that was resumed.
+        going = sorted((each for each in left if not is_paused(each.view)), key=lambda each: not each.view.services)
+        is_still = some_pause and (not going or waits_for_services(going[0].view))
+        if standing.is_over(is_still):
+            return left
+        if is_still:
+            fleet.check()
+            await asyncio.sleep(REFRESH_SECONDS)
+            continue
+        run = going[0]
+
+        def leaves(view: ExperimentView, some_pause: bool = some_pause) -> bool:
+            return has_ended(view) or is_paused(view) or (some_pause and waits_for_services(view))
+
+        await follow(run, client, fleet, plain=plain, leaves=leaves)
+        if has_ended(run.view):
+            await until_settled(run, client)
+            left.remove(run)
+    return []
+
+
+async def read(run: Progress, client: AsyncClient) -> None:
+    """Read on; a gateway that is unavailable for a while is asked again."""
+    try:
+        await run.refresh(client)
+    except FlotillaError as error:
+        if not error.retryable:
+            raise
+
+
+class Standstill:
+    """How long nothing has gone on."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def is_over(self, is_still: bool) -> bool:
+        """Whether nothing has gone on for ``PAUSED_SECONDS``."""
+        now = time.monotonic()
+        self._since = None if not is_still else now if self._since is None else self._since
+        return self._since is not None and now - self._since >= PAUSED_SECONDS
+
+
+def is_paused(view: ExperimentView) -> bool:
+    """Whether it goes on only if somebody resumes it."""
+    return view.state is ExperimentState.PAUSED
+
+
+def waits_for_services(view: ExperimentView) -> bool:
+    """Whether it has begun and nothing works for it."""
+    return view.state is ExperimentState.STARTING and not view.services
 
 
 async def begun(

@@ -1,12 +1,14 @@
 """``flotilla run --seeds``: an experiment for each seed, created once, however often the command is begun again."""
 
 import argparse
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flotilla.cli import following
 from flotilla.cli.command_line import build_parser
 from flotilla.cli.commands import run_seeds
 from flotilla.cli.commands.run_seeds import launches_of
@@ -98,3 +100,66 @@ def test_fewer_than_two_seeds_are_refused(count: str, tmp_path: Path, capsys: py
         arguments_of(tmp_path, "--seeds", count)
 
     assert "must be a whole number from 2 to 64" in capsys.readouterr().err
+
+
+class Scripted:
+    """A gateway whose experiments are read in turn, each as the next of its views; the last one stays."""
+
+    def __init__(self, **views: list[ExperimentView]) -> None:
+        self.views = {name: iter(each) for name, each in views.items()}
+        self.read: list[str] = []
+
+    def run(self, name: str) -> Progress:
+        progress = Progress(a_view(id=name, name=name, state=ExperimentState.STARTING))
+
+        async def refresh(_client: Any) -> None:
+            self.read.append(name)
+            progress.view = next(self.views[name], progress.view)
+
+        progress.refresh = refresh  # type: ignore[method-assign]
+        return progress
+
+    def check(self) -> None: ...
+
+
+def seen(name: str, state: ExperimentState, **services: tuple[str, ...]) -> ExperimentView:
+    return a_view(id=name, name=name, state=state, services=services)
+
+
+@pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_seeds, "REFRESH_SECONDS", 0.001)
+    monkeypatch.setattr(following, "REFRESH_SECONDS", 0.001)
+    monkeypatch.setattr(run_seeds, "PAUSED_SECONDS", 0.1)
+
+
+@pytest.mark.usefixtures("_quick")
+async def test_a_paused_seed_is_named_and_the_others_go_on_and_it_is_followed_again_once_it_is_resumed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    states = ExperimentState
+    paused, done = seen("a", states.PAUSED, trainer=("t",)), seen("b", states.COMPLETED)
+    resumed = [seen("a", states.RUNNING, trainer=("t",)), seen("a", states.COMPLETED)]
+    gateway: Any = Scripted(a=[paused] * 4 + resumed, b=[seen("b", states.RUNNING, trainer=("u",))] * 3 + [done])
+    runs = [gateway.run("a"), gateway.run("b")]
+
+    async with asyncio.timeout(20):
+        left = await run_seeds.follow_all(runs, gateway, gateway, plain=True)
+
+    assert left == [] and [run.view.state for run in runs] == [states.COMPLETED] * 2
+    assert capsys.readouterr().out.count("flotilla resume a") == 1
+
+
+@pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize("other", [ExperimentState.PAUSED, ExperimentState.STARTING])
+async def test_seeds_that_are_paused_or_wait_for_what_paused_ones_hold_are_not_waited_for_for_ever(
+    other: ExperimentState,
+) -> None:
+    gateway: Any = Scripted(a=[seen("a", ExperimentState.PAUSED, trainer=("t",))], b=[seen("b", other)])
+    runs = [gateway.run("a"), gateway.run("b")]
+
+    async with asyncio.timeout(20):
+        left = await run_seeds.follow_all(runs, gateway, gateway, plain=True)
+
+    assert left == runs
+    assert gateway.read.count("a") > 5, "somebody may have resumed it"

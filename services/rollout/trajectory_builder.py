@@ -5,6 +5,7 @@ What the policy is shown is appended by ``show``, what the engine sampled by ``s
 log-probabilities and versions.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -136,13 +137,13 @@ class TrajectoryBuilder:
         versions: Versions,
         finish_reason: FinishReason,
         text: str = "",
-        experts: RoutedExperts | None = None,
+        experts: RoutedExperts | RoutedSpan | None = None,
     ) -> None:
         """Append a completion, as the engine returned it; one without a token leaves everything as it is.
 
         Tokens that have experts already keep them: under those what follows them was sampled. An interrupted completion
         that came without its experts, behind turns that have some, leaves everything as it is, too: nobody could
-        replay what it would become. Blocks while a record is cut.
+        replay what it would become. Blocks while a record is cut, unless it is what ``cut`` has made of it.
 
         Raises:
             ValueError: nothing was shown since the last completion.
@@ -161,8 +162,7 @@ class TrajectoryBuilder:
                 self._versions.append((0, version))
             elif self._versions[-1][1] != version:
                 self._versions.append((sampled + at, version))
-        known = self._routed[-1].end if self._routed else 0
-        span = None if experts is None else span_behind(known, experts, self._prompt_start)
+        span = self.cut(experts) if isinstance(experts, RoutedExperts) else experts
         self._routed = [] if span is None else [*self._routed, span]
         observation = self._observation if self._turns else ""
         end = len(self._token_ids)
@@ -170,6 +170,25 @@ class TrajectoryBuilder:
             Turn(start, sampled, end, finish_reason, text, observation, state=self._state, is_fresh=self._is_fresh)
         )
         self._observation, self._state, self._is_fresh = "", None, False
+
+    def cut(self, experts: RoutedExperts) -> RoutedSpan | None:
+        """Cut out of a completion's record what ``sample`` appends; changes nothing. Blocks.
+
+        Returns:
+            None where tokens before its prompt have no experts.
+
+        Raises:
+            ValueError: the record is damaged.
+        """
+        known = self._routed[-1].end if self._routed else 0
+        return span_behind(known, experts, self._prompt_start)
+
+    def snapshot(self) -> "TrajectoryBuilder":
+        """Copy what there is, which another thread builds while more is appended here; far cheaper than to build."""
+        found = copy.copy(self)
+        for name in ("_token_ids", "_is_sampled", "_log_probs", "_versions", "_turns", "_routed"):
+            setattr(found, name, list(getattr(self, name)))
+        return found
 
     def reward(self, value: float) -> None:
         """Add a reward to the last turn.

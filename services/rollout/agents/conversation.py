@@ -8,7 +8,7 @@ trajectory of its own. There earlier replies are context: each sampled token is 
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,7 @@ from flotilla.services.rollout.agents.template import ChatTemplate
 from flotilla.services.rollout.engines.base import Completion
 from flotilla.services.rollout.trajectory_builder import RenderTally, TrajectoryBuilder
 from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.schemas.routing import RoutedSpan
 from flotilla.shared.schemas.trajectory import FinishReason, Trajectory
 
 Messages = Sequence[Mapping[str, Any]]
@@ -284,6 +285,7 @@ class Conversations:
         text: str,
         reply: Mapping[str, Any] | None,
         endings: tuple[str, ...] = (),
+        experts: RoutedSpan | None = None,
     ) -> None:
         """Record a completion.
 
@@ -291,6 +293,7 @@ class Conversations:
             text: of it, for people.
             reply: the message that the client is given; None for a text completion.
             endings: of a text completion, as in ``Reply``.
+            experts: of the completion, as the branch's builder cuts them.
         """
         branch, builder = draft.branch, draft.branch.builder
         if draft.is_new:
@@ -303,7 +306,7 @@ class Conversations:
             completion.versions,
             completion.finish_reason,
             text,
-            completion.experts,
+            experts,
         )
         branch.is_busy, branch.finish_reason = False, completion.finish_reason
         if reply is None:
@@ -317,9 +320,15 @@ class Conversations:
         draft.branch.is_busy = False
         self._num_begun -= draft.is_new
 
-    def trajectories(self, **fields: Any) -> list[Trajectory]:
-        """Make the trajectories, oldest first; each has a sampled token."""
-        return [branch.builder.build(branch.finish_reason, **fields) for branch in self._branches]
+    @property
+    def num_branches(self) -> int:
+        """Conversations that have a sampled token."""
+        return len(self._branches)
+
+    def building(self, **fields: Any) -> Callable[[], list[Trajectory]]:
+        """Take what there is; calling the result makes its trajectories, oldest first, for as long as that takes."""
+        taken = [(branch.builder.snapshot(), branch.finish_reason) for branch in self._branches]
+        return lambda: [builder.build(finish_reason, **fields) for builder, finish_reason in taken]
 
 
 def _names(messages: Messages, tools: Messages) -> list[bytes]:

@@ -34,6 +34,7 @@ from flotilla.services.rollout.engines.base import (
 from flotilla.services.rollout.episodes.special_tokens import SamplingTally
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import FlotillaError, InvalidRequest, Unavailable, WorkerDied
+from flotilla.shared.schemas.routing import RoutedSpan
 from flotilla.shared.schemas.task import Task, sample_seed
 from flotilla.shared.schemas.trajectory import FinishReason, Trajectory
 
@@ -104,6 +105,15 @@ class Asked:
 HasHungUp = Callable[[], Awaitable[bool]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """What came of a request; ``experts`` are of its new tokens."""
+
+    completion: Completion
+    reply: Reply
+    experts: RoutedSpan | None
+
+
 @dataclass(eq=False)
 class _Turn:
     """A request that is being answered, or was; recorded once it has a reply."""
@@ -111,7 +121,7 @@ class _Turn:
     name: str
     request: AnyRequest
     draft: Draft
-    sampling: "asyncio.Task[tuple[Completion, Reply]]"
+    sampling: "asyncio.Task[_Sampled]"
     reply: Reply | None = None
     waiting: list[HasHungUp] = field(default_factory=list)
 
@@ -198,9 +208,14 @@ class Episode:
         for turn in self._unrecorded:
             turn.sampling.cancel()
 
-    def trajectories(self) -> list[Trajectory]:
-        """Make the trajectories so far."""
-        return self._conversations.trajectories(episode=self.id)
+    @property
+    def num_trajectories(self) -> int:
+        """Trajectories so far."""
+        return self._conversations.num_branches
+
+    async def trajectories(self) -> list[Trajectory]:
+        """Make the trajectories as of now; on a thread, since records of experts take long to be laid out."""
+        return await self._threads.run(self._conversations.building(episode=self.id))
 
     async def answer(self, asked: Asked, has_hung_up: HasHungUp) -> Reply | None:
         """Sample what is asked for, record it, and make the answer; a repeated request gets the answer that was lost.
@@ -241,7 +256,7 @@ class Episode:
     async def _answered(self, turn: "_Turn", has_hung_up: HasHungUp) -> Reply | None:
         try:
             # Whoever asks may hang up and ask again: what is sampled is then there.
-            completion, reply = await asyncio.shield(turn.sampling)
+            sampled = await asyncio.shield(turn.sampling)
         except asyncio.CancelledError:
             self._check_open()
             if turn.sampling.cancelled():
@@ -254,7 +269,7 @@ class Episode:
             return None
         # Whoever sent the same again may have had it recorded while this looked at the connection.
         if turn.reply is None:
-            self._keep(turn, completion, reply)
+            self._keep(turn, sampled)
         return turn.reply
 
     async def _counted(self, asked: Asked) -> Reply:
@@ -339,10 +354,15 @@ class Episode:
 
     async def _sample(
         self, turn: str, request: AnyRequest, draft: Draft, parameters: SamplingParameters, seed: int
-    ) -> tuple[Completion, Reply]:
+    ) -> _Sampled:
         with self._working():
             completion = await self._generate(turn, draft, parameters, seed)
-            return completion, await self._threads.run(lambda: self._reply(request, draft, completion))
+            return await self._threads.run(lambda: self._sampled(request, draft, completion))
+
+    def _sampled(self, request: AnyRequest, draft: Draft, completion: Completion) -> _Sampled:
+        """Make the reply and cut the record of experts, on a thread; the branch is busy and does not change."""
+        reply, experts = self._reply(request, draft, completion), completion.experts
+        return _Sampled(completion, reply, None if experts is None else draft.branch.builder.cut(experts))
 
     async def _generate(self, turn: str, draft: Draft, parameters: SamplingParameters, seed: int) -> Completion:
         generation = GenerationRequest(
@@ -397,10 +417,10 @@ class Episode:
             return messages_reply(request, reply, self._sampling)
         return responses_reply(request, reply, self._sampling) if isinstance(request, ResponsesChat) else reply
 
-    def _keep(self, turn: "_Turn", completion: Completion, reply: Reply) -> None:
+    def _keep(self, turn: "_Turn", sampled: _Sampled) -> None:
         self._check_open()
-        draft, request = turn.draft, turn.request
-        self._conversations.keep(draft, completion, reply.text, reply.message, reply.endings)
+        draft, request, completion, reply = turn.draft, turn.request, sampled.completion, sampled.reply
+        self._conversations.keep(draft, completion, reply.text, reply.message, reply.endings, sampled.experts)
         if self._tally is not None:
             if draft.is_new:
                 self._tally.add_prompt(draft.prompt_ids)

@@ -348,12 +348,12 @@ class AgentEpisodes:
                 "reward.components has none of kind agent, so this reward would have no effect: add it, or leave the "
                 "reward out"
             )
-        trajectories = episode.trajectories()
-        if not trajectories:
+        if not episode.num_trajectories:
             raise InvalidRequest(
                 "nothing was sampled in this episode, so there is nothing to train: ask the model first"
             )
         async with episode.ending():
+            trajectories = await episode.trajectories()
             if window is not None:
                 # Nobody waits longer than for the window; a reward that is there is not waited for.
                 await self._mailbox.expect(episode_id, seconds=max(window, KEPT_REWARD_SECONDS if reward else 0.0))

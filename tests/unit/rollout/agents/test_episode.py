@@ -52,7 +52,7 @@ async def test_a_chat_of_several_turns_is_one_trajectory_of_the_engines_tokens(w
         chat.append(await ask(episode, *chat))
         chat += [user(question)] if question else []
 
-    (trajectory,) = episode.trajectories()
+    (trajectory,) = await episode.trajectories()
     assert text_of(trajectory) == "<user>a?~\n<assistant>yes~\n<user>b?~\n<assistant>yes~\n<user>c?~\n<assistant>yes~"
     assert text_of(trajectory, sampled=True) == "yes~" * 3
     assert len(trajectory.turns) == 3
@@ -70,7 +70,7 @@ async def test_a_reply_that_was_cut_off_is_ended_by_the_template() -> None:
 
     await ask(episode, user("a?"), reply, user("b?"))
 
-    (trajectory,) = episode.trajectories()
+    (trajectory,) = await episode.trajectories()
     assert text_of(trajectory) == "<user>a?~\n<assistant>ye~\n<user>b?~\n<assistant>ye"
     assert text_of(trajectory, sampled=True) == "yeye"
     assert trajectory.finish_reason is FinishReason.LENGTH
@@ -83,7 +83,7 @@ async def test_white_space_that_a_framework_strips_does_not_matter() -> None:
 
     await ask(episode, user("a?"), {**reply, "content": "yes"}, user("b?"))
 
-    assert len(episode.trajectories()) == 1
+    assert len(await episode.trajectories()) == 1
 
 
 async def test_going_on_from_an_earlier_reply_is_a_branch_that_trains_no_token_twice(world: World) -> None:
@@ -93,7 +93,7 @@ async def test_going_on_from_an_earlier_reply_is_a_branch_that_trains_no_token_t
 
     await ask(episode, user("a?"), first, user("other?"))
 
-    one, two = episode.trajectories()
+    one, two = await episode.trajectories()
     assert text_of(one, sampled=True) == "yes~yes~"
     assert text_of(two) == "<user>a?~\n<assistant>yes~\n<user>other?~\n<assistant>yes~"
     assert text_of(two, sampled=True) == "yes~"
@@ -105,7 +105,7 @@ async def test_edited_replies_begin_a_conversation_of_their_own(world: World) ->
 
     await ask(episode, user("a?"), {"role": "assistant", "content": "no"}, user("b?"))
 
-    _, other = episode.trajectories()
+    _, other = await episode.trajectories()
     assert text_of(other) == "<user>a?~\n<assistant>no~\n<user>b?~\n<assistant>yes~"
     assert text_of(other, sampled=True) == "yes~"
 
@@ -117,7 +117,7 @@ async def test_a_template_that_hides_thoughts_makes_a_branch_not_other_tokens() 
 
     await ask(episode, user("a?"), reply, user("b?"))
 
-    one, two = episode.trajectories()
+    one, two = await episode.trajectories()
     assert text_of(one, sampled=True) == text_of(two, sampled=True) == "(hm)yes~"
     assert text_of(two) == "<user>a?~\n<assistant>yes~\n<user>b?~\n<assistant>(hm)yes~"
 
@@ -129,7 +129,7 @@ async def test_calls_at_the_same_time_are_branches(world: World) -> None:
     chats = [[user("a?"), first, user(f"{number}?")] for number in range(3)]
     await asyncio.gather(*(ask(episode, *chat) for chat in chats))
 
-    sampled = sorted(text_of(each, sampled=True) for each in episode.trajectories())
+    sampled = sorted(text_of(each, sampled=True) for each in (await episode.trajectories()))
     assert sampled == ["yes~", "yes~", "yes~yes~"]
 
 
@@ -148,7 +148,7 @@ async def test_tools_are_shown_called_and_answered_in_one_trajectory() -> None:
 
     assert (reply["content"], call["function"]) == ("Well.", {"name": "add", "arguments": '{"a": 1}'})
     assert last == {"role": "assistant", "content": "2"}
-    (trajectory,) = episode.trajectories()
+    (trajectory,) = await episode.trajectories()
     assert text_of(trajectory).startswith("<tools>['add']~\n<user>1+1?~\n<assistant>Well.<tool_call>")
     assert text_of(trajectory, sampled=True) == f"Well.{CALL}~2~"
 
@@ -196,7 +196,7 @@ async def test_what_would_train_on_something_else_is_refused(world: World, field
     with pytest.raises(InvalidRequest):
         await episode.answer(Asked(Endpoint.CHAT, body), stays)
 
-    assert episode.trajectories() == []
+    assert (await episode.trajectories()) == []
 
 
 async def test_the_specs_own_sampling_may_be_named(world: World) -> None:
@@ -211,12 +211,12 @@ async def test_a_repeated_request_gets_the_answer_that_was_lost(world: World) ->
         return True
 
     assert await episode.answer(Asked(Endpoint.CHAT, body), is_gone) is None
-    assert episode.trajectories() == []
+    assert (await episode.trajectories()) == []
     again = await ask(episode, user("a?"), repeated=True)
     await ask(episode, user("a?"), repeated=True)
 
     assert again["content"] == "yes"
-    assert [text_of(each, sampled=True) for each in episode.trajectories()] == ["yes~"]
+    assert [text_of(each, sampled=True) for each in (await episode.trajectories())] == ["yes~"]
 
 
 async def test_a_repeated_request_beside_the_first_records_one_turn(world: World) -> None:
@@ -232,7 +232,7 @@ async def test_a_repeated_request_beside_the_first_records_one_turn(world: World
     both = await asyncio.gather(first, episode.answer(Asked(Endpoint.CHAT, body, is_repeated=True), stays_looked_at))
 
     assert both[0] is both[1]
-    assert [text_of(each, sampled=True) for each in episode.trajectories()] == ["yes~"]
+    assert [text_of(each, sampled=True) for each in (await episode.trajectories())] == ["yes~"]
 
 
 async def test_a_request_beside_one_that_is_being_answered_takes_another_branch(world: World) -> None:
@@ -255,7 +255,7 @@ async def test_a_request_beside_one_that_is_being_answered_takes_another_branch(
     others.set()
     await asyncio.gather(first, second)
 
-    texts = sorted(text_of(each) for each in episode.trajectories())
+    texts = sorted(text_of(each) for each in (await episode.trajectories()))
     assert len(texts) == 2
     assert not any("b?" in text and "c?" in text for text in texts), "neither saw the other's question"
 
@@ -289,7 +289,7 @@ async def test_the_same_question_asked_twice_is_answered_twice(world: World) -> 
     await ask(episode, user("a?"))
     await ask(episode, user("a?"))
 
-    assert len(episode.trajectories()) == 2
+    assert len(await episode.trajectories()) == 2
 
 
 async def complete(episode: Episode, prompt: Any, **fields: Any) -> str:
@@ -304,10 +304,10 @@ async def test_texts_are_continued_as_texts_and_as_tokens(world: World) -> None:
 
     assert await complete(episode, "Once") == "yes"
     assert await complete(episode, "Onceyes and") == "yes"
-    (trajectory,) = episode.trajectories()
+    (trajectory,) = await episode.trajectories()
     await complete(episode, [*trajectory.token_ids.tolist(), ord("!")])
 
-    (trajectory,) = episode.trajectories()
+    (trajectory,) = await episode.trajectories()
     assert text_of(trajectory) == "Onceyes~ andyes~!yes~"
     assert text_of(trajectory, sampled=True) == "yes~yes~yes~"
 
@@ -333,7 +333,7 @@ async def test_a_text_that_a_stop_string_ended_is_continued_by_the_engines_token
         assert reply == "do"
         text += f"{reply}{shown} {number}\n"
 
-    (trajectory,) = episode.trajectories()
+    (trajectory,) = await episode.trajectories()
     assert text_of(trajectory) == f"Q\n{sampled} 0\n{sampled} 1\n{sampled}"
     assert text_of(trajectory, sampled=True) == sampled * 3
     assert world.tokenizer.tokenised == ["Q\n", " 0\n", " 1\n"]
@@ -346,7 +346,7 @@ async def test_the_prompt_of_a_completion_without_text_asked_again_is_not_contin
     assert [await complete(episode, "Q") for _ in range(2)] == ["", ""]
     await complete(episode, "Q more")
 
-    assert sorted(map(text_of, episode.trajectories())) == ["Q~", "Q~ more~"]
+    assert sorted(map(text_of, (await episode.trajectories()))) == ["Q~", "Q~ more~"]
 
 
 async def test_requests_at_the_same_time_are_sampled_with_different_seeds(world: World) -> None:
@@ -398,7 +398,7 @@ async def test_conversations_under_way_count_as_branches_so_that_none_is_sampled
     answers = await asyncio.gather(*(ask(episode, user(f"{n}?")) for n in range(4)), return_exceptions=True)
 
     assert [isinstance(each, TooManyBranches) for each in answers] == [False, False, True, True]
-    assert len(episode.trajectories()) == episode.num_turns == 2
+    assert len(await episode.trajectories()) == episode.num_turns == 2
 
 
 async def test_a_conversation_whose_client_hung_up_gives_its_place_to_another() -> None:
@@ -423,4 +423,4 @@ async def test_a_conversation_whose_client_hung_up_gives_its_place_to_another() 
     reply = await ask(episode, user("b?"))
 
     assert (reply["content"], await first) == ("yes", None)
-    assert [text_of(each) for each in episode.trajectories()] == ["<user>b?~\n<assistant>yes~"]
+    assert [text_of(each) for each in (await episode.trajectories())] == ["<user>b?~\n<assistant>yes~"]

@@ -89,7 +89,7 @@ async def test_a_request_repeated_while_it_is_tokenised_is_one_turn() -> None:
     tokenizer.may_go_on.set()
     await asyncio.gather(*both)
 
-    assert episode.num_turns == len(episode.trajectories()) == 1
+    assert episode.num_turns == len(await episode.trajectories()) == 1
 
 
 async def test_a_request_cancelled_while_it_is_tokenised_leaves_nothing_behind() -> None:

@@ -1,13 +1,18 @@
 """Groups that are held open: handed out, finished, abandoned, lost; every episode and every group is accounted for."""
 
 import asyncio
+import threading
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from flotilla.services.rollout.agents.episode import EpisodeGone
 from flotilla.services.rollout.agents.episodes import NoTask
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.schemas.episode import EpisodeReward
+from flotilla.shared.schemas.routing import Ids, RoutedExperts
 from flotilla.shared.schemas.trajectory import Group
 from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.mailbox import Delivery
@@ -225,3 +230,51 @@ async def test_a_reward_that_nothing_uses_is_refused() -> None:
 
         with pytest.raises(InvalidRequest, match="kind agent"):
             await world.episodes.complete(episode.id, REWARD)
+
+
+async def test_records_of_experts_are_cut_and_laid_out_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    readers, read = set[int](), RoutedExperts.ids
+
+    def watched(experts: RoutedExperts) -> Ids:
+        readers.add(threading.get_ident())
+        return read(experts)
+
+    def record(num_tokens: int) -> RoutedExperts:
+        return RoutedExperts.of(np.arange(num_tokens).reshape(-1, 1, 1) % 7, 7)
+
+    monkeypatch.setattr(RoutedExperts, "ids", watched)
+    async with World(a_spec(group_size=1)).running() as world:
+        generate = world.engine.generate
+
+        async def routed(request: GenerationRequest) -> tuple[Completion, ...]:
+            (found,) = await generate(request)
+            return (replace(found, experts=record(len(request.prompt_ids) + len(found.token_ids) - 1)),)
+
+        monkeypatch.setattr(world.engine, "generate", routed)
+        await world.issue()
+        episode, chat = await world.begin(), [user("a?")]
+        for question in ("b?", "c?"):
+            chat += [await ask(episode, *chat), user(question)]
+        await ask(episode, *chat)
+        await world.episodes.complete(episode.id, REWARD)
+        await world.until(lambda ledger: ledger.waiting.generated == 1)
+        ((trajectory,),) = [group.trajectories for group in await forwarded(world)]
+
+    assert readers and threading.get_ident() not in readers
+    assert trajectory.experts is not None and len(trajectory.turns) == 3
+    expected = record(len(trajectory.token_ids) - 1)
+    assert read(trajectory.experts).tolist() == read(expected).tolist()
+
+
+async def test_what_is_said_while_an_episode_is_ended_is_not_in_what_is_made_of_it() -> None:
+    async with World(a_spec(group_size=1)).running() as world:
+        await world.issue()
+        episode = await world.begin()
+        chat = [user("a?"), await ask(episode, user("a?")), user("b?")]
+        build = episode._conversations.building(episode=episode.id)
+        await ask(episode, *chat)
+
+        (before,), (after,) = build(), await episode.trajectories()
+
+    assert len(before.turns) == 1 and len(after.turns) == 2
+    assert before.token_ids.tolist() == after.token_ids[: len(before.token_ids)].tolist()

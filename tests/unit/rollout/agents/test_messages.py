@@ -189,7 +189,7 @@ async def test_a_thought_that_is_sent_back_as_it_came_continues_the_recorded_rep
     first = await ask(episode, user("?"), **asked)
     await ask(episode, user("?"), {"role": "assistant", "content": first["content"]}, user("more?"), **asked)
 
-    (trajectory,) = episode.trajectories()
+    (trajectory,) = await episode.trajectories()
     assert text_of(trajectory, sampled=True) == f"{written}~" * 2
     thoughts = [block for block in first["content"] if block["type"] == "thinking"]
     assert len(thoughts) == (thinking is not None)
@@ -234,7 +234,7 @@ async def test_a_reply_is_told_in_blocks_and_says_why_it_ended(
 
     assert [{name: block[name] for name in block if name != "id"} for block in message["content"]] == content
     assert (message["stop_reason"], message["stop_sequence"]) == reason
-    assert message["usage"]["output_tokens"] == episode.trajectories()[0].loss_mask.sum()
+    assert message["usage"]["output_tokens"] == (await episode.trajectories())[0].loss_mask.sum()
 
 
 async def test_a_call_and_its_result_continue_one_trajectory_of_the_engines_tokens() -> None:
@@ -247,7 +247,7 @@ async def test_a_call_and_its_result_continue_one_trajectory_of_the_engines_toke
     last = await ask(episode, *chat, tools=[TOOL])
 
     assert last["content"] == [{"type": "text", "text": "2."}]
-    (trajectory,) = episode.trajectories()
+    (trajectory,) = await episode.trajectories()
     assert text_of(trajectory, sampled=True) == f"{CALL}~2.~"
     assert text_of(trajectory).endswith(f"{CALL}~\n<tool>2~\n<assistant>2.~")
 
@@ -264,7 +264,7 @@ async def test_counting_tokens_is_what_the_message_then_has_and_no_turn() -> Non
 
         assert [each and each.body for each in counts] == [{"input_tokens": message["usage"]["input_tokens"]}] * 3
     assert episode.num_turns == 2
-    assert len(episode.trajectories()) == 1
+    assert len(await episode.trajectories()) == 1
 
 
 async def test_a_message_and_a_chat_are_turns_of_the_same_conversation() -> None:
@@ -276,5 +276,5 @@ async def test_a_message_and_a_chat_are_turns_of_the_same_conversation() -> None
     chat = [user("a?"), {"role": "assistant", "content": said["content"][0]["text"]}, user("b?")]
     await episode.answer(Asked(Endpoint.CHAT, json.dumps({"messages": chat}).encode()), stays)
 
-    (trajectory,) = episode.trajectories()
+    (trajectory,) = await episode.trajectories()
     assert len(trajectory.turns) == 2

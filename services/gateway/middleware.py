@@ -47,9 +47,9 @@ NEVER_KEPT = re.compile(
     r"/v1/(chat/completions|completions|responses|messages(/count_tokens)?)/?|"
     r"/v1/(tokens|services|experiments/[^/]+/episodes|gradings/[^/]*)/?"
 )
-"""Answers that hold tokens, which no database may: names and processes are unique, and an episode whose key was lost
-ends with its lease. What the model writes: the episode's rollout knows a request that is sent again. What is said to
-whoever has no token: a database is not theirs to fill, and a grading that is sent again is taken again."""
+"""Answers that hold tokens, which no database may: names and processes are unique, and the rollout of an episode knows
+by which call it was begun. What the model writes: the episode's rollout knows a request that is sent again. What is
+said to whoever has no token: a database is not theirs to fill, and a grading that is sent again is taken again."""
 TINKER_API = "/api/v1/"
 LONGEST_KEY = 200
 LAST_STATUS_KEPT = 499

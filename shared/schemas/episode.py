@@ -20,6 +20,16 @@ class OpenEpisode(TolerantWire):
     """How long to wait for a task where there is none now; cut to 30."""
 
 
+class BeginEpisode(OpenEpisode):
+    """Asks a rollout for an episode, on behalf of an agent's call."""
+
+    key: str | None = Field(None, max_length=128)
+    """Of the call, the same where another gateway is told it again: an episode that was begun by it and is open is
+    handed out again, and no second one."""
+    only_known: bool = False
+    """Begin none: hand out only what was begun by this key."""
+
+
 class EpisodeMessage(TolerantWire):
     """One message of a task's prompt."""
 

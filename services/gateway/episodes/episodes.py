@@ -4,9 +4,11 @@ The gateway holds nothing of an episode: its id names experiment and rollout, it
 So a gateway that restarts goes on where the one before was.
 """
 
+import hashlib
 import json
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from flotilla.services.gateway.access.quotas import check_episodes
@@ -15,7 +17,7 @@ from flotilla.services.gateway.episodes.naming import EpisodeName
 from flotilla.services.gateway.episodes.rollouts import EpisodeGone, Rollouts
 from flotilla.services.gateway.monitoring.health.measurements import Measurements
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, PerExperiment
-from flotilla.services.gateway.registry.services import Registry
+from flotilla.services.gateway.registry.services import LiveService, Registry
 from flotilla.services.gateway.signals import wait_for_any
 from flotilla.shared.clock import Clock
 from flotilla.shared.config.sections.reward import AgentRewardConfig
@@ -23,6 +25,7 @@ from flotilla.shared.errors import ActionNotAllowed, Conflict, FlotillaError, Fo
 from flotilla.shared.net.authorisation.access import Principal, Scope
 from flotilla.shared.schemas.episode import (
     LONGEST_WAIT_SECONDS,
+    BeginEpisode,
     CompleteEpisode,
     EndedEpisode,
     EpisodeReward,
@@ -37,6 +40,10 @@ SLICE_SECONDS: Final = 2.0
 """How long one rollout is waited for before the next is asked."""
 PAUSE_SECONDS: Final = 0.2
 """Between two rounds, where no rollout is at work that would wait."""
+RECALL_SECONDS: Final = 600.0
+"""How long after this gateway began a call may be one that an earlier gateway was told."""
+MOST_CALLS: Final = 16384
+"""Calls with a key that are remembered."""
 KEY_SECONDS: Final = 60.0
 """How much longer than its episode a key lives, for rewards and repeated calls."""
 LATEST_STATES: Final = frozenset(
@@ -82,6 +89,14 @@ class NoTask(Unavailable):
     code, title = "no_task", "There is no task now"
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """An agent's call for an episode, with a key of idempotency."""
+
+    name: str
+    may_be_repeated: bool
+
+
 class Episodes:
     """The gateway's side of agents from outside.
 
@@ -103,11 +118,18 @@ class Episodes:
         self._tokens = tokens
         self._clock = clock
         self._turn = 0
+        self._calls: OrderedDict[str, None] = OrderedDict()
+        self._recalls_until = clock.monotonic() + RECALL_SECONDS
         self.rollouts = Rollouts(registry, tokens.peer_of)
         self._handed = HandedOutEpisodes()
 
-    async def open(self, experiment_id: str, wanted: OpenEpisode, who: Principal, base_url: str) -> HandedOutEpisode:
+    async def open(
+        self, experiment_id: str, wanted: OpenEpisode, who: Principal, base_url: str, key: str | None = None
+    ) -> HandedOutEpisode:
         """Hand out a task and the key to an episode.
+
+        Args:
+            key: of idempotency: a call that is repeated gets the episode that it has begun, while that is open.
 
         Raises:
             NotFound: there is no such experiment.
@@ -127,45 +149,80 @@ class Episodes:
         check_episodes(num_open, self._tokens.quota_of(who.actor), who.actor)
         self._handed.begin(who.actor)
         try:
-            opened = await self._opened(experiment, end)
+            opened = await self._opened(experiment, end, self._call_of(experiment_id, who, key))
         finally:
             self._handed.begun(who.actor)
         self._handed.add(who.actor, opened.episode_id, self._clock.now() + opened.seconds)
         return self._handed_out(experiment, opened, base_url)
 
-    async def _opened(self, experiment: Experiment, end: float) -> OpenedEpisode:
+    async def _opened(self, experiment: Experiment, end: float, call: "_Call | None") -> OpenedEpisode:
         """Wait for a task that a rollout hands out."""
         while True:
             self._check_state(experiment)
             self._measurements.of(experiment).asked.at = self._clock.now()
-            opened = await self._from_some_rollout(experiment, end)
+            opened = await self._from_some_rollout(experiment, end, call)
             if opened is not None:
                 return opened
             if self._clock.monotonic() >= end:
                 raise NoTask("no task is free now: ask again", experiment_id=experiment.id)
             await wait_for_any(min(PAUSE_SECONDS, max(0.0, end - self._clock.monotonic())), experiment.changed.next)
 
+    def _call_of(self, experiment_id: str, who: Principal, key: str | None) -> "_Call | None":
+        """Name a call by its key, and say whether it may be one that was made before.
+
+        Nothing that is kept answers it, since the answer holds a token. Soon after this gateway began any call may have
+        been made of an earlier one, which ended before it could answer.
+        """
+        if not key:
+            return None
+        name = hashlib.sha256(f"{who.actor} {experiment_id} {key}".encode()).hexdigest()
+        is_early = self._clock.monotonic() < self._recalls_until
+        call = _Call(name, is_early or name in self._calls)
+        self._calls[name] = None
+        if len(self._calls) > MOST_CALLS:
+            self._calls.popitem(last=False)
+        return call
+
     def _check_state(self, experiment: Experiment) -> None:
         if experiment.state in LATEST_STATES or experiment.state is ExperimentState.DRAFT:
             raise ActionNotAllowed(f"experiment {experiment.id} is {experiment.state.value}: it has no episodes")
 
-    async def _from_some_rollout(self, experiment: Experiment, end: float) -> OpenedEpisode | None:
-        """Ask one rollout after another, each from the beginning of another one; only the last may wait."""
+    async def _from_some_rollout(
+        self, experiment: Experiment, end: float, call: "_Call | None"
+    ) -> OpenedEpisode | None:
+        """Ask one rollout after another, each from the beginning of another one; only the last may wait.
+
+        A call that may have been made before is asked first of all what they have begun by it.
+        """
         services = self.rollouts.at_work(experiment.id)
+        key = None if call is None else call.name
+        if call is not None and call.may_be_repeated:
+            if self.rollouts.has_unheard(experiment.id):
+                return None
+            known = BeginEpisode(key=key, only_known=True)
+            for service in services:
+                if (opened := await self._asked(service, experiment, known)) is not None:
+                    return opened
         self._turn += 1
-        path = f"/v1/experiments/{experiment.id}/episodes"
         for number in range(len(services)):
             service = services[(self._turn + number) % len(services)]
             left = max(0.0, min(SLICE_SECONDS, end - self._clock.monotonic()))
             wait = left if number == len(services) - 1 else 0.0
-            try:
-                return OpenedEpisode.model_validate(
-                    await self.rollouts.call(service, path, OpenEpisode(wait_seconds=wait).model_dump(), wait)
-                )
-            except FlotillaError as error:
-                if not error.retryable and error.status not in {404, 503}:
-                    raise
+            opened = await self._asked(service, experiment, BeginEpisode(wait_seconds=wait, key=key))
+            if opened is not None:
+                return opened
         return None
+
+    async def _asked(self, service: LiveService, experiment: Experiment, wanted: BeginEpisode) -> OpenedEpisode | None:
+        """Ask a rollout; None where it has none, or does not answer."""
+        path = f"/v1/experiments/{experiment.id}/episodes"
+        try:
+            opened = await self.rollouts.call(service, path, wanted.model_dump(), wanted.wait_seconds)
+        except FlotillaError as error:
+            if not error.retryable and error.status not in {404, 503}:
+                raise
+            return None
+        return OpenedEpisode.model_validate(opened)
 
     def _handed_out(self, experiment: Experiment, opened: OpenedEpisode, base_url: str) -> HandedOutEpisode:
         window = max(

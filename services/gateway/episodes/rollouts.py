@@ -52,6 +52,10 @@ class Rollouts:
         found = self._registry.of(experiment_id, ServiceKind.ROLLOUT)
         return [each for each in found if each.observed.state is WorkState.RUNNING and not each.is_draining]
 
+    def has_unheard(self, experiment_id: str) -> bool:
+        """Whether a rollout of an experiment has not been heard since this gateway began."""
+        return any(not each.is_observed for each in self._registry.of(experiment_id, ServiceKind.ROLLOUT))
+
     def find(self, service_id: str, episode_id: str) -> LiveService:
         """Find the rollout that holds an episode.
 

@@ -49,7 +49,9 @@ async def begin(
         QuotaExceeded: the token has as many open as it may.
     """
     base_url = str(request.base_url).rstrip("/")
-    return await gateway.episodes.open(experiment_id, wanted, _principal(request), base_url)
+    return await gateway.episodes.open(
+        experiment_id, wanted, _principal(request), base_url, request.headers.get("idempotency-key")
+    )
 
 
 @router.get("/experiments/{experiment_id}/episodes")

@@ -24,7 +24,14 @@ from flotilla.services.rollout.episodes.special_tokens import SamplingTally
 from flotilla.shared.config.sections.data import PLACE
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import FlotillaError, InvalidRequest, Unavailable, WorkerDied
-from flotilla.shared.schemas.episode import EndedEpisode, EpisodeMessage, EpisodeReward, EpisodeTask, OpenedEpisode
+from flotilla.shared.schemas.episode import (
+    LONGEST_WAIT_SECONDS,
+    EndedEpisode,
+    EpisodeMessage,
+    EpisodeReward,
+    EpisodeTask,
+    OpenedEpisode,
+)
 from flotilla.shared.schemas.task import Lane, Task
 from flotilla.shared.schemas.trajectory import FinishReason, Group, Trajectory
 from flotilla.shared.streams.mailbox import Mailbox
@@ -139,6 +146,7 @@ class AgentEpisodes:
         self._offered = asyncio.Condition()
         self._open: dict[str, tuple[Episode, _Offer, _Member]] = {}
         self._ended: OrderedDict[str, EndedEpisode] = OrderedDict()
+        self._by_key: OrderedDict[str, tuple[Task, OpenedEpisode]] = OrderedDict()
 
     def to_load(self) -> dict[str, float]:
         """Make gauges of where the episodes are, with those that wait for an agent."""
@@ -241,20 +249,36 @@ class AgentEpisodes:
             raise EpisodesAbandoned(f"none of the {task.group_size} episodes of task {task.group_id} was finished")
         return Group(task, trajectories, prompt)
 
-    async def open(self, wait_seconds: float) -> OpenedEpisode:
+    async def open(self, wait_seconds: float, key: str | None = None, *, only_known: bool = False) -> OpenedEpisode:
         """Begin an episode of the group that was begun first and has one to hand out.
+
+        Args:
+            key: of the call; what was begun by it and is open is handed out again.
+            only_known: begin none.
 
         Raises:
             NoTask: there was none within the time.
         """
         try:
-            async with asyncio.timeout(wait_seconds), self._offered:
-                await self._offered.wait_for(lambda: self._next() is not None)
-                task, opened = self._begin()
+            async with asyncio.timeout(min(wait_seconds, LONGEST_WAIT_SECONDS)), self._offered:
+                await self._offered.wait_for(lambda: only_known or self._known(key) or self._next() is not None)
+                known = self._known(key)
+                if known is None and only_known:
+                    raise NoTask("no episode that is open was begun by this key")
+                task, opened = known or self._begin()
+                if key is not None:
+                    self._by_key[key] = task, opened
+                    if len(self._by_key) > MAX_ENDED:
+                        self._by_key.popitem(last=False)
         except TimeoutError:
             raise NoTask("every episode of the tasks here is with an agent: ask again") from None
         prompt = await self.threads.run(lambda: self._prompt(task))
         return opened.model_copy(update={"task": opened.task.model_copy(update={"prompt": prompt})})
+
+    def _known(self, key: str | None) -> tuple[Task, OpenedEpisode] | None:
+        """Find what was begun by a key and is open."""
+        known = None if key is None else self._by_key.get(key)
+        return known if known is not None and known[1].episode_id in self._open else None
 
     def _next(self) -> tuple[_Offer, int] | None:
         # Held-out tasks first: their version is held for them.

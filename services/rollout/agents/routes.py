@@ -18,12 +18,11 @@ from flotilla.services.rollout.agents.replies import Reply
 from flotilla.shared.errors import FlotillaError, InvalidRequest, NotFound, Unauthorized
 from flotilla.shared.net.server.model_api_problems import anthropic_problem, openai_problem
 from flotilla.shared.schemas.episode import (
-    LONGEST_WAIT_SECONDS,
+    BeginEpisode,
     CompleteEpisode,
     EndedEpisode,
     EpisodeReward,
     OpenedEpisode,
-    OpenEpisode,
 )
 
 MAX_BODY_BYTES: Final = 16 * 1024 * 1024
@@ -60,9 +59,9 @@ def episodes_router(find: Callable[[Request, str], AgentEpisodes | None], accept
         return episodes
 
     @router.post("", status_code=201)
-    async def begin(experiment_id: str, wanted: OpenEpisode, request: Request) -> OpenedEpisode:
+    async def begin(experiment_id: str, wanted: BeginEpisode, request: Request) -> OpenedEpisode:
         """Hand out an episode."""
-        return await found(request, experiment_id).open(min(wanted.wait_seconds, LONGEST_WAIT_SECONDS))
+        return await found(request, experiment_id).open(wanted.wait_seconds, wanted.key, only_known=wanted.only_known)
 
     @router.post("/{episode_id}/complete")
     async def complete(experiment_id: str, episode_id: str, ending: CompleteEpisode, request: Request) -> EndedEpisode:

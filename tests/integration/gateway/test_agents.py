@@ -360,6 +360,41 @@ async def test_the_openai_client_drives_a_group_whose_tokens_are_the_engines(
     assert one["task"] | {"index": 1} == two["task"] | {"index": 1}
 
 
+@pytest.mark.parametrize("is_another_gateway", [False, True])
+async def test_a_call_for_an_episode_that_is_repeated_with_its_key_begins_no_second_one(
+    is_another_gateway: bool,
+) -> None:
+    async with (
+        agent_fleet(a_spec(group_size=2), writes, num_rollouts=2, max_groups=4) as fleet,
+        httpx.AsyncClient(trust_env=False, timeout=30) as http,
+    ):
+        await fleet.issue(4)
+        url = f"{fleet.url}/v1/experiments/{EXPERIMENT}/episodes"
+
+        async def call(key: str) -> dict[str, Any]:
+            headers = {"Authorization": f"Bearer {TOKEN}", "Idempotency-Key": key}
+            answer = await http.post(url, json={"wait_seconds": 5}, headers=headers)
+            assert answer.status_code == 201, answer.text
+            found: dict[str, Any] = answer.json()
+            return found
+
+        first = [await call(f"call {number}") for number in range(3)]
+        gateway = fleet.gateway
+        if is_another_gateway:
+            # It knows nothing of the calls of the one before.
+            gateway.episodes._calls.clear()
+        else:
+            gateway.episodes._recalls_until = 0.0
+        again = [await call(f"call {number}") for number in range(3)]
+        await complete(fleet, http, first[0])
+        other = await call("call 3")
+
+        assert [each["episode_id"] for each in again] == [each["episode_id"] for each in first]
+        assert [each["task"] for each in again] == [each["task"] for each in first]
+        assert other["episode_id"] not in {each["episode_id"] for each in first}
+        assert fleet.counts()["episodes_opened"] == 4
+
+
 async def test_a_reward_may_come_later_and_once(fleet: AgentFleet, http: httpx.AsyncClient) -> None:
     await fleet.issue(1)
     episode = await begin(fleet, http)

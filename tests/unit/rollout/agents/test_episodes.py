@@ -232,6 +232,34 @@ async def test_a_reward_that_nothing_uses_is_refused() -> None:
             await world.episodes.complete(episode.id, REWARD)
 
 
+async def test_a_call_that_is_made_again_by_its_key_gets_the_episode_that_it_began() -> None:
+    async with World(a_spec(group_size=3)).running() as world:
+        await world.issue()
+        first = await world.episodes.open(1.0, "call-1")
+
+        assert await world.episodes.open(1.0, "call-1") == first
+        assert await world.episodes.open(0.0, "call-1", only_known=True) == first
+        with pytest.raises(NoTask, match="by this key"):
+            await world.episodes.open(1.0, "call-2", only_known=True)
+        assert (await world.episodes.open(1.0, "call-2")).episode_id != first.episode_id
+
+        await ask(world.episodes.find(first.episode_id), user("a?"))
+        await world.episodes.complete(first.episode_id, REWARD)
+        third = await world.episodes.open(1.0, "call-1")
+        assert third.episode_id != first.episode_id, "an episode that has ended is handed out to nobody"
+
+
+async def test_two_calls_of_one_key_that_wait_begin_one_episode() -> None:
+    async with World(a_spec(group_size=2)).running() as world:
+        waiting = [asyncio.create_task(world.episodes.open(5.0, "call-1")) for _ in range(2)]
+        await asyncio.sleep(0)
+        await world.issue()
+
+        first, second = [(await each).episode_id for each in waiting]
+
+    assert first == second
+
+
 async def test_records_of_experts_are_cut_and_laid_out_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     readers, read = set[int](), RoutedExperts.ids
 

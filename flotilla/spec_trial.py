@@ -3,8 +3,10 @@
 import asyncio
 from dataclasses import dataclass
 
+from flotilla.services.gateway.datasets.finished import balance_of
 from flotilla.services.gateway.preflight.inspection import Inspection, Rows, entry_of, inspect
 from flotilla.services.gateway.preflight.prompts import Prompts, look_at_prompts, why_no_room
+from flotilla.shared.config.sections.job import KtoConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import FlotillaError, Scalar
 from flotilla.trial_episodes import TriedEpisodes, try_environments
@@ -36,6 +38,8 @@ async def try_out(spec: ExperimentSpec) -> Trial:
     errors += episodes.errors
     prompts = await _prompts(spec, found, episodes, errors)
     lines = list(episodes.lines)
+    if isinstance(spec.job, KtoConfig) and "data" in found.datasets:
+        lines.append(balance_of(found.datasets["data"], spec.job))
     if spec.samples_answers:
         graded = {name: each for name, each in found.datasets.items() if spec.finished_job is None or name != "data"}
         tried = await try_graders(spec, graded)

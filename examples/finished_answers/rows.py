@@ -1,4 +1,5 @@
-"""The arithmetic problems with answers: demonstrations that work them out, and pairs of a worked answer and a guess."""
+"""The arithmetic problems with answers: demonstrations that work them out, pairs of a worked answer and a guess, and
+one of the two with a label that says which."""
 
 import json
 from pathlib import Path
@@ -16,7 +17,7 @@ def worked(chain: str) -> str:
 
 
 class Rows:
-    """Problems of a file, each with ``response``, ``chosen`` and ``rejected`` beside what the file has.
+    """Problems of a file, each with ``response``, ``chosen``, ``rejected``, ``completion`` and ``label`` besides.
 
     Args:
         path: of a file that ``examples/arithmetic/prepare.py`` made, from this folder.
@@ -33,4 +34,7 @@ class Rows:
     def __getitem__(self, number: int) -> dict[str, Any]:
         row = self._rows[number]
         answer = worked(row["chain"])
-        return {**row, "response": answer, "chosen": answer, "rejected": f"#### {int(row['answer']) + 1 + number % 9}"}
+        guess = f"#### {int(row['answer']) + 1 + number % 9}"
+        label = number % 2 == 0
+        pair = {"chosen": answer, "rejected": guess}
+        return {**row, **pair, "response": answer, "completion": answer if label else guess, "label": label}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from flotilla.shared.config.sections.data import DataConfig
-from flotilla.shared.config.sections.job import FinishedJob, SftConfig
+from flotilla.shared.config.sections.job import FinishedJob, KtoConfig, SftConfig
 from flotilla.shared.config.sections.reward import (
     ChoiceConfig,
     CodeConfig,
@@ -137,7 +137,9 @@ def _prompt(data: DataConfig, number: int) -> Any:
 def _finish(row: Document, data: DataConfig, job: FinishedJob, number: int) -> None:
     """Put finished answers into a row."""
     question, answers = _question(data, number), [f"It is {each}." for each in RIGHT]
-    if isinstance(job, SftConfig):
+    if isinstance(job, SftConfig | KtoConfig):
+        if isinstance(job, KtoConfig):
+            _put(row, job.label_column, number % 2 == 0)
         if job.response_column is None:
             _put(row, data.prompt_column, _conversation(question, answers[0]))
             return

@@ -119,6 +119,12 @@ def _model(edits: Edits, trial: Trial, spec: ExperimentSpec, base: Path) -> None
         edits.set("algorithm.distillation.dtype", "float32", CPU)
         edits.set("algorithm.distillation.revision", None, MADE)
         trial.models.append(_recipe(TEACHER, own, 1))
+    if edits.at("job.distillation") is not None:
+        own = family_of(edits.at("job.distillation.path"), base)
+        edits.set("job.distillation.path", TEACHER, f"{MADE} ({own.name})")
+        edits.set("job.distillation.dtype", "float32", CPU)
+        edits.set("job.distillation.revision", None, MADE)
+        trial.models.append(_recipe(TEACHER, own, 1))
     if edits.at("algorithm.value_loss.path") is not None:
         edits.set("algorithm.value_loss.path", CRITIC, f"{MADE} as the policy's")
         edits.set("algorithm.value_loss.revision", None, MADE)

@@ -20,8 +20,10 @@ from flotilla.shared.config.sections.job import (
     EvaluationJobConfig,
     FinishedJob,
     JobConfig,
+    KtoConfig,
     PreferenceConfig,
     ReinforcementConfig,
+    SftConfig,
 )
 from flotilla.shared.config.sections.model import ModelConfig
 from flotilla.shared.config.sections.optimisation import OptimisationConfig
@@ -104,7 +106,7 @@ class ExperimentSpec(Config):
     @property
     def needs_reference(self) -> bool:
         """Whether log-probabilities of the policy as it began are needed."""
-        return self.algorithm.needs_reference or isinstance(self.job, PreferenceConfig)
+        return self.algorithm.needs_reference or isinstance(self.job, PreferenceConfig | KtoConfig)
 
     @property
     def policy_temperature(self) -> float:
@@ -224,3 +226,8 @@ class ExperimentSpec(Config):
         check_sections(self)
         check_devices(self)
         return self
+
+
+def other_models(spec: ExperimentSpec) -> dict[str, ModelConfig]:
+    """List the models that the trainer loads beside the policy, by the dotted field of their path."""
+    return spec.algorithm.models | (spec.job.models if isinstance(spec.job, SftConfig) else {})

@@ -22,9 +22,11 @@ _WRITTEN = """
     fully_async/count/stale_trajectory_processed fully_async/partial/max_partial_span
     fully_async/partial/partial_ratio fully_async/partial/total_partial_num grad_norm grader/*/max grader/*/mean
     grader/*/min groups/dropped groups/failed groups/filtered groups/flat_fraction groups/in_step groups/trained
-    held_out/loss held_out/perplexity held_out/preference/* kl/mean lag/max lag/mean lag/tokens/* learning_rate
+    held_out/distillation/kl held_out/loss held_out/nll held_out/perplexity held_out/preference/* kl/mean
+    lag/max lag/mean lag/tokens/* learning_rate
     loss/kl loss/policy loss/supervised loss/total loss/value nll preference/accuracy preference/chosen
-    preference/margin preference/rejected prompt_tokens/mean publication/commit_seconds publication/prepare_seconds
+    preference/desirable_fraction preference/margin preference/reference_point preference/rejected
+    prompt_tokens/mean publication/commit_seconds publication/prepare_seconds
     publication/transfer_seconds ratio/approx_kl ratio/clip_fraction ratio/clip_fraction_lower ratio/mean reward/*/max
     reward/*/mean reward/*/min reward/*/std reward/max reward/mean reward/min reward/std reward/std_within_group
     rollouter/cores rollouter/idle_ratio router/balance router/disagreement router/record_bytes_per_token router/z

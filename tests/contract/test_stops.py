@@ -150,11 +150,10 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         # JSON of others, read where it arrives: agents' requests, specs of other systems
         # (importers), engines (rollout), database rows and tables (gateway, samples), the environment.
         "flotilla/agents": 68.5,
-        "flotilla/importers": 20.7,
+        "flotilla/importers": 19.6,
         "services/gateway": 14.4,
         "services/reward": 13.7,
         "services/rollout": 13.7,
-        "shared/config": 12.4,
         "shared/environment": 12.3,
         "shared/locations": 14.6,
         "shared/models": 13.7,

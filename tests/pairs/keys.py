@@ -17,7 +17,9 @@ SECTIONS: Final = (
 APART: Mapping[str, tuple[str, ...]] = {
     "what an update is computed from, and nothing is kept of": (
          "job.max_tokens", "job.overlong", "job.train_on", "job.aggregation.*",
-        "job.chosen_column", "job.rejected_column", "job.loss.*", "job.supervised_coefficient", "job.held_out.*",
+        "job.label_column", "job.beta", "job.desirable_weight", "job.undesirable_weight", "job.reference_point",
+        "job.distillation.*", "job.chosen_column", "job.rejected_column", "job.loss.*", "job.supervised_coefficient",
+        "job.held_out.*",
         "algorithm.advantage.*", "algorithm.policy_loss.*", "algorithm.aggregation.*", "algorithm.correction.*",
         "algorithm.kl.coefficient", "algorithm.kl.value_clamp", "algorithm.kl.log_ratio_bounds",
         "algorithm.kl.estimator", "algorithm.kl.gradient", "algorithm.kl.order", "algorithm.entropy_coefficient",

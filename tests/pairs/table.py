@@ -27,6 +27,7 @@ TRAINER: Options = {
             "job.held_out.path": "held.jsonl",
             "parallelism.offload.reference": True,
         },
+        "kto": {"job.kind": "kto", "job.response_column": "answer", "job.held_out.path": "held.jsonl"},
         "reward model": {"job.kind": "reward_model"},
     },
     "adapters": {
@@ -168,7 +169,7 @@ _OF_FINISHED = {
     ("staleness", "a version"): "asynchrony.staleness_threshold",
     ("turns", "taken"): "resources.sharing",
 }
-FINISHED_JOBS = ("sft", "preference", "preference, parked reference", "reward model")
+FINISHED_JOBS = ("sft", "preference", "preference, parked reference", "kto", "reward model")
 PARKED = (("job", "preference, parked reference"), ("kl", "to a parked reference"))
 
 TRAINER_REFUSED: Mapping[frozenset[Case], tuple[str, str]] = {

@@ -126,7 +126,7 @@ def groups_of(spec: ExperimentSpec, step: int, line: VersionLine) -> list[Group]
     """Make the groups of a step; those of step 0 are held out."""
     if spec.finished_job is None:
         return _sampled(spec, step, line)
-    size = 1 if spec.job.kind == "sft" else 2
+    size = 1 if spec.job.kind in {"sft", "kto"} else 2
     return [
         Group(
             a_task(number, group_size=size),

@@ -1,7 +1,8 @@
-"""Rows that hold finished answers: demonstrations, and pairs of which one answer is preferred.
+"""Rows that hold finished answers: demonstrations, answers with a label, and pairs of which one answer is preferred.
 
 Each becomes a group that needs no rollout. No policy sampled its tokens, so they have no version and no
-log-probabilities; a demonstration and a preferred answer have the reward 1, the other answer of a pair 0.
+log-probabilities; a demonstration, a desirable and a preferred answer have the reward 1, an undesirable one and the
+other answer of a pair 0.
 """
 
 import threading
@@ -16,7 +17,7 @@ from flotilla.services.gateway.datasets.columns import ABSENT, messages_of, prom
 from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.datasets.lengths import LengthProcess, running_process
 from flotilla.shared.config.sections.data import DataConfig
-from flotilla.shared.config.sections.job import FinishedJob, SftConfig
+from flotilla.shared.config.sections.job import FinishedJob, KtoConfig, SftConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import DataError
 from flotilla.shared.models.hub import model_directory
@@ -26,7 +27,11 @@ from flotilla.shared.schemas.trajectory import NO_VERSION, FinishReason, GradeSt
 
 TOO_LONG: Final = "too_long"
 REWARDS: Final = (1.0, 0.0)
-"""Of the preferred answer and of the other one."""
+"""Of the preferred answer and of the other one; of a desirable answer and of an undesirable one."""
+LABELS: Final[Mapping[Any, bool]] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
+"""What a label's column may hold, where text counts without its capitals; 1 and 0 equal true and false."""
+BALANCED: Final = (1.0, 4 / 3)
+"""Desirable weight times number over undesirable weight times number, as Ethayarajh et al. (KTO, 2024) advise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +48,14 @@ class Conversation:
 
 
 def conversations_of(values: Mapping[str, Any], job: FinishedJob, config: DataConfig, row: int) -> list[Conversation]:
-    """Read the answers of a row: one demonstration, or the preferred answer and the other one.
+    """Read the answers of a row: one, or the preferred answer and the other one.
 
     Raises:
         DataError: a column is missing, is neither text nor messages, or does not end with the assistant.
     """
-    if isinstance(job, SftConfig):
+    if isinstance(job, SftConfig | KtoConfig):
         columns: tuple[str | None, ...] = (job.response_column,)
-        is_all = job.train_on == "all"
+        is_all = job.train_on == "all" if isinstance(job, SftConfig) else job.response_column is not None
     else:
         is_whole = job.chosen_column == config.prompt_column
         columns, is_all = (job.chosen_column, job.rejected_column), False
@@ -101,6 +106,42 @@ def _last(messages: Sequence[Message]) -> int:
     return max(number for number, each in enumerate(messages) if each.role == ASSISTANT)
 
 
+def is_desirable(values: Mapping[str, Any], job: KtoConfig, row: int) -> bool:
+    """Read the label of a row.
+
+    Raises:
+        DataError: it has none, or one that is neither true nor false.
+    """
+    found = value_at(values, job.label_column)
+    known = found.strip().lower() if isinstance(found, str) else found
+    if not isinstance(known, str | bool | int | float) or known not in LABELS:
+        what = "no column" if found is ABSENT else f"{found!r} in column"
+        raise DataError(f"row {row} has {what} {job.label_column!r}: a label is true or false, or 1 or 0", row=row)
+    return LABELS[known]
+
+
+def balance_of(dataset: Dataset, job: KtoConfig) -> str:
+    """Say how many rows have which label, and which weights would balance them, where these do not."""
+    desirable = sum(is_desirable(values, job, number) for number, values in enumerate(dataset.rows))
+    undesirable = len(dataset.rows) - desirable
+    said = f"data: {desirable} rows are desirable, {undesirable} undesirable"
+    if not desirable or not undesirable:
+        return f"{said}: answers of one label alone only move all likelihoods one way"
+    ratio = job.desirable_weight * desirable / (job.undesirable_weight * undesirable)
+    if BALANCED[0] <= ratio <= BALANCED[1]:
+        return said
+    if ratio > BALANCED[1]:
+        name = "undesirable"
+        least, most = (job.undesirable_weight * ratio / each for each in reversed(BALANCED))
+    else:
+        name = "desirable"
+        least, most = (job.desirable_weight * each / ratio for each in BALANCED)
+    return (
+        f"{said}: the first weigh {ratio:.3g} times as much as the others, where 1 to 4/3 is advised: set "
+        f"job.{name}_weight to {least:.3g} to {most:.3g}"
+    )
+
+
 def check_rows(dataset: Dataset, job: FinishedJob, field: str) -> None:
     """Check that every row has its answers.
 
@@ -110,6 +151,8 @@ def check_rows(dataset: Dataset, job: FinishedJob, field: str) -> None:
     for number, values in enumerate(dataset.rows):
         try:
             conversations_of(values, job, dataset.config, number)
+            if isinstance(job, KtoConfig):
+                is_desirable(values, job, number)
         except DataError as error:
             raise DataError(f"{field}: {error.detail}", row=number) from error
 
@@ -162,7 +205,10 @@ class FinishedGroups:
                 seed=sample_seed(dataset.seed, group_id),
                 issued_at=issued_at,
             )
-            answers = zip(conversations, found, REWARDS, strict=False)
+            rewards = REWARDS
+            if isinstance(self._job, KtoConfig):
+                rewards = REWARDS if is_desirable(dataset.rows[row], self._job, row) else REWARDS[::-1]
+            answers = zip(conversations, found, rewards, strict=False)
             made.append(Group(task, tuple(self._answer(*each, is_fit=is_fit) for each in answers)))
         return made
 

@@ -1,35 +1,33 @@
 """What the gateway can check of a spec before anything starts: that its files are there and can be read."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from flotilla.services.gateway.datasets.columns import value_at
 from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.datasets.finished import check_rows
 from flotilla.services.gateway.datasets.loading import joined, load_dump, load_evaluation, load_rows, load_training
 from flotilla.services.gateway.datasets.written import check_written
+from flotilla.services.gateway.preflight.models import check_model, models_of
 from flotilla.services.gateway.tracking.opening import check_trackers
 from flotilla.services.gateway.uploads.remote import check_protocol
-from flotilla.shared.config.rules.devices import tensor_parallel
 from flotilla.shared.config.sections.data import DataConfig, RowsConfig, is_url
+from flotilla.shared.config.sections.job import JobConfig, SftConfig
 from flotilla.shared.config.sections.model import ModelConfig
 from flotilla.shared.config.sections.reward import Component, CustomConfig, RecordedRewardConfig, VerlDefaultConfig
 from flotilla.shared.config.sections.reward_model import HostedModelConfig
 from flotilla.shared.config.sections.tracking import JsonlTrackerConfig, TensorboardTrackerConfig
 from flotilla.shared.config.sections.verl_sources import first_not_graded
-from flotilla.shared.config.spec import ExperimentSpec
-from flotilla.shared.errors import DataError, InvalidSpec, ModelError, Scalar
+from flotilla.shared.config.spec import ExperimentSpec, other_models
+from flotilla.shared.errors import DataError, InvalidSpec, Scalar
 from flotilla.shared.locations.allowed import Places, check_episodes, checkpoint_urls_of, code_of, files_of, written_of
-from flotilla.shared.models.hub import COMMIT, fetch_small, has_config, model_directory
-from flotilla.shared.net.absence import absent_or
+from flotilla.shared.models.hub import COMMIT, fetch_small
 
 
 def paths_of(spec: ExperimentSpec) -> dict[str, str]:
     """List the local paths of a spec by their dotted field."""
     paths = {} if spec.model.is_hub_name else {"model.path": spec.model.path}
-    for field, model in spec.algorithm.models.items():
+    for field, model in other_models(spec).items():
         if not model.is_hub_name:
             paths[field] = model.path
     if spec.data.dump is None:
@@ -102,54 +100,6 @@ def check_code(spec: ExperimentSpec, places: Places) -> None:
         places.check_checkpoint_url(url, field)
 
 
-def check_model(spec: ExperimentSpec) -> None:
-    """Check that the directories of all models are there; of a hub's model, config and tokenizer are fetched.
-
-    Raises:
-        ModelError: one is missing, or has no readable config.json; or the hub does not give it.
-    """
-    for field, model in models_of(spec).items():
-        config = _check_model(field, model)
-        if field == "model.path":
-            _check_heads(spec, config)
-
-
-def models_of(spec: ExperimentSpec) -> dict[str, ModelConfig]:
-    """List the models of a spec by the dotted field of their path: of policy, teacher, critic and reward models."""
-    models = {"model.path": spec.model} | spec.algorithm.models
-    for where, component in spec.reward.graders.items():
-        if isinstance(component, HostedModelConfig):
-            models[f"{where}.path"] = component.model
-    return models
-
-
-def _check_heads(spec: ExperimentSpec, config: Mapping[str, Any]) -> None:
-    """Check that a server that each rollout starts can divide the model's layers among its devices."""
-    size = tensor_parallel(spec)
-    text = config.get("text_config") or config
-    heads = text.get("num_attention_heads") if isinstance(text, Mapping) else None
-    if size == 1 or not spec.samples_answers or not isinstance(heads, int) or heads % size == 0:
-        return
-    kind = "resources.rollouts.devices" if spec.resources.rollouts.devices != "auto" else "rollout.engine.options"
-    raise InvalidSpec(f"{kind}: {size} devices do not divide the model's {heads} attention heads: choose a divisor")
-
-
-def _check_model(field: str, model: ModelConfig) -> Mapping[str, Any]:
-    if model.is_hub_name and not has_config(model):
-        fetch_small(model)
-    directory = model_directory(model)
-    if not directory.is_dir():
-        raise ModelError(f"{field}: there is no directory {directory}", path=str(directory), field=field)
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        detail = f"{field}: cannot read config.json in {directory}: {error}"
-        raise absent_or(error, ModelError(detail, path=str(directory), field=field)) from None
-    except ValueError:
-        return {}  # what is wrong with it is said where the model is loaded
-    return config if isinstance(config, Mapping) else {}
-
-
 def pinned(spec: ExperimentSpec) -> ExperimentSpec:
     """Replace revisions of the hub's models by commits, so that every service loads the same files at any time.
 
@@ -171,7 +121,14 @@ def pinned(spec: ExperimentSpec) -> ExperimentSpec:
         teachers = tuple(each.model_copy(update={"revision": _commit_of(each.model)}) for each in taught.teachers)
         taught = taught.model_copy(update={"teachers": teachers})
         algorithm = algorithm.model_copy(update={"distillation": taught})
-    return spec.model_copy(update={"model": model, "algorithm": algorithm, "reward": reward})
+    return spec.model_copy(update={"model": model, "algorithm": algorithm, "reward": reward, "job": _job_of(spec.job)})
+
+
+def _job_of(job: JobConfig) -> JobConfig:
+    if not isinstance(job, SftConfig) or job.distillation is None:
+        return job
+    taught = job.distillation.model_copy(update={"revision": _commit_of(job.distillation.model)})
+    return job.model_copy(update={"distillation": taught})
 
 
 def _commit_of(model: ModelConfig) -> str | None:
@@ -179,6 +136,14 @@ def _commit_of(model: ModelConfig) -> str | None:
     if not model.is_hub_name or COMMIT.fullmatch(model.revision or ""):
         return model.revision
     return fetch_small(model)
+
+
+def _of_commits(components: tuple[Component, ...]) -> tuple[Component, ...]:
+    """Replace revisions of the hub's reward models by commits."""
+    return tuple(
+        each.model_copy(update={"revision": _commit_of(each.model)}) if isinstance(each, HostedModelConfig) else each
+        for each in components
+    )
 
 
 def check_functions(spec: ExperimentSpec) -> None:
@@ -253,14 +218,6 @@ def evaluation_dataset(spec: ExperimentSpec, places: Places | None = None) -> Da
         check_written(dataset, spec.written_answers)
     check_data_sources(spec, dataset, "evaluation")
     return dataset
-
-
-def _of_commits(components: tuple[Component, ...]) -> tuple[Component, ...]:
-    """Replace revisions of the hub's reward models by commits."""
-    return tuple(
-        each.model_copy(update={"revision": _commit_of(each.model)}) if isinstance(each, HostedModelConfig) else each
-        for each in components
-    )
 
 
 def check_data_sources(spec: ExperimentSpec, dataset: Dataset, field: str) -> None:

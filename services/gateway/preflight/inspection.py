@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flotilla.services.gateway.datasets.dataset import Dataset, Part
-from flotilla.services.gateway.preflight import checks
+from flotilla.services.gateway.preflight import checks, models
 from flotilla.services.gateway.tracking.opening import check_trackers
 from flotilla.services.gateway.uploads.remote import check_protocol
 from flotilla.shared.config.load.rule_effects import check_rules
@@ -71,7 +71,7 @@ def inspect(spec: ExperimentSpec) -> Inspection:
         return True
 
     def check_model() -> None:
-        checks.check_model(spec)
+        models.check_model(spec)
         if not spec.model.is_hub_name:
             # Of a hub's model only config and tokenizer are here yet.
             check_directory(Path(spec.model.path))

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of taken tokens, from hidden states, a chunk of tokens at a time.
+"""Log-probabilities and entropy of taken tokens, and how far a teacher is there, from hidden states, by chunks.
 
 The forward pass keeps the hidden states and one number per token, and the logits where all of them are small; else the
 backward pass computes each chunk's logits again, and no [T, V] tensor ever exists. Peak extra memory is then a few
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 CHUNK_TOKENS = 1024
 KEPT_BYTES = 128 << 20
@@ -109,6 +110,49 @@ def statistics_from_logits(logits: Tensor, labels: Tensor, temperature: float | 
     probabilities = log_all.exp()
     entropy = -torch.where(probabilities > 0, probabilities * log_all, 0.0).sum(-1)
     return TokenStatistics(log_probs, entropy, probabilities.detach().square().sum(-1))
+
+
+def log_probs_and_divergence(logits: Tensor, labels: Tensor, teacher_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the labels' log-probs, and KL(teacher, student) = sum of q (log q - log p) over the vocabulary: [N] each.
+
+    Args:
+        logits: [N, V] of the student.
+        labels: [N] int64.
+        teacher_logits: [N, V'] with V' at least V: what a padded vocabulary has more is left out.
+
+    Returns:
+        Two [N] in at least float32 nats, with gradient by the student's logits alone.
+
+    Raises:
+        ValueError: shapes do not agree.
+
+    Source: Hinton et al., Distilling the Knowledge in a Neural Network, 2015, at temperature 1.
+    """
+    if logits.shape[0] != teacher_logits.shape[0] or logits.shape[1] > teacher_logits.shape[1]:
+        shapes = tuple(logits.shape), tuple(teacher_logits.shape)
+        raise ValueError(f"want logits [N, V] and teacher_logits [N, V' >= V]; got {shapes}")
+    own = torch.log_softmax(_wide(logits), -1)
+    theirs = torch.log_softmax(_wide(teacher_logits[:, : logits.shape[1]].detach()), -1)
+    divergence = (theirs.exp() * (theirs - own)).sum(-1)
+    return own.gather(-1, labels[:, None])[:, 0], divergence
+
+
+def chunked_log_probs_and_divergence(
+    hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, teacher_logits: Tensor, chunk: int = CHUNK_TOKENS
+) -> tuple[Tensor, Tensor]:
+    """Compute the same from hidden states [N, H] and the output embedding [V, H], differentiable by both.
+
+    The student's [N, V] logits never exist, and each chunk's are computed again in the backward pass.
+    """
+    parts = []
+    for start in range(0, max(len(labels), 1), chunk):
+        rows = slice(start, start + chunk)
+        found = checkpoint(
+            _divergence_of_chunk, hidden[rows], lm_head_weight, labels[rows], teacher_logits[rows], use_reentrant=False
+        )
+        parts.append(found)
+    log_probs, divergences = zip(*parts, strict=True)
+    return torch.cat(log_probs), torch.cat(divergences)
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -229,3 +273,13 @@ def _divided(logits: Tensor, temperature: float | Tensor, rows: slice) -> Tensor
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return (hidden @ weight.to(hidden.dtype).T).float()
+
+
+def _divergence_of_chunk(
+    hidden: Tensor, weight: Tensor, labels: Tensor, teacher_logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    return log_probs_and_divergence(hidden @ weight.to(hidden.dtype).T, labels, teacher_logits)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()

@@ -1,7 +1,8 @@
-"""Losses on pairs of answers and on demonstrations: DPO, IPO, conservative DPO, reward-model pairs, supervised."""
+"""Losses on pairs of answers and on answers with a label: DPO, IPO, conservative DPO, reward-model pairs, KTO."""
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -57,3 +58,57 @@ def pairwise_loss(chosen_scores: Tensor, rejected_scores: Tensor, margin: Tensor
     """
     difference = chosen_scores - rejected_scores
     return functional.softplus(-(difference if margin is None else difference - margin)).mean()
+
+
+def kto_loss(
+    log_ratios: Tensor,
+    is_desirable: Tensor,
+    reference_point: Tensor,
+    *,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """Compute Kahneman-Tversky optimisation's loss: the mean over B answers, a scalar with gradient.
+
+    With r an answer's log-ratio and z its reference point: ``desirable_weight (1 - sigmoid(beta (r - z)))`` where it is
+    desirable, else ``undesirable_weight (1 - sigmoid(beta (z - r)))``.
+
+    Args:
+        log_ratios: [B] summed log-probs under the policy, less those under the reference.
+        is_desirable: [B] bool.
+        reference_point: [B] nats; no gradient goes through it.
+        beta: how strongly the policy is held to the reference.
+        desirable_weight: of desirable answers.
+        undesirable_weight: of the others.
+
+    Source: Ethayarajh et al., KTO: Model Alignment as Prospect Theoretic Optimization, 2024, equation 7.
+    """
+    gains = beta * (log_ratios - reference_point.detach())
+    # 1 - sigmoid(x) is sigmoid(-x), without its rounding near 1.
+    losses = torch.where(
+        is_desirable, desirable_weight * torch.sigmoid(-gains), undesirable_weight * torch.sigmoid(gains)
+    )
+    return losses.mean()
+
+
+def kl_of_mismatched(log_ratios: Tensor) -> Tensor:
+    """Estimate the policy's KL from the reference by log-ratios [B] of answers to other prompts: a scalar, at least 0.
+
+    Source: the same, section 3.2: a biased estimate, which is clamped, and through which no gradient goes.
+    """
+    return log_ratios.detach().mean().clamp(min=0)
+
+
+def matched_reference_points(log_ratios: Tensor, is_desirable: Tensor) -> Tensor:
+    """Take as each answer's reference point [B] the mean log-ratio of those of the other label, at least 0.
+
+    Without any of the other label it is 0.
+
+    Source: the same, in the form for equally many answers of both labels.
+    """
+    known = log_ratios.detach()
+    desirable, others = is_desirable.to(known.dtype), (~is_desirable).to(known.dtype)
+    of_desirable = ((known * desirable).sum() / desirable.sum().clamp(min=1)).clamp(min=0)
+    of_others = ((known * others).sum() / others.sum().clamp(min=1)).clamp(min=0)
+    return torch.where(is_desirable, of_others, of_desirable)

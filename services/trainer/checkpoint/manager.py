@@ -343,8 +343,7 @@ def _learner(spec: ExperimentSpec, source: Path, device: torch.device, ranks: Ra
     reference = None
     if spec.needs_reference and spec.model.lora is None:
         reference = load(model_directory(spec.model), dtype=spec.model.dtype)
-    distillation = spec.algorithm.distillation
-    teachers = [] if distillation is None else load_teachers(distillation, loaded, load)
+    teachers = load_teachers(spec, loaded, load)
     critic = load_critic(spec, loaded, load) if spec.algorithm.needs_critic else None
     return make_learner(spec, loaded, reference, teachers, critic, ranks=ranks)
 

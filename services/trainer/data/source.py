@@ -14,7 +14,7 @@ from flotilla.services.trainer.data.batch import baseline_of, check_group, episo
 from flotilla.services.trainer.data.group_metrics import Totals
 from flotilla.shared.checkpoints.lineage import VersionLine
 from flotilla.shared.config.sections.advantage import GdpoConfig
-from flotilla.shared.config.sections.job import SftConfig
+from flotilla.shared.config.sections.job import KtoConfig, SftConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import Conflict, DataError
 from flotilla.shared.net.retry import DATA_PLANE, retry
@@ -72,7 +72,7 @@ def requirements_of(spec: ExperimentSpec, vocabulary: int, routing: RoutingSizes
     advantage = spec.algorithm.advantage
     min_scored = min(advantage.MIN_SCORED, spec.rollout.group_size)
     if spec.finished_job is not None:
-        min_scored = 1 if isinstance(spec.finished_job, SftConfig) else 2
+        min_scored = 1 if isinstance(spec.finished_job, SftConfig | KtoConfig) else 2
     return Requirements(
         vocabulary=vocabulary,
         min_scored=min_scored,

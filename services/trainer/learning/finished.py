@@ -7,7 +7,7 @@ the members of a pair may be in different micro-batches, and no gradient depends
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -29,6 +29,7 @@ from flotilla.shared.config.sections.job import DpoLossConfig, FinishedJob, Pref
 from flotilla.shared.schemas.trajectory import Group
 
 HELD_OUT = "held_out"
+TEACHER_KL = "distillation_kl"
 
 
 class FinishedLearner(Learner):
@@ -36,15 +37,14 @@ class FinishedLearner(Learner):
 
     def _train(self, groups: Sequence[Group], step: int) -> StepResult:
         self.sizes.begin(step)
-        batch = make_batch(groups).to(self.device)
+        batch = self._batch(groups)
         fixed = self._fixed(batch) if self.reference is not None else None
         results: list[UpdateResult] = []
         tallies: list[Metrics] = []
         with self._dropping(self.spec.seed * 1_000_003 + step):
             for _ in range(self.spec.optimisation.epochs_per_step):
                 for members in split_by_groups(batch, self.spec.optimisation.groups_per_mini_batch):
-                    gradient = partial(self._accumulate_finished, batch, members, fixed)
-                    tallies.append(self.sizes.fit(self._cut_of(batch, members), gradient, self.optimizer.clear))
+                    tallies.append(self._learn(batch, members, fixed))
                     self.optimizer.add_zero()
                     results.append(self._update())
         summary = summarise(self.ranks.combine(combine(tallies)))
@@ -61,6 +61,15 @@ class FinishedLearner(Learner):
             cut = self._cut_of(batch, range(batch.num_sequences))
             tallies.append(self.sizes.fit(cut, partial(self._measured, batch, self._fixed(batch))))
         return {f"{HELD_OUT}/{name}": value for name, value in self._derived(summarise(combine(tallies))).items()}
+
+    def _batch(self, groups: Sequence[Group]) -> TrainingBatch:
+        """Lay out a step's groups on the device."""
+        return make_batch(groups).to(self.device)
+
+    def _learn(self, batch: TrainingBatch, members: range, fixed: Tensor | None) -> Metrics:
+        """Leave the gradient of one mini-batch on the parameters, in passes that fit into the device's memory."""
+        gradient = partial(self._accumulate_finished, batch, members, fixed)
+        return self.sizes.fit(self._cut_of(batch, members), gradient, self.optimizer.clear)
 
     @property
     def job(self) -> FinishedJob:
@@ -79,6 +88,28 @@ class FinishedLearner(Learner):
         torch.autograd.backward(loss * self.ranks.data_size if self.ranks.is_several else loss)
         self.optimizer.collect()
 
+    def _backward_each(
+        self, micro_batches: Sequence[MicroBatch], surrogate: Callable[[MicroBatch], tuple[Tensor, Metrics]]
+    ) -> list[Metrics]:
+        """Take the gradient of what has the loss's, micro-batch by micro-batch, with that of the routers' losses."""
+        tallies: list[Metrics] = []
+        share = share_of_one(micro_batches)
+        for micro in micro_batches:
+            with nullcontext() if micro.is_empty else balancing(self.policy.routers, micro.inputs, share):
+                value, metrics = surrogate(micro)
+                self._backward(value)
+            of_routers = {} if micro.is_empty else router_metrics(self.policy.routers, self.ranks.data_size)
+            tallies.append(metrics | of_routers)
+        return tallies
+
+    def _weighted_log_probs(self, micro: MicroBatch, weights: Tensor) -> Tensor:
+        """Compute the sum of the log-probs of a micro-batch's tokens, each times the weight [S] of its sequence."""
+        found = self.policy.statistics(micro.inputs, with_entropy=False).log_probs
+        if micro.is_empty:
+            return found.sum() * 0
+        of_tokens = micro.sequences.spread(weights[micro.members])
+        return (of_tokens * micro.spread(found) * micro.sequences.response_mask).sum()
+
     @abstractmethod
     def _accumulate_finished(
         self, batch: TrainingBatch, members: range, fixed: Tensor | None, micro_batches: Sequence[MicroBatch]
@@ -94,34 +125,63 @@ class FinishedLearner(Learner):
 
 
 class SupervisedLearner(FinishedLearner):
-    """Raises the likelihood of the answers."""
+    """Raises the likelihood of the answers, and learns what a teacher expects at their tokens, where there is one."""
 
     def _accumulate_finished(
         self, batch: TrainingBatch, members: range, fixed: Tensor | None, micro_batches: Sequence[MicroBatch]
     ) -> Metrics:
         assert isinstance(self.job, SftConfig)
         denominators = count_sampled(_only(batch.sequences, members))
-        tallies: list[Metrics] = []
-        share = _share_of_one(micro_batches)
-        for micro in micro_batches:
+        aggregation = self.job.aggregation
+
+        def surrogate(micro: MicroBatch) -> tuple[Tensor, Metrics]:
+            log_probs, divergence = self._token_figures(micro)
             if micro.is_empty:
-                self._backward(self.policy.statistics(micro.inputs, with_entropy=False).log_probs.sum() * 0)
-                continue
-            with balancing(self.policy.routers, micro.inputs, share):
-                found = self.policy.statistics(micro.inputs, with_entropy=False).log_probs
-                log_probs = micro.spread(found)
-                loss = aggregate(-log_probs, micro.sequences, denominators, self.job.aggregation)
-                self._backward(loss)
-            figures = {"loss": once(loss), "nll": mean_over(-log_probs, micro.sequences.response_mask)}
-            tallies.append(figures | router_metrics(self.policy.routers, self.ranks.data_size))
-        return combine(tallies)
+                return sum((each.sum() * 0 for each in divergence), log_probs.sum() * 0), {}
+            mask = micro.sequences.response_mask
+            values = self._mixed(micro.spread(log_probs), *map(micro.spread, divergence))
+            loss = aggregate(values, micro.sequences, denominators, aggregation)
+            figures = {"loss": once(loss), "nll": mean_over(-micro.spread(log_probs), mask)}
+            for each in divergence:
+                figures[TEACHER_KL] = mean_over(micro.spread(each), mask)
+            return loss, figures
+
+        return combine(self._backward_each(micro_batches, surrogate))
+
+    def _token_figures(self, micro: MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Compute the log-probs of a micro-batch's labels [N] and, under a teacher, its KL at each [N]."""
+        if not self.teachers:
+            return self.policy.statistics(micro.inputs, with_entropy=False).log_probs, ()
+        [teacher] = self.teachers
+        with torch.no_grad():
+            logits = teacher.logits(micro.inputs)
+        log_probs, divergence = self.policy.compared(micro.inputs, logits)
+        return log_probs, (divergence,)
+
+    def _mixed(self, log_probs: Tensor, divergence: Tensor | None = None) -> Tensor:
+        """Compute the loss of each token."""
+        assert isinstance(self.job, SftConfig)
+        if divergence is None or self.job.distillation is None:
+            return -log_probs
+        share = self.job.distillation.coefficient
+        return share * divergence - (1 - share) * log_probs
 
     def _measured(self, batch: TrainingBatch, fixed: Tensor | None, micro_batches: Sequence[MicroBatch]) -> Metrics:
-        log_probs, _ = self._evaluate(self.policy, batch, micro_batches)
-        return {"loss": mean_over(-log_probs, batch.sequences.response_mask)}
+        mask = batch.sequences.response_mask
+        if not self.teachers:
+            log_probs, _ = self._evaluate(self.policy, batch, micro_batches)
+            return {"loss": mean_over(-log_probs, mask)}
+        found = torch.zeros(2, len(mask), device=mask.device)
+        for micro in micro_batches:
+            log_probs, [divergence] = self._token_figures(micro)
+            if not micro.is_empty:
+                found[:, micro.tokens] = torch.stack([micro.spread(log_probs), micro.spread(divergence)])
+        log_probs, divergence = self.ranks.sum(found)
+        figures = {"loss": self._mixed(log_probs, divergence), "nll": -log_probs, "distillation/kl": divergence}
+        return {name: mean_over(values, mask) for name, values in figures.items()}
 
     def _derived(self, values: dict[str, float]) -> dict[str, float]:
-        return values | {"perplexity": math.exp(min(values["loss"], 700.0))}
+        return values | {"perplexity": math.exp(min(values.get("nll", values["loss"]), 700.0))}
 
 
 class _PairLearner(FinishedLearner):
@@ -136,17 +196,10 @@ class _PairLearner(FinishedLearner):
         found = self._pair_loss(batch, values, members, fixed)
         [weights] = torch.autograd.grad(found.loss, values)
         extra = self._token_weights(batch, members)
+        surrogate = partial(self._weighted, batch, weights=weights, extra=extra)
         # Every rank computes these alike: they count once.
         tallies: list[Metrics] = [_figures(found)] if self.ranks.is_leader else []
-        share = _share_of_one(micro_batches)
-        for micro in micro_batches:
-            with nullcontext() if micro.is_empty else balancing(self.policy.routers, micro.inputs, share):
-                surrogate, metrics = self._weighted(batch, micro, weights, extra)
-                self._backward(surrogate)
-            tallies.append(
-                metrics if micro.is_empty else {**metrics, **router_metrics(self.policy.routers, self.ranks.data_size)}
-            )
-        return combine(tallies)
+        return combine(tallies + self._backward_each(micro_batches, surrogate))
 
     def _measured(self, batch: TrainingBatch, fixed: Tensor | None, micro_batches: Sequence[MicroBatch]) -> Metrics:
         members = range(batch.num_sequences)
@@ -269,7 +322,7 @@ def pairs_of(batch: TrainingBatch, members: range) -> tuple[Tensor, Tensor]:
     return torch.where(is_first, first, second), torch.where(is_first, second, first)
 
 
-def _share_of_one(micro_batches: Sequence[MicroBatch]) -> float:
+def share_of_one(micro_batches: Sequence[MicroBatch]) -> float:
     """Return the share of the passes that each is which has tokens of its own."""
     return 1 / max(sum(not micro.is_empty for micro in micro_batches), 1)
 

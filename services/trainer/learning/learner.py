@@ -122,7 +122,9 @@ class Learner:
             prepare_layers(module, spec, self.device)
         prepare_routers(self.policy, spec)
         self.weights = self._lay_out()
-        self._packing = self.policy.resolve_packing(spec.optimisation.packing)
+        self._packing = spec.optimisation.packing
+        for each in (self.policy, *self._read_alike):
+            self._packing = each.resolve_packing(self._packing)
         if self.processor is not None:
             for shown in filter(None, (self.policy, self.reference)):
                 shown.show_images(tower_of(shown.base, self.processor))
@@ -145,6 +147,11 @@ class Learner:
     @property
     def _computing(self) -> list[Policy | Critic]:
         return [each for each in (self.policy, self.reference, *self.teachers, self.critic) if each is not None]
+
+    @property
+    def _read_alike(self) -> Sequence[Policy]:
+        """Models beside the policy that are given its own rows, not a cut of their own."""
+        return self.teachers if self.spec.finished_job is not None else ()
 
     def _ranks_of(self, model: Policy | Critic) -> Ranks:
         return model.ranks if isinstance(model, Critic) else self.ranks
@@ -283,7 +290,7 @@ class Learner:
             ranks: that share them, if others than the policy's.
         """
         policy, ranks = teacher or self.policy, ranks or self.ranks
-        models = (policy, self.policy, self.reference or policy, self.critic or policy)
+        models = (policy, self.policy, self.reference or policy, self.critic or policy, *self._read_alike)
         rows = RowRules(
             "padded" if self.is_exact else self._packing if teacher is None else teacher.resolve_packing("auto"),
             shares_prompts=self._shares_prompts and policy.can_share_prompts,

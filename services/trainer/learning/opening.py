@@ -14,12 +14,12 @@ from flotilla.services.trainer.learning.finished import (
     RewardModelLearner,
     SupervisedLearner,
 )
+from flotilla.services.trainer.learning.labelled import KtoLearner
 from flotilla.services.trainer.learning.learner import Learner
 from flotilla.services.trainer.learning.profiling import profiling
 from flotilla.services.trainer.models.loading import LoadedModel
 from flotilla.services.trainer.parallel.ranks import ONE_RANK, Ranks
-from flotilla.shared.config.sections.distillation import DistillationConfig
-from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.config.spec import ExperimentSpec, other_models
 from flotilla.shared.errors import ModelError
 from flotilla.shared.models.hub import model_directory
 
@@ -27,6 +27,7 @@ CRITIC = "algorithm.value_loss.path"
 LEARNERS: dict[str, type[FinishedLearner]] = {
     "sft": SupervisedLearner,
     "preference": PreferenceLearner,
+    "kto": KtoLearner,
     "reward_model": RewardModelLearner,
 }
 
@@ -55,16 +56,17 @@ class Load(Protocol):
         """Load one."""
 
 
-def load_teachers(config: DistillationConfig, student: LoadedModel, load: Load) -> list[LoadedModel]:
-    """Load the teachers of a student, in their order; none where they are behind URLs.
+def load_teachers(spec: ExperimentSpec, student: LoadedModel, load: Load) -> list[LoadedModel]:
+    """Load the teachers of a student, in their order; none where they are behind URLs, or there are none.
 
     Raises:
         ModelError: one cannot be loaded, or its token ids mean something else than the student's.
     """
     found = []
-    for field, model in config.models.items():
-        found.append(load(model_directory(model), dtype=model.dtype))
-        check_vocabulary(f"algorithm.distillation.{field}", found[-1], student)
+    for field, model in other_models(spec).items():
+        if field != CRITIC:
+            found.append(load(model_directory(model), dtype=model.dtype))
+            check_vocabulary(field, found[-1], student)
     return found
 
 

@@ -22,6 +22,7 @@ from flotilla.services.trainer.models.log_probs import Policy
 from flotilla.services.trainer.models.memory import free_bytes, measured_peak
 from flotilla.services.trainer.models.optimizer import PolicyOptimizer
 from flotilla.services.trainer.parallel.ranks import Ranks
+from flotilla.shared.config.sections.job import SftConfig
 from flotilla.shared.config.spec import ExperimentSpec
 
 log = logging.getLogger(__name__)
@@ -247,10 +248,15 @@ def need_of(policy: Policy, optimizers: Sequence[PolicyOptimizer], spec: Experim
     # The layer whose backward pass is under way has as much again.
     kept = (policy.hidden_size if recomputes else of_layer) * int(config.num_hidden_layers) + 2 * of_layer
     head = 0 if policy.has_plain_head else vocabulary * (size + 8)
+    is_taught = isinstance(spec.job, SftConfig) and spec.job.distillation is not None
+    if is_taught:
+        # The teacher's logits of all tokens; and of a chunk both distributions, and what their divergence is made of.
+        head += 4 * vocabulary
+    of_chunk = 12 * (3 if is_taught else 1)
     return Need(
         device=policy.device,
         per_token=float(kept * size + head),
-        fixed=12 * vocabulary * CHUNK_TOKENS if policy.has_plain_head else 0,
+        fixed=of_chunk * vocabulary * CHUNK_TOKENS if policy.has_plain_head else 0,
         gradients=0 if on_host else sum(each.gradient_bytes for each in optimizers),
         moments=lambda: 0 if on_host else sum(each.missing_moment_bytes for each in optimizers),
     )

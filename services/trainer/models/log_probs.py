@@ -17,6 +17,8 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from flotilla.services.trainer.algorithms.log_probs import (
     TokenStatistics,
+    chunked_log_probs_and_divergence,
+    log_probs_and_divergence,
     log_probs_and_entropy,
     statistics_from_logits,
 )
@@ -204,7 +206,9 @@ class Policy:
         self.model.token_figures = self._figures
         self.model.score_figures = self._scores
         self.model.hidden_figures = self._hidden
-        for name in ("token_figures", "score_figures", "hidden_figures"):
+        self.model.logit_figures = self._logits
+        self.model.compared_figures = self._compared
+        for name in ("token_figures", "score_figures", "hidden_figures", "logit_figures", "compared_figures"):
             register_fsdp_forward_method(self.model, name)
         if self._traits is None:
             self._traits = self._said(traits_of(self.model, self.device, ranks.compute_dtype))
@@ -272,6 +276,41 @@ class Policy:
                 kernels=None if isinstance(temperature, Tensor) else kernels_for(chosen, weight),
             )
         return found.log_probs, found.entropy, found.sum_pi_squared
+
+    def logits(self, inputs: ModelInput) -> Tensor:
+        """Compute the logits that predict the labels: [N, V], in the type that the model computes in."""
+        compute = getattr(self.model, "logit_figures", self._logits)
+        found: Tensor = compute(inputs)
+        return found
+
+    def _logits(self, inputs: ModelInput) -> Tensor:
+        if not self.has_plain_head:
+            logits = self.model(**arguments_of(inputs)).logits
+            whole: Tensor = logits.reshape(-1, logits.shape[-1]).index_select(0, inputs.predictors)
+            return whole
+        hidden = hidden_states(self.base, inputs, self._split)
+        chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, inputs.predictors)
+        found: Tensor = chosen @ self.model.get_output_embeddings().weight.to(chosen.dtype).T
+        return found
+
+    def compared(self, inputs: ModelInput, teacher_logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the labels' log-probs, and how far the policy is from a teacher there: [N] each, with gradient.
+
+        Args:
+            inputs: of a micro-batch.
+            teacher_logits: [N, V'], those of the labels under the teacher, where V' is at least V.
+        """
+        compute = getattr(self.model, "compared_figures", self._compared)
+        log_probs, divergence = compute(inputs, teacher_logits)
+        return log_probs, divergence
+
+    def _compared(self, inputs: ModelInput, teacher_logits: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.has_plain_head:
+            return log_probs_and_divergence(self._logits(inputs), inputs.labels, teacher_logits)
+        hidden = hidden_states(self.base, inputs, self._split)
+        chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, inputs.predictors)
+        weight = self.model.get_output_embeddings().weight
+        return chunked_log_probs_and_divergence(chosen, weight, inputs.labels, teacher_logits)
 
     def scores(self, inputs: ModelInput, positions: Tensor) -> Tensor:
         """Compute what a sequence classifier's head gives at flat positions [N]: [N] float32, with gradient."""

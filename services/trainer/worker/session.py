@@ -30,7 +30,7 @@ from flotilla.services.trainer.worker.reporter import Reporter
 from flotilla.services.trainer.worker.samples import StepSamples, from_threads, open_samples
 from flotilla.services.trainer.worker.takeover import become_trainer, reconcile_with
 from flotilla.shared.checkpoints.folders import CHECKPOINTS
-from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.config.spec import ExperimentSpec, other_models
 from flotilla.shared.models.hub import fetched
 from flotilla.shared.schemas.service import Failure
 from flotilla.shared.streams.plane import DataPlane
@@ -121,7 +121,7 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         ToldToEnd: ``control`` said so before it could take over.
     """
     await fetched(spec.model)
-    for model in spec.algorithm.models.values():
+    for model in other_models(spec).values():
         await fetched(model)
     queue = around.plane.trainer(around.service_id)
     # Before the checkpoint is read: an earlier trainer, if it still lives, commits nothing from here on.

@@ -67,7 +67,7 @@ def _roles(document: Mapping[str, Any]) -> list[Any]:
     taught = _within(document, "algorithm", "distillation")
     teachers = taught.get("teachers") if isinstance(taught, dict) else None
     critic = _within(document, "algorithm", "value_loss")
-    return [taught, critic, *(teachers if isinstance(teachers, list) else ())]
+    return [taught, critic, _within(document, "job", "distillation"), *(teachers if isinstance(teachers, list) else ())]
 
 
 def _within(document: Mapping[str, Any], section: str, field: str) -> Any:

@@ -89,7 +89,7 @@ def check_images(
     """
     teacher = algorithm.distillation
     for is_asked, name, way in (
-        (finished, "job.kind sft, preference or reward_model", "train with reinforcement"),
+        (finished, "job.kind sft, preference, kto or reward_model", "train with reinforcement"),
         (rollout.engine.kind != "torch", f"rollout.engine.kind {rollout.engine.kind}", "use torch"),
         (rollout.agents is not None, "rollout.agents", "leave it out"),
         (parallelism.ranks > 1, "parallelism.ranks above 1", "train on one rank"),

@@ -11,7 +11,7 @@ from flotilla.shared.config.sections.asynchrony import AsynchronyConfig
 from flotilla.shared.config.sections.checkpoint import CheckpointConfig
 from flotilla.shared.config.sections.data import DataConfig
 from flotilla.shared.config.sections.evaluation import EvaluationConfig
-from flotilla.shared.config.sections.job import FinishedJob, RewardModelJobConfig, SftConfig
+from flotilla.shared.config.sections.job import FinishedJob, KtoConfig, RewardModelJobConfig, SftConfig
 from flotilla.shared.config.sections.optimisation import OptimisationConfig
 from flotilla.shared.config.sections.parallelism import ParallelismConfig
 from flotilla.shared.config.sections.profiler import ProfilerConfig
@@ -19,7 +19,7 @@ from flotilla.shared.config.sections.resources import ResourcesConfig
 from flotilla.shared.config.sections.reward import RewardConfig
 from flotilla.shared.config.sections.rollout import RolloutConfig
 
-FINISHED_KINDS = frozenset({"sft", "preference", "reward_model"})
+FINISHED_KINDS = frozenset({"sft", "preference", "kto", "reward_model"})
 EVALUATION = "evaluation"
 NO_EVALUATION = "job.kind evaluation answers the rows that evaluation.path or evaluation.sets names: add it"
 FOR_PROMPTS = ("max_prompt_tokens", "overlong")
@@ -121,10 +121,11 @@ def check_job(spec: Sections) -> None:
             f"optimisation.shuffle has no effect while job.kind is {kind}: remove it (data.shuffle orders the rows)"
         )
     _check_columns(job, spec.data)
+    _check_mismatched(job, spec.optimisation)
     if spec.model.lora is not None and spec.model.lora.dropout and not isinstance(job, SftConfig):
         raise ValueError(
-            f"model.lora.dropout does not go with job.kind {kind}: a pair's loss takes two passes, which must compute "
-            "the same: remove it"
+            f"model.lora.dropout does not go with job.kind {kind}, whose loss takes two passes, which must compute the "
+            "same: remove it"
         )
     if spec.evaluation is not None:
         if isinstance(job, RewardModelJobConfig):
@@ -145,6 +146,14 @@ def check_job(spec: Sections) -> None:
                 f"data.{name} has no effect while job.kind is {kind}, which reads whole answers: remove it, or use "
                 "job.max_tokens and job.overlong"
             )
+
+
+def _check_mismatched(job: FinishedJob, optimisation: OptimisationConfig) -> None:
+    if optimisation.groups_per_mini_batch == 1 and isinstance(job, KtoConfig) and job.reference_point == "mismatched":
+        raise ValueError(
+            "job.reference_point mismatched pairs a prompt with another's answer, and a mini-batch has one "
+            "(optimisation.groups_per_mini_batch 1): raise it, or set job.reference_point to zero"
+        )
 
 
 def _check_evaluation(spec: Sections) -> None:
@@ -182,7 +191,7 @@ def _check_written(spec: Sections, evaluation: EvaluationConfig) -> None:
 
 
 def _check_columns(job: FinishedJob, data: DataConfig) -> None:
-    if isinstance(job, SftConfig):
+    if isinstance(job, SftConfig | KtoConfig):
         is_whole, answer = job.response_column is None, job.response_column
     else:
         is_whole, answer = job.chosen_column == data.prompt_column, job.chosen_column
@@ -198,7 +207,9 @@ def _check_columns(job: FinishedJob, data: DataConfig) -> None:
             "data.input_column follows a prompt's text, and rows hold whole conversations: remove it, or name the "
             "answer's column"
         )
-    if isinstance(job, SftConfig) and job.response_column == data.prompt_column:
+    if isinstance(job, KtoConfig) and job.label_column in {data.prompt_column, job.response_column}:
+        raise ValueError(f"job.label_column is the column {job.label_column!r} of a text, too: name the label's")
+    if isinstance(job, SftConfig | KtoConfig) and job.response_column == data.prompt_column:
         raise ValueError(f"job.response_column is data.prompt_column too, {answer!r}: name the answer's column")
     if isinstance(job, SftConfig) and job.train_on == "last" and data.input_template is not None:
         raise ValueError("job.train_on last has no effect beside data.input_template, which has one turn: remove it")

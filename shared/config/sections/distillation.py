@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from flotilla.shared.config.base.model import Config
 from flotilla.shared.config.sections.components import GraderUrl
-from flotilla.shared.config.sections.model import ModelConfig, is_hub_name
+from flotilla.shared.config.sections.model import ModelConfig, OtherModelConfig, is_hub_name
 
 
 class TeacherServerConfig(Config):
@@ -37,28 +37,11 @@ class TeacherServerConfig(Config):
         return self
 
 
-class TeacherModelConfig(Config):
+class TeacherModelConfig(OtherModelConfig):
     """One of several teachers that the trainer loads, for the rows of some data sources."""
 
-    path: str = Field(min_length=1)
-    """A directory in Hugging Face format, or a name on the hub, as `algorithm.distillation.path` has it."""
-    revision: str | None = Field(None, min_length=1)
-    """Branch, tag or commit of a hub's model; null is its main branch."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Element type of its weights."""
     data_sources: tuple[str, ...] = Field(min_length=1)
     """Whose samples it teaches."""
-
-    @property
-    def model(self) -> ModelConfig:
-        """The teacher, as what finds and downloads it reads it."""
-        return ModelConfig(path=self.path, revision=self.revision, dtype=self.dtype)
-
-    @model_validator(mode="after")
-    def _revision_of_a_hub_name(self) -> Self:
-        if self.revision is not None and not is_hub_name(self.path):
-            raise ValueError("revision has an effect only where path is a name on the hub, as owner/name: leave it out")
-        return self
 
 
 class DistillationConfig(Config):

@@ -7,6 +7,7 @@ from pydantic import Field
 from flotilla.shared.config.base.model import Config
 from flotilla.shared.config.sections.algorithm import AggregationConfig
 from flotilla.shared.config.sections.data import RowsConfig
+from flotilla.shared.config.sections.model import ModelConfig, OtherModelConfig
 
 
 class ReinforcementConfig(Config):
@@ -43,6 +44,14 @@ class _FinishedConfig(Config):
     """Rows to measure the loss on; null for none."""
 
 
+class AnswersTeacherConfig(OtherModelConfig):
+    """A teacher of answers that are written already: at each of their learned tokens, the student learns the whole
+    distribution that the teacher has there, by KL(teacher, student)."""
+
+    coefficient: float = Field(0.5, gt=0, le=1)
+    """Weight of the KL; the answers' own negative log-likelihood has 1 - coefficient."""
+
+
 class SftConfig(_FinishedConfig):
     """Supervised fine-tuning: rows hold answers, and their likelihood is raised. Nothing is sampled or graded."""
 
@@ -55,6 +64,13 @@ class SftConfig(_FinishedConfig):
     prompts and template, too, but for the first token (TRL: assistant_only_loss false)."""
     aggregation: AggregationConfig = AggregationConfig()
     """How token losses become one number."""
+    distillation: AnswersTeacherConfig | None = None
+    """A teacher that the trainer loads, from whose distributions the answers are learned, too; null for none."""
+
+    @property
+    def models(self) -> dict[str, ModelConfig]:
+        """The models that the trainer loads beside the policy, by the dotted field of their path."""
+        return {} if self.distillation is None else {"job.distillation.path": self.distillation.model}
 
 
 class _PairsConfig(_FinishedConfig):
@@ -95,6 +111,31 @@ class PreferenceConfig(_PairsConfig):
     """Weight of -log_prob of the preferred answers, averaged over their tokens, as a further term."""
 
 
+class KtoConfig(_FinishedConfig):
+    """Kahneman-Tversky optimisation: the policy learns from answers that are marked as desirable or not, held to the
+    policy that it began as. With r an answer's log-ratio to the reference, summed over its tokens, and z the reference
+    point: desirable_weight (1 - sigmoid(beta (r - z))) for a desirable one, undesirable_weight
+    (1 - sigmoid(beta (z - r))) for another, averaged over answers."""
+
+    kind: Literal["kto"]
+    response_column: str | None = Field(None, min_length=1)
+    """Column with the answer to ``data.prompt_column``; null: that column holds whole conversations, as lists of
+    {role, content}, whose last turn is learned."""
+    label_column: str = Field("label", min_length=1)
+    """Column that says whether the answer is desirable: true or false, 1 or 0."""
+    beta: float = Field(0.1, gt=0)
+    """How strongly the policy is held to the reference."""
+    desirable_weight: float = Field(1.0, gt=0)
+    """Weight of desirable answers."""
+    undesirable_weight: float = Field(1.0, gt=0)
+    """Weight of undesirable answers. Its product with their number should be near that of the desirable: `flotilla spec
+    check` says how far it is."""
+    reference_point: Literal["mismatched", "matched", "zero"] = "mismatched"
+    """z, never below 0 and without gradient. mismatched: the mean log-ratio of each prompt of a mini-batch with the
+    answer to the next one, an estimate of the policy's KL; matched: of a mini-batch's answers of the other label, as
+    they are (KTO for as many of each label); zero: 0 (APO-zero for single answers)."""
+
+
 class RewardModelJobConfig(_PairsConfig):
     """Trains a reward model on pairs: a head on the model's last token, by the Bradley-Terry likelihood."""
 
@@ -102,8 +143,8 @@ class RewardModelJobConfig(_PairsConfig):
 
 
 JobConfig = Annotated[
-    ReinforcementConfig | EvaluationJobConfig | SftConfig | PreferenceConfig | RewardModelJobConfig,
+    ReinforcementConfig | EvaluationJobConfig | SftConfig | PreferenceConfig | KtoConfig | RewardModelJobConfig,
     Field(discriminator="kind"),
 ]
-FinishedJob = SftConfig | PreferenceConfig | RewardModelJobConfig
+FinishedJob = SftConfig | PreferenceConfig | KtoConfig | RewardModelJobConfig
 """Jobs whose rows hold finished answers."""

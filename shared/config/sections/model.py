@@ -138,3 +138,26 @@ class ModelConfig(Config):
         if self.revision is not None and not self.is_hub_name:
             raise ValueError("revision has an effect only where path is a name on the hub, as owner/name: leave it out")
         return self
+
+
+class OtherModelConfig(Config):
+    """A model beside the one that is trained."""
+
+    path: str = Field(min_length=1)
+    """Directory with config.json, safetensors and a tokenizer; or a name on the Hugging Face hub, as `model.path` has
+    it."""
+    revision: str | None = Field(None, min_length=1)
+    """Branch, tag or commit of a hub's model; null is its main branch."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Element type of the weights."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model, as what finds and downloads it reads it."""
+        return ModelConfig(path=self.path, revision=self.revision, dtype=self.dtype)
+
+    @model_validator(mode="after")
+    def _revision_of_a_hub_name(self) -> Self:
+        if self.revision is not None and not is_hub_name(self.path):
+            raise ValueError("revision has an effect only where path is a name on the hub, as owner/name: leave it out")
+        return self

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from flotilla.shared.config.base.model import Config, Device
 from flotilla.shared.config.sections.components import ComponentConfig
-from flotilla.shared.config.sections.model import ModelConfig, is_hub_name
+from flotilla.shared.config.sections.model import OtherModelConfig
 
 
 class ScoreNormalisation(Config):
@@ -24,16 +24,9 @@ class ScoreNormalisation(Config):
         return self
 
 
-class HostedModelConfig(ComponentConfig):
+class HostedModelConfig(ComponentConfig, OtherModelConfig):
     """A component whose model the reward service runs in a process with torch."""
 
-    path: str = Field(min_length=1)
-    """Directory with config.json, safetensors and a tokenizer; or a name on the Hugging Face hub, as `model.path` has
-    it."""
-    revision: str | None = Field(None, min_length=1)
-    """Branch, tag or commit of a hub's model; null is its main branch."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Element type of the weights."""
     device: Device = "cpu"
     """Torch device of the model, such as cpu or cuda:0; it must be one of the reward service's machine."""
     threads: int = Field(1, ge=1)
@@ -44,17 +37,6 @@ class HostedModelConfig(ComponentConfig):
     """Most tokens of one forward pass, padding included; one sample may have more."""
     timeout_seconds: float = Field(300.0, gt=0, le=3600)
     """Time for one batch; a process that takes longer is started again."""
-
-    @property
-    def model(self) -> ModelConfig:
-        """The model, as what finds and downloads it reads it."""
-        return ModelConfig(path=self.path, revision=self.revision, dtype=self.dtype)
-
-    @model_validator(mode="after")
-    def _revision_of_a_hub_name(self) -> Self:
-        if self.revision is not None and not is_hub_name(self.path):
-            raise ValueError("revision has an effect only where path is a name on the hub, as owner/name: leave it out")
-        return self
 
 
 class RewardModelConfig(HostedModelConfig):

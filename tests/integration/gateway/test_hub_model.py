@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flotilla.services.gateway.preflight import checks
+from flotilla.services.gateway.preflight import checks, models
 from flotilla.shared.config.sections.model import ModelConfig
 from flotilla.shared.errors import ModelError, Unavailable
 from flotilla.shared.models import download as model_download
@@ -153,7 +153,7 @@ def test_the_gateway_pins_the_commit_and_loads_no_weights(hub: Server) -> None:
 
     assert pinned.model.revision == COMMIT
     checks.check_paths(pinned)
-    checks.check_model(pinned)
+    models.check_model(pinned)
     assert loaded(hub) == {"config.json", "tokenizer.json"}
     assert checks.pinned(pinned) == pinned
 

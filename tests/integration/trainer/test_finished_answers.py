@@ -26,9 +26,10 @@ JOBS: dict[str, dict[str, Any]] = {
     "sft": {"kind": "sft", "response_column": "answer"},
     "dpo": {"kind": "preference"},
     "ipo": {"kind": "preference", "loss": {"kind": "ipo", "beta": 0.5}, "supervised_coefficient": 0.1},
+    "kto": {"kind": "kto", "undesirable_weight": 1.25},
     "reward_model": {"kind": "reward_model"},
 }
-RATES = {"preference": 5e-4}
+RATES = {"preference": 5e-4, "kto": 5e-4}
 STEPS = 24
 HELD_OUT = 10_000
 
@@ -57,11 +58,13 @@ def trajectory(tokens: list[int], length: int, reward: float) -> Trajectory:
 
 
 def group_of(number: int, spec: ExperimentSpec) -> Group:
-    """Prefer even tokens to odd ones."""
+    """Prefer even tokens to odd ones; of single answers with a label, every other one has odd ones."""
     generator = np.random.default_rng(number)
     prompt = [int(token) for token in generator.integers(2, VOCABULARY, generator.integers(3, 9))]
     members = []
-    for offset, reward in ((0, 1.0), (1, 0.0))[: 1 if spec.job.kind == "sft" else 2]:
+    shown = {"sft": 1, "kto": 1}.get(spec.job.kind, 2)
+    answers = ((1, 0.0), (0, 1.0)) if spec.job.kind == "kto" and number % 2 else ((0, 1.0), (1, 0.0))
+    for offset, reward in answers[:shown]:
         drawn = 2 * generator.integers(1, VOCABULARY // 2, generator.integers(2, 7)) + offset
         answer = [int(token) % VOCABULARY for token in drawn]
         members.append(trajectory([*prompt, *answer, END], len(prompt), reward))
@@ -116,7 +119,10 @@ async def test_a_job_learns_what_its_rows_show(tmp_path: Path, kind: str) -> Non
 
     before, after = gateway.metrics[0], gateway.metrics[STEPS]
     assert after["held_out/loss"] < before["held_out/loss"]
-    if kind != "sft":
+    if kind == "kto":
+        assert before["held_out/loss"] == pytest.approx((1 + 1.25) / 4), "the policy is the reference"
+        assert after["held_out/preference/chosen"] > 0 > after["held_out/preference/rejected"]
+    elif kind != "sft":
         assert before["held_out/preference/accuracy"] == 0.5 or kind == "reward_model", "the policy is the reference"
         assert after["held_out/preference/accuracy"] > 0.8, "chance is a half of 64 pairs"
     ledger = await plane.ledger()
@@ -125,7 +131,7 @@ async def test_a_job_learns_what_its_rows_show(tmp_path: Path, kind: str) -> Non
     assert not any(name.startswith(("reward/", "lag/")) for name in after), "nothing was sampled or graded"
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo", "reward_model"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "reward_model"])
 @pytest.mark.parametrize(("owner", "name", "at_call"), [(FinishedLearner, "train", 7), (CheckpointManager, "copy", 2)])
 async def test_a_killed_job_ends_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, owner: type, name: str, at_call: int

@@ -29,8 +29,8 @@ from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.weights.image.image import WeightImage
 from tests.integration.trainer.architectures import ARCHITECTURES
 from tests.integration.trainer.ranks import TWO_RANKS, in_parts, run_ranks, stored
-from tests.unit.trainer.builders import a_model, a_spec, uneven_groups
-from tests.unit.trainer.test_finished import a_classifier, demonstrations, pairs, spec_of
+from tests.unit.trainer.builders import VOCABULARY, a_model, a_spec, uneven_groups
+from tests.unit.trainer.test_finished import ROWS, a_classifier, pairs, spec_of
 
 pytestmark = [pytest.mark.timeout(900)]
 
@@ -60,6 +60,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 FINISHED: dict[str, dict[str, Any]] = {
     "sft": {"response_column": "answer"},
     "preference": {"loss": {"kind": "dpo"}, "supervised_coefficient": 0.5},
+    "kto": {"beta": 0.5, "undesirable_weight": 2.0},
+    "taught": {"kind": "sft", "response_column": "answer", "distillation": {"path": "teacher", "coefficient": 0.4}},
     "reward_model": {},
 }
 
@@ -123,11 +125,18 @@ def finished(ranks: Ranks, kinds: list[str]) -> dict[str, tuple[float, float]]:
 def _taught(job: dict[str, Any], ranks: Ranks) -> tuple[Learner, list[float]]:
     make = a_classifier if job["kind"] == "reward_model" else a_model
     spec = spec_of(job, packing="packed", micro_batch_tokens=64)
-    second = make() if job["kind"] == "preference" else None
-    learner = _made(partial(make_learner, spec), [make(), second], ranks, scores=job["kind"] == "reward_model")
+    second = make() if spec.needs_reference else None
+    made: Callable[..., Learner] = partial(make_learner, spec)
+    if "distillation" in job:
+        second = a_model(num_hidden_layers=1, vocab_size=VOCABULARY + 8)
+
+        def made(loaded: LoadedModel, teacher: LoadedModel, ranks: Ranks = ONE_RANK) -> Learner:
+            return make_learner(spec, loaded, teachers=[teacher], ranks=ranks)
+
+    learner = _made(made, [make(), second], ranks, scores=job["kind"] == "reward_model")
     figures = []
     for step in (1, 2):
-        result = learner.train(demonstrations() if job["kind"] == "sft" else pairs(), step)
+        result = learner.train(ROWS.get(job["kind"], pairs)(), step)
         figures += [result.metrics["loss/total"], result.updates[-1].grad_norm]
     return learner, figures
 
@@ -139,7 +148,7 @@ def layers(ranks: Ranks, algorithms: dict[str, dict[str, Any]]) -> tuple[dict[st
 
 def sequences(ranks: Ranks, algorithms: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Compare what ranks that share sequences learn with one rank."""
-    return equality(ranks, algorithms), finished(ranks, ["sft"])
+    return equality(ranks, algorithms), finished(ranks, ["sft", "kto", "taught"])
 
 
 def written(ranks: Ranks, argument: tuple[str, dict[str, int] | None]) -> list[float]:
@@ -333,6 +342,12 @@ def test_two_ranks_learn_what_one_learns() -> None:
     found = run_ranks(equality, ALGORITHMS)
 
     _check_equality(found)
+
+
+def test_two_ranks_learn_from_labels_and_from_a_teacher_what_one_learns() -> None:
+    found = run_ranks(finished, ["kto", "taught"])
+
+    _check_finished(found[0])
 
 
 def test_ranks_that_share_sequences_learn_what_one_rank_learns() -> None:

@@ -5,7 +5,13 @@ import math
 import pytest
 import torch
 
-from flotilla.services.trainer.algorithms.preference import dpo_loss, pairwise_loss
+from flotilla.services.trainer.algorithms.preference import (
+    dpo_loss,
+    kl_of_mismatched,
+    kto_loss,
+    matched_reference_points,
+    pairwise_loss,
+)
 
 CHOSEN, REF_CHOSEN = torch.tensor([-10.0]), torch.tensor([-12.0])
 REJECTED, REF_REJECTED = torch.tensor([-8.0]), torch.tensor([-7.0])
@@ -32,3 +38,29 @@ def test_a_reward_models_pair_by_hand() -> None:
     found = pairwise_loss(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 1.0]))
 
     assert float(found) == pytest.approx((math.log1p(math.exp(-1)) + math.log1p(math.exp(1))) / 2, abs=1e-6)
+
+
+def test_kto_by_hand() -> None:
+    ratios = torch.tensor([2.0, -1.0, 0.5], requires_grad=True)
+    labels = torch.tensor([True, False, True])
+    points = kl_of_mismatched(torch.tensor([1.0, 0.5, -0.6])).expand(3)
+
+    found = kto_loss(ratios, labels, points, beta=0.5, desirable_weight=2.0, undesirable_weight=3.0)
+    [gradient] = torch.autograd.grad(found, ratios)
+
+    # sigmoid(-0.5 * (2 - 0.3)), sigmoid(0.5 * (-1 - 0.3)), sigmoid(-0.5 * (0.5 - 0.3))
+    parts = [0.299433, 0.342990, 0.475021]
+    weights = [2.0, 3.0, 2.0]
+    assert float(points[0]) == pytest.approx(0.3)
+    assert found.item() == pytest.approx(sum(w * p for w, p in zip(weights, parts, strict=True)) / 3, abs=1e-6)
+    signs = [-1.0, 1.0, -1.0]
+    expected = [s * w * 0.5 * p * (1 - p) / 3 for s, w, p in zip(signs, weights, parts, strict=True)]
+    assert gradient.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_reference_points_are_never_below_zero_and_of_the_other_label() -> None:
+    ratios, labels = torch.tensor([2.0, -1.0, 1.0, -3.0]), torch.tensor([True, False, True, False])
+
+    assert float(kl_of_mismatched(torch.tensor([-1.0, 0.5]))) == 0.0
+    assert matched_reference_points(ratios, labels).tolist() == [0.0, 1.5, 0.0, 1.5]
+    assert matched_reference_points(ratios[:1], labels[:1]).tolist() == [0.0]

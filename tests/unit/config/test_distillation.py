@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from flotilla.services.gateway.preflight.checks import models_of, paths_of, pinned, train_dataset
+from flotilla.services.gateway.preflight.checks import paths_of, pinned, train_dataset
+from flotilla.services.gateway.preflight.models import models_of
 from flotilla.shared.config.load.paths import resolve_paths
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.spec import ExperimentSpec

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.spec import other_models
 from flotilla.shared.errors import InvalidSpec
 
 MINIMAL: dict[str, Any] = {
@@ -45,6 +46,11 @@ def test_reinforcement_learning_still_needs_its_graders() -> None:
         ({"job": {"kind": "sft", "response_column": "prompt"}}, "job.response_column"),
         ({"job": {"kind": "preference", "rejected_column": "chosen"}}, "job.chosen_column"),
         ({"job": {"kind": "sft"}, "data": {"path": "a.jsonl", "input_template": "{}"}}, "data.input_template"),
+        ({"job": {"kind": "kto"}, "data": {"path": "a.jsonl", "input_template": "{}"}}, "data.input_template"),
+        ({"job": {"kind": "kto", "response_column": "prompt"}}, "job.response_column"),
+        ({"job": {"kind": "kto", "response_column": "answer", "label_column": "answer"}}, "job.label_column"),
+        ({"job": {"kind": "kto"}, "optimisation": {"steps": 3, "groups_per_mini_batch": 1}}, "job.reference_point"),
+        ({"job": {"kind": "sft", "distillation": {"path": "/t", "revision": "main"}}}, "revision"),
     ],
 )
 def test_what_has_no_effect_is_refused(sections: dict[str, Any], named: str) -> None:
@@ -57,3 +63,25 @@ def test_a_reward_model_answers_nothing() -> None:
     with pytest.raises(InvalidSpec, match="a reward model does not give"):
         validate_spec(MINIMAL | graded | {"job": {"kind": "reward_model"}})
     assert validate_spec(SFT | graded).samples_answers
+
+
+def test_answers_with_a_label_are_held_to_the_policy_as_it_began() -> None:
+    spec = validate_spec(MINIMAL | {"job": {"kind": "kto", "response_column": "completion"}})
+    alone = {
+        "job": {"kind": "kto", "reference_point": "zero"},
+        "optimisation": {"steps": 3, "groups_per_mini_batch": 1},
+    }
+
+    assert spec.needs_reference and not spec.samples_answers
+    assert validate_spec(MINIMAL | alone).needs_reference
+
+
+def test_a_teacher_of_written_answers_is_a_model_of_the_spec() -> None:
+    spec = validate_spec(
+        MINIMAL | {"job": {"kind": "sft", "distillation": {"path": "owner/teacher", "revision": "v1"}}}
+    )
+
+    assert {name: (model.path, model.revision) for name, model in other_models(spec).items()} == {
+        "job.distillation.path": ("owner/teacher", "v1")
+    }
+    assert not spec.needs_reference

@@ -1,5 +1,6 @@
 """Rows with answers become groups: which tokens are learned, and which rows are refused."""
 
+import re
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -8,12 +9,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from flotilla.services.gateway.datasets.dataset import Dataset
-from flotilla.services.gateway.datasets.finished import FinishedGroups, check_rows
+from flotilla.services.gateway.datasets.finished import FinishedGroups, balance_of, check_rows
 from flotilla.services.gateway.datasets.held_out import HeldOutRows
 from flotilla.services.gateway.datasets.length_worker import render
 from flotilla.services.gateway.feeder.feeder import Feeder
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.sections.job import KtoConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import DataError, NotFound, Unavailable
 from flotilla.shared.models.prompts import PromptTemplate
@@ -159,6 +161,62 @@ def test_a_pair_is_a_group_of_two(whole: bool) -> None:
     assert learned(group) == f"{prompt} [b] [c] [<end>]"
     assert learned(group, 1) == f"{prompt} [a] [<end>]"
     assert group.rewards() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("job", "row"),
+    [
+        ({"response_column": "completion"}, {"prompt": "hi", "completion": "a b"}),
+        (
+            {"response_column": "completion"},
+            {"prompt": CHAT[:1], "completion": [{"role": "assistant", "content": "a b"}]},
+        ),
+        ({}, {"prompt": [CHAT[0], {"role": "assistant", "content": "a b"}]}),
+    ],
+    ids=["texts", "messages", "whole"],
+)
+@pytest.mark.parametrize(
+    ("label", "reward"),
+    [(True, 1.0), (False, 0.0), (1, 1.0), (0, 0.0), (1.0, 1.0), ("True", 1.0), ("false", 0.0), ("0", 0.0)],
+    ids=repr,
+)
+def test_an_answer_with_a_label_is_a_group_of_one(
+    job: dict[str, Any], row: dict[str, Any], label: Any, reward: float
+) -> None:
+    [group] = groups_of(spec_of(kind="kto", **job), [row | {"label": label}])
+
+    assert learned(group) == "<user> hi <end> <assistant> [a] [b] [<end>]"
+    assert [(each.reward, each.status) for each in group.trajectories] == [(reward, GradeStatus.SCORED)]
+
+
+@pytest.mark.parametrize("label", [None, 2, "good", [True], 0.5], ids=repr)
+def test_a_label_that_is_neither_true_nor_false_is_named_with_its_row(label: Any) -> None:
+    rows = [{"prompt": "hi", "completion": "a", "desirable": True}, {"prompt": "hi", "completion": "a"}]
+    rows[1] |= {} if label is None else {"desirable": label}
+
+    with pytest.raises(DataError, match=r"row 1 has .*'desirable': a label is true or false"):
+        groups_of(spec_of(kind="kto", response_column="completion", label_column="desirable"), rows)
+
+
+@pytest.mark.parametrize(
+    ("labels", "weights", "says"),
+    [
+        ([True, False], {}, "data: 1 rows are desirable, 1 undesirable"),
+        ([True] * 8 + [False] * 2, {}, "weigh 4 times as much as the others, .* job.undesirable_weight to 3 to 4"),
+        ([True] * 8 + [False] * 2, {"undesirable_weight": 3.5}, "data: 8 rows are desirable, 2 undesirable"),
+        ([True] + [False] * 4, {"undesirable_weight": 0.5}, "weigh 0.5 times .* job.desirable_weight to 2 to 2.67"),
+        ([True] * 3, {}, "one label alone"),
+    ],
+    ids=["even", "many", "weighed", "few", "one"],
+)
+def test_unequal_labels_are_said_with_the_weights_that_would_balance_them(
+    labels: list[bool], weights: dict[str, float], says: str
+) -> None:
+    spec = spec_of(kind="kto", response_column="completion", **weights)
+    rows = [{"prompt": "hi", "completion": "a", "label": label} for label in labels]
+    assert isinstance(spec.job, KtoConfig)
+
+    assert re.search(says, balance_of(Dataset(rows, spec.data, spec.seed), spec.job))
 
 
 def test_what_is_too_long_is_left_out_or_cut() -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
-from flotilla.services.gateway.preflight.checks import models_of, paths_of
+from flotilla.services.gateway.preflight.checks import paths_of
+from flotilla.services.gateway.preflight.models import models_of
 from flotilla.services.trainer.checkpoint.manager import beginning, fill_alone, restored_from
 from flotilla.services.trainer.models.critic import Critic
 from flotilla.shared.checkpoints.folders import StoredCheckpoint

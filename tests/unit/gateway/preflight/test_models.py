@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flotilla.services.gateway.preflight.checks import check_model
+from flotilla.services.gateway.preflight.models import check_model
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec
 from tests.unit.gateway.builders import a_spec

@@ -1,4 +1,8 @@
-"""OpenRLHF's trainers on finished answers as systems to import from: train_sft, train_dpo, train_rm."""
+"""OpenRLHF's trainers on finished answers as systems to import from: train_sft, _dpo, _rm, _kto and _kd.
+
+Meanings and defaults: openrlhf/cli/train_*.py, openrlhf/trainer/{kto,kd}_trainer.py, openrlhf/models/loss.py and
+openrlhf/datasets/unpaired_preference_dataset.py of v0.8.0, and of newer releases where a program is still there.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -105,6 +109,25 @@ def _own(*, longest: int, micro: int, epochs: int, rate: float) -> tuple[Paramet
     )  # fmt: skip
 
 
+def _cut(row: Parameter) -> Parameter:
+    """Say of the longest row what the trainer on labels does."""
+    return (
+        replace(row, reason="tokens of a row, prompt included; longer ones are cut") if row.name == "--max_len" else row
+    )
+
+
+def _named(rows: tuple[Parameter, ...], name: str) -> Parameter:
+    return next(row for row in rows if row.name == name)
+
+
+WITHOUT_DROPOUT: Final = refused(
+    "--lora_dropout", "a pair's loss takes two passes, which must compute the same: leave it out", default=0,
+    aliases=("--ds.lora.dropout",),
+)  # fmt: skip
+REFERENCE_OFFLOAD: Final = unsupported(
+    "what a GPU's host keeps is said by parallelism.offload (reference): this changes memory, not what is computed",
+    "--ref_offload", "--ref.offload",
+)  # fmt: skip
 SFT_ROWS: tuple[Parameter, ...] = (
     *_own(longest=2048, micro=8, epochs=2, rate=5e-6),
     replace(OPENRLHF.parameters["--input_template"], default="User: {}\nAssistant: ",
@@ -120,10 +143,34 @@ SFT_ROWS: tuple[Parameter, ...] = (
     refused("--pretrain_mode", "the loss is on answers alone: without prompts there is no job of this kind",
             default=False, aliases=("--model.pretrain_mode_enable",)),
 )  # fmt: skip
+KTO_ROWS: tuple[Parameter, ...] = (
+    *(_cut(row) for row in _own(longest=2048, micro=8, epochs=1, rate=1e-5)),
+    WITHOUT_DROPOUT,
+    _named(SFT_ROWS, "--input_template"),
+    _named(SFT_ROWS, "--input_key"),
+    replace(_named(SFT_ROWS, "--output_key"), reason="column with the answer; null: input_key holds all of it"),
+    applied("--label_key", "job.label_column", text, "column that says whether the answer is desirable",
+            example="score", default="label", aliases=("--data.label_key",)),
+    applied("--beta", "job.beta", number, "how strongly the policy is held to the reference", example=0.3,
+            default=0.01, aliases=("--model.beta",)),
+    *ignored("OpenRLHF's trainer computes with 1 for both, whatever these say: job.desirable_weight and "
+             "job.undesirable_weight are what they promise", "--desirable_loss_weight", "--undesirable_loss_weight"),
+    *REFERENCE_OFFLOAD,
+)  # fmt: skip
+KD_ROWS: tuple[Parameter, ...] = (
+    *_own(longest=2048, micro=8, epochs=1, rate=5e-6),
+    *(_named(SFT_ROWS, name) for name in ("--input_template", "--lora_dropout", "--input_key", "--pretrain_mode")),
+    replace(_named(SFT_ROWS, "--output_key"), default="output", reason="column with the answer"),
+    translated("--teacher_model", "job.distillation.path", text, "the teacher, in the trainer",
+               example="another-teacher", default=None, aliases=("--teacher.model_name_or_path",)),
+    translated("--kd_coef", "job.distillation.coefficient", number, "weight of the teacher; the answers' own "
+               "likelihood has the rest; 0 is fine-tuning", example=0.7, default=0.4, aliases=("--model.kd_coef",)),
+    *unsupported("the teacher is sharded as the student is: this changes memory, not what is computed",
+                 "--teacher_offload", "--teacher.offload"),
+)  # fmt: skip
 PAIR_ROWS: tuple[Parameter, ...] = (
     OPENRLHF.parameters["--input_template"],
-    refused("--lora_dropout", "a pair's loss takes two passes, which must compute the same: leave it out", default=0,
-            aliases=("--ds.lora.dropout",)),
+    WITHOUT_DROPOUT,
     translated("--prompt_key", "data.prompt_column", text, "column with the prompt; without it the answers' columns "
                "hold whole conversations", example="question", default=None, aliases=("--data.prompt_key",)),
     translated("--chosen_key", "job.chosen_column", text, "column with the preferred answer", example="better",
@@ -143,8 +190,7 @@ DPO_ROWS: tuple[Parameter, ...] = (
             example=0.2, default=0.0, aliases=("--model.nll_loss_coef",)),
     refused("--ref_pretrain", "the reference is the policy as it begins: leave it out", default=None, is_judged=True,
             aliases=("--ref.model_name_or_path",)),
-    *unsupported("what a GPU's host keeps is said by parallelism.offload (reference): this changes memory, not what is "
-                 "computed", "--ref_offload", "--ref.offload"),
+    *REFERENCE_OFFLOAD,
 )  # fmt: skip
 RM_ROWS: tuple[Parameter, ...] = (
     *_own(longest=512, micro=1, epochs=1, rate=9e-6),
@@ -222,6 +268,39 @@ def _sft(source: Source) -> Fields:
     return fields | {"job.response_column": answer} | _template(source)
 
 
+def _kto(source: Source) -> Fields:
+    if source.required("--micro_train_batch_size") == 1:
+        source.note("with --micro_train_batch_size 1 OpenRLHF has no other prompt's answer for the reference point and "
+                    "takes each prompt's own; here it is another's of the whole batch")  # fmt: skip
+    answer = source.value("--output_key")
+    fields: Fields = {
+        "job.kind": "kto",
+        "job.overlong": "truncate",
+        "data.prompt_column": source.required("--input_key"),
+    }
+    if answer is not None:
+        return fields | {"job.response_column": answer} | _template(source)
+    source.value("--input_template")
+    return fields
+
+
+def _kd(source: Source) -> Fields:
+    teacher, share = source.value("--teacher_model"), source.required("--kd_coef")
+    fields: Fields = {
+        "job.kind": "sft",
+        "data.prompt_column": source.required("--input_key"),
+        "job.response_column": source.required("--output_key"),
+    } | _template(source)
+    if share == 0:
+        return fields
+    if teacher is None:
+        source.lack("job.distillation.path: give --teacher_model")
+    source.note("OpenRLHF compares the distributions after each of the answer's tokens, here those are compared that "
+                "predict its tokens, as its likelihood is")  # fmt: skip
+    dtype = dtype_of(source, "--param_dtype")
+    return fields | {"job.distillation": {"path": teacher, "coefficient": share, "dtype": dtype}}
+
+
 def _pairs(source: Source) -> Fields:
     prompt, chosen = source.value("--prompt_key"), source.required("--chosen_key")
     fields: Fields = {"data.prompt_column": prompt or chosen, "job.chosen_column": chosen}
@@ -249,6 +328,8 @@ def _system(name: str, rows: tuple[Parameter, ...], *rules: Rule) -> System:
 FINISHED: Mapping[str, System] = {
     "openrlhf.cli.train_sft": _system("train_sft", SFT_ROWS, _sft),
     "openrlhf.cli.train_dpo": _system("train_dpo", PAIR_ROWS + DPO_ROWS, _pairs, _dpo),
+    "openrlhf.cli.train_kto": _system("train_kto", KTO_ROWS, _kto),
+    "openrlhf.cli.train_kd": _system("train_kd", KD_ROWS, _kd),
     "openrlhf.cli.train_rm": _system("train_rm", PAIR_ROWS + RM_ROWS, _pairs, _reward_model),
 }
 """The system of each program."""

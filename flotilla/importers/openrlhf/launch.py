@@ -15,7 +15,7 @@ MODULE: Final = "python -m"
 PPO: Final = "openrlhf.cli.train_ppo_ray"
 NOT_TRAINERS: Final = ("serve_rm", "batch_inference", "interactive_chat", "lora_combiner", "merge")
 """Programs of OpenRLHF that train nothing, by a part of their names."""
-ON_FINISHED: Final = ("openrlhf.cli.train_sft", "openrlhf.cli.train_dpo", "openrlhf.cli.train_rm")
+ON_FINISHED: Final = tuple(f"openrlhf.cli.train_{each}" for each in ("sft", "dpo", "rm", "kto", "kd"))
 """Trainers on finished answers, which have flags of their own."""
 OTHER: Final = (
     f"the fleet has no job of this kind; those that it has are {PPO} and {', '.join(ON_FINISHED)}: train otherwise "

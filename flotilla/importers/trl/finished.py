@@ -1,7 +1,7 @@
-"""TRL's trainers on finished answers: ``SFTTrainer``, ``DPOTrainer`` and ``RewardTrainer``.
+"""TRL's trainers on finished answers: ``SFTTrainer``, ``DPOTrainer``, ``KTOTrainer`` and ``RewardTrainer``.
 
-Meanings and defaults: trl/trainer/{sft,dpo,reward}_config.py and trl/trainer/{sft,dpo,reward}_trainer.py of v1.9.0,
-and of earlier releases where ``releases`` says so.
+Meanings and defaults: trl/trainer/{sft,dpo,kto,reward}_config.py and trl/trainer/{sft,dpo,kto,reward}_trainer.py of
+v1.9.0, and of earlier releases where ``releases`` says so.
 """
 
 import ast
@@ -28,12 +28,13 @@ from flotilla.importers.trl.common import (
 )
 from flotilla.importers.trl.releases import default, release_of
 from flotilla.importers.trl.written import Rows
-from flotilla.importers.values import count, flag, number, texts
+from flotilla.importers.values import count, flag, number, text, texts, wrong
 
 Fields = dict[str, Any]
 HELD_OUT: Final = frozenset({"eval_strategy", "eval_steps", "eval_dataset", "dataset_test_split"})
 CHECKED: Final = {"eval_dataset": "owner/held-out", "eval_strategy": "steps", "eval_steps": 8}
 LENGTH: Final = 1024
+POINTS: Final = {"kto": "mismatched", "apo_zero_unpaired": "zero"}
 PROMPTED: Final = frozenset({"trl-lib/tldr", "trl-lib/math_shepherd"})
 
 
@@ -56,6 +57,10 @@ COMMON: tuple[Parameter, ...] = (
 def _rate(value: float) -> Parameter:
     return translated("learning_rate", "optimisation.learning_rate", number, "peak learning rate", example=3e-5,
                       default=value)  # fmt: skip
+
+
+def _named(rows: tuple[Parameter, ...], name: str) -> Parameter:
+    return next(row for row in rows if row.name == name)
 
 
 WITHOUT_DROPOUT: Final = refused(
@@ -106,6 +111,23 @@ DPO_ROWS: tuple[Parameter, ...] = (
     *ignored("without effect beside the parameters that are translated", "f_alpha_divergence_coef", "discopop_tau",
              "ref_model_mixup_alpha", "ref_model_sync_steps", "label_pad_token_id", "generate_during_eval",
              "force_use_ref_model", "model_adapter_name", "ref_adapter_name", "ref_model_init_kwargs"),
+)  # fmt: skip
+KTO_ROWS: tuple[Parameter, ...] = (
+    _rate(1e-6),
+    applied("beta", "job.beta", number, "how strongly the policy is held to the reference", example=0.3, default=0.1),
+    applied("desirable_weight", "job.desirable_weight", number, "weight of desirable answers", example=1.5,
+            default=1.0),
+    applied("undesirable_weight", "job.undesirable_weight", number, "weight of the others", example=1.5, default=1.0),
+    translated("loss_type", "job.reference_point", text, "kto: mismatched; apo_zero_unpaired: zero",
+               example="apo_zero_unpaired", default="kto"),
+    _named(DPO_ROWS, "ref_model"),
+    *(_named(DPO_ROWS, name) for name in ("sync_ref_model", "padding_value")),
+    *unsupported("rows that are longer than max_length are left out", "truncation_mode", "max_prompt_length",
+                 "max_completion_length"),
+    *unsupported(arguments.PLACE, "precompute_ref_log_probs", "precompute_ref_batch_size"),
+    *ignored("without effect beside the parameters that are translated", "ref_model_mixup_alpha",
+             "ref_model_sync_steps", "label_pad_token_id", "generate_during_eval", "model_adapter_name",
+             "ref_adapter_name", "ref_model_init_kwargs", "is_encoder_decoder"),
 )  # fmt: skip
 REWARD_ROWS: tuple[Parameter, ...] = (
     _rate(1e-4),
@@ -188,15 +210,39 @@ def _dpo(source: Source) -> Fields:
     if source.value("loss_type") != ["sigmoid"]:
         source.refuse("loss_type", f"{source.value('loss_type')} is not offered here: use sigmoid (TRL's ipo is a mean "
                       "over an answer's tokens, and here a sum)")  # fmt: skip
-    reference = source.value("ref_model")
-    if reference is not None and reference != source.value("model"):
-        source.refuse("ref_model", "the reference is the policy as it begins: leave it out")
+    _reference(source)
     if "truncation_mode" in source.given and source.value("truncation_mode") != "keep_start":
         source.refuse("truncation_mode", "a longer pair loses its last tokens: leave it out")
     smoothing = source.value("label_smoothing") if release_of(source) < (0, 29) else 0.0
     fields: Fields = {"job.kind": "preference", "job.loss.kind": "dpo", "job.loss.label_smoothing": smoothing}
     is_end = default(source, "truncation_mode", "dpo") == "keep_end"
     return fields | {"job.overlong": "filter" if is_end else "truncate"}
+
+
+def _reference(source: Source) -> None:
+    reference = source.value("ref_model")
+    if reference is not None and reference != source.value("model"):
+        source.refuse("ref_model", "the reference is the policy as it begins: leave it out")
+
+
+def _kto(source: Source) -> Fields:
+    _reference(source)
+    kind = source.value("loss_type")
+    if kind not in POINTS:
+        raise wrong("loss_type", kind, " or ".join(POINTS))
+    keys = keys_of(source)
+    if keys is None:
+        source.note("rows are taken for prompt, completion and label; where they have chosen and rejected, of which "
+                    "TRL makes two rows, make them so: dataset.map(...) is followed")  # fmt: skip
+    return {
+        "job.kind": "kto",
+        "job.response_column": "completion",
+        "job.overlong": "filter",
+        "job.reference_point": POINTS[kind],
+        "data.prompt_column": "prompt",
+        # Its trainer pairs prompts with others' answers by their places, and takes rows in their order.
+        "data.shuffle": False,
+    }
 
 
 def _reward(source: Source) -> Fields:
@@ -213,6 +259,7 @@ def _system(name: str, rows: tuple[Parameter, ...], *rules: Rule) -> System:
 TRL_FINISHED: Final[Mapping[str, System]] = {
     "SFTTrainer": _system("sft", SFT_ROWS, _sft),
     "DPOTrainer": _system("dpo", DPO_ROWS, _pairs, _dpo),
+    "KTOTrainer": _system("kto", KTO_ROWS, _kto),
     "RewardTrainer": _system("reward", REWARD_ROWS, _pairs, _reward),
 }
 """The system of each trainer."""

@@ -34,6 +34,7 @@ LORA_OF_MODEL: Final[Mapping[str, Any]] = {
 SHOWS: Final[Mapping[str, frozenset[str]]] = {
     "RLOOTrainer": frozenset({"normalize_advantages", "reward_clip_range"}),
     "GRPOTrainer": frozenset({"reward_funcs", "num_generations", "max_completion_length", "reward_weights"}),
+    "KTOTrainer": frozenset({"desirable_weight", "undesirable_weight"}),
     "DPOTrainer": frozenset({"precompute_ref_log_probs", "beta", "loss_weights", "label_smoothing"}),
     "RewardTrainer": frozenset({"center_rewards_coefficient"}),
     "SFTTrainer": frozenset({"packing", "completion_only_loss", "assistant_only_loss", "dataset_text_field"}),

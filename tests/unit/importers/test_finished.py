@@ -19,7 +19,7 @@ from flotilla.importers.values import count
 from flotilla.importers.verl.engine_sft import VERL_ENGINE_SFT
 from flotilla.importers.verl.finished import VERL_SFT
 from flotilla.importers.verl.written import VERL_EVAL
-from flotilla.shared.config.sections.job import DpoLossConfig, PreferenceConfig, SftConfig
+from flotilla.shared.config.sections.job import DpoLossConfig, KtoConfig, PreferenceConfig, SftConfig
 from flotilla.shared.errors import InvalidSpec
 from tests.unit.importers.sources import label, nested, words_of
 
@@ -88,6 +88,10 @@ def base_of(name: str) -> dict[str, Any]:
         return dict(ENGINE_BASE)
     if name.startswith("verl"):
         return dict(VERL_BASE if name == "verl" else EVAL_BASE)
+    if name.endswith("_kd"):
+        return BASE | {"--teacher_model": "owner/teacher", "--output_key": "response"}
+    if name.endswith("_kto"):
+        return BASE | {"--output_key": "response"}
     return BASE | ({"--output_key": "response"} if name.endswith("sft") else {"--prompt_key": "prompt"})
 
 
@@ -148,6 +152,17 @@ def test_a_list_with_a_word_among_its_numbers_is_refused_whole() -> None:
         ("train_dpo", "optimisation.learning_rate", 1e-5),
         ("train_dpo", "optimisation.micro_batch_tokens", 8 * 512),
         ("train_dpo", "data.input_template", "{}"),
+        ("train_kto", "data.input_template", "User: {}\nAssistant: "),
+        ("train_kto", "job.beta", 0.01),
+        ("train_kto", "job.label_column", "label"),
+        ("train_kto", "job.overlong", "truncate"),
+        ("train_kto", "optimisation.learning_rate", 1e-5),
+        (
+            "train_kd",
+            "job.distillation",
+            {"path": "owner/teacher", "revision": None, "dtype": "bfloat16", "coefficient": 0.4},
+        ),
+        ("train_kd", "optimisation.steps", ROWS // 128),
         ("train_rm", "optimisation.learning_rate", 9e-6),
         ("train_rm", "optimisation.micro_batch_tokens", 512),
         ("train_rm", "optimisation.steps", ROWS // 128),
@@ -268,6 +283,9 @@ def test_a_place_inside_of_a_column() -> None:
         ("train_dpo", "--chosen_key better --rejected_key worse --apply_chat_template --ipo", "preference"),
         ("train_rm", "--chosen_key chosen --rejected_key rejected --loss logexp", "reward_model"),
         ("train_sft", "--load_checkpoint --input_key q --output_key a", "sft"),
+        ("train_kto", "--input_key q --output_key a --label_key score --beta 0.1 --ref_offload", "kto"),
+        ("train_kto", "--input_key chat --apply_chat_template", "kto"),
+        ("train_kd", "--input_key q --output_key a --teacher_model owner/large --kd_coef 0.4 --teacher_offload", "sft"),
     ],
 )
 def test_a_script_of_openrlhfs(program: str, flags: str, kind: str) -> None:
@@ -282,6 +300,51 @@ def test_a_script_of_openrlhfs(program: str, flags: str, kind: str) -> None:
     assert found.spec is not None and found.may_run(), found.report.render()
     assert (found.spec.job.kind, found.spec.optimisation.steps) == (kind, 16)
     assert not found.spec.samples_answers
+
+
+def test_openrlhfs_distillation_without_weight_is_fine_tuning_and_without_a_teacher_lacks_one() -> None:
+    name = "openrlhf.cli.train_kd"
+
+    none = imported(name, {**base_of(name), "--kd_coef": 0})
+    lacking = imported(name, {key: value for key, value in base_of(name).items() if key != "--teacher_model"})
+
+    assert none.spec is not None and isinstance(none.spec.job, SftConfig) and none.spec.job.distillation is None
+    assert "job.distillation.path" in [each.partition(":")[0] for each in lacking.report.problems]
+
+
+KTO = """
+from datasets import load_dataset
+from trl import KTOConfig, KTOTrainer
+
+KTOTrainer(
+    model="owner/model",
+    args=KTOConfig(output_dir="kto", beta=0.2, desirable_weight=1.5, max_length=512, max_steps=50{more}),
+    train_dataset=load_dataset("owner/rows", split="train"),
+).train()
+"""
+
+
+@pytest.mark.parametrize(("more", "point"), [("", "mismatched"), (', loss_type="apo_zero_unpaired"', "zero")])
+def test_a_script_of_trls_with_labels(more: str, point: str) -> None:
+    given = read("trl", KTO.replace("{more}", more), (), {}, source="kto.py")
+    found = build(system_of("trl", given), given)
+
+    assert found.spec is not None and found.may_run(), found.report.render()
+    job = found.spec.job
+    assert isinstance(job, KtoConfig)
+    assert (job.beta, job.desirable_weight, job.undesirable_weight, job.reference_point) == (0.2, 1.5, 1.0, point)
+    assert (found.spec.data.prompt_column, job.response_column, job.label_column) == ("prompt", "completion", "label")
+    assert (job.max_tokens, found.spec.data.shuffle, found.spec.optimisation.learning_rate) == (512, False, 1e-6)
+
+
+def test_keys_of_trls_yaml_show_that_rows_have_labels() -> None:
+    text = (
+        "model_name_or_path: owner/model\ndataset_name: owner/rows\nmax_steps: 8\nbeta: 0.1\nundesirable_weight: 2.0\n"
+    )
+    given = read("trl", text, (), {}, source="a.yaml")
+
+    assert system_of("trl", given) is TRL_FINISHED["KTOTrainer"]
+    assert build(system_of("trl", given), given).may_run()
 
 
 def test_a_file_of_rolls_pairs_is_a_job_on_pairs() -> None:

@@ -83,7 +83,7 @@ def test_a_value_that_is_called_like_the_program_hides_no_flag_before_it(program
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        ("deepspeed openrlhf.cli.train_kd", "train otherwise first"),
+        ("deepspeed openrlhf.cli.train_prm", "train otherwise first"),
         ("python -m openrlhf.cli.serve_rm", "trains nothing"),
         ("python3 -m mine.train_ppo_ray", "that this importer knows"),
         ("python3 /root/mine/train.py", "that this importer knows"),
@@ -99,8 +99,8 @@ def test_another_program_is_refused_by_name_and_its_flags_are_read(program: str,
 
 
 def test_another_program_on_our_command_line_ends_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["import", "openrlhf", "--", "python3", "-m", "openrlhf.cli.train_kd", *FLAGS.split()]) == 1
-    assert "python -m = openrlhf.cli.train_kd" in capsys.readouterr().err
+    assert main(["import", "openrlhf", "--", "python3", "-m", "openrlhf.cli.train_prm", *FLAGS.split()]) == 1
+    assert "python -m = openrlhf.cli.train_prm" in capsys.readouterr().err
 
 
 def test_the_trainer_is_read_beside_other_programs() -> None:

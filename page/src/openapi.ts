@@ -93,6 +93,12 @@ export interface components {
              * @description Identity of the shared memory that it sees; processes with the same one can map each other's images.
              */
             shared_memory?: string | null;
+            /**
+             * Live Changes
+             * @description Whether a trainer takes changes of its spec while it trains; those of earlier releases do not say so.
+             * @default false
+             */
+            live_changes: boolean;
         };
         /**
          * ChangedKey

@@ -44,14 +44,15 @@ async def open_state(
             log_format=format_for(settings.log_format, is_terminal=sys.stderr.isatty()),
         )
         service = Supervisor(addresses, images, service_id=lambda: membership.service_id)
+        offered = await asyncio.to_thread(
+            host_capabilities, transports=("gloo", "nccl", "pull"), shared_memory=shared_memory_identity()
+        )
         registration = Registration(
             kind=ServiceKind.TRAINER,
             address=address,
             host=socket.gethostname(),
             pid=os.getpid(),
-            capabilities=await asyncio.to_thread(
-                host_capabilities, transports=("gloo", "nccl", "pull"), shared_memory=shared_memory_identity()
-            ),
+            capabilities=offered.model_copy(update={"live_changes": True}),
             incarnation=secrets.token_hex(8),
         )
         membership = Membership(

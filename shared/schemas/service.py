@@ -79,6 +79,8 @@ class Capabilities(TolerantWire):
     """Weight transports that it can receive or send by."""
     shared_memory: str | None = None
     """Identity of the shared memory that it sees; processes with the same one can map each other's images."""
+    live_changes: bool = False
+    """Whether a trainer takes changes of its spec while it trains; those of earlier releases do not say so."""
 
     def device_ids(self, host: str) -> frozenset[str]:
         """Name the devices so that two services that may use the same one name it alike."""

@@ -78,7 +78,7 @@ class ExperimentCommands:
         self._places = places
         self._on_restart = on_restart
         self._leaving: set[str] = set()
-        self.live = LiveChanges(repository, events, clock)
+        self.live = LiveChanges(repository, registry, events, clock)
 
     async def load(self) -> None:
         """Undo what an earlier process began and did not store."""

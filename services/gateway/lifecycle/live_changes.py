@@ -13,6 +13,7 @@ from typing import Any
 
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
+from flotilla.services.gateway.registry.services import Registry
 from flotilla.services.gateway.store.transaction import Transaction
 from flotilla.shared.clock import Clock, rfc3339
 from flotilla.shared.config.load.live import MOST_CHANGES, changed_live, effect_of, keys_between, with_told
@@ -37,8 +38,8 @@ MOST_TOLD = 500
 class LiveChanges:
     """Records live changes of experiments."""
 
-    def __init__(self, repository: ExperimentRepository, events: EventLog, clock: Clock) -> None:
-        self._repository, self._events, self._clock = repository, events, clock
+    def __init__(self, repository: ExperimentRepository, registry: Registry, events: EventLog, clock: Clock) -> None:
+        self._repository, self._registry, self._events, self._clock = repository, registry, events, clock
 
     def check(self, spec: ExperimentSpec) -> None:
         """Check what the rules of a new spec would change.
@@ -73,7 +74,7 @@ class LiveChanges:
             Ids of the changes.
 
         Raises:
-            InvalidSpec: it was changed as often as it can be.
+            InvalidSpec: it was changed as often as it can be, or its trainer would not hear of it.
         """
         record, known = experiment.record, experiment.steering.changes
         keys = keys_between(experiment.spec.model_dump(mode="json"), spec.model_dump(mode="json"))
@@ -88,6 +89,8 @@ class LiveChanges:
                 f"{experiment.id} was changed {len(known)} times, at most {MOST_CHANGES} are kept with an experiment: "
                 "fork it to go on with other settings"
             )
+        if Effect.TRAINER in by_effect:
+            self._check_trainers(experiment.id, by_effect[Effect.TRAINER])
         is_draft = record.state is ExperimentState.DRAFT
         made = [
             LiveChange(
@@ -109,6 +112,19 @@ class LiveChanges:
             self._repository.stage_audit(change, experiment.id, "change", **facts)
             self._events.stage(change, experiment.id, CHANGED, **facts)
         return tuple(each.id for each in made)
+
+    def _check_trainers(self, experiment_id: str, keys: Sequence[ChangedKey]) -> None:
+        """Check that the trainers take changes at all.
+
+        Raises:
+            InvalidSpec: one is of an earlier release, which would train on with the former values, in silence.
+        """
+        for trainer in self._registry.trainers_of(experiment_id):
+            if not trainer.capabilities.live_changes:
+                raise InvalidSpec(
+                    f"{', '.join(key.path for key in keys)}: trainer {trainer.id} is of a release that takes no "
+                    "changes while it trains: start it again with this one (docs/compatibility.md), then change it"
+                )
 
     async def adopt(self, experiment_id: str, version: int, step: int) -> tuple[LiveChange, ...]:
         """Let what waits for the trainer hold from a version on, which it has not begun to train.

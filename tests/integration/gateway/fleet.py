@@ -127,7 +127,7 @@ class Scripted:
             address=f"http://127.0.0.1:9/{incarnation}",
             host=socket.gethostname(),
             pid=os.getpid(),
-            capabilities=Capabilities(transports=("gloo",)),
+            capabilities=Capabilities(transports=("gloo",), live_changes=True),
             incarnation=incarnation,
         )
         self.membership = Membership(self.client, registration, self.observe, self.apply, poll_seconds=5.0)

@@ -120,17 +120,21 @@ def a_registration(kind: ServiceKind = ServiceKind.ROLLOUT, incarnation: str = "
         "address": f"http://127.0.0.1/{incarnation.replace(' ', '-')}",
         "host": "here",
         "pid": 1,
-        "capabilities": Capabilities(transports=("gloo",)),
+        "capabilities": Capabilities(transports=("gloo",), live_changes=kind is ServiceKind.TRAINER),
         "incarnation": incarnation,
     }
     return Registration(**(fields | changes))
 
 
 async def add_service(
-    gateway: GatewayState, kind: ServiceKind, incarnation: str, experiment_id: str | None = None
+    gateway: GatewayState,
+    kind: ServiceKind,
+    incarnation: str,
+    experiment_id: str | None = None,
+    **registration: Any,
 ) -> str:
     """Register a service, assign it, and let it say that it works; return its id."""
-    service_id = (await gateway.fleet.register(a_registration(kind, incarnation))).service_id
+    service_id = (await gateway.fleet.register(a_registration(kind, incarnation, **registration))).service_id
     if experiment_id is not None:
         await gateway.registry.assign(gateway.registry.get(service_id), experiment_id)
         version = 0 if kind is ServiceKind.ROLLOUT else None

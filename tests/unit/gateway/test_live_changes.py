@@ -17,7 +17,7 @@ from flotilla.services.gateway.store.records import ExperimentRecord
 from flotilla.shared.errors import ActionNotAllowed, InvalidSpec
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.live_changes import ChangedKey, Effect, LiveChange
-from flotilla.shared.schemas.service import ServiceKind
+from flotilla.shared.schemas.service import Capabilities, ServiceKind
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.streams.hop import HopName, Resolution
 from tests.unit.gateway.builders import MemoryPlanes, a_gateway, a_spec, add_experiment, add_service
@@ -77,6 +77,20 @@ async def test_services_are_opened_with_the_spec_without_live_changes_and_the_tr
     newest = experiment.steering.changes[-1].id
     assert after[0].assignment is not None and before[0].assignment is not None
     assert (after[0].assignment.last_change, after[0].assignment.spec) == (newest, before[0].assignment.spec)
+
+
+async def test_a_change_that_a_trainer_of_an_earlier_release_would_not_hear_of_is_refused_and_names_it() -> None:
+    gateway = a_gateway()
+    experiment = await add_running(gateway, trainer_epoch=1)
+    offered = Capabilities.model_validate({"transports": ("gloo",)})  # as its registration has it
+    trainer = await add_service(gateway, ServiceKind.TRAINER, "old", experiment.id, capabilities=offered)
+
+    with pytest.raises(InvalidSpec, match=f"{RATE}: trainer {trainer} is of a release that takes no changes"):
+        await gateway.commands.change(experiment.id, BOTH)
+    assert experiment.spec.optimisation.learning_rate == 1e-6 and not gateway.commands.view(experiment).changes
+
+    await gateway.commands.change(experiment.id, '{"rollout": {"sampling": {"temperature": 0.7}}}')
+    assert [change.effect for change in gateway.commands.view(experiment).changes] == [Effect.GROUP]
 
 
 async def test_groups_carry_what_they_are_sampled_with_from_the_next_one_issued_on() -> None:

@@ -1,7 +1,7 @@
 """Tries out all that a spec names, before anything starts: files, rows, environments, prompts and graders."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flotilla.services.gateway.datasets.finished import balance_of
 from flotilla.services.gateway.preflight.inspection import Inspection, Rows, entry_of, inspect
@@ -33,6 +33,9 @@ class Trial:
 async def try_out(spec: ExperimentSpec) -> Trial:
     """Open everything, reset and step environments, let graders grade: the spec's code is run, its URLs are called."""
     found = await asyncio.to_thread(inspect, spec)
+    if spec.data.dump is not None:
+        # Groups of a dump are answered and graded already: nobody is asked with them.
+        found = replace(found, datasets={name: each for name, each in found.datasets.items() if name != "data"})
     errors = list(found.errors)
     episodes = await try_environments(spec, found.datasets)
     errors += episodes.errors

@@ -15,6 +15,8 @@ from flotilla.services.gateway.preflight import checks
 from flotilla.services.gateway.preflight.prompts import Prompts
 from flotilla.shared.config.load.spec_text import load_spec
 from flotilla.shared.errors import FlotillaError
+from tests.unit.samples.builders import a_step
+from tests.unit.samples.test_dump import a_run
 
 
 @pytest.fixture(autouse=True)
@@ -345,3 +347,16 @@ async def test_prompts_that_leave_no_room_for_the_answer_are_refused(
     error = await refusal(path, capsys)
 
     assert "rollout.engine.context_tokens: a prompt of 900 tokens and 500 new ones" in error
+
+
+async def test_groups_of_a_dump_are_counted_and_neither_asked_nor_graded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(tmp_path / "run", a_step(1), a_step(2, num_groups=3))
+    path = written(tmp_path, data={"dump": "run", "prompt_column": "question", "label_column": "answer"})
+
+    assert await check(path, "--data") == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"data: 5 rows of {run}; columns file, group"
+    assert lines[-2].startswith("reward.components.0 (custom): rewards on 5 rows:"), "those of the evaluation"

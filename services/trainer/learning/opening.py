@@ -16,7 +16,7 @@ from flotilla.services.trainer.learning.finished import (
 )
 from flotilla.services.trainer.learning.labelled import KtoLearner
 from flotilla.services.trainer.learning.learner import Learner
-from flotilla.services.trainer.learning.profiling import profiling
+from flotilla.services.trainer.learning.profiling import TraceWriter, profiling
 from flotilla.services.trainer.models.loading import LoadedModel
 from flotilla.services.trainer.parallel.ranks import ONE_RANK, Ranks
 from flotilla.shared.config.spec import ExperimentSpec, other_models
@@ -45,7 +45,7 @@ def make_learner(
     learner = LEARNERS.get(spec.job.kind, Learner)(spec, loaded, reference, teachers, critic, ranks=ranks)
     if spec.parallelism.offload.reference and learner.reference is not None:
         learner.reference.park()
-    learner.around_step = partial(profiling, learner)
+    learner.around_step = partial(profiling, learner, TraceWriter())
     return learner
 
 

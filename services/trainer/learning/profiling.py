@@ -1,8 +1,10 @@
 """Records chosen steps operation by operation, on chosen ranks, as Chrome traces."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,8 +18,29 @@ log = logging.getLogger(__name__)
 Facts = Mapping[str, int]
 
 
+class TraceWriter:
+    """Writes traces beside the steps, one at a time: what waits holds all that was recorded in memory.
+
+    torch's own part of it lets no other thread go on; compression and the disk do. A process that ends waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "profile")
+        self._writing: Future[None] | None = None
+
+    def write(self, work: Callable[[], None]) -> None:
+        """Have a trace written; waits for the one before."""
+        self.wait()
+        self._writing = self._thread.submit(work)
+
+    def wait(self) -> None:
+        """Wait until all is written."""
+        if self._writing is not None:
+            self._writing.result()
+
+
 @contextmanager
-def profiling(learner: Learner, step: int) -> Iterator[None]:
+def profiling(learner: Learner, traces: TraceWriter, step: int) -> Iterator[None]:
     """Record the block, which trains a step, if the spec chooses it on this rank; nothing where no files are kept.
 
     An error of the profiler, or of writing its trace, is logged and told to ``learner.on_profile_failure``: the step is
@@ -40,7 +63,7 @@ def profiling(learner: Learner, step: int) -> Iterator[None]:
     finally:
         is_ended = _is_ended(recorded, learner, facts)
     if is_ended:
-        _write(recorded, experiment / PROFILES, learner, facts)
+        traces.write(partial(_write, recorded, experiment / PROFILES, learner, facts))
 
 
 def _begun(learner: Learner, facts: Facts) -> profile | None:

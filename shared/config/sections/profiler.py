@@ -22,4 +22,5 @@ class ProfilerConfig(Config):
     engine_versions: tuple[Number, ...] = Field((), max_length=64)
     """Policy versions under which each rollout records its first steps; the embedded engine alone does."""
     engine_steps: int = Field(32, ge=1, le=128)
-    """Steps of the engine that such a file has: each gives every running sample one token."""
+    """Steps of the engine that such a file has: each gives every running sample one token. Fewer where torch would take
+    more than half a second to end the recording, in which the engine stands still."""

@@ -61,6 +61,40 @@ def test_processes_of_one_number_in_two_services_write_two_traces(tmp_path: Path
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_a_window_ends_where_to_end_it_would_hold_the_engine_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: dict[int, float] = {}
+
+    class Profile:
+        """torch's, of which each step takes 0.2 s to be ended."""
+
+        def __init__(self, **_given: Any) -> None:
+            self.before = len(ran)
+
+        def start(self) -> None: ...
+
+        def stop(self) -> None:
+            pauses[len(ran) - self.before] = 0.2 * (len(ran) - self.before)
+
+        def export_chrome_trace(self, path: str) -> None:
+            Path(path).write_text(json.dumps({"steps": max(pauses)}))
+
+    ran: list[int] = []
+    monkeypatch.setattr(profiling, "profile", Profile)
+    monkeypatch.setattr(profiling.time, "thread_time", lambda: sum(pauses.values()))
+    profiler = EngineProfiler()
+    profiler.choose(tmp_path, frozenset({1}), 32, "rollout-a")
+    for number in range(40):
+        with profiler.step(1):
+            ran.append(number)
+    profiler.close()
+
+    assert pauses == {1: 0.2, 2: 0.4}, "a step that shows what it takes, then as many as fit"
+    (path,) = tmp_path.iterdir()
+    assert json.loads(gzip.decompress(path.read_bytes())) == {"steps": 2}
+
+
 def test_a_window_is_bounded() -> None:
     assert ProfilerConfig(engine_steps=128).engine_steps == 128
     with pytest.raises(ValidationError, match="128"):

@@ -3,6 +3,7 @@
 import gzip
 import json
 import logging
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from flotilla.services.rollout.engines.embedded.profiling import EngineProfiler
-from flotilla.services.trainer.learning.profiling import profiling
+from flotilla.services.trainer.learning import profiling as module
+from flotilla.services.trainer.learning.profiling import TraceWriter, profiling
 from flotilla.shared.config.sections.profiler import ProfilerConfig
 from flotilla.shared.telemetry.profiles import PROFILES
 
@@ -37,11 +39,12 @@ def a_learner(rank: int, directory: Path | None, **section: Any) -> Any:
 def test_a_rank_records_the_steps_that_are_chosen_for_it(
     tmp_path: Path, rank: int, section: dict[str, Any], recorded: list[int]
 ) -> None:
-    learner = a_learner(rank, tmp_path, **section)
+    learner, traces = a_learner(rank, tmp_path, **section), TraceWriter()
 
     for step in (1, 2, 3):
-        with profiling(learner, step):
+        with profiling(learner, traces, step):
             torch.ones(4, 4) @ torch.ones(4, 4)
+    traces.wait()
 
     names = sorted(path.name for path in tmp_path.glob(f"{PROFILES}/*"))
     assert names == [f"trainer-step{step:08d}-rank{rank}.json.gz" for step in recorded]
@@ -51,12 +54,40 @@ def test_a_rank_records_the_steps_that_are_chosen_for_it(
         assert any(each["name"] == "aten::mm" for each in events)
 
 
+def test_a_trace_is_written_beside_the_next_step_and_the_one_after_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, writers, write_trace = threading.Event(), list[threading.Thread](), module.write_trace
+
+    def held(*arguments: Any) -> Path:
+        writers.append(threading.current_thread())
+        assert may_write.wait(20)
+        return write_trace(*arguments)
+
+    monkeypatch.setattr(module, "write_trace", held)
+    learner, traces, seen = a_learner(0, tmp_path, steps=(1, 3)), TraceWriter(), list[int]()
+    for step in (1, 2):
+        with profiling(learner, traces, step):
+            seen.append(len(list(tmp_path.glob("*/*"))))
+    assert seen == [0, 0] and not may_write.is_set()
+
+    threading.Timer(0.2, may_write.set).start()
+    with profiling(learner, traces, 3):
+        pass
+    assert may_write.is_set(), "no more than one is kept in memory"
+    traces.wait()
+
+    assert threading.current_thread() not in writers
+    assert len(list(tmp_path.glob("*/*"))) == 2
+
+
 def test_what_keeps_no_files_and_what_cannot_be_written_trains_all_the_same(tmp_path: Path) -> None:
     (tmp_path / PROFILES).write_text("in the way")
     trained = []
     for directory in (None, tmp_path):
-        with profiling(a_learner(0, directory, steps=(1,)), 1):
+        with profiling(a_learner(0, directory, steps=(1,)), traces := TraceWriter(), 1):
             trained.append(directory)
+        traces.wait()
 
     assert trained == [None, tmp_path]
 
@@ -69,15 +100,17 @@ def breaks(*_: object, **__: object) -> None:
 def test_an_error_of_the_profiler_is_told_and_the_step_is_trained_all_the_same(
     tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learner, trained = a_learner(0, tmp_path, steps=(1, 3)), list[int]()
+    learner, trained, traces = a_learner(0, tmp_path, steps=(1, 3)), list[int](), TraceWriter()
     with monkeypatch.context() as patched:
         patched.setattr(torch.profiler.profile, broken, breaks)
-        with profiling(learner, 1):
+        with profiling(learner, traces, 1):
             trained.append(1)
+        traces.wait()
     (problem,) = learner.told
     for step in (2, 3):
-        with profiling(learner, step):
+        with profiling(learner, traces, step):
             trained.append(step)
+    traces.wait()
 
     assert trained == [1, 2, 3]
     assert problem.startswith("step 1: ") and "the profiler is in use" in problem
@@ -89,7 +122,10 @@ def test_an_error_of_the_step_is_raised_whatever_the_profiler_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.profiler.profile, "stop", breaks)
-    with pytest.raises(ValueError, match="of the step"), profiling(a_learner(0, tmp_path, steps=(1,)), 1):
+    with (
+        pytest.raises(ValueError, match="of the step"),
+        profiling(a_learner(0, tmp_path, steps=(1,)), TraceWriter(), 1),
+    ):
         raise ValueError("of the step")
 
 

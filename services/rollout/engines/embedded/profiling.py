@@ -2,11 +2,12 @@
 
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -15,11 +16,16 @@ from flotilla.shared.telemetry.profiles import engine_trace, write_trace
 
 log = logging.getLogger(__name__)
 
+MOST_PAUSE_SECONDS: Final = 0.5
+"""In which torch ends the recording of a window, and the engine samples nothing."""
+
 
 class EngineProfiler:
     """Records a window of steps of each chosen version, once; used by the thread that computes alone.
 
-    Traces are written one after the other on another thread, while the engine goes on.
+    Traces are written one after the other on another thread, while the engine goes on. What torch does to end a
+    recording lets no other thread go on, nor does its part of the writing, for as long as there are operations: so a
+    step is recorded and thrown away first, and of a window so many steps are kept as end within ``MOST_PAUSE_SECONDS``.
     """
 
     def __init__(self) -> None:
@@ -28,7 +34,10 @@ class EngineProfiler:
         self._num_steps = 0
         self._done: set[int] = set()
         self._recorded: profile | None = None
-        self._version, self._left = 0, 0
+        self._version, self._left, self._asked = 0, 0, 0
+        self._is_trial = False
+        self._step_seconds: float | None = None
+        """What ending the recording of a step takes of the processor."""
         self._writer = ThreadPoolExecutor(1, "profile")
 
     def choose(self, directory: Path, versions: frozenset[int], num_steps: int, service_id: str) -> None:
@@ -50,10 +59,15 @@ class EngineProfiler:
             yield
         self._left -= 1
         if self._left <= 0:
+            was_trial = self._is_trial
             self.finish()
+            if was_trial and self._step_seconds is not None:
+                self._begin(version)
 
     def _begin(self, version: int) -> None:
-        self._version, self._left = version, self._num_steps
+        self._is_trial = self._step_seconds is None and self._num_steps > 1
+        self._version, self._asked = version, 1 if self._is_trial else self._bounded_steps()
+        self._left = self._asked
         # Before it is tried: what cannot be recorded once is not tried at each step.
         self._done.add(version)
         recorded = None
@@ -70,17 +84,27 @@ class EngineProfiler:
             return
         self._recorded = recorded
 
+    def _bounded_steps(self) -> int:
+        if self._step_seconds is None:
+            return self._num_steps
+        return max(1, min(self._num_steps, int(MOST_PAUSE_SECONDS / max(self._step_seconds, 1e-6))))
+
     def finish(self) -> None:
         """End what is recorded, if something is, and have it written; an error of the profiler is logged, no more."""
         recorded, self._recorded = self._recorded, None
         if recorded is None:
             return
-        facts = {"version": self._version, "steps": self._num_steps - max(0, self._left)}
+        steps = self._asked - max(0, self._left)
+        facts = {"version": self._version, "steps": steps, "asked": self._num_steps}
+        began = time.thread_time()
         try:
             recorded.stop()
         except Exception as error:
             log.warning("a profile could not be written", extra=facts | {"error": repr(error)})
         else:
+            self._step_seconds = (time.thread_time() - began) / max(1, steps)
+            if self._is_trial:
+                return
             name = engine_trace(self._version, os.getpid(), self._service_id)
             self._writer.submit(_write, recorded, self._directory, name, facts)
 

@@ -39,7 +39,8 @@ ROWS: tuple[Parameter, ...] = (
             default="k3", harmless=("k1",), is_judged=True),
     refused(f"{LOSS}.use_policy_gradient", "a distance that is differentiated is no reward: set it to true, with k1",
             default=False, harmless=(True,), is_judged=True),
-    refused(f"{LOSS}.loss_max_clamp", "the difference is bounded to 10 nats, either way", default=None, harmless=(10,)),
+    translated(f"{LOSS}.loss_max_clamp", "algorithm.distillation.value_clamp", number, "bound of a token's "
+               "difference in nats, either way; by itself none", example=5.0, default=None, context=REWARDED),
     *ignored("read by other distances than k1", f"{LOSS}.topk", f"{LOSS}.jsd_beta"),
     Parameter(name=f"{LOSS}.log_prob_min_clamp", verdict=Verdict.IGNORED, reason="read by other distances than k1",
               default=None),
@@ -73,7 +74,8 @@ def distillation(source: Source) -> Fields:
         )
     rewards = source.value(f"{LOSS}.use_task_rewards")
     coefficient = source.required(f"{LOSS}.distillation_loss_coef") if rewards else 1.0
-    section: Fields = {"coefficient": coefficient, "pure": not rewards}
+    bound = source.value(f"{LOSS}.loss_max_clamp")
+    section: Fields = {"coefficient": coefficient, "pure": not rewards, "value_clamp": bound}
     if several := _several(source):
         return {"algorithm.distillation": {**section, "teachers": several}}
     path = source.value(f"{TEACHER}.model_path")

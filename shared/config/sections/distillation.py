@@ -61,6 +61,8 @@ class DistillationConfig(Config):
     sources."""
     coefficient: float = Field(1.0, gt=0)
     """Advantage per nat by which the teacher finds a sampled token likelier than the student did."""
+    value_clamp: float | None = Field(10.0, gt=0)
+    """Bound of a token's difference in nats, either way; null for none."""
     pure: bool = False
     """The teacher alone teaches: advantages of rewards are left out, and `reward` may be."""
 

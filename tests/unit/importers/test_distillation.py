@@ -30,6 +30,8 @@ ON = {
             },
             {"path": "/teacher", "coefficient": 1.0, "pure": True},
         ),
+        ({"distillation.distillation_loss.loss_max_clamp": 5.0}, {"value_clamp": 5.0}),
+        ({}, {"value_clamp": None}),
     ],
 )
 def test_a_teacher_that_is_a_reward_becomes_one(given: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -48,7 +50,6 @@ def test_a_teacher_that_is_a_reward_becomes_one(given: dict[str, Any], expected:
             "distillation.distillation_loss.use_policy_gradient",
         ),
         ({"distillation.teacher_model.model_path": None}, "distillation.teacher_model.model_path"),
-        ({"distillation.distillation_loss.loss_max_clamp": 5.0}, "distillation.distillation_loss.loss_max_clamp"),
     ],
 )
 def test_another_distance_is_refused_by_name(changes: dict[str, Any], name: str) -> None:

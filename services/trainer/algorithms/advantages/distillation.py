@@ -20,6 +20,7 @@ def distil(
     coefficient: float,
     estimator: Estimator = "k1",
     pure: bool = False,
+    value_clamp: float | None = 10.0,
 ) -> Tensor:
     """Subtract coefficient KL(student || teacher) per token from the advantages, without accumulating it over time.
 
@@ -31,13 +32,14 @@ def distil(
         coefficient: weight of the teacher.
         estimator: of the KL.
         pure: drop the advantages and keep the teacher's part only.
+        value_clamp: bound on a token's KL, either way; None for none.
 
     Returns:
         [T], 0 where the mask is False.
 
     Source: Lu et al., On-Policy Distillation, 2025.
     """
-    kl = kl_estimate(old_log_probs.detach(), teacher_log_probs, estimator=estimator)
+    kl = kl_estimate(old_log_probs.detach(), teacher_log_probs, estimator=estimator, value_clamp=value_clamp)
     return (-coefficient * kl if pure else advantages - coefficient * kl) * sequences.response_mask
 
 
@@ -64,6 +66,7 @@ def distilled(
         sequences,
         coefficient=config.coefficient,
         pure=config.pure,
+        value_clamp=config.value_clamp,
     )
     mask = sequences.response_mask
     metrics = found.metrics | {

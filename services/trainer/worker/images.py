@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from flotilla.services.trainer.weights.quantised_images import QuantisedWeights
 from flotilla.shared.config.sections.publication import DeltaConfig
 from flotilla.shared.errors import Conflict
 from flotilla.shared.schemas.publication import DeltaManifest, Manifest
@@ -18,6 +19,7 @@ from flotilla.shared.weights.image.delta import changed_blocks, patch_bytes, wri
 from flotilla.shared.weights.image.digests import of_image
 from flotilla.shared.weights.image.image import DEFAULT_SLICE_BYTES, WeightImage
 from flotilla.shared.weights.image.layout import ImageLayout
+from flotilla.shared.weights.image.quantised import Dequantised, Quantisation
 from flotilla.shared.weights.image.tensors import view_of
 
 log = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class ImagePool:
         slice_bytes: size of one broadcast.
         delta: whether and how patches are made; None makes none.
         served_as: the dtype that rollouts compute in, by which they prove what they serve; None: that of the weights.
+        quantisation: of what is published; None: whole weights.
     """
 
     def __init__(
@@ -62,8 +65,11 @@ class ImagePool:
         slice_bytes: int = DEFAULT_SLICE_BYTES,
         delta: DeltaConfig | None = None,
         served_as: torch.dtype | None = None,
+        quantisation: Quantisation | None = None,
     ) -> None:
-        self._weights = weights
+        self._quantised = None if quantisation is None else QuantisedWeights(weights, quantisation, directory)
+        self._weights: Snapshots = self._quantised or weights
+        self._quantisation = quantisation
         self._delta, self._served_as = delta, served_as
         self._base: tuple[WeightImage, str] | None = None
         self.patch: WeightImage | None = None
@@ -105,7 +111,8 @@ class ImagePool:
         digest = None
         if manifest.base is None:  # What adapters add to a base, an engine computes; no bit of it is known here.
             # By its own mapping: its file may be gone.
-            digest = of_image({spec.name: view_of(image.mapped, spec) for spec in manifest.tensors}, self._served_as)
+            tensors = {spec.name: view_of(image.mapped, spec) for spec in manifest.tensors}
+            digest = of_image(Dequantised(tensors, self._quantisation), self._served_as)
         return manifest.model_copy(update={"image_path": str(path), "digest": digest, "delta": self._make_patch(image)})
 
     def renew(self, path: Path) -> Path:
@@ -147,6 +154,8 @@ class ImagePool:
         self._images.clear()
         self._newest = self._base = None
         self._drop_patch()
+        if self._quantised is not None:
+            self._quantised.close()
 
     def _is_kept(self, image: WeightImage) -> bool:
         return image is self._newest or (self._base is not None and image is self._base[0])

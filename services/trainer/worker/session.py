@@ -184,6 +184,7 @@ def _images(spec: ExperimentSpec, around: SessionDeps, weights: Snapshots) -> Im
         slice_bytes=spec.slice_bytes,
         delta=how.delta,
         served_as=served_as,
+        quantisation=how.quantisation,
     )
 
 

@@ -37,12 +37,37 @@ class Exact(Protocol):
     def parallelism(self) -> ParallelismConfig: ...
 
 
+def _check_quantised(spec: Exact) -> None:
+    """Check that whoever takes part can have quantised weights.
+
+    Raises:
+        ValueError: one cannot.
+    """
+    asked, engine = spec.asynchrony.publication.quantisation, spec.rollout.engine
+    if asked is None:
+        return
+    key = f"asynchrony.publication.quantisation {asked}"
+    if engine.kind != "torch":
+        raise ValueError(
+            f"{key} is for the embedded engine, and rollout.engine.kind {engine.kind} reads images of whole weights: "
+            "leave it out, or set rollout.engine.kind to torch"
+        )
+    if spec.exactness is not None:
+        raise ValueError(f"{key} rounds weights, which exactness {spec.exactness} excludes: leave one out")
+    if spec.algorithm.old_log_probs == "recompute_at_version":
+        raise ValueError(
+            f"{key} samples with rounded weights, and algorithm.old_log_probs recompute_at_version computes with whole "
+            "ones: set it to recompute"
+        )
+
+
 def check_exactness(spec: Exact) -> None:
-    """Check that nothing stands against equal bits.
+    """Check that nothing stands against equal bits, where they are asked for, nor against rounded weights.
 
     Raises:
         ValueError: something does; all of it is named.
     """
+    _check_quantised(spec)
     if spec.exactness is None:
         return
     wrong = [text for is_wrong, text in _conditions(spec) if is_wrong]

@@ -28,10 +28,11 @@ NOTHING_AHEAD = AsynchronyConfig(staleness_threshold=0.0)
 
 
 def with_defaults_of_the_job(given: Any) -> Any:
-    """Fill in what a document leaves out and its job decides: the ``reward`` section where nothing is graded, and that
-    nothing runs ahead where no sampled answer is trained."""
+    """Fill in what a document leaves out and its job decides: the ``reward`` section where nothing is graded, that
+    nothing runs ahead where no sampled answer is trained, and what corrects for a sampler with rounded weights."""
     if not isinstance(given, Mapping):
         return given
+    given = _with_correction_of_quantised(given)
     job = given.get("job")
     kind = job.get("kind") if isinstance(job, Mapping) else None
     if kind == EVALUATION or kind in FINISHED_KINDS:
@@ -43,6 +44,16 @@ def with_defaults_of_the_job(given: Any) -> Any:
     if kind in FINISHED_KINDS:
         return {**given, "reward": {}}
     return {**given, "reward": {"components": [{"kind": "constant"}]}} if _learns_from_teacher_alone(given) else given
+
+
+def _with_correction_of_quantised(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Let old log-probs be the trainer's own where engines sample with weights that are rounded for them."""
+    asynchrony, algorithm = given.get("asynchrony"), given.get("algorithm", {})
+    publication = asynchrony.get("publication") if isinstance(asynchrony, Mapping) else None
+    asked = publication.get("quantisation") if isinstance(publication, Mapping) else None
+    if asked is None or not isinstance(algorithm, Mapping) or "old_log_probs" in algorithm:
+        return given
+    return {**given, "algorithm": {**algorithm, "old_log_probs": "recompute"}}
 
 
 def _with_nothing_ahead(given: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -39,6 +39,8 @@ def needs_whole_weights(spec: Publishing) -> str | None:
         return f"rollout.engine.kind {engine.kind} takes whole weights"
     if isinstance(engine, ServerEngineConfig) and engine.url is not None:
         return "the server at rollout.engine.url takes whole weights"
+    if publication.quantisation is not None:
+        return f"{QUANTISATION} quantises whole weights"
     if publication.delta is not None:
         return "asynchrony.publication.delta sends what differs of whole weights"
     return None
@@ -57,6 +59,9 @@ def check_adapters(spec: Publishing) -> None:
         raise ValueError(f"{KEY} {asked} has no effect without model.lora: leave it out")
     if asked == "adapters" and (why := needs_whole_weights(spec)) is not None:
         raise ValueError(f"{KEY} adapters sends adapters alone, and {why}: leave {KEY} out, or set it to merged")
+
+
+QUANTISATION = "asynchrony.publication.quantisation"
 
 
 def decide_publication(spec: Publishing, rollouts: Mapping[str, Collection[str]]) -> tuple[str, str | None] | None:

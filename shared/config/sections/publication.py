@@ -57,6 +57,11 @@ class PublicationConfig(Config):
     wire_dtype: Literal["bfloat16"] | None = None
     """Round floating-point weights to this dtype for the transfer; the engine loads them into model.dtype. Halves the
     bytes; the trainer's log-probs then differ from the engine's by the rounding. Null: weights travel as they are."""
+    quantisation: Literal["int8", "fp8"] | None = None
+    """Publish every matrix with 8 bits an element, which the embedded engine multiplies by scales when it loads them:
+    about half the bytes of bfloat16. int8: a scale for each row; fp8: numbers of E4M3, a scale for each block of 128 x
+    128. The engine then samples from another policy than is trained: algorithm.old_log_probs left out is recompute, so
+    that the correction for the sampler is on. Null: weights travel whole. See docs/weights.md."""
     slice_megabytes: int | None = Field(None, ge=1, le=MAX_SLICE_MEGABYTES)
     """Size of one broadcast in MiB; several are under way at once. Null: 8, and 256 to engines that are members of the
     group themselves (rollout.engine.update_weights_from: distributed)."""

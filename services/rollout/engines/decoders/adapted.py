@@ -17,6 +17,15 @@ from flotilla.services.rollout.engines.decoders.checkpoint import TensorHeader, 
 from flotilla.shared.errors import ModelError, WeightTransferFailed
 from flotilla.shared.models.weight_files import checksum_of
 from flotilla.shared.weights.image.adapters import AdaptersHeader, names_of, weight_of
+from flotilla.shared.weights.image.quantised import (
+    NAMES,
+    SCALES,
+    Quantisation,
+    dequantise,
+    read_quantisation,
+    scaled_names,
+    scales_shape,
+)
 
 
 class BaseWeights:
@@ -98,9 +107,61 @@ def open_staged(image: Path, arrival: Arrival | None, base: BaseWeights) -> Iter
         whole = stack.enter_context(open_tensors([image])) if arrival is None else ArrivingTensors(image, arrival)
         header = _header(whole.metadata)
         found: Tensors = whole
+        if _quantisation(whole.metadata) is not None:
+            found = DequantisedTensors(whole)
         if header is not None:
             found = AdaptedTensors(base, stack.enter_context(base.open()), whole, header)
         yield damaged(found)
+
+
+@contextmanager
+def open_whole(image: Path) -> Iterator[Tensors]:
+    """Open an image that is complete, and was loaded: its tensors as an engine has them, or adapters alone.
+
+    Raises:
+        WeightTransferFailed: there is none.
+    """
+    with open_tensors([image]) as source:
+        yield source if _quantisation(source.metadata) is None else DequantisedTensors(source)
+
+
+class DequantisedTensors:
+    """The weights of an image whose matrices have 8 bits an element: each is multiplied by its scales when it is read.
+
+    Args:
+        source: numbers and scales.
+
+    Raises:
+        WeightTransferFailed: scales do not fit their weight.
+    """
+
+    def __init__(self, source: Tensors) -> None:
+        self._source, self._scaled = source, scaled_names(source.headers)
+        self.headers = {
+            name: TensorHeader("F32", header.shape) if name in self._scaled else header
+            for name, header in source.headers.items()
+            if name in self._scaled or name.removesuffix(SCALES) not in self._scaled
+        }
+        for name in self._scaled:
+            weight, scales = source.headers[name], source.headers[name + SCALES]
+            expected = {scales_shape(weight.shape, how) for how, dtype in NAMES.items() if dtype == weight.dtype}
+            if len(weight.shape) != 2 or scales.dtype != "F32" or tuple(scales.shape) not in expected:
+                raise WeightTransferFailed(
+                    f"{name} is {weight.dtype} of shape {list(weight.shape)}, and its scales are {scales.dtype} of "
+                    f"shape {list(scales.shape)}, which do not fit"
+                )
+
+    def read(self, name: str) -> Tensor:
+        """Read a weight, float32 where it was quantised."""
+        numbers = self._source.read(name)
+        return dequantise(numbers, self._source.read(name + SCALES)) if name in self._scaled else numbers
+
+
+def _quantisation(metadata: Mapping[str, str]) -> Quantisation | None:
+    try:
+        return read_quantisation(metadata)
+    except ValueError as error:
+        raise WeightTransferFailed(f"the image cannot be read: {error}") from error
 
 
 def _header(metadata: Mapping[str, str]) -> AdaptersHeader | None:

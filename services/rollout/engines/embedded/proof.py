@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from flotilla.services.rollout.engines.decoders.adapted import open_whole
 from flotilla.services.rollout.engines.decoders.base import Decoder
-from flotilla.services.rollout.engines.decoders.checkpoint import open_tensors
 from flotilla.shared.errors import WeightsDiverged, WeightTransferFailed
 from flotilla.shared.weights.image.digests import combined, of_tensor
 
@@ -49,7 +49,7 @@ def prove(decoder: Decoder, image: Path, version: int, expected: str) -> None:
 
 def _differing(decoder: Decoder, image: Path, expected: str) -> tuple[list[str] | None, int]:
     """Name the tensors that are not those of the image, of how many; None where the digest is the publisher's."""
-    with open_tensors([image]) as source:
+    with open_whole(image) as source:
         found: dict[str, int] = {}
         for name, digest in decoder.digests():
             if name in source.headers:

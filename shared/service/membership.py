@@ -18,6 +18,7 @@ from flotilla.shared.checks.host_checks import HostChecks
 from flotilla.shared.clock import Pauses
 from flotilla.shared.environment.settings import ServiceSettings
 from flotilla.shared.errors import FlotillaError, Forbidden, NotFound, NotUnderstood, TokenExpired, Unauthorized
+from flotilla.shared.host.own_memory import ProcessMemory
 from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.schemas.checks import CheckOrder
@@ -70,6 +71,8 @@ class Membership:
         self._apply = apply
         self._credentials = credentials
         self._gauges = gauges
+        # A sandbox's children run anybody's programs, and do not last.
+        self._memory = ProcessMemory(with_children=registration.kind is not ServiceKind.SANDBOX)
         self._checker: HostChecks | None = None
         if settings is not None:
             listens = registration.kind in LISTENING
@@ -206,7 +209,7 @@ class Membership:
         def observe() -> ObservedState:
             # For each attempt: one that was made before the gateway went away would be taken for the newest.
             observed = self._observe()
-            load = {**observed.load, **self._gauges()}
+            load = {**observed.load, **self._gauges(), **self._memory.look()}
             return observed.model_copy(update={"acknowledged": self._acknowledged, "load": load})
 
         num_applied = self._num_applied

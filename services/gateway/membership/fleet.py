@@ -228,7 +228,7 @@ class Fleet:
             if observed.device != before.device or observed.job != before.job:
                 wake_services(self._registry, experiment.id)
             if observed.experiment_id == experiment.id:
-                self._measurements.of(experiment).add_reports(observed)
+                self._measurements.of(experiment).add_reports(service, experiment.record.step)
                 await self._compare(service, before, experiment)
         if not was_observed or may_move_others(before, observed, None if experiment is None else experiment.state):
             self._on_change()

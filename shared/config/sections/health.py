@@ -32,6 +32,7 @@ class CheckName(StrEnum):
     ENGINE_GAP_GROWS = "engine_gap_grows"
     ENTROPY_GONE = "entropy_gone"
     KL_EXPLODING = "kl_exploding"
+    MEMORY_CREEPS = "memory_creeps"
 
 
 class HealthConfig(Config):
@@ -70,3 +71,6 @@ class HealthConfig(Config):
     """Nats per token."""
     growth: float = Field(100.0, gt=1)
     """Factor by which gradient norm or loss exceeds what it was in the run so far."""
+    memory_slope: float = Field(1.0, gt=0)
+    """Megabytes for 100 steps that the memory of a process grows by, beyond its warm-up and beyond chance, where
+    `memory_creeps` tells of it."""

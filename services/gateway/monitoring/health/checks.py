@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from flotilla.services.gateway.monitoring.health import audit, completions, drift, rewards, updates
+from flotilla.services.gateway.monitoring.health import audit, completions, drift, memory, rewards, updates
 from flotilla.services.gateway.monitoring.health.evidence import Evidence, Seen
 from flotilla.shared.config.sections.health import CheckName
 
@@ -197,6 +197,14 @@ CHECKS: tuple[Check, ...] = (
         rewards.constant_reward,
         "look at the samples: the grader does not tell them apart",
         frozenset({CheckName.NO_SIGNAL}),
+    ),
+    Check(
+        CheckName.MEMORY_CREEPS,
+        "fleet",
+        memory.memory_creeps,
+        "a process that keeps what it no longer needs runs out of memory in the end: `flotilla drain SERVICE` begins a "
+        "rollout, reward or sandbox service anew, and a pause and resume the trainer; where its growth is wanted, such "
+        "as of code of yours that caches, raise health.memory_slope",
     ),
     Check(
         CheckName.NO_SIGNAL,

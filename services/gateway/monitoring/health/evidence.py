@@ -88,6 +88,28 @@ class Audited:
 
 
 @dataclass(frozen=True, slots=True)
+class MemorySlope:
+    """How the memory of one process grows.
+
+    Attributes:
+        service_id: whose process it is.
+        process: kind of the service and name of the process, such as ``rollout/engine``.
+        bytes: the newest figure.
+        slope, error: bytes for 100 steps, and their standard error.
+        steps: that it is of.
+        rises: whether each third of the points lies above the one before, on average.
+    """
+
+    service_id: str
+    process: str
+    bytes: float
+    slope: float
+    error: float
+    steps: int
+    rises: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StepFigures:
     """The metrics of one step, by name."""
 
@@ -109,6 +131,7 @@ class Evidence:
         audited: of the newest audited groups.
         audited_samples: whose two grades disagree.
         alike_samples: two answers of a group that nearly repeat each other.
+        memory: of each process that has been looked at for long enough.
         last_audit_error: what the second grader said where it gave none.
     """
 
@@ -128,6 +151,7 @@ class Evidence:
     audited_samples: tuple[SampleExcerpt, ...] = ()
     last_audit_error: str | None = None
     alike_samples: tuple[SampleExcerpt, ...] = ()
+    memory: tuple[MemorySlope, ...] = ()
 
     @property
     def is_enough_graded(self) -> bool:

@@ -13,8 +13,8 @@ from flotilla.services.gateway.monitoring.conditions import Seen
 from flotilla.services.gateway.monitoring.health.window import HealthWindow
 from flotilla.services.gateway.monitoring.lags import LagHistogram
 from flotilla.services.gateway.monitoring.window import Window
+from flotilla.services.gateway.registry.services import LiveService
 from flotilla.shared.config.spec import ExperimentSpec
-from flotilla.shared.schemas.service import ObservedState
 
 SHOWN_VALUES: Final = (
     "reward/mean",
@@ -64,8 +64,10 @@ class Measurements:
         self.health.add_step(step, values)
         self.latest.update((name, values[name]) for name in SHOWN_VALUES if name in values)
 
-    def add_reports(self, observed: ObservedState) -> None:
-        """Record what a service has graded or sampled."""
+    def add_reports(self, service: LiveService, step: int) -> None:
+        """Record what a service has graded or sampled, and what memory it has, once the experiment has done a step."""
+        observed = service.observed
+        self.health.memory.add(service.id, service.kind.value, step, observed.load)
         if observed.grading is not None:
             self.health.add_grading(observed.grading)
         if observed.sampling is not None:

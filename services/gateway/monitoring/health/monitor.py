@@ -6,15 +6,17 @@ from typing import Final
 
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.monitoring.health.checks import Found, find
-from flotilla.services.gateway.monitoring.health.evidence import Facts, Seen
+from flotilla.services.gateway.monitoring.health.evidence import Evidence, Facts, Seen
 from flotilla.services.gateway.monitoring.health.keeping import stage_window, store_window
 from flotilla.services.gateway.monitoring.health.window import WITHOUT_AUDIT, HealthWindow
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
 from flotilla.services.gateway.store.transaction import Transaction
+from flotilla.services.gateway.store.writes import PointRecord, PutMetrics
 from flotilla.shared.clock import Clock, rfc3339
 from flotilla.shared.config.sections.health import CheckName
 from flotilla.shared.config.sections.reward import MatchConfig
 from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.host.own_memory import ProcessMemory
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.health import HealthFinding, SampleExcerpt
 
@@ -23,6 +25,8 @@ PAUSING: Final = frozenset({CheckName.GRADERS_DISAGREE.value})
 """Checks whose findings pause the experiment, where the spec says so."""
 REFRESH_SECONDS: Final = 15.0
 """How old the figures of a finding may be that goes on: each change of a record is stored."""
+MEMORY_SECONDS: Final = 5.0
+"""How often the memory of processes is stored, at most."""
 STORE_SECONDS: Final = 5.0
 """How old what is stored of a window may be."""
 
@@ -76,6 +80,8 @@ class HealthMonitor:
         self._events = events
         self._clock = clock
         self._window = window
+        self._own_memory = ProcessMemory()
+        self._memory_at, self._memory_step = clock.monotonic() - MEMORY_SECONDS, 0
 
     async def run(self) -> None:
         """Check every second until cancelled."""
@@ -100,6 +106,7 @@ class HealthMonitor:
             self._recorded_at = self._clock.monotonic()
             await self._record(now, known)
         await self._store()
+        await self._record_memory(evidence)
         await self._hold_to_the_bound()
 
     async def _store(self) -> None:
@@ -107,6 +114,26 @@ class HealthMonitor:
         if changes != self._stored_changes and now - self._stored_at >= STORE_SECONDS:
             self._stored_at, self._stored_changes = now, changes
             await store_window(self._experiment, self._repository, self._window)
+
+    async def _record_memory(self, evidence: Evidence) -> None:
+        """Store what the processes have, and how it grows, for the newest step."""
+        record, now = self._experiment.record, self._clock.monotonic()
+        self._window.memory.add("gateway", "gateway", record.step, self._own_memory.look())
+        if record.step == self._memory_step or now - self._memory_at < MEMORY_SECONDS:
+            return
+        self._memory_step, self._memory_at = record.step, now
+        slopes: dict[str, float] = {}
+        for each in evidence.memory:
+            slopes[each.process] = max(slopes.get(each.process, each.slope), each.slope)
+        values = {f"memory/{name}": value for name, value in self._window.memory.newest().items()}
+        values |= {f"memory_slope/{name}": value for name, value in slopes.items()}
+        at = rfc3339(self._clock.now())
+        points = [PointRecord(name, record.step, record.policy_version, value, at) for name, value in values.items()]
+        if not points:
+            return
+        async with self._repository.transaction() as change:
+            if self._repository.find(self._experiment.id) is self._experiment:
+                change.write(PutMetrics(self._experiment.id, points))
 
     def _known(self) -> list[HealthFinding]:
         return [HealthFinding.model_validate(each) for each in self._experiment.record.health or ()]

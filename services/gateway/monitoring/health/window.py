@@ -15,6 +15,7 @@ from flotilla.services.gateway.monitoring.health.evidence import (
     StepFigures,
     groups_needed,
 )
+from flotilla.services.gateway.monitoring.health.memory import MemorySeries
 from flotilla.shared.config.sections.reward import AuditConfig
 from flotilla.shared.schemas.health import GradingReport, SampleExcerpt, SamplingReport
 
@@ -57,10 +58,12 @@ class HealthWindow:
     Attributes:
         num_changes: how often what ``to_window`` describes has changed.
         groups_without_signal: groups in a row that taught nothing.
+        memory: of the experiment's processes; it is not kept for the gateway after this one.
     """
 
     def __init__(self) -> None:
         self.num_changes = 0
+        self.memory = MemorySeries()
         self._grading_before: dict[str, Graded] = {}
         self._sampling_before: dict[str, Sampled] = {}
         self._audit_before: dict[str, Audited] = {}
@@ -71,6 +74,7 @@ class HealthWindow:
 
         Sessions that go on are counted from here: what they had reported is kept to subtract it.
         """
+        self.memory.clear()
         self._steps: deque[StepFigures] = deque(maxlen=MOST_STEPS)
         self._graded: deque[Graded] = deque(maxlen=MOST_REPORTS)
         self._graded_ever = Graded()
@@ -230,6 +234,7 @@ class HealthWindow:
             audited_samples=self._audited_samples,
             last_audit_error=self._last_audit_error,
             alike_samples=self._alike_samples,
+            memory=self.memory.slopes(),
         )
 
 

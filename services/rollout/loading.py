@@ -10,8 +10,10 @@ from flotilla.services.rollout.engines.opening import make_engine
 from flotilla.services.rollout.episodes.rendering import ChatRenderer
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.environment.settings import IPNetwork
-from flotilla.shared.models.hub import fetched
+from flotilla.shared.models.hub import fetched, model_directory
 from flotilla.shared.models.prompts import PromptTemplate
+from flotilla.shared.service.devices import decided_here
+from flotilla.shared.sizes.starting import check_engine
 from flotilla.shared.weights.group.endpoint_client import EndpointClient
 
 
@@ -34,9 +36,10 @@ async def load(spec: ExperimentSpec, pythons: Mapping[str, Path], networks: tupl
     Raises:
         ModelError: the model or its tokenizer cannot be loaded.
         InvalidSpec: the engine is not one that this service can start.
-        Unavailable: the model is on the hub, which cannot be reached.
+        Unavailable: the model is on the hub, which cannot be reached, or too little memory is available now.
     """
     directory = str(await fetched(spec.model))
+    await asyncio.to_thread(check_engine, decided_here(spec), model_directory(spec.model))
     engine = make_engine(spec, pythons, networks, host)
     endpoint = EndpointClient(bind_host=host, device=spec.rollout.engine.device if spec.uses_nccl else None)
     is_member = isinstance(engine, GroupMember)

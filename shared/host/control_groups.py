@@ -81,6 +81,18 @@ def available_bytes(mounts: Mounts | None = None) -> int:
     return max(0, found)
 
 
+def limit_bytes(mounts: Mounts | None = None) -> int:
+    """Count the bytes of the host's memory that this process could ever have: what the host has, or the least limit of
+    its control groups.
+    """
+    found: int = psutil.virtual_memory().total
+    for group in (mounts or find_mounts()).of("memory"):
+        for limit, _ in LIMIT_AND_USE:
+            with suppress(OSError, ValueError):
+                found = min(found, int((group / limit).read_text()))
+    return found
+
+
 def memory_left_in(group: Path) -> int | None:
     """Count the bytes that a control group may still take; None where it has no limit."""
     for limit, use in LIMIT_AND_USE:

@@ -26,6 +26,7 @@ from flotilla.launch_file import LaunchFile, read_launch_file
 from flotilla.packages import check_engine, check_packages, check_quantisation
 from flotilla.server_arguments import ASKING_THE_ENGINE, check_options
 from flotilla.shared.locations.allowed import grant_code
+from flotilla.sizing import available_here, size_up
 
 Companion = Callable[[str, str, str], Coroutine[None, None, None]]
 """Works on an experiment while it is followed, given gateway, token and experiment, such as an agent that plays it."""
@@ -86,7 +87,7 @@ async def run_on_own_fleet(
     makes = not (arguments.go_on and directory.holds_run)
     async with contextlib.AsyncExitStack() as held:
         # What takes a fleet to start and a model to be made is two cores' work, and neither needs the other.
-        async with beside(prepare(launch, console, started, makes=makes)):
+        async with beside(_prepared(launch, started, options.num_rollouts, makes=makes)):
             fleet = LocalFleet(options, lambda line: console.print(line, markup=False))
             await held.enter_async_context(fleet)
         console.print(f"gateway    {fleet.gateway_url}   (logs in {short_path(options.data / 'logs')})")
@@ -100,6 +101,20 @@ async def run_on_own_fleet(
                 raise
             await until_settled(progress, client)
             return await report(progress, client, directory.path, time.monotonic() - started, is_kept=is_kept)
+
+
+async def _prepared(launch: LaunchFile, started: float, rollouts: int, *, makes: bool) -> None:
+    """Make what the spec names, and say what will be taken of this machine.
+
+    Raises:
+        InvalidSpec: it cannot fit.
+    """
+    console = new_console()
+    await prepare(launch, console, started, makes=makes)
+    sizing = await asyncio.to_thread(size_up, launch.spec, rollouts=rollouts)
+    for line in sizing.lines(available_here(), is_brief=True):
+        console.print(line, markup=False, highlight=False)
+    sizing.check(available_here())
 
 
 async def _train(

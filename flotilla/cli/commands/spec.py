@@ -17,6 +17,7 @@ from flotilla.shared.config.load.overrides import origin_of
 from flotilla.shared.config.load.yaml_text import write_value
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec, Scalar, Unavailable
+from flotilla.sizing import available_here, size_up
 
 if TYPE_CHECKING:
     from flotilla.services.gateway.preflight.inspection import Rows
@@ -51,6 +52,9 @@ async def check(arguments: argparse.Namespace) -> int:
             lines += [f"{line}\n" for line in found.lines]
             lines += _unprepared(launch) if entries else []
         if not entries:
+            sizing = size_up(launch.spec)
+            answer["memory"] = sizing.facts()
+            lines += [f"{line}\n" for line in sizing.lines(available_here())]
             lines.append(f"{arguments.spec} is valid: {launch.spec.name}, {launch.spec.optimisation.steps} steps\n")
     if arguments.json:
         write_json({"valid": not entries, "errors": [*entries], **answer})

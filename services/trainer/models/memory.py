@@ -8,7 +8,11 @@ from pathlib import Path
 
 import torch
 
+from flotilla.services.trainer.models.loading import check_device
+from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.host.control_groups import available_bytes
+from flotilla.shared.models.hub import model_directory
+from flotilla.shared.sizes.starting import check_trainer
 
 RESET_PEAK = "5"
 """What Linux takes in ``/proc/self/clear_refs`` for making the highest resident size the present one."""
@@ -20,6 +24,21 @@ def free_bytes(device: torch.device) -> int:
         return available_bytes()
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + int(kept)
+
+
+def check_room(spec: ExperimentSpec) -> None:
+    """Refuse to load a model whose training cannot fit into the device's memory, or the host's.
+
+    Not while a checkpoint is read: one that cannot be is passed over, and room says nothing of it.
+
+    Raises:
+        ModelError: it needs more than there is, and the message has the arithmetic and keys that would help; or there
+            is no such device.
+        Unavailable: it needs more of the host's memory than is available now.
+    """
+    device = check_device(spec.parallelism.device)
+    total = int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
+    check_trainer(spec, model_directory(spec.model), device=str(device), device_bytes=total)
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -12,6 +12,7 @@ from flotilla.services.trainer.checkpoint.host_copy import HostCopy
 from flotilla.services.trainer.checkpoint.manager import Contents, Restored, build_alone, copy_alone, fill_alone
 from flotilla.services.trainer.learning.learner import Learner
 from flotilla.services.trainer.learning.memory import LearnerMemory
+from flotilla.services.trainer.models.memory import check_room
 from flotilla.services.trainer.parallel.commands import Opening
 from flotilla.services.trainer.parallel.job import OPENING, Place, entered
 from flotilla.services.trainer.weights.flat_parameters import FlatParameters
@@ -113,12 +114,14 @@ async def open_execution(
         directory: of the checkpoints, which all ranks read.
 
     Raises:
-        ModelError: a rank does not see that directory.
+        ModelError: a rank does not see that directory, or the model cannot be trained in the memory that there is.
+        Unavailable: not in what is available now.
     """
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(compute, check_room, spec)
     if job is None:
         yield SingleRank()
         return
-    loop = asyncio.get_running_loop()
     store = await loop.run_in_executor(compute, job.place.store)
     await loop.run_in_executor(compute, store.set, OPENING, job.opening.model_dump_json())
     group = entered(job.place, store, spec.parallelism, job.on_silence)

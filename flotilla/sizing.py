@@ -1,0 +1,134 @@
+"""What an experiment will take, before anything starts: memory of its processes, and the arithmetic of its batches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from flotilla.shared.config.sections.engine import TorchEngineConfig
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.errors import InvalidSpec, ModelError
+from flotilla.shared.host.control_groups import available_bytes
+from flotilla.shared.models.hub import model_directory
+from flotilla.shared.sizes.batches import arithmetic_of
+from flotilla.shared.sizes.engine import engine_footprint
+from flotilla.shared.sizes.fitting import overflow, refusal
+from flotilla.shared.sizes.model import read_sizes
+from flotilla.shared.sizes.parts import Footprint, Part, in_words
+from flotilla.shared.sizes.trainer import MOST_TOKENS, pass_of, trainer_footprint
+
+OTHER_BYTES: Final = 450 << 20
+"""Gateway, reward, sandbox, the services around engine and trainer, and Redis, measured on the arithmetic example."""
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """What an experiment takes on one machine.
+
+    Attributes:
+        spec: of it.
+        processes: each with how many there are of it.
+        unknown: why a part of it is not predicted; empty where all is.
+    """
+
+    spec: ExperimentSpec
+    processes: Sequence[tuple[Footprint, int]]
+    unknown: str = ""
+
+    def facts(self) -> list[dict[str, object]]:
+        """Write the processes for programs: bytes of each, and of its parts."""
+        return [
+            {
+                "process": each.name,
+                "count": count,
+                "device": each.device,
+                "bytes": each.total,
+                "needed_bytes": each.needed_on_host + each.needed_on_device,
+                "parts": {part.name: part.num_bytes for part in each.parts},
+            }
+            for each, count in self.processes
+        ]
+
+    def lines(self, available: int, *, is_brief: bool = False) -> list[str]:
+        """Write it for people: a line for each process, one for their sum, and the arithmetic of batches.
+
+        Args:
+            available: bytes of memory here.
+            is_brief: leave out how parts are counted.
+        """
+        found = [f"memory     {_line(each, count, is_brief=is_brief)}" for each, count in self.processes]
+        if self.unknown:
+            found.append(f"memory     not predicted: {self.unknown}")
+        if self.processes:
+            most = sum(each.host_bytes * count for each, count in self.processes)
+            found.append(f"memory     at most {in_words(most)} of {in_words(available)} that are available here")
+            if (why := overflow(self.processes, available)) is not None:
+                found.append(f"memory     {why}")
+        return [*found, *batch_lines(self.spec)]
+
+    def check(self, available: int) -> None:
+        """Refuse what cannot fit.
+
+        Raises:
+            InvalidSpec: it cannot; the message has the arithmetic, and keys that would help.
+        """
+        if (why := refusal(self.processes, available, "this machine")) is not None:
+            raise InvalidSpec(why)
+
+
+def _line(process: Footprint, count: int, *, is_brief: bool) -> str:
+    parts = " + ".join(f"{part.name} {in_words(part.num_bytes)}" for part in process.parts)
+    several = "" if count == 1 else f"{count} x "
+    return f"{several}{process.name}, at most {in_words(process.total)}: {parts if is_brief else process.arithmetic()}"
+
+
+def size_up(spec: ExperimentSpec, *, rollouts: int | None = None) -> Sizing:
+    """Predict what an experiment takes on a machine that has all of it.
+
+    Args:
+        spec: of the experiment; its model is on this machine, or nothing is predicted.
+        rollouts: that there are; None: as many as the spec asks for.
+    """
+    try:
+        sizes = read_sizes(model_directory(spec.model))
+    except ModelError as error:
+        return Sizing(spec, (), error.detail)
+    processes: list[tuple[Footprint, int]] = []
+    if spec.trains:
+        ranks = max(1, spec.parallelism.ranks // spec.parallelism.nodes)
+        processes.append((trainer_footprint(spec, sizes, free=available_bytes()), ranks))
+    engine, unknown = engine_footprint(spec, sizes), ""
+    if engine is not None:
+        processes.append((engine, spec.resources.rollouts.min if rollouts is None else rollouts))
+    elif spec.needs_rollouts and not isinstance(spec.rollout.engine, TorchEngineConfig):
+        unknown = f"{spec.rollout.engine.kind} takes what rollout.engine.options say"
+    processes.append((Footprint("other services", "cpu", [Part("processes", OTHER_BYTES, "measured")]), 1))
+    return Sizing(spec, processes, unknown)
+
+
+def available_here() -> int:
+    """Count the bytes of this machine's memory that are available to this process."""
+    return available_bytes()
+
+
+def batch_lines(spec: ExperimentSpec) -> list[str]:
+    """Write the arithmetic of a step's batches; nothing where nothing is trained."""
+    if not spec.trains:
+        return []
+    step = arithmetic_of(spec)
+    largest, bound = pass_of(spec, step), spec.optimisation.micro_batch_tokens
+    told = f"at most {MOST_TOKENS['cpu']} tokens, as memory allows" if bound == "auto" else f"{bound} tokens"
+    per_rank = "" if step.shares == 1 else f" on each of {step.shares} ranks"
+    steps, updates = spec.optimisation.steps, _counted(step.updates, "optimiser update")
+    return [
+        f"batch      {step.prompts} prompts x {step.group_size} = {step.samples} samples a step, {updates} of "
+        f"{step.samples // step.mini_batches} samples",
+        f"batch      a sample has at most {step.prompt_tokens} + {step.sampled_tokens} tokens, a step {step.tokens}; "
+        f"an update {step.passes(largest)} passes or fewer{per_rank}, of {told} "
+        f"({_counted(largest.sequences, 'sample')} of the largest length)",
+        f"batch      {steps} steps: {_counted(steps * step.updates, 'update')}, {steps * step.samples} samples, "
+        f"at most {steps * step.tokens} tokens",
+    ]
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""The store in SQL: SQLite in a file by default, PostgreSQL by URL. The only SQL of the service.
+"""The store in SQL: SQLite in a file by default, PostgreSQL by URL. With ``statements`` the only SQL of the service.
 
 One thread owns the connection, so writes are in the order of the calls and the event loop never blocks.
 """
@@ -33,7 +33,7 @@ from flotilla.services.gateway.store.records import (
     StoredAnswer,
     TokenRecord,
 )
-from flotilla.services.gateway.store.statements import do_write, put_row
+from flotilla.services.gateway.store.statements import RowWriter, document, one_row, put_row
 from flotilla.services.gateway.store.transaction import TransactionalStore, in_time
 from flotilla.services.gateway.store.writes import PointRecord, Write
 from flotilla.shared.errors import FlotillaError, InvalidRequest, NotLeading, Unavailable
@@ -48,6 +48,14 @@ ABSENCE = {"keepalives_idle": 5, "keepalives_interval": 3, "keepalives_count": 3
 UPGRADE_SECONDS = 900.0
 ONLY = 1
 """Key of the one row that names the last transaction."""
+OURS = (
+    sa.update(tables.last_transaction)
+    .where(tables.last_transaction.c.number == ONLY, tables.last_transaction.c.term == sa.bindparam("our_term"))
+    .values(name=sa.bindparam("new_name"))
+)
+"""Names a transaction, in a database that nobody else has taken over."""
+# Asked for in each step, and put together once: that takes longer than the database does.
+ONE_PUBLICATION, ONE_WINDOW, ONE_ANSWER = map(one_row, (tables.publications, tables.windows, tables.idempotency))
 log = logging.getLogger(__name__)
 
 
@@ -89,8 +97,11 @@ def open_engine(url: str) -> Engine:
         common = {"client_encoding": "utf8", "connect_timeout": CONNECT_SECONDS} | ABSENCE
         arguments = common if "psycopg" in url else {}
         # One connection at a time: it holds the database's lock.
-        return sa.create_engine(url, pool_size=1, max_overflow=0, pool_pre_ping=True, connect_args=arguments)
-    engine = sa.create_engine(url, connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False})
+        return sa.create_engine(
+            url, pool_size=1, max_overflow=0, pool_pre_ping=True, connect_args=arguments, json_serializer=document
+        )
+    arguments = {"timeout": BUSY_SECONDS, "check_same_thread": False}
+    engine = sa.create_engine(url, connect_args=arguments, json_serializer=document)
 
     @sa.event.listens_for(engine, "connect")
     def prepare(connection: Any, _record: Any) -> None:
@@ -118,6 +129,7 @@ class SqlStore(TransactionalStore):
         self.has_standbys = engine.dialect.name == "postgresql"
         self._leader, self._on_deposed = leader, on_deposed
         self._term: int | None = None
+        self._writer = RowWriter()
         self._confirmed_at = time.monotonic()
         self._engine = engine
         self._thread = thread
@@ -227,19 +239,19 @@ class SqlStore(TransactionalStore):
             transaction = connection.begin()
             name = secrets.token_hex(8)
             # First, so that whoever takes over waits for this transaction, or this one for them.
-            row = tables.last_transaction
-            ours = sa.update(row).where(row.c.number == ONLY, row.c.term == self._term).values(name=name)
-            if not connection.execute(ours).rowcount:
+            if not connection.execute(OURS, {"new_name": name, "our_term": self._term}).rowcount:
                 raise deposed()
-            events = [event for write in writes if (event := do_write(connection, write)) is not None]
+            events = self._writer.write(connection, writes)
             try:
                 transaction.commit()
+                self._writer.are_stored()
                 return events
             except SQLAlchemyError as error:
                 connection.invalidate(error)
                 lost = error
         if self._is_stored(name):
             log.warning("the answer to a commit was lost, it is stored", extra={"error": repr(lost)})
+            self._writer.are_stored()
             return events
         raise lost
 
@@ -267,10 +279,10 @@ class SqlStore(TransactionalStore):
                 if self._is_closing.wait(pauses.after(error)):
                     raise Unavailable(f"nobody knows whether a change is stored: {error}") from error
 
-    async def _rows(self, query: sa.Select[Any]) -> list[dict[str, Any]]:
+    async def _rows(self, query: sa.Select[Any], **values: object) -> list[dict[str, Any]]:
         def read() -> list[dict[str, Any]]:
             with self._engine.connect() as connection:
-                return [dict(row) for row in connection.execute(query).mappings()]
+                return [dict(row) for row in connection.execute(query, values).mappings()]
 
         return await in_time(asyncio.ensure_future(self._in_thread(read)))
 
@@ -304,9 +316,7 @@ class SqlStore(TransactionalStore):
 
     async def publication(self, experiment_id: str, version: int) -> PublicationRecord | None:
         """Find one."""
-        table = tables.publications
-        query = sa.select(table).where(table.c.experiment_id == experiment_id, table.c.version == version)
-        rows = await self._rows(query)
+        rows = await self._rows(ONE_PUBLICATION, experiment_id=experiment_id, version=version)
         return PublicationRecord(**rows[0]) if rows else None
 
     async def publications(self, experiment_id: str, *, live_at: int | None = None) -> list[PublicationRecord]:
@@ -368,8 +378,7 @@ class SqlStore(TransactionalStore):
 
     async def window(self, experiment_id: str, name: str) -> Mapping[str, Any]:
         """Find a measurement that had not ended; empty if there is none."""
-        table = tables.windows
-        rows = await self._rows(sa.select(table).where(table.c.experiment_id == experiment_id, table.c.name == name))
+        rows = await self._rows(ONE_WINDOW, experiment_id=experiment_id, name=name)
         return dict(rows[0]["data"]) if rows else {}
 
     async def tokens(self) -> list[TokenRecord]:
@@ -380,7 +389,7 @@ class SqlStore(TransactionalStore):
 
     async def answer(self, key: str) -> StoredAnswer | None:
         """Find the answer to an idempotency key."""
-        rows = await self._rows(sa.select(tables.idempotency).where(tables.idempotency.c.key == key))
+        rows = await self._rows(ONE_ANSWER, key=key)
         return StoredAnswer(**rows[0]) if rows else None
 
     async def deliveries(self) -> list[DeliveryRecord]:

@@ -1,5 +1,10 @@
-"""How each write is done in SQL, within a transaction that ``SqlStore`` began."""
+"""How changes become rows: one function for each kind of write, and statements that are put together once.
 
+To put a statement together, and to make columns of values, takes longer than the database does for it. An experiment's
+record has its whole spec and changes several times in each step, in a number or two: only these are written.
+"""
+
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from enum import StrEnum
@@ -7,7 +12,8 @@ from functools import cache
 from typing import Any, Final, assert_never
 
 import sqlalchemy as sa
-from sqlalchemy import Column, Connection, Table
+from sqlalchemy import Column, Connection, Dialect, Table
+from sqlalchemy.dialects import postgresql, sqlite
 
 from flotilla.services.gateway.store import tables
 from flotilla.services.gateway.store.memory import event_of
@@ -37,14 +43,14 @@ from flotilla.services.gateway.store.writes import (
 )
 from flotilla.shared.schemas.experiment import Event
 
-TABLES: Mapping[type[Record], Table] = {
+TABLES: Final[Mapping[type[Record], Table]] = {
     ExperimentRecord: tables.experiments,
     ServiceRecord: tables.services,
     PublicationRecord: tables.publications,
     TokenRecord: tables.tokens,
     StoredAnswer: tables.idempotency,
 }
-ONE_VALUE = (tables.metrics.c.experiment_id, tables.metrics.c.name, tables.metrics.c.step)
+ONE_VALUE: Final = (tables.metrics.c.experiment_id, tables.metrics.c.name, tables.metrics.c.step)
 """No two rows of metrics have the same."""
 OF_EXPERIMENTS: Final = (
     tables.publications,
@@ -57,76 +63,157 @@ OF_EXPERIMENTS: Final = (
 """Tables whose rows go with their experiment."""
 
 
-def do_write(connection: Connection, write: Write) -> Event | None:
-    """Do one write of a transaction; return its event, if it is one."""
-    match write:
-        case PutRecord(record):
-            put_row(connection, TABLES[type(record)], row_of(record))
-        case DeleteRecord(kind, key):
-            connection.execute(sa.delete(TABLES[kind]).where(TABLES[kind].c.id == key))
-        case DeleteExperiment(experiment_id):
-            for table in OF_EXPERIMENTS:
-                connection.execute(sa.delete(table).where(table.c.experiment_id == experiment_id))
-            connection.execute(sa.delete(tables.experiments).where(tables.experiments.c.id == experiment_id))
-        case PutMetrics(experiment_id, points):
-            _put_metrics(connection, experiment_id, points)
-        case AppendEvent(experiment_id, kind, at, data):
-            row = {"experiment_id": experiment_id, "type": kind, "at": at, "data": dict(data)}
-            made = connection.execute(sa.insert(tables.events).values(row)).inserted_primary_key
-            assert made is not None
-            return event_of(int(made[0]), kind, at, data)
-        case AppendAudit(audit):
-            connection.execute(sa.insert(tables.audit).values(row_of(audit)))
-        case PutCheckpoint(experiment_id, checkpoint):
-            put_row(connection, tables.checkpoints, {"experiment_id": experiment_id, **checkpoint.model_dump()})
-        case DeleteCheckpoints(experiment_id, after):
-            table = tables.checkpoints
-            connection.execute(sa.delete(table).where(table.c.experiment_id == experiment_id, table.c.step > after))
-        case PutWindow(experiment_id, name, data):
-            put_row(connection, tables.windows, {"experiment_id": experiment_id, "name": name, "data": _plain(data)})
-        case DeleteAnswers(before):
-            connection.execute(sa.delete(tables.idempotency).where(tables.idempotency.c.at < before))
-        case QueueDelivery(delivery):
-            connection.execute(_insertion(tables.webhook_deliveries), row_of(delivery))
-        case DeleteDeliveries(message_ids):
-            ids = tables.webhook_deliveries.c.message_id
-            connection.execute(sa.delete(tables.webhook_deliveries).where(ids.in_(list(message_ids))))
-        case _:
-            assert_never(write)
-    return None
+class RowWriter:
+    """Writes the rows of transactions, one after the other, of one database that nobody else writes to meanwhile."""
+
+    def __init__(self) -> None:
+        self._stored: dict[str, ExperimentRecord] = {}
+        """What the database has of each experiment, as far as this has written it."""
+        self._staged: dict[str, ExperimentRecord | None] = {}
+
+    def write(self, connection: Connection, writes: Sequence[Write]) -> list[Event]:
+        """Write all within the connection's transaction; return the events among them."""
+        self._staged = {}
+        return [event for write in writes if (event := self._do(connection, write)) is not None]
+
+    def are_stored(self) -> None:
+        """Note that the transaction of the last ``write`` was committed."""
+        for experiment_id, record in self._staged.items():
+            self._stored.pop(experiment_id, None)
+            if record is not None:
+                self._stored[experiment_id] = record
+        self._staged = {}
+
+    def _do(self, connection: Connection, write: Write) -> Event | None:
+        """Do one write of a transaction; return its event, if it is one."""
+        match write:
+            case PutRecord(record):
+                self._put_record(connection, record)
+            case DeleteRecord(kind, key):
+                connection.execute(sa.delete(TABLES[kind]).where(TABLES[kind].c.id == key))
+            case DeleteExperiment(experiment_id):
+                for table in OF_EXPERIMENTS:
+                    connection.execute(sa.delete(table).where(table.c.experiment_id == experiment_id))
+                connection.execute(sa.delete(tables.experiments).where(tables.experiments.c.id == experiment_id))
+                self._staged[experiment_id] = None
+            case PutMetrics(experiment_id, points):
+                _put_metrics(connection, experiment_id, points)
+            case AppendEvent(experiment_id, kind, at, data):
+                row = {"experiment_id": experiment_id, "type": kind, "at": at, "data": data}
+                made = connection.execute(_insertion(tables.events), row).inserted_primary_key
+                assert made is not None
+                return event_of(int(made[0]), kind, at, data)
+            case AppendAudit(audit):
+                connection.execute(_insertion(tables.audit), row_of(audit))
+            case PutCheckpoint(experiment_id, checkpoint):
+                put_row(connection, tables.checkpoints, {"experiment_id": experiment_id, **checkpoint.model_dump()})
+            case DeleteCheckpoints(experiment_id, after):
+                table = tables.checkpoints
+                connection.execute(sa.delete(table).where(table.c.experiment_id == experiment_id, table.c.step > after))
+            case PutWindow(experiment_id, name, data):
+                put_row(connection, tables.windows, {"experiment_id": experiment_id, "name": name, "data": data})
+            case DeleteAnswers(before):
+                connection.execute(sa.delete(tables.idempotency).where(tables.idempotency.c.at < before))
+            case QueueDelivery(delivery):
+                connection.execute(_insertion(tables.webhook_deliveries), row_of(delivery))
+            case DeleteDeliveries(message_ids):
+                ids = tables.webhook_deliveries.c.message_id
+                connection.execute(sa.delete(tables.webhook_deliveries).where(ids.in_(list(message_ids))))
+            case _:
+                assert_never(write)
+        return None
+
+    def _put_record(self, connection: Connection, record: Record) -> None:
+        table = TABLES[type(record)]
+        if not isinstance(record, ExperimentRecord):
+            put_row(connection, table, row_of(record))
+            return
+        known = self._staged.get(record.id, self._stored.get(record.id))
+        changes = row_of(record, since=known)
+        if known is None:
+            put_row(connection, table, changes)
+        elif changes:
+            connection.execute(_update(table), {**changes, "key_id": record.id})
+        self._staged[record.id] = record
+
+
+def put_row(connection: Connection, table: Table, row: Mapping[str, Any]) -> None:
+    """Replace the row of the same primary key, or insert it; ``row`` has a value for every column."""
+    connection.execute(_replacement(table, connection.dialect.name), dict(row))
+
+
+def one_row(table: Table) -> sa.Select[Any]:
+    """Ask for the row of a primary key, whose values are parameters with the columns' names."""
+    return sa.select(table).where(*(each == sa.bindparam(each.name, type_=each.type) for each in table.primary_key))
+
+
+def row_of(record: Any, since: Any = None) -> dict[str, Any]:
+    """Make the row of a record: its fields, states as plain text.
+
+    Args:
+        record: a data class.
+        since: an earlier one of the same row: only the fields that differ are returned.
+    """
+    names = [field.name for field in fields(record)]
+    if since is not None:
+        names = [name for name in names if _differ(getattr(record, name), getattr(since, name))]
+    return {name: _plain(getattr(record, name)) for name in names}
+
+
+def _differ(one: object, other: object) -> bool:
+    return one is not other and one != other
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, StrEnum) else value
+
+
+def document(value: Any) -> str:
+    """Write what a column of documents holds as JSON, mappings of any kind among it."""
+    return _DOCUMENTS.encode(value)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a document holds plain values, got {type(value).__name__}")
+
+
+_DOCUMENTS: Final = json.JSONEncoder(default=_mapping)
 
 
 def _put_metrics(connection: Connection, experiment_id: str, points: Sequence[PointRecord]) -> None:
     # The last of two equal keys in one batch wins, as it would in two batches.
     newest = {(point.name, point.step): point for point in points}
     rows = [{"experiment_id": experiment_id, **point._asdict()} for point in newest.values()]
-    if rows:
-        connection.execute(_deletion_of_metrics(), [_key_of(ONE_VALUE, row) for row in rows])
-        connection.execute(_insertion(tables.metrics), rows)
+    if not rows:
+        return
+    if connection.dialect.name == "sqlite":
+        # One statement in place of two; what it replaces it deletes, and the new row has the next number.
+        text, names = _replacement_of_metrics(connection.dialect)
+        connection.exec_driver_sql(text, [tuple(row[name] for name in names) for row in rows])
+        return
+    connection.execute(_deletion_of_metrics(), [_key_of(ONE_VALUE, row) for row in rows])
+    connection.execute(_insertion(tables.metrics), rows)
 
 
-def row_of(record: Any) -> dict[str, Any]:
-    """Make the row of a record: its fields, states as plain text, mappings as plain dictionaries."""
-    return {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
+@cache
+def _replacement_of_metrics(dialect: Dialect) -> tuple[str, tuple[str, ...]]:
+    """Compile the statement for SQLite; return its text and the columns that it takes, in order."""
+    names = ("experiment_id", *PointRecord._fields)
+    made = sa.insert(tables.metrics).prefix_with("OR REPLACE").values({name: sa.bindparam(name) for name in names})
+    compiled = made.compile(dialect=dialect)
+    assert isinstance(compiled, sa.sql.compiler.SQLCompiler)
+    return str(compiled), tuple(compiled.positiontup or ())
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, StrEnum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value
-
-
-def put_row(connection: Connection, table: Table, row: Mapping[str, Any]) -> None:
-    key = _key_of(table.primary_key, row)
-    if connection.execute(_update(table), {**row, **key}).rowcount == 0:
-        connection.execute(_insertion(table), dict(row))
-
-
-# Made once each: to put a statement together takes longer than the database does for it.
+@cache
+def _replacement(table: Table, dialect: str) -> sa.Insert:
+    made = (postgresql if dialect == "postgresql" else sqlite).insert(table)
+    key = table.primary_key.columns.keys()
+    others = {name: made.excluded[name] for name in table.columns.keys() if name not in key}  # noqa: SIM118
+    replacing: sa.Insert = made.on_conflict_do_update(index_elements=key, set_=others)
+    return replacing
 
 
 @cache

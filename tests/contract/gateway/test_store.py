@@ -80,6 +80,31 @@ async def test_experiments_come_back_as_they_were_oldest_first(store: Store) -> 
     assert found[1].state is ExperimentState.RUNNING
 
 
+async def test_of_an_experiment_that_changes_only_what_changed_is_written(database_url: str) -> None:
+    record = a_record("a")
+    opened = await SqlStore.open(database_url)
+    statements: list[str] = []
+
+    def note(_connection: object, _cursor: object, statement: str, *_others: object) -> None:
+        statements.append(statement)
+
+    try:
+        await opened.apply([PutRecord(record)])
+        sa.event.listen(opened._engine, "before_cursor_execute", note)
+        await opened.apply([PutRecord(replace(record, step=1)), PutRecord(replace(record, step=2, updated_at=9.5))])
+        writes = [each for each in statements if "experiments" in each]
+        assert len(writes) == 2
+        assert all("step=" in each and "spec" not in each for each in writes), writes
+        with pytest.raises(InvalidRequest):
+            await opened.apply([PutRecord(replace(record, step=3)), PutRecord(replace(record, name="\ud800"))])
+        await opened.apply([PutRecord(replace(record, step=3))])
+        assert await opened.experiments() == [replace(record, step=3)]
+        await opened.apply([DeleteExperiment("a"), PutRecord(record)])
+        assert await opened.experiments() == [record]
+    finally:
+        await opened.close()
+
+
 async def test_experiments_and_services_come_in_the_order_of_their_numbers(
     store: Store,
 ) -> None:

@@ -240,7 +240,11 @@ def _tokens(row: Mapping[str, Any]) -> TrainedTokens | None:
 
 
 def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, default=repr)
+    return _ENCODER.encode(value)
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, default=repr)
+"""Made once: for the few words of most prompts that takes longer than to write them."""
 
 
 def newest_version(groups: Iterable[KeptGroup]) -> int:

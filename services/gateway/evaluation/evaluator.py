@@ -36,9 +36,11 @@ from flotilla.shared.streams.hop import Claim, Hop, HopName, Resolution
 log = logging.getLogger(__name__)
 
 BATCH = 64
+COLLECT_BATCH = 256
 COLLECT_SECONDS = 0.5
-GATHER_SECONDS = 0.05
-"""How long answers gather between two looks: taken one by one, each costs two round trips of its own."""
+GATHER_SECONDS = 0.25
+"""How long answers gather between two looks: taken one by one, each costs two round trips of its own, and those of
+hundreds of rows come over many steps."""
 LEFTOVERS_SECONDS = 5.0
 """How often the lane is searched, between evaluations, for what returned of those that are over."""
 EVALUATION_OVER = "evaluation_over"
@@ -71,6 +73,7 @@ class Evaluator:
         self._events = events
         self._clock = clock
         self._written = written
+        self._looked_for_leftovers_at: float | None = None
         self._num_answers = self._config.group_size if written is None else written.num_answers(dataset)
 
     async def run(self) -> None:
@@ -82,7 +85,7 @@ class Evaluator:
             version = self.due()
             try:
                 if version is None or self._experiment.state is not ExperimentState.RUNNING:
-                    await self._drop_leftovers()
+                    await self._drop_old_leftovers()
                     await wait_for_any(LEFTOVERS_SECONDS, changed)
                 else:
                     await self.evaluate(version)
@@ -161,6 +164,13 @@ class Evaluator:
             self._repository.stage(change, self._experiment, evaluating_version=None, evaluated_version=version)
             self._events.stage(change, self._experiment.id, "evaluation_failed", version=version, cause=cause)
 
+    async def _drop_old_leftovers(self) -> None:
+        """Drop what is in the lane, unless that was done a moment ago: the experiment changes with each version."""
+        now, last = self._clock.monotonic(), self._looked_for_leftovers_at
+        if last is None or now - last >= LEFTOVERS_SECONDS:
+            await self._drop_leftovers()
+            self._looked_for_leftovers_at = now
+
     async def _drop_leftovers(self) -> None:
         """Drop what is in the lane while no evaluation lasts."""
         ledger = await self._experiment.evaluation.ledger()
@@ -211,12 +221,12 @@ class Evaluator:
         left = self._config.deadline_seconds
         looked_at = self._clock.monotonic()
         while left > 0:
-            claims = await hop.claim(BATCH, wait_seconds=COLLECT_SECONDS)
+            claims = await hop.claim(COLLECT_BATCH, wait_seconds=COLLECT_SECONDS)
             for group in await _resolved(hop, claims, group_ids, version):
                 groups.setdefault(group.task.group_id, group)
             if len(groups) == len(group_ids):
                 return list(groups.values())
-            if 0 < len(claims) < BATCH:
+            if 0 < len(claims) < COLLECT_BATCH:
                 await asyncio.sleep(GATHER_SECONDS)
             if not claims:
                 # In this order: a lane that went back before the first answer shows in the second.

@@ -18,7 +18,7 @@ from flotilla.shared.schemas.service import ServiceKind
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.streams.hop import HopName, Resolution
 from flotilla.shared.testing.builders import a_group
-from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment, add_service, running, until
+from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment, add_service, running, turns, until
 
 ROWS = [{"prompt": f"p{n}", "label": str(n)} for n in range(3)]
 
@@ -134,6 +134,27 @@ async def test_a_group_of_another_schema_is_an_error_and_the_others_count(monkey
     found = await series(gateway, experiment)
     assert (found["evaluation/accuracy", 0], found["evaluation/num_errors", 0]) == (1.0, 1.0)
     assert (await experiment.evaluation.ledger()).failed == {"unreadable": 1}
+
+
+async def test_the_lane_is_not_searched_again_for_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway, experiment, evaluator = await an_evaluator(every_versions=9)
+    await gateway.repository.update(experiment, evaluated_version=0)
+    looked_at, ledger = list[float](), experiment.evaluation.ledger
+
+    async def look() -> object:
+        looked_at.append(gateway.clock.monotonic())
+        return await ledger()
+
+    monkeypatch.setattr(experiment.evaluation, "ledger", look)
+    began = gateway.clock.monotonic()
+    async with running(evaluator.run()):
+        await until(lambda: looked_at)
+        for version in range(1, 7):
+            gateway.clock.advance(1.0)
+            await gateway.repository.update(experiment, policy_version=version)
+            await turns()
+
+    assert looked_at == [began, began + 5.0]
 
 
 async def test_the_next_is_due_after_some_versions_and_the_last_one_when_training_is_over() -> None:

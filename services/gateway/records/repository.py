@@ -51,6 +51,10 @@ async def step_of(store: Store, record: ExperimentRecord, version: int) -> int:
 
 log = logging.getLogger(__name__)
 
+TOLD_ALONE = frozenset({"step", "health"})
+"""Fields that are shown and nothing else: neither placement nor what any service should do depends on them, and they
+change in each step."""
+
 
 class OpenPlane(Protocol):
     """Opens one lane of an experiment."""
@@ -84,7 +88,7 @@ class Experiment:
     """An experiment, its validated spec and its data plane.
 
     Attributes:
-        changed: fires after each change of the record.
+        changed: fires after each change of the record, of ``TOLD_ALONE`` apart.
     """
 
     def __init__(self, record: ExperimentRecord, spec: ExperimentSpec, open_plane: OpenPlane) -> None:
@@ -142,7 +146,7 @@ class ExperimentRepository:
 
     Args:
         quota_of: finds what a token may have.
-        on_change: called with the id after each change of a record.
+        on_change: called with the id after each change of a record, of ``TOLD_ALONE`` apart.
     """
 
     def __init__(
@@ -286,8 +290,9 @@ class ExperimentRepository:
         def follow() -> None:
             # The last of a transaction that changes it several times: what is in between never is.
             experiment.record = change.staged(experiment, record)
-            experiment.changed.fire()
-            self._on_change(experiment.id)
+            if not changes.keys() <= TOLD_ALONE:
+                experiment.changed.fire()
+                self._on_change(experiment.id)
 
         change.stage(experiment, record)
         change.write(PutRecord(record))

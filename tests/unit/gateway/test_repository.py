@@ -32,3 +32,19 @@ async def test_it_goes_when_the_experiment_is_deleted() -> None:
     gc.collect()
 
     assert len(gateway.measurements) == 0
+
+
+async def test_nobody_is_woken_by_what_is_only_shown() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway)
+    gateway.wake.clear()
+    changed = experiment.changed.next
+
+    await gateway.repository.update(experiment, step=3)
+    await gateway.repository.update(experiment, health=[])
+
+    assert (experiment.record.step, changed.done(), gateway.wake.is_set()) == (3, False, False)
+
+    await gateway.repository.update(experiment, step=4, policy_version=1)
+
+    assert changed.done() and gateway.wake.is_set()

@@ -142,22 +142,28 @@ def _device_order(kind: ServiceKind, experiment: ExperimentFacts) -> DeviceOrder
 class DesiredStates:
     """``desired`` for the services of one experiment, computed once for all that have the same.
 
-    What is for one service alone, an order, peers, a trainer's place and token or the rest of its notice, is computed
-    each time.
+    What is for one service alone, an order, peers, a trainer's place and token, is computed again for others, or when
+    it changes; the rest of a notice does all the time.
     """
 
     def __init__(self) -> None:
         self._experiment: ExperimentFacts | None = None
         self._answers: dict[tuple[ServiceKind, bool], DesiredState] = {}
+        self._own: dict[str, tuple[ServiceFacts, PublicationOrder | None, DesiredState]] = {}
 
     def of(
         self, service: ServiceFacts, experiment: ExperimentFacts | None, order: PublicationOrder | None = None
     ) -> DesiredState:
         """Find what a service should do; the arguments are those of ``desired``."""
-        if order is not None or service.notice_ends is not None or service.peers or service.token is not None:
+        if service.notice_ends is not None:
             return desired(service, experiment, order)
         if experiment != self._experiment:
-            self._experiment, self._answers = experiment, {}
+            self._experiment, self._answers, self._own = experiment, {}, {}
+        if order is not None or service.peers or service.token is not None:
+            known = self._own.get(service.service_id)
+            if known is None or known[:2] != (service, order):
+                known = self._own[service.service_id] = service, order, desired(service, experiment, order)
+            return known[2]
         key = (service.kind, service.is_draining)
         answer = self._answers.get(key)
         if answer is None:

@@ -1,6 +1,7 @@
 """The data plane, and admission to it, on a Redis or Valkey server, 6.2 or newer."""
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from redis.asyncio import Redis
 
@@ -155,6 +156,7 @@ class RedisDataPlane:
         self._runner = ScriptRunner(redis, deadline_seconds=self._config.deadline_seconds)
         self.admission = RedisAdmission(self._runner, self._keys)
         self.mailbox = RedisMailbox(self._runner, self._keys)
+        self._read: tuple[Any, Ledger] | None = None
 
     def hop(self, name: HopName, service_id: str) -> RedisHop:
         """See ``DataPlane.hop``."""
@@ -183,11 +185,11 @@ class RedisDataPlane:
     async def ledger(self) -> Ledger:
         """See ``DataPlane.ledger``."""
         keys = [self._keys.ledger, self._keys.outstanding, self._keys.consumed, *map(self._keys.stream, HopName)]
-        flat, outstanding, consumed, depths = await self._runner.run("ledger", keys)
-        counters = {name.decode(): int(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
-        by_hop = {hop: (waiting, claimed) for hop, (waiting, claimed) in zip(HopName, depths, strict=True)}
-        versions = {int(group): int(version) for group, version in zip(*[iter(outstanding)] * 2, strict=True)}
-        return Ledger.from_counters(counters, by_hop, outstanding=versions, consumed=consumed)
+        answer = await self._runner.run("ledger", keys)
+        # Whoever waits for a change asks many times a second, and to make a ledger takes as long as to ask for it.
+        if self._read is None or self._read[0] != answer:
+            self._read = answer, _ledger_of(answer)
+        return self._read[1]
 
     async def oldest_seconds(self) -> dict[HopName, float]:
         """See ``DataPlane.oldest_seconds``."""
@@ -197,3 +199,12 @@ class RedisDataPlane:
     async def remove(self) -> None:
         """See ``DataPlane.remove``."""
         await self._runner.command("UNLINK", *self._keys.all())
+
+
+def _ledger_of(answer: Sequence[Any]) -> Ledger:
+    """Read what the script of that name returns."""
+    flat, outstanding, consumed, depths = answer
+    counters = {name.decode(): int(value) for name, value in zip(flat[::2], flat[1::2], strict=True)}
+    by_hop = {hop: (waiting, claimed) for hop, (waiting, claimed) in zip(HopName, depths, strict=True)}
+    versions = {int(group): int(version) for group, version in zip(*[iter(outstanding)] * 2, strict=True)}
+    return Ledger.from_counters(counters, by_hop, outstanding=versions, consumed=consumed)

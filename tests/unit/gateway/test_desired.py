@@ -136,6 +136,23 @@ def test_what_is_computed_once_for_many_is_what_each_would_be_told() -> None:
     assert states.of(ROLLOUT, FACTS) is states.of(replace(ROLLOUT, service_id="rollout-2"), FACTS)
 
 
+def test_what_is_for_one_service_alone_is_computed_again_when_it_changes() -> None:
+    states, later = DesiredStates(), ORDER.model_copy(update={"phase": PublicationPhase.TRANSFERRING})
+
+    assert states.of(ROLLOUT, FACTS, ORDER) is states.of(ROLLOUT, FACTS, ORDER)
+    for order in (later, None, ORDER):
+        assert states.of(ROLLOUT, FACTS, order) == desired(ROLLOUT, FACTS, order)
+    for service in (
+        replace(TRAINER, token="one"),
+        replace(TRAINER, token="two"),
+        replace(ROLLOUT, peers=("http://p",)),
+    ):
+        assert states.of(service, FACTS) == desired(service, FACTS)
+        assert states.of(service, replace(FACTS, policy_version=1)) == desired(
+            service, replace(FACTS, policy_version=1)
+        )
+
+
 def test_an_encoded_answer_is_the_answer_and_is_shared() -> None:
     bodies = DesiredBodies()
     answers = [desired(ROLLOUT, replace(FACTS, policy_version=version)) for version in range(2 * MOST_BODIES)]

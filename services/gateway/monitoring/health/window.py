@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any, Final, TypeVar
 
 from flotilla.services.gateway.monitoring.health.drift import component_series
@@ -45,6 +45,14 @@ Groups = TypeVar("Groups", Graded, Sampled)
 def plus(first: Counts, second: Counts) -> Counts:
     """Add counts up."""
     return type(first)(*(getattr(first, f.name) + getattr(second, f.name) for f in fields(first)))
+
+
+def _flat(counts: Graded | Sampled | Audited) -> dict[str, float]:
+    """Write counts as JSON; ``asdict`` copies each number, of hundreds of reports every few seconds."""
+    return {name: getattr(counts, name) for name in _NAMES[type(counts)]}
+
+
+_NAMES = {kind: tuple(field.name for field in fields(kind)) for kind in (Graded, Sampled, Audited)}
 
 
 def since(now: Counts, before: Counts) -> Counts:
@@ -100,10 +108,10 @@ class HealthWindow:
     def to_window(self) -> dict[str, Any]:
         """Describe what was seen as JSON, for ``restore``."""
         return {
-            "grading_before": {session: asdict(counts) for session, counts in self._grading_before.items()},
-            "sampling_before": {session: asdict(counts) for session, counts in self._sampling_before.items()},
-            "audit_before": {session: asdict(counts) for session, counts in self._audit_before.items()},
-            "audited": [asdict(counts) for counts in self._audited],
+            "grading_before": {session: _flat(counts) for session, counts in self._grading_before.items()},
+            "sampling_before": {session: _flat(counts) for session, counts in self._sampling_before.items()},
+            "audit_before": {session: _flat(counts) for session, counts in self._audit_before.items()},
+            "audited": [_flat(counts) for counts in self._audited],
             "audited_samples": [sample.model_dump(mode="json") for sample in self._audited_samples],
             "last_audit_error": self._last_audit_error,
             "steps": [
@@ -115,9 +123,9 @@ class HealthWindow:
                 for step in self._steps
             ],
             "alike_samples": [sample.model_dump(mode="json") for sample in self._alike_samples],
-            "graded": [asdict(counts) for counts in self._graded],
-            "graded_ever": asdict(self._graded_ever),
-            "sampled": [asdict(counts) for counts in self._sampled],
+            "graded": [_flat(counts) for counts in self._graded],
+            "graded_ever": _flat(self._graded_ever),
+            "sampled": [_flat(counts) for counts in self._sampled],
             "last_reward": self._last_reward,
             "highest_reward": self._highest_reward,
             "lowest_reward": self._lowest_reward,

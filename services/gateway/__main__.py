@@ -11,6 +11,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import uvloop
+
 from flotilla.shared.children.processes import collecting_later
 
 with collecting_later():
@@ -81,7 +83,8 @@ def main() -> int:
             app = create_app(settings)
             if is_standby:
                 app = StandbyGateway(app, DatabaseWatch(settings.resolved_database_url), end=end_at_once)
-            serve(app, listening, tls=common.tls)
+            # Much of what the gateway does is to wake, read a few bytes and answer: this loop does it in C.
+            serve(app, listening, tls=common.tls, new_loop=uvloop.new_event_loop)
     except FlotillaError as error:
         sys.stderr.write(f"gateway cannot start: {error.detail}\n")
         return CANNOT_START

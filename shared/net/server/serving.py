@@ -58,6 +58,7 @@ tenth of a second; little that a request makes is part of a cycle."""
 
 Leave = Callable[[FastAPI], Coroutine[Any, Any, None]]
 """What an app does before it ends, when there is time for it."""
+NewLoop = Callable[[], asyncio.AbstractEventLoop]
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -83,18 +84,26 @@ def address_of(listening: socket.socket, scheme: str = "http") -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def serve(app: FastAPI, listening: socket.socket, leave: Leave | None = None, tls: Tls | None = None) -> None:
+def serve(
+    app: FastAPI,
+    listening: socket.socket,
+    leave: Leave | None = None,
+    tls: Tls | None = None,
+    new_loop: NewLoop = asyncio.new_event_loop,
+) -> None:
     """Serve until SIGTERM or SIGINT, then let the lifespan close what it opened.
 
     Args:
         leave: done first upon a SIGTERM, while the app still serves; a second signal, or SIGINT, does not wait for it.
         tls: with whose certificate; None, or without one: plain HTTP.
+        new_loop: makes the event loop that all of it runs on.
 
     Raises:
         FlotillaError: what kept the app's lifespan from starting; ``Unavailable`` if it was another error, which is
             logged.
     """
-    asyncio.run(serve_here(app, listening, leave, tls))
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(serve_here(app, listening, leave, tls))
 
 
 def config_of(app: ASGIApp, limits: ConnectionLimits | None = None, tls: Tls | None = None) -> uvicorn.Config:

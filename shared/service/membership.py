@@ -235,7 +235,9 @@ class Membership:
                 await self._apply(desired)
                 self._acknowledged = desired.tag
                 self._num_applied += 1
-            self._changed.set()
+            # The next poll says what was taken in, or asks again for what was overtaken, and it follows at once.
+            if wait_seconds == 0:
+                self._changed.set()
 
     def _understood(self, answer: Any) -> DesiredState:
         """Read a desired state; what this release does not know is not done, and nothing else in its place.

@@ -8,6 +8,7 @@ number of services, every time from the moment that a request is sent:
   at rest, each acknowledgement of the one before taken; *answer*: until who asked for it is answered;
 - *change in a row*: the same of changes that are sent as soon as the one before is answered and read by every service,
   while the gateway still takes its acknowledgements; and how long each of them takes on the average;
+- *joining*: how long it takes all services to register at once, and the gateway's CPU for it;
 - *push*: how long an observation without waiting takes, at the services' ordinary rhythm, and within half a second of a
   change;
 - *publication*: CPU of the gateway from the announcement of a version until every rollout was told to serve it and one
@@ -294,7 +295,10 @@ async def measure(
         kinds = [ServiceKind.TRAINER, ServiceKind.REWARD] + [ServiceKind.ROLLOUT] * (num_services - 2)
         fleet = Fleet(client, [SimulatedService(address, number, kind) for number, kind in enumerate(kinds)])
         spec = await asyncio.to_thread(spec_of, directory, num_tasks)
+        begun = process.cpu_times()
         async with fleet.at_work() as joined:
+            ended = process.cpu_times()
+            joining_cpu = ended.user + ended.system - begun.user - begun.system
             outstanding = await fleet.start(spec, num_tasks)
             settled = await fleet.changes(changes, REST_SECONDS)
             await asyncio.sleep(REST_SECONDS)
@@ -313,6 +317,7 @@ async def measure(
         "tasks_outstanding": outstanding,
         "lost_leases": sum(each.lost_leases for each in fleet.services),
         "all_joined_seconds": round(joined, 2),
+        "joining_cpu_seconds": round(joining_cpu, 2),
         **summary("change", [seconds for change in settled for seconds in change.told]),
         "worst_change_reaches_99_percent_seconds": round(max(quantile(change.told, 0.99) for change in settled), 4),
         **summary("answer", [change.answer for change in settled]),

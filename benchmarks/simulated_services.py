@@ -100,6 +100,7 @@ class SimulatedService:
         """Desired state -> when it was read last."""
         self.version: int | None = None
         """Policy version that it was told to serve."""
+        self._held_image: str | None = None
         self.pushes: list[Push] = []
         self.lost_leases = 0
         self._connections: dict[str, KeptConnection] = {}
@@ -135,6 +136,7 @@ class SimulatedService:
             "state": self._desired["state"],
             "policy_version": self._desired["policy_version"] if assignment else None,
             "publication": self._report(),
+            "held_image": self._held_image,
             "step": 0 if assignment and self.kind is ServiceKind.TRAINER else None,
             "load": {"running": 1, "waiting": 0, "tokens_per_second": 1000.0},
         }
@@ -148,7 +150,10 @@ class SimulatedService:
         if order["phase"] == "preparing" and order["rendezvous"] is None:
             return None
         found = {"version": order["version"], "epoch": order["epoch"], "state": state}
-        return found | ({"checksum": order["manifest"]["checksum"]} if state == "received" else {})
+        if state == "joined":
+            return found
+        self._held_image = order["manifest"]["checksum"]
+        return found | {"checksum": self._held_image}
 
     async def _poll(self) -> None:
         while True:

@@ -14,7 +14,7 @@ from typing import Any
 from flotilla.services.gateway.access.tokens import Tokens
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.lifecycle.commands import ExperimentCommands
-from flotilla.services.gateway.membership.returning import Returning
+from flotilla.services.gateway.membership.joining import Joining
 from flotilla.services.gateway.membership.training_jobs import TrainingJobs
 from flotilla.services.gateway.monitoring.health.measurements import Measurements
 from flotilla.services.gateway.monitoring.idleness import IdleRatios
@@ -97,7 +97,8 @@ class Fleet:
         self.left = PerExperiment(Signal)
         self.bodies = DesiredBodies()
         self.jobs = TrainingJobs(registry, repository, events)
-        self.returning = Returning(registry, repository, events, store, clock)
+        self._joining = Joining(registry, repository, events, store, clock, self._stage_leave)
+        self.returning = self._joining.returning
 
     async def register(self, registration: Registration) -> Registered:
         """Add a service to the fleet.
@@ -105,10 +106,7 @@ class Fleet:
         Raises:
             Conflict: a service of another kind has this incarnation.
         """
-        async with self._store.transaction() as change:
-            service = self.returning.stage_registration(change, registration)
-            for dead in self._registry.superseded_by(change.staged(service, service.record)):
-                self._stage_leave(change, dead.id, "another process was started in its place")
+        service = await self._joining.join(registration)
         log.info("service registered", extra={"service_id": service.id, "kind": service.kind.value})
         self._on_change()
         return Registered(
@@ -183,7 +181,7 @@ class Fleet:
             token = self._tokens.assignment_of(service.id, experiment.id, facts.trainer_epoch)
             service_facts = replace(service_facts, node=self.jobs.place_of(service, experiment), token=token)
         if lacks_version(service, facts.policy_version):
-            rollouts = self._registry.of(experiment.id, ServiceKind.ROLLOUT)
+            rollouts = partial(self._registry.of, experiment.id, ServiceKind.ROLLOUT)
             peers = tuple(peer.record.address for peer in peers_of(service, rollouts, facts.policy_checksum))
             service_facts = replace(service_facts, peers=peers)
         return self._desired_cache.of(experiment).of(service_facts, facts, order)

@@ -102,6 +102,11 @@ class Returning:
             if now < each.heard_at + REMEMBERED_SECONDS
         ]
 
+    def knows(self, registration: Registration) -> bool:
+        """Whether a process was given up, or is a member: what it may have depends on what all others have now."""
+        name = registration.incarnation
+        return name in self._registry.by_incarnation or name in self._cut_off
+
     def stage_registration(self, change: Transaction, registration: Registration) -> LiveService:
         """Add a service; one that was out of reach gets back its id, and its assignment if that is still free.
 

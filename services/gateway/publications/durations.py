@@ -147,7 +147,7 @@ class Durations:
         if version is None:
             return
         for committed in self._committed.get(experiment_id, []):
-            if version >= committed.version and committed.missing - {service_id}:
+            if version >= committed.version and len(committed.missing) > (service_id in committed.missing):
                 self._serves_alone(committed, service_id)
         if self._served_by(self._committed.get(experiment_id, []), service_id, version):
             async with self._store.transaction() as change:
@@ -168,7 +168,7 @@ class Durations:
         return [
             each
             for each in all_committed
-            if not each.missing - ({service_id} if version >= each.version else set[str]())
+            if len(each.missing) == (version >= each.version and service_id in each.missing)
         ]
 
     def stage_gone(self, change: Transaction, experiment_id: str, service_id: str) -> None:

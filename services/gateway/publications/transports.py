@@ -1,7 +1,7 @@
 """Who can receive weights, and by which transport: pure, from the spec and what services reported."""
 
-import hashlib
-from collections.abc import Iterable
+import heapq
+from collections.abc import Callable, Iterable
 
 from flotilla.services.gateway.registry.services import LiveService
 from flotilla.shared.config.sections.publication import TransportChoice
@@ -11,6 +11,8 @@ from flotilla.shared.schemas.service import Capabilities, ServiceKind, WorkState
 
 MAX_PEERS = 4
 """How many rollouts one is sent to: more would not be faster, and each serves as few others."""
+SPREAD, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+"""An odd factor that gives every pair of services an order of its own, cheaply."""
 AT_WORK = frozenset({WorkState.STARTING, WorkState.RUNNING, WorkState.PAUSED})
 
 
@@ -51,19 +53,23 @@ def lacks_version(service: LiveService, version: int) -> bool:
     return service.kind is ServiceKind.ROLLOUT and version > 0 and service.observed.policy_version != version
 
 
-def peers_of(service: LiveService, rollouts: Iterable[LiveService], checksum: str | None) -> list[LiveService]:
+def peers_of(
+    service: LiveService, rollouts: Callable[[], Iterable[LiveService]], checksum: str | None
+) -> list[LiveService]:
     """Choose rollouts that a rollout can pull an image from; each gets others, always the same.
 
     Args:
         service: that lacks it.
-        rollouts: of the same experiment.
+        rollouts: lists those of the same experiment; not asked where the service has the image already, as all members
+            of a publication have when it is committed.
         checksum: of the image; None if it is unknown, so that no source can be trusted.
     """
     if checksum is None or service.observed.held_image == checksum:
         return []
+    mine = service.position
     found = [
         each
-        for each in rollouts
-        if each.observed.held_image == checksum and each.id != service.id and not each.is_draining
+        for each in rollouts()
+        if each.observed.held_image == checksum and each is not service and not each.is_draining
     ]
-    return sorted(found, key=lambda each: hashlib.sha256(f"{service.id}/{each.id}".encode()).digest())[:MAX_PEERS]
+    return heapq.nsmallest(MAX_PEERS, found, key=lambda each: ((each.position ^ mine) * SPREAD) & MASK)

@@ -3,15 +3,17 @@
 Equal facts give equal tags in every process, so a restarted gateway does not disturb a service that is up to date.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from pydantic import BaseModel
 
 from flotilla.services.gateway.digest import digest
 from flotilla.services.gateway.registry.shifts import SHARERS
 from flotilla.shared.schemas.checks import CheckOrder
 from flotilla.shared.schemas.experiment import ExperimentState
-from flotilla.shared.schemas.publication import PublicationOrder
+from flotilla.shared.schemas.publication import Manifest, PublicationOrder
 from flotilla.shared.schemas.service import (
     Assignment,
     DesiredState,
@@ -97,6 +99,37 @@ def desired(
         experiment: what it is assigned to, or None.
         order: what it has to do for the open publication, if it is a member of it.
     """
+    answer = _common(service, experiment)
+    if not _is_at_work(service, answer):
+        return answer
+    return _with_own(answer, order, "" if order is None else _digest_of(order.manifest), _urls(service, answer))
+
+
+def _is_at_work(service: ServiceFacts, answer: DesiredState) -> bool:
+    """Whether a service may have something to do that others have not: a rollout with an experiment."""
+    return service.kind is ServiceKind.ROLLOUT and answer.assignment is not None
+
+
+def _urls(service: ServiceFacts, answer: DesiredState) -> tuple[str, ...]:
+    return tuple(url_at(peer, answer.policy_version or 0) for peer in service.peers)
+
+
+def _digest_of(manifest: Manifest) -> str:
+    return digest(manifest.model_dump(mode="json"))
+
+
+def _with_own(
+    answer: DesiredState, order: PublicationOrder | None, manifest_digest: str, peers: tuple[str, ...]
+) -> DesiredState:
+    """Add what one rollout alone has to do; a manifest, of thousands of tensors, is in the tag by its digest."""
+    if order is None and not peers:
+        return answer
+    content = None if order is None else order.model_dump(mode="json", exclude={"manifest"})
+    tag = digest([answer.tag, content, manifest_digest, peers])
+    return answer.model_copy(update={"publication": order, "weights_peers": peers, "tag": tag})
+
+
+def _common(service: ServiceFacts, experiment: ExperimentFacts | None) -> DesiredState:
     if experiment is None or experiment.state not in WORK_STATES:
         state = WorkState.DRAINING if service.is_draining else WorkState.IDLE
         return DesiredState(tag=digest([state.value]), state=state)
@@ -122,9 +155,7 @@ def desired(
         policy_checksum=experiment.policy_checksum if is_rollout else None,
         policy_digest=experiment.policy_digest if is_rollout else None,
         weights_url=weights_url(experiment) if is_rollout else None,
-        weights_peers=tuple(url_at(peer, experiment.policy_version) for peer in service.peers) if is_rollout else (),
         hold_version=experiment.hold_version if is_rollout else None,
-        publication=order if is_rollout else None,
         device=_device_order(service.kind, experiment),
     )
     # Exclude the remaining seconds of a notice, which change all the time; include its end.
@@ -142,14 +173,16 @@ def _device_order(kind: ServiceKind, experiment: ExperimentFacts) -> DeviceOrder
 class DesiredStates:
     """``desired`` for the services of one experiment, computed once for all that have the same.
 
-    What is for one service alone, an order, peers, a trainer's place and token, is computed again for others, or when
-    it changes; the rest of a notice does all the time.
+    What is for one service alone, a trainer's place and token, is computed again when it changes; the rest of a notice
+    does all the time. Orders, which differ by the member's rank, and peers are added to what all rollouts have in
+    common, again when they change.
     """
 
     def __init__(self) -> None:
         self._experiment: ExperimentFacts | None = None
         self._answers: dict[tuple[ServiceKind, bool], DesiredState] = {}
         self._own: dict[str, tuple[ServiceFacts, PublicationOrder | None, DesiredState]] = {}
+        self._manifest: tuple[Manifest, str] | None = None
 
     def of(
         self, service: ServiceFacts, experiment: ExperimentFacts | None, order: PublicationOrder | None = None
@@ -159,26 +192,66 @@ class DesiredStates:
             return desired(service, experiment, order)
         if experiment != self._experiment:
             self._experiment, self._answers, self._own = experiment, {}, {}
-        if order is not None or service.peers or service.token is not None:
-            known = self._own.get(service.service_id)
-            if known is None or known[:2] != (service, order):
-                known = self._own[service.service_id] = service, order, desired(service, experiment, order)
-            return known[2]
+        if order is None and not service.peers and service.token is None:
+            return self._shared(service, experiment)
+        known = self._own.get(service.service_id)
+        if known is None or known[:2] != (service, order):
+            known = self._own[service.service_id] = service, order, self._of_one(service, experiment, order)
+        return known[2]
+
+    def _of_one(
+        self, service: ServiceFacts, experiment: ExperimentFacts | None, order: PublicationOrder | None
+    ) -> DesiredState:
+        if service.token is not None:
+            return desired(service, experiment, order)
+        answer = self._shared(service, experiment)
+        if not _is_at_work(service, answer):
+            return answer
+        manifest_digest = "" if order is None else self._manifest_digest(order.manifest)
+        return _with_own(answer, order, manifest_digest, _urls(service, answer))
+
+    def _shared(self, service: ServiceFacts, experiment: ExperimentFacts | None) -> DesiredState:
         key = (service.kind, service.is_draining)
         answer = self._answers.get(key)
         if answer is None:
-            answer = self._answers[key] = desired(service, experiment)
+            answer = self._answers[key] = _common(service, experiment)
         return answer
+
+    def _manifest_digest(self, manifest: Manifest) -> str:
+        if self._manifest is None or self._manifest[0] is not manifest:
+            self._manifest = manifest, _digest_of(manifest)
+        return self._manifest[1]
+
+
+class Encoded:
+    """What objects are as JSON, encoded once each: by what they are, not by what they hold."""
+
+    def __init__(self) -> None:
+        # With the object, so that no other one gets its identity.
+        self._known: dict[int, tuple[object, bytes]] = {}
+
+    def of(self, value: object, encode: Callable[[], bytes]) -> bytes:
+        """Encode an object that never changes."""
+        known = self._known.get(id(value))
+        if known is None:
+            if len(self._known) >= MOST_BODIES:
+                self._known.clear()
+            known = self._known[id(value)] = value, encode()
+        return known[1]
 
 
 class DesiredBodies:
-    """Desired states as JSON, encoded once for all services that have the same."""
+    """Desired states as JSON, encoded once for all services that have the same; of others the large parts are."""
 
     def __init__(self) -> None:
         self._bodies: dict[str, bytes] = {}
+        self._specs = Encoded()
+        self._manifests = Encoded()
 
     def of(self, answer: DesiredState) -> bytes:
         """Encode a desired state."""
+        if answer.publication is not None or answer.weights_peers:
+            return self._in_parts(answer)
         # The tag covers all of it but the remaining seconds of a notice.
         if answer.notice_seconds is not None:
             return answer.model_dump_json().encode()
@@ -188,6 +261,37 @@ class DesiredBodies:
                 self._bodies.clear()
             body = self._bodies[answer.tag] = answer.model_dump_json().encode()
         return body
+
+    def _in_parts(self, answer: DesiredState) -> bytes:
+        """Encode what is for one service alone around what many have: the spec, and the manifest."""
+        assignment, order = answer.assignment, answer.publication
+        parts = {"assignment": assignment, "publication": order}
+        body = answer.model_dump_json(exclude={name for name, part in parts.items() if part is not None}).encode()
+        if assignment is not None:
+            spec = self._specs.of(assignment.spec, lambda: _only(assignment, "spec"))
+            body = _joined(body, "assignment", _with_member(_without(assignment, "spec"), spec))
+        if order is not None:
+            manifest = self._manifests.of(order.manifest, lambda: _only(order, "manifest"))
+            body = _joined(body, "publication", _with_member(_without(order, "manifest"), manifest))
+        return body
+
+
+def _without(model: BaseModel, name: str) -> bytes:
+    return model.model_dump_json(exclude={name}).encode()
+
+
+def _only(model: BaseModel, name: str) -> bytes:
+    """Encode one member of an object: its name and value, without braces."""
+    return model.model_dump_json(include={name}).encode()[1:-1]
+
+
+def _with_member(encoded: bytes, member: bytes) -> bytes:
+    """Add a member to an object that has others."""
+    return encoded[:-1] + b"," + member + b"}"
+
+
+def _joined(encoded: bytes, name: str, value: bytes) -> bytes:
+    return _with_member(encoded, b'"%s":%s' % (name.encode(), value))
 
 
 def with_check(answer: DesiredState, order: CheckOrder | None) -> DesiredState:

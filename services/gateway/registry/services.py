@@ -5,6 +5,7 @@ waited keeps a short rest of it, long enough to call again. A rollout has no mor
 while it is silent its experiment's next version waits for it, and one that was given up too early only registers again.
 """
 
+import hashlib
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -34,6 +35,8 @@ from flotilla.shared.schemas.service import (
 from flotilla.shared.streams.hop import holder_name
 
 DRAINED = "it was drained"
+Place = tuple[str, str, str]
+"""Kind, host and address: no two live processes have the same."""
 OVERDUE_SECONDS = 10.0
 """How long after its notice a service that still works is released all the same: its claims end with their leases."""
 
@@ -62,6 +65,7 @@ class LiveService:
         leaving: set while it is asked to leave its experiment, which is not for good: it will get another.
         check: what it should try while the fleet is examined.
         drained: set once it is asked to leave the fleet; a gateway that restarts finds it in the record.
+        position: a number of 64 bits made of its id, by which others choose it.
     """
 
     def __init__(self, record: ServiceRecord, lease_ends: float, heard_at: float) -> None:
@@ -80,6 +84,7 @@ class LiveService:
         self.leaving: Notice | None = None
         self.drained: Notice | None = None
         self.check: CheckOrder | None = None
+        self.position = int.from_bytes(hashlib.sha256(record.id.encode()).digest()[:8])
 
     def can_do(self, capabilities: Capabilities) -> None:
         """Record its capabilities."""
@@ -136,6 +141,9 @@ class Registry:
         lease_seconds: how long a service may be silent.
         grace_seconds: the first lease after a restart of the gateway.
         rest_seconds: what remains of a lease when the connection of a waiting call breaks.
+
+    Attributes:
+        by_incarnation: the live service of each process; only the registry writes it.
     """
 
     def __init__(
@@ -147,6 +155,9 @@ class Registry:
         self._grace_seconds = grace_seconds
         self._rest_seconds = rest_seconds
         self._services: dict[str, LiveService] = {}
+        self.by_incarnation: dict[str, LiveService] = {}
+        self._places: dict[Place, dict[str, LiveService]] = {}
+        self._last_number = 0
         self._assigned: dict[str, dict[str, LiveService]] = {}
         # Asked for with every status call of a fleet that may have a thousand services.
         self._trainers: dict[str, dict[str, LiveService]] = {}
@@ -155,9 +166,11 @@ class Registry:
         """Load the services of an earlier process, under a grace lease; a notice goes on while no gateway runs."""
         records, now = await self._store.services(), self._clock.monotonic()
         for record in records:
+            self._last_number = max(self._last_number, record.number)
             if record.silent_since is not None:
                 continue
-            service = self._services[record.id] = LiveService(record, now + self._grace_seconds, now)
+            service = LiveService(record, now + self._grace_seconds, now)
+            self._remember(service)
             service.is_restored = True
             self._index(service)
             if record.is_draining:
@@ -223,8 +236,8 @@ class Registry:
         """
         if _is_unspecified(record.address):
             return []
-        at, now = (record.kind, record.host, record.address), self._clock.monotonic()
-        same = [s for s in self if s.id != record.id and (s.record.kind, s.record.host, s.record.address) == at]
+        now = self._clock.monotonic()
+        same = [service for service in self._places.get(_place_of(record), {}).values() if service.id != record.id]
         return [service for service in same if service.is_cut_off or service.lease_ends <= now]
 
     def stage_registration(
@@ -240,11 +253,11 @@ class Registry:
         Raises:
             Conflict: a service of another kind has this incarnation.
         """
-        known = next((s for s in self if s.record.incarnation == registration.incarnation), None)
+        known = self.by_incarnation.get(registration.incarnation)
         if known is not None and known.kind is not registration.kind:
             raise Conflict("a service of another kind has this incarnation: each process makes one of its own")
         fields = registration.model_dump(mode="json")
-        number, now = 1 + max((each.record.number for each in self), default=0), self._clock.monotonic()
+        number, now = 1 + change.staged(self, self._last_number), self._clock.monotonic()
         if known is not None:
             record = replace(known.record, **fields)
         elif former is not None:
@@ -258,11 +271,14 @@ class Registry:
         service = known or LiveService(record, now + self.lease_seconds, now)
 
         def follow() -> None:
+            self._unplace(service)
             service.record = record
             service.can_do(registration.capabilities)
             self.renew(service)
-            self._services[service.id] = service
+            self._remember(service)
+            self._last_number = max(self._last_number, record.number)
 
+        change.stage(self, max(number - 1, record.number))
         change.stage(service, record)
         change.write(PutRecord(record))
         change.then(follow)
@@ -316,6 +332,7 @@ class Registry:
 
         def follow() -> None:
             del self._services[service_id]
+            self._unplace(service)
             self._unindex(service)
             service.changed.fire()
 
@@ -343,6 +360,21 @@ class Registry:
         change.stage(service, record)
         change.write(PutRecord(record))
         change.then(follow)
+
+    def _remember(self, service: LiveService) -> None:
+        self._services[service.id] = service
+        self.by_incarnation[service.record.incarnation] = service
+        self._places.setdefault(_place_of(service.record), {})[service.id] = service
+
+    def _unplace(self, service: LiveService) -> None:
+        """Forget where a service is, before its record is replaced; of a new one nothing is known."""
+        if self.by_incarnation.get(service.record.incarnation) is service:
+            del self.by_incarnation[service.record.incarnation]
+        place = _place_of(service.record)
+        there = self._places.get(place, {})
+        there.pop(service.id, None)
+        if not there:
+            self._places.pop(place, None)
 
     def _index(self, service: LiveService) -> None:
         for index in self._indices_of(service):
@@ -402,6 +434,10 @@ class Registry:
             notice_ends_in_seconds=None if (left := self.facts(service).notice_seconds) is None else round(left, 3),
             observed=service.observed,
         )
+
+
+def _place_of(record: ServiceRecord) -> Place:
+    return record.kind, record.host, record.address
 
 
 def _is_unspecified(address: str) -> bool:

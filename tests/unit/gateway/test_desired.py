@@ -1,8 +1,10 @@
+import json
 from dataclasses import replace
 
 import pytest
 
 from flotilla.services.gateway.digest import digest
+from flotilla.services.gateway.registry import desired as registry_desired
 from flotilla.services.gateway.registry.desired import (
     MOST_BODIES,
     DesiredBodies,
@@ -163,6 +165,39 @@ def test_an_encoded_answer_is_the_answer_and_is_shared() -> None:
         assert DesiredState.model_validate_json(bodies.of(answer)) == answer
     last = desired(ROLLOUT, FACTS)
     assert bodies.of(last) is bodies.of(last.model_copy())
+
+
+def test_orders_and_peers_are_encoded_around_what_many_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies, facts = DesiredBodies(), replace(FACTS, spec={"name": "a", "seed": [1, None, '\u00e9"']}, policy_version=3)
+    states, lacking = DesiredStates(), replace(ROLLOUT, peers=("http://a", "http://b"))
+    orders = [ORDER.model_copy(update={"rank": rank, "num_ranks": 2}) for rank in (1, 2, None)]
+    answers = [states.of(service, facts, order) for service in (ROLLOUT, lacking) for order in (*orders, None)]
+    encoded: list[str] = []
+    only = registry_desired._only
+    monkeypatch.setattr(registry_desired, "_only", lambda model, name: encoded.append(name) or only(model, name))
+
+    for answer in answers:
+        assert DesiredState.model_validate_json(bodies.of(answer)) == answer
+        assert json.loads(bodies.of(answer)) == json.loads(answer.model_dump_json())
+
+    assert sorted(encoded) == ["manifest", "spec"]
+    leaving = replace(lacking, is_draining=True, notice_ends=9.0, notice_seconds=2.5)
+    answer = states.of(leaving, facts, ORDER)
+    assert DesiredState.model_validate_json(bodies.of(answer)) == answer
+
+
+def test_each_member_has_a_tag_of_its_own_and_the_manifest_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    states, read = DesiredStates(), []
+    digest_of = registry_desired._digest_of
+    monkeypatch.setattr(registry_desired, "_digest_of", lambda manifest: read.append(1) or digest_of(manifest))
+    orders = [ORDER.model_copy(update={"rank": rank}) for rank in range(1, 9)]
+
+    tags = {states.of(ROLLOUT, FACTS, order).tag for order in orders}
+
+    assert (len(tags), len(read)) == (8, 1)
+    other = ORDER.model_copy(update={"manifest": a_manifest(2)})
+    assert states.of(ROLLOUT, FACTS, other).tag not in tags
+    assert len(read) == 2
 
 
 def test_a_rollout_that_lacks_the_version_is_told_who_else_has_it() -> None:

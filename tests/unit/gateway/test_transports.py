@@ -1,6 +1,7 @@
 """Each rollout gets the weights by the fastest way that reaches it."""
 
-from typing import Any
+from collections import Counter
+from typing import Any, NoReturn
 
 import pytest
 
@@ -84,22 +85,26 @@ def a_rollout(name: str, held_image: str | None = None, *, is_draining: bool = F
     return service
 
 
+def unasked() -> NoReturn:
+    raise AssertionError("who needs no peers asks for none")
+
+
 def test_a_rollout_is_sent_to_those_that_keep_the_committed_image() -> None:
     lacking = a_rollout("new")
     having = a_rollout("has it", CHECKSUM)
     others = [a_rollout("old", "1" * 16), a_rollout("leaves", CHECKSUM, is_draining=True), a_rollout("none")]
 
-    assert peers_of(lacking, [lacking, having, *others], CHECKSUM) == [having]
-    assert peers_of(having, [lacking, having, *others], CHECKSUM) == []
-    assert peers_of(lacking, [having], None) == []
+    assert peers_of(lacking, lambda: [lacking, having, *others], CHECKSUM) == [having]
+    assert peers_of(having, unasked, CHECKSUM) == []
+    assert peers_of(lacking, unasked, None) == []
 
 
 def test_each_rollout_is_sent_to_a_few_others_and_always_to_the_same() -> None:
     having = [a_rollout(f"r{number}", CHECKSUM) for number in range(20)]
-    chosen = [peers_of(a_rollout(f"new{number}"), having, CHECKSUM) for number in range(20)]
+    chosen = [peers_of(a_rollout(f"new{number}"), lambda: having, CHECKSUM) for number in range(20)]
 
     assert {len(peers) for peers in chosen} == {MAX_PEERS}
-    assert chosen[0] == peers_of(a_rollout("new0"), having[::-1], CHECKSUM)
+    assert chosen[0] == peers_of(a_rollout("new0"), lambda: having[::-1], CHECKSUM)
     assert len({peer.id for peers in chosen for peer in peers}) > 2 * MAX_PEERS
 
 
@@ -107,3 +112,13 @@ def test_only_a_rollout_that_serves_another_version_lacks_it() -> None:
     rollout = a_rollout("r")
 
     assert (lacks_version(rollout, 3), lacks_version(rollout, 2), lacks_version(rollout, 0)) == (True, False, False)
+
+
+def test_no_rollout_is_asked_by_many_more_than_others() -> None:
+    having = [a_rollout(f"r{number}", CHECKSUM) for number in range(50)]
+    asked = Counter(
+        peer.id for number in range(500) for peer in peers_of(a_rollout(f"new{number}"), lambda: having, CHECKSUM)
+    )
+
+    assert len(asked) == len(having)
+    assert max(asked.values()) < 2 * 500 * MAX_PEERS / len(having)

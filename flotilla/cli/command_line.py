@@ -354,6 +354,8 @@ def _add_tokens(commands: "Commands") -> None:
     create.add_argument("--scope", choices=SCOPES, default="reader", help="what it may do (%(default)s)")
     create.add_argument("--kind", choices=KINDS, help="of service, with --scope service (default: any)")
     create.add_argument("--experiment", metavar="ID", help="the only experiment that it may touch")
+    text = "whose it is: it sees, makes and changes experiments of this owner alone (default: those of all)"
+    create.add_argument("--owner", metavar="NAME", help=text)
     create.add_argument(
         "--expires", type=parsing.life, default="90d", help="after 30m, 12h, 90d, or never (default: 90d)"
     )

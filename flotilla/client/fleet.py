@@ -115,9 +115,10 @@ class FleetCalls(Calls):
         subject: str | None = None,
         expires_in_seconds: float | None = DEFAULT_SECONDS,
         quota: Quota | None = None,
+        owner: str | None = None,
     ) -> NewToken:
         """Make a token, which is shown this once; for what each part is, see ``TokenRequest``."""
-        body = {
+        body: dict[str, object] = {
             "name": name,
             "scope": scope,
             "kind": kind,
@@ -126,6 +127,8 @@ class FleetCalls(Calls):
             "expires_in_seconds": expires_in_seconds,
             "quota": None if quota is None else quota.model_dump(mode="json"),
         }
+        if owner is not None:
+            body["owner"] = owner
         return await self._call(NewToken, "POST", "/v1/tokens", body=body)
 
     async def revoke_token(self, token: str) -> None:
@@ -188,6 +191,7 @@ class BlockingFleetCalls(BlockingCalls):
         subject: str | None = None,
         expires_in_seconds: float | None = DEFAULT_SECONDS,
         quota: Quota | None = None,
+        owner: str | None = None,
     ) -> NewToken:
         """Make a token, which is shown this once; see :meth:`FleetCalls.create_token`."""
         return self._run(
@@ -199,6 +203,7 @@ class BlockingFleetCalls(BlockingCalls):
             subject=subject,
             expires_in_seconds=expires_in_seconds,
             quota=quota,
+            owner=owner,
         )
 
     def revoke_token(self, token: str) -> None:

@@ -85,4 +85,4 @@ class _GatewayApp(FastAPI):
 
 def _opened_of(scope: Scope) -> Opened:
     state: GatewayState = scope["state"]["gateway"]
-    return Opened(state.store, state.clock, state.tokens)
+    return Opened(state.store, state.clock, state.tokens, state.owner_of)

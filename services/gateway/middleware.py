@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flotilla.services.gateway.access.caller import caller
-from flotilla.services.gateway.access.policy import OPEN_PATHS, refusal
+from flotilla.services.gateway.access.policy import OPEN_PATHS, experiment_of, refusal
 from flotilla.services.gateway.access.tokens import OPERATOR, Shown, Tokens
 from flotilla.services.gateway.body_limits import limit_of
 from flotilla.services.gateway.store.answers import AwaitedAnswer, awaited
@@ -27,6 +27,7 @@ from flotilla.shared.errors import (
     Forbidden,
     IdempotencyMismatch,
     InvalidRequest,
+    NotFound,
     Unauthorized,
     Unavailable,
 )
@@ -69,6 +70,8 @@ class Opened:
     store: Store
     clock: Clock
     tokens: Tokens
+    owner_of: Callable[[str], str | None]
+    """Of an experiment; None where it has none, or is not there."""
 
 
 OpenedOf = Callable[[Scope], Opened]
@@ -152,10 +155,19 @@ class Guard:
         reason = refusal(scope["method"], scope["path"], shown.principal)
         if reason is not None:
             raise _Refused(Forbidden(reason))
+        experiment_id, owner = experiment_of(scope["path"]), shown.principal.owner
+        if owner is not None and experiment_id is not None:
+            self._check_owner(scope, experiment_id, owner)
         scope["state"]["shown"] = shown
         # Each request is handled in a context of its own.
         caller.set(shown.principal)
         return shown
+
+    def _check_owner(self, scope: Scope, experiment_id: str, owner: str) -> None:
+        """Answer whoever has another's experiment as if there were none: ids say what others work on."""
+        if self._opened_of(scope).owner_of(experiment_id) != owner:
+            detail = f"there is no experiment {experiment_id} of the owner {owner}"
+            raise _Refused(NotFound(detail, experiment_id=experiment_id), is_ours=True)
 
     async def _once(self, key: str, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         opened = self._opened_of(scope)

@@ -108,6 +108,8 @@ class ExperimentView(TolerantWire):
     directory: str
     origin: Origin | None = None
     """The checkpoint that it began from; null if it began with the model's weights."""
+    owner: str | None = None
+    """Whose it is; null: the fleet's own."""
     changes: tuple[LiveChange, ...] = ()
     """What was changed of ``spec``, which has it, while the experiment ran; oldest first."""
 

@@ -6,7 +6,7 @@ from flotilla.cli.gateway import open_gateway
 from flotilla.cli.output import new_console, table_of, write_json
 from flotilla.shared.net.authorisation.token_records import TokenView
 
-COLUMNS = ("id", "name", "scope", "for", "created", "by", "expires")
+COLUMNS = ("id", "name", "scope", "owner", "for", "created", "by", "expires")
 
 
 async def create(arguments: argparse.Namespace) -> int:
@@ -18,6 +18,7 @@ async def create(arguments: argparse.Namespace) -> int:
             kind=arguments.kind,
             experiment_id=arguments.experiment,
             expires_in_seconds=arguments.expires,
+            owner=arguments.owner,
         )
     if arguments.json:
         write_json(made.model_dump(mode="json"))
@@ -58,6 +59,7 @@ def _row(view: TokenView) -> dict[str, str]:
         "id": view.id,
         "name": view.name,
         "scope": str(view.scope),
+        "owner": view.owner or "",
         "for": " ".join(str(each) for each in (view.kind, view.experiment_id, view.subject) if each),
         "created": _time(view.created_at),
         "by": view.created_by,

@@ -14,3 +14,9 @@ def actor() -> str:
     """Name who acts, for an audit record."""
     principal = caller.get()
     return GATEWAY if principal is None else principal.actor
+
+
+def owner() -> str | None:
+    """Name whose token acts; None for the fleet's own, and for the gateway itself."""
+    principal = caller.get()
+    return None if principal is None else principal.owner

@@ -3,6 +3,7 @@
 A route that is not in the table is the operator's alone.
 """
 
+import re
 from dataclasses import dataclass
 from re import Pattern
 from typing import Final
@@ -16,6 +17,7 @@ from flotilla.shared.schemas.service import ServiceKind
 EXPERIMENT: Final = "/v1/experiments/{experiment_id}"
 SERVICE: Final = "/v1/services/{service_id}"
 EVERY_KIND: Final = frozenset(ServiceKind)
+OF_EXPERIMENT: Final = re.compile(r"/v1/experiments/([^/]+)")
 OPEN_PATHS: Final = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", "/docs"}) | PAGE_PATHS
 """For which no token is wanted."""
 
@@ -172,16 +174,37 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("DELETE", f"{CHECKPOINT}/publish"): TINKER,
 }
 
-_COMPILED: Final[list[tuple[str, Pattern[str], Rule]]] = [
-    (method, compile_path(template)[0], rule) for (method, template), rule in RULES.items()
+FOR_OWNERS: Final = frozenset(
+    {
+        ("POST", "/v1/experiments"),
+        ("GET", "/v1/experiments"),
+        ("GET", "/v1/fleet"),
+        ("GET", "/v1/services"),
+        ("GET", SERVICE),
+        ("GET", "/v1/tokens/self"),
+    }
+)
+"""Routes without an experiment in their path that tokens with an owner may use: they make or show what is the owner's.
+Of routes with one, the guard compares whose that is."""
+
+_COMPILED: Final[list[tuple[str, Pattern[str], Rule, bool]]] = [
+    (method, compile_path(template)[0], rule, (method, template) in FOR_OWNERS)
+    for (method, template), rule in RULES.items()
 ]
 
 
 def refusal(method: str, path: str, who: Principal) -> str | None:
-    """Return why a token may not make this request; None if it may."""
+    """Return why a token may not make this request; None if it may.
+
+    Whether an experiment is its owner's is not looked at here: see ``experiment_of``.
+    """
+    if who.scope is Scope.OPERATOR and who.owner is None:
+        return None
+    rule, parameters, is_for_owners = _rule_of(method, path)
+    if who.owner is not None and not is_for_owners and "experiment_id" not in parameters:
+        return f"{method} {path} is about the whole fleet; this token ({who.actor}) is of the owner {who.owner} alone"
     if who.scope is Scope.OPERATOR:
         return None
-    rule, parameters = _rule_of(method, path)
     if who.scope not in rule.scopes:
         return _wants(method, path, rule, f"this token ({who.actor}) has the scope {who.scope}")
     if who.scope is Scope.SERVICE and not rule.is_for_bound:
@@ -207,11 +230,17 @@ def _refusal_of_service(method: str, path: str, rule: Rule, service_id: str | No
     return None
 
 
-def _rule_of(method: str, path: str) -> tuple[Rule, dict[str, str]]:
-    for its_method, pattern, rule in _COMPILED:
+def experiment_of(path: str) -> str | None:
+    """Return the experiment that a path is about; None: it is about none, whatever it leads to."""
+    found = OF_EXPERIMENT.match(path)
+    return None if found is None else found[1]
+
+
+def _rule_of(method: str, path: str) -> tuple[Rule, dict[str, str], bool]:
+    for its_method, pattern, rule, is_for_owners in _COMPILED:
         if its_method == method and (found := pattern.fullmatch(path)):
-            return rule, found.groupdict()
-    return OPERATING, {}
+            return rule, found.groupdict(), is_for_owners
+    return OPERATING, {}, False
 
 
 def _wants(method: str, path: str, rule: Rule, but: str) -> str:

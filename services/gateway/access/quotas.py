@@ -1,4 +1,4 @@
-"""How much one token may have at a time: pure checks, which name what is used and what is allowed."""
+"""How much one token, or all of one owner, may have at a time: pure checks, which name what is used and allowed."""
 
 from collections.abc import Iterable, Mapping
 
@@ -22,11 +22,11 @@ def check_new(new: ExperimentRecord, known: Iterable[ExperimentRecord], quota: Q
     Raises:
         QuotaExceeded: it has as many as it may.
     """
-    own = [each for each in known if each.created_by == new.created_by]
-    _check("experiments", len(own), 1, quota.experiments, new.created_by, "delete some of them")
+    own = [each for each in known if holder_of(each) == holder_of(new)]
+    _check("experiments", len(own), 1, quota.experiments, holder_of(new), "delete some of them")
     kept = sum(map(_sample_bytes, own))
     advice = "delete experiments, or lower samples.max_bytes of the spec"
-    _check("sample_bytes", kept, _sample_bytes(new), quota.sample_bytes, new.created_by, advice)
+    _check("sample_bytes", kept, _sample_bytes(new), quota.sample_bytes, holder_of(new), advice)
 
 
 def check_running(record: ExperimentRecord, known: Iterable[ExperimentRecord], quota: Quota) -> None:
@@ -35,9 +35,14 @@ def check_running(record: ExperimentRecord, known: Iterable[ExperimentRecord], q
     Raises:
         QuotaExceeded: as many as may be are.
     """
-    is_others = (each for each in known if each.created_by == record.created_by and each.id != record.id)
+    is_others = (each for each in known if holder_of(each) == holder_of(record) and each.id != record.id)
     running = sum(each.state in ACTIVE for each in is_others)
-    _check("running", running, 1, quota.running, record.created_by, "wait until one has ended, or stop one")
+    _check("running", running, 1, quota.running, holder_of(record), "wait until one has ended, or stop one")
+
+
+def holder_of(record: ExperimentRecord) -> str | None:
+    """Name who an experiment counts for: its owner, whichever of their tokens made it, else the token."""
+    return record.created_by if record.owner is None else f"owner {record.owner}"
 
 
 def check_episodes(num_open: int, quota: Quota, whose: str) -> None:

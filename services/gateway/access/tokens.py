@@ -122,7 +122,9 @@ class Tokens:
             return None
         kind = None if record.kind is None else ServiceKind(record.kind)
         scope, experiment_id = Scope(record.scope), record.experiment_id
-        principal = Principal(scope, record.name, kind, experiment_id=experiment_id, subject=record.subject)
+        principal = Principal(
+            scope, record.name, kind, experiment_id=experiment_id, subject=record.subject, owner=record.owner
+        )
         return Shown(principal, record.expires_at)
 
     def pass_of(self, kind: ServiceKind, service_id: str) -> str:
@@ -188,8 +190,11 @@ class Tokens:
                 expires_at=None if request.expires_in_seconds is None else now + request.expires_in_seconds,
                 created_by=actor(),
                 quota=None if request.quota is None else request.quota.model_dump(mode="json"),
+                owner=request.owner,
             )
-            facts = {"name": record.name, "scope": record.scope, "expires_at": record.expires_at}
+            facts: dict[str, object] = {"name": record.name, "scope": record.scope, "expires_at": record.expires_at}
+            if record.owner is not None:
+                facts["owner"] = record.owner
             change.write(PutRecord(record), self._audit(record, "create", facts))
             change.then(lambda: self._made.__setitem__(record.digest, record))
         return record, token

@@ -6,6 +6,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from flotilla.services.gateway.lifecycle.states import (
 )
 from flotilla.services.gateway.preflight import checks
 from flotilla.services.gateway.publications.publications import Publications
-from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, document_of
+from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, document_of, owner_of
 from flotilla.services.gateway.registry.services import Registry
 from flotilla.services.gateway.store.answers import stage_answer
 from flotilla.services.gateway.store.records import ExperimentRecord
@@ -116,6 +117,10 @@ class ExperimentCommands:
     ) -> Experiment:
         spec = await asyncio.to_thread(checks.pinned, spec)
         self.live.check(spec)
+        who = caller.get()
+        if who is not None and who.owner is not None:
+            find = partial(owner_of, self._repository)
+            await asyncio.to_thread(origins.check_owned, spec, who.owner, find, self._directory)
         await asyncio.to_thread(checks.check, spec, self._places)
         stored = None
         if spec.checkpoint.resume_from is not None:
@@ -426,5 +431,6 @@ class ExperimentCommands:
             health=tuple(HealthFinding.model_validate(each) for each in record.health or ()),
             directory=record.directory,
             origin=Origin.model_validate(record.origin) if record.origin else None,
+            owner=record.owner,
             changes=experiment.steering_of(record).changes,
         )

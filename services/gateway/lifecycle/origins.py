@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
+from flotilla.services.gateway.records.spec_texts import RESUME_FROM, named_in, parts_below
 from flotilla.shared.checkpoints.folders import (
     AVERAGE,
     CHECKPOINTS,
@@ -45,8 +46,27 @@ log = logging.getLogger(__name__)
 
 UNFINISHED = "unfinished"
 """Marks the directory of an experiment whose record may not be stored yet."""
-FIELD = "checkpoint.resume_from"
+FIELD = RESUME_FROM
 ATTEMPTS = 3
+
+
+def check_owned(spec: ExperimentSpec, owner: str, owner_of: Callable[[str], str | None], experiments: Path) -> None:
+    """Refuse a spec of an owner that names files of the fleet that are not the owner's; blocks.
+
+    Args:
+        spec: of the experiment to come.
+        owner: of the token that asks.
+        owner_of: finds whose an experiment is.
+        experiments: the folder of their directories, in the fleet's own.
+
+    Raises:
+        InvalidSpec: it names something in the fleet's directory that is in no experiment of this owner.
+    """
+    root = os.path.realpath(experiments.parent)
+    for key, text in named_in(spec.model_dump(mode="json")):
+        parts = parts_below(text, root) if text.startswith("/") else ()
+        if parts and not (len(parts) > 1 and parts[0] == experiments.name and owner_of(parts[1]) == owner):
+            raise InvalidSpec(f"{key}: {text} is in the fleet's own directory, and in no experiment of {owner}")
 
 
 def parse_reference(text: str) -> tuple[str, int | None]:

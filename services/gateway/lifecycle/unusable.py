@@ -84,6 +84,7 @@ def view(unusable: UnusableExperiment, what: str = "this release refuses the sto
         problem=Problem(component=COMPONENT, cause=cause, at=rfc3339(record.updated_at)),
         directory=record.directory,
         origin=Origin.model_validate(record.origin) if record.origin else None,
+        owner=record.owner,
     )
 
 

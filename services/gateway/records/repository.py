@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
-from flotilla.services.gateway.access.caller import actor
+from flotilla.services.gateway.access.caller import actor, owner
 from flotilla.services.gateway.access.quotas import UNLIMITED, check_new, check_running
 from flotilla.services.gateway.records.steering import Steering, changes_of
 from flotilla.services.gateway.signals import Signal
@@ -54,6 +54,11 @@ log = logging.getLogger(__name__)
 TOLD_ALONE = frozenset({"step", "health"})
 """Fields that are shown and nothing else: neither placement nor what any service should do depends on them, and they
 change in each step."""
+
+
+def owner_of(repository: "ExperimentRepository", experiment_id: str) -> str | None:
+    """Name whose an experiment is, usable or not; None: nobody's in particular, or there is none."""
+    return repository.record_of(experiment_id).owner if repository.knows(experiment_id) else None
 
 
 class OpenPlane(Protocol):
@@ -231,16 +236,18 @@ class ExperimentRepository:
         return self._experiments.get(experiment_id) if experiment_id is not None else None
 
     def named(self, reference: str) -> Experiment:
-        """Find an experiment by its id or, where no id is meant, the newest of a name.
+        """Find an experiment by its id or, where no id is meant, the newest of a name; to an owner only their own.
 
         Raises:
             NotFound: there is none.
             SpecRefused: this release cannot use it.
         """
+        whose = owner()
         found = [each for each in self if reference in {each.id, each.record.name}]
+        found = [each for each in found if whose in {None, each.record.owner}]
         if not found:
             for each in self.unusable():
-                if reference in {each.record.id, each.record.name}:
+                if reference in {each.record.id, each.record.name} and whose in {None, each.record.owner}:
                     return self.get(each.record.id)
             raise NotFound(f"there is no experiment {reference}", experiment_id=reference)
         return max(found, key=lambda each: (each.id == reference, each.record.number))
@@ -256,7 +263,7 @@ class ExperimentRepository:
         Raises:
             QuotaExceeded: that has as many as it may.
         """
-        record = replace(record, created_by=actor())
+        record = replace(record, created_by=actor(), owner=owner())
         check_new(record, self._records(), self._quota_of(record.created_by))
         experiment = Experiment(record, spec, self._open_plane)
         change.stage(experiment, record)

@@ -4,8 +4,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from flotilla.services.gateway.records.spec_texts import named_in, parts_below
 from flotilla.services.gateway.store.records import ExperimentRecord
 from flotilla.shared.checkpoints.folders import CHECKPOINTS
 from flotilla.shared.samples.folder import SAMPLES
@@ -56,24 +56,9 @@ def _of_origin(record: ExperimentRecord) -> Iterator[Reference]:
 
 
 def _of_spec(record: ExperimentRecord, root: str) -> Iterator[Reference]:
-    for key, text in _texts(record.spec):
+    for key, text in named_in(record.spec):
         if not text.startswith("/"):
-            yield Reference(record.id, text.partition("@")[0], Part.CHECKPOINTS, f"{key} of {record.id} names it")
-            continue
-        relative = Path(os.path.relpath(os.path.realpath(text), root)).parts or (os.curdir,)
-        if relative[0] in {os.pardir, os.curdir}:
-            continue
-        part = FOLDERS.get(relative[1], Part.LOGS) if len(relative) > 1 else Part.RUN
-        yield Reference(record.id, relative[0], part, f"{key} of {record.id} names {text}")
-
-
-def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Go through all strings of a spec, with their keys."""
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from _texts(each, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _texts(each, key)
+            yield Reference(record.id, text, Part.CHECKPOINTS, f"{key} of {record.id} names it")
+        elif parts := parts_below(text, root):
+            part = FOLDERS.get(parts[1], Part.LOGS) if len(parts) > 1 else Part.RUN
+            yield Reference(record.id, parts[0], part, f"{key} of {record.id} names {text}")

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Query, Request
 
 from flotilla.services.gateway.lifecycle import unusable
 from flotilla.services.gateway.lifecycle.states import Action
-from flotilla.services.gateway.routes.dependencies import OF_TRAINER, Cursor, Gateway, Jobs, Limit, page_of
+from flotilla.services.gateway.routes.dependencies import OF_TRAINER, Caller, Cursor, Gateway, Jobs, Limit, page_of
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.schemas.experiment import ExperimentView, ExtendRequest, ForkRequest, Page
@@ -47,13 +47,21 @@ async def create(
 @router.get("")
 async def index(
     gateway: Gateway,
+    caller: Caller,
     jobs: Jobs,
     after: Cursor = None,
     limit: Limit = 100,
     spec: Annotated[bool, Query(description="with their specs, which are most of the answer")] = True,
 ) -> Page[ExperimentView]:
-    """List the experiments, oldest first; behind them those that clients of the Tinker API drive."""
-    shown = [*unusable.views(gateway.commands, gateway.repository), *await jobs.views()]
+    """List the experiments, oldest first; behind them those that clients of the Tinker API drive.
+
+    To a token with an owner only those of the owner.
+    """
+    shown = unusable.views(gateway.commands, gateway.repository)
+    if caller.owner is None:
+        shown += await jobs.views()
+    else:
+        shown = [view for view in shown if view.owner == caller.owner]
     if not spec:
         shown = [view.model_copy(update={"spec": {}}) for view in shown]
     return page_of([(view.id, view) for view in shown], after, limit)

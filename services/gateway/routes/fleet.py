@@ -2,7 +2,8 @@
 
 from fastapi import APIRouter
 
-from flotilla.services.gateway.routes.dependencies import Gateway
+from flotilla.services.gateway.routes.dependencies import Caller, Gateway
+from flotilla.services.gateway.routes.ownership import fleet_of
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.schemas.checks import FleetExamination
 from flotilla.shared.schemas.fleet import FleetView
@@ -12,9 +13,13 @@ router = APIRouter(prefix="/fleet", tags=["services"])
 
 
 @router.get("")
-async def show(gateway: Gateway) -> FleetView:
-    """Show what each active experiment has of the fleet, what it should have, and what it waits for."""
-    return gateway.scheduler.view()
+async def show(gateway: Gateway, caller: Caller) -> FleetView:
+    """Show what each active experiment has of the fleet, what it should have, and what it waits for.
+
+    To a token with an owner the owner's alone.
+    """
+    view = gateway.scheduler.view()
+    return view if caller.owner is None else fleet_of(view, caller.owner, gateway)
 
 
 @router.post("/checks")

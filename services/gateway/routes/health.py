@@ -36,8 +36,9 @@ async def readyz(gateway: Gateway) -> dict[str, str]:
 async def metrics(gateway: Gateway, request: Request) -> Response:
     """Return what the gateway knows, from memory alone, in Prometheus' text format.
 
-    Single experiments are shown to those whose token may list them.
+    Single experiments are shown to those whose token may list all of them.
     """
     shown = gateway.tokens.read(bearer_of(request.headers.get("authorization")))
-    may_see = shown is not None and refusal("GET", "/v1/experiments", shown.principal) is None
+    is_whole = shown is not None and shown.principal.owner is None
+    may_see = shown is not None and is_whole and refusal("GET", "/v1/experiments", shown.principal) is None
     return await response_of(metrics_of(gateway, with_experiments=may_see))

@@ -5,7 +5,8 @@ from fastapi import APIRouter, Request, Response
 from flotilla.services.gateway.membership.service_logs import LogQuery
 from flotilla.services.gateway.routes.dependencies import Caller, Cursor, Gateway, Limit, Wait, page_of
 from flotilla.services.gateway.routes.exchange import JSON, exchange, watching
-from flotilla.shared.errors import Forbidden
+from flotilla.services.gateway.routes.ownership import may_see
+from flotilla.shared.errors import Forbidden, NotFound
 from flotilla.shared.net.authorisation.access import Scope
 from flotilla.shared.schemas.checks import CheckReport
 from flotilla.shared.schemas.experiment import Page
@@ -91,22 +92,28 @@ async def leave(service_id: str, gateway: Gateway) -> None:
 async def index(
     gateway: Gateway, caller: Caller, kind: ServiceKind | None = None, after: Cursor = None, limit: Limit = 100
 ) -> Page[ServiceView]:
-    """List the services, or those of one kind, in the order of registration; to a service, sandboxes alone."""
+    """List the services, or those of one kind, in the order of registration.
+
+    To a service, sandboxes alone; to a token with an owner, those that work for nobody else.
+    """
     kinds = set(ServiceKind) if kind is None else {kind}
     if caller.scope is Scope.SERVICE:
         kinds &= {ServiceKind.SANDBOX}
-    services = [service for service in gateway.registry if service.kind in kinds]
+    services = [service for service in gateway.registry if service.kind in kinds and may_see(service, caller, gateway)]
     return page_of([(service.id, gateway.registry.view(service)) for service in services], after, limit)
 
 
 @router.get("/{service_id}")
-async def show(service_id: str, gateway: Gateway) -> ServiceView:
+async def show(service_id: str, gateway: Gateway, caller: Caller) -> ServiceView:
     """Show a service.
 
     Raises:
-        NotFound: it is not registered.
+        NotFound: it is not registered, or works for another than the token's owner.
     """
-    return gateway.registry.view(gateway.registry.get(service_id))
+    service = gateway.registry.get(service_id)
+    if not may_see(service, caller, gateway):
+        raise NotFound(f"no service {service_id} works for an experiment of {caller.owner}", service_id=service_id)
+    return gateway.registry.view(service)
 
 
 @router.get("/{service_id}/logs")

@@ -42,6 +42,7 @@ async def show_self(request: Request) -> CallerView:
         service_id=who.service_id,
         experiment_id=who.experiment_id,
         subject=who.subject,
+        owner=who.owner,
         expires_at=None if shown.expires_at is None else rfc3339(shown.expires_at),
     )
 
@@ -69,5 +70,6 @@ def _facts(record: TokenRecord, now: float) -> dict[str, object]:
         "created_by": record.created_by,
         "expires_at": None if expires_at is None else rfc3339(expires_at),
         "quota": record.quota,
+        "owner": record.owner,
         "is_expired": expires_at is not None and expires_at <= now,
     }

@@ -11,7 +11,13 @@ from flotilla.services.gateway.lifecycle.commands import ExperimentCommands
 from flotilla.services.gateway.membership.fleet import Fleet
 from flotilla.services.gateway.monitoring.health.measurements import Measurements
 from flotilla.services.gateway.publications.publications import Publications
-from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, OpenPlane, PerExperiment
+from flotilla.services.gateway.records.repository import (
+    Experiment,
+    ExperimentRepository,
+    OpenPlane,
+    PerExperiment,
+    owner_of,
+)
 from flotilla.services.gateway.registry.services import Registry, wake_services
 from flotilla.services.gateway.samples.indexing import SampleIndexes
 from flotilla.services.gateway.settings import GatewaySettings
@@ -83,6 +89,10 @@ class GatewayParts:
             self.tokens,
             on_change=self.wake.set,
         )
+
+    def owner_of(self, experiment_id: str) -> str | None:
+        """Name whose an experiment is; None: nobody's in particular, or there is none."""
+        return owner_of(self.repository, experiment_id)
 
     def _experiment_restarted(self, change: Transaction, experiment: Experiment) -> None:
         change.then(self.measurements.of(experiment).health.clear)

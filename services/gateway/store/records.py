@@ -36,6 +36,7 @@ class ExperimentRecord:
             0 in rows of before there was one.
         spec_revision: of the schema that ``spec`` was written under; see ``shared/config/revisions.py``.
         created_by: the token that made it, as audit records name it; None in rows of before it was kept.
+        owner: of the token that made it; None: the fleet's own.
         device_shift: whose shift it is on devices that trainer and rollouts share; see ``registry/shifts.py``.
         changes: of the spec while it ran, oldest first, each a ``LiveChange`` as JSON; ``spec`` has them.
     """
@@ -66,6 +67,7 @@ class ExperimentRecord:
     device_shift: int = 1
     spec_revision: int = REVISION
     created_by: str | None = None
+    owner: str | None = None
     changes: Sequence[Mapping[str, Any]] | None = None
 
 
@@ -154,6 +156,7 @@ class TokenRecord:
         created_at, expires_at: seconds since the epoch; one that does not expire has None.
         created_by: who made it, as audit records name them.
         quota: what it may have, a ``Quota`` as JSON; None: what the gateway's settings say.
+        owner: whose experiments it may touch; None: all.
     """
 
     id: str
@@ -167,6 +170,7 @@ class TokenRecord:
     expires_at: float | None
     created_by: str
     quota: Mapping[str, Any] | None = None
+    owner: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ experiments = Table(
     Column("device_shift", Integer, nullable=False, server_default="1"),
     Column("spec_revision", Integer, nullable=False, server_default="0"),
     Column("created_by", String(64)),
+    Column("owner", String(48)),
     Column("changes", Document),
 )
 
@@ -183,6 +184,7 @@ tokens = Table(
     Column("expires_at", Float(53)),
     Column("created_by", String(64), nullable=False),
     Column("quota", Document),
+    Column("owner", String(48)),
 )
 
 idempotency = Table(

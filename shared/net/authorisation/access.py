@@ -48,6 +48,8 @@ class Principal:
         experiment_id: the only experiment that it may touch; None: all.
         subject: what else it is bound to, such as one episode; read by the routes that issue such passes.
         epoch: of a trainer's assignment to the experiment; None: it does no work for an experiment.
+        owner: whose token it is: it touches only experiments of the same owner. None: the fleet's own, which may touch
+            all.
     """
 
     scope: Scope
@@ -57,6 +59,7 @@ class Principal:
     experiment_id: str | None = None
     subject: str | None = None
     epoch: int | None = None
+    owner: str | None = None
 
     @property
     def actor(self) -> str:

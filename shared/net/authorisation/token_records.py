@@ -10,6 +10,9 @@ from flotilla.shared.schemas.wire import Wire
 
 DEFAULT_SECONDS = 90 * 86_400.0
 MAX_SECONDS = 3650 * 86_400.0
+OWNER = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+OWNED_SCOPES = frozenset({Scope.OPERATOR, Scope.READER})
+"""Of a token with an owner."""
 BOUND_SCOPES = frozenset({Scope.AGENT, Scope.GRADER})
 """Of one experiment each."""
 
@@ -42,7 +45,10 @@ class TokenRequest(Wire):
     expires_in_seconds: float | None = Field(DEFAULT_SECONDS, gt=0, le=MAX_SECONDS)
     """Null: it does not expire."""
     quota: Quota | None = None
-    """What it may have; null: what the gateway's settings say. Operators and agents have something to count."""
+    """What it may have; null: what the gateway's settings say. Operators and agents have something to count. Of a token
+    with an owner all that the owner has counts."""
+    owner: str | None = Field(None, max_length=48, pattern=OWNER)
+    """Whose it is: it sees and changes only experiments of this owner, and makes only such. Null: the fleet's own."""
 
     @model_validator(mode="after")
     def _fits_its_scope(self) -> Self:
@@ -54,6 +60,8 @@ class TokenRequest(Wire):
             raise ValueError(f"experiment_id has no effect with the scope {self.scope}: drop it")
         if self.quota is not None and self.scope not in {Scope.OPERATOR, Scope.AGENT}:
             raise ValueError(f"quota has no effect with the scope {self.scope}: drop it")
+        if self.owner is not None and self.scope not in OWNED_SCOPES:
+            raise ValueError(f"owner has no effect with the scope {self.scope}: drop it, or use operator or reader")
         if self.subject is not None and self.scope not in BOUND_SCOPES:
             raise ValueError(f"subject has no effect with the scope {self.scope}: drop it")
         return self
@@ -74,6 +82,8 @@ class TokenView(Wire):
     is_expired: bool = False
     quota: Quota | None = None
     """What it may have; null: what the gateway's settings say."""
+    owner: str | None = None
+    """Whose it is; null: the fleet's own."""
 
 
 class NewToken(TokenView):
@@ -93,3 +103,4 @@ class CallerView(Wire):
     experiment_id: str | None = None
     subject: str | None = None
     expires_at: str | None = None
+    owner: str | None = None

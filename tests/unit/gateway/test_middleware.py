@@ -22,6 +22,10 @@ from flotilla.shared.net.server.request_body import Bodies
 from flotilla.shared.schemas.service import ServiceKind
 
 
+def nobody(_experiment_id: str) -> None:
+    """Name no owner: no experiment has one here."""
+
+
 class Seen:
     """An app that remembers the bodies that it is given, and what is sent."""
 
@@ -80,7 +84,7 @@ async def ask(
 
     store, clock = MemoryStore(), ManualClock()
     tokens = Tokens(store, clock, "t")
-    opened = Opened(store, clock, tokens)
+    opened = Opened(store, clock, tokens, nobody)
     if token == "pass":
         token = tokens.pass_of(ServiceKind.TRAINER, "trainer-1")
         clock.advance(age_seconds)
@@ -141,7 +145,7 @@ async def test_a_reader_that_hangs_up_is_not_served_on_and_a_change_is_done(meth
         raise AssertionError("there is nobody")
 
     store, clock = MemoryStore(), ManualClock()
-    opened = Opened(store, clock, Tokens(store, clock, "t"))
+    opened = Opened(store, clock, Tokens(store, clock, "t"), nobody)
     scope: dict[str, Any] = {
         "type": "http",
         "method": method,
@@ -195,7 +199,7 @@ async def test_an_idempotency_key_of_one_agent_says_nothing_to_another_and_keeps
 ) -> None:
     store, clock, seen = Kept(), ManualClock(), Seen()
     tokens = Tokens(store, clock, "t")
-    guard = Guard(seen, opened_of=lambda _: Opened(store, clock, tokens), bodies=Bodies())
+    guard = Guard(seen, opened_of=lambda _: Opened(store, clock, tokens, nobody), bodies=Bodies())
     for subject in ("e.1.rollout-1.0", "e.1.rollout-1.1"):
         token = tokens.issue(Principal(Role.AGENT, "an agent", experiment_id="e.1", subject=subject), 60.0)
         scope: dict[str, Any] = {

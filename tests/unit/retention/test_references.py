@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from flotilla.services.gateway.retention.references import references
 from flotilla.services.gateway.store.records import ExperimentRecord
 from flotilla.shared.schemas.retention import Part
@@ -42,6 +44,16 @@ def test_a_spec_needs_what_it_names_below_another_experiments_directory(tmp_path
         ("b", "a", Part.CHECKPOINTS, f"model.path of b names {model}"),
         ("b", "a", Part.SAMPLES, f"data.path of b names {data}"),
     ]
+
+
+@pytest.mark.parametrize("where", ["a@4", "a", "ROOT/a@4", "ROOT/a/checkpoints/step-00000004"])
+def test_a_checkpoint_that_a_spec_begins_from_is_needed_however_it_is_named(tmp_path: Path, where: str) -> None:
+    spec = a_spec_of(checkpoint={"resume_from": where.replace("ROOT", str(tmp_path))})
+
+    (only,) = references([a_record("a"), a_record("b", spec=spec)], tmp_path)
+
+    assert (only.by, only.to) == ("b", "a")
+    assert only.protects(Part.CHECKPOINTS)
 
 
 def test_nobody_refers_to_oneself_or_to_what_is_not_there(tmp_path: Path) -> None:

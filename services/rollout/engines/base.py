@@ -101,6 +101,7 @@ class GenerationRequest:
         resume: which of them may be kept under the version that serves when the sample joins the batch; the others
             are sampled afresh.
         images: of the prompt, in order.
+        adapter: that is added to the weights; None: nothing is. For an engine that ``AddsAdapters`` alone.
     """
 
     request_id: str
@@ -112,6 +113,7 @@ class GenerationRequest:
     prefixes: tuple[Prefix | None, ...] = ()
     resume: ResumeRule = UNMIXED
     images: tuple[PromptImage, ...] = ()
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,6 +152,7 @@ class EngineLoad:
         reused_tokens: prompt tokens that were not computed, since those of an earlier turn were kept.
         reuses: prompts that began with such tokens.
         cpu_seconds: of processor time that its process took since start, on all cores; 0 where it is not known.
+        takes_adapters: whether it ``AddsAdapters`` to the model that it has.
     """
 
     version: int
@@ -161,6 +164,7 @@ class EngineLoad:
     reused_tokens: int = 0
     reuses: int = 0
     cpu_seconds: float = 0.0
+    takes_adapters: bool = False
 
 
 class WeightTransfer(Protocol):
@@ -242,6 +246,39 @@ class DiscardsWeights(Protocol):
         Raises:
             WorkerDied: the engine's process ended.
             DeadlineExceeded: the engine does not answer.
+        """
+
+
+@runtime_checkable
+class AddsAdapters(Protocol):
+    """An engine that may sample several adapters of its weights in one batch, beside what ``Engine`` has.
+
+    Whether it does so with its model, ``EngineLoad.takes_adapters`` tells. New weights forget all adapters, and wait
+    until no request in flight has one.
+    """
+
+    async def load_adapter(self, name: str, file: Path, scale: float, version: int) -> None:
+        """Let requests have an adapter from now on.
+
+        Where there is one of the name it takes its place between two tokens, also for samples in flight, which keep
+        their KV cache.
+
+        Args:
+            name: by which requests name it.
+            file: with A [r, in] and B [out, r] under peft's names; it may change or vanish as soon as this returns.
+            scale: factor of B A.
+            version: of the tokens that are sampled with it.
+
+        Raises:
+            WeightTransferFailed: it cannot be read, or does not fit the model; what was there stays.
+            Unavailable: the engine has no weights now.
+        """
+
+    async def drop_adapter(self, name: str) -> None:
+        """Forget an adapter; nothing happens where there is none of the name.
+
+        Raises:
+            InvalidRequest: a request in flight has it.
         """
 
 

@@ -1,6 +1,5 @@
 """Weight images of saved models: the base's weights, with an adapter added where one was saved."""
 
-import json
 from pathlib import Path
 
 import torch
@@ -64,6 +63,23 @@ def read_manifest(saved: Path) -> Saved:
         raise ModelError(f"the saved model cannot be read: {error}") from error
 
 
+def adapter_scale(saved: Path) -> float:
+    """Read the factor of B A of a saved model that is an adapter.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    try:
+        config = _config(saved)
+    except (OSError, ValueError) as error:
+        raise absent_or(error, ModelError(f"{ADAPTER_CONFIG} cannot be read: {error}")) from error
+    return config.lora_alpha / config.r
+
+
+def _config(saved: Path) -> Adapter:
+    return Adapter.model_validate_json((saved / ADAPTER_CONFIG).read_bytes())
+
+
 def _with(base: Path, saved: Path) -> tuple[dict[str, Tensor], int]:
     manifest = read_manifest(saved)
     tensors = _whole(saved) if manifest.lora is None else _adapted(base, saved)
@@ -79,7 +95,7 @@ def _whole(saved: Path) -> dict[str, Tensor]:
 
 def _adapted(base: Path, saved: Path) -> dict[str, Tensor]:
     tensors = _tensors(base)
-    config = Adapter.model_validate(json.loads((saved / ADAPTER_CONFIG).read_text(encoding="utf-8")))
+    config = _config(saved)
     with safe_open(saved / ADAPTER, framework="pt") as file:
         header = AdaptersHeader("", config.lora_alpha / config.r, config.fan_in_fan_out)
         for weight in {found for name in file.keys() if (found := weight_of(name)) is not None}:  # noqa: SIM118

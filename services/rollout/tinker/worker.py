@@ -1,31 +1,27 @@
-"""Samples for the Tinker API: one engine, whose weights change with who asks.
+"""Samples for the Tinker API: one engine, and many models' weights.
 
-Owners take turns, each one's requests in the order in which they came; those that sample from the weights that are
-there join the batch at once. Sampling sessions in flight get newer weights of their model while they sample.
+Owners take turns, each one's requests in the order in which they came; those that sample from weights that are there
+join the batch at once. Sampling sessions in flight get newer weights of their model while they sample.
 """
 
 import asyncio
 import hashlib
 import logging
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from flotilla.services.rollout.engines.base import Engine, GenerationRequest, SamplingParameters
-from flotilla.services.rollout.tinker.images import write_image
-from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.services.rollout.tinker.serving import ServedWeights, Serving, Source
 from flotilla.shared.errors import ClaimLost, FlotillaError, InvalidRequest, NotFound, Unavailable, WorkerDied
 from flotilla.shared.schemas.trajectory import FinishReason
 from flotilla.shared.tinker.messages import write_sequence
-from flotilla.shared.tinker.paths import Kind, SavedPath
 from flotilla.shared.tinker.queue import MOST_ATTEMPTS, NOTHING, Answer, Form, Made, Request, TinkerQueue, Work
-from flotilla.shared.tinker.records import Category, Failure, Sample, Sampled, SampledSequences
+from flotilla.shared.tinker.records import Category, Failure, Sample, SampledSequences
 from flotilla.shared.tinker.sessions import TinkerSessions
 from flotilla.shared.tinker.store import AWAY_SECONDS, as_long_as_it_takes
 from flotilla.shared.tinker.turns import Turns
@@ -33,22 +29,8 @@ from flotilla.shared.tinker.turns import Turns
 log = logging.getLogger(__name__)
 
 AT_A_TIME, AT_A_TURN = 64, 16
-SERVED_KEPT = 1024
 DEFAULT_TOKENS = 256
 SEEDS = 2**63
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What a request samples from.
-
-    Attributes:
-        path: of saved weights; None: the base's.
-        inflight_of: the model whose newest weights in flight those are.
-    """
-
-    path: str | None = None
-    inflight_of: str | None = None
 
 
 class SamplingWorker:
@@ -72,12 +54,10 @@ class SamplingWorker:
         data: Path,
         context_tokens: int,
     ) -> None:
-        self._queue, self._sessions, self._engine, self._base, self._data = queue, sessions, engine, base, data
+        self._queue, self._sessions, self._engine = queue, sessions, engine
+        self._weights = ServedWeights(engine, base, data, self._drained)
         self._context_tokens = context_tokens
-        self._source, self._version = Source(), 0
         self._turns = Turns()
-        # The engine samples from the last ones alone, or from those before until what it has begun is done.
-        self._served: dict[int, Sampled] = {0: Sampled(first_token=0)}
         self._incarnation = ""
         self._active: set[asyncio.Task[None]] = set()
         # Of requests that were begun and wait for room on the disk: counted once by one process.
@@ -92,6 +72,7 @@ class SamplingWorker:
             WorkerDied: the engine's process ended.
         """
         self._incarnation = await self._queue.begin(Work.SAMPLE)
+        await self._weights.begin()
         try:
             async with asyncio.TaskGroup() as tasks:
                 await self._take(tasks)
@@ -146,19 +127,21 @@ class SamplingWorker:
                 await self._refuse(request, WorkerDied(f"the engine ended {MOST_ATTEMPTS} times in this request"))
                 return 1.0
             wanted = Sample.model_validate_json(request.body)
-            await self._serve_newest(wanted)
+            serving = await self._serve_newest(wanted)
         except (WorkerDied, Unavailable, ClaimLost):
             raise  # What waits is sampled by another process, or later.
         except (FlotillaError, ValidationError) as error:
             await self._refuse(request, error)
             return 1.0
-        if attempt > 1 and self._active:
+        if attempt > 1:
             # One of several ended the engine: alone, those that did not are done, and that one is counted.
-            await asyncio.wait(self._active)
+            await self._drained()
         self._attempts.pop(request.id, None)
-        task = tasks.create_task(self._sample(request, wanted, self._version), name=request.id)
+        task = tasks.create_task(self._sample(request, wanted, serving), name=request.id)
+        self._weights.uses(serving)
         self._active.add(task)
         task.add_done_callback(self._active.discard)
+        task.add_done_callback(lambda _: self._weights.ends(serving))
         # Its request reaches the engine before the next change of weights.
         await asyncio.sleep(0)
         if attempt > 1:
@@ -166,14 +149,19 @@ class SamplingWorker:
         tokens = wanted.sampling_params.max_tokens or DEFAULT_TOKENS
         return float(len(wanted.prompt.token_ids) + wanted.num_samples * min(tokens, self._context_tokens))
 
-    async def _serve_newest(self, wanted: Sample) -> None:
+    async def _drained(self) -> None:
+        """Wait until nothing is sampled."""
+        if self._active:
+            await asyncio.wait(self._active)
+
+    async def _serve_newest(self, wanted: Sample) -> Serving:
         source = await self._source_of(wanted)
         try:
-            await self._serve(source)
+            return await self._weights.serve(source)
         except NotFound:
             # What is in flight is deleted when newer weights are: those are sampled from then. What is saved under
             # a name is not there for a moment while it is replaced.
-            await self._serve(await self._source_of(wanted))
+            return await self._weights.serve(await self._source_of(wanted))
 
     async def _source_of(self, wanted: Sample) -> Source:
         if not wanted.sampling_session_id:
@@ -185,46 +173,22 @@ class SamplingWorker:
             return Source(await self._sessions.inflight(sampler.inflight_of), sampler.inflight_of)
         return Source(sampler.path)
 
-    async def _serve(self, source: Source) -> None:
-        """Have the engine sample from these weights; what samples from others ends first, unless it is in flight."""
-        if source == self._source:
-            return
-        saved = None
-        if source.path is not None:
-            path = SavedPath.read(source.path)
-            if path.kind is Kind.TRAINING:
-                raise InvalidRequest(f"{source.path} is to be trained from, not to be sampled from")
-            saved = path.below(self._data)
-        is_newer = self._source.inflight_of is not None and source.inflight_of == self._source.inflight_of
-        with _folder() as folder:
-            image = folder / "image.safetensors"
-            step = await asyncio.to_thread(write_image, self._base, saved, image)
-            if not is_newer and self._active:
-                # The engine may not have begun with all of them, and would sample those from the new weights.
-                await asyncio.wait(self._active)
-            mode = OnWeightUpdate.CONTINUE if is_newer else OnWeightUpdate.DRAIN
-            await self._engine.load_weights(image, self._version + 1, mode)
-        self._version, self._source = self._version + 1, source
-        self._served[self._version] = Sampled(first_token=0, path=source.path, step=step)
-        for version in sorted(self._served)[:-SERVED_KEPT]:
-            del self._served[version]
-        log.info("sampler serves", extra={"path": source.path, "version": self._version})
-
-    async def _sample(self, request: Request, wanted: Sample, version: int) -> None:
+    async def _sample(self, request: Request, wanted: Sample, serving: Serving) -> None:
         try:
-            completions = await self._engine.generate(self._generation(request.id, wanted))
+            completions = await self._engine.generate(self._generation(request.id, wanted, serving.adapter))
         except (WorkerDied, Unavailable):
             raise
         except FlotillaError as error:
             await self._refuse(request, error)
             return
-        if any(sampled < version for each in completions for _, sampled in each.versions):
-            log.error("sampled from older weights than asked for", extra={"request_id": request.id, "version": version})
+        if any(sampled < serving.version for each in completions for _, sampled in each.versions):
+            facts = {"request_id": request.id, "version": serving.version}
+            log.error("sampled from older weights than asked for", extra=facts)
         content = b"".join(
             write_sequence(each.token_ids, each.log_probs, is_cut=each.finish_reason is not FinishReason.STOP)
             for each in completions
         )
-        runs = [self._runs(each.versions) for each in completions]
+        runs = [self._weights.runs(each.versions) for each in completions]
         made = Made(sampled=SampledSequences(sequences=runs).model_dump_json())
         await self._reply(request, Answer(Form.PROTOBUF, content), made)
 
@@ -233,10 +197,7 @@ class SamplingWorker:
         reply = partial(self._queue.reply, Work.SAMPLE, self._incarnation, request, answer, made)
         await as_long_as_it_takes(reply)
 
-    def _runs(self, versions: Sequence[tuple[int, int]]) -> list[Sampled]:
-        return [self._served[version].model_copy(update={"first_token": first}) for first, version in versions]
-
-    def _generation(self, request_id: str, wanted: Sample) -> GenerationRequest:
+    def _generation(self, request_id: str, wanted: Sample, adapter: str | None) -> GenerationRequest:
         how = wanted.sampling_params
         prompt = tuple(wanted.prompt.token_ids)
         # A request that is sampled again after a restart, or whose seed was given, gives the same tokens.
@@ -257,7 +218,7 @@ class SamplingWorker:
             stop=tuple(stop),
             ignore_eos=how.stop == [],
         )
-        return GenerationRequest(request_id, prompt, seeds, sampling)
+        return GenerationRequest(request_id, prompt, seeds, sampling, adapter=adapter)
 
     async def _refuse(self, request: Request, error: FlotillaError | ValidationError) -> None:
         is_theirs = isinstance(error, ValidationError) or error.status < 500
@@ -265,21 +226,6 @@ class SamplingWorker:
         failure = Failure(error=detail, category=Category.USER if is_theirs else Category.SERVER)
         log.warning("request failed", extra={"request_id": request.id, "error": detail})
         await self._reply(request, Answer.failed(failure))
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    """Make a folder for an image.
-
-    Raises:
-        Unavailable: it cannot be made, such as on a full disk.
-    """
-    try:
-        folder = tempfile.TemporaryDirectory(prefix="flotilla-tinker-")
-    except OSError as error:
-        raise Unavailable(f"there is no folder for the weights that are sampled from: {error}") from error
-    with folder as name:
-        yield Path(name)
 
 
 async def run_until_cancelled(worker: SamplingWorker) -> None:

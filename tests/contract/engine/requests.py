@@ -19,6 +19,7 @@ def a_request(
     is_turn: bool = False,
     prefixes: Sequence[Prefix | None] = (),
     resume: ResumeRule = UNMIXED,
+    adapter: str | None = None,
     **sampling: Any,
 ) -> GenerationRequest:
     """Make a request that samples 8 tokens, whatever they are."""
@@ -31,4 +32,5 @@ def a_request(
         is_turn=is_turn,
         prefixes=tuple(prefixes),
         resume=resume,
+        adapter=adapter,
     )

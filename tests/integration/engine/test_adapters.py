@@ -27,7 +27,7 @@ PROMPT = tuple(range(10, 21))
 RANK, SCALE = 2, 0.5
 
 
-def adapted(family: str, path: Path, directory: Path, seed: int = 1) -> tuple[nn.Module, Path]:
+def adapted(family: str, path: Path, directory: Path, seed: int = 1, rank: int = RANK) -> tuple[nn.Module, Path]:
     """Make adapters of all linear layers of a family: the model merged with them, and their image."""
     model, generator = make_model(family), torch.Generator().manual_seed(seed)
     tensors, is_transposed = {}, False
@@ -37,7 +37,7 @@ def adapted(family: str, path: Path, directory: Path, seed: int = 1) -> tuple[nn
                 continue
             is_transposed = isinstance(layer, Conv1D)
             wide, out = layer.weight.shape if is_transposed else reversed(layer.weight.shape)
-            low, high = (0.3 * torch.randn(shape, generator=generator) for shape in ((RANK, wide), (out, RANK)))
+            low, high = (0.3 * torch.randn(shape, generator=generator) for shape in ((rank, wide), (out, rank)))
             added = SCALE * (high @ low)
             layer.weight += added.T if is_transposed else added
             tensors |= dict(zip(names_of(f"{name}.weight"), (low, high), strict=True))

@@ -15,7 +15,7 @@ from flotilla.services.trainer.tinker.trainer import Written
 from flotilla.services.trainer.tinker.worker import TrainingWorker
 from flotilla.shared.errors import ClaimLost, NotFound, Unavailable, WorkerDied
 from flotilla.shared.tinker.queue import Answer, Form, Request, Work
-from flotilla.shared.tinker.records import Chunk, Model, Prompt, Sample, Sampler, Save, Verb
+from flotilla.shared.tinker.records import Chunk, Model, Prompt, Sample, Sampler, Save, Saved, Verb
 from flotilla.shared.tinker.sessions import Gap
 
 MODEL = Model(model_id="s:train:0", session_id="s", owner="me")
@@ -427,6 +427,11 @@ def test_a_process_that_was_replaced_says_of_no_snapshot_that_it_is_sampled_from
     assert queue.snapshots == {}
 
 
+def a_manifest(directory: Path) -> Saved:
+    """Read what a model is that trains whole."""
+    return Saved(path=directory.name, owner="me", created=0.0, step=1, num_bytes=1)
+
+
 class NotingEngine:
     """Samples nothing; ends while it does one request."""
 
@@ -508,8 +513,9 @@ def test_a_full_disk_holds_up_those_alone_whose_weights_have_no_room(monkeypatch
         image.write_bytes(b"weights")
         return 1
 
-    monkeypatch.setattr("flotilla.services.rollout.tinker.worker.write_image", write)
+    monkeypatch.setattr("flotilla.services.rollout.tinker.serving.write_image", write)
     theirs = samples(1, path="tinker://s:train:0/sampler_weights/a")[0]
+    monkeypatch.setattr("flotilla.services.rollout.tinker.serving.read_manifest", a_manifest)
     queue = MemoryQueue(Work.SAMPLE, [replace(theirs, owner="a"), replace(samples(2)[1], owner="b")])
     engine = NotingEngine()
 
@@ -533,7 +539,8 @@ def test_weights_that_were_replaced_while_they_were_read_are_sampled_from_as_the
         image.write_bytes(b"weights")
         return 1
 
-    monkeypatch.setattr("flotilla.services.rollout.tinker.worker.write_image", write)
+    monkeypatch.setattr("flotilla.services.rollout.tinker.serving.write_image", write)
+    monkeypatch.setattr("flotilla.services.rollout.tinker.serving.read_manifest", a_manifest)
     queue = MemoryQueue(Work.SAMPLE, samples(1, sampling_session_id="q"))
     queue.samplers["q"] = Sampler(session_id="s", owner="me", inflight_of=MODEL.model_id)
     queue.snapshots[MODEL.model_id] = "tinker://s:train:0/ephemeral/1"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flotilla.services.rollout.engines.base import PromptImage
 from flotilla.services.rollout.engines.decoders.arrival import Arrival
+from flotilla.services.rollout.engines.decoders.row_adapters import RowAdapters
 from flotilla.shared.schemas.routing import RoutingSizes
 
 Tokens = npt.NDArray[np.int64]
@@ -142,6 +143,18 @@ class IllustratedDecoder(Protocol):
         self, sequences: Sequence[Tokens], rows: Sequence[Sequence[int]], images: Sequence[Sequence[PromptImage]]
     ) -> Tensor:
         """Do what ``prefill`` does, with the images of each sequence; none for some."""
+
+
+@runtime_checkable
+class AdaptingDecoder(Protocol):
+    """A ``Decoder`` whose rows may have adapters of their own, beside what ``Decoder`` has.
+
+    ``move_rows`` assigns a row's adapter to the row that it is moved to.
+    """
+
+    @property
+    def row_adapters(self) -> RowAdapters | None:
+        """Which row has which; None where rows cannot have any on this machine."""
 
 
 @runtime_checkable

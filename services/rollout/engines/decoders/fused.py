@@ -22,6 +22,7 @@ from flotilla.services.rollout.engines.decoders.base import KeptRow, Tokens
 from flotilla.services.rollout.engines.decoders.fused_weights import FusedWeights, LayerWeights
 from flotilla.services.rollout.engines.decoders.kv_cache import KeyValueCache
 from flotilla.services.rollout.engines.decoders.native.kernels import Kernels, LayerPointers, ModelPointers, kernels_for
+from flotilla.services.rollout.engines.decoders.row_adapters import RowAdapters
 from flotilla.services.rollout.engines.decoders.torch_layers import TorchLayers, rotations
 
 AT_ONCE = 256
@@ -37,6 +38,9 @@ class NativeForward:
         rotations: [P, D / 2] complex64.
         cache: keys and values.
         num_rows: rows of the cache.
+
+    Attributes:
+        adapters: of the cache's rows.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class NativeForward:
         self._rotations = rotation_table(rotations)
         self._cache = cache
         self._at_once = max(num_rows, AT_ONCE)
+        self.adapters = RowAdapters(architecture, num_rows, self._at_once)
         self._rows = torch.arange(num_rows)
         self._num_rows = num_rows
         self._weights: FusedWeights | None = None
@@ -141,7 +146,8 @@ class NativeForward:
 
     def _run(self, tokens: tuple[Tensor, Tensor, Tensor, Tensor | None], logits: Tensor) -> None:
         assert self._weights is not None
-        self._kernels.forward(self._model, self._caches, tokens, self._at_once, self._work, logits)
+        adapters = self.adapters.pointers()
+        self._kernels.forward(self._model, self._caches, tokens, self._at_once, self._work, logits, adapters)
 
 
 def rotation_table(rotations: Tensor) -> Tensor:
@@ -248,9 +254,16 @@ class FusedDecoder:
         if self._native is not None:
             self._native.use(weights)
 
+    @property
+    def row_adapters(self) -> RowAdapters | None:
+        """Adapters of single rows; see ``AdaptingDecoder``."""
+        return None if self._native is None else self._native.adapters
+
     def move_rows(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
-        """Copy the KV of rows to other rows."""
+        """Copy the KV of rows to other rows, and assign their adapters to these."""
         self._cache.move_rows(sources, targets, longest)
+        if self._native is not None:
+            self._native.adapters.move(sources, targets)
 
     def clear_rows(self, rows: Sequence[int]) -> None:
         """Zero the KV of rows."""

@@ -6,7 +6,7 @@ others and ignored.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -39,11 +39,21 @@ class Start:
         tokens: [T] int64.
         rows: [N] int64.
         images: among the tokens.
+        adapter: that the rows have.
     """
 
     tokens: Rows
     rows: Rows
     images: tuple[PromptImage, ...] = ()
+    adapter: str | None = None
+
+
+def merged(starts: Sequence[Start]) -> list[Start]:
+    """Join the rows of those that start with the same tokens, images and adapter, which are then computed once."""
+    found: dict[tuple[bytes, tuple[PromptImage, ...], str | None], list[Start]] = {}
+    for start in starts:
+        found.setdefault((start.tokens.tobytes(), start.images, start.adapter), []).append(start)
+    return [replace(same[0], rows=np.concatenate([each.rows for each in same])) for same in found.values()]
 
 
 @dataclass(slots=True, eq=False)
@@ -76,14 +86,14 @@ class ActiveRequest:
 
     def starts(self, rows: Rows, version: int) -> list[Start]:
         """List what the next seeds begin with, and their rows: the prompt once, each kept prefix by itself."""
-        images = self.request.images
+        images, adapter = self.request.images, self.request.adapter
         prompt = np.array(self.request.prompt_ids, dtype=np.int64)
         prefixes = [self.prefix_of(index, version) for index in range(self.admitted, self.admitted + rows.size)]
         fresh = np.array([prefix is None for prefix in prefixes])
         begun = [(prefix, rows[place : place + 1]) for place, prefix in enumerate(prefixes) if prefix is not None]
         resumed = [(np.concatenate([prompt, np.array(prefix.token_ids, dtype=np.int64)]), row) for prefix, row in begun]
         found = ([(prompt, rows[fresh])] if fresh.any() else []) + resumed
-        return [Start(tokens, taken, images) for tokens, taken in found]
+        return [Start(tokens, taken, images, adapter) for tokens, taken in found]
 
     @property
     def is_finished(self) -> bool:
@@ -412,11 +422,13 @@ class Batch:
             self.samples[target] = self.samples[source]
         self._vacate(sources)
 
-    def tag(self, version: int) -> None:
-        """Note that the next tokens of every sample are sampled under ``version``."""
+    def tag(self, version: int, adapter: str | None = None) -> None:
+        """Note that the next tokens of every sample with this adapter, or with none, are sampled under ``version``."""
         for row in self.alive():
             sample = self.samples[row]
             assert sample is not None
+            if sample.owner.request.adapter != adapter:
+                continue
             count = int(self._counts[row])
             if sample.runs[-1][0] == count:
                 sample.runs.pop()

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,16 +15,16 @@ import torch
 from torch import Tensor
 
 from flotilla.services.rollout.engines.admission import group_sizes, prefill_batches
-from flotilla.services.rollout.engines.base import EngineLoad, GenerationRequest, PromptImage
+from flotilla.services.rollout.engines.base import EngineLoad, GenerationRequest
 from flotilla.services.rollout.engines.decoders.arrival import Arrival
 from flotilla.services.rollout.engines.decoders.base import IllustratedDecoder, KeptRow, RoutedDecoder
 from flotilla.services.rollout.engines.decoders.checkpoint import read_eos_token_ids
 from flotilla.services.rollout.engines.decoders.host_arrays import on_device
-from flotilla.services.rollout.engines.embedded.batch import ActiveRequest, Batch, Rows, Start
+from flotilla.services.rollout.engines.embedded.batch import ActiveRequest, Batch, Rows, Start, merged
 from flotilla.services.rollout.engines.embedded.loading import load_decoder
 from flotilla.services.rollout.engines.embedded.outcomes import Generated, GenerationFailed, Outcome, Updated
 from flotilla.services.rollout.engines.embedded.prefix_cache import KeptTurns
-from flotilla.services.rollout.engines.embedded.sampling import RowSampling, sample
+from flotilla.services.rollout.engines.embedded.sampling import Flight, RowSampling, sample
 from flotilla.services.rollout.engines.embedded.updates import Update, UpdateQueue
 from flotilla.services.rollout.engines.requests import check_request, unstarted_completion
 from flotilla.services.rollout.engines.settings import EngineSettings
@@ -43,41 +42,6 @@ from flotilla.shared.host.freed_memory import return_freed_memory
 from flotilla.shared.schemas.trajectory import FinishReason
 
 log = logging.getLogger(__name__)
-
-
-class Flight:
-    """Sampled tokens that the next step may compute with before the host knows them.
-
-    Args:
-        token_ids: [B] int64, on the device.
-        log_probs: [B] float32, there too.
-        routed: [B, 1, layers, top_k] int16, experts of the tokens that were read for them; None: not recorded.
-
-    Attributes:
-        token_ids: as given.
-    """
-
-    def __init__(self, token_ids: Tensor, log_probs: Tensor, routed: Tensor | None = None) -> None:
-        self.token_ids = token_ids
-        self._done: Any = None
-        if token_ids.device.type != "cuda":
-            self._on_host = token_ids, log_probs, routed
-            return
-        # Copied behind the computation, which the host does not wait for before it has launched the next one.
-        self._on_host = _pinned(token_ids), _pinned(log_probs), None if routed is None else _pinned(routed)
-        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._done.record()
-
-    def land(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.int16] | None]:
-        """Wait until they are here: token ids and log-probabilities, [B] each, and experts, if any."""
-        if self._done is not None:
-            self._done.synchronize()
-        token_ids, log_probs, routed = self._on_host
-        return token_ids.numpy(), log_probs.numpy(), None if routed is None else routed[:, -1].numpy()
-
-
-def _pinned(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class TorchEngine:
@@ -111,6 +75,7 @@ class TorchEngine:
         self._requests: dict[str, ActiveRequest] = {}
         self._waiting: list[ActiveRequest] = []
         self._updates = UpdateQueue(self._decoder, overlap=settings.overlap_load)
+        self._adapters = self._updates.adapters
         self._outcomes: list[Outcome] = []
         self._text_decoder: TextDecoder | None = None
         self._generated_tokens = 0
@@ -148,6 +113,7 @@ class TorchEngine:
             reused_tokens=self._turns.reused_tokens,
             reuses=self._turns.reuses,
             cpu_seconds=time.process_time(),
+            takes_adapters=self._adapters.are_taken,
         )
 
     def submit(self, request: GenerationRequest) -> None:
@@ -164,6 +130,7 @@ class TorchEngine:
         check_request(request, self.context_tokens, self._decoder.vocab_size)
         if request.images:
             self._check_images(request)
+        self._adapters.check(request)
         if request.request_id in self._requests:
             raise RequestInFlight(f"request {request.request_id} is in flight already")
         sampling = request.sampling
@@ -211,6 +178,26 @@ class TorchEngine:
         """
         self._updates.add(Update(update_id, image, version, mode, digest))
 
+    def load_adapter(self, name: str, file: Path, scale: float, version: int) -> None:
+        """Let samples have an adapter; see ``AddsAdapters.load_adapter``. Errors are those of ``EngineAdapters.load``.
+
+        Raises:
+            Unavailable: the engine has no weights.
+        """
+        if not self._has_weights:
+            raise Unavailable("the engine has no weights that an adapter could be added to")
+        self._land()
+        self._adapters.load(name, file, scale, version)
+        self._batch.tag(version, name)
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter; see ``AddsAdapters.drop_adapter``.
+
+        Raises:
+            InvalidRequest: a request in flight has it.
+        """
+        self._adapters.drop(name, (active.request for active in self._requests.values()))
+
     def begin_transfer(self, arrival: Arrival) -> None:
         """Read an image while it is received, where loading overlaps with sampling."""
         if not self._is_asleep:
@@ -244,6 +231,7 @@ class TorchEngine:
         self._outcomes += self._updates.forget(Unavailable(why))
         self._flight = None
         self._turns.clear()
+        self._adapters.clear()
 
     def wake(self) -> None:
         """Read the initial weights, if it has none.
@@ -328,7 +316,10 @@ class TorchEngine:
     def _is_held_back(self, update: Update) -> bool:
         if update.mode is OnWeightUpdate.DRAIN and self._batch.num_running:
             return True
-        return any(active.request.holds_weights and active.admitted for active in self._requests.values())
+        return any(
+            active.request.adapter is not None or (active.request.holds_weights and active.admitted)
+            for active in self._requests.values()
+        )
 
     def _prefill(self, starts: Sequence[Start], kept: Sequence[tuple[KeptRow, int] | None] = ()) -> Tensor:
         """Compute sequences in batches of similar length: [len(starts), V] logits after the last tokens."""
@@ -363,7 +354,11 @@ class TorchEngine:
         if update is None:
             return self._waiting
         drains = update.mode is OnWeightUpdate.DRAIN
-        return [a for a in self._waiting if (a.admitted if a.request.holds_weights else not drains)]
+        return [
+            a
+            for a in self._waiting
+            if a.request.adapter is not None or (a.admitted if a.request.holds_weights else not drains)
+        ]
 
     def _admit(self) -> None:
         batch, slots = self._batch, self._settings.slots
@@ -375,11 +370,13 @@ class TorchEngine:
         joining = candidates[: len(sizes)]
         starts: list[Start] = []
         for active, group in zip(joining, rows, strict=True):
-            starts += active.starts(group, self.version)
-            batch.join(group, active, self.version)
+            version = self._adapters.version_of(active.request, self.version)
+            starts += active.starts(group, version)
+            self._adapters.assign(group, active.request)
+            batch.join(group, active, version)
         starts = merged(starts)
         # What was kept is known by its tokens alone, which stand for any image.
-        kept = [None if start.images else self._turns.kept_of(start.tokens) for start in starts]
+        kept = [None if start.images or start.adapter else self._turns.kept_of(start.tokens) for start in starts]
         logits = self._prefill(starts, kept)
         self._waiting = [active for active in self._waiting if active.num_waiting]
         flat = np.concatenate([start.rows for start in starts])
@@ -478,16 +475,6 @@ class TorchEngine:
         del self._requests[active.request.request_id]
         if active in self._waiting:
             self._waiting.remove(active)
-
-
-def merged(starts: Sequence[Start]) -> list[Start]:
-    """Join the rows of those that start with the same tokens and images, which are then computed once."""
-    found: dict[tuple[bytes, tuple[PromptImage, ...]], list[Start]] = {}
-    for start in starts:
-        found.setdefault((start.tokens.tobytes(), start.images), []).append(start)
-    return [
-        Start(same[0].tokens, np.concatenate([each.rows for each in same]), same[0].images) for same in found.values()
-    ]
 
 
 def use_threads(num: int) -> None:

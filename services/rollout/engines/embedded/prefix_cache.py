@@ -169,7 +169,7 @@ class KeptTurns:
         for row in rows[batch.kv_versions[rows] == version].tolist():
             sample = batch.samples[row]
             assert sample is not None
-            if not sample.owner.request.is_turn:
+            if not sample.owner.request.is_turn or sample.owner.request.adapter is not None:
                 continue
             tokens = batch.cached_tokens(row)
             num_bytes = self._decoder.kept_bytes(tokens.size)

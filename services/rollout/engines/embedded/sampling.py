@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -180,3 +181,38 @@ def _sample_filtered(probabilities: Tensor, total: Tensor, draws: Tensor, rows: 
     threshold = draws[chosen].unsqueeze(1) * cumulative[:, -1:]
     rank = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=rows.widest_top_k - 1)
     return token_ids.gather(1, rank)
+
+
+class Flight:
+    """Sampled tokens that the next step may compute with before the host knows them.
+
+    Args:
+        token_ids: [B] int64, on the device.
+        log_probs: [B] float32, there too.
+        routed: [B, 1, layers, top_k] int16, experts of the tokens that were read for them; None: not recorded.
+
+    Attributes:
+        token_ids: as given.
+    """
+
+    def __init__(self, token_ids: Tensor, log_probs: Tensor, routed: Tensor | None = None) -> None:
+        self.token_ids = token_ids
+        self._done: Any = None
+        if token_ids.device.type != "cuda":
+            self._on_host = token_ids, log_probs, routed
+            return
+        # Copied behind the computation, which the host does not wait for before it has launched the next one.
+        self._on_host = _pinned(token_ids), _pinned(log_probs), None if routed is None else _pinned(routed)
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._done.record()
+
+    def land(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.int16] | None]:
+        """Wait until they are here: token ids and log-probabilities, [B] each, and experts, if any."""
+        if self._done is not None:
+            self._done.synchronize()
+        token_ids, log_probs, routed = self._on_host
+        return token_ids.numpy(), log_probs.numpy(), None if routed is None else routed[:, -1].numpy()
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

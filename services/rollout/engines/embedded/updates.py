@@ -12,6 +12,7 @@ from pathlib import Path
 
 from flotilla.services.rollout.engines.decoders.arrival import Arrival
 from flotilla.services.rollout.engines.decoders.base import Decoder
+from flotilla.services.rollout.engines.embedded.adapters import EngineAdapters
 from flotilla.services.rollout.engines.embedded.outcomes import Updated
 from flotilla.services.rollout.engines.embedded.proof import prove
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
@@ -70,10 +71,14 @@ class UpdateQueue:
     Args:
         decoder: whose weights they replace.
         overlap: whether images are read on a thread of their own.
+
+    Attributes:
+        adapters: of single samples, which belong to the weights that serve: others forget them.
     """
 
     def __init__(self, decoder: Decoder, *, overlap: bool = False) -> None:
         self._decoder = decoder
+        self.adapters = EngineAdapters(decoder)
         self._updates: list[Update] = []
         self._staged: tuple[Path, int] | None = None
         self._reading: Reading | None = None
@@ -184,6 +189,7 @@ class UpdateQueue:
         faults = armed()
         if faults is None or Kind.KEEP not in faults.damage(Site.ENGINE_SWITCH):
             self._decoder.switch()
+            self.adapters.clear()
         update = self._updates.pop(0)
         self._staged = None
         if update.digest is not None:

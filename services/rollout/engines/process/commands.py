@@ -40,6 +40,25 @@ class UpdateWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Let requests have an adapter; the result is None. See ``AddsAdapters``."""
+
+    call: int
+    name: str
+    file: Path
+    scale: float
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropAdapter:
+    """Forget an adapter; the result is None."""
+
+    call: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class BeginTransfer:
     """A ``WeightTransfer`` begins, under a number; the commands of its methods follow."""
 
@@ -128,7 +147,8 @@ class Close:
     """Abort everything, reply to it, and end."""
 
 
-Call = Generate | UpdateWeights | TakeLoad | Sleep | DiscardWeights | Wake
+AdapterCall = LoadAdapter | DropAdapter
+Call = Generate | UpdateWeights | AdapterCall | TakeLoad | Sleep | DiscardWeights | Wake
 TransferCommand = BeginTransfer | AdvanceTransfer | CompleteTransfer | AbortTransfer
 Command = Call | TransferCommand | Abort | Cancel | Profile | Close
 Result = Sequence[Completion] | EngineLoad | FlotillaError | None

@@ -4,6 +4,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable
+from functools import partial
 
 from flotilla.services.rollout.engines.decoders.arrival import Arrival
 from flotilla.services.rollout.engines.embedded.engine import TorchEngine, use_threads
@@ -12,6 +13,7 @@ from flotilla.services.rollout.engines.embedded.profiling import EngineProfiler
 from flotilla.services.rollout.engines.process.commands import (
     Abort,
     AbortTransfer,
+    AdapterCall,
     AdvanceTransfer,
     BeginTransfer,
     Cancel,
@@ -19,7 +21,9 @@ from flotilla.services.rollout.engines.process.commands import (
     Command,
     CompleteTransfer,
     DiscardWeights,
+    DropAdapter,
     Generate,
+    LoadAdapter,
     Profile,
     Result,
     Sleep,
@@ -142,12 +146,9 @@ class EngineDriver:
                 self._engine.discard_weights()
                 self._reply(call, None)
             case Wake(call):
-                try:
-                    self._engine.wake()
-                except FlotillaError as error:
-                    self._reply(call, error)
-                else:
-                    self._reply(call, None)
+                self._do(call, self._engine.wake)
+            case LoadAdapter() | DropAdapter():
+                self._do(command.call, partial(self._change_adapters, command))
             case Profile(directory, versions, num_steps, service_id):
                 self._profiler.choose(directory, versions, num_steps, service_id)
             case Abort(request_id):
@@ -156,6 +157,21 @@ class EngineDriver:
                 self._engine.cancel_update(call)
                 if call in self._request_of:
                     self._engine.abort(self._request_of[call])
+
+    def _change_adapters(self, command: AdapterCall) -> None:
+        if isinstance(command, LoadAdapter):
+            self._engine.load_adapter(command.name, command.file, command.scale, command.version)
+        else:
+            self._engine.drop_adapter(command.name)
+
+    def _do(self, call: int, work: Callable[[], None]) -> None:
+        """Do something that may fail, and reply."""
+        try:
+            work()
+        except FlotillaError as error:
+            self._reply(call, error)
+        else:
+            self._reply(call, None)
 
     def _report(self, outcome: Outcome) -> None:
         match outcome:

@@ -18,7 +18,9 @@ from flotilla.services.rollout.engines.process.commands import (
     Command,
     CompleteTransfer,
     DiscardWeights,
+    DropAdapter,
     Generate,
+    LoadAdapter,
     Profile,
     Sleep,
     TakeLoad,
@@ -93,6 +95,14 @@ class RemoteEngine(ABC):
         """Replace the weights, and read them back; see ``ProvesWeights.load_proved``."""
         await self.ask(UpdateWeights(next(self._numbers), image, version, on_update, digest))
         return True
+
+    async def load_adapter(self, name: str, file: Path, scale: float, version: int) -> None:
+        """Let requests have an adapter; see ``AddsAdapters.load_adapter``."""
+        await self.ask(LoadAdapter(next(self._numbers), name, file, scale, version))
+
+    async def drop_adapter(self, name: str) -> None:
+        """Forget an adapter; see ``AddsAdapters.drop_adapter``."""
+        await self.ask(DropAdapter(next(self._numbers), name))
 
     def profile(self, directory: Path, versions: frozenset[int], num_steps: int, service_id: str) -> None:
         """Record the first steps under each of some versions; see ``ProfilesSteps.profile``."""

@@ -4,6 +4,7 @@
    threads, and whether its position was computed alone or with those before it. Sums are vectorised by `omp simd` alone: nothing here relies
    on -ffast-math, so what is not a number stays visible. */
 
+#include "adapters.h"
 #include "attention.h"
 #include "products.h"
 #include "vectors.h"
@@ -42,48 +43,57 @@ static int64_t keep_wanted(float *x, const int64_t *wanted, int64_t rows, int64_
     return kept;
 }
 
-/* Compute `num` positions: give the number of rows of logits. */
+/* Compute `num` positions: give the number of rows of logits. adapters: of rows of the cache; NULL: no row has any. */
 static int64_t forward_part(const struct model *m, float *const *keys, float *const *values, int64_t capacity,
                             const int64_t *ids, const int64_t *rows, const int64_t *places, const int64_t *wanted,
-                            int64_t num, int64_t threads, float *work, float *logits)
+                            int64_t num, int64_t threads, float *work, float *logits, const struct adapters *adapters)
 {
     int64_t size = m->hidden, queries = m->heads * m->dims, width = queries + 2 * m->kv_heads * m->dims;
     int64_t inner = m->intermediate;
     float *hidden = work, *normed = hidden + num * size, *qkv = normed + num * size, *mixed = qkv + num * width;
     float *active = mixed + num * queries, *scores = active + num * inner, epsilon = (float)m->epsilon;
     for (int64_t i = 0; i < num; i++) memcpy(hidden + i * size, m->embedding + ids[i] * size, size * sizeof(float));
+    const struct adapter **of = adapters ? adapters->of : 0;
+    for (int64_t i = 0; of && i < num; i++) of[i] = adapters->of_row[rows[i]];
     for (int64_t number = 0; number < m->num_layers; number++) {
+        int64_t at = number * PLACES;
         const struct layer *layer = m->layers + number;
         struct attention a = {layer->head_norms, m->rotations, keys[number], values[number], scores,
                               epsilon,           m->heads,     m->kv_heads,  capacity,       threads};
         /* Of the last layer only keys and values of the others are needed. */
         const int64_t *only = number + 1 == m->num_layers ? wanted : 0;
         rms_norm(hidden, layer->input_norm, epsilon, normed, num, size);
-        multiply(&(struct product){normed, layer->qkv, layer->qkv_bias, qkv, size, width, num, size, width, STORE}, threads);
+        multiply(&(struct product){normed, layer->qkv, layer->qkv_bias, qkv, size, width, num, size, width, STORE, 0}, threads);
+        if (of) adapt(of, at + QUERY, 3, normed, size, qkv, width, num, threads);
         attend(qkv, rows, places, only, mixed, num, &a, m->dims);
+        if (only && of) keep_adapters(of, only, num);
         if (only) num = keep_wanted(hidden, only, num, size);
-        multiply(&(struct product){mixed, layer->output, 0, hidden, queries, size, num, queries, size, ADD}, threads);
+        multiply(&(struct product){mixed, layer->output, 0, hidden, queries, size, num, queries, size, ADD, 0}, threads);
+        if (of) adapt(of, at + OUTPUT, 1, mixed, queries, hidden, size, num, threads);
         rms_norm(hidden, layer->post_norm, epsilon, normed, num, size);
-        multiply(&(struct product){normed, layer->gate_up, 0, active, size, inner, num, size, inner, GATE}, threads);
-        multiply(&(struct product){active, layer->down, 0, hidden, inner, size, num, inner, size, ADD}, threads);
+        if (of) adapt_gates(adapters, number, normed, size, inner, num, threads);
+        multiply(&(struct product){normed, layer->gate_up, 0, active, size, inner, num, size, inner, GATE, of ? adapters->plus : 0},
+                 threads);
+        multiply(&(struct product){active, layer->down, 0, hidden, inner, size, num, inner, size, ADD, 0}, threads);
+        if (of) adapt(of, at + DOWN, 1, active, inner, hidden, size, num, threads);
     }
     rms_norm(hidden, m->final_norm, epsilon, normed, num, size);
-    multiply(&(struct product){normed, m->head, 0, logits, size, m->vocab, num, size, m->vocab, STORE}, threads);
+    multiply(&(struct product){normed, m->head, 0, logits, size, m->vocab, num, size, m->vocab, STORE, 0}, threads);
     return num;
 }
 
 /* Append positions to the rows of the cache, and compute the logits behind those that are wanted (all where NULL).
 
    ids, rows, places, wanted [num], those of a row in order; keys and values [layers] caches; work as `work_size` says;
-   logits [wanted, vocab]. */
+   logits [wanted, vocab]; adapters of rows of the cache, or NULL. */
 void forward(const struct model *m, float *const *keys, float *const *values, int64_t capacity, const int64_t *ids,
              const int64_t *rows, const int64_t *places, const int64_t *wanted, int64_t num, int64_t at_once, int64_t threads,
-             float *work, float *logits)
+             float *work, float *logits, const struct adapters *adapters)
 {
     for (int64_t start = 0; start < num; start += at_once) {
         int64_t part = num - start < at_once ? num - start : at_once;
         logits += m->vocab * forward_part(m, keys, values, capacity, ids + start, rows + start, places + start,
-                                          wanted ? wanted + start : 0, part, threads, work, logits);
+                                          wanted ? wanted + start : 0, part, threads, work, logits, adapters);
     }
 }
 

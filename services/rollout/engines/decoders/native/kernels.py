@@ -27,7 +27,7 @@ _SIGNATURES = {
     "packed_size": (_SIZE,) * 3,
     "work_size": (_POINTER, *(_SIZE,) * 3),
     "is_worth_threads": (_SIZE,) * 3,
-    "forward": (*(_POINTER,) * 3, _SIZE, *(_POINTER,) * 4, *(_SIZE,) * 3, _POINTER, _POINTER),
+    "forward": (*(_POINTER,) * 3, _SIZE, *(_POINTER,) * 4, *(_SIZE,) * 3, *(_POINTER,) * 3),
     "copy_rows": (*(_POINTER,) * 3, *(_SIZE,) * 4),
     "sample": (*(_POINTER,) * 7, _SIZE, _SIZE),
 }
@@ -51,6 +51,18 @@ class ModelPointers(ctypes.Structure):
         ("epsilon", ctypes.c_double),
         *((name, _SIZE) for name in ("num_layers", "hidden", "heads", "kv_heads", "dims", "intermediate", "vocab")),
     ]
+
+
+class AdapterPointers(ctypes.Structure):
+    """Where A and B of a weight are, and what of the outputs they add to; rank 0 where there are none."""
+
+    _fields_ = [(name, _POINTER) for name in ("low", "high")] + [(name, _SIZE) for name in ("rank", "first", "outputs")]
+
+
+class AdaptersPointers(ctypes.Structure):
+    """Where the adapters of the cache's rows are, and what is worked with."""
+
+    _fields_ = [(name, _POINTER) for name in ("of_row", "of", "plus", "gates")]
 
 
 class Kernels:
@@ -109,6 +121,7 @@ class Kernels:
         at_once: int,
         work: Tensor,
         logits: Tensor,
+        adapters: AdaptersPointers | None = None,
     ) -> None:
         """Append tokens to rows of the cache, and compute the logits behind them.
 
@@ -120,6 +133,7 @@ class Kernels:
             at_once: tokens that pass through the model together.
             work: ``work_size`` floats.
             logits: [wanted, V], written.
+            adapters: of rows of the cache; None: no row has any.
         """
         keys, values, capacity = caches
         ids, rows, places, wanted = tokens
@@ -127,6 +141,7 @@ class Kernels:
             *(ctypes.byref(model), keys, values, capacity, ids.data_ptr(), rows.data_ptr(), places.data_ptr()),
             None if wanted is None else wanted.data_ptr(),
             *(ids.shape[0], at_once, min(torch.get_num_threads(), MOST_THREADS), work.data_ptr(), logits.data_ptr()),
+            None if adapters is None else ctypes.byref(adapters),
         )
 
     def copy_rows(self, cache: Tensor, sources: Tensor, targets: Tensor, num_tokens: int) -> None:

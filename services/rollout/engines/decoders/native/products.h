@@ -22,7 +22,7 @@
 enum ending {
     STORE, /* out = product + bias */
     ADD,   /* out += product */
-    GATE   /* out = silu(first half of the outputs) * second half */
+    GATE   /* out = silu(first half of the outputs) * second half, of the product and what is to be added to it */
 };
 
 /* Pack a weight [outputs, depth], whose rows may lie anywhere. Gated: a panel has LANES outputs of the first half and the
@@ -115,13 +115,25 @@ INLINE void end_row(const float *sums, const float *bias, float *out, int64_t nu
     }
 }
 
-/* A product: `outputs` counts pairs where they are gated. */
+/* A product: `outputs` counts pairs where they are gated; then plus[row], where it is not NULL, is added to the two halves
+   of the row's outputs before. */
 struct product {
     const float *x, *packed, *bias;
     float *out;
     int64_t stride, out_stride, rows, depth, outputs;
     enum ending ending;
+    const float *const *plus;
 };
+
+/* Add to the sums of a panel of pairs, of which `num` are left. */
+INLINE void add_pairs(float *sums, const float *plus, int64_t num, int64_t outputs)
+{
+    int64_t count = num < LANES ? num : LANES;
+    for (int64_t i = 0; i < count; i++) {
+        sums[i] += plus[i];
+        sums[LANES + i] += plus[outputs + i];
+    }
+}
 
 /* Some panels of a product, whose ending is known when it is compiled. */
 INLINE void panels(const struct product *p, int64_t begin, int64_t end, const enum ending ending)
@@ -134,9 +146,12 @@ INLINE void panels(const struct product *p, int64_t begin, int64_t end, const en
         for (int64_t row = 0; row < p->rows; row += TILE) {
             int num = p->rows - row < TILE ? (int)(p->rows - row) : TILE;
             tile_of(p->x + row * p->stride, p->stride, packed, p->depth, sums, num);
-            for (int each = 0; each < num; each++)
+            for (int each = 0; each < num; each++) {
+                if (ending == GATE && p->plus && p->plus[row + each])
+                    add_pairs((float *)(sums + 2 * each), p->plus[row + each] + first, p->outputs - first, p->outputs);
                 end_row((const float *)(sums + 2 * each), p->bias ? p->bias + first : 0,
                         p->out + (row + each) * p->out_stride + first, p->outputs - first, ending);
+            }
         }
     }
 }

@@ -166,7 +166,7 @@ class Evaluator:
 
     async def _drop_old_leftovers(self) -> None:
         """Drop what is in the lane, unless that was done a moment ago: the experiment changes with each version."""
-        now, last = self._clock.monotonic(), self._looked_for_leftovers_at
+        now, last = asyncio.get_running_loop().time(), self._looked_for_leftovers_at
         if last is None or now - last >= LEFTOVERS_SECONDS:
             await self._drop_leftovers()
             self._looked_for_leftovers_at = now

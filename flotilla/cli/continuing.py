@@ -12,8 +12,7 @@ from typing import Any
 
 from flotilla.cli.gateway import START_SECONDS
 from flotilla.client.asynchronous import AsyncClient
-from flotilla.shared.config.load.live import LIVE as CHANGEABLE
-from flotilla.shared.config.load.live import undone
+from flotilla.shared.config.load.live import by_number, effect_of, undone
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import ActionNotAllowed, Conflict
@@ -71,6 +70,7 @@ def differences(recorded: ExperimentSpec, wanted: ExperimentSpec) -> dict[str, t
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    node = by_number(node)
     if isinstance(node, Mapping) and node:
         for key, value in node.items():
             yield from _leaves(value, f"{path}.{key}" if path else str(key))
@@ -116,7 +116,7 @@ def check_same(recorded: ExperimentSpec, wanted: ExperimentSpec, changes: Sequen
         more = f"; and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
         live = (
             "; a running experiment takes it: flotilla set EXPERIMENT KEY=VALUE"
-            if others.keys() & CHANGEABLE.keys()
+            if any(effect_of(path) is not None for path in others)
             else ""
         )
         raise Conflict(

@@ -120,6 +120,15 @@ export const SECTIONS: Section[] = [
         },
       },
       {
+        id: "engine-gap",
+        title: "Engine and trainer, by rollout",
+        unit: "nats per token",
+        names: ["engine_gap/*"],
+        what: "Distance between the log-probabilities of each rollout's engine and the trainer's, on tokens of the version that was trained.",
+        worry: "One line leaves the others: that rollout computes something else. All of them grow: engine and trainer drift apart.",
+        lines: (series) => named(series, /^engine_gap\/(.+)$/, (match) => match[1]!),
+      },
+      {
         id: "signal",
         title: "Groups without signal",
         unit: "share",

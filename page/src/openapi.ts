@@ -43,6 +43,8 @@ export interface components {
             subject?: string | null;
             /** Expires At */
             expires_at?: string | null;
+            /** Owner */
+            owner?: string | null;
         };
         /**
          * Capabilities
@@ -440,6 +442,11 @@ export interface components {
             /** @description The checkpoint that it began from; null if it began with the model's weights. */
             origin?: components["schemas"]["Origin"] | null;
             /**
+             * Owner
+             * @description Whose it is; null: the fleet's own.
+             */
+            owner?: string | null;
+            /**
              * Changes
              * @description What was changed of ``spec``, which has it, while the experiment ran; oldest first.
              * @default []
@@ -776,6 +783,12 @@ export interface components {
             /** @description The newest without a reward. */
             ungraded_sample?: components["schemas"]["SampleExcerpt"] | null;
             /**
+             * Outcomes
+             * @description The newest, oldest first, where the experiment has a curriculum.
+             * @default []
+             */
+            outcomes: components["schemas"]["RowOutcome"][];
+            /**
              * Audited Groups
              * @description Of which samples have a second grade to compare with.
              * @default 0
@@ -1040,6 +1053,12 @@ export interface components {
              * @description Steps done when it began to hold, as far as the gateway knew.
              */
             step?: number | null;
+            /**
+             * Group Id
+             * @description Of a change of the weights of sources or pools: the first group whose row was chosen by them. Null until the next
+             *     group is issued.
+             */
+            group_id?: number | null;
         };
         /**
          * Member
@@ -1106,6 +1125,11 @@ export interface components {
             is_expired: boolean;
             /** @description What it may have; null: what the gateway's settings say. */
             quota?: components["schemas"]["Quota"] | null;
+            /**
+             * Owner
+             * @description Whose it is; null: the fleet's own.
+             */
+            owner?: string | null;
             /**
              * Token
              * @description Shown this once: the gateway keeps no more than its digest.
@@ -1195,6 +1219,12 @@ export interface components {
              * @description Where the experiment's own groups begin: after the last one that the checkpoint contains.
              */
             first_group_id: number;
+            /**
+             * Source Weights
+             * @description By which weights the other experiment took turns among its sources, oldest first: turns go on from there.
+             * @default []
+             */
+            source_weights: components["schemas"]["WeightsFrom"][];
         };
         /** Page[AuditEntry] */
         Page_AuditEntry_: {
@@ -1274,6 +1304,12 @@ export interface components {
             next?: string | null;
         };
         /**
+         * Part
+         * @description What an experiment leaves; a run is all of it, with its record, series and events.
+         * @enum {string}
+         */
+        Part: "run" | "checkpoints" | "samples" | "logs";
+        /**
          * Problem
          * @description The component and the cause of a failure or of a stall.
          */
@@ -1309,6 +1345,47 @@ export interface components {
              * @description On the gateway's machine.
              */
             path: string;
+        };
+        /**
+         * PrunedPart
+         * @description A part that goes, went, or is kept although its time is over.
+         */
+        PrunedPart: {
+            /** Experiment Id */
+            experiment_id: string;
+            part: components["schemas"]["Part"];
+            /**
+             * Bytes
+             * @description That its files free: what a fork has links to stays on the disk.
+             */
+            bytes: number;
+            /** Ended At */
+            ended_at: string;
+            /**
+             * Why
+             * @description Why it goes; or who refers to it, or what kept it from being deleted.
+             */
+            why: string;
+        };
+        /**
+         * Pruning
+         * @description What a look at everything that finished experiments left came to.
+         */
+        Pruning: {
+            /** Dry Run */
+            dry_run: boolean;
+            /**
+             * Removed
+             * @description Or would be, the experiment that ended last first.
+             */
+            removed: components["schemas"]["PrunedPart"][];
+            /** Kept */
+            kept: components["schemas"]["PrunedPart"][];
+            /**
+             * Bytes
+             * @description Sum over ``removed``.
+             */
+            bytes: number;
         };
         /**
          * Publication
@@ -1412,6 +1489,24 @@ export interface components {
             epoch: number;
             /** World Size */
             world_size: number;
+        };
+        /**
+         * RowOutcome
+         * @description How a row was answered once.
+         */
+        RowOutcome: {
+            /**
+             * Number
+             * @description Counts the outcomes of a session.
+             */
+            number: number;
+            /** Row */
+            row: number;
+            /**
+             * Reward
+             * @description Mean of the group's scored members, as graded.
+             */
+            reward: number;
         };
         /**
          * RuleFired
@@ -1943,6 +2038,11 @@ export interface components {
             is_expired: boolean;
             /** @description What it may have; null: what the gateway's settings say. */
             quota?: components["schemas"]["Quota"] | null;
+            /**
+             * Owner
+             * @description Whose it is; null: the fleet's own.
+             */
+            owner?: string | null;
         };
         /**
          * Transport
@@ -2032,6 +2132,19 @@ export interface components {
             last_error?: string | null;
             /** Last Delivered At */
             last_delivered_at?: string | null;
+        };
+        /**
+         * WeightsFrom
+         * @description Weights of the sources of rows, from a group on.
+         */
+        WeightsFrom: {
+            /** Group Id */
+            group_id: number;
+            /**
+             * Weights
+             * @description One per source; only their ratios count.
+             */
+            weights: number[];
         };
         /**
          * WorkState

@@ -14,10 +14,10 @@ from functools import partial
 
 from flotilla.services.reward.audit import Audit, Auditor
 from flotilla.services.reward.decision import ALL_ABSTAINED, decide, used_names, why_failed
-from flotilla.services.reward.grading import grades_of, with_grades
+from flotilla.services.reward.grading import grades_of, weights_in, with_grades
 from flotilla.services.reward.tally import GradingTally
 from flotilla.services.reward.teacher.teachers import Teachers
-from flotilla.services.reward.verifiers.base import AsksServer, CountsGrades, GraderReports, Verifier
+from flotilla.services.reward.verifiers.base import AsksServer, CountsGrades, GraderReports, Reweighs, Verifier
 from flotilla.shared.config.sections.reward import RewardConfig
 from flotilla.shared.errors import ClaimLost, FlotillaError
 from flotilla.shared.net.retry import DATA_PLANE, retry
@@ -205,7 +205,10 @@ class RewardConsumer:
 
     async def _graded(self, group: Group) -> Group:
         started = time.perf_counter()
-        grades = await grades_of(self._verifier, group)
+        verifier, weights = self._verifier, weights_in(group.task.settings)
+        if weights and isinstance(verifier, Reweighs):
+            verifier = verifier.reweighed(weights)
+        grades = await grades_of(verifier, group)
         for grade in grades:
             if grade.status is GradeStatus.ERROR:
                 self.failed_samples += 1

@@ -1,6 +1,8 @@
 """Grading one group: what a verifier sees of it, and its grades on the trajectories."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
 
 from flotilla.services.reward.verifiers.base import LONGEST_ANSWER, Verifier
 from flotilla.shared.faults.armed import armed
@@ -9,6 +11,8 @@ from flotilla.shared.schemas.grading import Grade, GradingMessage, GradingSample
 from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
 from flotilla.shared.telemetry.tracing.recording import group_span
 
+WEIGHT: Final = re.compile(r"reward\.components\.(\d+)\.weight")
+"""The key of a component's weight."""
 MOST_NAMES = 32
 """Components, and metrics, that are kept of a grade: they travel with the sample."""
 
@@ -26,6 +30,11 @@ async def grades_of(verifier: Verifier, group: Group) -> list[Grade]:
         for index, grade in zip(wanted, scored, strict=True):
             grades[index] = grade
     return grades
+
+
+def weights_in(settings: Mapping[str, Any]) -> dict[int, float]:
+    """Find the weights of reward components that were changed for a group, by the components' numbers."""
+    return {int(found[1]): float(value) for path, value in settings.items() if (found := WEIGHT.fullmatch(path))}
 
 
 def grading_samples(group: Group) -> list[GradingSample]:

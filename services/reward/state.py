@@ -134,6 +134,7 @@ class SessionOpener:
             recorder = SampleRecorder(Path(assignment.directory), spec.samples, writer="reward").start()
         at_a_time = groups_at_a_time(spec.reward, distillation)
         consumer = RewardConsumer(lanes, verifier, spec.reward, at_a_time, recorder, teachers, auditor)
+        consumer.tally.keeps_outcomes = spec.data.curriculum is not None
         return RewardSession(consumer, verifier, recorder, teachers, auditor)
 
     async def _sandbox_url(self, experiment_id: str) -> str:

@@ -1,8 +1,10 @@
 """What a reward service has graded, as it reports it for the training-health checks: counts, and samples for people."""
 
 import secrets
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import fsum
 
 from flotilla.services.reward.audit import Audit
 from flotilla.services.reward.likeness import alike_pair
@@ -10,8 +12,10 @@ from flotilla.shared.schemas.health import (
     LONGEST_TEXT,
     LONGEST_WORDS,
     MOST_AUDITED,
+    MOST_OUTCOMES,
     GraderReport,
     GradingReport,
+    RowOutcome,
     SampleExcerpt,
 )
 from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
@@ -38,6 +42,10 @@ class GradingTally:
     audit_higher: float = 0.0
     audit_missing: float = 0.0
     last_audit_error: str | None = None
+    keeps_outcomes: bool = False
+    """Whether somebody wants to know how each row was answered."""
+    _outcomes: deque[RowOutcome] = field(default_factory=lambda: deque(maxlen=MOST_OUTCOMES))
+    _num_outcomes: int = 0
     _newest: tuple[SampleExcerpt, ...] = ()
     _audited: tuple[SampleExcerpt, ...] = ()
     _alike: tuple[SampleExcerpt, ...] = ()
@@ -71,6 +79,10 @@ class GradingTally:
             if trajectory.reward is None:
                 self.last_ungraded = excerpt(group, trajectory)
         self._keep(group)
+        if self.keeps_outcomes and rewards:
+            self._num_outcomes += 1
+            mean = fsum(rewards) / len(rewards)
+            self._outcomes.append(RowOutcome(number=self._num_outcomes, row=group.task.row, reward=mean))
 
     def add_audit(self, group: Group, audit: Audit) -> None:
         """Count the second grade of a group that was sent on."""
@@ -131,6 +143,7 @@ class GradingTally:
             audited_samples=self._audited,
             alike_samples=self._alike,
             graders=graders or {},
+            outcomes=tuple(self._outcomes),
             **self.counts,
         )
 

@@ -150,6 +150,7 @@ class RolloutConsumer:
         tally: what the episodes count in; reported from here.
         failed: records tasks that fail; None: they are not recorded.
         max_failures: this many failed tasks in a row fail the experiment.
+        called: names this service, for whoever compares rollouts; empty while it has no name.
     """
 
     def __init__(
@@ -161,7 +162,9 @@ class RolloutConsumer:
         tally: SamplingTally | None = None,
         failed: FailedSamples | None = None,
         max_failures: int = 32,
+        called: Callable[[], str] = str,
     ) -> None:
+        self._called = called
         self._lanes = lanes
         self._episodes = episodes
         self._gate = gate
@@ -375,6 +378,8 @@ class RolloutConsumer:
         """Forward a group that is finished; hand another one over with what it has."""
         if all(is_finished(member) for member in group.trajectories):
             group = group.timed("generated_after_seconds", time.time())
+            if name := self._called():
+                group = group.sampled_by(name)
             is_forwarded = await retry(partial(hop.forward, claim, group), waiting_for=DATA_PLANE)
             self.answered += is_forwarded
             self.failures_in_a_row = 0

@@ -126,6 +126,6 @@ class SessionOpener:
         failed = None if recorder is None else FailedSamples(recorder, loaded.renderer)
         lanes, most = self.tasks.lanes(spec, experiment_id), spec.reward.max_consecutive_failures
         worker = RolloutConsumer(
-            lanes, answering.episodes, receiver.gate, on_engine_death, answering.tally, failed, most
+            lanes, answering.episodes, receiver.gate, on_engine_death, answering.tally, failed, most, self.service_id
         )
         return RolloutSession(loaded, worker, receiver, answering, recorder)

@@ -20,7 +20,7 @@ from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import ModelError
 from flotilla.shared.files.beneath import read_beneath, sizes_beneath
 from flotilla.shared.net.absence import absent_or
-from flotilla.shared.schemas.live_changes import LiveChange
+from flotilla.shared.schemas.live_changes import CurriculumState, LiveChange
 from flotilla.shared.schemas.plain_name import PlainName
 from flotilla.shared.schemas.wire import Described
 
@@ -37,7 +37,7 @@ AVERAGE = "average.safetensors"
 READ_BYTES = 8 << 20
 FIXED_WEIGHTS = (("model", "path"), ("model", "dtype"), ("model", "lora"))
 """Settings that say what the tensors of a checkpoint are."""
-LATER_KEYS = ("changes", "reward_moments")
+LATER_KEYS = ("changes", "reward_moments", "curriculum")
 """Keys of the state that an earlier release refuses: they are written where they hold something."""
 _COMPLETE = pattern(r"step-(\d{8})")
 
@@ -79,6 +79,8 @@ class CheckpointState(Described):
     """Live changes of the spec that hold for ``version``, oldest first; ``spec`` has those of the trainer."""
     reward_moments: tuple[int, float, float] | None = None
     """Number, mean and variance of all rewards so far, where advantages compare with them."""
+    curriculum: CurriculumState | None = None
+    """What was known of the rows of a curriculum when the version began, see there."""
     checksums: Mapping[PlainName, str] = {}
     """xxh3-64 of each file; empty where an earlier release wrote it."""
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from flotilla.shared.schemas.health import HealthFinding
 from flotilla.shared.schemas.later_values import shown
-from flotilla.shared.schemas.live_changes import LiveChange
+from flotilla.shared.schemas.live_changes import LiveChange, WeightsFrom
 from flotilla.shared.schemas.plain_name import PlainName
 from flotilla.shared.schemas.rules import RuleView
 from flotilla.shared.schemas.wire import TolerantWire, Wire
@@ -66,6 +66,8 @@ class Origin(TolerantWire):
     """Its folder then; the experiment has a copy."""
     first_group_id: int
     """Where the experiment's own groups begin: after the last one that the checkpoint contains."""
+    source_weights: tuple[WeightsFrom, ...] = ()
+    """By which weights the other experiment took turns among its sources, oldest first: turns go on from there."""
 
 
 class ForkRequest(Wire):

@@ -47,6 +47,19 @@ MOST_GRADERS = 64
 """Components that are reported of one reward service."""
 
 
+class RowOutcome(TolerantWire):
+    """How a row was answered once."""
+
+    number: int = Field(ge=1)
+    """Counts the outcomes of a session."""
+    row: int = Field(ge=0)
+    reward: float
+    """Mean of the group's scored members, as graded."""
+
+
+MOST_OUTCOMES = 256
+
+
 class GradingReport(TolerantWire):
     """What one reward service has graded in training since its session began. Counts only grow."""
 
@@ -86,6 +99,8 @@ class GradingReport(TolerantWire):
     """Two of the newest, with different rewards where there are such."""
     ungraded_sample: SampleExcerpt | None = None
     """The newest without a reward."""
+    outcomes: tuple[RowOutcome, ...] = Field((), max_length=MOST_OUTCOMES)
+    """The newest, oldest first, where the experiment has a curriculum."""
     audited_groups: int = Field(0, ge=0)
     """Of which samples have a second grade to compare with."""
     failed_audits: int = Field(0, ge=0)

@@ -2,12 +2,17 @@
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import Field
 
 from flotilla.shared.schemas.later_values import shown
 from flotilla.shared.schemas.wire import TolerantWire, Wire
+
+SOURCES: Final = "data.sources."
+"""Begins the path of each key of a source."""
+ROWS: Final = "data."
+"""Begins the path of each key that decides which row a group answers."""
 
 
 class Effect(StrEnum):
@@ -43,10 +48,42 @@ class LiveChange(TolerantWire):
     has come to a version that it has not begun to train."""
     step: int | None = None
     """Steps done when it began to hold, as far as the gateway knew."""
+    group_id: int | None = None
+    """Of a change of the weights of sources or pools: the first group whose row was chosen by them. Null until the next
+    group is issued."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether version and group are known from which it holds."""
+        return self.version is not None and (self.group_id is not None or not self.reweighs_rows)
+
+    @property
+    def reweighs_rows(self) -> bool:
+        """Whether it changes from which source, or which pool of a curriculum, the rows of the next groups come."""
+        return any(key.path.startswith(ROWS) for key in self.keys)
 
     def holds_at(self, version: int) -> bool:
         """Whether it holds for a policy version."""
         return self.version is not None and self.version <= version
+
+
+class WeightsFrom(TolerantWire):
+    """Weights of the sources of rows, from a group on."""
+
+    group_id: int
+    weights: tuple[float, ...]
+    """One per source; only their ratios count."""
+
+
+class CurriculumState(TolerantWire):
+    """A snapshot of rows: by it, the seed and the weights the rows of later groups are drawn."""
+
+    group_id: int
+    """First group that is drawn by it."""
+    rows: tuple[tuple[int, int, float | None], ...]
+    """Rows that were asked: number, times, and mean reward; null while no group was graded."""
+    seen: dict[str, int]
+    """Newest outcome that was taken of each session of a reward service."""
 
 
 class AdoptRequest(Wire):
@@ -60,12 +97,24 @@ class AdoptRequest(Wire):
 class AdoptAnswer(TolerantWire):
     """All changes of the experiment, oldest first."""
 
+    curriculum: CurriculumState | None = None
+    """What is known of its rows, for checkpoints; null without a curriculum."""
+
     changes: tuple[LiveChange, ...]
 
 
 def held_at(changes: Sequence[LiveChange], version: int) -> tuple[LiveChange, ...]:
     """Choose those that hold for a policy version."""
     return tuple(each for each in changes if each.holds_at(version))
+
+
+def settled(known: LiveChange, other: LiveChange) -> LiveChange:
+    """Complete an account of a change by another one, where it lacks from when on the change holds."""
+    if known.version is None and other.version is not None:
+        known = known.model_copy(update={"version": other.version, "step": other.step})
+    if known.group_id is None and other.group_id is not None:
+        known = known.model_copy(update={"group_id": other.group_id})
+    return known
 
 
 def merged(known: Sequence[LiveChange], others: Sequence[LiveChange]) -> tuple[LiveChange, ...]:
@@ -83,6 +132,5 @@ def merged(known: Sequence[LiveChange], others: Sequence[LiveChange]) -> tuple[L
             found.insert(place, each)
             continue
         place = there
-        if found[place].version is None and each.version is not None:
-            found[place] = found[place].model_copy(update={"version": each.version, "step": each.step})
+        found[place] = settled(found[place], each)
     return tuple(found)

@@ -14,7 +14,7 @@ _WRITTEN = """
     correction/effective_sample_size correction/k3_kl correction/kl correction/log_ppl_abs_diff
     correction/probability_difference correction/rejected_fraction correction/rejected_sequence_fraction
     correction/rollout_log_ppl correction/training_log_ppl correction/weight correction/weight_squared distillation/kl
-    entropy exactness/difference exactness/unequal_fraction
+    curriculum/*/rows engine_gap/* entropy exactness/difference exactness/unequal_fraction
     evaluation/*/* evaluation/accuracy evaluation/best@* evaluation/grader/* evaluation/lag_versions
     evaluation/maj@* evaluation/mean@* evaluation/mean_completion_tokens evaluation/num_errors
     evaluation/num_graded_rows evaluation/num_rows evaluation/num_scored evaluation/pass@* evaluation/reward/*

@@ -6,7 +6,7 @@ policy version under which it was sampled.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from statistics import fmean
 from typing import Any
@@ -49,6 +49,7 @@ class Trajectory:
         is_baseline: it was answered greedily, to compare the others with, and is not trained itself.
         teacher_log_probs: [T] float32 nats of a teacher behind a URL, 0 where ``loss_mask`` is 0; None without one.
         experts: that the engine's routers chose for each token but the last; None where none were recorded.
+        rollout: the service that sampled all of it; None where several did, or nobody says.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -70,6 +71,7 @@ class Trajectory:
     episode: str | None = None
     teacher_log_probs: npt.NDArray[np.float32] | None = None
     experts: RoutedExperts | None = None
+    rollout: str | None = None
 
     def __post_init__(self) -> None:
         length = self.token_ids.shape[0]
@@ -148,6 +150,7 @@ class Trajectory:
             self.episode,
             self.teacher_log_probs,
             self.experts,
+            self.rollout,
         )
 
     def timed(self, name: str, seconds: float) -> "Trajectory":
@@ -172,6 +175,7 @@ class Trajectory:
             and self.is_baseline == other.is_baseline
             and self.episode == other.episode
             and self.experts is other.experts
+            and self.rollout == other.rollout
         )
 
     def sampled_to_wire(self) -> dict[str, Any]:
@@ -194,6 +198,8 @@ class Trajectory:
             wire["episode"] = self.episode
         if self.experts is not None:
             wire["experts"] = self.experts.to_wire()
+        if self.rollout is not None:
+            wire["rollout"] = self.rollout
         return wire
 
     def grade_to_wire(self) -> dict[str, Any]:
@@ -240,6 +246,7 @@ class Trajectory:
             wire.get("episode"),
             None if (taught := wire.get("teacher_log_probs")) is None else np.frombuffer(taught, _FLOAT32),
             None if (routed := wire.get("experts")) is None else RoutedExperts.from_wire(routed),
+            wire.get("rollout"),
         )
         received.__post_init__()
         return received
@@ -304,6 +311,11 @@ class Group:
             return self
         seconds = max(0.0, now - self.task.issued_at)
         return Group(self.task, tuple(each.timed(name, seconds) for each in self.trajectories), self.prompt)
+
+    def sampled_by(self, rollout: str) -> "Group":
+        """Record who sampled the trajectories that nobody else has begun."""
+        own = (each if each.resumed_tokens else replace(each, rollout=rollout) for each in self.trajectories)
+        return Group(self.task, tuple(own), self.prompt)
 
     def rewards(self) -> list[float]:
         """List the rewards of the scored trajectories, a baseline's left out."""

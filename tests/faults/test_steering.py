@@ -17,6 +17,7 @@ from tests.fleet import RunningFleet, hold_back, make_experiment, running_fleet
 pytestmark = [pytest.mark.long, pytest.mark.timeout(580)]
 
 PATIENCE_SECONDS = 200
+BONUS = "reward.components.1.weight"
 RATE, TEMPERATURE = "optimisation.learning_rate", "rollout.sampling.temperature"
 STEPS = 5
 HELD_AFTER = 2
@@ -34,7 +35,12 @@ async def until_step(client: GatewayClient, path: str, step: int) -> None:
 
 async def change_and_kill(fleet: RunningFleet, client: GatewayClient, path: str) -> list[dict[str, Any]]:
     """Change two settings, and kill the gateway before the trainer, which sleeps, can have heard of it."""
-    changes = {"optimisation": {"learning_rate": 5e-5}, "rollout": {"sampling": {"temperature": 0.5}}}
+    changes = {
+        "optimisation": {"learning_rate": 5e-5},
+        "rollout": {"sampling": {"temperature": 0.5}},
+        "data": {"sources": {"0": {"weight": 0}, "1": {"weight": 1}}},
+        "reward": {"components": {"1": {"weight": 3}}},
+    }
     workers = fleet.pids("flotilla.services.trainer")
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)
@@ -54,7 +60,11 @@ async def test_a_change_is_in_record_series_lineage_and_checkpoint_though_the_ga
         checkpoint={"every_steps": 1, "keep": 9},
     )
     spec["asynchrony"].pop("on_weight_update")
+    num_rows = len(Path(spec["data"]["path"]).read_text().splitlines())
+    path = spec["data"].pop("path")
+    spec["data"]["sources"] = [{"path": path, "weight": 1.0}, {"path": path, "weight": 0.0}]
     hold = hold_back(spec, tmp_path, after_step=HELD_AFTER)
+    spec["reward"]["components"].append({"kind": "constant", "value": 1.0, "weight": 0.0})
     with running_fleet(tmp_path / "fleet") as fleet:
         async with fleet.client() as client:
             made = await client.call("POST", "/v1/experiments", body=spec, params={"start": True}, deadline_seconds=60)
@@ -73,7 +83,12 @@ async def test_a_change_is_in_record_series_lineage_and_checkpoint_though_the_ga
     assert {each["effect"]: each["version"] for each in recorded} == {"trainer": None, "group": HELD_AFTER}
     rate, temperature = found["trainer"], found["group"]
     assert rate["keys"] == [{"path": RATE, "before": 1e-4, "after": 5e-5}]
-    assert temperature["keys"] == [{"path": TEMPERATURE, "before": 1.0, "after": 0.5}]
+    assert {key["path"]: (key["before"], key["after"]) for key in temperature["keys"]} == {
+        TEMPERATURE: (1.0, 0.5),
+        "data.sources.0.weight": (1.0, 0.0),
+        "data.sources.1.weight": (0.0, 1.0),
+        BONUS: (0.0, 3.0),
+    }
     first = rate["version"]
     assert first in {HELD_AFTER, HELD_AFTER + 1} and temperature["version"] == HELD_AFTER
     assert {"settings_changed", "settings_held"} <= events
@@ -97,6 +112,12 @@ async def test_a_change_is_in_record_series_lineage_and_checkpoint_though_the_ga
     again = await asyncio.to_thread(replay, experiment, STEPS)
     assert again.is_equal and again.spec.optimisation.learning_rate == 5e-5
     assert {kept.group.task.settings.get(TEMPERATURE) for kept in again.groups} == {0.5}
+    # Rows are of the source that has weight now, from the group on that the record names, and rewards likewise.
+    assert temperature["group_id"] <= min(kept.group.task.group_id for kept in again.groups)
+    assert all(kept.group.task.row >= num_rows for kept in again.groups)
+    for kept in again.groups:
+        for trajectory in kept.group.trajectories:
+            assert trajectory.reward == trajectory.components["custom"] + 3 * trajectory.components["constant"]
     rows = [row for kept in again.groups for row in take_apart(again, kept.group.task.group_id, 0)]
     gaps = [abs(row.sampled - row.now) for row in rows if row.now is not None]
     assert gaps and max(gaps) < 1e-3

@@ -10,7 +10,7 @@ from flotilla.cli.continuing import at_rest
 from flotilla.cli.gateway import COPY_SECONDS, START_SECONDS, open_gateway
 from flotilla.cli.output import new_console, write_json
 from flotilla.client.asynchronous import AsyncClient
-from flotilla.shared.config.load.live import differences
+from flotilla.shared.config.load.live import by_number, differences
 from flotilla.shared.config.load.overrides import Override, apply, on_command_line, with_origins
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.errors import InvalidSpec
@@ -99,7 +99,7 @@ def keys_of_fork(present: Mapping[str, Any], wanted: Mapping[str, Any], layers: 
         for depth, part in enumerate(layer.path, 1):
             if part not in value:
                 break
-            value = value[part]
+            value = by_number(value[part])
             if depth == len(layer.path) or not isinstance(value, Mapping):
                 here[part] = deepcopy(value)
                 break

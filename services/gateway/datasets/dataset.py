@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flotilla.services.gateway.datasets.columns import ABSENT, Row, plain, prompt_of, text_of, value_at
+from flotilla.services.gateway.datasets.curriculum import Curriculum
 from flotilla.services.gateway.datasets.illustrated import images_of
-from flotilla.services.gateway.datasets.mixture import Mixture
+from flotilla.services.gateway.datasets.mixture import ChangedMixture, Mixture
 from flotilla.shared.config.sections.data import DataConfig
 from flotilla.shared.schemas.task import Task, sample_seed
 
@@ -45,16 +46,20 @@ class Dataset:
         seed: of the order and of every sample.
         parts: where the rows of each source are; empty for one source.
         mixture: whose turn it is among the parts; None where all rows count alike.
+        curriculum: draws the rows instead, where there is one; it is asked in the order of the groups.
     """
 
     rows: Sequence[Row]
     config: DataConfig
     seed: int
     parts: tuple[Part, ...] = ()
-    mixture: Mixture | None = None
+    mixture: Mixture | ChangedMixture | None = None
+    curriculum: Curriculum | None = None
 
     def row_of(self, group_id: int) -> int:
         """Find the row that a group answers."""
+        if self.curriculum is not None:
+            return self.curriculum.row(group_id)
         if self.mixture is None:
             return self._row_in(Part(0, len(self.rows)), group_id, self.seed)
         turn = self.mixture.turn(group_id)

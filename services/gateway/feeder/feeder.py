@@ -11,9 +11,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.datasets.made import GroupMaker
 from flotilla.services.gateway.feeder.admission import ADMISSION_WAIT, admitted, check_taken, groups_left
+from flotilla.services.gateway.feeder.rows import RowOrder
 from flotilla.services.gateway.feeder.status import FeederStatus, FullStream
 from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.signals import wait_for_any
@@ -46,6 +46,7 @@ class Feeder:
     """Issues tasks of one experiment while it runs.
 
     Args:
+        rows: which of them each group answers.
         status: what an earlier task of this experiment left, and what others read.
         finished: makes groups that need no rollout; None where rollouts answer the rows.
     """
@@ -53,15 +54,15 @@ class Feeder:
     def __init__(
         self,
         experiment: Experiment,
-        dataset: Dataset,
+        rows: RowOrder,
         store: Store,
         clock: Clock,
         status: FeederStatus,
         finished: GroupMaker | None = None,
     ) -> None:
+        self._rows = rows
         self._finished = finished
         self._experiment = experiment
-        self._dataset = dataset
         self._clock = clock
         self._store = store
         self._status = status
@@ -130,7 +131,7 @@ class Feeder:
         if self._finished is not None:
             # What no policy sampled does not get old, however many steps a version has.
             ledger = ledger.model_copy(update={"consumed_since_publication": 0})
-            check_taken(ledger, len(self._dataset.rows))
+            check_taken(ledger, len(self._rows.dataset.rows))
         redundant = spec.asynchrony.redundant_groups if self._finished is None else 0
         room = admitted(ledger, budget=spec.admission_budget, redundant=redundant, **wanted)
         left = groups_left(ledger, **wanted) if self._finished is None else 0
@@ -140,6 +141,7 @@ class Feeder:
             return BLOCKED_SECONDS
         # A server that has lost everything is told the beginning again before anything is issued.
         first = max(self._first_group_id, await self._next_group())
+        await self._rows.settle(first)
         limit = max(spec.admission_budget, ledger.outstanding + ledger.consumed_since_publication + room)
         result = await self._issue(range(first, first + min(room, BATCH)), version, limit)
         self._next_group_id = result.next_group_id
@@ -170,8 +172,8 @@ class Feeder:
             size = settings.get(GROUP_SIZE, self._experiment.spec.rollout.group_size)
             tasks = await asyncio.to_thread(self._tasks, group_ids, version, settings, size)
             return await self._admission.issue_many(tasks, limit=limit)
-        now = self._clock.now()
-        groups = await asyncio.to_thread(lambda: finished.groups(self._dataset, group_ids, issued_at=now))
+        now, dataset = self._clock.now(), self._rows.dataset
+        groups = await asyncio.to_thread(lambda: finished.groups(dataset, group_ids, issued_at=now))
         return await self._admission.issue_groups(groups, hop=HopName.SCORED, limit=limit)
 
     async def _store_wait(self, version: int, seconds: float) -> None:
@@ -199,5 +201,5 @@ class Feeder:
 
     def _tasks(self, group_ids: range, version: int, settings: Mapping[str, Any], size: int) -> list[Task]:
         now = self._clock.now()
-        make = partial(self._dataset.task, group_size=size, min_version=version, issued_at=now)
+        make = partial(self._rows.dataset.task, group_size=size, min_version=version, issued_at=now)
         return [replace(make(group_id), settings=settings) for group_id in group_ids]

@@ -158,6 +158,8 @@ class ExperimentCommands:
         async with self._repository.transaction() as change:
             record = replace(record, number=self._repository.next_number("number"))
             experiment = self._repository.stage_new(change, record, spec)
+            if stored is not None:
+                origins.stage_rows(change, experiment_id, stored, spec)
             self._repository.stage_audit(change, experiment_id, "create", origin=record.origin)
             self._events.stage(change, experiment_id, "experiment_created", name=spec.name, origin=record.origin)
             if start:
@@ -191,7 +193,10 @@ class ExperimentCommands:
         Raises:
             Unavailable: it could not be written.
         """
-        origin = await asyncio.to_thread(origins.take, stored, spec, record.id, Path(record.directory))
+        made_by = self._repository.find(stored.state.experiment_id)
+        earlier = None if made_by is None else made_by.record.origin
+        parent = None if earlier is None else Origin.model_validate(earlier)
+        origin = await asyncio.to_thread(origins.take, stored, spec, record.id, Path(record.directory), parent)
         if is_url(begun := spec.checkpoint.resume_from or ""):
             origin = origin.model_copy(update={"path": begun})
         state = stored.state

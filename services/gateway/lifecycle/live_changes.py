@@ -144,6 +144,17 @@ class LiveChanges:
                 self._events.stage(change, experiment_id, HELD, **each.model_dump(mode="json", exclude={"at", "actor"}))
         return found
 
+    async def place(self, experiment_id: str, group_id: int) -> None:
+        """Let changed weights of sources or pools choose rows from a group on that was not issued."""
+        async with self._repository.transaction() as change:
+            experiment = self._repository.get(experiment_id)
+            known = experiment.steering.changes
+            waits = [each.reweighs_rows and each.group_id is None for each in known]
+            if any(waits):
+                placed = {"group_id": group_id}
+                found = [e.model_copy(update=placed) if w else e for e, w in zip(known, waits, strict=True)]
+                self._stage_changes(change, experiment, found)
+
     def stage_restored(self, change: Transaction, experiment: Experiment, trained: Sequence[LiveChange]) -> None:
         """Take over what a checkpoint was trained with, and a database that came back older does not know.
 

@@ -18,6 +18,9 @@ from typing import Any, BinaryIO
 from pydantic import ValidationError
 
 from flotilla.services.gateway.records.spec_texts import RESUME_FROM, named_in, parts_below
+from flotilla.services.gateway.records.steering import weights_by_group
+from flotilla.services.gateway.store.transaction import Transaction
+from flotilla.services.gateway.store.writes import CURRICULUM, PutWindow
 from flotilla.shared.checkpoints.folders import (
     AVERAGE,
     CHECKPOINTS,
@@ -206,13 +209,16 @@ def check_spec(stored: StoredCheckpoint, spec: ExperimentSpec) -> None:
             )
 
 
-def take(stored: StoredCheckpoint, spec: ExperimentSpec, experiment_id: str, directory: Path) -> Origin:
+def take(
+    stored: StoredCheckpoint, spec: ExperimentSpec, experiment_id: str, directory: Path, parent: Origin | None = None
+) -> Origin:
     """Make a checkpoint the first one of a new experiment; blocks.
 
     Args:
         stored: that was found to be whole.
         spec: of the new experiment.
         directory: of the new experiment; marked as unfinished.
+        parent: where the experiment began that made the checkpoint; None if it is no fork, or not known here.
 
     Raises:
         ModelError: it vanished meanwhile.
@@ -235,13 +241,23 @@ def take(stored: StoredCheckpoint, spec: ExperimentSpec, experiment_id: str, dir
             ) from error
         raise Unavailable(f"checkpoint {stored.path} could not be taken: {error}") from error
     trained = IntervalSet.from_list(stored.state.trained).to_list()
+    begun = () if parent is None else (parent.source_weights, parent.first_group_id)
     return Origin(
         experiment_id=stored.state.experiment_id,
         step=stored.step,
         version=stored.state.version,
         path=str(stored.path),
         first_group_id=trained[-1][1] + 1 if trained else 0,
+        source_weights=weights_by_group(stored.state.spec, stored.state.changes, *begun),
     )
+
+
+def stage_rows(change: Transaction, experiment_id: str, stored: StoredCheckpoint, spec: ExperimentSpec) -> None:
+    """Let an experiment go on with what a checkpoint knows of the rows of its curriculum, if they are the same rows."""
+    before = {**(stored.state.spec.get("data") or {}), "curriculum": None}
+    now = {**spec.data.model_dump(mode="json"), "curriculum": None}
+    if stored.state.curriculum and spec.data.curriculum is not None and before == now:
+        change.write(PutWindow(experiment_id, CURRICULUM, stored.state.curriculum.model_dump(mode="json")))
 
 
 def _fill(partial: Path, stored: StoredCheckpoint, spec: ExperimentSpec, experiment_id: str) -> None:

@@ -1,6 +1,6 @@
 """What live changes make of an experiment's spec: what its services were opened with, and what holds now."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,9 @@ from flotilla.services.gateway.store.records import ExperimentRecord
 from flotilla.shared.config.load.live import applied, group_settings, undone, with_applied
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.spec import ExperimentSpec
-from flotilla.shared.schemas.live_changes import LiveChange, held_at
+from flotilla.shared.schemas.live_changes import SOURCES, LiveChange, WeightsFrom, held_at
+
+UNSEEN, POOLS = "data.curriculum.unseen", "data.curriculum.pools."
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,64 @@ class Steering:
             InvalidSpec: together the changes make none.
         """
         return with_applied(validate_spec(self.base), held_at(self.changes, version))
+
+
+def weights_of(document: Mapping[str, Any]) -> tuple[float, ...]:
+    """List the weights of a spec's sources; none where all rows count alike."""
+    sources = (document.get("data") or {}).get("sources") or ()
+    return tuple(source["weight"] for source in sources if source.get("weight") is not None)
+
+
+def weights_by_group(
+    base: Mapping[str, Any], changes: Sequence[LiveChange], begun: Sequence[WeightsFrom] = (), first_group_id: int = 0
+) -> tuple[WeightsFrom, ...]:
+    """List by which weights groups take turns among the sources of their rows, oldest first.
+
+    Args:
+        base: the spec without changes, as JSON.
+        changes: oldest first; those that no group was issued by yet are left out.
+        begun: of the experiment that this one is a fork of.
+        first_group_id: where the experiment's own groups begin.
+    """
+    weights = weights_of(base)
+    if not weights:
+        return ()
+    line = [each for each in begun if len(each.weights) == len(weights)] or [WeightsFrom(group_id=0, weights=weights)]
+    if line[-1].weights != weights:
+        line = _followed(line, first_group_id, weights)
+    for change in changes:
+        if change.group_id is None or not change.reweighs_rows:
+            continue
+        found = dict(enumerate(line[-1].weights))
+        keys = (key for key in change.keys if key.path.startswith(SOURCES))
+        found |= {int(key.path.split(".")[2]): key.after for key in keys}
+        line = _followed(line, change.group_id, tuple(found.values()))
+    return tuple(line)
+
+
+def pool_weights_by_group(
+    base: Mapping[str, Any], changes: Sequence[LiveChange]
+) -> tuple[tuple[int, tuple[float, ...]], ...]:
+    """List by which weights groups draw among unseen rows and the pools of a curriculum, oldest first, from group 0.
+
+    Args:
+        base: the spec without changes, as JSON, with a curriculum.
+        changes: oldest first; those that no group was issued by yet are left out.
+    """
+    given = base["data"]["curriculum"]
+    now = {UNSEEN: given["unseen"]} | {f"{POOLS}{n}.weight": pool["weight"] for n, pool in enumerate(given["pools"])}
+    line: list[tuple[int, tuple[float, ...]]] = [(0, tuple(now.values()))]
+    for change in changes:
+        if change.group_id is not None:
+            now |= {key.path: key.after for key in change.keys if key.path in now}
+            line = [each for each in line if each[0] < change.group_id or not each[0]]
+            line.append((change.group_id, tuple(now.values())))
+    return tuple(line)
+
+
+def _followed(line: Sequence[WeightsFrom], group_id: int, weights: tuple[float, ...]) -> list[WeightsFrom]:
+    # A data plane that came back older may issue a group again, by what holds now.
+    return [*(each for each in line if each.group_id < group_id), WeightsFrom(group_id=group_id, weights=weights)]
 
 
 def changes_of(record: ExperimentRecord) -> tuple[LiveChange, ...]:

@@ -8,10 +8,11 @@ from fastapi import APIRouter, Query, Request
 from flotilla.services.gateway.lifecycle import unusable
 from flotilla.services.gateway.lifecycle.states import Action
 from flotilla.services.gateway.routes.dependencies import OF_TRAINER, Caller, Cursor, Gateway, Jobs, Limit, page_of
+from flotilla.services.gateway.store.writes import CURRICULUM
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.schemas.experiment import ExperimentView, ExtendRequest, ForkRequest, Page
-from flotilla.shared.schemas.live_changes import AdoptAnswer, AdoptRequest, LiveChange
+from flotilla.shared.schemas.live_changes import AdoptAnswer, AdoptRequest, CurriculumState, LiveChange
 
 router = APIRouter(prefix="/experiments", tags=["experiments"])
 
@@ -122,7 +123,9 @@ async def adopted(experiment_id: str, request: AdoptRequest, gateway: Gateway) -
     Raises:
         NotAssigned: the caller is not its trainer, or was it in an earlier epoch.
     """
-    return AdoptAnswer(changes=await gateway.commands.live.adopt(experiment_id, request.version, request.step))
+    held = await gateway.commands.live.adopt(experiment_id, request.version, request.step)
+    known = await gateway.store.window(experiment_id, CURRICULUM)
+    return AdoptAnswer(changes=held, curriculum=CurriculumState.model_validate(known) if known else None)
 
 
 @router.delete("/{experiment_id}", status_code=204)

@@ -10,7 +10,7 @@ from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.datasets.made import GroupMaker, open_maker
 from flotilla.services.gateway.datasets.written import WrittenAnswers
 from flotilla.services.gateway.evaluation.evaluator import Evaluator
-from flotilla.services.gateway.feeder.feeder import Feeder
+from flotilla.services.gateway.feeder.opening import RowSources, open_feeder
 from flotilla.services.gateway.lifecycle.rules import Rules
 from flotilla.services.gateway.monitoring.health.monitor import HealthMonitor
 from flotilla.services.gateway.monitoring.watchdog import Watchdog
@@ -74,7 +74,9 @@ class ExperimentWork:
             parts.samples.follow(experiment),
         ]
         if dataset is not None:
-            lanes.append(Feeder(experiment, dataset, parts.store, parts.clock, feeder_status, finished).run())
+            outcomes = parts.measurements.of(experiment).outcomes
+            rows_of = RowSources(dataset, parts.commands.live.place, outcomes, finished)
+            lanes.append(open_feeder(experiment, rows_of, parts.store, parts.clock, feeder_status).run())
         if experiment.spec.rules:
             points = parts.measurements.of(experiment).rule_points
             rules = Rules(experiment, parts.repository, parts.commands, parts.events, parts.store, parts.clock, points)

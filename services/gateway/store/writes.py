@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from flotilla.services.gateway.store.records import (
     AuditRecord,
@@ -16,6 +16,10 @@ from flotilla.services.gateway.store.records import (
 from flotilla.shared.schemas.experiment import CheckpointView
 
 Record = ExperimentRecord | ServiceRecord | PublicationRecord | TokenRecord | StoredAnswer
+
+
+CURRICULUM: Final = "curriculum"
+"""The window of what a curriculum knows of its rows."""
 
 
 @dataclass(frozen=True, slots=True)

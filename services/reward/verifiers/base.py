@@ -54,6 +54,14 @@ GraderReports = Mapping[str, GraderReport]
 
 
 @runtime_checkable
+class Reweighs(Protocol):
+    """A verifier of several components whose weights can be others for one group."""
+
+    def reweighed(self, weights: Mapping[int, float]) -> Verifier:
+        """Make one that grades by the same components with other weights, by their numbers."""
+
+
+@runtime_checkable
 class CountsGrades(Protocol):
     """A verifier of several components that counts what each of them does."""
 

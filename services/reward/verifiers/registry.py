@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,6 +181,18 @@ class CombinedVerifier:
         columns = [task.result() for task in tasks]
         configs = [config for config, _ in self._parts]
         return [combine(list(zip(configs, grades, strict=True))) for grades in zip(*columns, strict=True)]
+
+    def reweighed(self, weights: Mapping[int, float]) -> "CombinedVerifier":
+        """Make one that grades by the same components, counts with this one, and has other weights, by their numbers.
+
+        It is not to be started or closed.
+        """
+        other = copy(self)
+        other._parts = [
+            (config.model_copy(update={"weight": weights.get(number, config.weight)}), part)
+            for number, (config, part) in enumerate(self._parts)
+        ]
+        return other
 
     @property
     def graders(self) -> GraderReports:

@@ -51,7 +51,7 @@ from flotilla.shared.faults.armed import armed
 from flotilla.shared.faults.sites import Site
 from flotilla.shared.models.hub import ADAPTER, model_directory
 from flotilla.shared.net.absence import absent_or
-from flotilla.shared.schemas.live_changes import LiveChange, held_at
+from flotilla.shared.schemas.live_changes import CurriculumState, LiveChange, held_at
 from flotilla.shared.streams.intervals import IntervalSet
 from flotilla.shared.streams.plans import RECENT_STEPS, Plan
 
@@ -106,6 +106,7 @@ class Progress:
         lineage: names the groups of every step, in order.
         recent: plans of the last steps, oldest first.
         changes: live changes of the spec that are known, oldest first.
+        curriculum: what the gateway knows of the rows of a curriculum; None without one.
     """
 
     step: int
@@ -114,6 +115,7 @@ class Progress:
     lineage: str = ROOT
     recent: tuple[Plan, ...] = ()
     changes: tuple[LiveChange, ...] = ()
+    curriculum: CurriculumState | None = None
 
     @classmethod
     def start(cls) -> "Progress":
@@ -251,6 +253,7 @@ class CheckpointManager:
             files={},
             figure=figure,
             changes=held_at(progress.changes, published.version),
+            curriculum=progress.curriculum,
             reward_moments=astuple(learner.reward_moments) if learner.reward_moments.count else None,
         )
 
@@ -366,7 +369,8 @@ def restored_from(
         # An earlier release wrote it, whose versions followed steps without a gap.
         published_step = min(state.version * spec.steps_per_version, stored.step)
     recent = tuple(map(Plan.from_wire, state.recent))
-    progress = Progress(stored.step, IntervalSet.from_list(state.trained), totals, state.lineage, recent, state.changes)
+    trained = IntervalSet.from_list(state.trained)
+    progress = Progress(stored.step, trained, totals, state.lineage, recent, state.changes, state.curriculum)
     return Restored(
         learner, progress, Published(state.version, published_step), IntervalSet.from_list(state.lost_versions)
     )

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from flotilla.shared.config.load.live import with_applied
 from flotilla.shared.config.spec import ExperimentSpec
-from flotilla.shared.schemas.live_changes import AdoptAnswer, AdoptRequest, Effect, LiveChange, held_at
+from flotilla.shared.schemas.live_changes import AdoptAnswer, AdoptRequest, Effect, LiveChange, held_at, settled
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +43,10 @@ class LiveSettings:
 
     @property
     def has_news(self) -> bool:
-        """Whether a change waits for a version, or is not known here."""
+        """Whether a change waits for a version or a group, or is not known here; a curriculum always has news."""
         is_known = self._announced is None or any(each.id == self._announced for each in self.changes)
-        return not is_known or any(each.version is None for each in self.changes)
+        has_rows_to_keep = self._base.data.curriculum is not None
+        return has_rows_to_keep or not is_known or not all(each.is_settled for each in self.changes)
 
     async def adopt(self, version: int, step: int) -> None:
         """Let what waits hold from a version on; blocks until the gateway answers, since only that makes it so.
@@ -62,7 +63,7 @@ class LiveSettings:
         for each in news:
             paths = [key.path for key in each.keys]
             log.info("settings are changed", extra={"keys": paths, "effect": each.effect, "version": each.version})
-        held = (each if each.version is not None else told.get(each.id, each) for each in self.changes)
+        held = (settled(each, told.get(each.id, each)) for each in self.changes)
         self.changes = (*held, *news)
         self._keep(self.changes)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flotilla.services.trainer.algorithms.objective import TokenFigures
 from flotilla.services.trainer.data.batch import scored_trajectories
+from flotilla.services.trainer.data.engine_gaps import engine_gaps
 from flotilla.services.trainer.data.micro_batch import MicroBatch
 from flotilla.services.trainer.data.pieces import piece_starts
 from flotilla.services.trainer.learning.mini_batches import Prepared
@@ -107,6 +108,10 @@ class TracedStep:
                 found.append(self._tokens(trajectory, number, lag))
                 number += len(piece_starts(trajectory))
             yield group, found
+
+    def engine_gaps(self, groups: Sequence[Group], lag: Callable[[int], int]) -> dict[str, float]:
+        """Measure how far the engine of each rollout is; see ``data.engine_gaps`` and ``of_groups``."""
+        return engine_gaps(self.of_groups(groups, lag))
 
     def _tokens(self, trajectory: Trajectory, first: int, lag: Callable[[int], int]) -> TrainedTokens:
         def placed(values: Floats) -> Floats:

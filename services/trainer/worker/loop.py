@@ -156,6 +156,8 @@ class TrainingLoop:
         changes = self._planner.live.trained_with(version)
         self._samples.trained(planned, result, version, self.progress.lineage, partial(self.line.lag, version), changes)
         self.progress.add(planned.plan)
+        if result.traced is not None and len(result.updates) == 1 and self.line.is_published(step - 1):
+            values |= result.traced.engine_gaps(planned.groups, partial(self.line.lag, version))
         values |= await self._measure(step)
         measured = time.monotonic()
         if self.is_at_version:

@@ -118,7 +118,9 @@ def _live_settings(
 ) -> LiveSettings:
     async def ask(request: AdoptRequest) -> AdoptAnswer:
         asking = partial(gateway.call, "POST", f"/v1/experiments/{experiment_id}/changes/adopted", body=request)
-        return AdoptAnswer.model_validate(await retry(asking, waiting_for=GATEWAY))
+        answer = AdoptAnswer.model_validate(await retry(asking, waiting_for=GATEWAY))
+        progress.curriculum = answer.curriculum or progress.curriculum
+        return answer
 
     def keep(changes: tuple[LiveChange, ...]) -> None:
         progress.changes = changes

@@ -12,7 +12,7 @@ from flotilla.shared.config.load.spec_text import STEPS, validate_spec, with_cha
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec, Scalar
 from flotilla.shared.schemas.engine import EngineCapability
-from flotilla.shared.schemas.live_changes import ChangedKey, Effect, LiveChange
+from flotilla.shared.schemas.live_changes import SOURCES, ChangedKey, Effect, LiveChange
 
 Document = Mapping[str, Any]
 """A spec, or keys of one, as JSON."""
@@ -39,13 +39,17 @@ LIVE: Mapping[str, Effect] = {
     "rollout.sampling.temperature": Effect.GROUP,
     "rollout.sampling.max_new_tokens": Effect.GROUP,
     "rollout.group_size": Effect.GROUP,
+    "data.sources.*.weight": Effect.GROUP,
+    "data.curriculum.unseen": Effect.GROUP,
+    "data.curriculum.pools.*.weight": Effect.GROUP,
+    "reward.components.*.weight": Effect.GROUP,
     "tracking.profiler.steps": Effect.TRAINER,
     "tracking.profiler.ranks": Effect.TRAINER,
     "tracking.profiler.engine_versions": Effect.GROUP,
     "tracking.profiler.engine_steps": Effect.GROUP,
     "evaluation.every_versions": Effect.GATEWAY,
 }
-"""What can change, and where it takes effect; docs/steering.md has this table."""
+"""What can change, and where it takes effect; ``*`` is a number in a list. docs/steering.md has this table."""
 
 OWN_WAY = ("resources.*", f"{STEPS}.steps")
 """What can change, too, and is no live change: see ``ExperimentCommands.change``."""
@@ -78,18 +82,34 @@ MOST_LETTERS = 200
 
 def effect_of(path: str) -> Effect | None:
     """Return where a change of a key takes effect; None where it cannot change."""
-    return LIVE.get(path)
+    return LIVE.get(".".join("*" if part.isdecimal() else part for part in path.split(".")))
 
 
 def keys_between(before: Any, after: Any, path: str = "") -> list[ChangedKey]:
-    """List the keys in which two documents differ, as deep as both have the same sections."""
+    """List the keys in which two documents differ, as deep as both have the same sections, or as many in a list."""
     if before == after:
         return []
+    if _are_lists_of_sections(before, after):
+        before, after = by_number(before), by_number(after)
     if isinstance(before, Mapping) and isinstance(after, Mapping) and before.get("kind") == after.get("kind"):
         names = [*before, *(name for name in after if name not in before)]
         parts = [keys_between(before.get(n), after.get(n), f"{path}.{n}".removeprefix(".")) for n in names]
         return [key for part in parts for key in part]
     return [ChangedKey(path=path, before=before, after=after)]
+
+
+def by_number(value: Any) -> Any:
+    """Make a mapping of a list of sections, by their numbers; anything else stays as it is."""
+    if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
+        return {str(number): each for number, each in enumerate(value)}
+    return value
+
+
+def _are_lists_of_sections(before: Any, after: Any) -> bool:
+    """Whether keys in the items of two lists can be compared one by one."""
+    if not (isinstance(before, list) and isinstance(after, list) and len(before) == len(after)):
+        return False
+    return all(isinstance(by_number(each), Mapping) for each in (before, after))
 
 
 def differences(before: Document, after: Document) -> Document:
@@ -98,6 +118,9 @@ def differences(before: Document, after: Document) -> Document:
     for name, value in after.items():
         known = before.get(name)
         if known == value:
+            continue
+        if _are_lists_of_sections(known, value):
+            found[name] = differences(by_number(known), by_number(value))
             continue
         is_section = (
             isinstance(known, Mapping) and isinstance(value, Mapping) and known.get("kind") == value.get("kind")
@@ -141,7 +164,7 @@ FORK = "`flotilla fork EXPERIMENT --set KEY=VALUE` goes on from the newest check
 
 
 def _is_live(path: str) -> bool:
-    return path in LIVE or any(fnmatchcase(path, pattern) for pattern in OWN_WAY)
+    return effect_of(path) is not None or any(fnmatchcase(path, pattern) for pattern in OWN_WAY)
 
 
 def refusal(path: str) -> str:
@@ -170,6 +193,8 @@ def _why_not(key: ChangedKey, spec: ExperimentSpec, base: ExperimentSpec) -> str
         return "has no effect on answers that are written already"
     if path == "rollout.sampling.temperature" and _changes_what_is_recorded(key, base):
         return "engines were started to record log-probabilities as this engine has them at the present one"
+    if path.endswith(".weight") and not path.startswith("data.curriculum."):
+        return _why_no_weight(key, spec)
     most = base.rollout.sampling.max_new_tokens
     if path == "rollout.sampling.max_new_tokens" and key.after > most:
         return f"at most {most}, for which engines and batches were laid out when the services started, got {key.after}"
@@ -178,6 +203,14 @@ def _why_not(key: ChangedKey, spec: ExperimentSpec, base: ExperimentSpec) -> str
             return "cannot change with asynchrony.redundant_groups: rollouts end groups by the bound they started with"
         if spec.algorithm.old_log_probs == "recompute_at_version":
             return "cannot change with algorithm.old_log_probs recompute_at_version: older weights were not kept"
+    return None
+
+
+def _why_no_weight(key: ChangedKey, spec: ExperimentSpec) -> str | None:
+    if key.path.startswith(SOURCES) and key.before is None:
+        return "cannot get a weight while it runs: without weights the order of rows is that of all of them together"
+    if not key.path.startswith(SOURCES) and spec.finished_job is not None:
+        return "has no effect on answers that are written already"
     return None
 
 
@@ -194,9 +227,13 @@ def with_values(document: Document, values: Iterable[tuple[str, Any]]) -> Docume
         *sections, name = path.split(".")
         target: Any = changed
         for section in sections:
-            target = target[section]
-        target[name] = value
+            target = target[_place_in(target, section)]
+        target[_place_in(target, name)] = value
     return changed
+
+
+def _place_in(section: Any, name: str) -> Any:
+    return int(name) if isinstance(section, list) else name
 
 
 def applied(document: Document, changes: Sequence[LiveChange]) -> Document:
@@ -271,6 +308,7 @@ def _check_told(change: LiveChange, document: Document) -> None:
 def _value_at(document: Document, path: str) -> Any:
     found: Any = document
     for name in path.split("."):
+        found = by_number(found)
         if not isinstance(found, Mapping) or name not in found:
             raise InvalidSpec(f"{path}: the spec does not have this key")
         found = found[name]

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from flotilla.shared.config.load.live import LIVE, changed_live, refusal
-from flotilla.shared.config.sections.rule import RuleConfig, ScaleConfig, SetConfig
+from flotilla.shared.config.load.live import changed_live, effect_of, refusal
+from flotilla.shared.config.sections.rule import NextPoolConfig, RuleConfig, ScaleConfig, SetConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec, Scalar
 
@@ -35,10 +35,12 @@ def _check_effect(spec: ExperimentSpec, rule: RuleConfig, where: str) -> None:
             for path in paths:
                 if path not in effect.factors:
                     raise _wrong(f"{where}.{name}.{path}", paths[path], "a key that has a factor")
+    elif isinstance(effect, NextPoolConfig):
+        keys = {}
     else:
         return
     for field, path in keys.items():
-        if path not in LIVE:
+        if effect_of(path) is None:
             raise _wrong(field, path, f"a key that can change: {path} {refusal(path)}")
     try:
         values = values_of(spec, effect)
@@ -48,12 +50,14 @@ def _check_effect(spec: ExperimentSpec, rule: RuleConfig, where: str) -> None:
         raise _wrong(where, effect.kind, str(error)) from None
 
 
-def values_of(spec: ExperimentSpec, effect: SetConfig | ScaleConfig) -> Mapping[str, Any]:
+def values_of(spec: ExperimentSpec, effect: SetConfig | ScaleConfig | NextPoolConfig) -> Mapping[str, Any]:
     """List the values that an effect gives to keys, by their paths.
 
     Raises:
-        InvalidSpec: a key that is multiplied has no number.
+        InvalidSpec: a key that is multiplied has no number, or there is no next pool.
     """
+    if isinstance(effect, NextPoolConfig):
+        return _next_pool(spec)
     if isinstance(effect, SetConfig):
         return effect.values
     found: dict[str, float] = {}
@@ -65,6 +69,17 @@ def values_of(spec: ExperimentSpec, effect: SetConfig | ScaleConfig) -> Mapping[
         value = min(value, effect.at_most.get(path, float("inf")))
         found[path] = round(value) if isinstance(before, int) else value
     return found
+
+
+def _next_pool(spec: ExperimentSpec) -> Mapping[str, Any]:
+    if spec.data.curriculum is None:
+        raise InvalidSpec("next_pool: the spec has no data.curriculum")
+    weights = [pool.weight for pool in spec.data.curriculum.pools]
+    now = weights.index(max(weights))
+    if now + 1 == len(weights):
+        raise InvalidSpec(f"next_pool: there is none after {spec.data.curriculum.pools[now].name}")
+    path = "data.curriculum.pools.{}.weight"
+    return {path.format(now): weights[now + 1], path.format(now + 1): weights[now]}
 
 
 def changed_with(spec: ExperimentSpec, values: Mapping[str, Any], base: ExperimentSpec | None = None) -> ExperimentSpec:
@@ -86,7 +101,10 @@ def changed_with(spec: ExperimentSpec, values: Mapping[str, Any], base: Experime
 def _value_at(spec: ExperimentSpec, path: str) -> Any:
     found: Any = spec
     for name in path.split("."):
-        found = getattr(found, name, None)
+        if isinstance(found, tuple):
+            found = found[int(name)] if name.isdecimal() and int(name) < len(found) else None
+        else:
+            found = getattr(found, name, None)
     return found
 
 

@@ -154,12 +154,27 @@ def with_changes(spec: ExperimentSpec, changes: Mapping[str, Any]) -> Experiment
     return validate_spec(_merged(spec.model_dump(mode="json"), changes))
 
 
-def _merged(document: Any, changes: Any) -> Any:
+def _merged(document: Any, changes: Any, path: str = "") -> Any:
+    if isinstance(document, list) and isinstance(changes, Mapping) and changes:
+        return _merged_list(document, changes, path)
     if not isinstance(document, Mapping) or not isinstance(changes, Mapping):
         return changes
     if "kind" in changes and changes["kind"] != document.get("kind"):
         return changes
-    return {**document, **{key: _merged(document.get(key), value) for key, value in changes.items()}}
+    merged = {key: _merged(document.get(key), value, f"{path}.{key}") for key, value in changes.items()}
+    return {**document, **merged}
+
+
+def _merged_list(items: Sequence[Any], changes: Mapping[str, Any], path: str) -> list[Any]:
+    """Merge keys into items of a list, which are named by their numbers."""
+    found = list(items)
+    for name, value in changes.items():
+        if not str(name).isdecimal() or int(name) >= len(found):
+            allowed = f"the list has {len(found)} items, numbered from 0, and {str(name)[:MAX_SHOWN]!r} is none of them"
+            where = path.removeprefix(".")
+            raise InvalidSpec(f"{where}: {allowed}", errors=[{"path": where, "value": None, "allowed": allowed}])
+        found[int(name)] = _merged(found[int(name)], value, f"{path}.{name}")
+    return found
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> ExperimentSpec:

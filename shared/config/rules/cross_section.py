@@ -119,8 +119,7 @@ def check_sections(spec: Sections) -> None:
         has_adapters=spec.model.lora is not None,
         needs_reference=spec.needs_reference,
     )
-    if spec.data.images is not None:
-        check_images(spec.parallelism, spec.rollout, spec.algorithm, finished=spec.finished_job is not None)
+    _rows(spec)
     check_router_replay(
         spec.algorithm,
         spec.rollout,
@@ -445,6 +444,13 @@ def _prompts(spec: Sections) -> None:
 def _held_out_sets(spec: Sections) -> None:
     for number, each in enumerate((spec.evaluation and spec.evaluation.sets) or ()):
         check_data_source_column(each, f"evaluation.sets.{number}", spec.data)
+
+
+def _rows(spec: Sections) -> None:
+    if spec.data.images is not None:
+        check_images(spec.parallelism, spec.rollout, spec.algorithm, finished=spec.finished_job is not None)
+    if spec.data.curriculum is not None and (spec.finished_job is not None or spec.data.dump is not None):
+        raise ValueError("data.curriculum needs answers that are graded now, and these are there already: leave it out")
 
 
 def _contents(spec: Sections) -> None:

@@ -7,6 +7,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from flotilla.shared.config.base.model import Config
 from flotilla.shared.config.code_reference import CodeReference
+from flotilla.shared.config.sections.curriculum import CurriculumConfig
 from flotilla.shared.config.sections.images import ImagesConfig
 
 DATA_SUFFIXES: Final = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
@@ -100,8 +101,9 @@ class RowsConfig(Config):
 class SourceConfig(RowsConfig):
     """One of several sets of training rows."""
 
-    weight: float | None = Field(None, gt=0)
-    """Share of the tasks that come from here, relative to the other weights; null everywhere: all rows count alike."""
+    weight: float | None = Field(None, ge=0)
+    """Share of the tasks that come from here, relative to the other weights: 0 is none, which can change while it
+    runs; null everywhere: all rows count alike."""
 
 
 class ErrorOverlongConfig(Config):
@@ -171,6 +173,8 @@ class DataConfig(Config):
     """Variables of the model's chat template, such as `enable_thinking: false`."""
     images: ImagesConfig | None = None
     """Images in the prompts; null: `<image>` is text like any other."""
+    curriculum: CurriculumConfig | None = None
+    """Pools of rows by how well they were answered so far; null: rows take turns."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Longest prompt in tokens; null is what the engine's context leaves beside a completion."""
     overlong: OverlongConfig = ErrorOverlongConfig()
@@ -206,18 +210,31 @@ class DataConfig(Config):
 
     @model_validator(mode="after")
     def _rows_are_named_once(self) -> Self:
+        for number, source in enumerate(self.sources or ()):
+            check_data_source_column(source, f"sources.{number}", self)
+        return self
+
+    @model_validator(mode="after")
+    def _weights_are_of_all(self) -> Self:
         weighted = [source.weight is not None for source in self.sources or ()]
         if any(weighted) and not all(weighted):
             raise ValueError(f"sources.{weighted.index(False)}.weight is missing: give every source a weight, or none")
         if len(weighted) == 1 and any(weighted):
             raise ValueError("sources.0.weight has no effect: there is no other source to weigh against")
         weights = [source.weight for source in self.sources or () if source.weight is not None]
-        if weights and max(weights) > MAX_RATIO * min(weights):
-            raise ValueError(f"sources.*.weight: the largest may be at most {MAX_RATIO} times the smallest")
+        taken = [weight for weight in weights if weight]
+        if weights and not taken:
+            raise ValueError("sources.*.weight is 0 for all: no row would be taken, give one of them more")
+        if taken and max(taken) > MAX_RATIO * min(taken):
+            raise ValueError(f"sources.*.weight: the largest may be at most {MAX_RATIO} times the smallest above 0")
         if self.max_rows is not None and any(weighted):
             raise ValueError("max_rows has no effect beside weights: set max_rows of each source")
-        for number, source in enumerate(self.sources or ()):
-            check_data_source_column(source, f"sources.{number}", self)
+        return self
+
+    @model_validator(mode="after")
+    def _rows_have_one_order(self) -> Self:
+        if self.curriculum is not None and any(source.weight is not None for source in self.sources or ()):
+            raise ValueError("curriculum has no effect beside weights of sources: leave one of them out")
         return self
 
     @model_validator(mode="after")

@@ -30,6 +30,7 @@ class CheckName(StrEnum):
     COLLAPSED = "collapsed"
     ENGINE_MISMATCH = "engine_mismatch"
     ENGINE_GAP_GROWS = "engine_gap_grows"
+    ROLLOUT_DIFFERS = "rollout_differs"
     ENTROPY_GONE = "entropy_gone"
     KL_EXPLODING = "kl_exploding"
     MEMORY_CREEPS = "memory_creeps"

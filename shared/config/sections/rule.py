@@ -64,6 +64,12 @@ class ScaleConfig(Config):
     """Bounds by the key's path: a value never gets above."""
 
 
+class NextPoolConfig(Config):
+    """Go on to the next pool of the curriculum: the one with the largest weight exchanges it with the one after it."""
+
+    kind: Literal["next_pool"] = "next_pool"
+
+
 class PauseConfig(Config):
     """Pause the experiment: the trainer starts no further step until somebody resumes."""
 
@@ -77,7 +83,7 @@ class StopConfig(Config):
 
 
 Condition = Annotated[PlateauConfig | AboveConfig | BelowConfig, Field(discriminator="kind")]
-Effect = Annotated[SetConfig | ScaleConfig | PauseConfig | StopConfig, Field(discriminator="kind")]
+Effect = Annotated[SetConfig | ScaleConfig | NextPoolConfig | PauseConfig | StopConfig, Field(discriminator="kind")]
 
 
 class RuleConfig(Config):

@@ -8,11 +8,13 @@ from flotilla.shared.config.load.live import (
     LIVE,
     applied,
     changed_live,
+    differences,
+    effect_of,
     group_settings,
     keys_between,
     undone,
 )
-from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.load.spec_text import validate_spec, with_changes
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.schemas.live_changes import ChangedKey, Effect, LiveChange, held_at, merged
@@ -23,6 +25,48 @@ def a_change(name: str, *keys: tuple[str, Any, Any], version: int | None = None,
     known: dict[str, Any] = {"at": f"2026-01-01T00:00:0{name[-1]}.000Z", "actor": "anna", "effect": Effect.TRAINER}
     changed = tuple(ChangedKey(path=path, before=before, after=after) for path, before, after in keys)
     return LiveChange(id=name, keys=changed, version=version, **(known | fields))
+
+
+SOURCES = [{"path": "/a.jsonl", "weight": 3}, {"path": "/b.jsonl", "weight": 1}]
+COMPONENTS = [{"kind": "numeric"}, {"kind": "format", "weight": 0.5}]
+
+
+def of_two() -> dict[str, Any]:
+    document = a_document()
+    data = {name: value for name, value in document["data"].items() if name != "path"} | {"sources": SOURCES}
+    return document | {"data": data, "reward": {"components": COMPONENTS}}
+
+
+@pytest.mark.parametrize("path", ["data.sources.1.weight", "reward.components.1.weight"])
+def test_weights_in_a_list_are_changed_by_their_number(path: str) -> None:
+    spec = validate_spec(of_two())
+
+    changed = changed_live(spec, nested(path, 0.25))
+
+    before, after = spec.model_dump(mode="json"), changed.model_dump(mode="json")
+    [key] = keys_between(before, after)
+    assert (key.path, key.after, effect_of(path)) == (path, 0.25, Effect.GROUP)
+    assert differences(before, after) == nested(path, 0.25)
+    change = LiveChange(id="c", at="now", actor="anna", effect=Effect.GROUP, keys=(key,))
+    assert applied(before, [change]) == after and undone(after, [change]) == before
+    assert with_changes(spec, differences(before, after)) == changed
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("data.sources.2.weight", 1, r"data\.sources: the list has 2 items, numbered from 0, and '2' is none of them"),
+        ("data.sources.0.path", "/c.jsonl", r"data\.sources\.0\.path: cannot change .*the order of rows"),
+        ("data.sources.0.weight", 0, "is 0 for all: no row would be taken"),
+        ("reward.components.0.tolerance", 1, r"reward\.components\.0\.tolerance: cannot change"),
+    ],
+)
+def test_what_else_is_in_those_lists_cannot_change(path: str, value: Any, words: str) -> None:
+    document = of_two()
+    if value == 0:
+        document["data"] = document["data"] | {"sources": [SOURCES[0], SOURCES[1] | {"weight": 0}]}
+    with pytest.raises(InvalidSpec, match=words):
+        changed_live(validate_spec(document), nested(path, value))
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:

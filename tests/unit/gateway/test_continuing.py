@@ -12,12 +12,13 @@ from fsspec.core import url_to_fs
 
 from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.feeder.feeder import Feeder
+from flotilla.services.gateway.feeder.rows import RowOrder
 from flotilla.services.gateway.lifecycle.commands import DOWNLOADS
 from flotilla.services.gateway.lifecycle.states import Action, LifecycleEvent
 from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.routes.checkpoints import check_upload, checkpoints
 from flotilla.services.gateway.state import GatewayState
-from flotilla.services.gateway.store.writes import PutCheckpoint
+from flotilla.services.gateway.store.writes import CURRICULUM, PutCheckpoint
 from flotilla.services.gateway.tinker.jobs import TinkerJobs
 from flotilla.services.gateway.uploads.uploads import Uploads
 from flotilla.shared.checkpoints.folders import complete
@@ -65,7 +66,11 @@ async def test_a_fork_takes_groups_after_those_of_its_checkpoint_for_the_steps_t
     fork = await gateway.commands.fork(parent.id, ForkRequest(changes=LONGER), start=True)
     await gateway.repository.update(fork, state=ExperimentState.RUNNING)
     feeder = Feeder(
-        fork, Dataset(ROWS, fork.spec.data, 0), gateway.store, gateway.clock, gateway.feeder_status.of(fork)
+        fork,
+        RowOrder(fork, Dataset(ROWS, fork.spec.data, 0)),
+        gateway.store,
+        gateway.clock,
+        gateway.feeder_status.of(fork),
     )
     issued = []
     for _ in range(9):
@@ -125,7 +130,11 @@ async def test_a_fork_ends_when_its_own_steps_have_their_groups(gateway: Gateway
     fork = await gateway.commands.fork(parent.id, ForkRequest(changes={"optimisation": {"steps": 3}}), start=True)
     await gateway.repository.update(fork, state=ExperimentState.RUNNING)
     feeder = Feeder(
-        fork, Dataset(ROWS, fork.spec.data, 0), gateway.store, gateway.clock, gateway.feeder_status.of(fork)
+        fork,
+        RowOrder(fork, Dataset(ROWS, fork.spec.data, 0)),
+        gateway.store,
+        gateway.clock,
+        gateway.feeder_status.of(fork),
     )
 
     for _ in range(5):
@@ -246,3 +255,60 @@ async def test_a_fork_begins_with_the_settings_that_held_for_its_checkpoint(
     assert fork.steering.changes == ()
     [state] = [each.state for each in complete(Path(fork.record.directory) / "checkpoints")]
     assert (state.changes, state.spec["optimisation"]["learning_rate"]) == ((), rate)
+
+
+async def test_a_fork_and_its_fork_take_turns_among_sources_as_their_parents_did(gateway: GatewayState) -> None:
+    sources = [{"path": str(gateway.settings.data / "train.jsonl"), "weight": weight} for weight in (3.0, 1.0)]
+    folder = gateway.settings.data
+    paths = {"model": {"path": str(folder / "model")}, "data": {"sources": sources}}
+    document = a_spec(**paths).model_dump(mode="json")
+    directory = folder / "experiments" / "tiny-1"
+    key = {"path": "data.sources.0.weight", "before": 3.0, "after": 2.0}
+    change = {"id": "c", "at": "2026", "actor": "a", "effect": "group", "keys": [key], "version": 1, "group_id": 3}
+    store_checkpoint(directory, 2, document, changes=[change])
+    facts: dict[str, Any] = {"step": 2, "policy_version": 2, "published_step": 2, "final_ledger": {}}
+    parent = await add_experiment(
+        gateway, state=ExperimentState.COMPLETED, spec=document, directory=str(directory), **facts
+    )
+    after = with_changes(parent.spec, {"data": {"sources": {"0": {"weight": 2.0}}}})
+    async with gateway.repository.transaction() as staged:
+        gateway.repository.stage_spec(staged, parent, after)
+        gateway.repository.stage(staged, parent, changes=[change])
+
+    fork = await gateway.commands.fork(parent.id, ForkRequest(changes=LONGER), start=False)
+    again = await gateway.commands.fork(fork.id, ForkRequest(changes=LONGER), start=False)
+
+    expected = [{"group_id": 0, "weights": [3.0, 1.0]}, {"group_id": 3, "weights": [2.0, 1.0]}]
+    for each in (fork, again):
+        assert each.record.origin is not None
+        found = [
+            {"group_id": e["group_id"], "weights": list(e["weights"])} for e in each.record.origin["source_weights"]
+        ]
+        assert found == expected
+        assert [source.weight for source in each.spec.data.sources or ()] == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+async def test_a_fork_goes_on_with_what_the_checkpoint_knows_of_the_rows_of_a_curriculum(
+    gateway: GatewayState, is_same: bool
+) -> None:
+    folder = gateway.settings.data
+    data = {"path": str(folder / "train.jsonl"), "curriculum": {"pools": [{"name": "all"}]}}
+    document = a_spec(model={"path": str(folder / "model")}, data=data).model_dump(mode="json")
+    known = {"group_id": 3, "rows": [[0, 2, 0.5], [4, 1, None]], "seen": {"s": 2}}
+    store_checkpoint(folder / "experiments" / "tiny-1", 2, document, curriculum=known)
+    facts: dict[str, Any] = {"step": 2, "policy_version": 2, "published_step": 2, "final_ledger": {}}
+    parent = await add_experiment(
+        gateway,
+        state=ExperimentState.COMPLETED,
+        spec=document,
+        directory=str(folder / "experiments" / "tiny-1"),
+        **facts,
+    )
+
+    changes = LONGER if is_same else LONGER | {"data": {"shuffle": False}}
+    fork = await gateway.commands.fork(parent.id, ForkRequest(changes=changes), start=False)
+
+    assert await gateway.store.window(fork.id, CURRICULUM) == (known if is_same else {})
+    [state] = [each.state for each in complete(Path(fork.record.directory) / "checkpoints")]
+    assert state.curriculum is not None and state.curriculum.model_dump(mode="json") == known

@@ -9,6 +9,7 @@ from flotilla.services.gateway.datasets.dumped import FROM_DUMP, DumpedGroups
 from flotilla.services.gateway.datasets.loading import load_dump
 from flotilla.services.gateway.datasets.made import open_maker
 from flotilla.services.gateway.feeder.feeder import Feeder
+from flotilla.services.gateway.feeder.rows import RowOrder
 from flotilla.services.gateway.feeder.status import FeederStatus
 from flotilla.services.gateway.preflight import checks
 from flotilla.services.gateway.scheduler.demands import quotas_of
@@ -64,7 +65,9 @@ async def test_the_feeder_issues_them_to_the_trainer_whatever_its_version(tmp_pa
     )
     experiment = await add_experiment(a_gateway(), spec=spec.model_dump(mode="json"))
     dataset = checks.train_dataset(spec)
-    feeder = Feeder(experiment, dataset, MemoryStore(), ManualClock(), FeederStatus(), open_maker(spec))
+    feeder = Feeder(
+        experiment, RowOrder(experiment, dataset), MemoryStore(), ManualClock(), FeederStatus(), open_maker(spec)
+    )
 
     await feeder.feed()
     await feeder.feed()
@@ -83,9 +86,8 @@ async def test_the_feeder_issues_them_to_the_trainer_whatever_its_version(tmp_pa
 async def test_a_dump_of_which_nothing_can_be_trained_fails_the_experiment(tmp_path: Path) -> None:
     spec = spec_of(a_run(tmp_path / "run", a_step(1, num_groups=3)))
     experiment = await add_experiment(a_gateway(), spec=spec.model_dump(mode="json"))
-    feeder = Feeder(
-        experiment, checks.train_dataset(spec), MemoryStore(), ManualClock(), FeederStatus(), open_maker(spec)
-    )
+    rows = RowOrder(experiment, checks.train_dataset(spec))
+    feeder = Feeder(experiment, rows, MemoryStore(), ManualClock(), FeederStatus(), open_maker(spec))
     await feeder.feed()
     hop = experiment.train.trainer("trainer")
     await hop.take_over()

@@ -11,6 +11,7 @@ from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.datasets.loading import load_training
 from flotilla.services.gateway.feeder import feeder as feeding
 from flotilla.services.gateway.feeder.feeder import Feeder
+from flotilla.services.gateway.feeder.rows import RowOrder
 from flotilla.services.gateway.feeder.status import FeederStatus
 from flotilla.services.gateway.lifecycle.drain_outstanding import drain_outstanding
 from flotilla.services.gateway.records.repository import Experiment
@@ -44,7 +45,13 @@ class Rig:
     ) -> Feeder:
         """Make one of the same experiment, as a gateway does that knows nothing of the first unless it is told."""
         dataset = dataset or Dataset(ROWS, self.experiment.spec.data, self.experiment.spec.seed)
-        return Feeder(self.experiment, dataset, store or MemoryStore(), self.clock, status or FeederStatus())
+        return Feeder(
+            self.experiment,
+            RowOrder(self.experiment, dataset),
+            store or MemoryStore(),
+            self.clock,
+            status or FeederStatus(),
+        )
 
     def record(self, **changes: object) -> None:
         """Change the experiment's record, as commands and publications do."""

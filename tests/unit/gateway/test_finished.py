@@ -13,6 +13,7 @@ from flotilla.services.gateway.datasets.finished import FinishedGroups, balance_
 from flotilla.services.gateway.datasets.held_out import HeldOutRows
 from flotilla.services.gateway.datasets.length_worker import render
 from flotilla.services.gateway.feeder.feeder import Feeder
+from flotilla.services.gateway.feeder.rows import RowOrder
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.sections.job import KtoConfig
@@ -251,7 +252,7 @@ async def test_the_feeder_issues_them_to_the_trainer_whatever_was_consumed() -> 
     experiment = await add_experiment(gateway, spec=spec.model_dump(mode="json"))
     rows = [{"prompt": "hi", "answer": "a"}, {"prompt": "hi", "answer": "b"}, {"prompt": "hi", "answer": "c"}]
     dataset, status = Dataset(rows, spec.data, spec.seed), gateway.feeder_status.of(experiment)
-    feeder = Feeder(experiment, dataset, gateway.store, ManualClock(), status, a_maker(spec))
+    feeder = Feeder(experiment, RowOrder(experiment, dataset), gateway.store, ManualClock(), status, a_maker(spec))
 
     assert await feeder.feed() > 0.0, "all that is admitted was issued at once"
 

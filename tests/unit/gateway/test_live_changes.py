@@ -8,6 +8,7 @@ import pytest
 
 from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.feeder.feeder import Feeder
+from flotilla.services.gateway.feeder.rows import RowOrder
 from flotilla.services.gateway.lifecycle import live_changes
 from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.records.steering import Steering
@@ -35,7 +36,9 @@ async def add_running(gateway: GatewayState, **facts: Any) -> Experiment:
 async def issued(gateway: GatewayState, experiment: Experiment, count: int) -> list[Task]:
     rows = [{"prompt": f"p{n}", "label": str(n)} for n in range(8)]
     dataset = Dataset(rows, experiment.spec.data, 0)
-    feeder = Feeder(experiment, dataset, gateway.store, gateway.clock, gateway.feeder_status.of(experiment))
+    feeder = Feeder(
+        experiment, RowOrder(experiment, dataset), gateway.store, gateway.clock, gateway.feeder_status.of(experiment)
+    )
     await feeder.feed()
     hop = experiment.train.hop(HopName.TASKS, "rollout")
     claims = await hop.claim(count, wait_seconds=0)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flotilla.services.gateway.datasets.mixture import Mixture, Turn
+from flotilla.services.gateway.datasets.mixture import ChangedMixture, Mixture, Turn
 
 WEIGHTS = st.lists(st.floats(0.01, 10.0), min_size=2, max_size=5)
 
@@ -76,3 +76,19 @@ def test_a_rare_source_has_its_turns_in_every_block() -> None:
     seen = list(accumulate(sources))
 
     assert seen[-1] == pytest.approx(len(sources) / 1001, abs=1)
+
+
+def test_after_a_change_of_weights_each_source_goes_on_with_its_next_row() -> None:
+    changed = ChangedMixture([(0, [3, 1]), (70, [1, 3]), (70, [0, 1]), (90, [1, 1])])
+    turns = [changed.turn(group_id) for group_id in range(200)]
+
+    assert turns[:70] == [Mixture([3, 1]).turn(n) for n in range(70)], "what was issued stays"
+    assert {turn.source for turn in turns[70:90]} == {1}, "a source with weight 0 has no turn"
+    for source in (0, 1):
+        numbers = [turn.number for turn in turns if turn.source == source]
+        assert numbers == list(range(len(numbers))), "no row twice, none left out"
+    assert changed.turn(150) == turns[150], "a turn needs no history"
+
+
+def test_a_source_that_has_no_weight_yet_has_no_turns() -> None:
+    assert {Mixture([2, 0, 1]).turn(n).source for n in range(300)} == {0, 2}

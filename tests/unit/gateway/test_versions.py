@@ -7,6 +7,7 @@ import pytest
 
 from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.feeder.feeder import Feeder
+from flotilla.services.gateway.feeder.rows import RowOrder
 from flotilla.services.gateway.records.repository import step_of
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.streams.hop import HopName
@@ -37,7 +38,9 @@ async def test_nothing_is_sampled_with_weights_that_the_trainer_has_packed_since
     experiment = await gateway.commands.create(spec.model_dump_json())
     await gateway.repository.update(experiment, state=ExperimentState.RUNNING)
     rows = Dataset([{"prompt": "1?", "label": "1"}], spec.data, 0)
-    feeder = Feeder(experiment, rows, gateway.store, gateway.clock, gateway.feeder_status.of(experiment))
+    feeder = Feeder(
+        experiment, RowOrder(experiment, rows), gateway.store, gateway.clock, gateway.feeder_status.of(experiment)
+    )
 
     await feeder.feed()
 

@@ -10,6 +10,7 @@ import pytest
 from flotilla.services.reward.consumer import RewardConsumer, RewardLane
 from flotilla.services.reward.grading import MOST_NAMES
 from flotilla.services.reward.verifiers.base import LONGEST_ANSWER
+from flotilla.services.reward.verifiers.registry import Surroundings, build_verifier
 from flotilla.shared.config.sections.reward import RewardConfig
 from flotilla.shared.schemas.grading import Grade, GradingSample
 from flotilla.shared.schemas.sample_kinds import SampleKind
@@ -291,3 +292,22 @@ async def test_a_claim_whose_grading_is_cancelled_before_it_begins_is_handed_bac
     ledger = await world.plane.ledger()
     assert (ledger.waiting.generated, ledger.claimed.generated) == (1, 0)
     assert world.verifier.seen == []
+
+
+async def test_a_group_that_carries_other_weights_is_graded_by_them_alone() -> None:
+    components = [
+        {"kind": "constant", "value": 1.0},
+        {"kind": "constant", "name": "other", "value": 1.0, "weight": 0.5},
+    ]
+    config = RewardConfig.model_validate({"components": components})
+    world = World(lambda _: Grade.scored(0.0), config)
+    combined = build_verifier(config, Surroundings("e"))
+    world.worker = RewardConsumer([RewardLane("train", world.hop, True)], combined, config, concurrency=1)
+    async with grading(world):
+        carrying = a_task(1, settings={"reward.components.1.weight": 4.0, "rollout.sampling.temperature": 0.5})
+        await world.generate(a_group(a_task(0)), a_group(carrying), a_group(a_task(2)))
+        await world.until(lambda ledger: ledger.waiting.scored == 3)
+        found = {group.task.group_id: group.trajectories[0].reward for group in await world.scored()}
+
+    assert found == {0: 1.5, 1: 5.0, 2: 1.5}
+    assert combined.graders["other"].samples == sum(3 * [len(a_group(carrying).trajectories)]), "counted together"

@@ -1,7 +1,7 @@
 from flotilla.services.reward.grading import with_grades
 from flotilla.services.reward.tally import GradingTally
 from flotilla.shared.schemas.grading import Grade
-from flotilla.shared.schemas.health import LONGEST_TEXT
+from flotilla.shared.schemas.health import LONGEST_TEXT, MOST_OUTCOMES
 from flotilla.shared.schemas.trajectory import FinishReason, Group, Trajectory
 from flotilla.shared.schemas.turns import Turn
 from flotilla.shared.testing.builders import a_group, a_task, a_trajectory
@@ -93,3 +93,16 @@ def test_the_newest_sample_without_a_grade_is_kept_beside_the_others() -> None:
     ungraded = tally.report().ungraded_sample
 
     assert ungraded is not None and (ungraded.completion, ungraded.reason) == ("bad", "boom")
+
+
+def test_how_each_row_was_answered_is_told_where_somebody_wants_to_know() -> None:
+    silent, tally = GradingTally(), GradingTally(keeps_outcomes=True)
+    for each in (silent, tally):
+        each.add(a_group(4, rewards=[1.0, 0.0]), is_filtered=False)
+        each.add(a_group(7, rewards=[0.0, 0.0]), is_filtered=True)
+
+    assert silent.report().outcomes == ()
+    assert [(each.number, each.row, each.reward) for each in tally.report().outcomes] == [(1, 4, 0.5), (2, 7, 0.0)]
+    for number in range(MOST_OUTCOMES):
+        tally.add(a_group(number, rewards=[0.0]), is_filtered=False)
+    assert len(tally.report().outcomes) == MOST_OUTCOMES and tally.report().outcomes[-1].number == MOST_OUTCOMES + 2

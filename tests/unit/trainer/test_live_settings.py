@@ -1,6 +1,7 @@
 """When a live change begins to hold in the trainer, and what the steps of a version are trained with."""
 
 from flotilla.services.trainer.data.live_settings import LiveSettings
+from flotilla.shared.config.sections.curriculum import CurriculumConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.schemas.live_changes import AdoptAnswer, AdoptRequest, Effect, LiveChange
 from tests.unit.config.test_live import a_change
@@ -82,3 +83,26 @@ async def test_a_change_is_noticed_where_the_database_has_lost_the_one_before_it
     assert not live.has_news
     assert [each.id for each in live.changes] == ["c1", "c2", "c3"]
     assert [live.spec_at(v).optimisation.learning_rate for v in (4, 7, 8)] == [0.5, 0.25, 0.125]
+
+
+async def test_what_is_known_of_a_curriculums_rows_is_asked_for_with_each_version() -> None:
+    base = a_spec()
+    pools = {"curriculum": CurriculumConfig.model_validate({"pools": [{"name": "all"}]})}
+    gateway = Gateway()
+    live = gateway.settings(base.model_copy(update={"data": base.data.model_copy(update=pools)}))
+
+    assert live.has_news and not gateway.settings(base).has_news
+    await live.adopt(3, 3)
+    assert live.has_news and gateway.asked == [3]
+
+
+async def test_a_change_of_weights_of_rows_waits_for_its_group() -> None:
+    base = a_spec()
+    change = a_change("c1", ("data.sources.0.weight", 1.0, 2.0), version=3, effect=Effect.GROUP)
+    gateway = Gateway(change.model_copy(update={"group_id": 7}))
+    live = gateway.settings(base, change)
+
+    assert live.has_news
+    await live.adopt(4, 4)
+
+    assert not live.has_news and gateway.kept[-1][0].group_id == 7

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from flotilla.services.gateway.monitoring.health import audit, completions, drift, memory, rewards, updates
+from flotilla.services.gateway.monitoring.health import audit, completions, drift, gaps, memory, rewards, updates
 from flotilla.services.gateway.monitoring.health.evidence import Evidence, Seen
 from flotilla.shared.config.sections.health import CheckName
 
@@ -78,6 +78,14 @@ CHECKS: tuple[Check, ...] = (
         "see in `served` of the rollouts (`GET /v1/services`) whether each has proved its version, and with `flotilla "
         "replay RUN STEP` whether the trainer computes what it recorded; an engine that drifts is begun anew by "
         "`flotilla drain SERVICE`",
+    ),
+    Check(
+        CheckName.ROLLOUT_DIFFERS,
+        "rollout",
+        gaps.rollout_differs,
+        "begin that engine anew by `flotilla drain SERVICE`; see in `served` of `GET /v1/services` whether it has "
+        "proved its version, and compare its host, device and software with those of the others",
+        frozenset({CheckName.ENGINE_MISMATCH, CheckName.ENGINE_GAP_GROWS}),
     ),
     Check(
         CheckName.COLLAPSED,

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from flotilla.services.gateway.datasets.outcomes import Outcomes
 from flotilla.services.gateway.monitoring.agents import LastAsked
 from flotilla.services.gateway.monitoring.bottleneck import Bottleneck
 from flotilla.services.gateway.monitoring.conditions import Seen
+from flotilla.services.gateway.monitoring.health.gaps import gap_series
 from flotilla.services.gateway.monitoring.health.window import HealthWindow
 from flotilla.services.gateway.monitoring.lags import LagHistogram
 from flotilla.services.gateway.monitoring.window import Window
@@ -48,6 +50,7 @@ class Measurements:
     lags: LagHistogram = field(default_factory=LagHistogram)
     health: HealthWindow = field(default_factory=HealthWindow)
     asked: LastAsked = field(default_factory=LastAsked)
+    outcomes: Outcomes = field(default_factory=Outcomes)
     rule_points: Seen = field(default_factory=Seen)
     latest: dict[str, float] = field(default_factory=dict)
 
@@ -63,6 +66,11 @@ class Measurements:
         self.lags.add_step(step, values)
         self.health.add_step(step, values)
         self.latest.update((name, values[name]) for name in SHOWN_VALUES if name in values)
+        if gaps := gap_series(values):
+            # Of rollouts that took part: those that have left have no value any more.
+            for name in gap_series(self.latest):
+                del self.latest[name]
+            self.latest.update(gaps)
 
     def add_reports(self, service: LiveService, step: int) -> None:
         """Record what a service has graded or sampled, and what memory it has, once the experiment has done a step."""
@@ -70,6 +78,7 @@ class Measurements:
         self.health.memory.add(service.id, service.kind.value, step, observed.load)
         if observed.grading is not None:
             self.health.add_grading(observed.grading)
+            self.outcomes.add(observed.grading)
         if observed.sampling is not None:
             self.health.add_sampling(observed.sampling)
 

@@ -15,6 +15,7 @@ from flotilla.services.gateway.monitoring.health.evidence import (
     StepFigures,
     groups_needed,
 )
+from flotilla.services.gateway.monitoring.health.gaps import gap_series
 from flotilla.services.gateway.monitoring.health.memory import MemorySeries
 from flotilla.shared.config.sections.reward import AuditConfig
 from flotilla.shared.schemas.health import GradingReport, SampleExcerpt, SamplingReport
@@ -118,7 +119,8 @@ class HealthWindow:
                 [
                     step.step,
                     {name: step.values[name] for name in LOOKED_AT if name in step.values}
-                    | component_series(step.values),
+                    | component_series(step.values)
+                    | gap_series(step.values),
                 ]
                 for step in self._steps
             ],

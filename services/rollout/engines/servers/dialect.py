@@ -144,6 +144,11 @@ class Sleeper(Protocol):
 class Prover(Protocol):
     """How one kind of server tells what it has in memory."""
 
+    signs_zeros: bool
+    """Whether a zero in what is hashed has its sign; false: all are positive."""
+    asks_others: bool
+    """Whether it can ask a server that somebody else has started."""
+
     async def hashes(self, caller: Caller, *, seconds: float) -> Mapping[str, str]:
         """Ask for SHA-256 of each of its tensors by its own names, in hexadecimal; the first 16 digits or more.
 

@@ -96,8 +96,9 @@ class ServerEngine:
         self._version = settings.version
         self._staged: Path | None = None
         """The directory that was loaded last; servers go on naming it as their model's."""
-        prover, is_on_cpu = dialect.prover, settings.device == "cpu"
-        self._proof = ServerProof(prover, settings.dtype, settings.load_seconds) if prover and is_on_cpu else None
+        prover = dialect.prover
+        can_ask = prover is not None and settings.device == "cpu" and (prover.asks_others or settings.url is None)
+        self._proof = ServerProof(prover, settings.dtype, settings.load_seconds) if prover and can_ask else None
         self._active: dict[str, _Active] = {}
         self._is_closing = False
         self._is_asleep = self._is_falling_asleep = False

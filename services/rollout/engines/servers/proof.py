@@ -12,6 +12,8 @@ import mmap
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from flotilla.services.rollout.engines.servers.attaching import UNREADABLE
 from flotilla.services.rollout.engines.servers.dialect import Caller, Prover
 from flotilla.shared.errors import (
@@ -51,13 +53,16 @@ def parts_of(name: str, known: Collection[str]) -> tuple[str, ...]:
     return ()
 
 
-def hashes_of(files: Collection[Path], names: Collection[str], dtype: str) -> dict[str, str]:
+def hashes_of(
+    files: Collection[Path], names: Collection[str], dtype: str, *, signs_zeros: bool = True
+) -> dict[str, str]:
     """Hash what a server holds that has loaded some files: SHA-256 by its names; blocks.
 
     Args:
         files: of safetensors.
         names: of the server's tensors; those that cannot be told are left out.
         dtype: that it computes in; tensors of another are left out.
+        signs_zeros: whether zeros keep their signs.
 
     Raises:
         WeightTransferFailed: a file cannot be read.
@@ -76,9 +81,16 @@ def hashes_of(files: Collection[Path], names: Collection[str], dtype: str) -> di
         if parts and all(spec.dtype == WIRE_NAMES.get(dtype) for _, spec in parts):
             digest = hashlib.sha256()
             for mapped, spec in parts:
-                digest.update(memoryview(mapped)[spec.start : spec.end])
+                part = memoryview(mapped)[spec.start : spec.end]
+                digest.update(part if signs_zeros else _without_signs_of_zeros(part, dtype))
             found[name] = digest.hexdigest()
     return found
+
+
+def _without_signs_of_zeros(part: memoryview, dtype: str) -> bytes:
+    words = np.frombuffer(part, np.uint32 if dtype == "float32" else np.uint16).copy()
+    words[words == 1 << (8 * words.itemsize - 1)] = 0
+    return words.tobytes()
 
 
 class ServerProof:
@@ -117,7 +129,7 @@ class ServerProof:
             return
         try:
             held = await self._prover.hashes(caller, seconds=self._seconds)
-            wanted = await asyncio.to_thread(_hashes_of_model, model, held, self._dtype)
+            wanted = await asyncio.to_thread(self._wanted, safetensors_files(model), held)
             self._provable = frozenset(name for name, found in held.items() if _is(found, wanted.get(name)))
         except WorkerDied:
             raise
@@ -128,6 +140,9 @@ class ServerProof:
             self._give_up(error)
         except (*UNREADABLE, FlotillaError) as error:
             self._give_up(error)
+
+    def _wanted(self, files: Collection[Path], names: Collection[str]) -> dict[str, str]:
+        return hashes_of(files, names, self._dtype, signs_zeros=self._prover.signs_zeros)
 
     def _give_up(self, error: Exception) -> None:
         self._provable = frozenset()
@@ -148,7 +163,7 @@ class ServerProof:
             Refused, LookupError, TypeError, ValueError, AttributeError: it does not tell any more.
         """
         file = directory / "model.safetensors"
-        wanted = await asyncio.to_thread(hashes_of, [file], self._provable or (), self._dtype)
+        wanted = await asyncio.to_thread(self._wanted, [file], self._provable or ())
         held = await self._prover.hashes(caller, seconds=self._seconds)
         wrong = sorted(name for name, each in wanted.items() if not _is(held.get(name, ""), each))
         if wrong:
@@ -156,10 +171,6 @@ class ServerProof:
                 f"version {version} as the server has it is not what was published: {len(wanted) - len(wrong)} of "
                 f"{len(wanted)} tensors are right, the first that differs is {wrong[0]}"
             )
-
-
-def _hashes_of_model(model: Path, names: Collection[str], dtype: str) -> dict[str, str]:
-    return hashes_of(safetensors_files(model), names, dtype)
 
 
 def _is(found: str, wanted: str | None) -> bool:

@@ -208,6 +208,9 @@ class SglangSleeper:
 class SglangProver:
     """Asks a server for the hashes of its tensors, where it has one rank: on a CPU they are of SHA-256."""
 
+    signs_zeros = True
+    asks_others = True
+
     async def hashes(self, caller: Caller, *, seconds: float) -> Mapping[str, str]:
         """Read ``/weights_checker``; see ``Prover.hashes``."""
         body = {"action": "checksum", "selector": "target"}

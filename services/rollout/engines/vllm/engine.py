@@ -37,6 +37,9 @@ from flotilla.shared.schemas.trajectory import FinishReason
 
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
 SOCKET = "server.sock"
+HELD_WEIGHTS = Path(__file__).with_name("held_weights.py")
+EXTENSION, HASHES = "flotilla_held_weights", "flotilla_hashes"
+"""The worker extension's module, a copy of that file in the server's directory, and its method."""
 MAX_SOCKET_PATH = 100
 """A Unix socket's path has 107 bytes at most on Linux."""
 GIB = 1 << 30
@@ -67,6 +70,8 @@ def command_line(settings: ServerSettings, *, context_tokens: int, logprobs_mode
         "skip_tokenizer_init": not settings.decodes,
         "enable_scale_out": True,
     }
+    if settings.device == "cpu" and "worker_extension_cls" not in plain_names(settings.options):
+        owned["worker_extension_cls"] = f"{EXTENSION}.HeldWeights"
     if settings.sleeps and settings.device != "cpu":
         # Its build for CPUs refuses the flag: it goes to sleep all the same, and keeps its memory.
         owned["enable_sleep_mode"] = True
@@ -96,6 +101,14 @@ def environment(settings: ServerSettings, inherited: Mapping[str, str]) -> dict[
         names = visible.split(",") if visible else [str(index) for index in range(first + num)]
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(names[first : first + num])
     return kept
+
+
+def _finding(place: Path, settings: ServerSettings) -> dict[str, str]:
+    """Let the server's processes find the worker extension."""
+    if settings.device != "cpu":
+        return {}
+    others = environment(settings, os.environ).get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(place), *([others] if others else [])])}
 
 
 ID_PREFIX = "generate-tokens-"
@@ -169,6 +182,20 @@ def metric_of(page: str, name: str) -> int:
     return int(sum(map(float, found)))
 
 
+class VllmProver:
+    """Asks a server of one rank that was started with ``held_weights.py`` for the hashes of its tensors."""
+
+    signs_zeros = False
+    asks_others = False
+
+    async def hashes(self, caller: Caller, *, seconds: float) -> Mapping[str, str]:
+        """Ask its worker; see ``Prover.hashes``."""
+        results = (await caller.post("/collective_rpc", {"method": HASHES}, seconds=seconds))["results"]
+        if len(results) != 1:
+            raise Refused(f"a vLLM server of {len(results)} ranks does not tell the hashes of whole tensors", 200)
+        return {str(name): str(found) for name, found in results[0].items()}
+
+
 class VllmSleeper:
     """Lends the memory of a server that was started with ``--enable-sleep-mode``."""
 
@@ -205,7 +232,7 @@ class VllmDialect:
     """Its own ``/health`` asks the front alone: this one goes through the process that samples."""
     label_path = "/weight_info"
     asks_when_idle = True
-    prover: Prover | None = None
+    prover: Prover | None = VllmProver()
     sleeper: Sleeper | None = VllmSleeper()
 
     def __init__(self, *, raw: bool) -> None:
@@ -223,9 +250,10 @@ class VllmDialect:
         mode = self._logprobs_mode
         return Launch(
             arguments=tuple(command_line(settings, context_tokens=context_tokens, logprobs_mode=mode)),
-            environment=environment(settings, os.environ),
+            environment=environment(settings, os.environ) | _finding(place, settings),
             url="http://vllm",
             socket=SOCKET,
+            files={f"{EXTENSION}.py": HELD_WEIGHTS.read_text(encoding="utf-8")} if settings.device == "cpu" else {},
         )
 
     async def describe(self, caller: Caller, settings: ServerSettings) -> ServedHere:

@@ -20,6 +20,8 @@ CALLER = cast(Caller, None)
 class Held:
     """A server that answers, once whatever it was to raise is raised."""
 
+    signs_zeros = asks_others = True
+
     def __init__(self, model: Path, *errors: Exception) -> None:
         file = model / "model.safetensors"
         self._held = hashes_of([file], ["model.norm.weight"], "float32")
@@ -42,9 +44,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_files_are_hashed_while_the_event_loop_goes_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proof, goes_on = ServerProof(Held(model), "float32", 1.0), threading.Event()
 
-    def slow(*given: Any) -> dict[str, str]:
+    def slow(*given: Any, **options: Any) -> dict[str, str]:
         assert goes_on.wait(10), "the event loop is held"
-        return hashes_of(*given)
+        return hashes_of(*given, **options)
 
     monkeypatch.setattr(module, "hashes_of", slow)
     for work in (proof.learn(CALLER, model), proof.check(CALLER, model, 1)):

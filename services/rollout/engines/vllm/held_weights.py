@@ -1,0 +1,66 @@
+"""Runs inside a vLLM server's worker: hashes of the weights that its layers multiply by. Imports nothing of ours.
+
+The server is started with a copy of this file as its worker extension, and asked by ``/collective_rpc``. A CPU layer
+packs its weights for its kernel and forgets the plain ones: they are read back as what it makes of unit vectors.
+Each product is a weight times 1 with zeros added, so it is that weight to the last bit, but for the sign of a zero.
+"""
+
+import hashlib
+from typing import Any
+
+import torch
+
+TWO = "0" * 64
+"""In the place of a hash where a layer holds its weight twice, and they differ."""
+ROWS = 256
+"""Unit vectors that a layer is given at a time."""
+
+
+class HeldWeights:
+    """What a vLLM worker can do besides: vLLM makes it one of the worker's classes."""
+
+    model_runner: Any
+
+    def flotilla_hashes(self) -> dict[str, str]:
+        """Hash each weight that computes as one tensor: SHA-256 by the parameter's name, zeros without a sign."""
+        model, found = self.model_runner.get_model(), {}
+        with torch.inference_mode():
+            for prefix, module in model.named_modules():
+                for name, parameter in module.named_parameters(recurse=False):
+                    path = f"{prefix}.{name}".removeprefix(".")
+                    if parameter.numel():
+                        found[path] = _hash(_without_padding(module, parameter.data))
+                    packed = _multiplied_by(module) if name == "weight" else None
+                    if packed is not None:
+                        # An embedding has both, for looking up and for the head.
+                        product = _hash(_without_padding(module, packed))
+                        found[path] = product if found.get(path, product) == product else TWO
+        return found
+
+
+def _multiplied_by(module: Any) -> torch.Tensor | None:
+    """Read the weight of a layer that has packed it: [outputs, inputs]; None where nothing is packed."""
+    linear = getattr(module, "cpu_linear", None)
+    if linear is None or linear is torch.nn.functional.linear:
+        return None
+    num_inputs = getattr(module, "input_size_per_partition", None) or getattr(module, "embedding_dim", None)
+    if num_inputs is None:
+        return None
+    dtype = module.weight.dtype
+    columns = []
+    for start in range(0, num_inputs, ROWS):
+        units = torch.zeros(min(ROWS, num_inputs - start), num_inputs, dtype=dtype)
+        units[torch.arange(len(units)), start + torch.arange(len(units))] = 1
+        columns.append(linear(units, module.weight, None).T)
+    return torch.cat(columns, dim=1)
+
+
+def _without_padding(module: Any, held: torch.Tensor) -> torch.Tensor:
+    rows = getattr(module, "org_vocab_size", None)
+    return held if rows is None else held[:rows]
+
+
+def _hash(held: torch.Tensor) -> str:
+    # A product with zeros has no negative zero.
+    whole = (held + 0).contiguous().cpu()
+    return hashlib.sha256(whole.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -24,7 +24,8 @@ _WRITTEN = """
     grader/*/min groups/dropped groups/failed groups/filtered groups/flat_fraction groups/in_step groups/trained
     held_out/distillation/kl held_out/loss held_out/nll held_out/perplexity held_out/preference/* kl/mean
     lag/max lag/mean lag/tokens/* learning_rate
-    loss/kl loss/policy loss/supervised loss/total loss/value nll preference/accuracy preference/chosen
+    loss/kl loss/policy loss/supervised loss/total loss/value memory/*/* memory_slope/*/* nll
+    preference/accuracy preference/chosen
     preference/desirable_fraction preference/margin preference/reference_point preference/rejected
     prompt_tokens/mean publication/commit_seconds publication/prepare_seconds
     publication/transfer_seconds ratio/approx_kl ratio/clip_fraction ratio/clip_fraction_lower ratio/mean reward/*/max

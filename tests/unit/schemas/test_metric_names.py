@@ -16,7 +16,7 @@ def test_the_names_are_those_of_the_page() -> None:
     cells = [line.split("|")[1] for line in sections if line.startswith("|")]
     names = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
 
-    given = re.compile(r"LAG|COMPONENT|POOL|ROLLOUT|METRIC|SOURCE|SET|\.\.\.|(?<=@)[KN]")
+    given = re.compile(r"LAG|COMPONENT|POOL|ROLLOUT|KIND|PROCESS|METRIC|SOURCE|SET|\.\.\.|(?<=@)[KN]")
     assert {given.sub("*", name) for name in names} == KNOWN
 
 

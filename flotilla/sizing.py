@@ -16,7 +16,7 @@ from flotilla.shared.sizes.model import read_sizes
 from flotilla.shared.sizes.parts import Footprint, Part, in_words
 from flotilla.shared.sizes.trainer import MOST_TOKENS, pass_of, trainer_footprint
 
-OTHER_BYTES: Final = 450 << 20
+OTHER_BYTES: Final = 600 * 10**6
 """Gateway, reward, sandbox, the services around engine and trainer, and Redis, measured on the arithmetic example."""
 
 
@@ -123,7 +123,7 @@ def batch_lines(spec: ExperimentSpec) -> list[str]:
         f"batch      {step.prompts} prompts x {step.group_size} = {step.samples} samples a step, {updates} of "
         f"{step.samples // step.mini_batches} samples",
         f"batch      a sample has at most {step.prompt_tokens} + {step.sampled_tokens} tokens, a step {step.tokens}; "
-        f"an update {step.passes(largest)} passes or fewer{per_rank}, of {told} "
+        f"an update at most {_counted(step.passes(largest), 'pass')}{per_rank}, of {told} "
         f"({_counted(largest.sequences, 'sample')} of the largest length)",
         f"batch      {steps} steps: {_counted(steps * step.updates, 'update')}, {steps * step.samples} samples, "
         f"at most {steps * step.tokens} tokens",
@@ -131,4 +131,4 @@ def batch_lines(spec: ExperimentSpec) -> list[str]:
 
 
 def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('s') else 's'}"

@@ -18,7 +18,7 @@ def test_each_process_and_the_batches_have_a_line(tmp_path: Path) -> None:
     assert any(line.endswith("of 8.00 GB that are available here") for line in lines)
     assert lines[-3:] == [
         "batch      4 prompts x 4 = 16 samples a step, 1 optimiser update of 16 samples",
-        "batch      a sample has at most 16 + 48 tokens, a step 1024; an update 4 passes or fewer, of 256 tokens "
+        "batch      a sample has at most 16 + 48 tokens, a step 1024; an update at most 4 passes, of 256 tokens "
         "(4 samples of the largest length)",
         "batch      5 steps: 5 updates, 80 samples, at most 5120 tokens",
     ]

@@ -15,16 +15,20 @@ MODULE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 ROW_LISTS = (("data", "sources"), ("evaluation", "sets"))
 
 
+HOSTED_KINDS = frozenset({"reward_model", "judge_model"})
+"""Graders whose model the reward service loads."""
+
+
 def resolve_paths(document: Mapping[str, Any], folder: Path, *, made: str = "") -> dict[str, Any]:
     """Make the spec's local paths absolute, so that they mean the same in every process.
 
     A model's OWNER/NAME is one on the hub, and stays, where the folder has no OWNER and ``made``, the path of what is
     made there later, does not begin with it.
 
-    So it is with the paths of a teacher, a critic and a reward model. URLs stay. A custom verifier's
-    ``path.py:function`` counts as a path, in ``reward`` at any depth, and so do a custom dataset's ``path.py:Class``,
-    and an environment or a tool in a file. ``package.module:name`` becomes the path of the module in the folder, and
-    stays where there is none.
+    So it is with the paths of a teacher, a critic, a reward model and a judge that is served here. URLs stay. A custom
+    verifier's ``path.py:function`` counts as a path, in ``reward`` at any depth, and so do a custom dataset's
+    ``path.py:Class``, and an environment or a tool in a file. ``package.module:name`` becomes the path of the module in
+    the folder, and stays where there is none.
     """
     resolved: dict[str, Any] = json.loads(json.dumps(document, default=str))
     for section, field in PATH_FIELDS:
@@ -110,7 +114,7 @@ def _resolve_reward_models(reward: Any, folder: Path, made: str) -> None:
     for each in [component for found in lists if isinstance(found, list) for component in found]:
         if isinstance(each, dict) and each.get("kind") == "recorded":
             _resolve_path(each, "dump", folder)
-        is_model = isinstance(each, dict) and each.get("kind") == "reward_model"
+        is_model = isinstance(each, dict) and each.get("kind") in HOSTED_KINDS
         if is_model and not _names_hub(each, folder, made):
             _resolve_path(each, "path", folder)
 

@@ -59,3 +59,15 @@ def test_an_environment_of_gymnasium_is_no_module(tmp_path: Path) -> None:
     (tmp_path / "gymnasium.py").touch()
 
     assert resolved(tmp_path, "gymnasium:CartPole-v1")[2] == "gymnasium:CartPole-v1"
+
+
+@pytest.mark.parametrize("kind", ["reward_model", "judge_model"])
+def test_a_model_that_grades_is_found_from_the_specs_folder(tmp_path: Path, kind: str) -> None:
+    paths = ("models/judge", "../judge", "owner/judge")
+    components = [{"kind": kind, "path": path} for path in paths]
+    (tmp_path / "models").mkdir()
+
+    found = resolve_paths({"reward": {"components": components, "audit": {"components": components}}}, tmp_path)
+    of_audit = [each["path"] for each in found["reward"]["audit"]["components"]]
+    assert [each["path"] for each in found["reward"]["components"]] == of_audit
+    assert of_audit == [f"{tmp_path}/models/judge", f"{tmp_path}/../judge", "owner/judge"]

@@ -105,17 +105,18 @@ def pairs(source: Source) -> Fields:
     return fields | trained_on(source, f"{TRAIN}.data_args.file_name")
 
 
-def trained_on(source: Source, written: str) -> Fields:
+def trained_on(source: Source, written: str, model_is: str = "pretrain") -> Fields:
     """Make the model, the rows that it learns from, those held out, and the template.
 
     Args:
         source: the launch file.
         written: how files of this pipeline write the name of the parameter that lists the rows.
+        model_is: the same of the model's.
     """
     fields: Fields = {}
     model, name = source.value("pretrain"), f"{TRAIN}.data_args.file_name"
     if model is None:
-        source.lack("model.path: give pretrain")
+        source.lack(f"model.path: give {model_is}")
     else:
         fields["model.path"] = model
     files = source.value(name) or []

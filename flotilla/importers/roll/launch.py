@@ -16,13 +16,12 @@ MODULE: Final = "python"
 """How the report calls the program that a script starts."""
 DPO: Final = "start_dpo_pipeline.py"
 SFT: Final = "start_sft_pipeline.py"
+DISTILL: Final = "start_distill_pipeline.py"
 TEXT: Final = "start_rlvr_pipeline.py"
 VISION: Final = "start_rlvr_vl_pipeline.py"
 PIPELINES: Mapping[str, str | None] = {
-    "rlvr": None, "agentic": None, "onpolicy_distill": None, "dpo": None, "sft": None,
+    "rlvr": None, "agentic": None, "onpolicy_distill": None, "dpo": None, "sft": None, "distill": None,
     "rlvr_vl": None, "reward_fl": "images are no answers of a policy here",
-    "distill": "a teacher's distribution of written answers is not learned, only its log-probabilities of the policy's "
-               "own: use start_onpolicy_distill_pipeline.py",
     "distill_vl": "there are no images, only text",
     "agentic_rollout": "answers without training are no experiment",
 }  # fmt: skip
@@ -66,7 +65,7 @@ def find_file(
     why = PIPELINES.get(name, "no pipeline of ROLL's that this importer knows; its file is read as that of rlvr")
     said = [] if why is None else [Given(f"start_{name}_pipeline.py", MODULE, "script", refusal=why)]
     said += [Given(True, PURE, "script")] if name == "onpolicy_distill" else []
-    is_said = f"start_{name}_pipeline.py" in {DPO, SFT, TEXT, VISION}
+    is_said = f"start_{name}_pipeline.py" in {DPO, SFT, DISTILL, TEXT, VISION}
     said += [Given(f"start_{name}_pipeline.py", MODULE, "script")] if is_said else []
     for place in _places(posixpath.dirname(command.words[position]), folder, file.removesuffix(".yaml")):
         if (config := beside(place)) is not None:

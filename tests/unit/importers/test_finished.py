@@ -9,6 +9,7 @@ import pytest
 from flotilla.importers.build import Imported, build, look_up
 from flotilla.importers.openrlhf.finished import FINISHED
 from flotilla.importers.parameter import UNSET, Inherit, Parameter, Verdict
+from flotilla.importers.roll.distilled import ROLL_DISTILL
 from flotilla.importers.roll.fine_tuning import ROLL_SFT
 from flotilla.importers.roll.finished import ROLL_DPO
 from flotilla.importers.system import System
@@ -41,6 +42,14 @@ SFT_BASE: dict[str, Any] = {
     "actor_train.training_args.gradient_accumulation_steps": 8,
     "response_key": "output",
 }
+DISTILL_BASE: dict[str, Any] = {
+    "pretrain": "owner/model",
+    "teacher_pretrain": "owner/teacher",
+    "actor_train.data_args.file_name": "train.jsonl",
+    "sequence_length": 512,
+    "logits_topk": 0,
+    "actor_train.training_args.gradient_accumulation_steps": 8,
+}
 ENGINE_BASE: dict[str, Any] = {"model.path": "owner/model", "data.train_files": "train.parquet"}
 EVAL_BASE: dict[str, Any] = {"data.path": "answered.parquet"}
 SYSTEMS: dict[str, System] = {
@@ -50,6 +59,7 @@ SYSTEMS: dict[str, System] = {
     "verl eval": VERL_EVAL,
     "roll dpo": ROLL_DPO,
     "roll sft": ROLL_SFT,
+    "roll distill": ROLL_DISTILL,
     **{f"trl {name}": system for name, system in TRL_FINISHED.items()},
     "trl RLOOTrainer": TRL_RLOO,
 }
@@ -82,6 +92,8 @@ def base_of(name: str) -> dict[str, Any]:
         return dict(TRL_BASE)
     if name == "roll dpo":
         return dict(ROLL_BASE)
+    if name == "roll distill":
+        return dict(DISTILL_BASE)
     if name == "roll sft":
         return dict(SFT_BASE)
     if name == "verl engine":
@@ -455,3 +467,74 @@ def test_rolls_script_of_fine_tuning_is_read_by_its_table() -> None:
     given = read("roll", text, (), {}, source="run.sh", beside={"mine": yaml.safe_dump(nested(plain))}.get)
 
     assert system_of("roll", given) is ROLL_SFT
+
+
+def _as_roll_writes_it(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "student_pretrain" if name == "pretrain" else name.replace("actor_train", "student"): value
+        for name, value in values.items()
+    }
+
+
+def test_a_file_of_rolls_distillation_of_written_answers_is_fine_tuning_with_a_teacher() -> None:
+    given = {
+        **_as_roll_writes_it(DISTILL_BASE),
+        "distill_loss_weight": 0.85,
+        "kd_objective": "forward_kl",
+        "question_key": "question_zh",
+        "answer_key": "answer_zh",
+        "logits_transfer_backend": "nccl-only",
+        "max_grad_norm": 1.0,
+        "validation.data_args.file_name": ["heldout.json"],
+        "validation.data_args.template": "qwen2_5",
+        "student.data_args.template": "qwen2_5",
+        "student.training_args.per_device_train_batch_size": 2,
+        "student.training_args.lr_scheduler_type": "cosine",
+        "student.strategy_args.strategy_name": "megatron_train",
+        "student.strategy_args.strategy_config.tensor_model_parallel_size": 2,
+        "student.use_sequence_packing": True,
+        "student.device_mapping": "list(range(0,8))",
+        "teacher.model_args.dtype": "bf16",
+        "teacher.data_args.template": "qwen2_5",
+        "teacher.training_args.per_device_train_batch_size": 2,
+        "teacher.strategy_args.strategy_config.tensor_model_parallel_size": 2,
+        "teacher.device_mapping": "list(range(0,8))",
+    }
+    found = imported("roll distill", given)
+
+    assert found.spec is not None and found.may_run(), found.report.render()
+    job, rows, steps = found.spec.finished_job, found.spec.data, found.spec.optimisation
+    assert isinstance(job, SftConfig) and job.distillation is not None and job.held_out is not None
+    assert (rows.prompt_column, job.response_column, job.train_on) == ("question_zh", "answer_zh", "all")
+    assert (found.spec.model.path, job.distillation.path) == ("owner/model", "owner/teacher")
+    assert (job.distillation.coefficient, job.distillation.dtype) == (0.85, "bfloat16")
+    assert (steps.groups_per_mini_batch, steps.steps, steps.max_grad_norm) == (64, ROWS // 64, 1)
+    assert (steps.schedule, steps.decay_updates) == ("cosine", ROWS // 16), "ROLL counts one device's share"
+
+
+def test_rolls_distillation_of_what_is_likeliest_alone_is_refused_by_its_key() -> None:
+    silent = {name: value for name, value in DISTILL_BASE.items() if name != "logits_topk"}
+
+    for given in (silent, {**silent, "logits_topk": 64}):
+        refused = {entry.name: entry.detail for entry in imported("roll distill", given).report.refused}
+        assert list(refused) == ["logits_topk"] and "set it to 0" in refused["logits_topk"]
+
+
+def test_rolls_distillation_clips_nothing_by_itself_and_without_weight_is_fine_tuning() -> None:
+    found = imported("roll distill", {**DISTILL_BASE, "distill_loss_weight": 0})
+
+    assert found.spec is not None and found.may_run(), found.report.render()
+    assert isinstance(found.spec.finished_job, SftConfig) and found.spec.finished_job.distillation is None
+    assert found.spec.optimisation.max_grad_norm is None
+
+
+def test_rolls_script_of_distillation_is_read_by_its_table() -> None:
+    import yaml
+
+    text = "python examples/start_distill_pipeline.py --config_path kd --config_name mine\n"
+    plain = _as_roll_writes_it(DISTILL_BASE)
+    given = read("roll", text, (), {}, source="run.sh", beside={"mine": yaml.safe_dump(nested(plain))}.get)
+
+    assert system_of("roll", given) is ROLL_DISTILL
+    found = build(ROLL_DISTILL, given, rows=ROWS)
+    assert found.may_run(), found.report.render()

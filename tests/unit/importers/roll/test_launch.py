@@ -43,7 +43,6 @@ def test_the_file_of_a_pipeline_is_read(command: str, place: str) -> None:
 @pytest.mark.parametrize(
     ("pipeline", "said"),
     [
-        ("distill", "start_onpolicy_distill_pipeline.py"),
         ("distill_vl", "no images"),
         ("reward_fl", "no answers"),
         ("mine", "that this importer"),

@@ -1,0 +1,130 @@
+"""ROLL's pipeline on a teacher's distributions of written answers, as a system to import from.
+
+Meanings and defaults: roll/pipeline/distill/{distill_config,distill_pipeline,distill_worker,various_divergence}.py.
+"""
+
+from dataclasses import replace
+from typing import Any, Final
+
+from flotilla.importers.parameter import applied, ignored, refused, translated, unsupported
+from flotilla.importers.precision import dtype_of
+from flotilla.importers.roll import distillation, finished
+from flotilla.importers.roll.fine_tuning import EPOCHS, ROLL_SFT
+from flotilla.importers.roll.placement import shares_of_the_batch
+from flotilla.importers.roll.rows import CUTTING, TRAIN
+from flotilla.importers.roll.system import ROLL, adapters, tracking
+from flotilla.importers.source import Source
+from flotilla.importers.system import System, make_system
+from flotilla.importers.values import flag, number, text
+
+Fields = dict[str, Any]
+
+STUDENT: Final = "student"
+"""How a file of this pipeline calls the worker that trains."""
+TEACHER: Final = distillation.TEACHER
+OF_TEACHING: Final = frozenset(
+    {"student_pretrain", "teacher_pretrain", "logits_topk", "distill_loss_weight", "kd_objective", "distill_on_prompt"}
+)
+"""Names that a file of this pipeline alone has."""
+WORKERS: Final = "roll.pipeline.distill.distill_worker"
+OF_ROWS: Final = frozenset({"prompt_key", "query_key", "response_key", "system_key"})
+ELSEWHERE: Final = frozenset({"pretrain", "max_grad_norm", f"{TRAIN}.worker_cls", f"{TEACHER}.tag_included"})
+"""Names that mean something else here, or nothing."""
+WHOLE: Final = "the teacher's whole distribution is learned, as it is"
+WHOLE_ONLY: Final = f"{WHOLE}, and not that of its likeliest tokens alone, by itself 64: set it to 0"
+
+SHARED = tuple(row for name, row in ROLL_SFT.parameters.items() if name not in OF_ROWS | ELSEWHERE)
+OF_TEACHER = tuple(
+    row
+    for row in distillation.ROWS
+    if row.name.startswith(f"{TEACHER}.") and row.name not in ELSEWHERE and not row.targets
+)
+
+ROWS = (
+    *SHARED,
+    *OF_TEACHER,
+    replace(ROLL.parameters["pretrain"], aliases=("student_pretrain", f"{STUDENT}.model_args.model_name_or_path")),
+    translated("teacher_pretrain", "job.distillation.path", text, "the teacher, in the trainer",
+               example="another-teacher", default=None, aliases=(distillation.PATH,)),
+    translated(f"{TEACHER}.model_args.dtype", "job.distillation.dtype", text, "bf16 is bfloat16, fp32 is float32, and "
+               "so is fp16", example="fp32", default="bf16"),
+    applied("distill_loss_weight", "job.distillation.coefficient", number, "weight of the teacher; the answers' own "
+            "likelihood has what is left of 1, and 0 is fine-tuning", example=0.85, default=0.5, context={}),
+    translated("distill_on_prompt", "job.train_on", flag, "whole conversations are learned", example=True,
+               default=False),
+    refused("logits_topk", WHOLE_ONLY, harmless=(0,), is_judged=True),
+    refused("kd_objective", "KL(teacher, student) is learned: use forward_kl", default="forward_kl"),
+    *(refused(name, f"{WHOLE}: set it to 1", default=1) for name in ("kd_temperature", "teacher_temperature")),
+    *ignored("read by other objectives than forward_kl", "adaptive_kl_alpha", "skew_lambda"),
+    *ignored("the teacher is in the trainer: nothing is transferred", "logits_transfer_backend"),
+    *ignored("the pipeline has no such option, and its rows are read without", "prompt_key", "system_key"),
+    translated("question_key", "data.prompt_column", text, "column with the prompt; ROLL begins it with a line break, "
+               "which is left out", example="problem", default="question"),
+    translated("answer_key", "job.response_column", text, "column with the answer", example="solution",
+               default="answer"),
+    translated("max_grad_norm", "optimisation.max_grad_norm", number, "bound of the gradient's norm; 0, by itself, is "
+               "none", example=0.5, default=0),
+    *(refused(name, "the loss is the pipeline's own: leave it out", default=f"{WORKERS}.{worker}")
+      for name, worker in ((f"{TRAIN}.worker_cls", "StudentWorker"), (f"{TEACHER}.worker_cls", "TeacherWorker"))),
+    *unsupported(CUTTING, f"{TEACHER}.training_args.per_device_train_batch_size"),
+)  # fmt: skip
+
+
+def answers(source: Source) -> Fields:
+    """Make the models, the rows, those held out, and what is learned of them."""
+    if source.value("logits_topk") != 0:
+        source.refuse("logits_topk", WHOLE_ONLY)
+    fields: Fields = {
+        "job.kind": "sft",
+        "job.overlong": "truncate",
+        "job.response_column": source.required("answer_key"),
+        "job.train_on": "every_token" if source.value("distill_on_prompt") else "all",
+        "data.prompt_column": source.required("question_key"),
+        "data.label_column": None,
+        "optimisation.max_grad_norm": source.required("max_grad_norm") or None,
+    }
+    return fields | teacher(source) | finished.trained_on(source, f"{STUDENT}.data_args.file_name", "student_pretrain")
+
+
+def teacher(source: Source) -> Fields:
+    """Make the teacher, where it has a weight."""
+    path, weight = source.value("teacher_pretrain"), source.required("distill_loss_weight")
+    dtype = dtype_of(source, f"{TEACHER}.model_args.dtype")
+    if not weight:
+        return {}
+    if path is None:
+        source.lack("job.distillation.path: give teacher_pretrain")
+        return {}
+    return {"job.distillation": {"path": path, "coefficient": weight, "dtype": dtype}}
+
+
+def sizes(source: Source) -> Fields:
+    """Make lengths, batch, steps, schedule and checkpoints."""
+    longest = source.value("sequence_length")
+    if longest is None:
+        source.lack("job.max_tokens: give sequence_length")
+    names = [f"{TRAIN}.{name}" for name in finished.SIZES[:2]]
+    of_a_device = source.required(names[0]) * source.required(names[1])
+    size = of_a_device * shares_of_the_batch(source)
+    epochs = int(source.required(EPOCHS))
+    steps = 0 if source.rows is None else epochs * (source.rows // size)
+    if steps < 1:
+        source.lack("optimisation.steps: num_train_epochs counts passes over the data: give --rows N, the number of "
+                    "training rows, which make one batch at least")  # fmt: skip
+        return {}
+    planned = epochs * (source.rows or 0) // of_a_device  # as ROLL counts: it takes one device's share for the batch
+    fields: Fields = {"job.max_tokens": longest, "optimisation.groups_per_mini_batch": size}
+    fields |= finished.run_of(source, steps, planned)
+    if planned > steps and fields["optimisation.schedule"] != "constant":
+        fields["optimisation.decay_updates"] = planned
+    return fields
+
+
+ROLL_DISTILL: System = make_system(
+    "roll distill",
+    (ROWS,),
+    rules=(answers, sizes, adapters, tracking),
+    spellings={
+        f"{STUDENT}.{row.name.removeprefix(TRAIN + '.')}": row.name for row in ROWS if row.name.startswith(f"{TRAIN}.")
+    },
+)

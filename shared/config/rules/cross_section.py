@@ -322,9 +322,10 @@ def _advantage(spec: Sections) -> None:
                 f"use {', '.join(names)}, or give a component that name"
             )
     if size == 1 and not advantage.learns_from_one:
+        of_teacher = ", or set algorithm.distillation.pure to true" if spec.algorithm.distillation is not None else ""
         raise ValueError(
             f"rollout.group_size 1 leaves algorithm.advantage.kind {advantage.kind} nothing to compare, and so nothing "
-            "to learn: raise group_size to at least 2, or use reinforce_plus_plus or gae"
+            f"to learn of rewards: raise group_size to at least 2, or use reinforce_plus_plus or gae{of_teacher}"
         )
 
 

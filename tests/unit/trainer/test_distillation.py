@@ -130,10 +130,12 @@ def grouped(student: nn.Module, ids: Tensor, size: int = 8) -> list[Group]:
     ]
 
 
-def test_a_student_comes_near_its_teacher_without_a_reward() -> None:
+@pytest.mark.parametrize("size", [8, 1], ids=["groups", "groups of one"])
+def test_a_student_comes_near_its_teacher_without_a_reward(size: int) -> None:
     spec = a_spec(
+        rollout={"group_size": size},
         algorithm={"distillation": {"path": "/teacher", "pure": True}, "policy_loss": {"kind": "policy_gradient"}},
-        optimisation={"steps": 80, "groups_per_mini_batch": 4, "learning_rate": 1e-2},
+        optimisation={"steps": 80, "groups_per_mini_batch": 32 // size, "learning_rate": 1e-2},
     )
     student, teacher = a_model(), a_teacher()
     learner = Learner(spec, LoadedModel(student, Path()), None, [LoadedModel(teacher, Path())])
@@ -143,7 +145,7 @@ def test_a_student_comes_near_its_teacher_without_a_reward() -> None:
     for step in range(1, 61):
         ids = sample(student, generator)
         exact.append(float(exact_kl(distributions(student, ids), distributions(teacher, ids)).mean()))
-        reported.append(learner.train(grouped(student, ids), step).metrics["distillation/kl"])
+        reported.append(learner.train(grouped(student, ids, size), step).metrics["distillation/kl"])
 
     first, last = np.mean(exact[:3]), np.mean(exact[-3:])
     assert last < 0.5 * first, (first, last)

@@ -31,6 +31,7 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
 """Fields whose text has a form."""
 WHOLE: dict[str, st.SearchStrategy[Any]] = {
     "factors": st.dictionaries(WORDS, st.floats(0.01, 100.0), min_size=1, max_size=2),
+    "pools": st.just([{"name": "hard", "below": 0.5}, {"name": "easy", "at_least": 0.5, "weight": 2.0}]),
     "environments": st.just([{"environment": "sokoban", "data_sources": ["a"]}, {"environment": "frozen_lake"}]),
 }
 """Fields whose parts depend on each other."""

@@ -66,7 +66,7 @@ def test_one_line_makes_a_spec_on_policy(zero: float) -> None:
         ("beta=1", "beta", "it is algorithm.kl.coefficient here"),
         ("algorithm.learning_rate=1", "algorithm.learning_rate", "did you mean algorithm.value_loss.learning_rate?"),
         ("rollout.n=8", "rollout.n", "it is rollout.group_size here"),
-        ("data.zzz=1", "data.zzz", "allowed here: chat_template_options, data_source_column"),
+        ("data.zzz=1", "data.zzz", "allowed here: chat_template_options, curriculum, data_source_column"),
     ],
 )
 def test_an_unknown_key_is_answered_with_the_nearest_name(override: str, path: str, hint: str) -> None:

@@ -10,7 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flotilla.importers.engines import EMBEDDED, OF_A_SERVER, OPTIONS, overrides_for, suggestion
+from flotilla.importers.engines import (
+    EMBEDDED,
+    OF_A_SERVER,
+    OPTIONS,
+    RESCORED,
+    RESCORED_NOTE,
+    is_rescored,
+    overrides_for,
+    suggestion,
+)
 from flotilla.importers.parameter import UNSET, Inherit, Parameter, Verdict
 from flotilla.importers.report import Entry, Report
 from flotilla.importers.source import Given, Source
@@ -92,6 +101,8 @@ def build(
         fields = system.finish(source, fields)
     of_engine = () if engine is None else overrides_for(system.name, given, engine)
     document = apply_overrides(_nested(_without_replaced(fields, overrides)), [*of_engine, *overrides])
+    if not any(each.startswith("algorithm.old_log_probs=") for each in overrides) and is_rescored(document):
+        document = _rescored(document, source)
     missing = [*source.missing] if not overrides else [each for each in source.missing if not _is_set(each, overrides)]
     spec, problems = None, missing
     try:
@@ -116,14 +127,33 @@ def build(
     return Imported(document, spec, report, source.files)
 
 
+def _rescored(document: dict[str, Any], source: Source) -> dict[str, Any]:
+    """Let the trainer give log-probabilities that the engine cannot, where nothing else is wrong with the spec."""
+    if _problem_of(document) is None:
+        return document
+    rescored = apply_overrides(document, [RESCORED])
+    if _problem_of(rescored) is not None:
+        return document
+    source.notes.append(RESCORED_NOTE)
+    return rescored
+
+
+def _problem_of(document: Mapping[str, Any]) -> str | None:
+    try:
+        validate_spec(document)
+    except InvalidSpec as error:
+        return str(error.errors[0]["allowed"])
+    return None
+
+
 def _engine_named(document: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
     if not overrides:
         return []
-    try:
-        validate_spec(apply_overrides(document, overrides))
-    except InvalidSpec as error:
-        return suggestion(overrides, str(error.errors[0]["allowed"]))
-    return suggestion(overrides, None)
+    wanted = apply_overrides(document, overrides)
+    why_not = _problem_of(wanted)
+    if why_not is not None and is_rescored(wanted) and _problem_of(apply_overrides(wanted, [RESCORED])) is None:
+        return suggestion([*overrides, RESCORED], None)
+    return suggestion(overrides, why_not)
 
 
 def _by_name(system: System, given: Sequence[Given]) -> dict[str, Given]:

@@ -59,6 +59,30 @@ OPTIONS: Final[Mapping[str, tuple[str, str]]] = {
 """What a server calls its size and its share of the memory."""
 
 
+RESCORED: Final = "algorithm.old_log_probs=recompute"
+"""What an engine that records after cuts needs where the file takes its records for the policy's."""
+RESCORED_NOTE: Final = (
+    "vLLM records log-probabilities after top-k and top-p where the temperature is not 1, and the file takes them for "
+    "the policy's (bypass): here the trainer computes those of the version that sampled, before the cut, instead"
+)
+
+
+def is_rescored(document: Mapping[str, Any]) -> bool:
+    """Whether the trainer can give the log-probabilities that a spec takes from vLLM's records: every batch is sampled
+    by the version that its step begins with, so that what is computed then is what the engine would have recorded."""
+    engine = _section(document, "rollout", "engine").get("kind")
+    asynchrony = _section(document, "asynchrony")
+    in_step = asynchrony.get("staleness_threshold") == 0 and asynchrony.get("trigger_parameter_sync_step", 1) == 1
+    return engine == "vllm" and in_step and _section(document, "algorithm").get("old_log_probs") == "rollout"
+
+
+def _section(document: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    found: Any = document
+    for name in names:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
 def named_engine(system: str, given: Sequence[Given]) -> str | None:
     """Return the server that a launch file names; None for none, or one that the fleet does not know."""
     names = NAMES.get(system)

@@ -10,7 +10,7 @@ import yaml
 
 from flotilla.cli.__main__ import main
 from flotilla.importers.build import Imported, build, look_up
-from flotilla.importers.engines import OF_A_SERVER
+from flotilla.importers.engines import OF_A_SERVER, RESCORED_NOTE
 from flotilla.importers.systems import SYSTEMS
 from tests.unit.importers.sources import BASES, import_flat, nested
 
@@ -86,10 +86,41 @@ def test_a_cut_at_a_temperature_has_the_engine_that_is_named_since_the_trainer_c
     assert roll.spec is not None and roll.spec.rollout.records_the_cut  # by ROLL's silent top-k of 50
 
 
+def test_a_file_that_takes_the_records_of_a_cut_for_the_policys_has_them_computed_again_in_step() -> None:
+    named = {**BASES["verl"], **CUT, BYPASS: True}
+
+    plain = import_flat("verl", named)
+    told, command = plain.report.suggestion
+    overrides = [word for word in shlex.split(command) if word != "--set"]
+    asked, kept = (import_flat("verl", named, settings=each) for each in (overrides, ["rollout.engine.kind=vllm"]))
+
+    assert plain.spec is not None and plain.spec.algorithm.old_log_probs == "rollout", "the embedded engine has them"
+    assert "algorithm.old_log_probs=recompute" in overrides and told.startswith("the file names vllm; for it in")
+    for found in (asked, kept):
+        assert found.spec is not None and found.spec.rollout.records_the_cut
+        assert found.spec.algorithm.old_log_probs == "recompute"
+    assert kept.report.suggestion == [RESCORED_NOTE] and kept.report.render().splitlines()[2] == RESCORED_NOTE
+    uncut = {name: value for name, value in named.items() if not name.endswith("top_k")}
+    of_all = import_flat("verl", uncut, settings=["rollout.engine.kind=vllm"])
+    assert of_all.spec is not None and of_all.spec.algorithm.old_log_probs == "rollout"
+
+
+def test_whoever_asks_for_the_records_of_a_cut_is_refused() -> None:
+    settings = ["rollout.engine.kind=vllm", "algorithm.old_log_probs=rollout"]
+
+    found = import_flat("verl", {**BASES["verl"], **CUT, BYPASS: True}, settings=settings)
+
+    assert found.spec is None and "rollout.sampling.temperature" in found.report.problems[0]
+
+
+AHEAD = ["asynchrony={staleness_threshold: 1.0}"]
+"""Samples of an older version: what the trainer computes is no longer what the engine would have recorded."""
+
+
 def test_an_engine_that_the_spec_cannot_have_is_named_with_the_reason() -> None:
     named = {**CUT, BYPASS: True}
 
-    (line,) = import_flat("verl", {**BASES["verl"], **named}).report.suggestion
+    (line,) = import_flat("verl", {**BASES["verl"], **named}, settings=AHEAD).report.suggestion
 
     assert line.startswith("the file names vllm, with which this spec cannot sample: ")
     assert "rollout.sampling.temperature" in line
@@ -131,7 +162,7 @@ def test_an_installed_engine_that_cannot_sample_what_is_asked_leaves_the_embedde
     named = {**CUT, f"{ROLLOUT}.n": 4, BYPASS: True}
     path.write_text(yaml.safe_dump(nested({**BASES["verl"], **named})))
     monkeypatch.setenv("FLOTILLA_VLLM_PYTHON", "/opt/vllm/bin/python")
-    command = ["import", "verl", str(path), "--output", str(output)]
+    command = ["import", "verl", str(path), "--output", str(output), "--set", *AHEAD]
 
     assert main([*command, "--engine", "vllm"]) == 1
     assert main(command) == 0

@@ -222,6 +222,7 @@ async def fork(world: World) -> None:
         "version": 2,
         "path": str(world.folder / "experiments" / ID / "checkpoints" / "step-00000002"),
         "first_group_id": 4,
+        "source_weights": [],
     }
 
 

@@ -7,7 +7,8 @@ from ipaddress import IPv4Network
 
 import pytest
 
-from flotilla.services.gateway.events.webhooks import Webhooks
+from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.store.memory import MemoryStore
 from flotilla.services.rollout.tools.base import ToolFailed
 from flotilla.services.rollout.tools.opening import HttpTool
 from flotilla.shared.clock import SystemClock
@@ -46,8 +47,9 @@ async def test_a_redirection_of_a_tool_is_told_wherever_it_leads(place: str) -> 
 async def test_a_redirection_of_a_web_hook_is_a_refusal_wherever_it_leads(place: str) -> None:
     async with redirecting(place) as url:
         hook = Webhook.model_validate({"url": url, "secret": "a-secret-of-sixteen-letters"})
-        hooks = Webhooks([hook], HERE, SystemClock())
-        hooks.put("e-1", "stalled", 0.0, {})
+        events = EventLog(MemoryStore(), SystemClock(), [hook], HERE)
+        hooks = events.webhooks
+        await events.append("e-1", "stalled")
         task = asyncio.create_task(hooks.run())
         async with asyncio.timeout(5):
             while not hooks.view()[0].failed and not task.done():

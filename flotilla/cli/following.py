@@ -14,7 +14,7 @@ from flotilla.cli.progress import Pace, Progress, live_line, live_view
 from flotilla.cli.right_and_wrong import lines_of, read_last
 from flotilla.cli.stored import Source
 from flotilla.shared.errors import FlotillaError
-from flotilla.shared.schemas.experiment import ExperimentView
+from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView
 
 if TYPE_CHECKING:
     from flotilla.cli.fleet import LocalFleet
@@ -39,6 +39,19 @@ def has_ended(view: ExperimentView) -> bool:
     return view.state.is_final
 
 
+def is_paused(view: ExperimentView) -> bool:
+    """Whether it goes on only if somebody resumes it."""
+    return view.state is ExperimentState.PAUSED
+
+
+def paused_line(view: ExperimentView) -> str:
+    """Say who ends a pause."""
+    return (
+        f"paused     {view.name}: `flotilla resume {view.id}` lets it go on, `flotilla stop {view.id}` ends it; this "
+        "command waits for that"
+    )
+
+
 async def follow(
     progress: Progress,
     client: Source,
@@ -61,6 +74,7 @@ async def follow(
     pace = Pace(progress.view.step)
     last_line = last_seen = started
     num_evaluated = 0
+    was_paused = False
     async with _display(plain) as live:
         while True:
             if fleet is not None:
@@ -72,6 +86,9 @@ async def follow(
                 num_evaluated = len(progress.held_out.points)
                 for name, line in lines_of(await read_last(client, progress)):
                     (live.console if live is not None else console).print(f"  {name:<6} {line}", markup=False)
+            if is_paused(progress.view) and not was_paused and not is_over:
+                (live.console if live is not None else console).print(paused_line(progress.view), markup=False)
+            was_paused = is_paused(progress.view)
             if live is not None:
                 live.update(live_view(progress, now - started, left))
             elif now - last_line >= LINE_SECONDS or is_over:

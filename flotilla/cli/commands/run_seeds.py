@@ -16,7 +16,7 @@ from pathlib import Path
 from flotilla.cli.commands.report import Comparison
 from flotilla.cli.continuing import go_on, overrides_of
 from flotilla.cli.fleet import LocalFleet
-from flotilla.cli.following import REFRESH_SECONDS, follow, has_ended
+from flotilla.cli.following import REFRESH_SECONDS, follow, has_ended, is_paused
 from flotilla.cli.gateway import READ_SECONDS, START_SECONDS
 from flotilla.cli.output import new_console, short_path
 from flotilla.cli.own_fleet import fleet_options, prepare, until_settled
@@ -142,11 +142,6 @@ class Standstill:
         now = time.monotonic()
         self._since = None if not is_still else now if self._since is None else self._since
         return self._since is not None and now - self._since >= PAUSED_SECONDS
-
-
-def is_paused(view: ExperimentView) -> bool:
-    """Whether it goes on only if somebody resumes it."""
-    return view.state is ExperimentState.PAUSED
 
 
 def waits_for_services(view: ExperimentView) -> bool:

@@ -17,7 +17,10 @@ from flotilla.shared.schemas.task import sample_seed
 
 UNSEEN: Final = 0
 """The first pool; those of the spec follow."""
+RECENT: Final = 4096
+"""So many groups before a snapshot keep their rows with it, for those that are issued again."""
 _POOLS: Final = 0x706F6F6C
+_BEFORE: Final = 0x6265666F
 _WHOLE: Final = float(1 << 63)
 
 Weights = tuple[float, ...]
@@ -33,17 +36,20 @@ class Snapshot:
         asked: how often each row was, of those that were.
         means: mean reward of the rows that have one.
         seen: newest outcome that was taken of each session of a reward service.
+        drawn: rows of the ``RECENT`` groups before it, by group.
     """
 
     group_id: int = 0
     asked: dict[int, int] = field(default_factory=dict)
     means: dict[int, float] = field(default_factory=dict)
     seen: dict[str, int] = field(default_factory=dict)
+    drawn: dict[int, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Describe it for ``of``."""
         rows = [[row, times, self.means.get(row)] for row, times in sorted(self.asked.items())]
-        return {"group_id": self.group_id, "rows": rows, "seen": dict(self.seen)}
+        drawn = [list(pair) for pair in sorted(self.drawn.items())]
+        return {"group_id": self.group_id, "rows": rows, "seen": dict(self.seen), "drawn": drawn}
 
     @classmethod
     def of(cls, kept: Mapping[str, Any]) -> "Snapshot":
@@ -51,7 +57,8 @@ class Snapshot:
         rows = kept.get("rows", ())
         means = {int(row): float(mean) for row, _, mean in rows if mean is not None}
         asked = {int(row): int(times) for row, times, _ in rows}
-        return cls(int(kept.get("group_id", 0)), asked, means, dict(kept.get("seen", {})))
+        drawn = {int(group_id): int(row) for group_id, row in kept.get("drawn", ())}
+        return cls(int(kept.get("group_id", 0)), asked, means, dict(kept.get("seen", {})), drawn)
 
 
 class Curriculum:
@@ -76,7 +83,7 @@ class Curriculum:
         self._config, self._num_rows, self._seed = config, num_rows, seed
         self._snapshot = snapshot
         self._next = snapshot.group_id
-        self._drawn: dict[int, int] = {}
+        self._drawn = {group_id: row for group_id, row in snapshot.drawn.items() if row < num_rows}
         self.line = line
         self._pool = [UNSEEN] * num_rows
         self._asked = [0] * num_rows
@@ -99,12 +106,17 @@ class Curriculum:
         return {name: self._pool.count(number) for number, name in enumerate(names)}
 
     def row(self, group_id: int) -> int:
-        """Find the row of a group; those between it and the last one that was asked about are drawn, too."""
+        """Find the row of a group; those between it and the last one that was asked about are drawn, too.
+
+        A group from before the snapshot has the row that it had, as far as that is kept; whatever it has, no row of
+        another group changes by it.
+        """
         if (found := self._drawn.get(group_id)) is not None:
             return found
-        for number in range(min(self._next, group_id), group_id + 1):
-            if number not in self._drawn:
-                self._drawn[number] = self._draw(number)
+        if group_id < self._next:
+            return self._drawn_before(group_id)
+        for number in range(self._next, group_id + 1):
+            self._drawn[number] = self._draw(number)
         self._next = group_id + 1
         return self._drawn[group_id]
 
@@ -129,30 +141,35 @@ class Curriculum:
             before = means.get(outcome.row)
             means[outcome.row] = outcome.reward if before is None else memory * before + (1 - memory) * outcome.reward
         known = {row: times for row, times in enumerate(asked) if times or row in means}
-        return Snapshot(first, known, means, seen)
+        drawn = {number: row for number, row in self._drawn.items() if first - RECENT <= number < first}
+        return Snapshot(first, known, means, seen, drawn)
 
     def _draw(self, group_id: int) -> int:
-        _, weights = self.line[bisect_right(self.line, group_id, key=lambda each: each[0]) - 1]
-        tops = [self._top(pool) for pool in range(len(self._heaps))]
-        shares = [weight if top is not None else 0.0 for weight, top in zip(weights, tops, strict=True)]
-        if not any(shares):
-            # What has weight is empty: better any row than none.
-            shares = [0.0 if top is None else 1.0 for top in tops]
-        at = sample_seed(sample_seed(self._seed, _POOLS), group_id) / _WHOLE * sum(shares)
-        chosen = max(number for number, share in enumerate(shares) if share)
-        for number, share in enumerate(shares):
-            if share and at < share:
-                chosen = number
-                break
-            at -= share
+        chosen = self._choose(group_id)
         row = heapq.heappop(self._heaps[chosen])[2]
         self._asked[row] += 1
         heapq.heappush(self._heaps[chosen], self._entry(row))
         return row
 
-    def _top(self, pool: int) -> int | None:
-        heap = self._heaps[pool]
-        return heap[0][2] if heap else None
+    def _drawn_before(self, group_id: int) -> int:
+        """Find a row for a group whose own is not kept, by the snapshot alone."""
+        chosen = self._choose(group_id)
+        rows = [row for row, pool in enumerate(self._pool) if pool == chosen]
+        return rows[sample_seed(sample_seed(self._seed, _BEFORE), group_id) % len(rows)]
+
+    def _choose(self, group_id: int) -> int:
+        """Choose the pool of a group."""
+        _, weights = self.line[bisect_right(self.line, group_id, key=lambda each: each[0]) - 1]
+        shares = [weight if heap else 0.0 for weight, heap in zip(weights, self._heaps, strict=True)]
+        if not any(shares):
+            # What has weight is empty: better any row than none.
+            shares = [1.0 if heap else 0.0 for heap in self._heaps]
+        at = sample_seed(sample_seed(self._seed, _POOLS), group_id) / _WHOLE * sum(shares)
+        for number, share in enumerate(shares):
+            if share and at < share:
+                return number
+            at -= share
+        return max(number for number, share in enumerate(shares) if share)
 
     def _entry(self, row: int) -> tuple[int, int, int]:
         times = self._asked[row]

@@ -10,6 +10,7 @@ mini-batch was cut.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +34,18 @@ class KtoLearner(FinishedLearner):
     def _laid(self, groups: Sequence[Group], size: int) -> Sequence[Group]:
         if not self._has_mismatched:
             return groups
-        return with_mismatched(groups, size, self._kto.max_tokens)
+        bounds = [each for each in (self._kto.max_tokens, self._positions) if each is not None]
+        return with_mismatched(groups, size, min(bounds, default=None))
+
+    @property
+    def _positions(self) -> int | None:
+        """How many tokens the model can read; None where its configuration says nothing.
+
+        Each row by itself fits, but a long prompt with the answer to another one may not.
+        """
+        config: Any = self.loaded.model.config
+        found = getattr(config.get_text_config(), "max_position_embeddings", None)
+        return found if isinstance(found, int) and found > 0 else None
 
     @property
     def _kto(self) -> KtoConfig:

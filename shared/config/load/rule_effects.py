@@ -78,6 +78,11 @@ def _next_pool(spec: ExperimentSpec) -> Mapping[str, Any]:
     now = weights.index(max(weights))
     if now + 1 == len(weights):
         raise InvalidSpec(f"next_pool: there is none after {spec.data.curriculum.pools[now].name}")
+    if weights.count(weights[now]) > 1:
+        raise InvalidSpec(
+            f"next_pool: several pools have the largest weight, {weights[now]:g}, so that none is the one to go on "
+            "from: give one pool the largest weight"
+        )
     path = "data.curriculum.pools.{}.weight"
     return {path.format(now): weights[now + 1], path.format(now + 1): weights[now]}
 

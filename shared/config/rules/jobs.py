@@ -15,6 +15,7 @@ from flotilla.shared.config.sections.job import FinishedJob, KtoConfig, RewardMo
 from flotilla.shared.config.sections.optimisation import OptimisationConfig
 from flotilla.shared.config.sections.parallelism import ParallelismConfig
 from flotilla.shared.config.sections.profiler import ProfilerConfig
+from flotilla.shared.config.sections.publication import PublicationConfig
 from flotilla.shared.config.sections.resources import ResourcesConfig
 from flotilla.shared.config.sections.reward import RewardConfig
 from flotilla.shared.config.sections.rollout import RolloutConfig
@@ -32,11 +33,10 @@ def with_defaults_of_the_job(given: Any) -> Any:
     nothing runs ahead where no sampled answer is trained, and what corrects for a sampler with rounded weights."""
     if not isinstance(given, Mapping):
         return given
-    given = _with_correction_of_quantised(given)
     job = given.get("job")
     kind = job.get("kind") if isinstance(job, Mapping) else None
-    if kind == EVALUATION or kind in FINISHED_KINDS:
-        given = _with_nothing_ahead(given)
+    is_sampled = kind != EVALUATION and kind not in FINISHED_KINDS
+    given = _with_correction_of_quantised(given) if is_sampled else _with_nothing_ahead(given)
     if kind == EVALUATION:
         return _with_defaults_of_an_evaluation(given)
     if given.get("reward") is not None or given.get("evaluation") is not None:
@@ -228,5 +228,9 @@ def _check_columns(job: FinishedJob, data: DataConfig) -> None:
 
 def _refuse_changed(found: BaseModel, default: BaseModel, section: str, kind: str, why: str) -> None:
     for name in type(default).model_fields:
-        if getattr(found, name) != getattr(default, name):
-            raise ValueError(f"{section}.{name} has no effect while job.kind is {kind}: {why}; remove it")
+        ours, theirs = getattr(found, name), getattr(default, name)
+        if ours == theirs:
+            continue
+        if isinstance(ours, PublicationConfig) and isinstance(theirs, PublicationConfig):
+            _refuse_changed(ours, theirs, f"{section}.{name}", kind, why)  # by the key below it that differs
+        raise ValueError(f"{section}.{name} has no effect while job.kind is {kind}: {why}; remove it")

@@ -163,3 +163,21 @@ async def test_seeds_that_are_paused_or_wait_for_what_paused_ones_hold_are_not_w
 
     assert left == runs
     assert gateway.read.count("a") > 5, "somebody may have resumed it"
+
+
+@pytest.mark.usefixtures("_quick")
+async def test_a_run_that_is_followed_says_once_that_it_is_paused_and_how_it_goes_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    states = [
+        ExperimentState.RUNNING,
+        *[ExperimentState.PAUSED] * 4,
+        ExperimentState.RUNNING,
+        ExperimentState.COMPLETED,
+    ]
+    gateway: Any = Scripted(a=[seen("a", state) for state in states])
+
+    async with asyncio.timeout(20):
+        await following.follow(gateway.run("a"), gateway, gateway, plain=True)
+
+    assert capsys.readouterr().out.count("flotilla resume a") == 1

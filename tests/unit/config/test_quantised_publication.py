@@ -48,6 +48,23 @@ def test_whoever_cannot_have_them_is_named(sections: dict[str, Any], told: str) 
         a_spec(**sections)
 
 
+def test_a_job_that_publishes_nothing_is_refused_by_the_key_that_was_written() -> None:
+    evaluated = {"path": "held_out.jsonl"}
+    for sections in (
+        {"job": {"kind": "sft"}, "reward": {}},
+        {"job": {"kind": "evaluation"}, "evaluation": evaluated, "data": evaluated, "optimisation": {"steps": 1}},
+    ):
+        with pytest.raises(InvalidSpec, match=r"asynchrony\.publication\.quantisation has no effect while job\.kind"):
+            a_spec(**sections)
+
+
+def test_versions_of_a_finished_job_are_quantised_for_its_evaluation() -> None:
+    spec = a_spec(job={"kind": "sft"}, evaluation={"path": "held_out.jsonl"})
+
+    assert spec.asynchrony.publication.quantisation == "int8"
+    assert spec.algorithm.old_log_probs == "rollout", "no sampled answer is trained"
+
+
 def test_adapters_are_published_merged() -> None:
     found = needs_whole_weights(a_spec(model={"path": "nowhere", "lora": {"rank": 4}}))
 

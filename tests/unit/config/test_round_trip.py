@@ -32,11 +32,12 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
 WHOLE: dict[str, st.SearchStrategy[Any]] = {
     "factors": st.dictionaries(WORDS, st.floats(0.01, 100.0), min_size=1, max_size=2),
     "pools": st.just([{"name": "hard", "below": 0.5}, {"name": "easy", "at_least": 0.5, "weight": 2.0}]),
+    "tool_schema": st.sampled_from(["tool.json", {"type": "function", "function": {"name": "ünï", "x": [1.5, None]}}]),
     "environments": st.just([{"environment": "sokoban", "data_sources": ["a"]}, {"environment": "frozen_lake"}]),
 }
 """Fields whose parts depend on each other."""
-OFTEN = frozenset({"path", "hub", "custom", "sources", "sets"})
-"""Without one of these a section of rows is empty, and refused."""
+OFTEN = frozenset({"path", "hub", "custom", "sources", "sets", "command"})
+"""Without one of these a section of rows, or of a server of tools, is empty, and refused."""
 RARELY = [False, False, True]
 
 

@@ -76,6 +76,25 @@ def test_what_was_drawn_and_not_issued_is_drawn_again_by_what_was_graded_since()
     assert one.advanced(5, news) == other.advanced(5, news)
 
 
+@pytest.mark.parametrize("keeps_rows", [True, False])
+def test_a_group_that_is_issued_again_from_before_the_snapshot_moves_no_other(*, keeps_rows: bool) -> None:
+    whole = a_curriculum()
+    order = [whole.row(group_id) for group_id in range(NUM_ROWS)]
+    kept = whole.advanced(NUM_ROWS, graded({row: (0.9, 0.5, 0.0)[row % 3] for row in range(NUM_ROWS)})).to_json()
+    if not keeps_rows:
+        del kept["drawn"]  # as a checkpoint has it, and a gateway of an earlier release
+    twin, asked, again = (a_curriculum(Snapshot.of(kept)) for _ in range(3))
+    expected = [twin.row(group_id) for group_id in range(NUM_ROWS, 99)]
+
+    before = [asked.row(group_id) for group_id in (10, 3, 10)]
+    assert before == [again.row(group_id) for group_id in (10, 3, 10)]
+    assert [asked.row(group_id) for group_id in range(NUM_ROWS, 99)] == expected
+    assert [asked.row(group_id) for group_id in (10, 3, 10)] == before
+    assert asked.advanced(50, []).asked == twin.advanced(50, []).asked
+    if keeps_rows:
+        assert before == [order[10], order[3], order[10]]
+
+
 def test_an_outcome_counts_once_and_newer_ones_weigh_more() -> None:
     first = a_curriculum().advanced(0, graded({3: 1.0}))
     second = a_curriculum(first).advanced(0, [*graded({3: 1.0}), *graded({3: 0.0}, first=2), *graded({4: 0.0}, "t")])
@@ -202,3 +221,8 @@ def test_a_rule_without_a_next_pool_is_refused() -> None:
     }
     with pytest.raises(InvalidSpec, match=r"the spec has no data\.curriculum"):
         gateway.commands.live.check(a_spec(rules=[rule]))
+    for weights, words in (((1, 1, 1), "give one pool the largest weight"), ((0, 0, 2), "none after hard")):
+        pools = [pool | {"weight": weight} for pool, weight in zip(POOLS, weights, strict=True)]
+        data = a_spec().model_dump(mode="json")["data"] | {"curriculum": {"pools": pools}}
+        with pytest.raises(InvalidSpec, match=words):
+            gateway.commands.live.check(a_spec(rules=[rule], data=data))

@@ -11,6 +11,7 @@ from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
 from flotilla.services.trainer.learning.finished import FinishedLearner
+from flotilla.services.trainer.learning.labelled import KtoLearner
 from flotilla.services.trainer.learning.opening import make_learner
 from flotilla.services.trainer.models.loading import LoadedModel
 from flotilla.shared.config.spec import ExperimentSpec
@@ -201,6 +202,26 @@ def test_the_reference_point_of_a_mini_batch_moves_the_loss() -> None:
     assert result.metrics["loss/total"] == pytest.approx(losses["mismatched"], rel=1e-5)
     assert result.metrics["preference/reference_point"] > 0.1
     assert result.metrics["preference/desirable_fraction"] == 0.75
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens", "kept"), [(100, None, 28), (125, 126, 1), (140, 4096, 0)])
+def test_a_prompt_with_the_answer_to_another_is_cut_where_the_model_ends(
+    prompt: int, max_tokens: int | None, kept: int
+) -> None:
+    """Of an answer of 120 tokens, by a model of 128."""
+    members = [
+        a_trajectory(prompt, [9], 1.0, seed=1, version=NO_VERSION),
+        a_trajectory(3, [120], 0.0, seed=2, version=NO_VERSION),
+    ]
+    groups = [Group(a_task(n, group_size=1), (member,)) for n, member in enumerate(members)]
+    job = {"kind": "kto", "max_tokens": max_tokens}
+    made = make_learner(spec_of(job), LoadedModel(a_model(), Path()), LoadedModel(a_model(), Path()))
+    assert isinstance(made, KtoLearner)
+
+    batch = made._batch(groups)
+
+    assert batch.sequences.lengths[1::2].tolist() == [kept, 9]
+    assert made.train(groups, 1).metrics["loss/total"] > 0
 
 
 def a_teacher() -> Qwen3ForCausalLM:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from flotilla.shared.config.sections.job import PreferenceConfig, RewardModelJobConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.sizes.passes import PassSizes
 
@@ -16,8 +17,10 @@ class StepArithmetic:
         group_size: samples of a prompt.
         mini_batches: optimiser updates of an epoch.
         epochs: passes over a step's groups.
-        prompt_tokens, sampled_tokens: of a sample, at most.
+        prompt_tokens, sampled_tokens: of a sample, at most. Rows with finished answers may learn every token, and
+            have no prompt here.
         shares: parts of the samples, one for each rank or ranks that compute the same sequences.
+        is_bounded: the spec says how long a sample may be; else its numbers of tokens are 0.
     """
 
     prompts: int
@@ -27,6 +30,7 @@ class StepArithmetic:
     prompt_tokens: int
     sampled_tokens: int
     shares: int
+    is_bounded: bool = True
 
     @property
     def samples(self) -> int:
@@ -56,8 +60,11 @@ class StepArithmetic:
     def largest_pass(self, bound: int, *, shares_prompts: bool = True) -> PassSizes:
         """Fill a pass of at most so many positions with samples of the largest length.
 
-        A prompt stands once before the answers to it that are in the pass, where rows are packed.
+        A prompt stands once before the answers to it that are in the pass, where rows are packed. Samples of any
+        length are taken to be as long as the bound.
         """
+        if not self.is_bounded:
+            return PassSizes(bound, bound, bound, 1)
         group = min(self.group_size, self.samples_of_rank)
         if not shares_prompts:
             num = min(max(1, bound // self.sample_tokens), self.samples_of_rank)
@@ -77,16 +84,27 @@ class StepArithmetic:
 
 def arithmetic_of(spec: ExperimentSpec) -> StepArithmetic:
     """Read the arithmetic of a spec."""
-    sampling, parallelism = spec.rollout.sampling, spec.parallelism
-    sampled = min(sampling.max_new_tokens, spec.rollout.engine.context_tokens - 1)
-    prompt = min(spec.max_prompt_tokens, spec.rollout.engine.context_tokens - sampled)
+    job, parallelism = spec.finished_job, spec.parallelism
+    if job is None:
+        group_size, (prompt, sampled) = spec.rollout.group_size, sampled_lengths(spec)
+    else:
+        group_size = 2 if isinstance(job, PreferenceConfig | RewardModelJobConfig) else 1
+        prompt, sampled = 0, job.max_tokens or 0
     together = parallelism.tensor_parallel * parallelism.sequence_parallel
     return StepArithmetic(
         prompts=spec.groups_per_step,
-        group_size=spec.rollout.group_size,
+        group_size=group_size,
         mini_batches=spec.asynchrony.require_batches,
         epochs=spec.optimisation.epochs_per_step,
-        prompt_tokens=max(1, prompt),
+        prompt_tokens=prompt,
         sampled_tokens=sampled,
         shares=max(1, parallelism.ranks // together),
+        is_bounded=sampled > 0,
     )
+
+
+def sampled_lengths(spec: ExperimentSpec) -> tuple[int, int]:
+    """Count the tokens of a prompt and of the answer that a rollout gives to it, at most."""
+    context = spec.rollout.engine.context_tokens
+    sampled = min(spec.rollout.sampling.max_new_tokens, context - 1)
+    return max(1, min(spec.max_prompt_tokens, context - sampled)), sampled

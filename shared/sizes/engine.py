@@ -7,7 +7,7 @@ from typing import Final
 
 from flotilla.shared.config.sections.engine import TorchEngineConfig
 from flotilla.shared.config.spec import ExperimentSpec
-from flotilla.shared.sizes.batches import arithmetic_of
+from flotilla.shared.sizes.batches import sampled_lengths
 from flotilla.shared.sizes.model import ModelSizes
 from flotilla.shared.sizes.parts import Footprint, Part, counted, in_words
 from flotilla.shared.sizes.trainer import weight_size
@@ -65,11 +65,11 @@ def engine_footprint(spec: ExperimentSpec, sizes: ModelSizes) -> Footprint | Non
 
 def longest_sample(spec: ExperimentSpec) -> int:
     """Count the tokens that a row of the cache may hold: a prompt and its answer, or the whole context."""
-    step, context = arithmetic_of(spec), spec.rollout.engine.context_tokens
+    context, (prompt, sampled) = spec.rollout.engine.context_tokens, sampled_lengths(spec)
     if _has_turns(spec):
         return context
     evaluated = (spec.evaluation and spec.evaluation.max_new_tokens) or 0
-    return min(context, step.prompt_tokens + max(step.sampled_tokens, evaluated))
+    return min(context, prompt + max(sampled, evaluated))
 
 
 def used_slots(spec: ExperimentSpec, engine: TorchEngineConfig) -> int:

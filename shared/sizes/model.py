@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +16,10 @@ HEAD: Final = "lm_head.weight"
 NAMED: Final = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 NOT_ADAPTED: Final = ("embed", "wte.", "wpe.", "lm_head.", "score.", "visual.")
 """What is in the names of two-dimensional weights that are no linear layer of the decoder."""
+EXPERTS: Final = ".experts."
+ROUTERS: Final = (".gate.weight", ".router.weight")
+"""Of a mixture: files hold experts one by one, transformers one weight for all, and a router is a weight of its own
+kind. Neither is packed or adapted (``docs/lora.md``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +58,27 @@ class ModelSizes:
         """Parameters of the output layer."""
         return self.vocabulary * self.hidden
 
+    def as_scorer(self) -> "ModelSizes":
+        """Take the body with one output in the place of the output layer: a critic or a reward model."""
+        body = {name: shape for name, shape in self.shapes.items() if name != HEAD}
+        return replace(self, shapes=body, vocabulary=1, is_tied=False)
+
     def frozen(self, patterns: tuple[str, ...]) -> int:
         """Count the parameters that ``optimisation.freeze`` names."""
         return sum(math.prod(s) for name, s in self.shapes.items() if any(fnmatchcase(name, each) for each in patterns))
 
     def linear(self) -> dict[str, tuple[int, ...]]:
-        """List the decoder's linear layers with the shapes of their weights, without the output layer."""
+        """List the decoder's linear layers with the shapes of their weights, without the output layer.
+
+        Experts and routers of a mixture are none: transformers keeps them otherwise.
+        """
         return {
             name.removesuffix(".weight"): shape
             for name, shape in self.shapes.items()
-            if len(shape) == 2 and name.endswith(".weight") and not any(each in name for each in NOT_ADAPTED)
+            if len(shape) == 2
+            and name.endswith(".weight")
+            and not any(each in name for each in (*NOT_ADAPTED, EXPERTS))
+            and not name.endswith(ROUTERS)
         }
 
     def adapters(self, lora: LoraConfig) -> int:

@@ -9,6 +9,7 @@ from flotilla.shared.host.control_groups import available_bytes, limit_bytes
 from flotilla.shared.sizes.engine import engine_footprint
 from flotilla.shared.sizes.fitting import check_device, check_host
 from flotilla.shared.sizes.model import ModelSizes, read_sizes
+from flotilla.shared.sizes.others import read_others
 from flotilla.shared.sizes.parts import Footprint
 from flotilla.shared.sizes.trainer import trainer_footprint
 
@@ -32,7 +33,8 @@ def check_trainer(spec: ExperimentSpec, model: Path, *, device: str, device_byte
         return
     parallelism = spec.parallelism.model_copy(update={"device": device})
     placed = spec.model_copy(update={"parallelism": parallelism})
-    _check(trainer_footprint(placed, sizes, free=device_bytes or available_bytes()), device_bytes)
+    others, _ = read_others(placed)
+    _check(trainer_footprint(placed, sizes, free=device_bytes or available_bytes(), others=others), device_bytes)
 
 
 def check_engine(spec: ExperimentSpec, model: Path) -> None:

@@ -7,11 +7,13 @@ when the last layer's is, and at the end, where a tied embedding has two gradien
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
 from flotilla.shared.config.rules.publication import publishes_adapters
-from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.config.sections.job import RewardModelJobConfig
+from flotilla.shared.config.spec import ExperimentSpec, other_models
 from flotilla.shared.sizes.batches import StepArithmetic, arithmetic_of
 from flotilla.shared.sizes.model import ModelSizes
 from flotilla.shared.sizes.parts import Footprint, Part, counted
@@ -31,6 +33,7 @@ MOST_TOKENS: Final = {"cpu": 8192, "cuda": 131_072}
 LEAST_TOKENS: Final = 256
 """Bounds of ``optimisation.micro_batch_tokens: auto``; as in ``services/trainer/learning/pass_sizes.py``."""
 USED_SHARE: Final = {"cpu": 0.5, "cuda": 0.8}
+CRITIC: Final = "algorithm.value_loss.path"
 IMAGES: Final = 2
 """Images of a publication: one is served while the next is written."""
 
@@ -44,43 +47,57 @@ class Taken:
         num_bytes: gradients of all weights included.
         gradients: of them, bytes of gradients.
         least: what any pass takes, however short its samples are: what there is of gradients at its end.
+        kept: of what layers keep, what ``parallelism.offload.activations`` moves.
     """
 
     largest: PassSizes
     num_bytes: int
     gradients: int
     least: int
+    kept: int
 
 
-def trainer_footprint(spec: ExperimentSpec, sizes: ModelSizes, *, free: int | None = None) -> Footprint:
+def trainer_footprint(
+    spec: ExperimentSpec,
+    sizes: ModelSizes,
+    *,
+    free: int | None = None,
+    others: Mapping[str, ModelSizes] | None = None,
+    publishes: bool = True,
+) -> Footprint:
     """Predict the memory of one process of the trainer.
 
     Args:
         spec: of the experiment; where the device is ``auto``, a CPU is meant.
         sizes: of its model.
         free: bytes that ``micro_batch_tokens: auto`` divides; None: as many as its largest bound needs.
+        others: sizes of ``other_models``, as far as they are known; the rest is not counted.
+        publishes: whether the images are counted with it: of all ranks there is one, in the leader's shared memory.
     """
+    if isinstance(spec.job, RewardModelJobConfig):
+        sizes = sizes.as_scorer()
     device = "cuda" if spec.parallelism.device.startswith("cuda") else "cpu"
     size = weight_size(spec)
     shards = max(1, spec.parallelism.ranks // spec.parallelism.replicas)
     trained = trained_parameters(spec, sizes)
-    standing = _standing(spec, sizes, size, trained, shards)
+    standing = [*_standing(spec, sizes, size, trained, shards), *_others(spec, sizes, size, shards, others or {})]
     pass_, bound = _pass(spec, sizes, size, trained, standing, device, free)
     parts = [Part("process", BASE_BYTES, "interpreter and torch", is_on_host=True), *standing]
     largest = pass_.largest
-    parts.append(Part("gradients", pass_.gradients // shards, counted(trained, pass_.gradients / max(1, trained))))
-    parts.append(
-        Part(
-            "largest pass",
-            pass_.num_bytes - pass_.gradients,
-            f"{largest.positions} tokens, {largest.sequences} samples of {largest.slots // largest.sequences}",
-            least=max(0, pass_.least - pass_.gradients),
-        )
-    )
+    offload = spec.parallelism.offload
+    gradients = counted(trained, pass_.gradients / max(1, trained))
+    parts.append(Part("gradients", pass_.gradients // shards, gradients, offload.parameters))
+    of_pass_ = pass_.num_bytes - pass_.gradients
+    moved = min(of_pass_, pass_.kept) if offload.activations and device == "cuda" else 0
+    # What comes to a device of offloaded gradients, layer by layer, is not foreseen: nothing is said to be needed.
+    least = 0 if offload.parameters else max(0, pass_.least - pass_.gradients)
+    told = f"{largest.positions} tokens, {largest.sequences} samples of {largest.slots // largest.sequences}"
+    parts.append(Part("largest pass", of_pass_ - moved, told, least=min(least, of_pass_ - moved)))
+    parts.append(Part("offloaded activations", moved, told, is_on_host=True, least=0))
     if shards > 1:
         layer = max((math.prod(shape) for shape in sizes.shapes.values()), default=0)
         parts.append(Part("gathered weights", 2 * layer * size, "the largest weight, twice"))
-    parts += _images(spec, sizes, size, trained)
+    parts += _images(spec, sizes, size, trained) if publishes else []
     found = [each for each in parts if each.num_bytes]
     return Footprint("trainer", device, found, _remedies(spec, sizes, pass_, bound, trained, size))
 
@@ -111,28 +128,48 @@ def _standing(spec: ExperimentSpec, sizes: ModelSizes, size: int, trained: int, 
     """List what is there between two steps, once an update was made."""
     has_masters = size == 2 and spec.optimisation.masters == "float32"
     of_master = 4 if has_masters else size
-    parts = [Part("weights", _weight_bytes(spec, sizes, size) // shards, counted(sizes.parameters, size))]
+    on_host = spec.parallelism.offload.parameters
+    weights = _weight_bytes(spec, sizes, size) // shards
+    parts = [Part("weights", weights, counted(sizes.parameters, size), on_host)]
     if spec.model.lora is not None:
-        parts.append(Part("adapters", trained * size // shards, counted(trained, size)))
+        parts.append(Part("adapters", trained * size // shards, counted(trained, size), on_host))
     if has_masters:
-        parts.append(Part("float32 masters", 4 * trained // shards, counted(trained, 4)))
-    offloaded = spec.parallelism.offload.optimiser
+        parts.append(Part("float32 masters", 4 * trained // shards, counted(trained, 4), on_host))
+    offloaded = on_host or spec.parallelism.offload.optimiser
     parts.append(Part("moments", 2 * of_master * trained // shards, counted(trained, 2 * of_master), offloaded))
     if spec.needs_reference and spec.model.lora is None:
         whole = sizes.parameters * size
-        parts.append(
-            Part("reference", whole // shards, counted(sizes.parameters, size), spec.parallelism.offload.reference)
-        )
-    if spec.algorithm.needs_critic:
-        of_weight = size + 3 * of_master + (4 if has_masters else 0)
-        parts.append(Part("critic", sizes.parameters * of_weight // shards, counted(sizes.parameters, of_weight)))
+        is_parked = on_host or spec.parallelism.offload.reference
+        parts.append(Part("reference", whole // shards, counted(sizes.parameters, size), is_parked))
     if spec.optimisation.average_decay is not None:
-        parts.append(Part("moving average", of_master * trained // shards, counted(trained, of_master)))
+        parts.append(Part("moving average", of_master * trained // shards, counted(trained, of_master), on_host))
     if spec.algorithm.old_log_probs == "recompute_at_version":
         # One beside those in use: the present weights, while another version's are in the model.
         versions = spec.asynchrony.resolved_max_lag + 2
         kept = trained if spec.model.lora is not None else sizes.parameters
-        parts.append(Part("kept versions", versions * kept * size // shards, f"{versions} of {counted(kept, size)}"))
+        told = f"{versions} of {counted(kept, size)}"
+        parts.append(Part("kept versions", versions * kept * size // shards, told, on_host))
+    return parts
+
+
+def _others(
+    spec: ExperimentSpec, sizes: ModelSizes, size: int, shards: int, known: Mapping[str, ModelSizes]
+) -> list[Part]:
+    """List the critic, which trains whole, and teachers. A model of its own that is not known is not counted."""
+    on_host, parts = spec.parallelism.offload.parameters, []
+    models = other_models(spec)
+    if spec.algorithm.needs_critic and (CRITIC not in models or CRITIC in known):
+        critic = known.get(CRITIC, sizes).as_scorer()
+        split = spec.parallelism.critic or spec.parallelism
+        has_masters = size == 2 and spec.optimisation.masters == "float32"
+        of_weight = size + 3 * (4 if has_masters else size) + (4 if has_masters else 0)
+        num_bytes = critic.parameters * of_weight // max(1, spec.parallelism.ranks // split.replicas)
+        parts.append(Part("critic", num_bytes, counted(critic.parameters, of_weight), on_host))
+    for field, model in models.items():
+        if field != CRITIC and field in known:
+            of_weight = 2 if model.dtype == "bfloat16" else 4
+            teacher = known[field].parameters
+            parts.append(Part("teacher", teacher * of_weight // shards, counted(teacher, of_weight), on_host))
     return parts
 
 
@@ -168,8 +205,11 @@ def _pass(
     taken = of_pass(spec, sizes, how, step, bound, trained)
     if setting != "auto" or free is None:
         return taken, bound
-    room = free * USED_SHARE[device] - sum(each.num_bytes for each in standing)
-    while taken.num_bytes > room and bound > LEAST_TOKENS:
+    room = free * USED_SHARE[device] - sum(
+        each.num_bytes for each in standing if device == "cpu" or not each.is_on_host
+    )
+    is_moved = device == "cuda" and spec.parallelism.offload.parameters
+    while taken.num_bytes - taken.gradients * is_moved > room and bound > LEAST_TOKENS:
         bound = max(LEAST_TOKENS, bound // 2)
         taken = of_pass(spec, sizes, how, step, bound, trained)
     return taken, bound
@@ -190,7 +230,8 @@ def of_pass(spec: ExperimentSpec, sizes: ModelSizes, how: How, step: StepArithme
         at_layer += layer_bytes(sizes, largest, how)
     at_end = gradients + 2 * pending + (trained * how.size if has_masters else 0)
     found = max(at_head, at_layer, at_end)
-    return Taken(largest, found, gradients if found == at_end else before, at_end)
+    moved = kept - (0 if how.recomputes else layer_bytes(sizes, largest, how))
+    return Taken(largest, found, gradients if found == at_end else before, at_end, 0 if found == at_end else moved)
 
 
 def _images(spec: ExperimentSpec, sizes: ModelSizes, size: int, trained: int) -> list[Part]:

@@ -1,6 +1,7 @@
 """``flotilla spec check | show | schema``: look at a spec before anything runs. Needs neither torch nor a fleet."""
 
 import argparse
+import asyncio
 import contextlib
 import os
 import sys
@@ -52,9 +53,9 @@ async def check(arguments: argparse.Namespace) -> int:
             lines += [f"{line}\n" for line in found.lines]
             lines += _unprepared(launch) if entries else []
         if not entries:
-            sizing = size_up(launch.spec)
-            answer["memory"] = sizing.facts()
-            lines += [f"{line}\n" for line in sizing.lines(available_here())]
+            sizing, available = await asyncio.to_thread(size_up, launch.spec), available_here()
+            answer["memory"], answer["refusal"] = sizing.facts(), sizing.refusal(available)
+            lines += [f"{line}\n" for line in sizing.lines(available)]
             lines.append(f"{arguments.spec} is valid: {launch.spec.name}, {launch.spec.optimisation.steps} steps\n")
     if arguments.json:
         write_json({"valid": not entries, "errors": [*entries], **answer})

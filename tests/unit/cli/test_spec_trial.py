@@ -65,7 +65,7 @@ async def test_rows_and_columns_of_every_source_are_told(tmp_path: Path, capsys:
         f"evaluation.sets.0 (easy): 2 rows of {tmp_path}/easy.jsonl; columns answer, question",
         f"evaluation.sets.1 (hard): 3 rows of {tmp_path}/hard.jsonl; columns answer, question",
     ]
-    assert lines[3:-1] == [
+    assert lines[3:9] == [
         "prompts: 5 to 9 tokens (first 8 rows), at most 40 allowed; rendered by data.input_template",
         "prompts: 1 of them are too long: see data.overlong",
         "first prompt, as the model is given it:",
@@ -73,6 +73,7 @@ async def test_rows_and_columns_of_every_source_are_told(tmp_path: Path, capsys:
         "  | A:",
         "reward.components.0 (custom): rewards on 8 rows: a made-up answer 1, the label as answer 1, an empty answer 1",
     ]
+    assert {line.split()[0] for line in lines[9:-1]} == {"memory", "batch"}, "what it takes comes after what it reads"
 
 
 async def test_everything_that_is_missing_is_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -359,4 +360,7 @@ async def test_groups_of_a_dump_are_counted_and_neither_asked_nor_graded(
 
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"data: 5 rows of {run}; columns file, group"
-    assert lines[-2].startswith("reward.components.0 (custom): rewards on 5 rows:"), "those of the evaluation"
+    graded = [line for line in lines if line.startswith("reward.components.0 (custom): ")]
+    assert len(graded) == 1 and graded[0].startswith("reward.components.0 (custom): rewards on 5 rows:"), (
+        "those of the evaluation"
+    )

@@ -311,3 +311,57 @@ def test_a_model_whose_sizes_nobody_can_read_is_let_through(tmp_path: Path) -> N
 @pytest.mark.parametrize(("num_bytes", "words"), [(1.5e9, "1.50 GB"), (46.4e6, "46 MB"), (1234, "1.2 kB")])
 def test_bytes_are_written_for_people(num_bytes: float, words: str) -> None:
     assert in_words(num_bytes) == words
+
+
+OFFLOADED: dict[str, Any] = {"ranks": 2, "device": "cuda", "offload": {"parameters": True}}
+
+
+def test_offloaded_parameters_and_what_is_theirs_are_on_the_host() -> None:
+    spec = a_spec(parallelism=OFFLOADED, model={"dtype": "bfloat16"}, algorithm={"kl": {"placement": "loss"}})
+    found = trainer_footprint(spec, sizes())
+    on_host = {each.name for each in found.parts if each.is_on_host}
+
+    assert {"weights", "float32 masters", "moments", "gradients", "reference"} <= on_host
+    assert found.needed_on_device == parts_of(found)["gathered weights"]
+
+
+def test_offloaded_activations_are_on_the_host() -> None:
+    written: dict[str, Any] = {"parallelism": {"device": "cuda:0"}, "model": {"dtype": "bfloat16"}}
+    there = trainer_footprint(a_spec(**written), sizes(num_hidden_layers=50))
+    written["parallelism"]["offload"] = {"activations": True}
+    moved = trainer_footprint(a_spec(**written), sizes(num_hidden_layers=50))
+
+    assert moved.device_bytes + parts_of(moved)["offloaded activations"] == there.device_bytes
+    assert parts_of(moved)["largest pass"] < parts_of(there)["largest pass"] // 5
+
+
+def test_a_reward_models_trainer_has_no_output_layer() -> None:
+    whole = sizes_of(CONFIG | {"tie_word_embeddings": False}, {**SHAPES, "lm_head.weight": (V, H)})
+    spec = validate_spec(
+        {
+            "name": "job",
+            "model": {"path": "nowhere"},
+            "job": {"kind": "reward_model"},
+            "data": {"path": "rows.jsonl"},
+            "optimisation": {"steps": 5},
+        }
+    )
+
+    assert parts_of(trainer_footprint(spec, whole))["weights"] == 4 * PARAMETERS
+
+
+def test_an_engine_that_evaluates_a_finished_job_has_room_for_prompts_and_answers() -> None:
+    spec = validate_spec(
+        {
+            "name": "job",
+            "model": {"path": "nowhere"},
+            "job": {"kind": "sft", "max_tokens": 100},
+            "data": {"path": "rows.jsonl", "max_prompt_tokens": 16},
+            "evaluation": {"path": "rows.jsonl", "max_new_tokens": 48},
+            "reward": {"components": [{"kind": "numeric"}]},
+            "rollout": {"engine": {"context_tokens": 2048}},
+            "optimisation": {"steps": 5},
+        }
+    )
+
+    assert longest_sample(spec) == 16 + spec.rollout.sampling.max_new_tokens

@@ -139,8 +139,10 @@ class Guard:
         if not 0 < len(key) <= LONGEST_KEY:
             raise _Refused(InvalidRequest(f"Idempotency-Key must have 1 to {LONGEST_KEY} characters"))
         who = caller.get()
-        # An answer to one token must not be given to another.
-        whose = "" if who is None or who == OPERATOR else f"{who.actor} {who.experiment_id} {who.subject} "
+        # An answer to one token must not be given to another, nor to a later one of its name.
+        shown: Shown | None = scope.get("state", {}).get("shown")
+        made = "" if shown is None else shown.digest
+        whose = "" if who is None or who == OPERATOR else f"{who.actor} {who.experiment_id} {who.subject} {made} "
         full_key = f"{whose}{scope['path']} {key}"
         if len(full_key) > 2 * LONGEST_KEY:
             full_key = hashlib.sha256(full_key.encode()).hexdigest()

@@ -42,11 +42,13 @@ class Shown:
         principal: its identity.
         expires_at: seconds since the epoch; None if it does not expire.
         renewed: the pass that takes its place, if it is time.
+        digest: of a token that was made under a name, which later ones may have; of others empty.
     """
 
     principal: Principal
     expires_at: float | None = None
     renewed: str | None = None
+    digest: str = ""
 
 
 class Tokens:
@@ -125,7 +127,7 @@ class Tokens:
         principal = Principal(
             scope, record.name, kind, experiment_id=experiment_id, subject=record.subject, owner=record.owner
         )
-        return Shown(principal, record.expires_at)
+        return Shown(principal, record.expires_at, digest=record.digest)
 
     def pass_of(self, kind: ServiceKind, service_id: str) -> str:
         """Make the pass of a registered service."""

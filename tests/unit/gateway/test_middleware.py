@@ -17,6 +17,7 @@ from flotilla.shared.clock import ManualClock
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.net.authorisation.access import Principal
 from flotilla.shared.net.authorisation.access import Scope as Role
+from flotilla.shared.net.authorisation.token_records import TokenRequest
 from flotilla.shared.net.server.connections import EXTENSION
 from flotilla.shared.net.server.request_body import Bodies
 from flotilla.shared.schemas.service import ServiceKind
@@ -220,3 +221,31 @@ async def test_an_idempotency_key_of_one_agent_says_nothing_to_another_and_keeps
 
     assert (seen.bodies, seen.statuses) == ([b"000", b"000"], [200, 200])
     assert store.num_answers == num_answers
+
+
+async def test_a_later_token_of_the_same_name_has_no_answer_of_the_earlier_ones() -> None:
+    store, clock, seen = Kept(), ManualClock(), Seen()
+    tokens = Tokens(store, clock, "t")
+    guard = Guard(seen, opened_of=lambda _: Opened(store, clock, tokens, nobody), bodies=Bodies())
+    for owner in ("alice", "bob"):
+        record, token = await tokens.create(TokenRequest(name="ci", scope=Role.OPERATOR, owner=owner))
+        scope: dict[str, Any] = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/experiments",
+            "raw_path": b"/v1/experiments",
+            "query_string": b"",
+            "state": {},
+            "route": SimpleNamespace(status_code=None),
+            "headers": [(b"authorization", f"Bearer {token}".encode()), (b"idempotency-key", b"k1")],
+        }
+
+        async def receive() -> Message:
+            return REST
+
+        await guard(dict(scope), receive, seen.send)
+        await guard(dict(scope, state={}), receive, seen.send)
+        await tokens.revoke(record.id)
+
+    assert len(seen.bodies) == 2, "once for each, and a repetition has the answer"
+    assert store.num_answers == 2

@@ -9,7 +9,7 @@ from flotilla.services.rollout.engines.base import Engine, GroupMember
 from flotilla.services.rollout.engines.opening import make_engine
 from flotilla.services.rollout.episodes.rendering import ChatRenderer
 from flotilla.shared.config.spec import ExperimentSpec
-from flotilla.shared.environment.settings import IPNetwork
+from flotilla.shared.locations.allowed import Places
 from flotilla.shared.models.hub import fetched, model_directory
 from flotilla.shared.models.prompts import PromptTemplate
 from flotilla.shared.service.devices import decided_here
@@ -30,7 +30,7 @@ class Loaded:
         await asyncio.gather(self.engine.close(), self.endpoint.close())
 
 
-async def load(spec: ExperimentSpec, pythons: Mapping[str, Path], networks: tuple[IPNetwork, ...], host: str) -> Loaded:
+async def load(spec: ExperimentSpec, pythons: Mapping[str, Path], places: Places, host: str) -> Loaded:
     """Load them; what was started ends where one of them cannot be. Arguments as of ``make_engine``.
 
     Raises:
@@ -40,7 +40,7 @@ async def load(spec: ExperimentSpec, pythons: Mapping[str, Path], networks: tupl
     """
     directory = str(await fetched(spec.model))
     await asyncio.to_thread(check_engine, decided_here(spec), model_directory(spec.model))
-    engine = make_engine(spec, pythons, networks, host)
+    engine = make_engine(spec, pythons, places.networks, host, places.check_file)
     endpoint = EndpointClient(bind_host=host, device=spec.rollout.engine.device if spec.uses_nccl else None)
     is_member = isinstance(engine, GroupMember)
     try:

@@ -91,7 +91,7 @@ class SessionOpener:
             InvalidSpec: the engine is not one that this service can start, or code is where it runs none.
         """
         check_episodes(spec.rollout.episodes, self.places)
-        loaded = await load(spec, self.engine_pythons, self.places.networks, self.host)
+        loaded = await load(spec, self.engine_pythons, self.places, self.host)
         try:
             return await self._open(loaded, spec, assignment, notify, on_engine_death)
         except BaseException:

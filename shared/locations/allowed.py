@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -51,6 +51,7 @@ class Places:
         data: folders of files with rows; None: any that this process may read.
         networks: that are not public, and that a URL of rows or of a tool may be in.
         checkpoint_urls: whose folders, and those below them, checkpoints may be uploaded to and begun from.
+        refuse: called with what is opened, links not yet followed; raises where that is another owner's.
         grants: a file that lists further files with code, commands, and where trackers may write as commands
             ``write PATH`` and checkpoints as ``checkpoints URL``, in JSON, one per line; None: there is none.
     """
@@ -60,6 +61,7 @@ class Places:
     networks: tuple[IPNetwork, ...] = LOOPBACK
     checkpoint_urls: tuple[str, ...] = ()
     grants: Path | None = None
+    refuse: Callable[[str], None] | None = None
 
     def check_code(self, reference: str, field: str) -> None:
         """Check that the file of ``file.py:name`` may be run.
@@ -108,6 +110,16 @@ class Places:
                 "gateway",
                 path=path,
             )
+        self.check_owner(path)
+
+    def check_owner(self, path: str) -> None:
+        """Check that a file or folder is not another owner's, wherever links lead.
+
+        Raises:
+            DataError: it is.
+        """
+        if self.refuse is not None:
+            self.refuse(path)
 
     def check_written(self, path: str, field: str) -> None:
         """Check that a tracker may write below a folder, wherever links lead.

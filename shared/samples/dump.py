@@ -16,7 +16,7 @@ import numpy as np
 
 from flotilla.shared.errors import DataError
 from flotilla.shared.samples.folder import SAMPLES, StoredFile, open_samples_file, stored_file, stored_files
-from flotilla.shared.samples.table import facts_of, to_groups
+from flotilla.shared.samples.table import REQUIRED, facts_of, to_groups
 from flotilla.shared.schemas.sample_kinds import SampleKind
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ EXPERIMENTS: Final = f"fleet/experiments/*/{SAMPLES}"
 """Below the directory of a run."""
 KINDS: Final = {"step": SampleKind.TRAINED, "evaluation": SampleKind.EVALUATION}
 """What the groups of a file are, by its family; others were not trained, or have no reward."""
+MOST_BYTES: Final = 16 << 30
+"""Of one file, unpacked: the file that is read is in memory as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +83,23 @@ class Dump:
         file, place = self.place_of(index)
         table, starts = self._table(file)
         begin, end = starts[place], starts[place + 1]
-        [kept] = to_groups(table.slice(begin, end - begin))
+        try:
+            [kept] = to_groups(table.slice(begin, end - begin))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            where = f"group {place} of {file.folder / file.name}"
+            raise DataError(f"data.dump: {where} is no group of samples: {error!r}", field="data.dump") from error
         return kept.group
 
     def _table(self, file: DumpFile) -> tuple[pa.Table, Sequence[int]]:
         if self._read is None or self._read[0] is not file:
             self._read = None
             table = _read(file)
-            places = table["place"].to_numpy()
-            starts = np.searchsorted(places, np.arange(file.num_groups + 1)).tolist()
+            try:
+                starts = np.searchsorted(table["place"].to_numpy(), np.arange(file.num_groups + 1)).tolist()
+            except (KeyError, TypeError, ValueError) as error:
+                raise DataError(
+                    f"data.dump: {file.folder / file.name} has no places of groups: {error!r}", field="data.dump"
+                ) from error
             self._read = file, table, starts
         return self._read[1], self._read[2]
 
@@ -104,9 +114,7 @@ def dump_at(path: Path, check: Callable[[str], None] | None = None) -> Dump:
     Raises:
         DataError: there are none, several experiments have some, or a file cannot be read.
     """
-    folder, found = _files_at(path)
-    if check is not None:
-        check(str(folder))
+    folder, found = _files_at(path, check)
     chosen = sorted(
         (each for each in found if each.family in KINDS), key=lambda each: (each.family != "step", each.number)
     )
@@ -120,8 +128,19 @@ def dump_at(path: Path, check: Callable[[str], None] | None = None) -> Dump:
     return Dump(files)
 
 
-def _files_at(path: Path) -> tuple[Path, list[StoredFile]]:
+def check_place(path: Path, check: Callable[[str], None]) -> None:
+    """Check where the samples of a place are, without reading them.
+
+    Raises:
+        DataError: they may not be there, or several experiments have some.
+    """
+    _files_at(path, check)
+
+
+def _files_at(path: Path, check: Callable[[str], None] | None) -> tuple[Path, list[StoredFile]]:
     if path.is_file():
+        if check is not None:
+            check(str(path))
         one = stored_file(path)
         if one is None or one.family not in KINDS:
             raise DataError(
@@ -132,6 +151,10 @@ def _files_at(path: Path) -> tuple[Path, list[StoredFile]]:
         return path.parent, [one]
     folders = [path, path / SAMPLES, *sorted(path.glob(EXPERIMENTS))]
     found = [(each, files) for each in folders if (files := list(stored_files(each)))]
+    if check is not None:
+        # All, before a message names one.
+        for folder in [each for each, _ in found] or [path]:
+            check(str(folder))
     if len(found) > 1:
         several = ", ".join(str(folder) for folder, _ in found)
         raise DataError(f"data.dump: several experiments are in {path}, say which: {several}", field="data.dump")
@@ -139,14 +162,25 @@ def _files_at(path: Path) -> tuple[Path, list[StoredFile]]:
 
 
 def _counted(folder: Path, file: StoredFile) -> DumpFile:
+    """Read how many groups a file has, and refuse one that no trainer wrote before any of its rows is unpacked."""
     from pyarrow import ArrowException, parquet
 
     try:
         with open_samples_file(folder, file.name) as source:
-            facts = facts_of(parquet.read_schema(source).metadata)
+            found = parquet.ParquetFile(source)
+            schema, about = found.schema_arrow, found.metadata
+            facts = facts_of(schema.metadata)
+            if absent := sorted(REQUIRED.difference(schema.names)):
+                raise ValueError(f"it has no column {', '.join(absent)}")
+            num_bytes = sum(about.row_group(number).total_byte_size for number in range(about.num_row_groups))
+            if num_bytes > MOST_BYTES:
+                raise ValueError(f"it unpacks to {num_bytes} bytes, and {MOST_BYTES} are allowed")
+            count = facts.get("num_kept", facts.get("num_groups", 0))
+            if type(count) is not int or not 0 <= count <= about.num_rows:
+                raise ValueError(f"it says that it has {count!r} groups, and has {about.num_rows} rows")
     except (OSError, ValueError, ArrowException) as error:
         raise DataError(f"data.dump: cannot read {folder / file.name}: {error}", field="data.dump") from error
-    return DumpFile(folder, file.name, KINDS[file.family], facts.get("num_kept", facts.get("num_groups", 0)))
+    return DumpFile(folder, file.name, KINDS[file.family], count)
 
 
 def _read(file: DumpFile) -> pa.Table:

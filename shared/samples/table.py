@@ -32,6 +32,15 @@ SETTINGS = "settings"
 EXPERTS = "experts"
 """Column of the experts that engines chose, which a step's replay needs; in files with trajectories that have some."""
 
+REQUIRED = frozenset(
+    {"kind", "place", "group_id", "row", "messages", "group_size", "seed", "label", "data_source", "metadata"}
+    | {"min_version", "pinned_version", "greedy", "issued_at", "prompt", "ended", "completion", "finish_reason"}
+    | {"status", "reward", "components", "reason", "timings", "resumed_tokens", "token_ids", "loss_mask", "log_probs"}
+    | {"version_starts", "versions", "advantages", "old_log_probs", "trained_log_probs", "loss_weights", "clipped"}
+    | {"ref_log_probs", "lag_starts", "lags"}
+)
+"""Columns that are in every file, of earlier releases too, and without which no group can be made."""
+
 _Pair = tuple[KeptGroup, int]
 """A group, and the number of one of its trajectories."""
 

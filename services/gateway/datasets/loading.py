@@ -1,8 +1,8 @@
 """Loads what a spec's ``data`` and ``evaluation`` name, and checks that every row can become a task."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 
 from flotilla.services.gateway.datasets.columns import ABSENT, Row, columns_of, prompt_of, value_at, with_columns_of
@@ -18,7 +18,7 @@ from flotilla.shared.config.sections.images import ImagesConfig
 from flotilla.shared.config.sections.reward import RewardConfig
 from flotilla.shared.errors import DataError
 from flotilla.shared.locations.allowed import Places
-from flotilla.shared.samples.dump import dump_at
+from flotilla.shared.samples.dump import check_place, dump_at
 from flotilla.shared.schemas.sample_kinds import SampleKind
 
 CHANGES_REWARDS = ("shaping", "sample_mask", "filter_zero_spread", "group_filter")
@@ -38,6 +38,16 @@ class Loaded:
     rows: Sequence[Row]
     location: str
     name: str | None = None
+
+
+def check_dumps(paths: Iterable[str], places: Places) -> None:
+    """Check that dumps are where they may be, without reading them.
+
+    Raises:
+        DataError: one is not, or several experiments are in its place.
+    """
+    for path in paths:
+        check_place(Path(path), places.check_file)
 
 
 def load_dump(config: DataConfig, reward: RewardConfig, *, seed: int, places: Places | None = None) -> Dataset:
@@ -61,8 +71,8 @@ def load_dump(config: DataConfig, reward: RewardConfig, *, seed: int, places: Pl
             "trained: leave it out",
             field="data.dump",
         )
-    rows = [{"file": file.name, "group": place} for file in dump.files for place in range(file.num_groups)]
-    return Dataset(rows[: config.max_rows], config.model_copy(update={"shuffle": False}), seed)
+    found = ({"file": file.name, "group": place} for file in dump.files for place in range(file.num_groups))
+    return Dataset(list(islice(found, config.max_rows)), config.model_copy(update={"shuffle": False}), seed)
 
 
 def load_training(config: DataConfig, *, seed: int, places: Places | None = None, needs_labels: bool = True) -> Dataset:

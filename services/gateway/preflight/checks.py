@@ -6,7 +6,14 @@ from pathlib import Path
 from flotilla.services.gateway.datasets.columns import value_at
 from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.datasets.finished import check_rows
-from flotilla.services.gateway.datasets.loading import joined, load_dump, load_evaluation, load_rows, load_training
+from flotilla.services.gateway.datasets.loading import (
+    check_dumps,
+    joined,
+    load_dump,
+    load_evaluation,
+    load_rows,
+    load_training,
+)
 from flotilla.services.gateway.datasets.written import check_written
 from flotilla.services.gateway.preflight.models import check_model, models_of
 from flotilla.services.gateway.tracking.opening import check_trackers
@@ -85,10 +92,10 @@ def check_paths(spec: ExperimentSpec) -> None:
 
 
 def check_code(spec: ExperimentSpec, places: Places) -> None:
-    """Refuse code that is where the operator does not run any from, and trackers that write elsewhere than they may.
+    """Refuse code and dumps that are where the operator allows none, and trackers that write elsewhere than they may.
 
     Raises:
-        InvalidSpec: naming the file and what to set.
+        InvalidSpec, DataError: naming the file and what to set.
     """
     document = spec.model_dump(mode="json")
     for field, reference in code_of(document).items():
@@ -98,6 +105,7 @@ def check_code(spec: ExperimentSpec, places: Places) -> None:
         places.check_written(path, field)
     for field, url in checkpoint_urls_of(document).items():
         places.check_checkpoint_url(url, field)
+    check_dumps(_dumps_of(spec).values(), places)
 
 
 def pinned(spec: ExperimentSpec) -> ExperimentSpec:

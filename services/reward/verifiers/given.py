@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from flotilla.services.reward.verifiers.base import SampleVerifier
 from flotilla.shared.config.sections.reward import ConstantConfig, RecordedRewardConfig
 from flotilla.shared.errors import DataError, InvalidSpec
+from flotilla.shared.locations.allowed import Places
 from flotilla.shared.samples.dump import Dump, dump_at
 from flotilla.shared.schemas.episode import EpisodeReward
 from flotilla.shared.schemas.grading import Grade, GradingSample
@@ -44,10 +45,12 @@ class RecordedVerifier:
 
     Args:
         config: where it is, and what becomes of other answers.
+        places: where dumps may be; None: anywhere.
     """
 
-    def __init__(self, config: RecordedRewardConfig) -> None:
+    def __init__(self, config: RecordedRewardConfig, places: Places | None = None) -> None:
         self._config = config
+        self._check = None if places is None else places.check_file
         self._rewards: dict[tuple[str, str], Grade] = {}
         self._drawn: list[Grade] = []
 
@@ -59,7 +62,7 @@ class RecordedVerifier:
         """
         path = Path(self._config.dump)
         try:
-            self._rewards = await asyncio.to_thread(lambda: _recorded_grades(dump_at(path)))
+            self._rewards = await asyncio.to_thread(lambda: _recorded_grades(dump_at(path, self._check)))
         except DataError as error:
             raise InvalidSpec(f"reward component of kind recorded: {error.detail}") from error
         if not self._rewards:

@@ -87,6 +87,8 @@ def build_component(config: sections.Component, surroundings: Surroundings) -> V
     match config:
         case sections.CustomConfig():
             return CustomProcessVerifier(config, surroundings.places)
+        case sections.RecordedRewardConfig():
+            return RecordedVerifier(config, surroundings.places)
         case sections.CodeConfig():
             return _code(config, surroundings)
         case sections.VerlDefaultConfig():
@@ -116,7 +118,6 @@ OF_CONFIG_ALONE: Mapping[type[sections.Component], Callable[[Any], Verifier]] = 
     sections.FormatConfig: FormatVerifier,
     sections.IfevalConfig: IfevalVerifier,
     sections.ConstantConfig: ConstantVerifier,
-    sections.RecordedRewardConfig: RecordedVerifier,
     sections.EnvironmentRewardConfig: lambda _: EnvironmentVerifier(),
 }
 

@@ -1,6 +1,6 @@
 """Makes the engine that a spec asks for, and says which ones a service can use."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +36,7 @@ def make_engine(
     pythons: Mapping[str, Path],
     networks: tuple[IPNetwork, ...] = LOOPBACK,
     host: str | None = None,
+    check: Callable[[str], None] | None = None,
 ) -> Engine:
     """Make the engine, not yet started; a hub's model has been fetched before.
 
@@ -44,6 +45,7 @@ def make_engine(
         pythons: interpreters that have an engine, by its kind.
         networks: that are not public, and that the URL of a server may lead to.
         host: address of this service.
+        check: called with the folder of a dump; raises where that is not allowed.
 
     Raises:
         InvalidSpec: this service cannot start what the spec asks for.
@@ -51,7 +53,7 @@ def make_engine(
     spec = decided_here(spec)
     engine = spec.rollout.engine
     if isinstance(engine, TorchEngineConfig):
-        return embedded_engine(spec, engine)
+        return embedded_engine(spec, engine, check)
     python = pythons.get(engine.kind)
     if python is None and engine.url is None:
         raise InvalidSpec(

@@ -1,5 +1,6 @@
 """Makes the embedded engine that a spec asks for: of its model, or of what a run recorded."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from flotilla.services.rollout.engines.base import Engine
@@ -11,14 +12,17 @@ from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.models.hub import model_directory
 
 
-def embedded_engine(spec: ExperimentSpec, engine: TorchEngineConfig) -> Engine:
-    """Make it, not yet started, from a spec in which nothing is left to ``auto``."""
+def embedded_engine(
+    spec: ExperimentSpec, engine: TorchEngineConfig, check: Callable[[str], None] | None = None
+) -> Engine:
+    """Make it, not yet started, from a spec in which nothing is left to ``auto``; ``check`` is for ``dump_at``."""
     if (recorded := engine.recorded) is not None:
         return RecordedEngine(
             Path(recorded.dump),
             token_seconds=recorded.token_seconds,
             slots=engine.slots,
             context_tokens=engine.context_tokens,
+            check=check,
         )
     return ProcessEngine(embedded_settings(spec, engine))
 

@@ -6,7 +6,7 @@ answers are known. Tokens have the version that serves, as with any engine; thei
 
 import asyncio
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -75,11 +75,21 @@ class RecordedEngine(ScriptedEngine):
         token_seconds: time that one token of every running sample takes.
         slots: completions that the batch holds.
         context_tokens: the longest prompt and completion together.
+        check: called with the folder that is read; raises where that is not allowed.
     """
 
-    def __init__(self, path: Path, *, token_seconds: float, slots: int, context_tokens: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        token_seconds: float,
+        slots: int,
+        context_tokens: int,
+        check: Callable[[str], None] | None = None,
+    ) -> None:
         super().__init__(slots=slots, context_tokens=context_tokens, vocab_size=ANY_TOKEN, token_seconds=token_seconds)
         self._path = path
+        self._check = check
         self._recordings = Recordings()
 
     async def start(self) -> None:
@@ -89,7 +99,7 @@ class RecordedEngine(ScriptedEngine):
             ModelError: it cannot be read, or nothing was sampled in it.
         """
         try:
-            self._recordings = await asyncio.to_thread(lambda: _read(dump_at(self._path)))
+            self._recordings = await asyncio.to_thread(lambda: _read(dump_at(self._path, self._check)))
         except DataError as error:
             raise ModelError(f"rollout.engine.recorded: {error.detail}") from error
         if not len(self._recordings):

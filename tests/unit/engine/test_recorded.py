@@ -15,6 +15,7 @@ from flotilla.services.rollout.engines.own import embedded_engine
 from flotilla.services.rollout.engines.recorded import RecordedEngine
 from flotilla.shared.config.sections.engine import TorchEngineConfig
 from flotilla.shared.errors import ModelError
+from flotilla.shared.locations.allowed import Places
 from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile
 from flotilla.shared.schemas.task import sample_seed
 from flotilla.shared.schemas.trajectory import FinishReason, Trajectory
@@ -146,3 +147,13 @@ def test_one_key_of_the_spec_takes_the_models_place(tmp_path: Path) -> None:
     assert isinstance(spec.rollout.engine, TorchEngineConfig)
 
     assert isinstance(embedded_engine(spec, spec.rollout.engine), RecordedEngine)
+
+
+async def test_a_dump_that_is_where_no_data_may_be_is_not_read(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", a_shared_step())
+    spec = a_spec(rollout={"engine": {"recorded": {"dump": str(run)}}})
+    assert isinstance(spec.rollout.engine, TorchEngineConfig)
+    engine = embedded_engine(spec, spec.rollout.engine, Places(data=(tmp_path / "ok",)).check_file)
+
+    with pytest.raises(ModelError, match="is in no folder that this fleet reads data from"):
+        await engine.start()

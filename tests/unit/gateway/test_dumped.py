@@ -133,3 +133,21 @@ def test_a_dump_that_has_grown_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match="has 4 groups now, and had 2"):
         DumpedGroups(run).groups(dataset, range(1))
+
+
+@pytest.mark.parametrize("where", ["data.dump", "recorded engine", "recorded reward"])
+def test_every_dump_is_where_the_operator_allows_data(tmp_path: Path, where: str) -> None:
+    secret, rows = a_run(tmp_path / "secret", a_step(1)), tmp_path / "ok" / "t.jsonl"
+    rows.parent.mkdir()
+    rows.write_text('{"prompt": "1?", "label": "1"}\n' * 8)
+    changes: dict[str, Any] = {
+        "data.dump": {"data": {"dump": str(secret)}},
+        "recorded engine": {"rollout": {"engine": {"recorded": {"dump": str(secret)}}}},
+        "recorded reward": {"reward": {"components": [{"name": "r", "kind": "recorded", "dump": str(secret)}]}},
+    }
+    spec = a_spec(**({"data": {"path": str(rows)}} | changes[where]))
+
+    with pytest.raises(DataError, match=r"secret/samples is in no folder that this fleet reads data from"):
+        checks.check_code(spec, Places(data=(rows.parent,)))
+    checks.check_code(spec, Places(data=(tmp_path,)))
+    checks.check_code(spec, Places())

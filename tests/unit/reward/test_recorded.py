@@ -9,6 +9,7 @@ import pytest
 from flotilla.services.reward.verifiers.registry import Surroundings, build_verifier
 from flotilla.shared.config.sections.reward import RewardConfig
 from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.locations.allowed import Places
 from flotilla.shared.schemas.grading import Grade, GradingSample
 from flotilla.shared.schemas.sample_kinds import SampleFile
 from flotilla.shared.schemas.trajectory import GradeStatus
@@ -68,3 +69,12 @@ async def test_an_answer_that_was_never_graded_is_an_error_and_no_reward(tmp_pat
 async def test_what_cannot_be_read_ends_the_start(tmp_path: Path) -> None:
     with pytest.raises(InvalidSpec, match="has no groups that were trained or evaluated"):
         await grades(tmp_path, [])
+
+
+async def test_a_dump_that_is_where_no_data_may_be_is_not_read(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", a_step(rewards=(0.25, 1.0)))
+    section = {"components": [{"kind": "recorded", "dump": str(run)}]}
+    around = Surroundings("e", places=Places(data=(tmp_path / "ok",)))
+
+    with pytest.raises(InvalidSpec, match="is in no folder that this fleet reads data from"):
+        await build_verifier(RewardConfig.model_validate(section), around).start()

@@ -1,15 +1,20 @@
 """A dump gives back the groups that a run kept, in their order, from whatever names it."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from flotilla.shared.config.sections.tracking import SamplesConfig
 from flotilla.shared.errors import DataError
-from flotilla.shared.samples.dump import dump_at
+from flotilla.shared.samples.dump import check_place, dump_at
 from flotilla.shared.samples.folder import SampleFolder, evaluation_name
+from flotilla.shared.samples.table import FACTS, REQUIRED, SCHEMA
 from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind
 from tests.unit.samples.builders import a_step
 
@@ -109,3 +114,75 @@ def test_the_reader_is_told_the_folder_before_anything_is_read(tmp_path: Path) -
 
     with pytest.raises(DataError, match=r"run/samples is not allowed"):
         dump_at(run, refuse)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_kept": 2_000_000_000}, "it says that it has 2000000000 groups, and has 4 rows"),
+        ({"num_kept": -3}, "it says that it has -3 groups"),
+        ({"num_kept": "9"}, "it says that it has '9' groups"),
+        ({"num_kept": 1.5}, "it says that it has 1.5 groups"),
+        ({"num_kept": True}, "it says that it has True groups"),
+        ({"num_kept": None}, "it says that it has None groups"),
+    ],
+)
+def test_what_a_file_says_about_itself_is_not_believed(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    file = a_run(tmp_path / "run", a_step(1)) / "samples" / "step-00000001.parquet"
+    table = parquet.read_table(file)
+    parquet.write_table(table.replace_schema_metadata({FACTS: json.dumps({"schema": SCHEMA} | changes).encode()}), file)
+
+    with pytest.raises(DataError, match=words):
+        dump_at(tmp_path / "run")
+
+
+def test_a_file_without_a_column_or_that_unpacks_to_too_much_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = a_run(tmp_path / "run", a_step(1)) / "samples" / "step-00000001.parquet"
+    table = parquet.read_table(file)
+    parquet.write_table(table.drop_columns(["place"]), file)
+
+    with pytest.raises(DataError, match="it has no column place"):
+        dump_at(tmp_path / "run")
+
+    parquet.write_table(table, file)
+    monkeypatch.setattr("flotilla.shared.samples.dump.MOST_BYTES", 100)
+    with pytest.raises(DataError, match="and 100 are allowed"):
+        dump_at(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("token_ids", None), ("messages", "{"), ("place", "x"), ("status", "odd"), ("messages", "1")]
+)
+def test_a_group_that_no_trainer_wrote_is_named(tmp_path: Path, column: str, value: str | None) -> None:
+    file = a_run(tmp_path / "run", a_step(1)) / "samples" / "step-00000001.parquet"
+    table = parquet.read_table(file)
+    wrong = pa.array([value] * table.num_rows, pa.string())
+    parquet.write_table(table.set_column(table.schema.get_field_index(column), column, wrong), file)
+    dump = dump_at(tmp_path / "run")
+
+    with pytest.raises(DataError, match=r"step-00000001\.parquet (is no group|has no places)"):
+        dump.group(0)
+
+
+def test_required_columns_are_those_that_a_group_cannot_be_made_without(tmp_path: Path) -> None:
+    file = a_run(tmp_path / "run", a_step(1)) / "samples" / "step-00000001.parquet"
+    table = parquet.read_table(file)
+
+    optional = [name for name in table.column_names if name not in REQUIRED]
+    parquet.write_table(table.drop_columns(optional), file)
+
+    assert set(table.column_names) >= REQUIRED
+    assert dump_at(tmp_path / "run").group(1).trajectories
+
+
+def test_all_folders_are_asked_for_before_any_is_named(tmp_path: Path) -> None:
+    for name in ("a-1", "b-1"):
+        a_run(tmp_path / "fleet" / "experiments" / name, a_step(1))
+
+    def refuse(folder: str) -> None:
+        raise DataError(f"no {folder.rpartition('/')[2]}")
+
+    with pytest.raises(DataError, match="no samples"):
+        check_place(tmp_path, refuse)

@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import secrets
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flotilla.services.gateway.access.caller import actor, caller
+from flotilla.services.gateway.access.caller import actor, caller, owner
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.lifecycle import origins
 from flotilla.services.gateway.lifecycle.live_changes import LiveChanges
@@ -79,6 +80,7 @@ class ExperimentCommands:
         self._places = places
         self._on_restart = on_restart
         self._leaving: set[str] = set()
+        self._beginning: Counter[str] = Counter()
         self.live = LiveChanges(repository, registry, events, clock)
 
     async def load(self) -> None:
@@ -121,7 +123,7 @@ class ExperimentCommands:
         if who is not None and who.owner is not None:
             find = partial(owner_of, self._repository)
             await asyncio.to_thread(origins.check_owned, spec, who.owner, find, self._directory)
-        await asyncio.to_thread(checks.check, spec, self._places)
+        await asyncio.to_thread(checks.check, spec, self._places_of(None if who is None else who.owner))
         stored = None
         if spec.checkpoint.resume_from is not None:
             stored = await self._stored(spec.checkpoint.resume_from)
@@ -174,6 +176,7 @@ class ExperimentCommands:
 
         Raises:
             InvalidSpec, ModelError: there is no such checkpoint.
+            DataError: it is in an experiment of another owner.
         """
         where, step = origins.parse_reference(reference)
         if is_url(where):
@@ -181,9 +184,19 @@ class ExperimentCommands:
             place = self._downloads / secrets.token_hex(8)
             return await WatchedCalls(where).run(lambda _, moved: fetch(where, step, place, moved))
         if "/" in where:
-            return await asyncio.to_thread(origins.find, Path(where), step)
+            places = self._places_of(owner())
+            stored = await asyncio.to_thread(origins.find, Path(where), step)
+            await asyncio.to_thread(places.check_owner, str(stored.path))
+            return stored
         path = Path(self._repository.named(where).record.directory)
         return await asyncio.to_thread(origins.find, path, step, path.parent)
+
+    def _places_of(self, owner: str | None) -> Places:
+        """Say where the files may be that a spec of an owner leads to."""
+        if owner is None:
+            return self._places
+        find = partial(owner_of, self._repository)
+        return replace(self._places, refuse=lambda path: origins.check_opened(path, owner, find, self._directory))
 
     async def _begun_from(
         self, record: ExperimentRecord, spec: ExperimentSpec, stored: StoredCheckpoint
@@ -193,6 +206,10 @@ class ExperimentCommands:
         Raises:
             Unavailable: it could not be written.
         """
+        maker, whose = stored.state.experiment_id, owner()
+        if whose is not None and self._repository.knows(maker) and owner_of(self._repository, maker) != whose:
+            # Whoever wrote the file may have written any name.
+            stored = replace(stored, state=stored.state.model_copy(update={"experiment_id": origins.UNKNOWN}))
         made_by = self._repository.find(stored.state.experiment_id)
         earlier = None if made_by is None else made_by.record.origin
         parent = None if earlier is None else Origin.model_validate(earlier)
@@ -221,13 +238,14 @@ class ExperimentCommands:
         if action is Action.DELETE:
             await self._delete(experiment)
             return experiment
-        if action is Action.START or experiment.state.is_final:
-            await self._check_start(experiment, action)
-        async with self._repository.transaction() as change:
-            # Asked again: it may have been deleted while files were read.
-            experiment = self._repository.get(experiment_id)
-            self._stage_action(change, experiment, action)
-            stage_answer(change, self.view(experiment, change.staged(experiment, experiment.record)))
+        with self._begins(experiment, action):
+            if action is Action.START or experiment.state.is_final:
+                await self._check_start(experiment, action)
+            async with self._repository.transaction() as change:
+                # Asked again: it may have been deleted while files were read.
+                experiment = self._repository.get(experiment_id)
+                self._stage_action(change, experiment, action)
+                stage_answer(change, self.view(experiment, change.staged(experiment, experiment.record)))
         return experiment
 
     async def extend(self, experiment_id: str, steps: int) -> Experiment:
@@ -240,14 +258,15 @@ class ExperimentCommands:
         """
         experiment = self._repository.get(experiment_id)
         with_steps(experiment.spec, steps)
-        if experiment.state.is_final:
-            await self._check_start(experiment, Action.EXTEND)
-        async with self._repository.transaction() as change:
-            experiment = self._repository.get(experiment_id)
-            if experiment.state.is_final or experiment.state is ExperimentState.STOPPING:
-                self._stage_action(change, experiment, Action.EXTEND)
-            self._stage_steps(change, experiment, with_steps(experiment.spec, steps))
-            stage_answer(change, self.view(experiment, change.staged(experiment, experiment.record)))
+        with self._begins(experiment, Action.EXTEND):
+            if experiment.state.is_final:
+                await self._check_start(experiment, Action.EXTEND)
+            async with self._repository.transaction() as change:
+                experiment = self._repository.get(experiment_id)
+                if experiment.state.is_final or experiment.state is ExperimentState.STOPPING:
+                    self._stage_action(change, experiment, Action.EXTEND)
+                self._stage_steps(change, experiment, with_steps(experiment.spec, steps))
+                stage_answer(change, self.view(experiment, change.staged(experiment, experiment.record)))
         return experiment
 
     def _stage_steps(self, change: Transaction, experiment: Experiment, spec: ExperimentSpec) -> None:
@@ -260,6 +279,23 @@ class ExperimentCommands:
         self._repository.stage_audit(change, experiment.id, "extend", **facts)
         self._events.stage(change, experiment.id, "experiment_extended", **facts)
 
+    @contextlib.contextmanager
+    def _begins(self, experiment: Experiment, action: Action) -> Iterator[None]:
+        """Keep what an experiment goes on from while that is looked at, until its start is stored.
+
+        Raises:
+            ActionNotAllowed: an experiment that has ended, or what it left, is being deleted.
+        """
+        if experiment.state.is_final and experiment.id in self._leaving:
+            raise ActionNotAllowed(f"cannot {action} {experiment.id}: it, or what it left, is being deleted")
+        self._beginning[experiment.id] += 1
+        try:
+            yield
+        finally:
+            self._beginning[experiment.id] -= 1
+            if not self._beginning[experiment.id]:
+                del self._beginning[experiment.id]
+
     async def _check_start(self, experiment: Experiment, action: Action) -> None:
         """Check what a start needs, and make the experiment's directory.
 
@@ -267,7 +303,7 @@ class ExperimentCommands:
             ActionNotAllowed: it had a checkpoint, and has none any more.
             DataError, ModelError: what the spec points to is not there.
         """
-        await asyncio.to_thread(checks.check, experiment.spec, self._places)
+        await asyncio.to_thread(checks.check, experiment.spec, self._places_of(experiment.record.owner))
         await asyncio.to_thread(Path(experiment.record.directory).mkdir, parents=True, exist_ok=True)
         if await self._repository.has_lost_checkpoints(experiment):
             raise ActionNotAllowed(
@@ -355,13 +391,15 @@ class ExperimentCommands:
         """Keep an experiment that is not at work from starting while it, or what it left, is deleted.
 
         Raises:
-            ActionNotAllowed: it is at work, comes to rest, or is being deleted already.
+            ActionNotAllowed: it is at work, begins, comes to rest, or is being deleted already.
         """
         after_action(experiment.state, Action.DELETE)
         if experiment.state.is_final and experiment.record.final_ledger is None:
             raise ActionNotAllowed(f"cannot delete {experiment.id} yet: its services are still coming to rest")
         if experiment.id in self._leaving:
             raise ActionNotAllowed(f"cannot delete {experiment.id}: it, or what it left, is being deleted already")
+        if experiment.id in self._beginning:
+            raise ActionNotAllowed(f"cannot delete {experiment.id}: it, or what it left, is about to be used again")
         self._leaving.add(experiment.id)
         try:
             yield

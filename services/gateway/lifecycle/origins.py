@@ -11,13 +11,20 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
-from flotilla.services.gateway.records.spec_texts import RESUME_FROM, named_in, parts_below
+from flotilla.services.gateway.records.spec_texts import (
+    RESUME_FROM,
+    is_place,
+    local_paths,
+    named_in,
+    parts_below,
+    reached,
+)
 from flotilla.services.gateway.records.steering import weights_by_group
 from flotilla.services.gateway.store.transaction import Transaction
 from flotilla.services.gateway.store.writes import CURRICULUM, PutWindow
@@ -39,7 +46,7 @@ from flotilla.shared.checkpoints.folders import (
 from flotilla.shared.config.load.spec_text import with_changes
 from flotilla.shared.config.sections.checkpoint import EVERYTHING
 from flotilla.shared.config.spec import ExperimentSpec
-from flotilla.shared.errors import InvalidSpec, ModelError, Unavailable
+from flotilla.shared.errors import DataError, InvalidSpec, ModelError, Unavailable
 from flotilla.shared.files.beneath import link_to
 from flotilla.shared.files.durable import flush
 from flotilla.shared.schemas.experiment import Origin
@@ -49,6 +56,8 @@ log = logging.getLogger(__name__)
 
 UNFINISHED = "unfinished"
 """Marks the directory of an experiment whose record may not be stored yet."""
+UNKNOWN = "unknown"
+"""In the place of who made a checkpoint whose file names an experiment of another owner; no id is like it."""
 FIELD = RESUME_FROM
 ATTEMPTS = 3
 
@@ -67,9 +76,37 @@ def check_owned(spec: ExperimentSpec, owner: str, owner_of: Callable[[str], str 
     """
     root = os.path.realpath(experiments.parent)
     for key, text in named_in(spec.model_dump(mode="json")):
-        parts = parts_below(text, root) if text.startswith("/") else ()
-        if parts and not (len(parts) > 1 and parts[0] == experiments.name and owner_of(parts[1]) == owner):
-            raise InvalidSpec(f"{key}: {text} is in the fleet's own directory, and in no experiment of {owner}")
+        found = [parts for path in local_paths(key, text) for parts in _meant(key, path, root)]
+        if not all(is_owned(parts, owner, owner_of, experiments.name) for parts in found):
+            what = "is" if all(found) else "is, or leads to what is,"
+            raise InvalidSpec(f"{key}: {text} {what} in the fleet's own directory, and in no experiment of {owner}")
+
+
+def _meant(key: str, path: str, root: str) -> list[tuple[str, ...]]:
+    found = reached(path, root, as_pattern=is_place(key))
+    return [parts for parts in found if parts or is_place(key) or os.path.realpath(path) == root]
+
+
+def is_owned(parts: Sequence[str], owner: str, owner_of: Callable[[str], str | None], experiments: str) -> bool:
+    """Whether a path below the fleet's directory, or all that a pattern means, is in an experiment of an owner.
+
+    Args:
+        parts: of the path, as ``reached`` gives them.
+        experiments: the name of the folder of their directories.
+    """
+    is_below = len(parts) > 1 and parts[0] == experiments and os.pardir not in parts
+    return is_below and owner_of(parts[1]) == owner
+
+
+def check_opened(path: str, owner: str, owner_of: Callable[[str], str | None], experiments: Path) -> None:
+    """Refuse what a path has led to; blocks.
+
+    Raises:
+        DataError: it is in the fleet's directory, and in no experiment of this owner.
+    """
+    parts = parts_below(path, os.path.realpath(experiments.parent))
+    if parts and not is_owned(parts, owner, owner_of, experiments.name):
+        raise DataError(f"{path} is in the fleet's own directory, and in no experiment of {owner}", path=path)
 
 
 def parse_reference(text: str) -> tuple[str, int | None]:

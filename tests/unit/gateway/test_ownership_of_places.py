@@ -1,0 +1,122 @@
+"""Folders above the fleet's, patterns, links and URLs lead no owner to what is another's."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flotilla.services.gateway.access.caller import caller
+from flotilla.services.gateway.lifecycle.origins import UNKNOWN, check_owned
+from flotilla.services.gateway.state import GatewayState
+from flotilla.shared.errors import DataError, InvalidSpec
+from tests.unit.gateway.builders import a_spec
+from tests.unit.gateway.test_ownership import _restored, add_ended, begin, gateway, of
+
+__all__ = ["_restored", "gateway"]
+OWNERS = {"a-1": "alice", "b-1": "bob"}
+ROWS = '{"prompt": "1?", "label": "1"}\n' * 8
+
+
+def check(root: Path, **changes: Any) -> None:
+    check_owned(a_spec(**changes), "alice", OWNERS.get, root / "fleet" / "experiments")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{run}",
+        "{run}/fleet",
+        "{run}/fleet/experiments",
+        "{run}/*/experiments/b-1/samples/x.jsonl",
+        "{run}/fl??t/experiments/*/samples/*.jsonl",
+        "{run}/**/x.jsonl",
+        "{run}/fleet/experiments/[b]-1/samples/x.jsonl",
+        "{run}/fleet/experiments/a-1/*/../../b-1/samples/x.jsonl",
+        "{run}/other/*/../../fleet/experiments/b-1/samples/x.jsonl",
+        "{run}/fleet/*.jsonl",
+    ],
+)
+def test_folders_above_and_patterns_that_can_match_anothers_are_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InvalidSpec, match=r"data\.path: .* in no experiment of alice"):
+        check(tmp_path, data={"path": text.format(run=tmp_path)})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{run}/rows/*.jsonl",
+        "{run}/*.jsonl",
+        "{run}/rows-*/x.jsonl",
+        "{run}/fleet/experiments/a-1/samples/*.jsonl",
+        "{run}/fleets",
+    ],
+)
+def test_other_folders_and_patterns_of_ones_own_are_not(tmp_path: Path, text: str) -> None:
+    check(tmp_path, data={"path": text.format(run=tmp_path)})
+
+
+def test_a_text_that_is_no_place_may_look_like_a_folder_above(tmp_path: Path) -> None:
+    check(tmp_path, rollout={"sampling": {"stop": ["/", "/*/*/*/*/*"]}})
+
+
+@pytest.mark.parametrize("where", ["data.dump", "recorded engine", "recorded reward"])
+def test_a_dump_is_of_no_folder_above(tmp_path: Path, where: str) -> None:
+    dump = str(tmp_path)
+    changes: dict[str, Any] = {
+        "data.dump": {"data": {"dump": dump}},
+        "recorded engine": {"rollout": {"engine": {"recorded": {"dump": dump}}}},
+        "recorded reward": {"reward": {"components": [{"name": "r", "kind": "recorded", "dump": dump}]}},
+    }
+    with pytest.raises(InvalidSpec, match=r"dump: .* in no experiment of alice"):
+        check(tmp_path, **changes[where])
+
+
+@pytest.mark.parametrize(
+    "url", ["file://{path}", "file:{path}", "file://localhost{path}", "sqlite:///{path}", "~/b-1/x"]
+)
+def test_local_urls_and_homes_are_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "fleet" / "experiments"))
+    path = tmp_path / "fleet" / "experiments" / "b-1" / "x"
+    tracker = {"kind": "mlflow", "tracking_uri": url.format(path=path)}
+
+    with pytest.raises(InvalidSpec, match=r"tracking_uri: .* in no experiment of alice"):
+        check(tmp_path, tracking={"trackers": [tracker]})
+
+
+async def test_a_run_that_holds_the_fleet_is_begun_from_by_administrators_alone(gateway: GatewayState) -> None:
+    await add_ended(gateway, of("bob"), "b-1")
+    run = str(gateway.settings.data.parent)
+
+    with pytest.raises(InvalidSpec, match="in no experiment of alice"):
+        await begin(gateway, of("alice"), resume_from=run)
+
+
+async def test_where_links_in_a_folder_and_in_a_pattern_lead_is_looked_at(gateway: GatewayState) -> None:
+    directory = await add_ended(gateway, of("bob"), "b-1")
+    outside = gateway.settings.data.parent / "outside"
+    (directory / "samples").mkdir()
+    (directory / "samples" / "x.jsonl").write_text(ROWS)
+    outside.mkdir()
+    (outside / "linked").symlink_to(directory / "samples")
+    (outside / "fleet").symlink_to(gateway.settings.data)
+    caller.set(of("alice"))
+
+    model = {"path": str(outside.parent / "model")}
+    with pytest.raises(DataError, match=r"linked/x\.jsonl is in the fleet's own directory"):
+        await gateway.commands.create(a_spec(model=model, data={"path": f"{outside}/*/x.jsonl"}).model_dump_json())
+    with pytest.raises(DataError, match="is in the fleet's own directory"):
+        await begin(gateway, of("alice"), resume_from=str(outside))
+    assert (await begin(gateway, of("bob"), resume_from=str(outside))).record.owner == "bob"
+
+
+async def test_the_name_in_a_checkpoints_file_is_no_claim_to_anothers_experiment(gateway: GatewayState) -> None:
+    await add_ended(gateway, of("bob"), "b-1")
+    own = await add_ended(gateway, of("alice"), "a-1")
+    (state,) = own.rglob("state.json")
+    for claimed, origin in (("b-1", UNKNOWN), ("a-1", "a-1"), ("far-1", "far-1")):
+        state.write_text(json.dumps(json.loads(state.read_text()) | {"experiment_id": claimed}))
+
+        begun = await begin(gateway, of("alice"), resume_from="a-1")
+
+        assert begun.record.origin is not None and begun.record.origin["experiment_id"] == origin

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from flotilla.services.gateway.retention.references import FOLDERS
+from flotilla.services.gateway.retention.references import part_of
 from flotilla.shared.schemas.retention import Part
 
 
@@ -19,7 +19,7 @@ def sizes_of(directory: Path) -> Mapping[Part, int]:
     """
     found: Counter[Part] = Counter()
     for entry in _entries(directory):
-        part = FOLDERS.get(entry.name, Part.LOGS)
+        part = part_of(entry.name)
         found[part] += _sum(entry.path) if entry.is_dir(follow_symlinks=False) else _size(entry.path)
     return found
 
@@ -30,7 +30,7 @@ def remove(directory: Path, part: Part) -> None:
     Raises:
         OSError: something could not be deleted; what could is gone.
     """
-    meant = [entry for entry in _entries(directory) if part in {Part.RUN, FOLDERS.get(entry.name, Part.LOGS)}]
+    meant = [entry for entry in _entries(directory) if part in {Part.RUN, part_of(entry.name)}]
     for path in [*(Path(entry.path) for entry in meant), *([directory] if part is Part.RUN else ())]:
         try:
             if path.is_dir() and not path.is_symlink():

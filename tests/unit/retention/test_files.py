@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from flotilla.receipts import FOLDER
 from flotilla.services.gateway.retention.files import remove, sizes_of
+from flotilla.services.gateway.retention.references import KEPT
+from flotilla.services.trainer.worker.session import UNSENT
 from flotilla.shared.schemas.retention import Part
 
 
@@ -64,3 +67,19 @@ def test_nothing_behind_a_link_is_counted_or_deleted(directory: Path, tmp_path: 
     remove(directory, part)
 
     assert (kept / "file").exists()
+
+
+def test_receipts_and_unsent_metrics_go_with_the_run_alone(directory: Path) -> None:
+    (directory / "receipts").mkdir()
+    (directory / "receipts" / "step-00000001.json").write_text("signed")
+    (directory / UNSENT).write_text("{}")
+    kept = {"receipts", UNSENT}
+
+    for part in (Part.CHECKPOINTS, Part.SAMPLES, Part.LOGS):
+        remove(directory, part)
+
+    assert {path.name for path in directory.iterdir()} == kept == KEPT
+    assert FOLDER in kept
+    assert sizes_of(directory) == {Part.RUN: 8}
+    remove(directory, Part.RUN)
+    assert not directory.exists()

@@ -9,6 +9,7 @@ import pytest
 
 from flotilla.services.gateway.app import create_app
 from flotilla.services.gateway.lifecycle.states import Action
+from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.retention.plan import DAY_SECONDS
 from flotilla.services.gateway.retention.pruning import Retainer
 from flotilla.services.gateway.settings import read_retention
@@ -253,3 +254,32 @@ def test_settings_are_read_and_refused_by_name() -> None:
     for name, text in (("RUN_DAYS", "-1"), ("SAMPLES_DAYS", "soon"), ("MAX_BYTES", "1.5")):
         with pytest.raises(InvalidRequest, match=f"FLOTILLA_RETENTION_{name} must be a .*number.*, got '{text}'"):
             read_retention({f"FLOTILLA_RETENTION_{name}": text})
+
+
+async def test_what_begins_again_is_not_deleted_and_what_is_deleted_does_not_begin(
+    gateway: GatewayState, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = await add_finished(gateway, "old-1", state=ExperimentState.STOPPED, step=2, policy_version=2)
+    clock.advance(31 * DAY_SECONDS)
+    monkeypatch.setattr("flotilla.services.gateway.preflight.checks.check", lambda *_: None)
+    look, whys = gateway.repository.has_lost_checkpoints, list[str]()
+
+    async def slow(experiment: Experiment) -> bool:
+        is_lost = await look(experiment)
+        pruning = await gateway.cleaning.retainer.prune(Retention(checkpoints_days=30), dry_run=False)
+        whys.extend(str(each.why) for each in pruning.kept)
+        return is_lost
+
+    monkeypatch.setattr(gateway.repository, "has_lost_checkpoints", slow)
+    begun = await gateway.commands.act("old-1", Action.RESUME)
+
+    assert not begun.state.is_final and (directory / "checkpoints").exists()
+    assert ["about to be used again" in why for why in whys] == [True]
+
+    later = await add_finished(gateway, "old-2", state=ExperimentState.STOPPED, step=2, policy_version=2)
+    with gateway.commands.at_rest(gateway.repository.get("old-2")):
+        with pytest.raises(ActionNotAllowed, match="is being deleted"):
+            await gateway.commands.act("old-2", Action.RESUME)
+        with pytest.raises(ActionNotAllowed, match="is being deleted"):
+            await gateway.commands.extend("old-2", 100)
+    assert later.exists()

@@ -72,3 +72,41 @@ def test_a_run_stays_for_any_of_its_parts_and_a_part_for_itself_alone(tmp_path: 
     (only,) = references([a_record("a"), a_record("b", spec=a_spec_of(model={"path": f"{tmp_path}/a/x"}))], tmp_path)
 
     assert [part for part in Part if only.protects(part)] == [Part.RUN, Part.LOGS]
+
+
+@pytest.mark.parametrize(
+    ("where", "part", "ids"),
+    [
+        ("RUN/fleet/experiments/*/samples/*.jsonl", Part.SAMPLES, ["a-1", "b-1"]),
+        ("RUN/fleet/experiments/a*/samples/*.jsonl", Part.SAMPLES, ["a-1"]),
+        ("RUN/fl*/experiments/a-1/samples/x.jsonl", Part.SAMPLES, ["a-1"]),
+        ("RUN/fleet/experiments/a-1/s*/x.jsonl", Part.RUN, ["a-1"]),
+        ("RUN/fleet/experiments/a-1/logs/*.jsonl", Part.LOGS, ["a-1"]),
+        ("RUN/**/x.jsonl", Part.RUN, ["a-1", "b-1"]),
+        ("RUN/fleet/experiments/**/x.jsonl", Part.RUN, ["a-1", "b-1"]),
+        ("RUN/elsewhere/*/../../fleet/x.jsonl", Part.RUN, ["a-1", "b-1"]),
+        ("RUN", Part.RUN, ["a-1", "b-1"]),
+        ("RUN/fleet/experiments", Part.RUN, ["a-1", "b-1"]),
+        ("RUN/rows/*.jsonl", Part.RUN, []),
+        ("RUN/*.jsonl", Part.RUN, []),
+    ],
+)
+def test_a_pattern_or_a_folder_above_needs_all_that_it_can_mean(
+    tmp_path: Path, where: str, part: Part, ids: list[str]
+) -> None:
+    spec = a_spec_of(data={"path": where.replace("RUN", str(tmp_path))})
+    records = [a_record("a-1"), a_record("b-1"), a_record("c-1", spec=spec)]
+
+    needed = found(records, tmp_path / "fleet" / "experiments")
+
+    assert sorted({(to, needs) for by, to, needs, _ in needed if by == "c-1"}) == [(each, part) for each in ids]
+
+
+@pytest.mark.parametrize("where", ["RUN", "RUN/fleet/experiments/a-1", "file://RUN/fleet/experiments/a-1/samples"])
+def test_a_run_that_is_anothers_dump_stays(tmp_path: Path, where: str) -> None:
+    spec = a_spec_of(data={"dump": where.replace("RUN", str(tmp_path))})
+
+    (only,) = references([a_record("a-1"), a_record("c-1", spec=spec)], tmp_path / "fleet" / "experiments")
+
+    assert (only.by, only.to) == ("c-1", "a-1")
+    assert only.protects(Part.SAMPLES) and only.protects(Part.RUN)

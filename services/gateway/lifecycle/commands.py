@@ -376,7 +376,7 @@ class ExperimentCommands:
 
     async def _delete(self, experiment: Experiment) -> None:
         """Delete the data plane's part first: what is lost in between is deleted when somebody asks again."""
-        with self.at_rest(experiment):
+        with self.at_rest(experiment, all_goes=True):
             await experiment.train.remove()
             await experiment.evaluation.remove()
             async with self._repository.transaction() as change:
@@ -387,8 +387,11 @@ class ExperimentCommands:
                 change.then(lambda: self._events.wake(experiment.id))
 
     @contextlib.contextmanager
-    def at_rest(self, experiment: Experiment) -> Iterator[None]:
+    def at_rest(self, experiment: Experiment, *, all_goes: bool = False) -> Iterator[None]:
         """Keep an experiment that is not at work from starting while it, or what it left, is deleted.
+
+        Args:
+            all_goes: with its record, which a start that looks at files now misses then.
 
         Raises:
             ActionNotAllowed: it is at work, begins, comes to rest, or is being deleted already.
@@ -398,7 +401,7 @@ class ExperimentCommands:
             raise ActionNotAllowed(f"cannot delete {experiment.id} yet: its services are still coming to rest")
         if experiment.id in self._leaving:
             raise ActionNotAllowed(f"cannot delete {experiment.id}: it, or what it left, is being deleted already")
-        if experiment.id in self._beginning:
+        if experiment.id in self._beginning and not all_goes:
             raise ActionNotAllowed(f"cannot delete {experiment.id}: it, or what it left, is about to be used again")
         self._leaving.add(experiment.id)
         try:

@@ -6,6 +6,7 @@ part goes its experiment cannot start. Files go before the record, so what a cra
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 
 from flotilla.services.gateway.events.log import EventLog
@@ -63,10 +64,10 @@ class Retainer:
 
     async def _prune(self, retention: Retention, *, dry_run: bool) -> Pruning:
         found = [each for each in self._repository if self._is_finished(each)]
-        left = await asyncio.to_thread(lambda: [_left(each) for each in found])
+        left, unread = await asyncio.to_thread(_left_by, found)
         needs = await self._references()
         decided = plan(left, needs, retention, self._clock.now())
-        removed, kept = [], [_view(each) for each in decided.kept]
+        removed, kept = [], [*unread, *(_view(each) for each in decided.kept)]
         for each in decided.removed:
             why = None if dry_run else await self._remove(each)
             if why is None:
@@ -122,8 +123,20 @@ class Retainer:
             self._events.stage(change, experiment_id, "experiment_pruned", part=part, bytes=num_bytes, why=why)
 
 
-def _left(experiment: Experiment) -> Left:
-    return Left(experiment.id, experiment.record.updated_at, sizes_of(Path(experiment.record.directory)))
+def _left_by(experiments: Iterable[Experiment]) -> tuple[list[Left], list[PrunedPart]]:
+    """Find what each left; one that cannot be looked through is kept, with the reason, and the others go on."""
+    left, kept = [], []
+    for each in experiments:
+        ended_at = each.record.updated_at
+        try:
+            left.append(Left(each.id, ended_at, sizes_of(Path(each.record.directory))))
+        except OSError as error:
+            log.warning(
+                "what an experiment left cannot be read", extra={"experiment_id": each.id, "error": repr(error)}
+            )
+            why = f"its size could not be read: {error.strerror or type(error).__name__}"
+            kept.append(PrunedPart(experiment_id=each.id, part=Part.RUN, bytes=0, ended_at=rfc3339(ended_at), why=why))
+    return left, kept
 
 
 def _view(decision: Decision) -> PrunedPart:

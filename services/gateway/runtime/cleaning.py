@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 from flotilla.services.gateway.retention.pruning import Retainer
@@ -40,10 +42,15 @@ class Cleaning:
     async def clean(self) -> None:
         """Clean up once; what could not be deleted is at the next time."""
         store, clock, settings = self._parts.store, self._parts.clock, self._parts.settings
-        try:
-            await store.delete_answers(clock.now() - settings.answer_seconds)
-            await self._parts.tokens.delete_expired()
-            if settings.retention.is_set:
-                await self.retainer.prune(settings.retention, dry_run=False)
-        except FlotillaError as error:
-            log.warning("what is kept no longer could not be deleted", extra={"error": repr(error)})
+        parts: dict[str, Callable[[], Awaitable[object]]] = {
+            "answers": partial(store.delete_answers, clock.now() - settings.answer_seconds),
+            "tokens": self._parts.tokens.delete_expired,
+        }
+        if settings.retention.is_set:
+            parts["experiments"] = partial(self.retainer.prune, settings.retention, dry_run=False)
+        for name, delete in parts.items():
+            try:
+                await delete()
+            except (FlotillaError, OSError) as error:
+                facts = {"part": name, "error": repr(error)}
+                log.warning("what is kept no longer could not be deleted", extra=facts)

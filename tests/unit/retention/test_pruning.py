@@ -1,6 +1,7 @@
 """What finished experiments left goes once its time is over, by REST, by the hour, and never while it is needed."""
 
-from collections.abc import AsyncIterator
+import errno
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 from flotilla.services.gateway.app import create_app
 from flotilla.services.gateway.lifecycle.states import Action
 from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.retention import pruning
 from flotilla.services.gateway.retention.plan import DAY_SECONDS
 from flotilla.services.gateway.retention.pruning import Retainer
+from flotilla.services.gateway.runtime.cleaning import Cleaning
 from flotilla.services.gateway.settings import read_retention
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.clock import ManualClock
@@ -55,6 +58,50 @@ async def client(gateway: GatewayState) -> AsyncIterator[httpx.AsyncClient]:
     headers = {"Authorization": "Bearer t"}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(with_state), base_url="http://x", headers=headers) as it:
         yield it
+
+
+async def test_one_that_cannot_be_read_is_kept_and_keeps_none_of_the_others(
+    gateway: GatewayState, clock: ManualClock, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, other = [await add_finished(gateway, name) for name in ("broken-1", "old-1")]
+    clock.advance(31 * DAY_SECONDS)
+    sizes_of = pruning.sizes_of
+
+    def failing(directory: Path) -> Mapping[Part, int]:
+        if directory == broken:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return sizes_of(directory)
+
+    monkeypatch.setattr(pruning, "sizes_of", failing)
+    answer = (await client.post("/v1/fleet/prunings", json={"run_days": 30, "dry_run": False})).json()
+
+    assert [each["experiment_id"] for each in answer["removed"]] == ["old-1"]
+    assert [(each["experiment_id"], each["why"]) for each in answer["kept"]] == [
+        ("broken-1", "its size could not be read: Stale file handle")
+    ]
+    assert broken.exists() and not other.exists()
+
+
+async def test_a_part_of_the_cleaning_that_fails_ends_neither_the_others_nor_those_of_the_next_hour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = a_gateway(data=tmp_path, retention=MONTH)
+    cleaning, done = Cleaning(parts), []
+
+    async def fails(*_given: Any, **_named: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    async def works(*_given: Any, **_named: Any) -> None:
+        done.append("experiments")
+
+    monkeypatch.setattr(parts.store, "delete_answers", fails)
+    monkeypatch.setattr(parts.tokens, "delete_expired", fails)
+    monkeypatch.setattr(cleaning.retainer, "prune", works)
+    await cleaning.clean()
+    monkeypatch.setattr(cleaning.retainer, "prune", fails)
+    await cleaning.clean()
+
+    assert done == ["experiments"]
 
 
 async def test_a_dry_run_says_what_would_go_and_deletes_nothing(

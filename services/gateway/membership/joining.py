@@ -14,7 +14,7 @@ from flotilla.services.gateway.registry.services import LiveService, Registry
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.transaction import Transaction
 from flotilla.shared.clock import Clock
-from flotilla.shared.errors import Conflict
+from flotilla.shared.errors import Conflict, Unavailable
 from flotilla.shared.schemas.service import Registration
 
 MOST_TOGETHER = 64
@@ -28,11 +28,13 @@ class _Waiting:
     Attributes:
         service_id: once it is staged.
         refused: why it was not.
+        is_alone: whether the database refused it together with others, so that it is stored without them.
     """
 
     registration: Registration
     service_id: str | None = None
     refused: Conflict | None = None
+    is_alone: bool = False
 
     @property
     def names(self) -> frozenset[str]:
@@ -76,19 +78,33 @@ class Joining:
         own = _Waiting(registration)
         self._waiting[own] = None
         try:
-            async with self._store.transaction() as change:
-                if own.refused is None and self._registry.find(own.service_id) is None:
-                    self._stage(change, own)
+            await self._in_turn(own)
         finally:
             self._waiting.pop(own, None)
         if own.refused is not None:
             raise own.refused
         return self._registry.get(own.service_id or "")
 
-    def _stage(self, change: Transaction, first: _Waiting) -> None:
+    async def _in_turn(self, own: _Waiting) -> None:
+        """Store it, with others that wait; what is wrong with one of them then keeps none of the others out."""
+        together = [own]
+        try:
+            async with self._store.transaction() as change:
+                if own.refused is None and self._registry.find(own.service_id) is None:
+                    together = self._stage(change, own)
+        except Unavailable:
+            raise
+        except Exception:
+            if len(together) == 1:
+                raise
+            for each in together:
+                each.is_alone = True
+            await self._in_turn(own)
+
+    def _stage(self, change: Transaction, first: _Waiting) -> list[_Waiting]:
         together, names = [first], set(first.names)
         for each in self._waiting:
-            if len(together) == MOST_TOGETHER:
+            if len(together) == MOST_TOGETHER or first.is_alone:
                 break
             # What a process that is known may have depends on what all others have now: it takes its own turn.
             if names.isdisjoint(each.names) and not self.returning.knows(each.registration):
@@ -104,3 +120,4 @@ class Joining:
             each.service_id = service.id
             for dead in self._registry.superseded_by(change.staged(service, service.record)):
                 self._stage_leave(change, dead.id, REPLACED)
+        return together

@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from flotilla.services.gateway.membership.joining import MOST_TOGETHER
 from flotilla.services.gateway.state import GatewayState
 from flotilla.services.gateway.store.memory import MemoryStore
-from flotilla.services.gateway.store.writes import Write
+from flotilla.services.gateway.store.writes import PutRecord, Write
 from flotilla.shared.errors import Conflict, Unavailable
 from flotilla.shared.schemas.experiment import Event
 from flotilla.shared.schemas.service import Registered, Registration, ServiceKind
@@ -29,6 +31,19 @@ class CountingStore(MemoryStore):
             raise Unavailable("the database does not answer")
         self.num_writes.append(len(writes))
         await asyncio.sleep(0)
+        return await super().apply(writes)
+
+
+class PickyStore(MemoryStore):
+    """Takes no transaction in which a certain process is."""
+
+    refused = 0
+
+    async def apply(self, writes: Sequence[Write]) -> list[Event]:
+        await asyncio.sleep(0)
+        if any(isinstance(each, PutRecord) and getattr(each.record, "incarnation", "") == "bad" for each in writes):
+            self.refused += 1
+            raise ValueError("a value that no column takes")
         return await super().apply(writes)
 
 
@@ -99,6 +114,24 @@ async def test_one_at_the_address_of_another_of_the_same_moment_waits_for_its_tu
     # Both said at the same time that they live: neither was silent, so neither takes the other's place.
     assert len(set(ids_of(answers))) == 3
     assert gateway.registry.superseded_by(gateway.registry.get(ids_of(answers)[1]).record) == []
+
+
+async def test_one_that_the_database_does_not_take_keeps_none_of_the_others_out() -> None:
+    store = PickyStore()
+    gateway = a_gateway(store)
+    names = ["i0", "i1", "bad", *(f"i{number}" for number in range(2, 9))]
+
+    answers = await all_of(gateway, [a_registration(incarnation=name) for name in names])
+
+    assert [type(each) for each in answers] == [ValueError if name == "bad" else Registered for name in names]
+    assert store.refused == 2, "once together, once alone"
+    assert {each.id for each in await store.services()} == set(ids_of(answers))
+
+
+@pytest.mark.parametrize("wrong", [{"pid": 2**31}, {"host": "a\0b"}, {"host": "a\nb"}, {"incarnation": "a\0b"}])
+def test_what_no_database_takes_is_no_registration(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(wrong))):
+        Registration.model_validate(a_registration().model_dump() | wrong)
 
 
 @pytest.mark.parametrize("num", [1, 2])

@@ -46,7 +46,10 @@ class PoolOrder:
             made = await self._made(dataset, snapshot, line)
             await self._keep(snapshot, made, version)
             self._curriculum, self._version, self._seen = made, version, snapshot.seen
-        self._curriculum.line = line
+        if self._curriculum.line != line:
+            # What was drawn ahead by the weights of before was not issued: a gateway that comes back would not know it.
+            again = await asyncio.to_thread(partial(self._curriculum.advanced, first, ()))
+            self._curriculum = await self._made(dataset, again, line)
         return self._curriculum
 
     async def _made(

@@ -10,14 +10,17 @@ from flotilla.services.gateway.datasets.curriculum import Curriculum, Snapshot
 from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.feeder.feeder import Feeder
 from flotilla.services.gateway.feeder.opening import RowSources, open_feeder
+from flotilla.services.gateway.feeder.pools import PoolOrder
 from flotilla.services.gateway.lifecycle.rules import Rules
 from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.state import GatewayState
 from flotilla.services.gateway.store.memory import MemoryStore
+from flotilla.services.gateway.store.writes import CURRICULUM, PutWindow
 from flotilla.shared.config.sections.curriculum import CurriculumConfig
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.schemas.experiment import MetricPoint
 from flotilla.shared.schemas.health import GradingReport, RowOutcome
+from flotilla.shared.schemas.live_changes import ChangedKey, Effect, LiveChange
 from flotilla.shared.streams.hop import HopName, Resolution
 from tests.unit.gateway.builders import MemoryPlanes, a_gateway, a_spec, add_experiment
 
@@ -179,6 +182,37 @@ async def test_pools_change_with_the_next_version_and_a_killed_gateway_goes_on_b
     assert found[0] == found[1]
     later = [row for _, row in sorted(found[0].items())][-12:]
     assert all(row < 6 for row in later), "hard rows have no weight, and none is unseen"
+
+
+async def test_weights_choose_the_groups_that_were_drawn_ahead_as_they_do_in_a_gateway_that_comes_back() -> None:
+    gateway = a_gateway()
+    experiment = await add_running(gateway)
+    rows = [{"prompt": f"p{n}", "label": str(n)} for n in range(NUM_ROWS)]
+    dataset = Dataset(rows, experiment.spec.data, 7)
+    known = graded({row: (0.9, 0.5, 0.0)[row % 3] for row in range(NUM_ROWS)})
+    snapshot = Snapshot.of(a_curriculum().advanced(0, known).to_json() | {"seen": {}})
+    async with gateway.store.transaction() as change:
+        change.write(PutWindow(experiment.id, CURRICULUM, snapshot.to_json()))
+    keys = tuple(
+        ChangedKey(path=f"data.curriculum.pools.{number}.weight", before=before, after=after)
+        for number, (before, after) in enumerate([(4.0, 0.0), (1.0, 0.0), (0.0, 1.0)])
+    )
+    placed = LiveChange(id="a", at="", actor="", effect=Effect.GROUP, keys=keys, version=4, step=4, group_id=5)
+
+    def an_order() -> PoolOrder:
+        outcomes = gateway.measurements.of(experiment).outcomes
+        return PoolOrder(experiment, gateway.store, gateway.clock, outcomes)
+
+    order = an_order()
+    curriculum = await order.at(0, (), dataset)
+    issued_rows = [curriculum.row(group_id) for group_id in range(20)][:5]  # and 15 that are not issued
+    later = await order.at(5, (placed,), dataset)
+    found = [later.row(group_id) for group_id in range(5, 20)]
+    again = await an_order().at(5, (placed,), dataset)
+
+    assert found == [again.row(group_id) for group_id in range(5, 20)]
+    assert {row % 3 for row in issued_rows} <= {0, 1} and {row % 3 for row in found} == {2}
+    assert await order.at(5, (placed,), dataset) is later, "nothing has changed"
 
 
 async def test_a_rule_goes_on_to_the_next_pool() -> None:

@@ -161,7 +161,14 @@ def row_of(record: Any, since: Any = None) -> dict[str, Any]:
 
 
 def _differ(one: object, other: object) -> bool:
-    return one is not other and one != other
+    """Whether a field has to be written: equal is not the same where the types differ, as of 1, 1.0 and True.
+
+    Documents are told apart by identity: to compare them value by value, with the types, takes longer than to write.
+    """
+    if one is other:
+        return False
+    is_plain = isinstance(one, str | int | float | None) and type(one) is type(other)
+    return not is_plain or one != other
 
 
 def _plain(value: Any) -> Any:

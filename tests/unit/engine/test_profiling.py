@@ -95,6 +95,28 @@ def test_a_window_ends_where_to_end_it_would_hold_the_engine_up(
     assert json.loads(gzip.decompress(path.read_bytes())) == {"steps": 2}
 
 
+def steps_of(path: Path) -> list[str]:
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return [each["name"] for each in events if each.get("cat") == "user_annotation"]
+
+
+def test_a_version_that_changes_or_fails_in_its_trial_step_is_recorded_once_it_goes_on(tmp_path: Path) -> None:
+    profiler = EngineProfiler()
+    profiler.choose(tmp_path, frozenset({1}), 2, "rollout-a")
+    with pytest.raises(RuntimeError), profiler.step(1):
+        raise RuntimeError("of the engine")
+    step(profiler, 2)
+    assert not list(tmp_path.iterdir())
+    step(profiler, 1)  # tried
+    step(profiler, 2)
+    for _ in range(2):
+        step(profiler, 1)
+    profiler.close()
+
+    (path,) = tmp_path.iterdir()
+    assert steps_of(path) == ["engine step, version 1"] * 2
+
+
 def test_a_window_is_bounded() -> None:
     assert ProfilerConfig(engine_steps=128).engine_steps == 128
     with pytest.raises(ValidationError, match="128"):

@@ -102,7 +102,11 @@ class EngineProfiler:
         except Exception as error:
             log.warning("a profile could not be written", extra=facts | {"error": repr(error)})
         else:
-            self._step_seconds = (time.thread_time() - began) / max(1, steps)
+            if not steps:
+                # The version changed, or its step failed: its next one, should there be one, begins again.
+                self._done.discard(self._version)
+                return
+            self._step_seconds = (time.thread_time() - began) / steps
             if self._is_trial:
                 return
             name = engine_trace(self._version, os.getpid(), self._service_id)

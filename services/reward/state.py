@@ -173,12 +173,13 @@ async def open_state(settings: ServiceSettings, address: str, credentials: Crede
         stack.push_async_callback(redis.aclose)
         client = await stack.enter_async_context(GatewayClient(settings.gateway_url, settings.token))
         service = RewardService(SessionOpener(redis, client, settings, credentials, holder))
+        offered = await asyncio.to_thread(host_capabilities)
         registration = Registration(
             kind=ServiceKind.REWARD,
             address=address,
             host=socket.gethostname(),
             pid=os.getpid(),
-            capabilities=await asyncio.to_thread(host_capabilities),
+            capabilities=offered.model_copy(update={"live_changes": True}),
             incarnation=incarnation,
         )
         membership = Membership(

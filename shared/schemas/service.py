@@ -62,6 +62,10 @@ class GpuDevice(TolerantWire):
         return str(self.index) if self.index is not None else self.uuid or ""
 
 
+LIVE_CHANGES = "live changes"
+"""What a service that takes changes while it works can do, as the scheduler names it beside engines."""
+
+
 class Capabilities(TolerantWire):
     """What a service can offer to a scheduler."""
 
@@ -80,7 +84,7 @@ class Capabilities(TolerantWire):
     shared_memory: str | None = None
     """Identity of the shared memory that it sees; processes with the same one can map each other's images."""
     live_changes: bool = False
-    """Whether a trainer takes changes of its spec while it trains; those of earlier releases do not say so."""
+    """Whether a trainer or reward service takes changes of its spec while it works; earlier releases do not say so."""
 
     def device_ids(self, host: str) -> frozenset[str]:
         """Name the devices so that two services that may use the same one name it alike."""
@@ -111,16 +115,22 @@ BaseUrl = Annotated[str, Field(max_length=300), AfterValidator(_is_base_url)]
 """Where an HTTP interface is: http or https."""
 
 
+def _is_printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("must be printable text without control characters")
+    return text
+
+
 class Registration(TolerantWire):
     """How a service presents itself."""
 
     kind: ServiceKind
     address: BaseUrl
     """Base URL of its own HTTP interface."""
-    host: str = Field(min_length=1, max_length=255)
-    pid: int = Field(gt=0)
+    host: Annotated[str, Field(min_length=1, max_length=255), AfterValidator(_is_printable)]
+    pid: int = Field(gt=0, lt=2**31)
     capabilities: Capabilities = Capabilities()
-    incarnation: str = Field(min_length=1, max_length=64)
+    incarnation: Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_is_printable)]
     """Random name of this process: a second registration of the same process gets the same id."""
 
 

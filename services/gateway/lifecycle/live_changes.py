@@ -13,6 +13,7 @@ from typing import Any
 
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
+from flotilla.services.gateway.records.steering import hearer_of
 from flotilla.services.gateway.registry.services import Registry
 from flotilla.services.gateway.store.transaction import Transaction
 from flotilla.shared.clock import Clock, rfc3339
@@ -23,6 +24,7 @@ from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.live_changes import ChangedKey, Effect, LiveChange, merged
+from flotilla.shared.schemas.service import ServiceKind
 
 CHANGED, HELD, RESTORED = "settings_changed", "settings_held", "settings_restored"
 REFUSED = "settings_refused"
@@ -74,7 +76,7 @@ class LiveChanges:
             Ids of the changes.
 
         Raises:
-            InvalidSpec: it was changed as often as it can be, or its trainer would not hear of it.
+            InvalidSpec: it was changed as often as it can be, or a service that applies it would not hear of it.
         """
         record, known = experiment.record, experiment.steering.changes
         keys = keys_between(experiment.spec.model_dump(mode="json"), spec.model_dump(mode="json"))
@@ -89,8 +91,7 @@ class LiveChanges:
                 f"{experiment.id} was changed {len(known)} times, at most {MOST_CHANGES} are kept with an experiment: "
                 "fork it to go on with other settings"
             )
-        if Effect.TRAINER in by_effect:
-            self._check_trainers(experiment.id, by_effect[Effect.TRAINER])
+        self._check_hearers(experiment.id, by_effect)
         is_draft = record.state is ExperimentState.DRAFT
         made = [
             LiveChange(
@@ -113,18 +114,26 @@ class LiveChanges:
             self._events.stage(change, experiment.id, CHANGED, **facts)
         return tuple(each.id for each in made)
 
-    def _check_trainers(self, experiment_id: str, keys: Sequence[ChangedKey]) -> None:
-        """Check that the trainers take changes at all.
+    def _check_hearers(self, experiment_id: str, by_effect: Mapping[Effect, Sequence[ChangedKey]]) -> None:
+        """Check that the services that apply changes take them at all.
+
+        Those that come later are chosen by it: see ``Demand.hearers``.
 
         Raises:
-            InvalidSpec: one is of an earlier release, which would train on with the former values, in silence.
+            InvalidSpec: one is of an earlier release, which would go on with the former values, in silence.
         """
-        for trainer in self._registry.trainers_of(experiment_id):
-            if not trainer.capabilities.live_changes:
-                raise InvalidSpec(
-                    f"{', '.join(key.path for key in keys)}: trainer {trainer.id} is of a release that takes no "
-                    "changes while it trains: start it again with this one (docs/compatibility.md), then change it"
-                )
+        applied: dict[ServiceKind, list[str]] = {}
+        for effect, keys in by_effect.items():
+            for key in keys:
+                if (kind := hearer_of(effect, key.path)) is not None:
+                    applied.setdefault(kind, []).append(key.path)
+        for kind, paths in applied.items():
+            for service in self._registry.of(experiment_id, kind):
+                if not service.capabilities.live_changes:
+                    raise InvalidSpec(
+                        f"{', '.join(paths)}: {kind.value} {service.id} is of a release that takes no changes while it "
+                        "works: start it again with this one (docs/compatibility.md), then change it"
+                    )
 
     async def adopt(self, experiment_id: str, version: int, step: int) -> tuple[LiveChange, ...]:
         """Let what waits for the trainer hold from a version on, which it has not begun to train.

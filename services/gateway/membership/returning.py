@@ -137,6 +137,8 @@ class Returning:
         experiment = self._repository.find(found.record.experiment_id)
         if experiment is None or not experiment.is_active or found.record.is_draining:
             return False
+        if service.kind in experiment.steering.hearers and not service.capabilities.live_changes:
+            return False  # the experiment was changed meanwhile, and an earlier release would not hear of it
         if service.kind is ServiceKind.TRAINER:
             # Another trainer has had a later epoch, or this one's job has ended: then it begins anew.
             is_last = found.record.trainer_epoch == experiment.record.trainer_epoch

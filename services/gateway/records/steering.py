@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from flotilla.services.gateway.digest import digest
@@ -9,9 +10,12 @@ from flotilla.services.gateway.store.records import ExperimentRecord
 from flotilla.shared.config.load.live import applied, group_settings, undone, with_applied
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.spec import ExperimentSpec
-from flotilla.shared.schemas.live_changes import SOURCES, LiveChange, WeightsFrom, held_at
+from flotilla.shared.schemas.live_changes import SOURCES, Effect, LiveChange, WeightsFrom, held_at
+from flotilla.shared.schemas.service import ServiceKind
 
 UNSEEN, POOLS = "data.curriculum.unseen", "data.curriculum.pools."
+REWARDS = "reward."
+"""Begins the path of each key that reward services apply, group by group."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,12 @@ class Steering:
         in_force = spec if len(held) == len(changes) else validate_spec(applied(base, held))
         return cls(changes, base, digest(base), in_force, group_settings(changes))
 
+    @cached_property
+    def hearers(self) -> frozenset[ServiceKind]:
+        """Kinds of service that have to take changes while they work, since there are changes that they apply."""
+        paths = [(each.effect, key.path) for each in self.changes for key in each.keys]
+        return frozenset(kind for effect, path in paths if (kind := hearer_of(effect, path)) is not None)
+
     def at(self, version: int) -> ExperimentSpec:
         """Make the spec that holds for a policy version.
 
@@ -49,6 +59,13 @@ class Steering:
             InvalidSpec: together the changes make none.
         """
         return with_applied(validate_spec(self.base), held_at(self.changes, version))
+
+
+def hearer_of(effect: Effect, path: str) -> ServiceKind | None:
+    """Name the kind of service that applies a change of a key, and that in an earlier release would not hear of it."""
+    if effect is Effect.TRAINER:
+        return ServiceKind.TRAINER
+    return ServiceKind.REWARD if effect is Effect.GROUP and path.startswith(REWARDS) else None
 
 
 def weights_of(document: Mapping[str, Any]) -> tuple[float, ...]:

@@ -11,6 +11,7 @@ from flotilla.shared.config.sections.engine import ServerEngineConfig
 from flotilla.shared.config.sections.resources import QuotaConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.schemas.engine import with_adapters
+from flotilla.shared.schemas.service import LIVE_CHANGES
 from flotilla.shared.schemas.service import ServiceKind as Kind
 
 NO_NEED = DeviceNeed()
@@ -23,7 +24,8 @@ class Candidate:
     Attributes:
         experiment_id: what it is assigned to; None while it is idle.
         is_leaving: it was asked to leave its experiment, or has left it and is not yet idle.
-        engines: kinds of engine that a rollout can start, and those that take adapters there (``with_adapters``).
+        engines: kinds of engine that a rollout can start, and those that take adapters there (``with_adapters``);
+            ``LIVE_CHANGES`` of a service that takes changes while it works.
         devices: identities of the GPUs that it may use; two services may have the same one.
     """
 
@@ -47,6 +49,8 @@ class Demand:
             can.
         needs: the GPUs that services of a kind must have.
         shares_devices: trainer and rollouts take turns on the same ones.
+        hearers: kinds whose services have to take changes while they work; those of an earlier release would go on
+            with what the spec was before, and say nothing.
     """
 
     experiment_id: str
@@ -58,6 +62,7 @@ class Demand:
     engine: str | None = None
     needs: Mapping[Kind, DeviceNeed] = field(default_factory=dict)
     shares_devices: bool = False
+    hearers: frozenset[Kind] = frozenset()
 
     def uses(self, kind: Kind) -> bool:
         """Whether services of this kind work for it."""
@@ -71,11 +76,15 @@ class Demand:
         """The engine that a service of a kind has to start."""
         return self.engine if kind is Kind.ROLLOUT else None
 
+    def ability_of(self, kind: Kind) -> str | None:
+        """What a service of a kind has to be able to, besides its devices: start an engine, or take changes."""
+        return LIVE_CHANGES if kind in self.hearers else self.engine_of(kind)
+
     def suits(self, candidate: Candidate) -> bool:
         """Whether a service meets the requirements, even if it is assigned to another experiment now."""
-        engine = self.engine_of(candidate.kind)
-        has_engine = engine is None or engine in candidate.engines
-        return self.uses(candidate.kind) and has_engine and len(candidate.devices) >= self.need_of(candidate.kind).count
+        ability = self.ability_of(candidate.kind)
+        is_able = ability is None or ability in candidate.engines
+        return self.uses(candidate.kind) and is_able and len(candidate.devices) >= self.need_of(candidate.kind).count
 
 
 def quotas_of(spec: ExperimentSpec) -> dict[Kind, QuotaConfig]:

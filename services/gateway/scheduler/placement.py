@@ -19,7 +19,7 @@ from fractions import Fraction
 from itertools import groupby
 
 from flotilla.services.gateway.scheduler.demands import Candidate, Demand
-from flotilla.services.gateway.scheduler.devices import Owners, in_order_of_use, may_use, owners_of
+from flotilla.services.gateway.scheduler.devices import COMPUTING, Owners, in_order_of_use, may_use, owners_of
 from flotilla.services.gateway.scheduler.uses import divided_by_use, reclaimed
 from flotilla.shared.schemas.service import ServiceKind as Kind
 
@@ -161,15 +161,16 @@ def place(demands: Sequence[Demand], candidates: Sequence[Candidate]) -> Placeme
 def _pools(
     demands: Sequence[Demand], candidates: Sequence[Candidate], owners: Owners, waiting: Set[str]
 ) -> "list[_Pool]":
-    """Divide demands and candidates: one pool for each kind, and for each use of trainers and of rollouts."""
+    """Divide demands and candidates: one pool for each kind, and for each use of trainers, rollouts and rewards."""
     owners = dict(owners)
     pools = []
     for kind in KINDS:
-        if kind in {Kind.TRAINER, Kind.ROLLOUT}:
-            parts = divided_by_use(kind, demands, candidates, owners, waiting)
-            pools += [_Pool(kind, part.demands, part.candidates, owners) for part in parts]
-        else:
+        if kind is Kind.SANDBOX:
             pools.append(_Pool(kind, demands, candidates, owners))
+            continue
+        # The devices of a reward service are not given with it.
+        parts = divided_by_use(kind, demands, candidates, owners if kind in COMPUTING else {}, waiting)
+        pools += [_Pool(kind, part.demands, part.candidates, owners) for part in parts]
     return pools
 
 

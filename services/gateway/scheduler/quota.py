@@ -29,14 +29,14 @@ from flotilla.shared.clock import Clock
 from flotilla.shared.config.rules.devices import DeviceFacts
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.fleet import ExperimentShare, FleetView, KindShare
-from flotilla.shared.schemas.service import ServiceKind
+from flotilla.shared.schemas.service import LIVE_CHANGES, ServiceKind
 from flotilla.shared.schemas.service import ServiceKind as Kind
 
 log = logging.getLogger(__name__)
 
 
 Facts = tuple[ServiceRecord, bool, frozenset[str], frozenset[str]]
-"""All that a candidate is made of: the record, whether it leaves, the engines that it can start, its devices."""
+"""All that a candidate is made of: the record, whether it leaves, what it can do, its devices."""
 
 
 PLURALS = {Kind.TRAINER: "trainers", Kind.ROLLOUT: "rollouts", Kind.REWARD: "rewards", Kind.SANDBOX: "sandboxes"}
@@ -69,9 +69,10 @@ def _counted(counts: Mapping[Kind, int], demand: Demand | None = None) -> str:
     for kind, count in counts.items():
         phrase = f"{count} {kind.value if count == 1 else PLURALS[kind]}"
         if demand is not None:
-            engine, devices = demand.engine_of(kind), demand.need_of(kind).count
+            ability, devices = demand.ability_of(kind), demand.need_of(kind).count
             able = [] if not devices else [f"{devices} device{'' if devices == 1 else 's'}"]
-            able += [] if engine is None else [f"an interpreter for {engine}"]
+            if ability is not None:
+                able.append("live changes" if ability == LIVE_CHANGES else f"an interpreter for {ability}")
             phrase += f" with {' and '.join(able)}" if able else ""
         phrases.append(phrase)
     return " and ".join(phrases)
@@ -80,12 +81,17 @@ def _counted(counts: Mapping[Kind, int], demand: Demand | None = None) -> str:
 def _facts(
     demand: Demand, lacking: Mapping[Kind, int], demands: Sequence[Demand], candidates: Sequence[Candidate]
 ) -> list[str]:
-    """Describe the devices of a kind if a number is required, and idle services that lack only devices."""
+    """Describe the devices of a kind if a number is required, and idle services that lack only devices or a release."""
     owners, facts = owners_of(demands, candidates), []
     for kind in lacking:
         if demand.need_of(kind).count and any(each.kind is kind for each in candidates):
             facts.append(f"the devices of the fleet's {PLURALS[kind]}: {counts_of(kind, candidates)}")
         idle = [each for each in candidates if each.kind is kind and each.experiment_id is None and not each.is_leaving]
+        facts += [
+            f"{each.service_id} is of a release that takes no changes while it works: start it again with this one"
+            for each in idle
+            if kind in demand.hearers and LIVE_CHANGES not in each.engines
+        ]
         for service in idle:
             computing = sorted(others(service, owners) - {demand.experiment_id, ""})
             if demand.suits(service) and computing:
@@ -147,11 +153,15 @@ class Candidates:
             # A draining trainer keeps its place until it is idle: an experiment never has two.
             if record.is_draining and not (service.kind is ServiceKind.TRAINER and record.experiment_id is not None):
                 continue
-            facts = (record, service.leaving is not None or service.is_busy, service.engines, service.devices)
+            facts = (record, service.leaving is not None or service.is_busy, _abilities(service), service.devices)
             found = self._known.get(record.id)
             known[record.id] = found if found is not None and found[0] == facts else (facts, _candidate(service, facts))
         self._known = known
         return [candidate for _, candidate in known.values()]
+
+
+def _abilities(service: LiveService) -> frozenset[str]:
+    return service.engines | {LIVE_CHANGES} if service.capabilities.live_changes else service.engines
 
 
 def _candidate(service: LiveService, facts: Facts) -> Candidate:
@@ -227,6 +237,8 @@ class Scheduler:
         active = [experiment for experiment in self._repository if experiment.is_active]
         # Rows of before there was a number have none: the clock orders these among themselves.
         active.sort(key=lambda e: (e.record.start_number, e.record.started_at or 0.0))
+        # Where all of a kind take changes, who needs that needs nothing special: nothing is kept for it.
+        mixed = {each.kind for each in self._registry if not each.capabilities.live_changes}
         return [
             Demand(
                 experiment_id=experiment.id,
@@ -238,6 +250,7 @@ class Scheduler:
                 engine=engine_to_start(experiment.spec),
                 needs=needs_of(experiment.spec),
                 shares_devices=experiment.spec.shares_devices,
+                hearers=experiment.steering.hearers & mixed,
             )
             for experiment in active
         ]
@@ -290,6 +303,8 @@ class Scheduler:
                 return  # somebody came back to a place, or to devices, that this was decided without
             if self._registry.find(service.id) is not service or not experiment.is_active:
                 return  # it left, or the experiment was stopped, while this waited for its turn
+            if service.kind in experiment.steering.hearers and not service.capabilities.live_changes:
+                return  # the experiment was changed meanwhile, and this would not hear of it
             if service.kind is ServiceKind.TRAINER:
                 self._repository.stage(change, experiment, trainer_epoch=experiment.record.trainer_epoch + 1)
             self._registry.stage_assignment(change, service, experiment.id)

@@ -1,4 +1,4 @@
-"""Divides the services of a kind among experiments that ask different things of them: an engine, a number of GPUs.
+"""Divides the services of a kind among experiments that ask different things of them: an engine, GPUs, live changes.
 
 What suits the more demanding is kept for them as far as they may have it, and is the others' beyond that.
 """
@@ -12,7 +12,7 @@ from flotilla.services.gateway.scheduler.devices import SOMEBODY, Owners, others
 from flotilla.shared.schemas.service import ServiceKind as Kind
 
 Use = tuple[int, str]
-"""GPUs that a service must have, and the engine that it has to start; none of both: ``(0, "")``."""
+"""GPUs that a service must have, and what it has to be able to (``Demand.ability_of``); none of both: ``(0, "")``."""
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Part:
 
 def use_of(demand: Demand, kind: Kind) -> Use:
     """Return what an experiment asks of services of a kind."""
-    return demand.need_of(kind).count, demand.engine_of(kind) or ""
+    return demand.need_of(kind).count, demand.ability_of(kind) or ""
 
 
 def divided_by_use(

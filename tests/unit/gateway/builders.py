@@ -120,7 +120,9 @@ def a_registration(kind: ServiceKind = ServiceKind.ROLLOUT, incarnation: str = "
         "address": f"http://127.0.0.1/{incarnation.replace(' ', '-')}",
         "host": "here",
         "pid": 1,
-        "capabilities": Capabilities(transports=("gloo",), live_changes=kind is ServiceKind.TRAINER),
+        "capabilities": Capabilities(
+            transports=("gloo",), live_changes=kind in {ServiceKind.TRAINER, ServiceKind.REWARD}
+        ),
         "incarnation": incarnation,
     }
     return Registration(**(fields | changes))

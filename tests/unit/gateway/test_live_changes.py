@@ -15,13 +15,22 @@ from flotilla.services.gateway.records.steering import Steering
 from flotilla.services.gateway.state import GatewayState
 from flotilla.services.gateway.store.memory import MemoryStore
 from flotilla.services.gateway.store.records import ExperimentRecord
+from flotilla.shared.clock import ManualClock
 from flotilla.shared.errors import ActionNotAllowed, InvalidSpec
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.live_changes import ChangedKey, Effect, LiveChange
 from flotilla.shared.schemas.service import Capabilities, ServiceKind
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.streams.hop import HopName, Resolution
-from tests.unit.gateway.builders import MemoryPlanes, a_gateway, a_spec, add_experiment, add_service
+from tests.unit.gateway.builders import (
+    MemoryPlanes,
+    a_gateway,
+    a_registration,
+    a_spec,
+    add_experiment,
+    add_service,
+    stop,
+)
 
 RATE, TEMPERATURE = "optimisation.learning_rate", "rollout.sampling.temperature"
 BOTH = '{"optimisation": {"learning_rate": 0.5}, "rollout": {"sampling": {"temperature": 0.7}, "group_size": 3}}'
@@ -94,6 +103,91 @@ async def test_a_change_that_a_trainer_of_an_earlier_release_would_not_hear_of_i
 
     await gateway.commands.change(experiment.id, '{"rollout": {"sampling": {"temperature": 0.7}}}')
     assert [change.effect for change in gateway.commands.view(experiment).changes] == [Effect.GROUP]
+
+
+EARLIER = Capabilities.model_validate({"transports": ("gloo",)})
+"""Of a service of an earlier release, as its registration has them."""
+COMPONENTS = [{"kind": "exact", "weight": 1.0}, {"kind": "numeric", "weight": 0.5}]
+
+
+async def test_a_trainer_of_an_earlier_release_is_not_appointed_after_a_change_that_it_would_not_hear_of() -> None:
+    gateway = a_gateway()
+    experiment = await add_running(gateway, trainer_epoch=1)
+    await add_service(gateway, ServiceKind.ROLLOUT, "rollout", experiment.id)
+    await add_service(gateway, ServiceKind.REWARD, "reward", experiment.id)
+    trainer = await add_service(gateway, ServiceKind.TRAINER, "new", experiment.id)
+    await gateway.commands.change(experiment.id, BOTH)
+    await gateway.fleet.leave(trainer, reason="it died")
+
+    old = await add_service(gateway, ServiceKind.TRAINER, "old", capabilities=EARLIER)
+    await gateway.reconciler.reconcile()
+
+    assert gateway.registry.get(old).experiment_id is None
+    assert experiment.record.problem is not None
+    assert experiment.record.problem["cause"] == (
+        f"waiting for 1 trainer with live changes to register; {old} is of a release that takes no changes while it "
+        "works: start it again with this one"
+    )
+
+    newer = await add_service(gateway, ServiceKind.TRAINER, "newer")
+    await gateway.reconciler.reconcile()
+    assert [each.id for each in gateway.registry.trainers_of(experiment.id)] == [newer]
+    await stop(gateway)
+
+
+async def test_a_trainer_of_an_earlier_release_that_was_out_of_reach_meanwhile_does_not_get_its_work_back() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock)
+    experiment = await add_running(gateway, trainer_epoch=1)
+    old = await add_service(gateway, ServiceKind.TRAINER, "old", experiment.id, capabilities=EARLIER)
+    clock.advance(20.0)
+    await gateway.reconciler.reconcile()
+    await gateway.commands.change(experiment.id, BOTH)
+
+    registration = a_registration(ServiceKind.TRAINER, "old", capabilities=EARLIER)
+    assert (await gateway.fleet.register(registration)).service_id == old
+    assert gateway.registry.get(old).experiment_id is None
+    await stop(gateway)
+
+
+async def test_weights_of_rewards_ask_for_reward_services_that_hear_of_them() -> None:
+    gateway = a_gateway()
+    document = a_spec(reward={"components": COMPONENTS}).model_dump(mode="json")
+    experiment = await add_experiment(gateway, spec=document, trainer_epoch=1)
+    for kind in (ServiceKind.TRAINER, ServiceKind.ROLLOUT):
+        await add_service(gateway, kind, kind.value, experiment.id)
+    old = await add_service(gateway, ServiceKind.REWARD, "old", experiment.id, capabilities=EARLIER)
+    weights = '{"reward": {"components": {"1": {"weight": 0.25}}}}'
+
+    with pytest.raises(InvalidSpec, match=f"reward.components.1.weight: reward {old} is of a release that takes no"):
+        await gateway.commands.change(experiment.id, weights)
+    await gateway.fleet.leave(old, reason="it is started again")
+    await gateway.commands.change(experiment.id, weights)
+    older = await add_service(gateway, ServiceKind.REWARD, "older", capabilities=EARLIER)
+    await gateway.reconciler.reconcile()
+    waits = experiment.record.problem
+    newer = await add_service(gateway, ServiceKind.REWARD, "newer")
+    await gateway.reconciler.reconcile()
+
+    assert waits is not None and waits["cause"].startswith("waiting for 1 reward with live changes to register; ")
+    assert gateway.registry.get(older).experiment_id is None
+    assert [each.id for each in gateway.registry.of(experiment.id, ServiceKind.REWARD)] == [newer]
+    await stop(gateway)
+
+
+async def test_where_all_services_hear_of_changes_an_experiment_that_was_changed_keeps_none_from_others() -> None:
+    gateway = a_gateway()
+    document = a_spec(reward={"components": COMPONENTS}).model_dump(mode="json")
+    changed = await add_experiment(gateway, spec=document, start_number=1)
+    await gateway.commands.change(changed.id, '{"reward": {"components": {"1": {"weight": 0.25}}}}')
+    other = await add_experiment(gateway, "other", spec=document, start_number=2)
+    for kind in (ServiceKind.TRAINER, ServiceKind.ROLLOUT, ServiceKind.REWARD):
+        for number in range(2):
+            await add_service(gateway, kind, f"{kind} {number}")
+    await gateway.reconciler.reconcile()
+
+    assert [len(gateway.registry.of(each.id, ServiceKind.REWARD)) for each in (changed, other)] == [1, 1]
+    await stop(gateway)
 
 
 async def test_groups_carry_what_they_are_sampled_with_from_the_next_one_issued_on() -> None:

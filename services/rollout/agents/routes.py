@@ -15,7 +15,7 @@ from flotilla.services.rollout.agents.episode import Asked, Endpoint, Episode
 from flotilla.services.rollout.agents.episodes import AgentEpisodes
 from flotilla.services.rollout.agents.messages import PING
 from flotilla.services.rollout.agents.replies import Reply
-from flotilla.shared.errors import FlotillaError, InvalidRequest, NotFound, Unauthorized
+from flotilla.shared.errors import FlotillaError, InvalidRequest, NotFound, Unauthorized, Unavailable
 from flotilla.shared.net.server.model_api_problems import anthropic_problem, openai_problem
 from flotilla.shared.schemas.episode import (
     BeginEpisode,
@@ -61,7 +61,7 @@ def episodes_router(find: Callable[[Request, str], AgentEpisodes | None], accept
     @router.post("", status_code=201)
     async def begin(experiment_id: str, wanted: BeginEpisode, request: Request) -> OpenedEpisode:
         """Hand out an episode."""
-        return await found(request, experiment_id).open(wanted.wait_seconds, wanted.key, only_known=wanted.only_known)
+        return await _opened(found(request, experiment_id), wanted, request)
 
     @router.post("/{episode_id}/complete")
     async def complete(experiment_id: str, episode_id: str, ending: CompleteEpisode, request: Request) -> EndedEpisode:
@@ -96,6 +96,26 @@ def episodes_router(find: Callable[[Request, str], AgentEpisodes | None], accept
         return Response(reply.to_json() if reply is not None else b"", media_type="application/json")
 
     return router
+
+
+async def _opened(episodes: AgentEpisodes, wanted: BeginEpisode, request: Request) -> OpenedEpisode:
+    """Begin an episode, unless the caller has gone before there is one."""
+    opening = asyncio.ensure_future(episodes.open(wanted.wait_seconds, wanted.key, only_known=wanted.only_known))
+    hanging_up = asyncio.ensure_future(_hung_up(request))
+    try:
+        await asyncio.wait([opening, hanging_up], return_when=asyncio.FIRST_COMPLETED)
+        if opening.done():
+            return opening.result()
+        raise Unavailable("the caller has gone")
+    finally:
+        for task in (opening, hanging_up):
+            task.cancel()
+        await asyncio.gather(opening, hanging_up, return_exceptions=True)
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _problem(what: str, error: FlotillaError) -> Response:

@@ -4,24 +4,34 @@ The gateway holds nothing of an episode: its id names experiment and rollout, it
 So a gateway that restarts goes on where the one before was.
 """
 
+import asyncio
 import hashlib
 import json
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from typing import Final
 
 from flotilla.services.gateway.access.quotas import check_episodes
 from flotilla.services.gateway.access.tokens import Tokens
 from flotilla.services.gateway.episodes.naming import EpisodeName
-from flotilla.services.gateway.episodes.rollouts import EpisodeGone, Rollouts
+from flotilla.services.gateway.episodes.rollouts import CALL_SECONDS, EpisodeGone, Rollouts
 from flotilla.services.gateway.monitoring.health.measurements import Measurements
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, PerExperiment
 from flotilla.services.gateway.registry.services import LiveService, Registry
 from flotilla.services.gateway.signals import wait_for_any
 from flotilla.shared.clock import Clock
 from flotilla.shared.config.sections.reward import AgentRewardConfig
-from flotilla.shared.errors import ActionNotAllowed, Conflict, FlotillaError, Forbidden, InvalidRequest, Unavailable
+from flotilla.shared.errors import (
+    ActionNotAllowed,
+    Conflict,
+    DeadlineExceeded,
+    FlotillaError,
+    Forbidden,
+    InvalidRequest,
+    Unavailable,
+)
 from flotilla.shared.net.authorisation.access import Principal, Scope
 from flotilla.shared.schemas.episode import (
     LONGEST_WAIT_SECONDS,
@@ -38,6 +48,8 @@ from flotilla.shared.streams.mailbox import Delivery
 
 SLICE_SECONDS: Final = 2.0
 """How long one rollout is waited for before the next is asked."""
+KNOWN_SECONDS: Final = 1.0, 2.0
+"""The least and the most that a rollout may take to say what it has begun by a key."""
 PAUSE_SECONDS: Final = 0.2
 """Between two rounds, where no rollout is at work that would wait."""
 RECALL_SECONDS: Final = 600.0
@@ -65,13 +77,14 @@ class HandedOutEpisodes:
             del opened[episode_id]
         return len(opened) + self._beginning[whose]
 
-    def begin(self, whose: str) -> None:
-        """Note that somebody waits for one; ``begun`` ends that."""
+    @contextmanager
+    def beginning(self, whose: str) -> Iterator[None]:
+        """Count one that somebody waits for."""
         self._beginning[whose] += 1
-
-    def begun(self, whose: str) -> None:
-        """Note that somebody waits no longer."""
-        self._beginning[whose] -= 1
+        try:
+            yield
+        finally:
+            self._beginning[whose] -= 1
 
     def add(self, whose: str, episode_id: str, until: float) -> None:
         """Note one that was handed out."""
@@ -91,10 +104,28 @@ class NoTask(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """An agent's call for an episode, with a key of idempotency."""
+    """An agent's call for an episode.
 
-    name: str
-    may_be_repeated: bool
+    Attributes:
+        end: of its wait, by the monotonic clock.
+        name: made of its key of idempotency; None without one.
+        may_be_repeated: whether a call of this name may have begun an episode before.
+        silent: rollouts that did not answer it in time, by id: it does not wait for them again.
+    """
+
+    whose: str
+    end: float
+    name: str | None = None
+    may_be_repeated: bool = False
+    silent: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Turn:
+    """Held by the one call of its key that is under way."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_calls: int = 0
 
 
 class Episodes:
@@ -119,6 +150,7 @@ class Episodes:
         self._clock = clock
         self._turn = 0
         self._calls: OrderedDict[str, None] = OrderedDict()
+        self._turns: dict[str, _Turn] = defaultdict(_Turn)
         self._recalls_until = clock.monotonic() + RECALL_SECONDS
         self.rollouts = Rollouts(registry, tokens.peer_of)
         self._handed = HandedOutEpisodes()
@@ -145,39 +177,69 @@ class Episodes:
         if experiment.spec.rollout.agents is None:
             raise InvalidRequest(f"experiment {experiment_id} is not for agents: its spec has no rollout.agents")
         end = self._clock.monotonic() + min(wanted.wait_seconds, LONGEST_WAIT_SECONDS)
-        num_open = self._handed.count(who.actor, self._clock.now())
-        check_episodes(num_open, self._tokens.quota_of(who.actor), who.actor)
-        self._handed.begin(who.actor)
-        try:
-            opened = await self._opened(experiment, end, self._call_of(experiment_id, who, key))
-        finally:
-            self._handed.begun(who.actor)
+        call = self._call_of(experiment_id, who, key, end)
+        async with self._turn_of(call):
+            opened = await self._opened(experiment, call)
         self._handed.add(who.actor, opened.episode_id, self._clock.now() + opened.seconds)
         return self._handed_out(experiment, opened, base_url)
 
-    async def _opened(self, experiment: Experiment, end: float, call: "_Call | None") -> OpenedEpisode:
-        """Wait for a task that a rollout hands out."""
-        while True:
-            self._check_state(experiment)
-            self._measurements.of(experiment).asked.at = self._clock.now()
-            opened = await self._from_some_rollout(experiment, end, call)
-            if opened is not None:
-                return opened
-            if self._clock.monotonic() >= end:
-                raise NoTask("no task is free now: ask again", experiment_id=experiment.id)
-            await wait_for_any(min(PAUSE_SECONDS, max(0.0, end - self._clock.monotonic())), experiment.changed.next)
+    @asynccontextmanager
+    async def _turn_of(self, call: "_Call") -> AsyncIterator[None]:
+        """Let one call of a key be under way: one that is repeated while the first waits finds what that began."""
+        if call.name is None:
+            yield
+            return
+        turn = self._turns[call.name]
+        turn.num_calls += 1
+        try:
+            try:
+                async with asyncio.timeout(max(0.0, call.end - self._clock.monotonic())):
+                    await turn.lock.acquire()
+            except TimeoutError:
+                raise NoTask("the call that was made with this key before still waits for a task: ask again") from None
+            try:
+                yield
+            finally:
+                turn.lock.release()
+        finally:
+            turn.num_calls -= 1
+            if not turn.num_calls:
+                del self._turns[call.name]
 
-    def _call_of(self, experiment_id: str, who: Principal, key: str | None) -> "_Call | None":
+    async def _opened(self, experiment: Experiment, call: "_Call") -> OpenedEpisode:
+        """Wait for a task that a rollout hands out; what the call has begun before is no new one for the quota."""
+        with ExitStack() as counted:
+            is_counted = False
+            while True:
+                self._check_state(experiment)
+                self._measurements.of(experiment).asked.at = self._clock.now()
+                is_early = call.may_be_repeated and self.rollouts.has_unheard(experiment.id)
+                if not is_early:
+                    opened = await self._known(experiment, call)
+                    if opened is None and not is_counted:
+                        num_open = self._handed.count(call.whose, self._clock.now())
+                        check_episodes(num_open, self._tokens.quota_of(call.whose), call.whose)
+                        counted.enter_context(self._handed.beginning(call.whose))
+                        is_counted = True
+                    opened = opened or await self._from_some_rollout(experiment, call)
+                    if opened is not None:
+                        return opened
+                left = call.end - self._clock.monotonic()
+                if left <= 0.0:
+                    raise NoTask("no task is free now: ask again", experiment_id=experiment.id)
+                await wait_for_any(min(PAUSE_SECONDS, left), experiment.changed.next)
+
+    def _call_of(self, experiment_id: str, who: Principal, key: str | None, end: float) -> "_Call":
         """Name a call by its key, and say whether it may be one that was made before.
 
         Nothing that is kept answers it, since the answer holds a token. Soon after this gateway began any call may have
         been made of an earlier one, which ended before it could answer.
         """
         if not key:
-            return None
+            return _Call(who.actor, end)
         name = hashlib.sha256(f"{who.actor} {experiment_id} {key}".encode()).hexdigest()
         is_early = self._clock.monotonic() < self._recalls_until
-        call = _Call(name, is_early or name in self._calls)
+        call = _Call(who.actor, end, name, is_early or name in self._calls)
         self._calls[name] = None
         if len(self._calls) > MOST_CALLS:
             self._calls.popitem(last=False)
@@ -187,38 +249,51 @@ class Episodes:
         if experiment.state in LATEST_STATES or experiment.state is ExperimentState.DRAFT:
             raise ActionNotAllowed(f"experiment {experiment.id} is {experiment.state.value}: it has no episodes")
 
-    async def _from_some_rollout(
-        self, experiment: Experiment, end: float, call: "_Call | None"
-    ) -> OpenedEpisode | None:
-        """Ask one rollout after another, each from the beginning of another one; only the last may wait.
-
-        A call that may have been made before is asked first of all what they have begun by it.
-        """
-        services = self.rollouts.at_work(experiment.id)
-        key = None if call is None else call.name
-        if call is not None and call.may_be_repeated:
-            if self.rollouts.has_unheard(experiment.id):
-                return None
-            known = BeginEpisode(key=key, only_known=True)
-            for service in services:
-                if (opened := await self._asked(service, experiment, known)) is not None:
+    async def _known(self, experiment: Experiment, call: "_Call") -> OpenedEpisode | None:
+        """Ask all rollouts at once what they have begun by a call that may have been made before."""
+        if not call.may_be_repeated:
+            return None
+        least, most = KNOWN_SECONDS
+        seconds = max(least, min(most, call.end - self._clock.monotonic()))
+        wanted = BeginEpisode(key=call.name, only_known=True)
+        services = self._heard(experiment, call)
+        asking = [asyncio.ensure_future(self._asked(each, experiment, wanted, call, seconds)) for each in services]
+        try:
+            for answer in asyncio.as_completed(asking):
+                if (opened := await answer) is not None:
                     return opened
+        finally:
+            for each in asking:
+                each.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+        return None
+
+    async def _from_some_rollout(self, experiment: Experiment, call: "_Call") -> OpenedEpisode | None:
+        """Ask one rollout after another, each from the beginning of another one; only the last may wait."""
+        services = self._heard(experiment, call)
         self._turn += 1
         for number in range(len(services)):
             service = services[(self._turn + number) % len(services)]
-            left = max(0.0, min(SLICE_SECONDS, end - self._clock.monotonic()))
+            left = max(0.0, min(SLICE_SECONDS, call.end - self._clock.monotonic()))
             wait = left if number == len(services) - 1 else 0.0
-            opened = await self._asked(service, experiment, BeginEpisode(wait_seconds=wait, key=key))
-            if opened is not None:
+            wanted = BeginEpisode(wait_seconds=wait, key=call.name)
+            if (opened := await self._asked(service, experiment, wanted, call, CALL_SECONDS)) is not None:
                 return opened
         return None
 
-    async def _asked(self, service: LiveService, experiment: Experiment, wanted: BeginEpisode) -> OpenedEpisode | None:
-        """Ask a rollout; None where it has none, or does not answer."""
+    def _heard(self, experiment: Experiment, call: "_Call") -> list[LiveService]:
+        return [each for each in self.rollouts.at_work(experiment.id) if each.id not in call.silent]
+
+    async def _asked(
+        self, service: LiveService, experiment: Experiment, wanted: BeginEpisode, call: "_Call", seconds: float
+    ) -> OpenedEpisode | None:
+        """Ask a rollout; None where it has none, or does not answer within so many seconds beside its wait."""
         path = f"/v1/experiments/{experiment.id}/episodes"
         try:
-            opened = await self.rollouts.call(service, path, wanted.model_dump(), wanted.wait_seconds)
+            opened = await self.rollouts.call(service, path, wanted.model_dump(), wanted.wait_seconds, seconds)
         except FlotillaError as error:
+            if isinstance(error, DeadlineExceeded):
+                call.silent.add(service.id)
             if not error.retryable and error.status not in {404, 503}:
                 raise
             return None

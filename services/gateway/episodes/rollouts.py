@@ -68,12 +68,20 @@ class Rollouts:
             raise EpisodeGone(f"the rollout that held episode {episode_id} is gone: begin another one")
         return service
 
-    async def call(self, service: LiveService, path: str, body: Mapping[str, Any], seconds: float = 0.0) -> Any:
+    async def call(
+        self,
+        service: LiveService,
+        path: str,
+        body: Mapping[str, Any],
+        seconds: float = 0.0,
+        answer_seconds: float = CALL_SECONDS,
+    ) -> Any:
         """Post JSON and return the JSON answer.
 
         Args:
             path: below the rollout's address.
             seconds: that the rollout may wait before it answers.
+            answer_seconds: that it may take beside that.
 
         Raises:
             FlotillaError: the subclass that the rollout's problem names.
@@ -82,7 +90,7 @@ class Rollouts:
         """
         url = f"{service.record.address}{path}"
         try:
-            async with asyncio.timeout(seconds + CALL_SECONDS):
+            async with asyncio.timeout(seconds + answer_seconds):
                 answer = await self._http.post(url, json=dict(body), headers=self._headers())
         except TimeoutError:
             raise DeadlineExceeded(f"{service.id} does not answer") from None

@@ -20,12 +20,15 @@ from flotilla.services.gateway.evaluation.evaluator import Evaluator
 from flotilla.services.reward.grading import grading_samples
 from flotilla.services.reward.verifiers.given import AgentVerifier
 from flotilla.services.rollout.engines.scripted import log_prob_of
+from flotilla.shared.net.authorisation.token_records import Quota
+from flotilla.shared.schemas.service import ObservedState, ServiceKind, WorkState
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.schemas.trajectory import GradeStatus, Trajectory
 from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.plane import DataPlane
 from flotilla.shared.testing.characters import END
 from tests.agent_fleet import EXPERIMENT, TOKEN, AgentFleet, agent_fleet, begin
+from tests.unit.gateway.builders import a_registration, say
 from tests.unit.rollout.agents.world import a_spec
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -393,6 +396,103 @@ async def test_a_call_for_an_episode_that_is_repeated_with_its_key_begins_no_sec
         assert [each["task"] for each in again] == [each["task"] for each in first]
         assert other["episode_id"] not in {each["episode_id"] for each in first}
         assert fleet.counts()["episodes_opened"] == 4
+
+
+async def call_with(
+    fleet: AgentFleet, http: httpx.AsyncClient, key: str, wait_seconds: float, **options: Any
+) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {TOKEN}", "Idempotency-Key": key}
+    url = f"{fleet.url}/v1/experiments/{EXPERIMENT}/episodes"
+    return await http.post(url, json={"wait_seconds": wait_seconds}, headers=headers, **options)
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+async def test_a_call_that_is_repeated_while_the_first_still_waits_begins_one_episode(
+    http: httpx.AsyncClient, *, is_early: bool
+) -> None:
+    async with agent_fleet(a_spec(group_size=2), writes, num_rollouts=2, max_groups=4) as fleet:
+        if not is_early:
+            fleet.gateway.episodes._recalls_until = 0.0
+        with pytest.raises(httpx.ReadTimeout):
+            await call_with(fleet, http, "k", 20, timeout=0.5)
+        repeated = asyncio.create_task(call_with(fleet, http, "k", 20))
+        too_short = await call_with(fleet, http, "k", 0.1)
+        await fleet.issue(8)
+
+        answer = await repeated
+        again = await call_with(fleet, http, "k", 0)
+
+        assert (too_short.status_code, too_short.json()["code"]) == (503, "no_task")
+        assert answer.status_code == 201, answer.text
+        assert again.json()["episode_id"] == answer.json()["episode_id"]
+        assert fleet.counts()["episodes_opened"] == 1
+        assert not fleet.gateway.episodes._turns
+
+
+async def test_a_rollout_begins_no_episode_for_a_caller_that_has_gone(
+    fleet: AgentFleet, http: httpx.AsyncClient
+) -> None:
+    rollout = fleet.rollouts[0]
+    headers = {"Authorization": f"Bearer {fleet.gateway.tokens.peer_of(ServiceKind.ROLLOUT)}"}
+    body = {"wait_seconds": 20, "key": "k"}
+    url = f"{rollout.address}/v1/experiments/{EXPERIMENT}/episodes"
+    with pytest.raises(httpx.ReadTimeout):
+        await http.post(url, json=body, headers=headers, timeout=0.3)
+    async with asyncio.timeout(5):
+        while rollout.episodes._offered._waiters:  # type: ignore[attr-defined]
+            await asyncio.sleep(0.01)
+    await fleet.issue(1)
+
+    episode = await http.post(url, json=body | {"key": "another"}, headers=headers)
+
+    assert episode.status_code == 201, episode.text
+    assert fleet.counts()["episodes_opened"] == 1
+
+
+async def test_the_quota_lets_a_repeated_call_have_what_it_began(
+    fleet: AgentFleet, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet.gateway.tokens, "quota_of", lambda _whose: Quota(episodes=1))
+    waiting = [asyncio.create_task(call_with(fleet, http, "k", 10)) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    await fleet.issue(1)
+
+    answers = [*(await asyncio.gather(*waiting)), await call_with(fleet, http, "k", 1)]
+    other = await call_with(fleet, http, "another", 1)
+
+    assert [each.status_code for each in answers] == [201, 201, 201], [each.text for each in answers]
+    assert len({each.json()["episode_id"] for each in answers}) == 1
+    assert (other.status_code, other.json()["code"]) == (429, "quota_exceeded")
+
+
+async def test_rollouts_that_do_not_answer_hold_no_call_with_a_key_up(
+    fleet: AgentFleet, http: httpx.AsyncClient
+) -> None:
+    async def is_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(-1)
+        writer.close()
+
+    gateway = fleet.gateway
+    async with await asyncio.start_server(is_silent, "127.0.0.1", 0) as server:
+        address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        for number in range(3):
+            name = f"silent{number}"
+            registration = a_registration(ServiceKind.ROLLOUT, name, address=address)
+            service_id = (await gateway.fleet.register(registration)).service_id
+            await gateway.registry.assign(gateway.registry.get(service_id), EXPERIMENT)
+            observed = ObservedState(experiment_id=EXPERIMENT, state=WorkState.RUNNING, policy_version=0)
+            await say(gateway, service_id, observed)
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        none = await call_with(fleet, http, "k", 0)
+        until_none = clock() - began
+        await fleet.issue(1)
+        # Of the rollout that has it, at once; of those that are silent, never.
+        first = await call_with(fleet, http, "k", 5)
+        taken = clock() - began
+
+    assert (none.status_code, first.status_code) == (503, 201), (none.text, first.text)
+    assert until_none < 5.0 and taken < 9.0, "one of them alone takes 10 s"
 
 
 async def test_a_reward_may_come_later_and_once(fleet: AgentFleet, http: httpx.AsyncClient) -> None:

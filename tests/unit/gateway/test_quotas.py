@@ -106,10 +106,9 @@ def test_episodes_count_until_they_end_or_their_time_is_over() -> None:
     handed = HandedOutEpisodes()
     handed.add("agent a", "1", until=10.0)
     handed.add("agent a", "2", until=20.0)
-    handed.begin("agent a")
 
-    assert handed.count("agent a", now=5.0) == 3
-    handed.begun("agent a")
+    with handed.beginning("agent a"):
+        assert handed.count("agent a", now=5.0) == 3
     handed.end("2")
     assert (handed.count("agent a", now=5.0), handed.count("agent a", now=10.0)) == (1, 0)
     with pytest.raises(QuotaExceeded, match="of agent a for episodes is 1, of which 1 are used: complete some"):

@@ -97,7 +97,7 @@ export interface components {
             shared_memory?: string | null;
             /**
              * Live Changes
-             * @description Whether a trainer takes changes of its spec while it trains; those of earlier releases do not say so.
+             * @description Whether a trainer or reward service takes changes of its spec while it works; earlier releases do not say so.
              * @default false
              */
             live_changes: boolean;

@@ -9,7 +9,7 @@ from typing import Any, Final
 from flotilla.importers.parameter import applied, ignored, refused, translated, unsupported
 from flotilla.importers.precision import dtype_of
 from flotilla.importers.roll import distillation, finished
-from flotilla.importers.roll.fine_tuning import EPOCHS, ROLL_SFT
+from flotilla.importers.roll.fine_tuning import ROLL_SFT, sizes_by
 from flotilla.importers.roll.placement import shares_of_the_batch
 from flotilla.importers.roll.rows import CUTTING, TRAIN
 from flotilla.importers.roll.system import ROLL, adapters, tracking
@@ -99,25 +99,8 @@ def teacher(source: Source) -> Fields:
 
 
 def sizes(source: Source) -> Fields:
-    """Make lengths, batch, steps, schedule and checkpoints."""
-    longest = source.value("sequence_length")
-    if longest is None:
-        source.lack("job.max_tokens: give sequence_length")
-    names = [f"{TRAIN}.{name}" for name in finished.SIZES[:2]]
-    of_a_device = source.required(names[0]) * source.required(names[1])
-    size = of_a_device * shares_of_the_batch(source)
-    epochs = int(source.required(EPOCHS))
-    steps = 0 if source.rows is None else epochs * (source.rows // size)
-    if steps < 1:
-        source.lack("optimisation.steps: num_train_epochs counts passes over the data: give --rows N, the number of "
-                    "training rows, which make one batch at least")  # fmt: skip
-        return {}
-    planned = epochs * (source.rows or 0) // of_a_device  # as ROLL counts: it takes one device's share for the batch
-    fields: Fields = {"job.max_tokens": longest, "optimisation.groups_per_mini_batch": size}
-    fields |= finished.run_of(source, steps, planned)
-    if planned > steps and fields["optimisation.schedule"] != "constant":
-        fields["optimisation.decay_updates"] = planned
-    return fields
+    """Make lengths, batch, steps, schedule and checkpoints; ROLL's schedule takes one device's share for the batch."""
+    return sizes_by(source, shares_of_the_batch(source), scheduled_devices=1)
 
 
 ROLL_DISTILL: System = make_system(

@@ -1,5 +1,6 @@
 """ROLL's pipeline of supervised fine-tuning as a system to import from."""
 
+import math
 from typing import Any, Final
 
 from flotilla.importers.parameter import ignored, refused, translated, unsupported
@@ -68,23 +69,33 @@ def answers(source: Source) -> Fields:
 
 
 def sizes(source: Source) -> Fields:
-    """Make lengths, batch, steps, schedule and checkpoints."""
+    """Make lengths, batch, steps, schedule and checkpoints; the schedule counts the rows that make no whole batch."""
+    return sizes_by(source, shares_of_the_batch(source))
+
+
+def sizes_by(source: Source, devices: int, *, scheduled_devices: int | None = None) -> Fields:
+    """Make what ``num_train_epochs`` passes over the rows mean.
+
+    Args:
+        source: the file.
+        devices: among which a batch is divided.
+        scheduled_devices: of which the schedule counts the rows, if not of all of them.
+    """
     longest = source.value("sequence_length")
     if longest is None:
         source.lack("job.max_tokens: give sequence_length")
-    names = [f"{TRAIN}.{name}" for name in finished.SIZES[:2]]
-    size = source.required(names[0]) * source.required(names[1]) * shares_of_the_batch(source)
-    epochs = int(source.required(EPOCHS))
+    of_a_device = math.prod(source.required(f"{TRAIN}.{name}") for name in finished.SIZES[:2])
+    size, epochs = of_a_device * devices, int(source.required(EPOCHS))
     steps = 0 if source.rows is None else epochs * (source.rows // size)
     if steps < 1:
         source.lack("optimisation.steps: num_train_epochs counts passes over the data: give --rows N, the number of "
                     "training rows, which make one batch at least")  # fmt: skip
         return {}
-    planned = epochs * (source.rows or 0) // size
+    planned = epochs * (source.rows or 0) // (of_a_device * (scheduled_devices or devices))
     fields: Fields = {"job.max_tokens": longest, "optimisation.groups_per_mini_batch": size}
     fields |= finished.run_of(source, steps, planned)
     if planned > steps and fields["optimisation.schedule"] != "constant":
-        fields["optimisation.decay_updates"] = planned  # it counts the rows that make no whole batch
+        fields["optimisation.decay_updates"] = planned
     return fields
 
 

@@ -97,6 +97,7 @@ TRAINER: Options = {
         "rounded": {"asynchrony.publication.wire_dtype": "bfloat16"},
         "changed blocks": {"asynchrony.publication.delta.block_kilobytes": 4},
         "adapters alone": {"model.lora.rank": 4, "asynchrony.publication.lora": "adapters"},
+        "eight bits": {"asynchrony.publication.quantisation": "int8"},
     },
     "steps per version": {"one": {}, "two": {"asynchrony.trigger_parameter_sync_step": 2}},
     "staleness": {"none": {}, "a version": {"asynchrony.staleness_threshold": 1.0}},
@@ -165,6 +166,7 @@ _OF_FINISHED = {
     ("wire", "rounded"): "asynchrony.publication",
     ("wire", "changed blocks"): "asynchrony.publication",
     ("wire", "adapters alone"): "asynchrony.publication",
+    ("wire", "eight bits"): "asynchrony.publication",
     ("steps per version", "two"): "asynchrony.trigger_parameter_sync_step",
     ("staleness", "a version"): "asynchrony.staleness_threshold",
     ("turns", "taken"): "resources.sharing",
@@ -188,6 +190,10 @@ TRAINER_REFUSED: Mapping[frozenset[Case], tuple[str, str]] = {
     },
     frozenset({("freeze", "a layer"), ("wire", "adapters alone")}): ("optimisation.freeze", "model.lora"),
     frozenset({("dtype", "bfloat16"), ("wire", "rounded")}): ("asynchrony.publication.wire_dtype", "model.dtype"),
+    frozenset({("wire", "eight bits"), ("old", "at each version")}): (
+        "asynchrony.publication.quantisation",
+        "algorithm.old_log_probs",
+    ),
     frozenset({("turns", "taken"), ("offload", "optimiser")}): ("parallelism.offload.optimiser", "resources.sharing"),
     **{
         frozenset({("turns", "taken"), case}): ("parallelism.offload.reference", "resources.sharing")

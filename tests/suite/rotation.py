@@ -34,7 +34,6 @@ SECONDS: Mapping[str, int] = {
     "tests/integration/cli/test_node_script.py": 36,
     "tests/faults/test_steering.py": 49,
     "tests/faults/test_curriculum.py": 60,
-    "tests/integration/rollout/test_openenv.py": 80,
     # Those of every run until the whole took more than twenty minutes.
     "tests/faults/test_leaving.py": 212,
     "tests/e2e/test_fleet_commands.py": 171,

@@ -418,6 +418,11 @@ ELSEWHERE: Final = {
     ("docs/compatibility.md", "flotilla --version"): "as on docs/install.md",
     ("docs/tinker.md", "flotilla up --tinker"): "tests/integration/tinker runs such a fleet",
     ("docs/jobs.md", "flotilla evaluate experiment.yaml --answers"): "tests/unit/gateway/test_written.py",
+    ("docs/jobs.md", "flotilla evaluate experiment.yaml --training-rows"): "tests/unit/cli/test_evaluation_spec.py",
+    ("docs/jobs.md", "flotilla run experiment.yaml --name again"): "tests/integration/trainer/test_from_dump.py",
+    ("docs/jobs.md", "flotilla run experiment.yaml --set rollout.engine"): "tests/unit/engine/test_recorded.py",
+    ("docs/sizes.md", "flotilla spec check experiment.yaml"): "tests/unit/cli/test_sizing.py",
+    ("docs/sizes.md", "python -m benchmarks.memory"): "benchmarks of minutes to hours",
     ("docs/jobs.md", "flotilla run examples/finished_answers/"):
         "tests/integration/trainer/test_finished_answers.py trains each kind of job",
     ("examples/finished_answers/README.md", "flotilla run examples/finished_answers/"):

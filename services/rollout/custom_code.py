@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flotilla.services.rollout.environments.base import Environment, Info
+from flotilla.services.rollout.environments.base import Environment, Info, reset
 from flotilla.services.rollout.environments.loading import load_environment
 from flotilla.services.rollout.tools.base import ToolFailed
 from flotilla.services.rollout.tools.python_tool import PythonTool
@@ -88,7 +88,8 @@ class CustomCode:
         if environment is None:
             raise EpisodeFailed("the process in which it was has ended")
         if do == "reset":
-            found = await _called(lambda: environment.reset(given))
+            seed, row = given
+            found = await _called(lambda: reset(environment, seed, row))
             observation, info = found if isinstance(found, tuple) else (found, {})
             return [str(observation), _plain(info)]
         return _plain_step(await _called(lambda: environment.step(given)))

@@ -95,6 +95,11 @@ TOOLS = (
     "an import makes single turns; verl's tools are classes with arguments of each row: leave it out, and give --set "
     "'rollout.episodes={kind: tools, tools: [...]}' with functions, URLs or MCP servers"
 )
+USERS = (
+    "an import makes single turns; verl's interactions are classes of the user's: leave it out, and give --set "
+    '\'rollout.episodes={kind: environment, environments: [{environment: "user:http://HOST:PORT/v1", '
+    "options: {model: ...}}]}' for a user whom a model plays"
+)
 TURNS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("function_tool_path", None, ()), ("interaction_config_path", None, ()),
     ("completion_callback", None, ()), ("num_repeat_rollouts", None, ()),
@@ -148,7 +153,8 @@ ROLLOUT: tuple[Parameter, ...] = (
     refused(f"{ROLLOUT_NAME}.use_fire_sampling", "a hotter first token would not be the policy's: leave it false",
             default=False),
     *(refused(f"{ROLLOUT_NAME}.multi_turn.{name}",
-              TOOLS if name.endswith("tool_path") else SINGLE, default=default, harmless=harmless)
+              TOOLS if name.endswith("tool_path") else USERS if name.startswith("interaction") else SINGLE,
+              default=default, harmless=harmless)
       for name, default, harmless in TURNS),
     *ignored("an episode's tokens are those that were sampled: there is no second tokenisation to compare",
              f"{ROLLOUT_NAME}.multi_turn.tokenization_sanity_check_mode",

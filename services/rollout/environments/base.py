@@ -4,9 +4,12 @@ The contract is the one of gymnasium, with text for observations and actions, so
 GEM and ROLL) run as they are.
 """
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
+
+from flotilla.shared.schemas.task import Task
 
 Info = Mapping[str, Any]
 """What an environment says beside the observation; all of it may be left out.
@@ -25,7 +28,8 @@ Step = tuple[str, float, bool, bool, Info]
 class Environment(Protocol):
     """A task that answers each text with an observation and a reward. Same seed, same episode.
 
-    Methods may be coroutines. A plain one of an environment that is not ours runs on a thread.
+    Methods may be coroutines. A plain one of an environment that is not ours runs on a thread. A ``reset`` with a
+    parameter ``row`` is given the task's, see ``row_of``.
     """
 
     def reset(self, seed: int) -> tuple[str, Info]:
@@ -33,6 +37,25 @@ class Environment(Protocol):
 
     def step(self, text: str) -> Step:
         """Take what the policy wrote."""
+
+
+ROW: Final = "row"
+
+
+def row_of(task: Task) -> dict[str, Any]:
+    """Make what environments see of a row: its columns, ``label``, ``data_source``, and ``prompt``.
+
+    ``prompt`` is the text of the task's last message of the user's; "" where it has none.
+    """
+    said = next((each.content for each in reversed(task.messages) if each.role == "user"), "")
+    return {**task.metadata, "label": task.label, "data_source": task.data_source, "prompt": said}
+
+
+def reset(environment: Any, seed: int, row: Mapping[str, Any]) -> Any:
+    """Reset an environment, with the row if it takes one; what it returns may be awaitable."""
+    if ROW in inspect.signature(environment.reset).parameters:
+        return environment.reset(seed, **{ROW: row})
+    return environment.reset(seed)
 
 
 THOUGHT_END = "</think>"

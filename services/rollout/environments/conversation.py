@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from flotilla.services.rollout.custom.process import CustomProcess
-from flotilla.services.rollout.environments.base import Environment, Info, Step
+from flotilla.services.rollout.environments.base import Environment, Info, Step, reset, row_of
 from flotilla.services.rollout.environments.loading import load_environment, needs_no_thread
 from flotilla.services.rollout.environments.memory import INSTRUCTION, TurnMemory, filled
 from flotilla.services.rollout.episodes.conversation import Conversation, Reply, shown, with_observation
@@ -36,9 +36,9 @@ class ProcessEnvironment:
         self._process, self._number = process, number
         self.name = name
 
-    async def reset(self, seed: int) -> tuple[str, Info]:
+    async def reset(self, seed: int, row: Mapping[str, Any]) -> tuple[str, Info]:
         """See ``Environment.reset``."""
-        observation, info = await self._process.ask("reset", self._number, seed)
+        observation, info = await self._process.ask("reset", self._number, (seed, row))
         return observation, info
 
     async def step(self, text: str) -> Step:
@@ -68,12 +68,11 @@ class EnvironmentConversation:
         task: its messages come before the first observation.
         step_seconds: time for one call.
         is_quick: whether calls take microseconds, and so need no thread.
+        is_replayable: whether the same seed and texts give the same episode.
         template: of each observation, see ``turn_template`` of the spec.
         memory: what turns with prompts of their own remember; None where each is shown the whole conversation.
         max_turns: of the episode.
     """
-
-    is_replayable = True
 
     def __init__(
         self,
@@ -82,10 +81,12 @@ class EnvironmentConversation:
         step_seconds: float,
         *,
         is_quick: bool,
+        is_replayable: bool = True,
         template: str | None = None,
         memory: MemoryConfig | None = None,
         max_turns: int = 0,
     ) -> None:
+        self.is_replayable = is_replayable
         self._memory = None if memory is None else TurnMemory(memory)
         self._opening: tuple[Message, ...] = ()
         self._instruction = ""
@@ -109,7 +110,7 @@ class EnvironmentConversation:
         self._environment = await self._call(self._make)
         given = self._task.metadata.get("seed")
         seed = given if isinstance(given, int) and not isinstance(given, bool) else self._task.seed
-        found = await self._call(lambda: self._made.reset(seed))
+        found = await self._call(lambda: reset(self._made, seed, row_of(self._task)))
         observation, info = found if isinstance(found, tuple) else (found, {})
         self._measure(info)
         messages = self._task.messages
@@ -235,6 +236,7 @@ class EnvironmentConversations:
                     task,
                     self._step_seconds,
                     is_quick=needs_no_thread(config),
+                    is_replayable=not config.is_user,
                     template=config.turn_template,
                     memory=config.memory,
                     max_turns=self._max_turns,

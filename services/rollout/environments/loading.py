@@ -10,10 +10,11 @@ from flotilla.services.rollout.environments.countdown import Countdown
 from flotilla.services.rollout.environments.frozen_lake import FrozenLake
 from flotilla.services.rollout.environments.gymnasium_text import GymnasiumText
 from flotilla.services.rollout.environments.openenv import OpenEnv
+from flotilla.services.rollout.environments.simulated_user import SimulatedUser
 from flotilla.services.rollout.environments.sokoban import Sokoban
 from flotilla.services.rollout.environments.word_game import WordGame
 from flotilla.shared.children.custom_code import load_callable
-from flotilla.shared.config.sections.episodes import GYMNASIUM, OPENENV, EnvironmentConfig
+from flotilla.shared.config.sections.episodes import GYMNASIUM, OPENENV, USER, EnvironmentConfig
 from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
 from flotilla.shared.errors import FlotillaError, InvalidSpec
 from flotilla.shared.net.absence import absent_or
@@ -28,7 +29,7 @@ BUILT_IN: Final[Mapping[str, type[Any]]] = {
 
 def load_environment(
     config: EnvironmentConfig, networks: Sequence[IPNetwork] = LOOPBACK
-) -> Callable[[], Environment | OpenEnv]:
+) -> Callable[[], Environment | OpenEnv | SimulatedUser]:
     """Load an environment's class, and make one to see that it can be made.
 
     Args:
@@ -46,8 +47,9 @@ def load_environment(
         make: Callable[..., Any] = BUILT_IN[name]
     elif name.startswith(GYMNASIUM):
         make = partial(GymnasiumText, name.removeprefix(GYMNASIUM))
-    elif name.startswith(OPENENV):
-        make = partial(OpenEnv, name.removeprefix(OPENENV), networks=networks)
+    elif config.is_server:
+        kind: Callable[..., Any] = SimulatedUser if config.is_user else OpenEnv
+        make = partial(kind, name.removeprefix(OPENENV).removeprefix(USER), networks=networks)
         if "networks" in options:
             raise InvalidSpec(
                 f"environment {name!r} does not take the option networks: the rollout service is told them"
@@ -71,4 +73,4 @@ def load_environment(
 
 def needs_no_thread(config: EnvironmentConfig) -> bool:
     """Whether its methods take microseconds, or are coroutines that wait for another process."""
-    return config.environment in BUILT_IN or config.is_code or config.environment.startswith(OPENENV)
+    return config.environment in BUILT_IN or config.is_code or config.is_server

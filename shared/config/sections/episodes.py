@@ -14,7 +14,9 @@ GYMNASIUM: Final = "gymnasium:"
 """What the name of one of gymnasium's begins with."""
 OPENENV: Final = "openenv:"
 """What the name of one behind an OpenEnv server begins with."""
-OPENENV_SERVER: Final = re.compile(r"openenv:https?://[^\s/?#@]+(/[^\s?#]*)?")
+USER: Final = "user:"
+"""What the name of a user begins with whom a model behind a chat endpoint plays."""
+SERVER: Final = re.compile(r"(openenv|user):https?://[^\s/?#@]+(/[^\s?#]*)?")
 REGISTERED: Final = re.compile(r"gymnasium:[\w.-]+(/[\w.-]+)?")
 """Without a further colon: gymnasium imports the module that is named before one."""
 
@@ -49,7 +51,8 @@ class EnvironmentConfig(Config):
     environment: str
     """`frozen_lake`, `sokoban`, `countdown`, `word_game`; a class in a file of yours, as `lake.py:Lake` or
     `package.module:Lake`, with `reset(seed)` and `step(text)`; one of gymnasium's whose actions are numbers or
-    text, such as `gymnasium:CliffWalking-v1`; or an OpenEnv server, as `openenv:http://127.0.0.1:8000`."""
+    text, such as `gymnasium:CliffWalking-v1`; an OpenEnv server, as `openenv:http://127.0.0.1:8000`; or a user whom a
+    model behind an OpenAI-compatible endpoint plays, as `user:http://127.0.0.1:8000/v1`."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Keyword arguments of the environment."""
     data_sources: tuple[str, ...] | None = Field(None, min_length=1)
@@ -86,18 +89,28 @@ class EnvironmentConfig(Config):
     @property
     def is_code(self) -> bool:
         """Whether it is in a file of the user's."""
-        return self.environment not in ENVIRONMENTS and not self.environment.startswith((GYMNASIUM, OPENENV))
+        return self.environment not in ENVIRONMENTS and not self.environment.startswith((GYMNASIUM, OPENENV, USER))
+
+    @property
+    def is_user(self) -> bool:
+        """Whether a model plays a user."""
+        return self.environment.startswith(USER)
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it is behind a URL."""
+        return self.environment.startswith((OPENENV, USER))
 
     @field_validator("environment")
     @classmethod
     def _is_a_name(cls, name: str) -> str:
-        if name in ENVIRONMENTS or REGISTERED.fullmatch(name) or OPENENV_SERVER.fullmatch(name):
+        if name in ENVIRONMENTS or REGISTERED.fullmatch(name) or SERVER.fullmatch(name):
             return name
-        if ":" in name and not name.startswith((GYMNASIUM, OPENENV)):
+        if ":" in name and not name.startswith((GYMNASIUM, OPENENV, USER)):
             return code_reference(name)
         raise ValueError(
-            f"must be one of {', '.join(ENVIRONMENTS)}, a class in a Python file as lake.py:Lake, gymnasium:NAME, or "
-            "openenv:http://HOST:PORT"
+            f"must be one of {', '.join(ENVIRONMENTS)}, a class in a Python file as lake.py:Lake, gymnasium:NAME, "
+            "openenv:http://HOST:PORT, or user:http://HOST:PORT/v1"
         )
 
 

@@ -162,7 +162,7 @@ async def test_what_an_environment_says_of_an_action_arrives(tmp_path: Path) -> 
     await process.start()
     try:
         number = await process.make(config)
-        await process.ask("reset", number, 1)
+        await process.ask("reset", number, (1, {}))
         info = (await process.ask("step", number, "told"))[4]
     finally:
         await process.aclose()

@@ -15,7 +15,7 @@ from flotilla.importers.roll.rows import CUTTING, TRAIN
 from flotilla.importers.roll.system import ROLL, adapters, tracking
 from flotilla.importers.source import Source
 from flotilla.importers.system import System, make_system
-from flotilla.importers.values import flag, number, text
+from flotilla.importers.values import flag, integer, number, text
 
 Fields = dict[str, Any]
 
@@ -30,8 +30,10 @@ WORKERS: Final = "roll.pipeline.distill.distill_worker"
 OF_ROWS: Final = frozenset({"prompt_key", "query_key", "response_key", "system_key"})
 ELSEWHERE: Final = frozenset({"pretrain", "max_grad_norm", f"{TRAIN}.worker_cls", f"{TEACHER}.tag_included"})
 """Names that mean something else here, or nothing."""
-WHOLE: Final = "the teacher's whole distribution is learned, as it is"
-WHOLE_ONLY: Final = f"{WHOLE}, and not that of its likeliest tokens alone, by itself 64: set it to 0"
+DIVERGENCE: Final = "job.distillation.divergence"
+OBJECTIVES: Final = (
+    "forward_kl", "reverse_kl", "skewed_forward_kl", "skewed_reverse_kl", "js_divergence", "adaptive_kl",
+)  # fmt: skip
 
 SHARED = tuple(row for name, row in ROLL_SFT.parameters.items() if name not in OF_ROWS | ELSEWHERE)
 OF_TEACHER = tuple(
@@ -52,10 +54,18 @@ ROWS = (
             "likelihood has what is left of 1, and 0 is fine-tuning", example=0.85, default=0.5, context={}),
     translated("distill_on_prompt", "job.train_on", flag, "whole conversations are learned", example=True,
                default=False),
-    refused("logits_topk", WHOLE_ONLY, harmless=(0,), is_judged=True),
-    refused("kd_objective", "KL(teacher, student) is learned: use forward_kl", default="forward_kl"),
-    *(refused(name, f"{WHOLE}: set it to 1", default=1) for name in ("kd_temperature", "teacher_temperature")),
-    *ignored("read by other objectives than forward_kl", "adaptive_kl_alpha", "skew_lambda"),
+    translated("logits_topk", f"{DIVERGENCE}.top_k", integer, "the teacher's so many likeliest tokens are compared; 0: "
+               "all", example=32, default=64),
+    translated("kd_objective", f"{DIVERGENCE}.kind", text, f"one of {', '.join(OBJECTIVES)}", example="reverse_kl",
+               default="forward_kl"),
+    translated("kd_temperature", f"{DIVERGENCE}.temperature", number, "divides the logits of both", example=2.0,
+               default=1),
+    translated("teacher_temperature", f"{DIVERGENCE}.teacher_temperature", number, "divides the teacher's besides",
+               example=1.5, default=1),
+    translated("adaptive_kl_alpha", f"{DIVERGENCE}.tail", number, "read by adaptive_kl alone", example=0.4,
+               default=0.5, context={"kd_objective": "adaptive_kl"}),
+    translated("skew_lambda", f"{DIVERGENCE}.skew", number, "read by the skewed objectives alone", example=0.3,
+               default=0.1, context={"kd_objective": "skewed_forward_kl"}),
     *ignored("the teacher is in the trainer: nothing is transferred", "logits_transfer_backend"),
     *ignored("the pipeline has no such option, and its rows are read without", "prompt_key", "system_key"),
     translated("question_key", "data.prompt_column", text, "column with the prompt; ROLL begins it with a line break, "
@@ -72,8 +82,6 @@ ROWS = (
 
 def answers(source: Source) -> Fields:
     """Make the models, the rows, those held out, and what is learned of them."""
-    if source.value("logits_topk") != 0:
-        source.refuse("logits_topk", WHOLE_ONLY)
     fields: Fields = {
         "job.kind": "sft",
         "job.overlong": "truncate",
@@ -95,7 +103,30 @@ def teacher(source: Source) -> Fields:
     if path is None:
         source.lack("job.distillation.path: give teacher_pretrain")
         return {}
-    return {"job.distillation": {"path": path, "coefficient": weight, "dtype": dtype}}
+    if (measure := divergence(source)) is None:
+        return {}
+    return {"job.distillation": {"path": path, "coefficient": weight, "dtype": dtype, "divergence": measure}}
+
+
+def divergence(source: Source) -> Fields | None:
+    """Make how teacher and student are compared; what it is to be that it cannot be is refused."""
+    kind, top_k = source.required("kd_objective"), source.required("logits_topk")
+    temperatures = {
+        name: source.required(key)
+        for key, name in (("kd_temperature", "temperature"), ("teacher_temperature", "teacher_temperature"))
+    }
+    if kind not in OBJECTIVES:
+        source.refuse("kd_objective", f"must be one of {', '.join(OBJECTIVES)}")
+        return None
+    if top_k < 0 or top_k == 1:
+        source.refuse("logits_topk", "must be 0, for all tokens, or at least 2: one token alone has nothing to learn")
+        return None
+    measure: Fields = {"kind": kind} | temperatures | ({"top_k": top_k} if top_k else {})
+    if kind == "adaptive_kl":
+        measure["tail"] = source.required("adaptive_kl_alpha")
+    elif kind.startswith("skewed"):
+        measure["skew"] = source.required("skew_lambda")
+    return measure
 
 
 def sizes(source: Source) -> Fields:

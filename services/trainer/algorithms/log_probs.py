@@ -5,6 +5,7 @@ backward pass computes each chunk's logits again, and no [T, V] tensor ever exis
 [chunk, V] float32 buffers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flotilla.services.trainer.algorithms.divergence import divergence_of
+
+Diverge = Callable[[Tensor, Tensor], Tensor]
+"""Computes a divergence [N] of the student's logits from the teacher's, [N, V] each, such as ``divergence_of``."""
 CHUNK_TOKENS = 1024
 KEPT_BYTES = 128 << 20
 """Logits of a forward pass up to this size are kept for the backward pass."""
@@ -112,33 +117,38 @@ def statistics_from_logits(logits: Tensor, labels: Tensor, temperature: float | 
     return TokenStatistics(log_probs, entropy, probabilities.detach().square().sum(-1))
 
 
-def log_probs_and_divergence(logits: Tensor, labels: Tensor, teacher_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the labels' log-probs, and KL(teacher, student) = sum of q (log q - log p) over the vocabulary: [N] each.
+def log_probs_and_divergence(
+    logits: Tensor, labels: Tensor, teacher_logits: Tensor, diverge: Diverge = divergence_of
+) -> tuple[Tensor, Tensor]:
+    """Compute the labels' log-probs, and the divergence from a teacher at them: [N] each.
 
     Args:
         logits: [N, V] of the student.
         labels: [N] int64.
         teacher_logits: [N, V'] with V' at least V: what a padded vocabulary has more is left out.
+        diverge: computes the divergence.
 
     Returns:
         Two [N] in at least float32 nats, with gradient by the student's logits alone.
 
     Raises:
         ValueError: shapes do not agree.
-
-    Source: Hinton et al., Distilling the Knowledge in a Neural Network, 2015, at temperature 1.
     """
     if logits.shape[0] != teacher_logits.shape[0] or logits.shape[1] > teacher_logits.shape[1]:
         shapes = tuple(logits.shape), tuple(teacher_logits.shape)
         raise ValueError(f"want logits [N, V] and teacher_logits [N, V' >= V]; got {shapes}")
-    own = torch.log_softmax(_wide(logits), -1)
-    theirs = torch.log_softmax(_wide(teacher_logits[:, : logits.shape[1]].detach()), -1)
-    divergence = (theirs.exp() * (theirs - own)).sum(-1)
-    return own.gather(-1, labels[:, None])[:, 0], divergence
+    own = _wide(logits)
+    divergence = diverge(own, _wide(teacher_logits[:, : logits.shape[1]]))
+    return own.gather(-1, labels[:, None])[:, 0] - own.logsumexp(-1), divergence
 
 
 def chunked_log_probs_and_divergence(
-    hidden: Tensor, lm_head_weight: Tensor, labels: Tensor, teacher_logits: Tensor, chunk: int = CHUNK_TOKENS
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    labels: Tensor,
+    teacher_logits: Tensor,
+    chunk: int = CHUNK_TOKENS,
+    diverge: Diverge = divergence_of,
 ) -> tuple[Tensor, Tensor]:
     """Compute the same from hidden states [N, H] and the output embedding [V, H], differentiable by both.
 
@@ -148,7 +158,13 @@ def chunked_log_probs_and_divergence(
     for start in range(0, max(len(labels), 1), chunk):
         rows = slice(start, start + chunk)
         found = checkpoint(
-            _divergence_of_chunk, hidden[rows], lm_head_weight, labels[rows], teacher_logits[rows], use_reentrant=False
+            _divergence_of_chunk,
+            hidden[rows],
+            lm_head_weight,
+            labels[rows],
+            teacher_logits[rows],
+            diverge,
+            use_reentrant=False,
         )
         parts.append(found)
     log_probs, divergences = zip(*parts, strict=True)
@@ -276,9 +292,9 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _divergence_of_chunk(
-    hidden: Tensor, weight: Tensor, labels: Tensor, teacher_logits: Tensor
+    hidden: Tensor, weight: Tensor, labels: Tensor, teacher_logits: Tensor, diverge: Diverge
 ) -> tuple[Tensor, Tensor]:
-    return log_probs_and_divergence(hidden @ weight.to(hidden.dtype).T, labels, teacher_logits)
+    return log_probs_and_divergence(hidden @ weight.to(hidden.dtype).T, labels, teacher_logits, diverge)
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flotilla.services.trainer.algorithms.aggregation import aggregate, count_sampled
+from flotilla.services.trainer.algorithms.divergence import divergence_of
 from flotilla.services.trainer.algorithms.metrics import Metrics, Tally, combine, mean_over, once, summarise
 from flotilla.services.trainer.algorithms.preference import PreferenceLoss, dpo_loss, pairwise_loss
 from flotilla.services.trainer.algorithms.sequences import PackedSequences
@@ -150,12 +151,14 @@ class SupervisedLearner(FinishedLearner):
 
     def _token_figures(self, micro: MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute the log-probs of a micro-batch's labels [N] and, under a teacher, its KL at each [N]."""
-        if not self.teachers:
+        assert isinstance(self.job, SftConfig)
+        if self.job.distillation is None:
             return self.policy.statistics(micro.inputs, with_entropy=False).log_probs, ()
         [teacher] = self.teachers
         with torch.no_grad():
             logits = teacher.logits(micro.inputs)
-        log_probs, divergence = self.policy.compared(micro.inputs, logits)
+        measure = self.job.distillation.divergence
+        log_probs, divergence = self.policy.compared(micro.inputs, logits, partial(divergence_of, measure=measure))
         return log_probs, (divergence,)
 
     def _mixed(self, log_probs: Tensor, divergence: Tensor | None = None) -> Tensor:

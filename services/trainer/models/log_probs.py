@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from flotilla.services.trainer.algorithms.log_probs import (
+    Diverge,
     TokenStatistics,
     chunked_log_probs_and_divergence,
     log_probs_and_divergence,
@@ -293,24 +294,25 @@ class Policy:
         found: Tensor = chosen @ self.model.get_output_embeddings().weight.to(chosen.dtype).T
         return found
 
-    def compared(self, inputs: ModelInput, teacher_logits: Tensor) -> tuple[Tensor, Tensor]:
+    def compared(self, inputs: ModelInput, teacher_logits: Tensor, diverge: Diverge) -> tuple[Tensor, Tensor]:
         """Compute the labels' log-probs, and how far the policy is from a teacher there: [N] each, with gradient.
 
         Args:
             inputs: of a micro-batch.
             teacher_logits: [N, V'], those of the labels under the teacher, where V' is at least V.
+            diverge: computes how far.
         """
         compute = getattr(self.model, "compared_figures", self._compared)
-        log_probs, divergence = compute(inputs, teacher_logits)
+        log_probs, divergence = compute(inputs, teacher_logits, diverge)
         return log_probs, divergence
 
-    def _compared(self, inputs: ModelInput, teacher_logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _compared(self, inputs: ModelInput, teacher_logits: Tensor, diverge: Diverge) -> tuple[Tensor, Tensor]:
         if not self.has_plain_head:
-            return log_probs_and_divergence(self._logits(inputs), inputs.labels, teacher_logits)
+            return log_probs_and_divergence(self._logits(inputs), inputs.labels, teacher_logits, diverge)
         hidden = hidden_states(self.base, inputs, self._split)
         chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, inputs.predictors)
         weight = self.model.get_output_embeddings().weight
-        return chunked_log_probs_and_divergence(chosen, weight, inputs.labels, teacher_logits)
+        return chunked_log_probs_and_divergence(chosen, weight, inputs.labels, teacher_logits, diverge=diverge)
 
     def scores(self, inputs: ModelInput, positions: Tensor) -> Tensor:
         """Compute what a sequence classifier's head gives at flat positions [N]: [N] float32, with gradient."""

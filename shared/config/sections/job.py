@@ -1,8 +1,8 @@
 """The ``job`` section: what an experiment does with its rows."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from flotilla.shared.config.base.model import Config
 from flotilla.shared.config.sections.algorithm import AggregationConfig
@@ -44,12 +44,44 @@ class _FinishedConfig(Config):
     """Rows to measure the loss on; null for none."""
 
 
+class DivergenceConfig(Config):
+    """How far the student's distribution p is from the teacher's distribution q, at one token."""
+
+    kind: Literal[
+        "forward_kl", "reverse_kl", "skewed_forward_kl", "skewed_reverse_kl", "js_divergence", "adaptive_kl"
+    ] = "forward_kl"
+    """forward_kl: KL(q, p); reverse_kl: KL(p, q); skewed_forward_kl: KL(q, skew q + (1 - skew) p); skewed_reverse_kl:
+    KL(p, skew p + (1 - skew) q); js_divergence: the mean of both distances to their middle; adaptive_kl: forward and
+    reverse, weighed by how far p is off at the teacher's likely tokens, and in the tail."""
+    top_k: int | None = Field(None, ge=2)
+    """Compare the teacher's so many likeliest tokens alone, among which p and q both add up to 1; null: all tokens."""
+    temperature: float = Field(1.0, gt=0)
+    """Divides the logits of both; the divergence is not scaled for it."""
+    teacher_temperature: float = Field(1.0, gt=0)
+    """Divides the teacher's logits besides."""
+    skew: float = Field(0.1, gt=0, lt=1)
+    """Of the skewed ones."""
+    tail: float = Field(0.5, gt=0, lt=1)
+    """Of adaptive_kl: the least likely tokens of the teacher that have this probability together."""
+
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> Self:
+        for name, kinds in (("skew", ("skewed_forward_kl", "skewed_reverse_kl")), ("tail", ("adaptive_kl",))):
+            if self.kind not in kinds and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} has no effect with {self.kind}, only with {' and '.join(kinds)}: leave it out"
+                )
+        return self
+
+
 class AnswersTeacherConfig(OtherModelConfig):
-    """A teacher of answers that are written already: at each of their learned tokens, the student learns the whole
-    distribution that the teacher has there, by KL(teacher, student)."""
+    """A teacher of answers that are written already: at each of their learned tokens, the student learns the
+    distribution that the teacher has there."""
 
     coefficient: float = Field(0.5, gt=0, le=1)
-    """Weight of the KL; the answers' own negative log-likelihood has 1 - coefficient."""
+    """Weight of the divergence; the answers' own negative log-likelihood has 1 - coefficient."""
+    divergence: DivergenceConfig = DivergenceConfig()
+    """How the two distributions are compared."""
 
 
 class SftConfig(_FinishedConfig):

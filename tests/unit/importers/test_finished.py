@@ -20,7 +20,7 @@ from flotilla.importers.values import count
 from flotilla.importers.verl.engine_sft import VERL_ENGINE_SFT
 from flotilla.importers.verl.finished import VERL_SFT
 from flotilla.importers.verl.written import VERL_EVAL
-from flotilla.shared.config.sections.job import DpoLossConfig, KtoConfig, PreferenceConfig, SftConfig
+from flotilla.shared.config.sections.job import DivergenceConfig, DpoLossConfig, KtoConfig, PreferenceConfig, SftConfig
 from flotilla.shared.errors import InvalidSpec
 from tests.unit.importers.sources import label, nested, words_of
 
@@ -172,7 +172,8 @@ def test_a_list_with_a_word_among_its_numbers_is_refused_whole() -> None:
         (
             "train_kd",
             "job.distillation",
-            {"path": "owner/teacher", "revision": None, "dtype": "bfloat16", "coefficient": 0.4},
+            {"path": "owner/teacher", "revision": None, "dtype": "bfloat16", "coefficient": 0.4}
+            | {"divergence": DivergenceConfig().model_dump(mode="json")},
         ),
         ("train_kd", "optimisation.steps", ROWS // 128),
         ("train_rm", "optimisation.learning_rate", 9e-6),
@@ -512,12 +513,35 @@ def test_a_file_of_rolls_distillation_of_written_answers_is_fine_tuning_with_a_t
     assert (steps.schedule, steps.decay_updates) == ("cosine", ROWS // 16), "ROLL counts one device's share"
 
 
-def test_rolls_distillation_of_what_is_likeliest_alone_is_refused_by_its_key() -> None:
-    silent = {name: value for name, value in DISTILL_BASE.items() if name != "logits_topk"}
+@pytest.mark.parametrize(
+    ("given", "measure"),
+    [
+        ({"logits_topk": 0}, {}),
+        ({"logits_topk": None}, {"top_k": 64}),
+        ({"logits_topk": 32, "kd_temperature": 2, "teacher_temperature": 1.5},
+         {"top_k": 32, "temperature": 2, "teacher_temperature": 1.5}),
+        ({"kd_objective": "adaptive_kl", "adaptive_kl_alpha": 0.4}, {"kind": "adaptive_kl", "tail": 0.4}),
+        ({"kd_objective": "skewed_reverse_kl"}, {"kind": "skewed_reverse_kl", "skew": 0.1}),
+        ({"kd_objective": "js_divergence", "skew_lambda": 0.3}, {"kind": "js_divergence"}),
+    ],
+)  # fmt: skip
+def test_rolls_objectives_of_distillation_and_their_options(given: dict[str, Any], measure: dict[str, Any]) -> None:
+    options = {name: value for name, value in {**DISTILL_BASE, **given}.items() if value is not None}
+    found = imported("roll distill", options)
 
-    for given in (silent, {**silent, "logits_topk": 64}):
-        refused = {entry.name: entry.detail for entry in imported("roll distill", given).report.refused}
-        assert list(refused) == ["logits_topk"] and "set it to 0" in refused["logits_topk"]
+    assert found.spec is not None and found.may_run(), found.report.render()
+    job = found.spec.finished_job
+    assert isinstance(job, SftConfig) and job.distillation is not None
+    assert job.distillation.divergence == DivergenceConfig.model_validate(measure)
+
+
+@pytest.mark.parametrize(("name", "value"), [("kd_objective", "hinge"), ("logits_topk", 1)])
+def test_an_objective_that_there_is_not_is_refused_by_its_key(name: str, value: Any) -> None:
+    refused = {
+        entry.name: entry.detail for entry in imported("roll distill", {**DISTILL_BASE, name: value}).report.refused
+    }
+
+    assert list(refused) == [name]
 
 
 def test_rolls_distillation_clips_nothing_by_itself_and_without_weight_is_fine_tuning() -> None:

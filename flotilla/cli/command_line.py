@@ -140,6 +140,8 @@ def _add_membership(commands: "Commands") -> None:
     rollout = add_command(commands, "rollout", text, "membership:rollout")
     add_gateway(rollout)
     rollout.add_argument("--notice", type=parsing.seconds, help="seconds it may take to leave (default: 25)")
+    text = "of machines that it is in, such as spot or spot-a100 (default: FLOTILLA_POOL, else on demand)"
+    rollout.add_argument("--pool", help=text)
     text = "Let a rollout finish or hand over its work, and leave the fleet."
     drain = add_command(commands, "drain", text, "membership:drain")
     drain.add_argument("service", help="whole id of the service, see `flotilla status`")

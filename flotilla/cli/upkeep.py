@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Final
 
 from flotilla.cli import parsing
-from flotilla.cli.parsing import add_command, add_gateway, add_json
+from flotilla.cli.parsing import add_command, add_experiment, add_gateway, add_json
 from flotilla.defaults import DEFAULT_DATA
 
 if TYPE_CHECKING:
@@ -19,9 +19,10 @@ PRUNED: Final = {
 
 
 def add_upkeep(commands: "Commands") -> None:
-    """Add ``backup``, ``restore`` and ``prune``."""
+    """Add ``backup``, ``restore``, ``prune`` and ``costs``."""
     _add_backups(commands)
     _add_prune(commands)
+    _add_costs(commands)
 
 
 def _add_backups(commands: "Commands") -> None:
@@ -56,3 +57,13 @@ def _add_prune(commands: "Commands") -> None:
     prune.add_argument("--yes", action="store_true", help="delete it (default: a dry run)")
     add_json(prune)
     add_gateway(prune)
+
+
+def _add_costs(commands: "Commands") -> None:
+    text = "What an experiment took of each pool of machines, what a trained token costs, and which tokens were saved."
+    costs = add_command(commands, "costs", text, "costs:costs")
+    add_experiment(costs)
+    text = "YAML: currency, and hourly prices by pool and device (default: the gateway's list, else hours alone)"
+    costs.add_argument("--prices", metavar="FILE", help=text)
+    add_json(costs)
+    add_gateway(costs)

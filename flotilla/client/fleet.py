@@ -8,6 +8,7 @@ from flotilla.shared.errors import NotFound
 from flotilla.shared.net.authorisation.access import Scope
 from flotilla.shared.net.authorisation.token_records import DEFAULT_SECONDS, NewToken, Quota, TokenView
 from flotilla.shared.schemas.checks import FleetExamination
+from flotilla.shared.schemas.costs import Usage
 from flotilla.shared.schemas.fleet import FleetView
 from flotilla.shared.schemas.retention import PruneRequest, Pruning, Retention
 from flotilla.shared.schemas.service import ServiceKind, ServiceView
@@ -50,6 +51,14 @@ class FleetCalls(Calls):
     async def fleet(self) -> FleetView:
         """Read which experiment has what share of the services, and what it waits for."""
         return await self._call(FleetView, "GET", "/v1/fleet")
+
+    async def usage(self, experiment_id: str) -> Usage:
+        """Add up what an experiment took of each pool of machines, and the tokens that came of it; by its whole id.
+
+        Raises:
+            NotFound: there is no such experiment.
+        """
+        return await self._call(Usage, "GET", f"/v1/experiments/{quote(experiment_id, safe='')}/usage")
 
     async def examine(self) -> FleetExamination:
         """Let services of every host try to reach each other, Redis and the shared folder; takes half a minute at most.
@@ -160,6 +169,10 @@ class BlockingFleetCalls(BlockingCalls):
     def fleet(self) -> FleetView:
         """Read which experiment has what share of the services."""
         return self._run(self._client.fleet)
+
+    def usage(self, experiment_id: str) -> Usage:
+        """Add up what an experiment took; see :meth:`FleetCalls.usage`."""
+        return self._run(self._client.usage, experiment_id)
 
     def examine(self) -> FleetExamination:
         """Examine the fleet; see :meth:`FleetCalls.examine`."""

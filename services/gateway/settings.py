@@ -12,6 +12,7 @@ from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.locations.allowed import Places
 from flotilla.shared.net.authorisation.token_records import Quota
 from flotilla.shared.net.server.limits import MAX_HELD_BYTES
+from flotilla.shared.schemas.costs import Prices, read_prices
 from flotilla.shared.schemas.retention import MAX_DAYS, Retention
 
 RETENTION = "FLOTILLA_RETENTION_"
@@ -55,6 +56,7 @@ class GatewaySettings:
         answer_seconds: how long the answer to an idempotency key is kept.
         webhooks: who is told of events.
         retention: how long what finished experiments left is kept.
+        prices: what an hour of the machines costs; None: that is not told.
         tinker_model: directory of the base model of the Tinker API; None: that is not served.
     """
 
@@ -80,6 +82,7 @@ class GatewaySettings:
     tinker_model: Path | None = None
     quota: Quota = field(default_factory=Quota)
     retention: Retention = field(default_factory=Retention)
+    prices: Prices | None = None
     address: str = ""
     has_standbys: bool = False
     webhooks: tuple[Webhook, ...] = ()
@@ -130,6 +133,15 @@ def read_retention(values: Mapping[str, str]) -> Retention:
         name = str(error.errors(include_input=False)[0]["loc"][0])
         allowed = "a whole number of bytes" if name == "max_bytes" else f"a number of days from 0 to {MAX_DAYS:g}"
         raise InvalidRequest(f"{RETENTION}{name.upper()} must be {allowed}, got {found[name]!r}") from None
+
+
+def read_price_list(values: Mapping[str, str]) -> Prices | None:
+    """Read the file that ``FLOTILLA_PRICES`` names; None without it.
+
+    Raises:
+        InvalidRequest: it cannot be read, or is none.
+    """
+    return read_prices(Path(name)) if (name := values.get("FLOTILLA_PRICES")) else None
 
 
 def read_webhooks(values: Mapping[str, str]) -> tuple[Webhook, ...]:

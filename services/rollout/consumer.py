@@ -151,6 +151,9 @@ class RolloutConsumer:
         failed: records tasks that fail; None: they are not recorded.
         max_failures: this many failed tasks in a row fail the experiment.
         called: names this service, for whoever compares rollouts; empty while it has no name.
+
+    Attributes:
+        pool: of machines, which this service is in; None: it names none.
     """
 
     def __init__(
@@ -165,6 +168,7 @@ class RolloutConsumer:
         called: Callable[[], str] = str,
     ) -> None:
         self._called = called
+        self.pool: str | None = None
         self._lanes = lanes
         self._episodes = episodes
         self._gate = gate
@@ -378,8 +382,8 @@ class RolloutConsumer:
         """Forward a group that is finished; hand another one over with what it has."""
         if all(is_finished(member) for member in group.trajectories):
             group = group.timed("generated_after_seconds", time.time())
-            if name := self._called():
-                group = group.sampled_by(name)
+            if (name := self._called()) or self.pool is not None:
+                group = group.sampled_by(name or None, self.pool)
             is_forwarded = await retry(partial(hop.forward, claim, group), waiting_for=DATA_PLANE)
             self.answered += is_forwarded
             self.failures_in_a_row = 0

@@ -72,8 +72,9 @@ class GracefulShutdown:
             self._by_gateway = time.monotonic() + DRAIN_NOTICE_SECONDS
 
     def leave(self, notice_seconds: float) -> None:
-        """Leave for good within so many seconds, whatever the gateway says."""
-        self._by_signal = time.monotonic() + notice_seconds
+        """Leave for good within so many seconds, whatever the gateway says; told again, by the earlier end."""
+        ends = time.monotonic() + notice_seconds
+        self._by_signal = ends if self._by_signal is None else min(self._by_signal, ends)
 
     @property
     def is_for_good(self) -> bool:

@@ -67,6 +67,7 @@ class SessionOpener:
         places: where code and programs of a spec may be, and its tools behind URLs.
         engine_pythons: interpreters that have an engine, by its kind.
         sandboxes: how the sandboxes of an experiment are reached, by its id.
+        pool: of machines, which this service is in; None: it names none.
     """
 
     tasks: TaskSource
@@ -76,6 +77,7 @@ class SessionOpener:
     places: Places
     engine_pythons: Mapping[str, Path] = field(default_factory=dict)
     sandboxes: Callable[[str], Sandboxes] | None = None
+    pool: str | None = None
 
     async def __call__(
         self,
@@ -128,4 +130,5 @@ class SessionOpener:
         worker = RolloutConsumer(
             lanes, answering.episodes, receiver.gate, on_engine_death, answering.tally, failed, most, self.service_id
         )
+        worker.pool = self.pool
         return RolloutSession(loaded, worker, receiver, answering, recorder)

@@ -60,6 +60,7 @@ async def open_state(
             weights=WeightSources.of_fleet(credentials, published),
             host=settings.host,
             service_id=lambda: membership.service_id or "",
+            pool=settings.pool,
             engine_pythons=settings.engine_pythons,
             places=read_places(os.environ, settings.data),
             sandboxes=lambda experiment_id: Sandboxes(

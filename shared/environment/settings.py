@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from flotilla.shared.environment.tls import Tls, tls_from
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.host.start_patience import patience_from
+from flotilla.shared.schemas.pools import NoticeSource, notices_from, pool_from
 from flotilla.shared.telemetry.logging import FORMATS
 
 NOTICE_SECONDS = 25.0
@@ -48,6 +49,8 @@ class ServiceSettings:
         parent_pid: end when this process ends; None to stay.
         fleet_pid: end when this process ends, whose child this one is not; None to stay.
         notice_seconds: how long a rollout may take to leave after SIGTERM.
+        pool: of machines, which it is in; None: it names none.
+        notices: who is asked whether this machine will be taken away; None: nobody.
         grader_networks: networks that are not public and that a spec's graders may be in.
         engine_pythons: interpreters that have SGLang or vLLM, for rollouts, by ``rollout.engine.kind``.
     """
@@ -64,6 +67,8 @@ class ServiceSettings:
     parent_pid: int | None = None
     fleet_pid: int | None = None
     notice_seconds: float = NOTICE_SECONDS
+    pool: str | None = None
+    notices: NoticeSource | None = None
     engine_pythons: Mapping[str, Path] = field(default_factory=dict)
     grader_networks: tuple[IPNetwork, ...] = LOOPBACK
     public_url: str | None = None
@@ -112,6 +117,8 @@ def read_settings(
         parent_pid=_pid_from(values, "FLOTILLA_PARENT_PID"),
         fleet_pid=_pid_from(values, "FLOTILLA_FLEET_PID"),
         notice_seconds=seconds_from(values, "FLOTILLA_NOTICE_SECONDS", NOTICE_SECONDS, may_be_zero=True),
+        pool=pool_from(values),
+        notices=notices_from(values),
         engine_pythons=engine_pythons_from(values),
         grader_networks=networks_from(values, GRADER_NETWORKS, LOOPBACK),
         public_url=values.get(PUBLIC_URL) or None,

@@ -36,6 +36,7 @@ _WRITTEN = """
     time/checkpoint_seconds time/compute_cores
     time/compute_seconds time/pace_seconds time/publication_seconds time/publish_seconds
     time/step_seconds time/wait_seconds tokens/generated tokens/resumed_in_step tokens/trained tokens/trained_in_step
+    tokens/trained_in_step/*
     trainer/idle_ratio updates/in_step updates/skipped value/clip_fraction value/mean
 """
 WILDCARDS = "*?["

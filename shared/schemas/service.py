@@ -16,6 +16,7 @@ from flotilla.shared.schemas.checks import CheckOrder
 from flotilla.shared.schemas.engine import EngineOffer
 from flotilla.shared.schemas.health import GradingReport, SamplingReport
 from flotilla.shared.schemas.later_values import known_alone, shown
+from flotilla.shared.schemas.pools import POOL_PATTERN, is_spot
 from flotilla.shared.schemas.publication import PublicationOrder, PublicationReport, ReceiveState
 from flotilla.shared.schemas.wire import TolerantWire, Wire
 
@@ -83,8 +84,15 @@ class Capabilities(TolerantWire):
     """Weight transports that it can receive or send by."""
     shared_memory: str | None = None
     """Identity of the shared memory that it sees; processes with the same one can map each other's images."""
+    pool: str | None = Field(None, pattern=f"^{POOL_PATTERN}$")
+    """The pool of machines that it runs in; None: it names none, and counts as on demand."""
     live_changes: bool = False
     """Whether a trainer or reward service takes changes of its spec while it works; earlier releases do not say so."""
+
+    @property
+    def is_spot(self) -> bool:
+        """Whether its machine may be taken away at short notice."""
+        return is_spot(self.pool)
 
     def device_ids(self, host: str) -> frozenset[str]:
         """Name the devices so that two services that may use the same one name it alike."""

@@ -50,6 +50,7 @@ class Trajectory:
         teacher_log_probs: [T] float32 nats of a teacher behind a URL, 0 where ``loss_mask`` is 0; None without one.
         experts: that the engine's routers chose for each token but the last; None where none were recorded.
         rollout: the service that sampled all of it; None where several did, or nobody says.
+        pool: of machines, whose rollout sampled all that was not handed over to it; None where it names none.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -72,6 +73,7 @@ class Trajectory:
     teacher_log_probs: npt.NDArray[np.float32] | None = None
     experts: RoutedExperts | None = None
     rollout: str | None = None
+    pool: str | None = None
 
     def __post_init__(self) -> None:
         length = self.token_ids.shape[0]
@@ -151,6 +153,7 @@ class Trajectory:
             self.teacher_log_probs,
             self.experts,
             self.rollout,
+            self.pool,
         )
 
     def timed(self, name: str, seconds: float) -> "Trajectory":
@@ -176,6 +179,7 @@ class Trajectory:
             and self.episode == other.episode
             and self.experts is other.experts
             and self.rollout == other.rollout
+            and self.pool == other.pool
         )
 
     def sampled_to_wire(self) -> dict[str, Any]:
@@ -200,6 +204,8 @@ class Trajectory:
             wire["experts"] = self.experts.to_wire()
         if self.rollout is not None:
             wire["rollout"] = self.rollout
+        if self.pool is not None:
+            wire["pool"] = self.pool
         return wire
 
     def grade_to_wire(self) -> dict[str, Any]:
@@ -247,6 +253,7 @@ class Trajectory:
             None if (taught := wire.get("teacher_log_probs")) is None else np.frombuffer(taught, _FLOAT32),
             None if (routed := wire.get("experts")) is None else RoutedExperts.from_wire(routed),
             wire.get("rollout"),
+            wire.get("pool"),
         )
         received.__post_init__()
         return received
@@ -312,9 +319,12 @@ class Group:
         seconds = max(0.0, now - self.task.issued_at)
         return Group(self.task, tuple(each.timed(name, seconds) for each in self.trajectories), self.prompt)
 
-    def sampled_by(self, rollout: str) -> "Group":
-        """Record who sampled the trajectories that nobody else has begun."""
-        own = (each if each.resumed_tokens else replace(each, rollout=rollout) for each in self.trajectories)
+    def sampled_by(self, rollout: str | None, pool: str | None = None) -> "Group":
+        """Record who sampled the trajectories that nobody else has begun, and whose pool sampled the rest of all."""
+        own = (
+            replace(each, rollout=each.rollout if each.resumed_tokens else rollout, pool=pool)
+            for each in self.trajectories
+        )
         return Group(self.task, tuple(own), self.prompt)
 
     def rewards(self) -> list[float]:

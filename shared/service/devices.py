@@ -19,6 +19,7 @@ from flotilla.shared.config.load.spec_text import with_changes
 from flotilla.shared.config.rules.devices import DeviceFacts, decide
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.schemas.pools import pool_from
 from flotilla.shared.schemas.service import Capabilities, GpuDevice
 
 log = logging.getLogger(__name__)
@@ -133,6 +134,7 @@ def host_capabilities(*, transports: tuple[str, ...] = (), shared_memory: str | 
         memory_bytes=psutil.virtual_memory().total,
         transports=transports,
         shared_memory=shared_memory,
+        pool=pool_from(os.environ),
     )
 
 

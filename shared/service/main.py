@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from fastapi import FastAPI
 
@@ -18,6 +17,7 @@ from flotilla.shared.net.server.ports import address_towards, check_can_be_told
 from flotilla.shared.net.server.serving import address_of, bind, serve
 from flotilla.shared.service.app import leave
 from flotilla.shared.service.devices import limit_devices
+from flotilla.shared.service.notices import Departure, watch_notices
 from flotilla.shared.telemetry.logging import configure_logging
 from flotilla.shared.telemetry.recent import KeepRecent
 from flotilla.shared.telemetry.tracing.recording import trace_process
@@ -53,7 +53,10 @@ def run_service(name: str, create_app: Callable[[ServiceSettings, str], FastAPI]
         listening = bind(settings.host, settings.port)
         check_can_be_told(listening, f"FLOTILLA_HOST={settings.host}")
         app = create_app(settings, address_of(listening, settings.tls.scheme))
-        serve(app, listening, partial(leave, settings.notice_seconds), settings.tls)
+        departure = Departure(settings.notice_seconds)
+        if settings.notices is not None:
+            watch_notices(settings.notices, departure.hear)
+        serve(app, listening, lambda served: leave(departure.begin(), served), settings.tls)
     except FlotillaError as error:
         sys.stderr.write(f"{name}: {error.detail}\n")
         return CANNOT_START

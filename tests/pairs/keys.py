@@ -39,8 +39,8 @@ APART: Mapping[str, tuple[str, ...]] = {
         "asynchrony.publication.slice_megabytes", "checkpoint.every_steps", "checkpoint.keep",
         "evaluation.max_rows", "evaluation.temperature", "evaluation.top_k", "evaluation.top_p",
         "evaluation.pass_reward", "evaluation.max_new_tokens", "evaluation.deadline_seconds",
-        "resources.rollouts.max", "resources.rewards.*", "resources.sandboxes.*", "resources.weight",
-        "resources.priority",
+        "resources.rollouts.max", "resources.rollouts.on_demand", "resources.rewards.*", "resources.sandboxes.*",
+        "resources.weight", "resources.priority",
     ),
     "which model, and where": (
         "model.path", "model.revision", "model.overrides", "algorithm.distillation.revision",

@@ -17,6 +17,7 @@ from flotilla.shared.children.processes import python_module
 from flotilla.shared.environment.settings import secret_from
 from flotilla.shared.errors import InvalidRequest, NotFound, Unavailable
 from flotilla.shared.net.authorisation.access import PassKey
+from flotilla.shared.schemas.pools import POOL, notices_from, pool_from
 from flotilla.shared.schemas.service import ServiceKind, ServiceView
 
 PATIENCE_SECONDS = 15.0
@@ -29,7 +30,7 @@ async def rollout(arguments: argparse.Namespace) -> int:
 
     Raises:
         Unavailable: no gateway is named and no fleet runs, or a package is missing.
-        InvalidRequest: a gateway is named, but not the data plane's server.
+        InvalidRequest: a gateway is named, but not the data plane's server; or the pool is no name.
     """
     check_packages()
     if arguments.gateway or os.environ.get("FLOTILLA_GATEWAY_URL"):
@@ -50,6 +51,10 @@ async def rollout(arguments: argparse.Namespace) -> int:
         environment["FLOTILLA_NOTICE_SECONDS"] = str(arguments.notice)
     if not environment.get("FLOTILLA_NOTICE_SECONDS"):
         environment.pop("FLOTILLA_NOTICE_SECONDS", None)
+    if arguments.pool is not None:
+        environment[POOL] = arguments.pool
+    pool_from(environment)
+    notices_from(environment)
     sys.stdout.flush()
     # This process becomes the service, so that signals to it are signals to the service.
     os.execve(sys.executable, python_module("flotilla.services.rollout"), environment)  # noqa: S606

@@ -55,6 +55,7 @@ class ServiceRow(Wire):
     devices: str
     lease_expires_in_seconds: float
     failure: Failure | None
+    pool: str = ""
 
     def cell(self, column: str) -> str:
         """Write what is in a column of this name."""
@@ -124,6 +125,7 @@ def _row_of(service: ServiceView) -> ServiceRow:
         leaving=service.leaving,
         policy_version=observed.policy_version,
         devices=devices_of(service.capabilities),
+        pool=service.capabilities.pool or "",
         lease_expires_in_seconds=service.lease_expires_in_seconds,
         failure=observed.failure,
     )
@@ -144,8 +146,10 @@ def devices_of(capabilities: Capabilities) -> str:
 def _services(services: Sequence[ServiceRow], left_out: Sequence[str]) -> Table:
     columns = [
         name
-        for name in ("kind", "id", "pid", "address", "state", "experiment", "devices", "policy_version")
-        if name not in left_out and (name != "devices" or any(each.devices != "cpu" for each in services))
+        for name in ("kind", "id", "pid", "address", "state", "experiment", "devices", "pool", "policy_version")
+        if name not in left_out
+        and (name != "devices" or any(each.devices != "cpu" for each in services))
+        and (name != "pool" or any(each.pool for each in services))
     ]
     rows = [[each.cell(name) for name in columns] for each in services]
     return table_of((*columns[:-1], "version"), rows, whole=("id", "address", "experiment"))

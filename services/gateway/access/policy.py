@@ -103,6 +103,7 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("GET", f"{EXPERIMENT}/checkpoints/{{step}}/files/{{name:path}}"): READING,
     ("GET", f"{EXPERIMENT}/diagnosis"): READING,
     ("GET", f"{EXPERIMENT}/audit"): READING,
+    ("GET", f"{EXPERIMENT}/usage"): READING,
     ("GET", f"{EXPERIMENT}/steps/{{step}}"): READING,
     ("GET", f"{EXPERIMENT}/samples"): READING,
     ("GET", f"{EXPERIMENT}/profiles"): READING,

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from flotilla.services.gateway.events.log import EventLog
+from flotilla.services.gateway.monitoring.usage import machine_of
 from flotilla.services.gateway.records.repository import ExperimentRepository
 from flotilla.services.gateway.registry.services import LiveService, Registry
 from flotilla.services.gateway.registry.silence import no_contact
@@ -129,6 +130,7 @@ class Returning:
                 service_id=service.id,
                 service_kind=service.kind.value,
                 returns=True,
+                **machine_of(service),
             )
         return service
 

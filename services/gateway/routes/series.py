@@ -16,6 +16,7 @@ from flotilla.services.gateway.routes import (
     profiles,
     samples,
     steps,
+    usage,
 )
 
 ROUTERS: Final[tuple[APIRouter, ...]] = tuple(
@@ -32,5 +33,6 @@ ROUTERS: Final[tuple[APIRouter, ...]] = tuple(
         samples,
         held_out,
         profiles,
+        usage,
     )
 )

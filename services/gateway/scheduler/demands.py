@@ -8,7 +8,7 @@ from flotilla.shared.config.load.spec_text import with_changes
 from flotilla.shared.config.rules.devices import DeviceFacts, DeviceNeed, decide, rollout_need, trainer_need
 from flotilla.shared.config.rules.publication import decide_publication, publishes_adapters
 from flotilla.shared.config.sections.engine import ServerEngineConfig
-from flotilla.shared.config.sections.resources import QuotaConfig
+from flotilla.shared.config.sections.resources import QuotaConfig, RolloutQuotaConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.schemas.engine import with_adapters
 from flotilla.shared.schemas.service import LIVE_CHANGES
@@ -27,6 +27,7 @@ class Candidate:
         engines: kinds of engine that a rollout can start, and those that take adapters there (``with_adapters``);
             ``LIVE_CHANGES`` of a service that takes changes while it works.
         devices: identities of the GPUs that it may use; two services may have the same one.
+        is_spot: its machine may be taken away.
     """
 
     service_id: str
@@ -35,6 +36,7 @@ class Candidate:
     is_leaving: bool = False
     engines: frozenset[str] = frozenset()
     devices: frozenset[str] = frozenset()
+    is_spot: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,16 @@ class Demand:
     def ability_of(self, kind: Kind) -> str | None:
         """What a service of a kind has to be able to, besides its devices: start an engine, or take changes."""
         return LIVE_CHANGES if kind in self.hearers else self.engine_of(kind)
+
+    def floor_of(self, kind: Kind) -> int:
+        """How many services of a kind it keeps whose machines are not taken away."""
+        quota = self.quotas.get(kind)
+        return quota.on_demand if isinstance(quota, RolloutQuotaConfig) else 0
+
+    def kept_of(self, kind: Kind, services: Sequence[Candidate]) -> frozenset[str]:
+        """Name those of its services of a kind that make up its floor: the first that are not leaving."""
+        able = [each.service_id for each in services if not each.is_spot and not each.is_leaving]
+        return frozenset(able[: self.floor_of(kind)])
 
     def suits(self, candidate: Candidate) -> bool:
         """Whether a service meets the requirements, even if it is assigned to another experiment now."""

@@ -99,6 +99,7 @@ class WhyLeave(StrEnum):
     MINIMUM = "another experiment needs it for its minimum"
     SHARE = "it is more than the experiment's fair share of the surplus"
     MAXIMUM = "the experiment has more than its maximum"
+    FLOOR = "a rollout whose machine is not taken away can have its place"
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,16 +235,19 @@ class _Pool:
         self.targets: Counter[str] = Counter()
         for demand in demands:
             if demand.is_placed and demand.uses(kind):
-                # Services of its minimum are not given to others, and a trainer is never surplus.
-                held = len(self.held[demand.experiment_id])
-                self.targets[demand.experiment_id] = min(held, demand.quotas[kind].min)
+                # Services of its minimum and of its floor are not given to others, and a trainer is never surplus.
+                held = self.held[demand.experiment_id]
+                kept = demand.kept_of(kind, held)
+                self.targets[demand.experiment_id] = max(len(kept), min(len(held), demand.quotas[kind].min))
         self.assigned: dict[str, str] = {}
         self._idle = [c for c in mine if c.experiment_id is None and not c.is_leaving]
         self._has_devices = any(each.devices for each in self._idle)
+        self._has_floors = any(demand.floor_of(kind) for demand in demands)
         self._on_their_way = sum(c.experiment_id is None and c.is_leaving for c in mine)
         self._left = len(self._idle) + self._on_their_way
         if kind is not Kind.TRAINER:
             self._left += sum(map(len, self.held.values())) - self.targets.total()
+        self._given_of_floor: Counter[str] = Counter()
         self._needed = self._hungry = 0
 
     def serves(self, demand: Demand) -> bool:
@@ -304,14 +308,19 @@ class _Pool:
         """Choose who leaves: no more than others will have, besides what is above a maximum."""
         if self.kind is Kind.TRAINER:
             return {}
-        maximums = {d.experiment_id: d.quotas[self.kind].max for d in demands if self.serves(d)}
-        chosen: dict[str, WhyLeave] = {}
+        served = [demand for demand in demands if self.serves(demand)]
+        maximums = {demand.experiment_id: demand.quotas[self.kind].max for demand in served}
+        kept = frozenset[str]().union(*(each.kept_of(self.kind, self.held[each.experiment_id]) for each in served))
+        chosen = {each: WhyLeave.FLOOR for demand in served for each in self._in_the_way(demand)}
         offered: list[str] = []
         # The last served give first; of each, those that are leaving already, then the newest.
         for experiment_id in reversed(self.held):
             services = self.held[experiment_id]
             above_target = max(0, len(services) - self.targets[experiment_id])
-            newest_first = sorted(enumerate(services), key=lambda numbered: (not numbered[1].is_leaving, -numbered[0]))
+            newest_first = sorted(
+                enumerate(services),
+                key=lambda numbered: (not numbered[1].is_leaving, numbered[1].service_id in kept, -numbered[0]),
+            )
             excess = [service.service_id for _, service in newest_first[:above_target]]
             maximum = maximums.get(experiment_id)
             above = 0 if maximum is None else max(0, len(services) - maximum)
@@ -332,17 +341,48 @@ class _Pool:
 
     def _take(self, demand: Demand, count: int) -> list[str]:
         """Take what is idle for an experiment; with devices one by one, since each changes what suits it next."""
+        wanted = self._wants_of_floor(demand)
         if not self._has_devices:
-            first, self._idle = self._idle[:count], self._idle[count:]
+            first = self._of_floors_first(self._idle, wanted)[:count]
+            self._taken(demand, first)
             return [each.service_id for each in first]
         taken: list[str] = []
         while len(taken) < count:
             able = [each for each in self._idle if may_use(demand, each, self._owners)]
             if not able:
                 break
-            best = in_order_of_use(demand, able, self._owners)[0]
-            self._idle.remove(best)
+            able = in_order_of_use(demand, able, self._owners)
+            best = self._of_floors_first(able, wanted)[0]
+            wanted -= not best.is_spot
+            self._taken(demand, [best])
             taken.append(best.service_id)
             if demand.need_of(self.kind).is_used:
                 self._owners.update(dict.fromkeys(best.devices, demand.experiment_id))
         return taken
+
+    def _taken(self, demand: Demand, services: Sequence[Candidate]) -> None:
+        taken = {each.service_id for each in services}
+        self._idle = [each for each in self._idle if each.service_id not in taken]
+        self._given_of_floor[demand.experiment_id] += sum(not each.is_spot for each in services)
+
+    def _in_the_way(self, demand: Demand) -> list[str]:
+        """Name what an experiment gives up, since with its maximum it could not take what its floor lacks."""
+        held, most = self.held[demand.experiment_id], demand.quotas[self.kind].max
+        if most is None or len(held) < most:
+            return []
+        idle = sum(not each.is_spot for each in self._idle)
+        spots = sorted((each for each in reversed(held) if each.is_spot), key=lambda each: not each.is_leaving)
+        return [each.service_id for each in spots[: max(0, min(self._wants_of_floor(demand), idle))]]
+
+    def _wants_of_floor(self, demand: Demand) -> int:
+        """Count what an experiment lacks of its floor."""
+        has = len(demand.kept_of(self.kind, self.held.get(demand.experiment_id, ())))
+        return demand.floor_of(self.kind) - has - self._given_of_floor[demand.experiment_id]
+
+    def _of_floors_first(self, services: Sequence[Candidate], wanted: int) -> Sequence[Candidate]:
+        """Sort what is idle: as many as a floor wants of machines that stay, then those that others' floors leave."""
+        if not self._has_floors:
+            return services
+        stay = [each for each in services if not each.is_spot]
+        of_floor = stay[: max(0, wanted)]
+        return [*of_floor, *(each for each in services if each.is_spot), *stay[len(of_floor) :]]

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.membership.fleet import Fleet
+from flotilla.services.gateway.monitoring.usage import machine_of
 from flotilla.services.gateway.monitoring.watchdog import SCHEDULER
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
 from flotilla.services.gateway.registry.services import LiveService, Registry
@@ -62,6 +63,21 @@ def why_waiting(
     if coming:
         return f"waiting for {_counted(coming)}, {_givers(coming, candidates, placement)}"
     return None
+
+
+def why_below_floor(demand: Demand, candidates: Sequence[Candidate]) -> str | None:
+    """Say how many rollouts an experiment that was placed lacks of its floor of on-demand ones; None if none."""
+    floor = demand.floor_of(Kind.ROLLOUT)
+    mine = [each for each in candidates if each.kind is Kind.ROLLOUT and each.experiment_id == demand.experiment_id]
+    has = len(demand.kept_of(Kind.ROLLOUT, mine))
+    if not demand.is_placed or has >= floor:
+        return None
+    which = "rollout is" if floor == 1 else "rollouts is" if has == 1 else "rollouts are"
+    lacks = floor - has
+    return (
+        f"{has} of {floor} on-demand {which} there, the machines of all others may be taken away: "
+        f"{lacks} more without a spot pool {'has' if lacks == 1 else 'have'} to register or to fall free"
+    )
 
 
 def _counted(counts: Mapping[Kind, int], demand: Demand | None = None) -> str:
@@ -166,7 +182,8 @@ def _abilities(service: LiveService) -> frozenset[str]:
 
 def _candidate(service: LiveService, facts: Facts) -> Candidate:
     record, is_leaving, engines, devices = facts
-    return Candidate(record.id, service.kind, record.experiment_id, is_leaving, engines, devices)
+    is_spot = service.capabilities.is_spot
+    return Candidate(record.id, service.kind, record.experiment_id, is_leaving, engines, devices, is_spot)
 
 
 class Scheduler:
@@ -217,7 +234,9 @@ class Scheduler:
         for service in sorted(chosen, key=lambda service: service.kind is not ServiceKind.SANDBOX):
             await self._assign(service, self._repository.get(placement.assigned[service.id]), num_returned)
         for demand in demands:
-            cause = why_waiting(demand.experiment_id, placement, demands, candidates)
+            cause = why_waiting(demand.experiment_id, placement, demands, candidates) or why_below_floor(
+                demand, candidates
+            )
             silent = None if cause is None else self._fleet.returning.why_missing(demand.experiment_id)
             told = cause if silent is None else f"{silent}; {cause}"
             await self._report_waiting(self._repository.get(demand.experiment_id), told)
@@ -308,7 +327,7 @@ class Scheduler:
             if service.kind is ServiceKind.TRAINER:
                 self._repository.stage(change, experiment, trainer_epoch=experiment.record.trainer_epoch + 1)
             self._registry.stage_assignment(change, service, experiment.id)
-            facts = {"service_id": service.id, "service_kind": service.kind.value}
+            facts = {"service_id": service.id, "service_kind": service.kind.value, **machine_of(service)}
             self._events.stage(change, experiment.id, "service_assigned", **facts)
 
     async def _report_waiting(self, experiment: Experiment, cause: str | None) -> None:
@@ -346,7 +365,7 @@ class Scheduler:
             weight=demand.weight,
             priority=demand.priority,
             kinds=kinds,
-            waiting=why_waiting(experiment.id, placement, demands, candidates),
+            waiting=why_waiting(experiment.id, placement, demands, candidates) or why_below_floor(demand, candidates),
         )
 
 

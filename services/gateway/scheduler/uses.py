@@ -143,7 +143,8 @@ def _surplus(demands: Sequence[Demand], candidates: Sequence[Candidate]) -> list
         for kind, quota in demand.quotas.items():
             mine = [each for each in candidates if each.experiment_id == demand.experiment_id and each.kind is kind]
             newest = sorted(enumerate(mine), key=lambda numbered: (not numbered[1].is_leaving, -numbered[0]))
-            beyond = [each for _, each in newest[: max(0, len(mine) - quota.min)]]
+            kept = demand.kept_of(kind, mine)
+            beyond = [each for _, each in newest[: max(0, len(mine) - quota.min)] if each.service_id not in kept]
             # A device that another service of the experiment computes on does not fall free with this one.
             spare += [(demand, each) for each in beyond if all(computes[device] == 1 for device in each.devices)]
     return spare

@@ -3,12 +3,14 @@
 verl's names where they exist; lags are exact, per token. Cumulative figures travel with the checkpoint.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from flotilla.services.trainer.data.batch import scored_trajectories
+from flotilla.shared.schemas.pools import ON_DEMAND
 from flotilla.shared.schemas.trajectory import Group, Trajectory
 from flotilla.shared.telemetry.reward_metrics import Scored
 
@@ -84,6 +86,7 @@ def describe_groups(
         **_record_size([t for t, _ in flat]),
         "tokens/trained_in_step": float(lengths.sum()),
         "tokens/resumed_in_step": float(sum(t.resumed_tokens for t, _ in flat)),
+        **_tokens_by_pool([t for t, _ in flat]),
         "tokens/trained": float(totals.trained_tokens),
         "tokens/generated": float(totals.generated_tokens),
         "groups/in_step": float(len(groups)),
@@ -120,6 +123,16 @@ def describe_finished(groups: Sequence[Group], totals: Totals) -> dict[str, floa
         "groups/failed": float(totals.failed_groups),
         "samples/in_step": float(len(members)),
     }
+
+
+def _tokens_by_pool(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Count what rollouts of each pool sampled themselves; nothing where none names a pool."""
+    if all(each.pool is None for each in trajectories):
+        return {}
+    counts: Counter[str] = Counter()
+    for each in trajectories:
+        counts[f"tokens/trained_in_step/{each.pool or ON_DEMAND}"] += each.num_sampled - each.resumed_tokens
+    return {name: float(count) for name, count in counts.items()}
 
 
 def with_sources(groups: Sequence[Group]) -> list[Scored]:

@@ -38,6 +38,16 @@ class RolloutQuotaConfig(QuotaConfig):
     """GPUs that a rollout service must have: those of one engine. SGLang and vLLM divide the model among that many
     where their options do not say how; the embedded engine takes 1. auto: as many as the engine's device and options
     need, none on a CPU."""
+    on_demand: int = Field(0, ge=0)
+    """A floor of rollouts whose machines are not taken away at short notice: whose FLOTILLA_POOL is neither spot nor
+    begins with spot-. Until it has this many the experiment gets these first, and no other ever takes them away; while
+    fewer are there, its problem says so. It starts all the same, with min of any kind."""
+
+    @model_validator(mode="after")
+    def _max_leaves_room_for_the_floor(self) -> Self:
+        if self.max is not None and self.max < self.on_demand:
+            raise ValueError(f"on_demand {self.on_demand} is above max {self.max}: raise max, or lower on_demand")
+        return self
 
 
 class TrainerQuotaConfig(Config):

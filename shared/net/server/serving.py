@@ -58,6 +58,8 @@ tenth of a second; little that a request makes is part of a cycle."""
 
 Leave = Callable[[FastAPI], Coroutine[Any, Any, None]]
 """What an app does before it ends, when there is time for it."""
+NOTICE = signal.SIGUSR2
+"""Sent by a process to itself once it has heard that its machine will be taken away."""
 NewLoop = Callable[[], asyncio.AbstractEventLoop]
 
 
@@ -94,7 +96,8 @@ def serve(
     """Serve until SIGTERM or SIGINT, then let the lifespan close what it opened.
 
     Args:
-        leave: done first upon a SIGTERM, while the app still serves; a second signal, or SIGINT, does not wait for it.
+        leave: done first upon a SIGTERM, while the app still serves; a second one, or SIGINT, does not wait for it.
+            Upon ``NOTICE``, too, which is no such first signal: who shuts a machine down sends SIGTERM afterwards.
         tls: with whose certificate; None, or without one: plain HTTP.
         new_loop: makes the event loop that all of it runs on.
 
@@ -153,21 +156,21 @@ async def serve_here(
     answering = _until_the_end(_with_state(guarded, opened), lambda: server.should_exit)
     server = uvicorn.Server(config_of(answering, possible_limits(), tls))
 
-    leaving: asyncio.Task[None] | None = None
+    leaving: dict[signal.Signals, asyncio.Task[None]] = {}
 
     def stop() -> None:
         server.should_exit = True
 
-    def stop_with_notice() -> None:
-        nonlocal leaving
-        if leave is None or leaving is not None:
+    def stop_with_notice(told_by: signal.Signals) -> None:
+        if leave is None or told_by in leaving:
             stop()
-            return
-        leaving = asyncio.ensure_future(leave(app))
-        leaving.add_done_callback(lambda _: stop())
+        elif told_by is not NOTICE or not leaving:
+            leaving[told_by] = asyncio.ensure_future(leave(app))
+            leaving[told_by].add_done_callback(lambda _: stop())
 
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, stop_with_notice)
+    for each in (signal.SIGTERM, NOTICE):
+        loop.add_signal_handler(each, stop_with_notice, each)
     loop.add_signal_handler(signal.SIGINT, stop)
     # uvicorn would install handlers of its own that raise the signal again after the shutdown.
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
@@ -179,9 +182,9 @@ async def serve_here(
         gc.freeze()
         gc.set_threshold(*CYCLE_THRESHOLDS)
         await server.serve(sockets=[listening])
-    if leaving is not None:
-        leaving.cancel()
-        await asyncio.gather(leaving, return_exceptions=True)
+    for task in leaving.values():
+        task.cancel()
+    await asyncio.gather(*leaving.values(), return_exceptions=True)
 
 
 async def _open(app: FastAPI, lifespan: contextlib.AsyncExitStack) -> Mapping[str, Any]:

@@ -183,6 +183,7 @@ FLEET: Final[Scene] = (
     cli("flotilla replay arithmetic 5", swap={"5": "6"}),
     curl('curl -H "$auth" $api/experiments/arithmetic-3f9a1c/ledger'),
     curl('curl -H "$auth" $api/experiments/arithmetic-3f9a1c/diagnosis'),
+    curl('curl -H "$auth" $api/experiments/arithmetic-3f9a1c/usage'),
     curl('curl -H "$auth" $api/experiments/arithmetic-3f9a1c/profiles'),
     curl('curl -H "$auth" -O $api/experiments/arithmetic-3f9a1c/profiles/trainer-step00000040-rank0.json.gz',
          step00000040="step00000003"),
@@ -400,6 +401,8 @@ ELSEWHERE: Final = {
     ("docs/health.md", "flotilla diagnose"): "as on docs/debug.md",
     ("docs/troubleshooting.md", "flotilla"): "as on docs/debug.md",
     ("docs/elasticity.md", "flotilla rollout"): "as on README.md",
+    ("docs/elasticity.md", "flotilla rollout --pool spot"): "as on README.md; tests/unit/service/test_notices.py",
+    ("docs/elasticity.md", "flotilla costs arithmetic"): "tests/unit/cli/test_costs.py",
     ("docs/scale.md", "python -m benchmarks.scale"): "a benchmark of minutes",
     **{("docs/security.md", 'docker compose exec redis valkey-cli -u "$(cat secrets/redis-url-operator)" '
         f"--no-auth-warning {what}"): "tests/integration/streams/test_users.py, without containers"

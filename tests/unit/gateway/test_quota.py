@@ -197,7 +197,7 @@ async def test_a_change_of_quotas_takes_effect_and_no_service_notices() -> None:
     await gateway.reconciler.reconcile()
 
     assert (first.spec.resources.rollouts.max, first.spec.resources.priority) == (1, 4)
-    assert first.record.spec["resources"]["rollouts"] == {"min": 1, "max": 1, "devices": "auto"}
+    assert first.record.spec["resources"]["rollouts"] == {"min": 1, "max": 1, "devices": "auto", "on_demand": 0}
     assert first.record.revision == 1
     assert sum(service.leaving is not None for service in gateway.registry.of(first.id)) == 2
     assert [record.action for record in await gateway.store.audit(f"experiments/{first.id}", limit=1)] == ["change"]

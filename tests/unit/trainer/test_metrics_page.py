@@ -20,12 +20,17 @@ from tests.unit.trainer.builders import a_trajectory
 A_PLAN = Plan(1, 0, (0,), (), 0, 0, 3, (3,))
 
 ROOT = Path(__file__).parents[3]
-DOCUMENTED = set(
-    re.findall(r"`([a-z_]+(?:/(?:[a-z_0-9]+|LAG|COMPONENT|METRIC|SOURCE))*)`", (ROOT / "docs/metrics.md").read_text())
-)
+NAMES = re.compile(r"`([a-z_]+(?:/(?:[a-z_0-9]+|LAG|COMPONENT|METRIC|SOURCE|POOL))*)`")
+DOCUMENTED = set(NAMES.findall((ROOT / "docs/metrics.md").read_text()))
 
 
-GIVEN = {r"^lag/tokens/\d+$": "lag/tokens/LAG", "numeric/ms": "METRIC", "numeric": "COMPONENT", "gsm8k": "SOURCE"}
+GIVEN = {
+    r"^lag/tokens/\d+$": "lag/tokens/LAG",
+    r"^(tokens/trained_in_step)/spot$": r"\1/POOL",
+    "numeric/ms": "METRIC",
+    "numeric": "COMPONENT",
+    "gsm8k": "SOURCE",
+}
 """Patterns of what names are made of, and what the page calls it."""
 
 
@@ -37,6 +42,7 @@ def is_documented(name: str) -> bool:
 
 def test_every_figure_of_a_step_is_in_the_page() -> None:
     group = Group(a_task(0, group_size=1), (a_trajectory(2, [4], 1.0, versions=((0, 1), (3, 3))),))
+    group = group.sampled_by("r-1", "spot")
     times = StepTimes()
     times.add(
         StepGroups(A_PLAN, (), False, wait_seconds=1.0, pace_seconds=0.0), compute=1.0, publish=0.0, checkpoint=0.0
@@ -44,6 +50,7 @@ def test_every_figure_of_a_step_is_in_the_page() -> None:
     result = StepResult((UpdateResult(grad_norm=1.0, learning_rate=0.1, is_applied=True),), {})
 
     recorded = describe_groups([group], 3, Totals(), sub) | describe_step(result, times, 0.0, ends_version=True)
+    assert recorded["tokens/trained_in_step/spot"] == recorded["tokens/trained_in_step"]
 
     assert [name for name in [*recorded, *RENAMED.values(), *RECORDED] if not is_documented(name)] == []
 

@@ -1,0 +1,133 @@
+"""What an experiment took of each pool, from its events and series: nothing is counted a second time."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from typing import Any
+
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.registry.services import LiveService
+from flotilla.services.gateway.store.base import Store
+from flotilla.shared.schemas.costs import CPU, PoolUse, Usage
+from flotilla.shared.schemas.experiment import Event
+from flotilla.shared.schemas.pools import ON_DEMAND
+from flotilla.shared.schemas.wire import TolerantWire
+
+ASSIGNED, LEFT = "service_assigned", "service_left"
+PAGE = 1000
+SLICE = 20_000
+HOUR = 3600.0
+GENERATED, TRAINED, SAVED = "tokens/generated", "tokens/trained_in_step", "tokens/resumed_in_step"
+OF_POOL = f"{TRAINED}/"
+
+
+def machine_of(service: LiveService) -> dict[str, Any]:
+    """Say, for the event of its assignment, what a service takes of whose machines."""
+    capabilities = service.capabilities
+    names = {}
+    for each in capabilities.devices:
+        identity = each.uuid or f"{capabilities.machine or service.record.host}/{each.label}"
+        names[identity] = each.name or "gpu"
+    found: dict[str, Any] = {} if capabilities.pool is None else {"pool": capabilities.pool}
+    return found | ({"devices": names} if names else {})
+
+
+class Assigned(TolerantWire):
+    """What the events of a service's assignment and departure say of it; earlier releases do not say where it is."""
+
+    service_id: str
+    service_kind: str
+    pool: str = ON_DEMAND
+    devices: Mapping[str, str] = {}
+
+
+@dataclass
+class _Span:
+    """A service's time with the experiment, in seconds since the epoch."""
+
+    of: Assigned
+    begin: float
+    end: float
+
+
+def uses_of(events: Iterable[Event], until: float) -> list[PoolUse]:
+    """Add up what services took.
+
+    Args:
+        events: that services were assigned and left, in their order.
+        until: when those that have not left are counted to, in seconds since the epoch.
+    """
+    spans: list[_Span] = []
+    there: dict[str, _Span] = {}
+    for each in events:
+        at, facts = datetime.fromisoformat(each.at).timestamp(), Assigned.model_validate(each.data)
+        if each.type == LEFT:
+            if (left := there.pop(facts.service_id, None)) is not None:
+                left.end = max(left.begin, at)
+        elif facts.service_id not in there:
+            there[facts.service_id] = _Span(facts, at, until)
+            spans.append(there[facts.service_id])
+    hours: dict[tuple[str, str, str], float] = defaultdict(float)
+    by_device: dict[str, list[_Span]] = defaultdict(list)
+    for span in spans:
+        if not span.of.devices:
+            hours[span.of.pool, span.of.service_kind, CPU] += max(0.0, span.end - span.begin) / HOUR
+        for device in span.of.devices:
+            by_device[device].append(span)
+    for device, sharing in by_device.items():
+        for span, seconds in _divided(sharing):
+            hours[span.of.pool, span.of.service_kind, span.of.devices[device]] += seconds / HOUR
+    return [
+        PoolUse(pool=pool, kind=kind, device=device, hours=each) for (pool, kind, device), each in sorted(hours.items())
+    ]
+
+
+def _divided(spans: list[_Span]) -> Iterable[tuple[_Span, float]]:
+    """Divide the time of a device among those that had it: at each moment equally."""
+    if len(spans) == 1:
+        yield spans[0], max(0.0, spans[0].end - spans[0].begin)
+        return
+    moments = sorted({moment for each in spans for moment in (each.begin, each.end)})
+    for begin, end in pairwise(moments):
+        having = [each for each in spans if each.begin <= begin and each.end >= end]
+        for each in having:
+            yield each, (end - begin) / len(having)
+
+
+async def usage_of(store: Store, experiment: Experiment, now: float) -> Usage:
+    """Add up what an experiment took so far, and the tokens that came of it."""
+    record = experiment.record
+    events: list[Event] = []
+    after = 0
+    while page := await store.events(record.id, after=after, limit=PAGE, types=("service_assigned", "service_left")):
+        events += page
+        after = page[-1].id
+    names = await store.metric_names(record.id)
+    by_pool = sorted(name for name in names if name.startswith(OF_POOL))
+    sums: dict[str, float] = defaultdict(float)
+    generated = (-1, 0.0)
+    cursor = 0
+    wanted = [GENERATED, TRAINED, SAVED, *by_pool]
+    while rows := await store.metrics(record.id, names=wanted, after=cursor, limit=SLICE):
+        for _, point in rows:
+            sums[point.name] += point.value
+            if point.name == GENERATED:
+                generated = max(generated, (point.step, point.value))
+        cursor = rows[-1][0]
+        await asyncio.sleep(0)
+    trained, saved = round(sums[TRAINED]), round(sums[SAVED])
+    pools = {name.removeprefix(OF_POOL): round(sums[name]) for name in by_pool}
+    unnamed = trained - saved - sum(pools.values())
+    if unnamed > 0:  # of steps before any rollout named a pool
+        pools[ON_DEMAND] = pools.get(ON_DEMAND, 0) + unnamed
+    return Usage(
+        experiment_id=record.id,
+        uses=tuple(uses_of(events, now if experiment.is_active else record.updated_at)),
+        generated_tokens=round(generated[1]),
+        trained_tokens=trained,
+        saved_tokens=saved,
+        trained_by_pool=pools,
+    )

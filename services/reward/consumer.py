@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from flotilla.services.reward.audit import Audit, Auditor
-from flotilla.services.reward.decision import ALL_ABSTAINED, decide, used_names, why_failed
+from flotilla.services.reward.decision import ALL_ABSTAINED, decide, used_names, why_failed, with_rules
 from flotilla.services.reward.grading import grades_of, weights_in, with_grades
 from flotilla.services.reward.tally import GradingTally
 from flotilla.services.reward.teacher.teachers import Teachers
@@ -215,14 +215,17 @@ class RewardConsumer:
                 self.last_error = grade.reason
             else:
                 self.graded_samples += 1
-        graded = with_grades(group, grades, time.perf_counter() - started, used_names(self._config))
+        graded = with_grades(group, grades, time.perf_counter() - started, used_names(self._rules_of(group)))
         return graded.timed("graded_after_seconds", time.time())
+
+    def _rules_of(self, group: Group) -> RewardConfig:
+        return with_rules(self._config, group.task.settings)
 
     async def _send_on(self, lane: RewardLane, claim: Claim, group: Group, failure: str) -> bool:
         """Send a graded group where it belongs; False if the claim was lost."""
         if not lane.is_filtered:
             return await self._forward(lane.hop, claim, group)
-        decided = decide(group, self._config, failure)
+        decided = decide(group, self._rules_of(group), failure)
         self.tally.add(group, is_filtered=decided.is_filtered_by_rule)
         if decided.trained is None:
             assert decided.resolution is not None

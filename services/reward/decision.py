@@ -3,13 +3,18 @@
 One decision for the service that grades while a run goes on and for whoever grades its samples again.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from pydantic import TypeAdapter
 
 from flotilla.services.reward.filtering import keeps, masked_group
 from flotilla.services.reward.grading import is_gradable
 from flotilla.services.reward.shaping import shaped_group
+from flotilla.shared.config.load.live import FILTERS, with_values
 from flotilla.shared.config.sections.reward import RewardConfig
-from flotilla.shared.config.sections.shaping import SpreadAboveConfig
+from flotilla.shared.config.sections.shaping import GroupFilterConfig, SpreadAboveConfig
 from flotilla.shared.errors import EpisodeFailed
 from flotilla.shared.schemas.trajectory import GradeStatus, Group
 from flotilla.shared.streams.hop import Resolution
@@ -17,6 +22,8 @@ from flotilla.shared.streams.hop import Resolution
 GRADING_ERROR = "grading_error"
 ALL_ABSTAINED = "all_abstained"
 ALL_MASKED = "all_masked"
+
+GROUP_FILTER: Final[TypeAdapter[GroupFilterConfig | None]] = TypeAdapter(GroupFilterConfig | None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,24 @@ def why_failed(sampled: Group) -> str:
     """Return the reason for which a group fails none of whose samples has a grade: what came first."""
     is_left = any(is_gradable(trajectory) for trajectory in sampled.trajectories)
     return GRADING_ERROR if is_left else EpisodeFailed.code
+
+
+def with_rules(config: RewardConfig, settings: Mapping[str, Any]) -> RewardConfig:
+    """Put in place the filter rules that a group carries, since they were changed before it was issued.
+
+    A section stands before its keys in the order of paths, and keys that it replaced are not carried.
+    """
+    rules = sorted((path, value) for path, value in settings.items() if path.startswith(FILTERS))
+    if not rules:
+        return config
+    present = config.model_dump(mode="json", include={"filter_zero_spread", "group_filter"})
+    changed = with_values({"reward": present}, rules)["reward"]
+    return config.model_copy(
+        update={
+            "filter_zero_spread": changed["filter_zero_spread"],
+            "group_filter": GROUP_FILTER.validate_python(changed["group_filter"]),
+        }
+    )
 
 
 def used_names(config: RewardConfig) -> frozenset[str]:

@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(580)]
 PATIENCE_SECONDS = 200
 BONUS = "reward.components.1.weight"
 RATE, TEMPERATURE = "optimisation.learning_rate", "rollout.sampling.temperature"
+FILTER = {"kind": "mean_in_range", "low": 3.3, "high": 3.9}
+"""Of the changed rewards, each 3 or 4, keeps groups in which two or three answers are right."""
 STEPS = 5
 HELD_AFTER = 2
 
@@ -39,7 +41,7 @@ async def change_and_kill(fleet: RunningFleet, client: GatewayClient, path: str)
         "optimisation": {"learning_rate": 5e-5},
         "rollout": {"sampling": {"temperature": 0.5}},
         "data": {"sources": {"0": {"weight": 0}, "1": {"weight": 1}}},
-        "reward": {"components": {"1": {"weight": 3}}},
+        "reward": {"components": {"1": {"weight": 3}}, "group_filter": FILTER},
     }
     workers = fleet.pids("flotilla.services.trainer")
     for pid in workers:
@@ -88,6 +90,7 @@ async def test_a_change_is_in_record_series_lineage_and_checkpoint_though_the_ga
         "data.sources.0.weight": (1.0, 0.0),
         "data.sources.1.weight": (0.0, 1.0),
         BONUS: (0.0, 3.0),
+        "reward.group_filter": (None, FILTER | {"keep_single": False, "metric": None}),
     }
     first = rate["version"]
     assert first in {HELD_AFTER, HELD_AFTER + 1} and temperature["version"] == HELD_AFTER
@@ -118,6 +121,8 @@ async def test_a_change_is_in_record_series_lineage_and_checkpoint_though_the_ga
     for kept in again.groups:
         for trajectory in kept.group.trajectories:
             assert trajectory.reward == trajectory.components["custom"] + 3 * trajectory.components["constant"]
+        rewards = [trajectory.reward for trajectory in kept.group.trajectories]
+        assert 3.3 < sum(map(float, rewards)) / len(rewards) < 3.9, "trained by the rules that the group carries"
     rows = [row for kept in again.groups for row in take_apart(again, kept.group.task.group_id, 0)]
     gaps = [abs(row.sampled - row.now) for row in rows if row.now is not None]
     assert gaps and max(gaps) < 1e-3

@@ -43,6 +43,14 @@ LIVE: Mapping[str, Effect] = {
     "data.curriculum.unseen": Effect.GROUP,
     "data.curriculum.pools.*.weight": Effect.GROUP,
     "reward.components.*.weight": Effect.GROUP,
+    "reward.filter_zero_spread": Effect.GROUP,
+    "reward.group_filter": Effect.GROUP,
+    "reward.group_filter.low": Effect.GROUP,
+    "reward.group_filter.high": Effect.GROUP,
+    "reward.group_filter.statistic": Effect.GROUP,
+    "reward.group_filter.threshold": Effect.GROUP,
+    "reward.group_filter.keep_single": Effect.GROUP,
+    "reward.group_filter.metric": Effect.GROUP,
     "tracking.profiler.steps": Effect.TRAINER,
     "tracking.profiler.ranks": Effect.TRAINER,
     "tracking.profiler.engine_versions": Effect.GROUP,
@@ -73,6 +81,9 @@ REASONS: Mapping[str, str] = {
 }
 """Why other keys cannot; the first pattern that matches says it."""
 OTHERWISE = "its services were opened with it"
+
+FILTERS = ("reward.filter_zero_spread", "reward.group_filter")
+"""Begin the paths of the rules by which a graded group is not trained."""
 
 MOST_CHANGES = 256
 """Of one experiment: each is in every answer about it and in every checkpoint."""
@@ -189,7 +200,7 @@ def _why_not(key: ChangedKey, spec: ExperimentSpec, base: ExperimentSpec) -> str
         return f"{key.before} cannot be changed once an experiment was created: what it computes on is decided"
     if path.startswith("rollout.") and spec.rollout.agents is not None:
         return "cannot change while agents sample, who were told the present one"
-    if path.startswith("rollout.") and (spec.finished_job is not None or spec.data.dump is not None):
+    if path.startswith(("rollout.", *FILTERS)) and (spec.finished_job is not None or spec.data.dump is not None):
         return "has no effect on answers that are written already"
     if path == "rollout.sampling.temperature" and _changes_what_is_recorded(key, base):
         return "engines were started to record log-probabilities as this engine has them at the present one"
@@ -316,5 +327,12 @@ def _value_at(document: Document, path: str) -> Any:
 
 
 def group_settings(changes: Sequence[LiveChange]) -> Document:
-    """List what the groups issued from now on carry: changed keys by path, with their newest values."""
-    return {key.path: key.after for change in changes if change.effect is Effect.GROUP for key in change.keys}
+    """List what the groups issued from now on carry: changed keys by path, with their newest values.
+
+    In the order of the changes, and without keys of a section that was changed as a whole after them.
+    """
+    found: dict[str, Any] = {}
+    for key in (key for change in changes if change.effect is Effect.GROUP for key in change.keys):
+        found = {path: value for path, value in found.items() if not f"{path}.".startswith(f"{key.path}.")}
+        found[key.path] = key.after
+    return found

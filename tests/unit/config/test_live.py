@@ -28,6 +28,7 @@ def a_change(name: str, *keys: tuple[str, Any, Any], version: int | None = None,
 
 
 SOURCES = [{"path": "/a.jsonl", "weight": 3}, {"path": "/b.jsonl", "weight": 1}]
+FILTER = {"kind": "spread_above", "statistic": "range", "threshold": 0.0, "keep_single": True, "metric": None}
 COMPONENTS = [{"kind": "numeric"}, {"kind": "format", "weight": 0.5}]
 
 
@@ -89,6 +90,8 @@ def nested(path: str, value: Any) -> dict[str, Any]:
         ("rollout.sampling.temperature", 0.7),
         ("rollout.sampling.max_new_tokens", 5),
         ("rollout.group_size", 3),
+        ("reward.filter_zero_spread", True),
+        ("reward.group_filter", FILTER),
         ("tracking.profiler.steps", [2]),
         ("tracking.profiler.engine_versions", [1, 2]),
     ],
@@ -178,6 +181,38 @@ def test_groups_carry_the_newest_value_of_what_concerns_them() -> None:
     ]
 
     assert group_settings(changes) == {temperature: 0.5}
+
+
+def test_groups_carry_no_key_of_a_section_that_was_replaced_later() -> None:
+    section, low, threshold = (f"reward.group_filter{end}" for end in ("", ".low", ".threshold"))
+    spread = {"kind": "spread_above", "threshold": 0.0}
+    changes = [
+        a_change("c1", (low, 0.0, 0.5), effect=Effect.GROUP),
+        a_change("c2", (section, {"kind": "mean_in_range", "low": 0.5}, spread), effect=Effect.GROUP),
+        a_change("c3", (threshold, 0.0, 0.2), effect=Effect.GROUP),
+    ]
+
+    assert group_settings(changes) == {section: spread, threshold: 0.2}
+    assert group_settings([*changes, a_change("c4", (section, spread, None), effect=Effect.GROUP)]) == {section: None}
+
+
+def test_rules_of_filters_change_by_their_keys_and_not_where_nothing_is_graded() -> None:
+    document = a_document() | {"reward": {"group_filter": {"kind": "mean_in_range"}}}
+    spec = validate_spec(document)
+
+    changed = changed_live(spec, nested("reward.group_filter.low", 0.25))
+    other = changed_live(changed, {"reward": {"group_filter": None, "filter_zero_spread": True}})
+
+    [key] = keys_between(spec.model_dump(mode="json"), changed.model_dump(mode="json"))
+    assert (key.path, key.before, key.after, effect_of(key.path)) == (
+        "reward.group_filter.low",
+        0.0,
+        0.25,
+        Effect.GROUP,
+    )
+    assert (other.reward.group_filter, other.reward.filter_zero_spread) == (None, True)
+    with pytest.raises(InvalidSpec, match=r"filter_zero_spread and reward\.group_filter both say"):
+        changed_live(spec, nested("reward.filter_zero_spread", True))
 
 
 def test_two_accounts_of_the_same_changes_are_put_together() -> None:

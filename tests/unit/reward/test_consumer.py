@@ -311,3 +311,23 @@ async def test_a_group_that_carries_other_weights_is_graded_by_them_alone() -> N
 
     assert found == {0: 1.5, 1: 5.0, 2: 1.5}
     assert combined.graders["other"].samples == sum(3 * [len(a_group(carrying).trajectories)]), "counted together"
+
+
+async def test_a_group_is_filtered_by_the_rules_that_it_carries() -> None:
+    base = {"group_filter": {"kind": "mean_in_range", "low": 0.6}}
+    carried = [
+        {},
+        {"reward.group_filter": None},
+        {"reward.group_filter.low": 0.4, "rollout.sampling.temperature": 0.5},
+        # As they come over the wire, in whatever order.
+        {"reward.group_filter.threshold": 2.0, "reward.group_filter": {"kind": "spread_above"}},
+        {"reward.group_filter": None, "reward.filter_zero_spread": True},
+    ]
+    async with a_world(by_index, **base) as world:
+        await world.generate(*(a_group(a_task(number, settings=each)) for number, each in enumerate(carried)))
+        ledger = await world.until(lambda ledger: sum(ledger.filtered.values()) + ledger.waiting.scored == len(carried))
+        trained = {group.task.group_id for group in await world.scored()}
+
+    assert trained == {1, 2, 4}
+    assert ledger.filtered == {"mean_in_range": 1, "spread_above": 1}
+    assert {group_id: reason for group_id, _, reason in world.kept.groups} == {0: "mean_in_range", 3: "spread_above"}

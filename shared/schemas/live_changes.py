@@ -84,6 +84,12 @@ class CurriculumState(TolerantWire):
     """Rows that were asked: number, times, and mean reward; null while no group was graded."""
     seen: dict[str, int]
     """Newest outcome that was taken of each session of a reward service."""
+    drawn: tuple[tuple[int, int], ...] = ()
+    """Rows of groups before it, by group: what is issued again answers the same row."""
+
+    def issued_again_from(self, group_id: int) -> "CurriculumState":
+        """Leave out the rows of earlier groups, which nobody issues again."""
+        return self.model_copy(update={"drawn": tuple(pair for pair in self.drawn if pair[0] >= group_id)})
 
 
 class AdoptRequest(Wire):

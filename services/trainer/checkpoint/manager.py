@@ -235,6 +235,10 @@ class CheckpointManager:
         self, learner: Learner, progress: Progress, line: VersionLine, figure: float | None
     ) -> CheckpointState:
         published = line.published_at(progress.step)
+        trained, curriculum = progress.trained.to_list(), progress.curriculum
+        if curriculum is not None and trained:
+            # As ``Origin.first_group_id``: a fork goes on after the last group that was trained.
+            curriculum = curriculum.issued_again_from(trained[-1][1] + 1)
         return CheckpointState(
             experiment_id=self._experiment_id,
             step=progress.step,
@@ -244,7 +248,7 @@ class CheckpointManager:
             lineage=progress.lineage,
             recent=[asdict(replace(plan, entry_ids=())) for plan in progress.recent],
             updates=learner.optimizer.updates,
-            trained=progress.trained.to_list(),
+            trained=trained,
             seed=learner.spec.seed,
             kl_coefficient=learner.kl_coefficient,
             totals=progress.totals.to_dict(),
@@ -253,7 +257,7 @@ class CheckpointManager:
             files={},
             figure=figure,
             changes=held_at(progress.changes, published.version),
-            curriculum=progress.curriculum,
+            curriculum=curriculum,
             reward_moments=astuple(learner.reward_moments) if learner.reward_moments.count else None,
         )
 

@@ -20,7 +20,7 @@ from flotilla.shared.config.sections.curriculum import CurriculumConfig
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.schemas.experiment import MetricPoint
 from flotilla.shared.schemas.health import GradingReport, RowOutcome
-from flotilla.shared.schemas.live_changes import ChangedKey, Effect, LiveChange
+from flotilla.shared.schemas.live_changes import AdoptAnswer, ChangedKey, CurriculumState, Effect, LiveChange
 from flotilla.shared.streams.hop import HopName, Resolution
 from tests.unit.gateway.builders import MemoryPlanes, a_gateway, a_spec, add_experiment
 
@@ -96,6 +96,24 @@ def test_a_group_that_is_issued_again_from_before_the_snapshot_moves_no_other(*,
     assert asked.advanced(50, []).asked == twin.advanced(50, []).asked
     if keeps_rows:
         assert before == [order[10], order[3], order[10]]
+
+
+def test_a_fork_asks_in_groups_that_are_issued_again_what_its_parent_asked() -> None:
+    parent = a_curriculum()
+    order = [parent.row(group_id) for group_id in range(20)]
+    snapshot = parent.advanced(20, graded({row: row / NUM_ROWS for row in range(NUM_ROWS)}))
+    later = a_curriculum(snapshot)
+
+    # By the answer to the trainer, whose last group was 12, and the checkpoint's file.
+    answer = AdoptAnswer(changes=(), curriculum=CurriculumState.model_validate(snapshot.to_json()))
+    told = AdoptAnswer.model_validate_json(answer.model_dump_json()).curriculum
+    assert told is not None
+    stored = told.issued_again_from(13)
+    fork = a_curriculum(Snapshot.of(stored.model_dump(mode="json")))
+
+    assert [group_id for group_id, _ in stored.drawn] == list(range(13, 20))
+    assert [fork.row(group_id) for group_id in range(13, 20)] == order[13:]
+    assert [fork.row(group_id) for group_id in range(20, 40)] == [later.row(group_id) for group_id in range(20, 40)]
 
 
 def test_an_outcome_counts_once_and_newer_ones_weigh_more() -> None:

@@ -79,7 +79,7 @@ async def open_state(
             address=address,
             host=socket.gethostname(),
             pid=os.getpid(),
-            capabilities=found.model_copy(update={"engines": engines}),
+            capabilities=found.model_copy(update={"engines": engines, "live_changes": True}),
             incarnation=incarnation,
         )
         membership = Membership(

@@ -87,7 +87,7 @@ class Capabilities(TolerantWire):
     pool: str | None = Field(None, pattern=f"^{POOL_PATTERN}$")
     """The pool of machines that it runs in; None: it names none, and counts as on demand."""
     live_changes: bool = False
-    """Whether a trainer or reward service takes changes of its spec while it works; earlier releases do not say so."""
+    """Whether a trainer, rollout or reward takes changes of its spec while it works; earlier releases do not say so."""
 
     @property
     def is_spot(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
-from flotilla.services.gateway.records.steering import hearer_of
+from flotilla.services.gateway.records.steering import hearers_of
 from flotilla.services.gateway.registry.services import Registry
 from flotilla.services.gateway.store.transaction import Transaction
 from flotilla.shared.clock import Clock, rfc3339
@@ -125,7 +125,7 @@ class LiveChanges:
         applied: dict[ServiceKind, list[str]] = {}
         for effect, keys in by_effect.items():
             for key in keys:
-                if (kind := hearer_of(effect, key.path)) is not None:
+                for kind in hearers_of(effect, key.path):
                     applied.setdefault(kind, []).append(key.path)
         for kind, paths in applied.items():
             for service in self._registry.of(experiment_id, kind):

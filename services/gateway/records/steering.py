@@ -16,6 +16,10 @@ from flotilla.shared.schemas.service import ServiceKind
 UNSEEN, POOLS = "data.curriculum.unseen", "data.curriculum.pools."
 REWARDS = "reward."
 """Begins the path of each key that reward services apply, group by group."""
+SAMPLING, PROFILES = "rollout.sampling.", "tracking.profiler.engine_"
+"""Begin the paths of the keys that rollouts apply, group by group; a group's size is in its task."""
+TEMPERATURE = f"{SAMPLING}temperature"
+"""At which the trainer scores a group, too."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Steering:
     def hearers(self) -> frozenset[ServiceKind]:
         """Kinds of service that have to take changes while they work, since there are changes that they apply."""
         paths = [(each.effect, key.path) for each in self.changes for key in each.keys]
-        return frozenset(kind for effect, path in paths if (kind := hearer_of(effect, path)) is not None)
+        return frozenset(kind for effect, path in paths for kind in hearers_of(effect, path))
 
     def at(self, version: int) -> ExperimentSpec:
         """Make the spec that holds for a policy version.
@@ -61,11 +65,17 @@ class Steering:
         return with_applied(validate_spec(self.base), held_at(self.changes, version))
 
 
-def hearer_of(effect: Effect, path: str) -> ServiceKind | None:
-    """Name the kind of service that applies a change of a key, and that in an earlier release would not hear of it."""
+def hearers_of(effect: Effect, path: str) -> tuple[ServiceKind, ...]:
+    """Name the kinds of service that apply a change of a key, and that in an earlier release would not hear of it."""
     if effect is Effect.TRAINER:
-        return ServiceKind.TRAINER
-    return ServiceKind.REWARD if effect is Effect.GROUP and path.startswith(REWARDS) else None
+        return (ServiceKind.TRAINER,)
+    if effect is Effect.GATEWAY:
+        return ()
+    if path.startswith(REWARDS):
+        return (ServiceKind.REWARD,)
+    if path == TEMPERATURE:
+        return (ServiceKind.ROLLOUT, ServiceKind.TRAINER)
+    return (ServiceKind.ROLLOUT,) if path.startswith((SAMPLING, PROFILES)) else ()
 
 
 def weights_of(document: Mapping[str, Any]) -> tuple[float, ...]:

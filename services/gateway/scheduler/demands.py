@@ -78,9 +78,11 @@ class Demand:
         """The engine that a service of a kind has to start."""
         return self.engine if kind is Kind.ROLLOUT else None
 
-    def ability_of(self, kind: Kind) -> str | None:
-        """What a service of a kind has to be able to, besides its devices: start an engine, or take changes."""
-        return LIVE_CHANGES if kind in self.hearers else self.engine_of(kind)
+    def abilities_of(self, kind: Kind) -> tuple[str, ...]:
+        """What a service of a kind has to be able to, besides its devices: take changes, start an engine."""
+        engine = self.engine_of(kind)
+        changes = (LIVE_CHANGES,) if kind in self.hearers else ()
+        return changes if engine is None else (*changes, engine)
 
     def floor_of(self, kind: Kind) -> int:
         """How many services of a kind it keeps whose machines are not taken away."""
@@ -94,8 +96,7 @@ class Demand:
 
     def suits(self, candidate: Candidate) -> bool:
         """Whether a service meets the requirements, even if it is assigned to another experiment now."""
-        ability = self.ability_of(candidate.kind)
-        is_able = ability is None or ability in candidate.engines
+        is_able = candidate.engines.issuperset(self.abilities_of(candidate.kind))
         return self.uses(candidate.kind) and is_able and len(candidate.devices) >= self.need_of(candidate.kind).count
 
 

@@ -85,10 +85,12 @@ def _counted(counts: Mapping[Kind, int], demand: Demand | None = None) -> str:
     for kind, count in counts.items():
         phrase = f"{count} {kind.value if count == 1 else PLURALS[kind]}"
         if demand is not None:
-            ability, devices = demand.ability_of(kind), demand.need_of(kind).count
+            devices = demand.need_of(kind).count
             able = [] if not devices else [f"{devices} device{'' if devices == 1 else 's'}"]
-            if ability is not None:
-                able.append("live changes" if ability == LIVE_CHANGES else f"an interpreter for {ability}")
+            able += [
+                "live changes" if ability == LIVE_CHANGES else f"an interpreter for {ability}"
+                for ability in demand.abilities_of(kind)
+            ]
             phrase += f" with {' and '.join(able)}" if able else ""
         phrases.append(phrase)
     return " and ".join(phrases)

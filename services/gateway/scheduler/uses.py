@@ -11,8 +11,10 @@ from flotilla.services.gateway.scheduler.demands import Candidate, Demand
 from flotilla.services.gateway.scheduler.devices import SOMEBODY, Owners, others, reserved_for
 from flotilla.shared.schemas.service import ServiceKind as Kind
 
-Use = tuple[int, str]
-"""GPUs that a service must have, and what it has to be able to (``Demand.ability_of``); none of both: ``(0, "")``."""
+Use = tuple[int, tuple[str, ...]]
+"""GPUs that a service must have, and what it has to be able to (``Demand.abilities_of``)."""
+NO_USE: Use = (0, ())
+"""Any service will do."""
 
 
 @dataclass
@@ -25,7 +27,7 @@ class Part:
 
 def use_of(demand: Demand, kind: Kind) -> Use:
     """Return what an experiment asks of services of a kind."""
-    return demand.need_of(kind).count, demand.ability_of(kind) or ""
+    return demand.need_of(kind).count, demand.abilities_of(kind)
 
 
 def divided_by_use(
@@ -50,7 +52,7 @@ def divided_by_use(
     parts = _apart(users, services, held, room, owners)
     alone = {demand.experiment_id for part in parts for demand in part.demands}
     free = [each for each in services if each.experiment_id is None and others(each, owners) <= {SOMEBODY}]
-    by_use: dict[Use, Part] = {(0, ""): Part()}
+    by_use: dict[Use, Part] = {NO_USE: Part()}
     for demand in users:
         if demand.experiment_id not in alone:
             part = by_use.setdefault(use_of(demand, kind), Part())
@@ -58,8 +60,8 @@ def divided_by_use(
             part.candidates += held[demand.experiment_id]
     for use in sorted(by_use, reverse=True):
         part = by_use[use]
-        able = [each for each in free if len(each.devices) >= use[0] and (not use[1] or use[1] in each.engines)]
-        if use != (0, ""):
+        able = [each for each in free if len(each.devices) >= use[0] and each.engines.issuperset(use[1])]
+        if use != NO_USE:
             most = sum(room[demand.experiment_id] for demand in part.demands)
             able = sorted(able, key=lambda each: (each.is_leaving, len(each.devices)))[:most]
         taken = {each.service_id for each in able}

@@ -121,7 +121,7 @@ def a_registration(kind: ServiceKind = ServiceKind.ROLLOUT, incarnation: str = "
         "host": "here",
         "pid": 1,
         "capabilities": Capabilities(
-            transports=("gloo",), live_changes=kind in {ServiceKind.TRAINER, ServiceKind.REWARD}
+            transports=("gloo",), live_changes=kind is not ServiceKind.SANDBOX
         ),
         "incarnation": incarnation,
     }

@@ -101,7 +101,9 @@ async def test_a_change_that_a_trainer_of_an_earlier_release_would_not_hear_of_i
         await gateway.commands.change(experiment.id, BOTH)
     assert experiment.spec.optimisation.learning_rate == 1e-6 and not gateway.commands.view(experiment).changes
 
-    await gateway.commands.change(experiment.id, '{"rollout": {"sampling": {"temperature": 0.7}}}')
+    with pytest.raises(InvalidSpec, match=f"{TEMPERATURE}: trainer {trainer} is of a release that takes no changes"):
+        await gateway.commands.change(experiment.id, '{"rollout": {"sampling": {"temperature": 0.7}}}')
+    await gateway.commands.change(experiment.id, '{"rollout": {"sampling": {"max_new_tokens": 4}}}')
     assert [change.effect for change in gateway.commands.view(experiment).changes] == [Effect.GROUP]
 
 
@@ -172,6 +174,37 @@ async def test_weights_of_rewards_ask_for_reward_services_that_hear_of_them() ->
     assert waits is not None and waits["cause"].startswith("waiting for 1 reward with live changes to register; ")
     assert gateway.registry.get(older).experiment_id is None
     assert [each.id for each in gateway.registry.of(experiment.id, ServiceKind.REWARD)] == [newer]
+    await stop(gateway)
+
+
+async def test_changed_sampling_asks_for_rollouts_that_hear_of_it_and_start_the_engine() -> None:
+    gateway = a_gateway()
+    engine = {"kind": "vllm"}
+    document = a_spec(rollout={"engine": engine, "sampling": {"max_new_tokens": 8}}).model_dump(mode="json")
+    experiment = await add_experiment(gateway, spec=document, trainer_epoch=1)
+    for kind in (ServiceKind.TRAINER, ServiceKind.REWARD):
+        await add_service(gateway, kind, kind.value, experiment.id)
+    earlier, present = (
+        Capabilities.model_validate({"transports": ("gloo",), "engines": ({"kind": "vllm"},), "live_changes": hears})
+        for hears in (False, True)
+    )
+    old = await add_service(gateway, ServiceKind.ROLLOUT, "old", experiment.id, capabilities=earlier)
+    shorter = '{"rollout": {"sampling": {"max_new_tokens": 4}}}'
+
+    with pytest.raises(InvalidSpec, match=f"max_new_tokens: rollout {old} is of a release that takes no changes"):
+        await gateway.commands.change(experiment.id, shorter)
+    await gateway.fleet.leave(old, reason="it is started again")
+    await gateway.commands.change(experiment.id, shorter)
+    older = await add_service(gateway, ServiceKind.ROLLOUT, "older", capabilities=earlier)
+    without = await add_service(gateway, ServiceKind.ROLLOUT, "without")
+    await gateway.reconciler.reconcile()
+    waits = experiment.record.problem
+    newer = await add_service(gateway, ServiceKind.ROLLOUT, "newer", capabilities=present)
+    await gateway.reconciler.reconcile()
+
+    assert waits is not None and "1 rollout with live changes and an interpreter for vllm" in waits["cause"]
+    assert [gateway.registry.get(each).experiment_id for each in (older, without)] == [None, None]
+    assert [each.id for each in gateway.registry.of(experiment.id, ServiceKind.ROLLOUT)] == [newer]
     await stop(gateway)
 
 

@@ -104,26 +104,34 @@ class Dump:
         return self._read[1], self._read[2]
 
 
-def dump_at(path: Path, check: Callable[[str], None] | None = None) -> Dump:
+def dump_at(path: Path, check: Callable[[str], None] | None = None, *, field: str = "data.dump") -> Dump:
     """Find the groups that were kept in a place.
 
     Args:
         path: the directory of a run or of an experiment, its folder of samples, or a file of it.
         check: called with the folder that is read; raises where that is not allowed.
+        field: of the spec, which names the place.
 
     Raises:
-        DataError: there are none, several experiments have some, or a file cannot be read.
+        DataError: there is no such place, it has no groups, several experiments have some, or a file cannot be read.
     """
     folder, found = _files_at(path, check)
     chosen = sorted(
         (each for each in found if each.family in KINDS), key=lambda each: (each.family != "step", each.number)
     )
+    if not found and not path.exists():
+        raise DataError(
+            f"{field}: {path} does not exist: name the directory of a run or of an experiment, its folder {SAMPLES}, "
+            "or one file of it (step-NUMBER.parquet, evaluation-vNUMBER.parquet), as an absolute path",
+            path=str(path),
+            field=field,
+        )
     files = [made for each in chosen if (made := _counted(folder, each)).num_groups]
     if not files:
         raise DataError(
-            f"data.dump: {path} has no groups that were trained or evaluated: a run keeps them where its spec's "
+            f"{field}: {path} has no groups that were trained or evaluated: a run keeps them where its spec's "
             "section samples is not null",
-            field="data.dump",
+            field=field,
         )
     return Dump(files)
 

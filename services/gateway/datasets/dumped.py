@@ -4,7 +4,7 @@ What is new is the id, which counts the groups that this experiment has issued, 
 restarted gateway goes on exactly where it was. ``metadata`` says which group of which file it was.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -23,10 +23,11 @@ class DumpedGroups:
 
     Args:
         path: as ``data.dump`` has it.
+        check: see ``dump_at``.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, check: Callable[[str], None] | None = None) -> None:
+        self._path, self._check = path, check
         self._dump: Dump | None = None
 
     def groups(
@@ -35,10 +36,10 @@ class DumpedGroups:
         """Make the groups of these ids.
 
         Raises:
-            DataError: the dump cannot be read, or is not the one that the dataset was made of.
+            DataError: the dump cannot be read, may not be any more, or is not the one that the dataset was made of.
         """
         if self._dump is None:
-            self._dump = dump_at(self._path)
+            self._dump = dump_at(self._path, self._check)
         dump = self._dump
         most = dataset.config.max_rows
         if (len(dump) if most is None else min(most, len(dump))) != len(dataset.rows):

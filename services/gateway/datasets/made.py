@@ -8,6 +8,7 @@ from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.datasets.dumped import DumpedGroups
 from flotilla.services.gateway.datasets.finished import FinishedGroups
 from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.locations.allowed import Places
 from flotilla.shared.schemas.trajectory import Group
 
 
@@ -27,8 +28,12 @@ class GroupMaker(Protocol):
         """Release what is held."""
 
 
-def open_maker(spec: ExperimentSpec) -> GroupMaker | None:
-    """Make what an experiment needs; None where rollouts answer its rows. Nothing is read yet."""
+def open_maker(spec: ExperimentSpec, places: Places | None = None) -> GroupMaker | None:
+    """Make what an experiment needs; None where rollouts answer its rows. Nothing is read yet.
+
+    Args:
+        places: where a dump may be; None: anywhere.
+    """
     if spec.data.dump is not None:
-        return DumpedGroups(Path(spec.data.dump))
+        return DumpedGroups(Path(spec.data.dump), None if places is None else places.check_file)
     return None if spec.finished_job is None else FinishedGroups(spec)

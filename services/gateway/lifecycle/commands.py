@@ -123,7 +123,7 @@ class ExperimentCommands:
         if who is not None and who.owner is not None:
             find = partial(owner_of, self._repository)
             await asyncio.to_thread(origins.check_owned, spec, who.owner, find, self._directory)
-        await asyncio.to_thread(checks.check, spec, self._places_of(None if who is None else who.owner))
+        await asyncio.to_thread(checks.check, spec, self.places_of(None if who is None else who.owner))
         stored = None
         if spec.checkpoint.resume_from is not None:
             stored = await self._stored(spec.checkpoint.resume_from)
@@ -184,14 +184,14 @@ class ExperimentCommands:
             place = self._downloads / secrets.token_hex(8)
             return await WatchedCalls(where).run(lambda _, moved: fetch(where, step, place, moved))
         if "/" in where:
-            places = self._places_of(owner())
+            places = self.places_of(owner())
             stored = await asyncio.to_thread(origins.find, Path(where), step)
             await asyncio.to_thread(places.check_owner, str(stored.path))
             return stored
         path = Path(self._repository.named(where).record.directory)
         return await asyncio.to_thread(origins.find, path, step, path.parent)
 
-    def _places_of(self, owner: str | None) -> Places:
+    def places_of(self, owner: str | None) -> Places:
         """Say where the files may be that a spec of an owner leads to."""
         if owner is None:
             return self._places
@@ -303,7 +303,7 @@ class ExperimentCommands:
             ActionNotAllowed: it had a checkpoint, and has none any more.
             DataError, ModelError: what the spec points to is not there.
         """
-        await asyncio.to_thread(checks.check, experiment.spec, self._places_of(experiment.record.owner))
+        await asyncio.to_thread(checks.check, experiment.spec, self.places_of(experiment.record.owner))
         await asyncio.to_thread(Path(experiment.record.directory).mkdir, parents=True, exist_ok=True)
         if await self._repository.has_lost_checkpoints(experiment):
             raise ActionNotAllowed(

@@ -38,10 +38,13 @@ class ExperimentWork:
         Raises:
             DataError: a dataset cannot be read (any more), or all its prompts are too long.
         """
-        dataset, held_out = await rows.load(experiment, self._parts.settings.places, self._parts.events)
-        with self._finished_groups(experiment) as finished:
+        # By the owner of the experiment, as at its start: links and files may lead elsewhere by now.
+        places = self._parts.commands.places_of(experiment.record.owner)
+        dataset, held_out = await rows.load(experiment, places, self._parts.events)
+        finished = open_maker(experiment.spec, places)
+        with self._closing(experiment, finished):
             if finished is not None:
-                with_loss = await rows.load_with_loss(experiment, self._parts.settings.places)
+                with_loss = await rows.load_with_loss(experiment, places)
                 self._parts.held_out.of(experiment).open(finished, with_loss)
             await self._run(experiment, dataset, held_out, finished)
 
@@ -93,11 +96,10 @@ class ExperimentWork:
         await signals.run_together(*map(asyncio.create_task, lanes))
 
     @contextlib.contextmanager
-    def _finished_groups(self, experiment: Experiment) -> Iterator[GroupMaker | None]:
-        """Open what makes groups that need no rollout; None where rollouts answer the rows."""
-        made = open_maker(experiment.spec)
+    def _closing(self, experiment: Experiment, made: GroupMaker | None) -> Iterator[None]:
+        """Close what makes groups that need no rollout, in the end; None where rollouts answer the rows."""
         try:
-            yield made
+            yield
         finally:
             if made is not None:
                 self._parts.held_out.of(experiment).close()

@@ -3,6 +3,7 @@
 import asyncio
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from math import fsum
 from pathlib import Path
 
@@ -62,7 +63,8 @@ class RecordedVerifier:
         """
         path = Path(self._config.dump)
         try:
-            self._rewards = await asyncio.to_thread(lambda: _recorded_grades(dump_at(path, self._check)))
+            found = await asyncio.to_thread(partial(dump_at, path, self._check, field="dump"))
+            self._rewards = await asyncio.to_thread(_recorded_grades, found)
         except DataError as error:
             raise InvalidSpec(f"reward component of kind recorded: {error.detail}") from error
         if not self._rewards:

@@ -99,7 +99,7 @@ class RecordedEngine(ScriptedEngine):
             ModelError: it cannot be read, or nothing was sampled in it.
         """
         try:
-            self._recordings = await asyncio.to_thread(lambda: _read(dump_at(self._path, self._check)))
+            self._recordings = await asyncio.to_thread(lambda: _read(dump_at(self._path, self._check, field="dump")))
         except DataError as error:
             raise ModelError(f"rollout.engine.recorded: {error.detail}") from error
         if not len(self._recordings):

@@ -138,7 +138,7 @@ async def test_each_turn_of_an_episode_follows_what_was_shown_before_it(tmp_path
 
 
 async def test_a_dump_without_completions_is_an_error_of_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"rollout.engine.recorded: data.dump: .* has no groups"):
+    with pytest.raises(ModelError, match=r"rollout.engine.recorded: dump: .* has no groups"):
         await RecordedEngine(tmp_path, token_seconds=0.0, slots=1, context_tokens=8).start()
 
 

@@ -120,9 +120,7 @@ def a_registration(kind: ServiceKind = ServiceKind.ROLLOUT, incarnation: str = "
         "address": f"http://127.0.0.1/{incarnation.replace(' ', '-')}",
         "host": "here",
         "pid": 1,
-        "capabilities": Capabilities(
-            transports=("gloo",), live_changes=kind is not ServiceKind.SANDBOX
-        ),
+        "capabilities": Capabilities(transports=("gloo",), live_changes=kind is not ServiceKind.SANDBOX),
         "incarnation": incarnation,
     }
     return Registration(**(fields | changes))

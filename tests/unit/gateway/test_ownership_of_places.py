@@ -7,11 +7,17 @@ from typing import Any
 import pytest
 
 from flotilla.services.gateway.access.caller import caller
+from flotilla.services.gateway.datasets.loading import load_dump
+from flotilla.services.gateway.datasets.made import open_maker
 from flotilla.services.gateway.lifecycle.origins import UNKNOWN, check_owned
+from flotilla.services.gateway.runtime.work import ExperimentWork
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.errors import DataError, InvalidSpec
+from flotilla.shared.locations.allowed import Places
 from tests.unit.gateway.builders import a_spec
 from tests.unit.gateway.test_ownership import _restored, add_ended, begin, gateway, of
+from tests.unit.samples.builders import a_step
+from tests.unit.samples.test_dump import a_run
 
 __all__ = ["_restored", "gateway"]
 OWNERS = {"a-1": "alice", "b-1": "bob"}
@@ -108,6 +114,44 @@ async def test_where_links_in_a_folder_and_in_a_pattern_lead_is_looked_at(gatewa
     with pytest.raises(DataError, match="is in the fleet's own directory"):
         await begin(gateway, of("alice"), resume_from=str(outside))
     assert (await begin(gateway, of("bob"), resume_from=str(outside))).record.owner == "bob"
+
+
+@pytest.mark.parametrize("reads", ["rows", "held out", "dump"])
+async def test_what_is_read_while_an_experiment_works_is_its_owners_too(gateway: GatewayState, reads: str) -> None:
+    theirs = await add_ended(gateway, of("bob"), "b-1")
+    folder = gateway.settings.data.parent
+    a_run(theirs, a_step(1))
+    (theirs / "samples" / "x.jsonl").write_text(ROWS)
+    (folder / "a.jsonl").symlink_to(folder / "train.jsonl")
+    a_run(folder / "run", a_step(1))
+    (folder / "dump").symlink_to(folder / "run")
+    changes: dict[str, Any] = {
+        "rows": {"data": {"path": str(folder / "a.jsonl")}},
+        "held out": {"data": {"path": str(folder / "train.jsonl")}, "evaluation": {"path": str(folder / "a.jsonl")}},
+        "dump": {"data": {"dump": str(folder / "dump")}},
+    }
+    caller.set(of("alice"))
+    spec = a_spec(model={"path": str(folder / "model")}, **changes[reads])
+    experiment = await gateway.commands.create(spec.model_dump_json())
+    for link, target in (("a.jsonl", theirs / "samples" / "x.jsonl"), ("dump", theirs)):
+        (folder / link).unlink()
+        (folder / link).symlink_to(target)
+
+    caller.set(None)  # the work that follows is the gateway's own
+    with pytest.raises(DataError, match=r"is in the fleet's own directory, and in no experiment of alice"):
+        await ExperimentWork(gateway).run(experiment)
+
+
+def test_a_dump_is_looked_at_again_when_its_groups_are_made(tmp_path: Path) -> None:
+    spec = a_spec(data={"dump": str(a_run(tmp_path / "run", a_step(1)))})
+    dataset = load_dump(spec.data, spec.reward, seed=0)
+    refused: list[str] = []
+    maker = open_maker(spec, Places(refuse=refused.append))
+    assert maker is not None
+
+    maker.groups(dataset, range(1))
+
+    assert refused == [str(tmp_path / "run" / "samples")]
 
 
 async def test_the_name_in_a_checkpoints_file_is_no_claim_to_anothers_experiment(gateway: GatewayState) -> None:

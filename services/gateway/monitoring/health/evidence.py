@@ -25,6 +25,7 @@ class Facts:
         is_graded: whether what is trained on was graded.
         learns_from_rewards: whether a difference between rewards is what is learned from.
         records_the_cut: whether the engine's log-probabilities are after cuts, and those of the trainer before them.
+        is_dump: whether groups of another run are trained, whose weights may have been others.
         audit: the section of the second grade; None without one.
     """
 
@@ -37,7 +38,13 @@ class Facts:
     is_graded: bool = True
     learns_from_rewards: bool = True
     records_the_cut: bool = False
+    is_dump: bool = False
     audit: AuditConfig | None = None
+
+    @property
+    def compares_log_probs(self) -> bool:
+        """Whether the engine's log-probabilities of tokens of lag 0 are what the trainer's should be."""
+        return not (self.records_the_cut or self.is_dump)
 
 
 @dataclass(frozen=True, slots=True)

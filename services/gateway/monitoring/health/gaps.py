@@ -20,7 +20,7 @@ def rollout_differs(evidence: Evidence) -> Seen | None:
     The band is the median of the others' distances and six standard deviations, as the median of distances from the
     median tells them.
     """
-    if evidence.facts.records_the_cut:
+    if not evidence.facts.compares_log_probs:
         return None
     steps = [gap_series(step.values) for step in evidence.steps]
     count = evidence.facts.thresholds.steps

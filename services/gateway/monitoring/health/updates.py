@@ -168,7 +168,7 @@ def _gap(values: Mapping[str, float], evidence: Evidence) -> float | None:
 
 def _distance(values: Mapping[str, float], evidence: Evidence) -> float | None:
     """Nats per token between the engine's log-probabilities and the trainer's; None where they do not compare."""
-    if evidence.facts.records_the_cut:
+    if not evidence.facts.compares_log_probs:
         return None
     if "correction/log_ppl_abs_diff" in values:
         return abs(values["correction/log_ppl_abs_diff"])

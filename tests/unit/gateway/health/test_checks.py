@@ -99,6 +99,8 @@ def test_a_reward_service_that_joins_makes_no_constant_reward_a_different_one(
         # What the engine recorded is after a cut, and the trainer's before it.
         {"steps": steps(**{"correction/log_ppl_abs_diff": 1.5}), "facts": facts(records_the_cut=True)},
         {"steps": steps(**{"correction/log_ppl_abs_diff": 9.0, "lag/max": 1.0}), "facts": facts(records_the_cut=True)},
+        # A dump may have been sampled by other weights than those that it trains.
+        {"steps": steps(**{"ratio/approx_kl": 1.5}), "facts": facts(is_dump=True)},
         {"steps": steps(**{"kl/mean": 1.0})},
         {"sampled": Sampled(prompts=48, doubled_special=5, completions=384, past_special=90)},
     ],

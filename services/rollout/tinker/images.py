@@ -8,12 +8,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flotilla.services.rollout.engines.decoders.adapted import added_to
 from flotilla.shared.errors import ModelError, NotFound, Unavailable
 from flotilla.shared.models.hub import ADAPTER, ADAPTER_CONFIG
 from flotilla.shared.models.weight_files import safetensors_files
 from flotilla.shared.net.absence import absent_or
 from flotilla.shared.tinker.records import MANIFEST, Record, Saved
+from flotilla.shared.weights.image.adapted import added_to
 from flotilla.shared.weights.image.adapters import AdaptersHeader, names_of, weight_of
 
 

@@ -6,15 +6,22 @@ its file is withdrawn, and its memory is free when the last reader lets go.
 
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from flotilla.services.trainer.weights.quantised_images import QuantisedWeights
+from flotilla.shared.config.sections.model import ModelConfig
 from flotilla.shared.config.sections.publication import DeltaConfig
-from flotilla.shared.errors import Conflict
+from flotilla.shared.errors import Conflict, WeightTransferFailed
+from flotilla.shared.models.hub import model_directory
+from flotilla.shared.models.weight_files import safetensors_files
 from flotilla.shared.schemas.publication import DeltaManifest, Manifest
+from flotilla.shared.weights.image.adapted import AdaptedDigests
+from flotilla.shared.weights.image.adapters import BASE, AdaptersHeader
 from flotilla.shared.weights.image.delta import changed_blocks, patch_bytes, write_patch
 from flotilla.shared.weights.image.digests import of_image
 from flotilla.shared.weights.image.image import DEFAULT_SLICE_BYTES, WeightImage
@@ -55,6 +62,7 @@ class ImagePool:
         delta: whether and how patches are made; None makes none.
         served_as: the dtype that rollouts compute in, by which they prove what they serve; None: that of the weights.
         quantisation: of what is published; None: whole weights.
+        base: that adapters are added to, where these are published alone; None: no digest is made of them.
     """
 
     def __init__(
@@ -66,11 +74,15 @@ class ImagePool:
         delta: DeltaConfig | None = None,
         served_as: torch.dtype | None = None,
         quantisation: Quantisation | None = None,
+        base: ModelConfig | None = None,
     ) -> None:
         self._quantised = None if quantisation is None else QuantisedWeights(weights, quantisation, directory)
         self._weights: Snapshots = self._quantised or weights
         self._quantisation = quantisation
         self._delta, self._served_as = delta, served_as
+        self._adapted: AdaptedDigests | None = None
+        if base is not None and BASE in weights.layout.metadata:
+            self._adapted = AdaptedDigests(safetensors_files(model_directory(base)), served_as)
         self._base: tuple[WeightImage, str] | None = None
         self.patch: WeightImage | None = None
         """The patch that the newest manifest names."""
@@ -108,12 +120,24 @@ class ImagePool:
         """Describe an image, and make the patch that leads to it where that pays; reads all of it twice."""
         image = next(image for image in self._images if image.path == path)
         manifest = image.manifest(version, self._slice_bytes)
-        digest = None
-        if manifest.base is None:  # What adapters add to a base, an engine computes; no bit of it is known here.
-            # By its own mapping: its file may be gone.
-            tensors = {spec.name: view_of(image.mapped, spec) for spec in manifest.tensors}
-            digest = of_image(Dequantised(tensors, self._quantisation), self._served_as)
+        # By its own mapping: its file may be gone.
+        tensors = {spec.name: view_of(image.mapped, spec) for spec in manifest.tensors}
+        if manifest.base is None:
+            digest: str | None = of_image(Dequantised(tensors, self._quantisation), self._served_as)
+        else:
+            digest = self._digest_of_sums(tensors)
         return manifest.model_copy(update={"image_path": str(path), "digest": digest, "delta": self._make_patch(image)})
+
+    def _digest_of_sums(self, adapters: Mapping[str, Tensor]) -> str | None:
+        """Digest base and adapters as engines add them; None, and a word in the log, where the base is not there."""
+        header = AdaptersHeader.read(self._weights.layout.metadata)
+        if self._adapted is None or header is None:
+            return None
+        try:
+            return self._adapted.of(adapters, header)
+        except WeightTransferFailed as error:
+            log.warning("what engines make of adapters is not proved", extra={"cause": error.detail})
+            return None
 
     def renew(self, path: Path) -> Path:
         """Return an image whose file somebody deleted another one; blocks. One that is there stays as it is.

@@ -185,6 +185,7 @@ def _images(spec: ExperimentSpec, around: SessionDeps, weights: Snapshots) -> Im
         delta=how.delta,
         served_as=served_as,
         quantisation=how.quantisation,
+        base=spec.model,
     )
 
 

@@ -16,6 +16,8 @@ A, B = Path("a"), Path("b")
 class SlowDecoder:
     """Reads what the file holds when reading ends."""
 
+    base = None
+
     def __init__(self) -> None:
         self.files = {A: "one", B: "two"}
         self.spare = self.serving = "old"

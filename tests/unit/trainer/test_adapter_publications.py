@@ -113,13 +113,16 @@ def test_an_image_of_adapters_is_the_file_that_peft_reads(tmp_path: Path) -> Non
 def test_a_manifest_of_adapters_names_their_base(tmp_path: Path) -> None:
     learner = a_learner(tmp_path / "model")
     assert isinstance(learner.weights, FlatParameters)
-    pool = ImagePool(learner.weights, directory=tmp_path)
+    pool = ImagePool(learner.weights, directory=tmp_path, base=learner.spec.model)
 
     manifest = pool.manifest(pool.snapshot(), 1)
+    base = checksum_of(safetensors_files(tmp_path / "model"))
+    (tmp_path / "model" / "model.safetensors").unlink()
+    without = pool.manifest(pool.snapshot(), 2)
 
     pool.close()
-    assert manifest.digest is None, "the sums are each engine's own"
-    assert manifest.base == checksum_of(safetensors_files(tmp_path / "model"))
+    assert manifest.digest is not None and without.digest is None, "nobody knows the sums without the base"
+    assert manifest.base == without.base == base
     assert {spec.name for spec in manifest.tensors} == set(learner.adapters.tensors() if learner.adapters else ())
 
 

@@ -16,6 +16,7 @@ from flotilla.services.rollout.engines.decoders.arrival import Arrival, Arriving
 from flotilla.services.rollout.engines.decoders.checkpoint import TensorHeader, TensorSource, open_tensors
 from flotilla.shared.errors import ModelError, WeightTransferFailed
 from flotilla.shared.models.weight_files import checksum_of
+from flotilla.shared.weights.image.adapted import added_to
 from flotilla.shared.weights.image.adapters import AdaptersHeader, names_of, weight_of
 from flotilla.shared.weights.image.quantised import (
     NAMES,
@@ -105,24 +106,29 @@ def open_staged(image: Path, arrival: Arrival | None, base: BaseWeights) -> Iter
     """
     with ExitStack() as stack:
         whole = stack.enter_context(open_tensors([image])) if arrival is None else ArrivingTensors(image, arrival)
-        header = _header(whole.metadata)
-        found: Tensors = whole
-        if _quantisation(whole.metadata) is not None:
-            found = DequantisedTensors(whole)
-        if header is not None:
-            found = AdaptedTensors(base, stack.enter_context(base.open()), whole, header)
-        yield damaged(found)
+        yield damaged(_as_served(whole, base, stack))
 
 
 @contextmanager
-def open_whole(image: Path) -> Iterator[Tensors]:
-    """Open an image that is complete, and was loaded: its tensors as an engine has them, or adapters alone.
+def open_whole(image: Path, base: BaseWeights) -> Iterator[Tensors]:
+    """Open an image that is complete, and was loaded: its tensors as an engine has them.
+
+    Args:
+        image: of whole weights, or of adapters alone.
+        base: that adapters are added to.
 
     Raises:
-        WeightTransferFailed: there is none.
+        WeightTransferFailed: there is none, or its adapters do not fit the base.
     """
-    with open_tensors([image]) as source:
-        yield source if _quantisation(source.metadata) is None else DequantisedTensors(source)
+    with ExitStack() as stack:
+        yield _as_served(stack.enter_context(open_tensors([image])), base, stack)
+
+
+def _as_served(whole: TensorSource | ArrivingTensors, base: BaseWeights, stack: ExitStack) -> Tensors:
+    header = _header(whole.metadata)
+    if header is not None:
+        return AdaptedTensors(base, stack.enter_context(base.open()), whole, header)
+    return whole if _quantisation(whole.metadata) is None else DequantisedTensors(whole)
 
 
 class DequantisedTensors:
@@ -169,22 +175,6 @@ def _header(metadata: Mapping[str, str]) -> AdaptersHeader | None:
         return AdaptersHeader.read(metadata)
     except ValueError as error:
         raise WeightTransferFailed(f"not an image of adapters: {error}") from error
-
-
-def added_to(weight: Tensor, low: Tensor, high: Tensor, header: AdaptersHeader) -> Tensor:
-    """Add the product of adapters to a weight, as the trainer does where it merges them.
-
-    Args:
-        weight: [out, in], or [in, out] where it is transposed.
-        low: A, [r, in] float32.
-        high: B, [out, r] float32.
-        header: has the scale.
-
-    Returns:
-        The sum, computed in float32, in the weight's dtype.
-    """
-    added = header.scale * (high @ low)
-    return (weight.float() + (added.T if header.is_transposed else added)).to(weight.dtype)
 
 
 def _adapted(

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from flotilla.services.rollout.engines.base import PromptImage
+from flotilla.services.rollout.engines.decoders.adapted import BaseWeights
 from flotilla.services.rollout.engines.decoders.arrival import Arrival
 from flotilla.services.rollout.engines.decoders.row_adapters import RowAdapters
 from flotilla.shared.schemas.routing import RoutingSizes
@@ -48,6 +49,8 @@ class Decoder(Protocol):
     """Whether a token's logits are the same to the last bit whatever is computed along with it or before it."""
     gains_by_threads: bool
     """Whether torch's threads make a token of every row faster, and change no bit of it."""
+    base: BaseWeights
+    """What it began with, to which images of adapters alone are added."""
 
     def prefill(
         self,

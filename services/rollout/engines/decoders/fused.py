@@ -191,7 +191,7 @@ class FusedDecoder:
         self._dtype = dtype
         self._layers = TorchLayers(architecture, dtype)
         self._device = device
-        self._base = BaseWeights(files, dtype, device)
+        self.base = BaseWeights(files, dtype, device)
         self._spare: FusedWeights | None = None
         # No longer served, or to be replaced: memory for the next ones. To free it takes milliseconds, in which nothing
         # is sampled, and new memory is slower to fill; at the peak there are two copies either way.
@@ -211,7 +211,7 @@ class FusedDecoder:
         """Read a weight image into the spare weights; see ``Decoder.stage``."""
         self._spare = None
         spare = self._memory()
-        with open_staged(image, arrival, self._base) as source:
+        with open_staged(image, arrival, self.base) as source:
             spare.fill(source)
         self._spare = spare
 
@@ -239,7 +239,7 @@ class FusedDecoder:
     def restore(self) -> None:
         """Read the initial weights; see ``Decoder.restore``."""
         weights = self._memory()
-        with self._base.open() as source:
+        with self.base.open() as source:
             weights.fill(source)
         self._use(weights)
 

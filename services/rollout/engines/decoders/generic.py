@@ -175,7 +175,7 @@ class ModelWeights:
 
     def __init__(self, model: nn.Module, files: Sequence[Path] = ()) -> None:
         first = next(model.parameters())
-        self._base = BaseWeights(files, first.dtype, first.device)
+        self.base = BaseWeights(files, first.dtype, first.device)
         storages = {each.data_ptr(): each for each in (p.untyped_storage() for p in model.parameters())}
         self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
         state = model.state_dict()
@@ -195,7 +195,7 @@ class ModelWeights:
     def stage(self, image: Path, arrival: Arrival | None = None) -> None:
         """Read an image; see ``Decoder.stage``."""
         expected = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-        with open_staged(image, arrival, self._base) as source:
+        with open_staged(image, arrival, self.base) as source:
             if not isinstance(source, AdaptedTensors):  # The model's own files are what it was loaded from.
                 check_headers(source.headers, expected, optional=self._optional)
                 self._check_tied(source)
@@ -233,7 +233,7 @@ class ModelWeights:
 
     def restore(self) -> None:
         """Read the initial weights; see ``Decoder.restore``."""
-        with self._base.open() as source:
+        with self.base.open() as source:
             self._stage_from(source)
         self.switch()
 
@@ -278,7 +278,7 @@ class CachedDecoder(KeepsNothing):
         self._forward = _Forward(model)
         self._cache = ColumnCache(num_rows)
         self.stage, self.switch, self.restore = weights.stage, weights.switch, weights.restore
-        self.discard, self.digests = weights.discard, weights.digests
+        self.discard, self.digests, self.base = weights.discard, weights.digests, weights.base
         self._weights = weights
         self.move_rows, self.clear_rows = self._cache.move_rows, self._cache.clear_rows
 
@@ -344,6 +344,7 @@ class RecomputingDecoder(KeepsNothing):
         self._forward = _Forward(model)
         self._rows: list[list[int]] = [[] for _ in range(num_rows)]
         self.stage, self.switch, self.digests = weights.stage, weights.switch, weights.digests
+        self.base = weights.base
         self.release, self.restore, self.discard = weights.release, weights.restore, weights.discard
 
     @torch.inference_mode()

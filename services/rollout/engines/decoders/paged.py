@@ -252,7 +252,7 @@ class PagedDecoder(KeepsNothing):
             self.description += ", CUDA graphs"
         self.device = device
         self._sizes, self._dtype = architecture, dtype
-        self._base = BaseWeights(files, dtype, device)
+        self.base = BaseWeights(files, dtype, device)
         self._layers = TorchLayers(architecture, dtype)
         self._attention = attention
         self.page_tokens = page_tokens
@@ -280,7 +280,7 @@ class PagedDecoder(KeepsNothing):
         """Read a weight image into the spare weights; see ``Decoder.stage``."""
         self._spare = None
         spare = self._memory()
-        with open_staged(image, arrival, self._base) as source, self._beside_steps():
+        with open_staged(image, arrival, self.base) as source, self._beside_steps():
             spare.fill(source)
         self._spare = spare
 
@@ -334,7 +334,7 @@ class PagedDecoder(KeepsNothing):
     def restore(self) -> None:
         """Read the initial weights; see ``Decoder.restore``."""
         weights = self._memory()
-        with self._base.open() as source:
+        with self.base.open() as source:
             weights.fill(source)
         self._spare = weights
         self.switch()

@@ -49,7 +49,7 @@ def prove(decoder: Decoder, image: Path, version: int, expected: str) -> None:
 
 def _differing(decoder: Decoder, image: Path, expected: str) -> tuple[list[str] | None, int]:
     """Name the tensors that are not those of the image, of how many; None where the digest is the publisher's."""
-    with open_whole(image) as source:
+    with open_whole(image, decoder.base) as source:
         found: dict[str, int] = {}
         for name, digest in decoder.digests():
             if name in source.headers:

@@ -1,24 +1,33 @@
 """What the proof of the served weights costs: its share of the time in which one version samples.
 
 A real engine samples a version's worth of answers, then loads another image and proves it, as a rollout does it after
-each publication. The baseline is the same load without a digest; the share is of the time between two loads.
+each publication. The baseline is the same load without a digest; the share is of the time between two loads. With
+``--rank`` the versions are adapters alone, of which the embedded engine serves the sums. A server of SGLang or vLLM
+needs an interpreter that has it (``flotilla engine install``).
 
-    python -m benchmarks.serving_proof
+    python -m benchmarks.serving_proof [--rank 16] [--engine vllm --python .venv-vllm/bin/python]
 """
 
+import argparse
+import asyncio
 import statistics
 import tempfile
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import torch
 
 from benchmarks.weight_pause import save_model
-from flotilla.services.rollout.engines.base import GenerationRequest, SamplingParameters
-from flotilla.services.rollout.engines.embedded.engine import TorchEngine
+from flotilla.services.rollout.engines.base import Engine, GenerationRequest, ProvesWeights, SamplingParameters
+from flotilla.services.rollout.engines.process.engine import ProcessEngine
+from flotilla.services.rollout.engines.servers.settings import ServerSettings
 from flotilla.services.rollout.engines.settings import EngineSettings
+from flotilla.services.rollout.engines.sglang.engine import SglangEngine
+from flotilla.services.rollout.engines.vllm.engine import VllmEngine
 from flotilla.services.trainer.worker.images import ImagePool
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.config.sections.model import ModelConfig
 
 IMAGE_BYTES = 100 << 20
 SLOTS = 64
@@ -30,47 +39,82 @@ MOST_SHARE = 0.01
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving_proof", description=__doc__)
+    parser.add_argument("--engine", choices=["torch", "sglang", "vllm"], default="torch")
+    parser.add_argument("--python", type=Path, help="interpreter of a server")
+    parser.add_argument("--rank", type=int, help="publish adapters of this rank alone")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder)
-        images = ImagePool(save_model(directory, IMAGE_BYTES), served_as=torch.float32)
+    asyncio.run(measure(arguments.engine, arguments.python, arguments.rank))
+
+
+async def measure(kind: str, python: Path | None, rank: int | None) -> None:
+    """Measure and print."""
+    async with AsyncExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        weights = await asyncio.to_thread(save_model, directory, IMAGE_BYTES, rank)
+        base = ModelConfig(path=str(directory))
+        images = ImagePool(weights, served_as=torch.float32, base=base)
+        stack.callback(images.close)
         path = images.snapshot()
+        images.manifest(path, 1)  # the base is digested once
         began = time.perf_counter()
         digest = images.manifest(path, 1).digest
         published = time.perf_counter() - began
-        engine = TorchEngine(EngineSettings(str(directory), slots=SLOTS, context_tokens=TOKENS + 32))
+        assert digest is not None
+        engine = engine_of(kind, directory, python)
+        await engine.start()
+        stack.push_async_callback(engine.close)
+        # A server finds out by the weights that it begins with what it can tell, once.
+        await _load(engine, path, 1, digest)
         plain, proved, sampled = [], [], []
         for version in range(VERSIONS):
-            plain.append(_load(engine, path, 2 * version + 1, None))
-            proved.append(_load(engine, path, 2 * version + 2, digest))
-            sampled.append(_sample(engine, version))
-        images.close()
+            plain.append(await _load(engine, path, 2 * version + 2, None))
+            proved.append(await _load(engine, path, 2 * version + 3, digest))
+            sampled.append(await _sample(engine, version))
     costs = statistics.median(proved) - statistics.median(plain)
     share = costs / (statistics.median(sampled) + statistics.median(plain))
-    print(f"image {IMAGE_BYTES >> 20} MiB, {ANSWERS} answers of {TOKENS} tokens: {statistics.median(sampled):.2f} s")
+    what = f"{IMAGE_BYTES >> 20} MiB" if rank is None else f"{IMAGE_BYTES >> 20} MiB with adapters of rank {rank}"
+    print(f"{kind}, {what}, {ANSWERS} answers of {TOKENS} tokens: {statistics.median(sampled):.2f} s")
     print(f"load {statistics.median(plain):.3f} s, with its proof {statistics.median(proved):.3f} s")
     print(f"checksum and digest in the trainer, beside training: {published:.3f} s")
     print(f"share of generation: {share:.2%} ({'within' if share <= MOST_SHARE else 'ABOVE'} {MOST_SHARE:.0%})")
 
 
-def _load(engine: TorchEngine, image: Path, version: int, digest: str | None) -> float:
+def engine_of(kind: str, model: Path, python: Path | None) -> Engine:
+    """Make an engine, not yet started.
+
+    Raises:
+        SystemExit: no interpreter was named for a server.
+    """
+    tokens = TOKENS + 32
+    if kind == "torch":
+        return ProcessEngine(EngineSettings(str(model), slots=SLOTS, context_tokens=tokens))
+    if python is None:
+        raise SystemExit(f"--engine {kind} needs --python")
+    settings = ServerSettings(model, python=python.absolute(), slots=SLOTS, context_tokens=tokens)
+    return SglangEngine(settings) if kind == "sglang" else VllmEngine(settings)
+
+
+async def _load(engine: Engine, image: Path, version: int, digest: str | None) -> float:
     began = time.perf_counter()
-    engine.request_update(version, image, version, OnWeightUpdate.DRAIN, digest)
-    while not engine.is_idle:
-        for outcome in engine.step():
-            assert getattr(outcome, "error", None) is None, outcome
+    if digest is None:
+        await engine.load_weights(image, version, OnWeightUpdate.DRAIN)
+    else:
+        assert isinstance(engine, ProvesWeights)
+        assert await engine.load_proved(image, version, OnWeightUpdate.DRAIN, digest), "it cannot be proved"
     return time.perf_counter() - began
 
 
-def _sample(engine: TorchEngine, number: int) -> float:
+async def _sample(engine: Engine, number: int) -> float:
     began = time.perf_counter()
     sampling = SamplingParameters(TOKENS, ignore_eos=True)
-    for group in range(ANSWERS // 8):
-        prompt = tuple(range(group, group + 16))
-        engine.submit(GenerationRequest(f"{number}-{group}", prompt, tuple(range(8)), sampling))
-    while not engine.is_idle:
-        engine.step()
+    prompts = [tuple(range(group, group + 16)) for group in range(ANSWERS // 8)]
+    async with asyncio.TaskGroup() as tasks:
+        for group, prompt in enumerate(prompts):
+            request = GenerationRequest(f"{number}-{group}", prompt, tuple(range(8)), sampling)
+            tasks.create_task(engine.generate(request))
     return time.perf_counter() - began
 
 

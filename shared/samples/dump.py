@@ -122,7 +122,7 @@ def dump_at(path: Path, check: Callable[[str], None] | None = None, *, field: st
     if not found and not path.exists():
         raise DataError(
             f"{field}: {path} does not exist: name the directory of a run or of an experiment, its folder {SAMPLES}, "
-            "or one file of it (step-NUMBER.parquet, evaluation-vNUMBER.parquet), as an absolute path",
+            "or one file of it (step-NUMBER.parquet, evaluation-vNUMBER.parquet)",
             path=str(path),
             field=field,
         )

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from flotilla.cli.fleet import LocalFleet
 
 REFRESH_SECONDS = 0.5
+"""Between two looks while anything may come: before the first step, and before the end."""
+DRAWN_SECONDS = 1.0
 LINE_SECONDS = 2.0
+NEAR_SECONDS = 5.0
 UNAVAILABLE_BACKOFF_SECONDS = 60.0
 
 
@@ -96,7 +99,17 @@ async def follow(
                 last_line = now
             if is_over:
                 return
-            await asyncio.sleep(REFRESH_SECONDS)
+            await asyncio.sleep(pause_before_the_next(left, LINE_SECONDS if live is None else DRAWN_SECONDS))
+
+
+def pause_before_the_next(left: float | None, shown_seconds: float) -> float:
+    """Return how long not to ask, in seconds: each look costs the gateway as much as several reports of a step do.
+
+    Args:
+        left: seconds until the end; None while no step was seen.
+        shown_seconds: how often what was read is shown.
+    """
+    return REFRESH_SECONDS if left is None else max(REFRESH_SECONDS, min(shown_seconds, left - NEAR_SECONDS))
 
 
 async def follow_as_json(progress: Progress, client: Source) -> None:

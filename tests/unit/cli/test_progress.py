@@ -280,6 +280,11 @@ async def test_one_evaluation_is_no_improvement() -> None:
     assert (summary.accuracy_before, summary.accuracy_after) == (0.25, None)
 
 
+@pytest.mark.parametrize(("left", "pause"), [(None, 0.5), (60.0, 2.0), (6.0, 1.0), (1.0, 0.5), (0.0, 0.5)])
+def test_a_gateway_is_asked_as_often_as_is_shown_but_where_something_is_near(left: float | None, pause: float) -> None:
+    assert following.pause_before_the_next(left, following.LINE_SECONDS) == pause
+
+
 async def test_following_as_json_writes_a_line_per_change(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

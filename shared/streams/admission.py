@@ -1,6 +1,6 @@
 """The feeder's side: tasks are issued against a budget, in the order of their dense ids."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -96,6 +96,13 @@ class Admission(Protocol):
 
     async def forget_consumers(self, idle_seconds: float) -> int:
         """Forget consumers that hold nothing and were silent for so long; returns how many."""
+        ...
+
+    async def follow_ends(self, ended: Callable[[], None]) -> None:
+        """Call ``ended`` once this hears of groups that end, then whenever some did, until cancelled.
+
+        What is planned has not ended. One that nobody heard of is in the ledger all the same: look there now and then.
+        """
         ...
 
     async def outstanding_older_than(self, version: int) -> list[int]:

@@ -141,6 +141,11 @@ class StreamKeys:
         """Hash: next_group_id, published_version, trainer_incarnation, trainer_owner, what was rolled back last."""
         return f"{self.prefix}:state"
 
+    @property
+    def ends(self) -> str:
+        """The channel that tells of groups which ended other than in a plan. No key: nothing is kept of it."""
+        return f"{self.prefix}:ends"
+
     def all(self) -> list[str]:
         """List every key of the lane but those of single claims and letters, which end by themselves."""
         streams = [self.stream(hop) for hop in HopName]

@@ -2,6 +2,9 @@
 
 It alone records published versions in the data plane, always before it issues under them: the budget that a
 publication frees is never filled with tasks of the version before.
+
+While the budget admits nothing it is woken by what frees some: a publication, and a group that ends without being
+trained, of which the data plane tells. It looks at the ledger now and then all the same.
 """
 
 import asyncio
@@ -16,7 +19,7 @@ from flotilla.services.gateway.feeder.admission import ADMISSION_WAIT, admitted,
 from flotilla.services.gateway.feeder.rows import RowOrder
 from flotilla.services.gateway.feeder.status import FeederStatus, FullStream
 from flotilla.services.gateway.records.repository import Experiment
-from flotilla.services.gateway.signals import wait_for_any
+from flotilla.services.gateway.signals import Signal, run_together, wait_for_any
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.writes import PointRecord, PutMetrics, PutWindow, Write
 from flotilla.shared.clock import Clock, rfc3339
@@ -32,6 +35,9 @@ log = logging.getLogger(__name__)
 GROUP_SIZE = "rollout.group_size"
 BATCH = 64
 BLOCKED_SECONDS = 0.03
+"""Between two looks at the ledger, where nobody tells what changes, and at least, where somebody does."""
+TOLD_SECONDS = 0.5
+"""Between two looks where it is told: what it did not hear of waits no longer."""
 IDLE_SECONDS = 0.5
 UNAVAILABLE_BACKOFF_SECONDS = 1.0
 RECORD_SECONDS = 1.0
@@ -78,11 +84,36 @@ class Feeder:
         self._recorded_at = 0.0
         self._tidied_at = clock.monotonic()
         self._kept: Mapping[str, Any] | None = None
+        self._ended = Signal()
+        self._is_told = False
 
     async def run(self) -> None:
         """Issue until cancelled. While the data plane is unavailable, nothing is issued and nothing is lost."""
+        await run_together(asyncio.create_task(self._issue_all()), asyncio.create_task(self._follow_ends()))
+
+    async def _follow_ends(self) -> None:
+        """Be told of groups that end. While nobody tells, the ledger is asked as often as is needed without."""
+
+        def ended() -> None:
+            self._is_told = True
+            self._ended.fire()
+
         while True:
-            changed = self._experiment.changed.next
+            try:
+                await self._admission.follow_ends(ended)
+            except Unavailable as error:
+                facts = {"experiment_id": self._experiment.id, "error": error.detail}
+                log.log(
+                    logging.INFO if self._is_told else logging.DEBUG, "nobody tells of groups that end", extra=facts
+                )
+            self._is_told = False
+            self._ended.fire()
+            await asyncio.sleep(UNAVAILABLE_BACKOFF_SECONDS)
+
+    async def _issue_all(self) -> None:
+        while True:
+            changed, ended = self._experiment.changed.next, self._ended.next
+            began = self._clock.monotonic()
             try:
                 pause = await self.feed()
                 self._status.refusal = None
@@ -91,10 +122,14 @@ class Feeder:
                 log.warning(
                     "data plane is unavailable", extra={"experiment_id": self._experiment.id, "error": repr(error)}
                 )
-                pause = UNAVAILABLE_BACKOFF_SECONDS
                 self._status.wait.release()
+                await wait_for_any(UNAVAILABLE_BACKOFF_SECONDS, changed)
+                continue
             if pause:
-                await wait_for_any(pause, changed)
+                await wait_for_any(pause, changed, ended)
+                if ended.done() and not changed.done():
+                    # Many end at once: they are looked at together.
+                    await wait_for_any(max(0.0, began + BLOCKED_SECONDS - self._clock.monotonic()), changed)
             else:
                 await asyncio.sleep(0)
 
@@ -138,7 +173,7 @@ class Feeder:
         if room == 0:
             if left:
                 self._status.wait.hold(now)
-            return BLOCKED_SECONDS
+            return self._blocked_seconds()
         # A server that has lost everything is told the beginning again before anything is issued.
         first = max(self._first_group_id, await self._next_group())
         await self._rows.settle(first)
@@ -151,12 +186,20 @@ class Feeder:
 
     def _pause_after(self, count: int, room: int, left: int) -> float:
         """Say how long to wait after so many groups were issued of those that were admitted, and of those left."""
-        if count and (count < room or self._experiment.spec.asynchrony.redundant_groups):
+        if not count:
+            return BLOCKED_SECONDS
+        if count < room or self._experiment.spec.asynchrony.redundant_groups:
             return 0.0
-        if 0 < count < left:
+        if count < left:
             # Known without another look: all that the budget admitted was issued.
             self._status.wait.hold(self._clock.monotonic())
-        return BLOCKED_SECONDS
+        return self._blocked_seconds()
+
+    def _blocked_seconds(self) -> float:
+        """Say how long to wait for room. Where it depends on more than groups that end, nobody tells of it."""
+        spec = self._experiment.spec
+        depends = self._finished is not None or spec.asynchrony.redundant_groups or spec.shares_devices
+        return TOLD_SECONDS if self._is_told and not depends else BLOCKED_SECONDS
 
     async def _next_group(self) -> int:
         if self._next_group_id is None:

@@ -3,6 +3,7 @@
 Time comes from a clock that tests may move.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,15 @@ class MemoryAdmission:
     async def forget_consumers(self, idle_seconds: float) -> int:
         """See ``Admission.forget_consumers``: here a consumer that holds nothing leaves nothing behind."""
         return 0
+
+    async def follow_ends(self, ended: Callable[[], None]) -> None:
+        """See ``Admission.follow_ends``."""
+        self._store.followers.append(ended)
+        try:
+            ended()
+            await asyncio.get_running_loop().create_future()
+        finally:
+            self._store.followers.remove(ended)
 
     async def outstanding_older_than(self, version: int) -> list[int]:
         """See ``Admission.outstanding_older_than``."""

@@ -140,6 +140,9 @@ class MemoryStore:
     rolled_back: tuple[object, tuple[int, int]] = (None, (0, 0))
     streams: dict[HopName, MemoryStream] = field(default_factory=dict)
 
+    followers: list[Callable[[], None]] = field(default_factory=list)
+    """Told when a group has ended."""
+
     _changed: "asyncio.Future[None] | None" = None
 
     def __post_init__(self) -> None:
@@ -180,6 +183,8 @@ class MemoryStore:
         self.count(counter)
         if ":" in counter:
             self.count(length_field(counter, tokens))
+        for follower in self.followers:
+            follower()
 
     def unconsume(self, version: int, count: int) -> None:
         """Take groups off those that were planned under a version and are covered by no publication yet."""

@@ -1,10 +1,12 @@
 """The data plane, and admission to it, on a Redis or Valkey server, 6.2 or newer."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
+from flotilla.shared.errors import Unavailable
 from flotilla.shared.schemas.task import Lane, Task
 from flotilla.shared.schemas.trajectory import Group
 from flotilla.shared.streams.admission import IssueOutcome, IssueResult, check_consecutive, check_finished
@@ -12,6 +14,7 @@ from flotilla.shared.streams.codec import encode_body, encode_grades, encode_tas
 from flotilla.shared.streams.hop import LEASED, HopName, StreamKeys, StreamsConfig, consumer_name
 from flotilla.shared.streams.ledger import Ledger, token_counters
 from flotilla.shared.streams.mailbox import KEPT_SECONDS, Delivery, Expected
+from flotilla.shared.streams.redis.connection import COMPONENT
 from flotilla.shared.streams.redis.hop import RedisHop, TrainerHop
 from flotilla.shared.streams.redis.scripts import Argument, ScriptRunner
 from flotilla.shared.streams.redis.trainer import RedisTrainerQueue
@@ -85,6 +88,17 @@ class RedisAdmission:
         """See ``Admission.published_version``."""
         recorded = await self._state("published_version")
         return None if recorded is None else int(recorded)
+
+    async def follow_ends(self, ended: Callable[[], None]) -> None:
+        """See ``Admission.follow_ends``."""
+        try:
+            async with self._runner.redis.pubsub() as channel:
+                await channel.subscribe(self._keys.ends)
+                # The first message is that it is heard from now on.
+                async for _ in channel.listen():
+                    ended()
+        except (RedisError, OSError) as error:
+            raise Unavailable(f"the Redis server tells of no group that ends: {error}", component=COMPONENT) from error
 
     async def outstanding_older_than(self, version: int) -> list[int]:
         """See ``Admission.outstanding_older_than``."""

@@ -1,5 +1,6 @@
 """Admission: the budget, the cursor, publications."""
 
+import asyncio
 import time
 
 import pytest
@@ -199,3 +200,27 @@ async def test_outstanding_groups_are_known_by_their_version(plane: DataPlane) -
     assert await trainer.plan(1, await trainer.hop.claim(2, wait_seconds=0), version=3)
 
     assert await plane.admission.outstanding_older_than(3) == []
+
+
+async def test_groups_that_end_are_told_and_planned_ones_are_not(plane: DataPlane) -> None:
+    told = asyncio.Event()
+    following = asyncio.create_task(plane.admission.follow_ends(told.set))
+    await asyncio.wait_for(told.wait(), 10)
+    told.clear()
+    trainer = await a_trainer(plane)
+    await issue(plane, 3)
+    await move_to_scored(plane, 2)
+    await trainer.plan(1, await trainer.hop.claim(1, wait_seconds=1), 0)
+    await plane.ledger()
+    assert not told.is_set(), "neither forwards nor plans leave room"
+
+    tasks = plane.hop(HopName.TASKS, "r")
+    for hop, resolution in ((tasks, Resolution.FAILED), (trainer.hop, Resolution.DROPPED)):
+        [claim] = await hop.claim(1, wait_seconds=1)
+        await hop.resolve(claim, resolution, "test")
+        await asyncio.wait_for(told.wait(), 10)
+        told.clear()
+
+    following.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await following

@@ -1,6 +1,7 @@
 """The feeder over the data plane in memory."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +20,7 @@ from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.memory import MemoryStore
 from flotilla.services.gateway.store.writes import PointRecord
 from flotilla.shared.clock import Clock, ManualClock
+from flotilla.shared.errors import Unavailable
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.streams.hop import HopName, Resolution
@@ -181,6 +183,53 @@ async def test_a_paused_experiment_issues_nothing_and_goes_on_when_it_is_resumed
         rig.experiment.changed.fire()
 
         await until(lambda: rig.status.ledger is not None and rig.status.ledger.issued == 2)
+
+
+async def test_a_group_that_ends_wakes_a_blocked_feeder_that_asks_nothing_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(feeding, "TOLD_SECONDS", 3600.0)
+    monkeypatch.setattr(feeding, "BLOCKED_SECONDS", 0.002)
+    rig = await a_rig(optimisation={"steps": 9, "groups_per_mini_batch": 2})
+    plane, asked = rig.experiment.train, 0
+    ledger = plane.ledger
+
+    async def counted() -> Ledger:
+        nonlocal asked
+        asked += 1
+        return await ledger()
+
+    monkeypatch.setattr(plane, "ledger", counted)
+    hop = plane.hop(HopName.TASKS, "r")
+    async with running(rig.feeder.run()):
+        claims = await hop.claim(2, wait_seconds=5)
+        await until(lambda: len(rig.experiment.train._store.followers) == 1)  # type: ignore[attr-defined]
+        await asyncio.sleep(10 * feeding.BLOCKED_SECONDS)  # the looks of before it was told
+        before = asked
+        await asyncio.sleep(10 * feeding.BLOCKED_SECONDS)
+        assert asked == before
+
+        for claim in claims:
+            await hop.resolve(claim, Resolution.FILTERED, "same_reward")
+
+        assert len(await hop.claim(2, wait_seconds=5)) == 2, "both are replaced"
+
+
+async def test_a_feeder_that_nobody_tells_anything_looks_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeding, "TOLD_SECONDS", 3600.0)
+    rig = await a_rig(optimisation={"steps": 9, "groups_per_mini_batch": 2})
+
+    async def refused(ended: Callable[[], None]) -> None:
+        ended()
+        raise Unavailable("no permission to subscribe")
+
+    monkeypatch.setattr(rig.experiment.train.admission, "follow_ends", refused)
+    hop = rig.experiment.train.hop(HopName.TASKS, "r")
+    async with running(rig.feeder.run()):
+        [claim, _] = await hop.claim(2, wait_seconds=5)
+        await hop.resolve(claim, Resolution.FILTERED, "same_reward")
+
+        assert await hop.claim(1, wait_seconds=5)
 
 
 async def test_a_publication_that_the_server_forgot_is_recorded_again() -> None:

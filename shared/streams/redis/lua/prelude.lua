@@ -41,6 +41,12 @@ local function count_end(ledger, counter, tokens)
   redis.call('HINCRBY', ledger, 'length:' .. counter .. ':' .. string.format('%d', bucket), 1)
 end
 
+-- Tell the feeder, on the channel `ends`, that groups have ended and left room. It looks now and then even if nobody
+-- tells it: where the server lets this user publish nothing, that is no error.
+local function tell_end(ledger)
+  redis.pcall('PUBLISH', (string.gsub(ledger, 'ledger$', 'ends')), '')
+end
+
 -- Give a pending entry to a reserved consumer; the delivery that ends so does not count.
 local function put_aside(stream, consumer, entry, deliveries)
   redis.call('XCLAIM', stream, GROUP, consumer, 0, entry,

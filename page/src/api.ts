@@ -19,6 +19,7 @@ export type Service = Schemas["ServiceView"];
 export type ServiceLogLines = Schemas["ServiceLogLines"];
 export type Diagnosis = Schemas["DiagnosisView"];
 export type Webhook = Schemas["WebhookView"];
+export type Usage = Schemas["Usage"];
 export type Profile = Schemas["ProfileView"];
 
 const KEY = "flotilla-token";

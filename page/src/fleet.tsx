@@ -95,7 +95,10 @@ export function Fleet({ shared }: { shared: Shared }) {
             {services.map((each) => (
               <tr key={each.service_id}>
                 <td>{each.service_id}</td>
-                <td class="quiet">{each.host}</td>
+                <td class="quiet">
+                  {each.host}
+                  {each.capabilities.pool && <span class="small">, {each.capabilities.pool}</span>}
+                </td>
                 <td>{each.experiment_id ? <a href={`#/flow/${encodeURIComponent(each.experiment_id)}`}>{nameOf(each.experiment_id)}</a> : <span class="quiet">nobody</span>}</td>
                 <td class="wrap">
                   {each.is_draining ? "draining" : each.observed.state}

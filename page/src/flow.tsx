@@ -4,6 +4,7 @@ import { call, experimentPath, usePoll, type Diagnosis, type Experiment } from "
 import { duration, number, percent } from "./format";
 import type { Shared } from "./main";
 import { Publications } from "./publications";
+import { Pools } from "./usage";
 import { meaningOf } from "./reasons";
 import { Head } from "./run";
 
@@ -82,6 +83,7 @@ export function Flow({ id, shared }: { id: string; shared: Shared }) {
           {lane === "train" && <Admission experiment={experiment} ledger={data.ledgers.train} />}
           <Ends ledger={data.ledgers[lane]} lane={lane} />
           <Publications id={id} isOver={isOver} />
+          <Pools id={id} />
           <Episodes id={id} counts={data.episodes} />
         </>
       )}

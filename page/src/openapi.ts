@@ -96,6 +96,11 @@ export interface components {
              */
             shared_memory?: string | null;
             /**
+             * Pool
+             * @description The pool of machines that it runs in; None: it names none, and counts as on demand.
+             */
+            pool?: string | null;
+            /**
              * Live Changes
              * @description Whether a trainer or reward service takes changes of its spec while it works; earlier releases do not say so.
              * @default false
@@ -146,6 +151,23 @@ export interface components {
             path: string;
             /** Files */
             files: components["schemas"]["CheckpointFile"][];
+        };
+        /**
+         * Costs
+         * @description What an experiment costs so far.
+         */
+        Costs: {
+            /** Currency */
+            currency: string;
+            /** Pools */
+            pools: components["schemas"]["PoolCost"][];
+            /** Cost */
+            cost: number;
+            /**
+             * Per Million
+             * @description Of all services, for a million trained tokens.
+             */
+            per_million: number | null;
         };
         /**
          * DeviceReport
@@ -1310,6 +1332,57 @@ export interface components {
          */
         Part: "run" | "checkpoints" | "samples" | "logs";
         /**
+         * PoolCost
+         * @description What one pool costs, and what was trained of what its rollouts sampled.
+         */
+        PoolCost: {
+            /** Pool */
+            pool: string;
+            /** Hours */
+            hours: number;
+            /** Cost */
+            cost: number;
+            /**
+             * Sampling Cost
+             * @description Of it, that of its rollouts.
+             */
+            sampling_cost: number;
+            /**
+             * Trained Tokens
+             * @description Sampled by its rollouts alone, and trained.
+             */
+            trained_tokens: number;
+            /**
+             * Per Million
+             * @description ``sampling_cost`` for a million of them; null while there are none.
+             */
+            per_million: number | null;
+        };
+        /**
+         * PoolUse
+         * @description What services of one kind, in one pool and with one kind of device, were there for.
+         */
+        PoolUse: {
+            /** Pool */
+            pool: string;
+            /**
+             * Kind
+             * @description Of service.
+             */
+            kind: string;
+            /**
+             * Device
+             * @description Name of the GPU; ``cpu`` of services without one.
+             */
+            device: string;
+            /**
+             * Hours
+             * @description Of all such devices together, of services without any of these; a device that two services share counts half for
+             *     each.
+             */
+            hours: number;
+        };
+        /**
          * Problem
          * @description The component and the cause of a failure or of a stall.
          */
@@ -2098,6 +2171,37 @@ export interface components {
              * @description Why the last attempt failed.
              */
             cause?: string | null;
+        };
+        /**
+         * Usage
+         * @description What an experiment took so far, and what was made of it.
+         */
+        Usage: {
+            /** Experiment Id */
+            experiment_id: string;
+            /** Uses */
+            uses: components["schemas"]["PoolUse"][];
+            /**
+             * Generated Tokens
+             * @description Sampled, of all groups that reached the trainer.
+             */
+            generated_tokens: number;
+            /** Trained Tokens */
+            trained_tokens: number;
+            /**
+             * Saved Tokens
+             * @description Of the trained ones, those that a rollout which left had handed over: nobody sampled them twice.
+             */
+            saved_tokens: number;
+            /**
+             * Trained By Pool
+             * @description The others, by the pool of the rollout that sampled them.
+             */
+            trained_by_pool: {
+                [key: string]: number;
+            };
+            /** @description By the gateway's own list of prices; null where it has none. */
+            costs?: components["schemas"]["Costs"] | null;
         };
         /**
          * WebhookView

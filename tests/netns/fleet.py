@@ -204,10 +204,10 @@ class Watch:
 
 
 @asynccontextmanager
-async def a_trial(fleet: ThreeHosts, folder: Path, *, transport: str) -> AsyncIterator[Watch]:
+async def a_trial(fleet: ThreeHosts, folder: Path, *, transport: str, **sections: Any) -> AsyncIterator[Watch]:
     """An experiment that learns, and is stopped afterwards."""
     spec = make_experiment(
-        folder, optimisation={"steps": 100_000}, asynchrony={"publication": {"transport": transport}}
+        folder, optimisation={"steps": 100_000}, asynchrony={"publication": {"transport": transport}}, **sections
     )
     fleet.hosts.cut()
     async with fleet.client() as client:

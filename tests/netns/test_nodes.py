@@ -1,0 +1,58 @@
+"""A trainer of two nodes on two hosts: one is out of reach for a while, then lost for good, and training goes on."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.netns.fleet import ThreeHosts, a_trial, three_hosts
+from tests.netns.hosts import Hosts, both_ways, hosts
+
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(880)]
+
+NAMED_SECONDS = 15.0
+FORMED_SECONDS = 90.0
+"""From the mend, or the replacement's start, to the next step: two processes import torch on the cores of all hosts."""
+NODES = {"ranks": 2, "nodes": 2}
+
+
+@pytest.fixture
+def network() -> Iterator[Hosts]:
+    with hosts("hub", "sampler", "learner", "second", "spare") as made:
+        yield made
+
+
+@pytest.fixture
+def fleet(network: Hosts, tmp_path: Path) -> Iterator[ThreeHosts]:
+    with three_hosts(network, tmp_path, rollouts=("sampler",), trainers=("learner", "second")) as made:
+        yield made
+
+
+def kill(fleet: ThreeHosts, host: str) -> None:
+    """End all processes of a host's service at once, as its power does."""
+    service = psutil.Process(fleet.processes[host].pid)
+    for process in [service, *service.children(recursive=True)]:
+        process.send_signal(signal.SIGKILL)
+    fleet.processes[host].wait()
+
+
+async def test_a_trainer_of_two_hosts_outlives_the_loss_of_one(fleet: ThreeHosts, tmp_path: Path) -> None:
+    second = fleet.hosts.address("second")
+    async with a_trial(fleet, tmp_path, transport="auto", parallelism=NODES) as watch:
+        cut_at = time.monotonic()
+        fleet.hosts.cut(*both_ways("second", "hub", "sampler", "learner"))
+        await asyncio.sleep(20)
+        fleet.hosts.cut()
+        mended = await watch.until_step_after(time.monotonic(), FORMED_SECONDS)
+        named = [when - cut_at for when, cause in watch.causes if second in cause]
+        print(f"\nnamed after {min(named, default=-1):.1f} s, next step {mended:.1f} s after the mend; {watch.causes}")
+        assert min(named, default=NAMED_SECONDS + 1) <= NAMED_SECONDS, watch.causes
+
+        kill(fleet, "second")
+        fleet.start("spare", "trainer")
+        replaced = await watch.until_step_after(time.monotonic(), FORMED_SECONDS)
+        print(f"next step {replaced:.1f} s after another host was there; {watch.reads} reads of the ledger")

@@ -305,8 +305,11 @@ def _add_kept(commands: "Commands") -> None:
         "--state", action="append", choices=STATES, help="only those in this state (default: any; may be repeated)"
     )
     ls.add_argument("--last", type=parsing.at_least_one, metavar="N", help="at most N (default: all)")
-    delete = add_command(commands, "delete", "Delete an experiment's record; its directory stays.", "listing:delete")
+    text = "Delete an experiment's record; its directory stays, unless --files."
+    delete = add_command(commands, "delete", text, "listing:delete")
     add_experiment(delete, is_needed=True)
+    text = "also its directory, with checkpoints and samples, unless another experiment needs them"
+    delete.add_argument("--files", action="store_true", help=text)
     text = "List an experiment's checkpoints: where they are, which is newest, which is best."
     checkpoints = add_command(commands, "checkpoints", text, "listing:checkpoints")
     add_experiment(checkpoints, or_directory=True)

@@ -155,9 +155,13 @@ class AsyncClient(FleetCalls):
         body = sections if resources is None else {"resources": dict(resources), **sections}
         return await self._call(Experiment, "PATCH", await self._path(experiment), body=body)
 
-    async def delete(self, experiment: Reference) -> None:
-        """Delete a draft, or one that has ended, with its series; its directory stays."""
-        await self._answer("DELETE", await self._path(experiment))
+    async def delete(self, experiment: Reference, *, files: bool = False) -> None:
+        """Delete a draft, or one that has ended, with its series; its directory stays, unless ``files``.
+
+        Raises:
+            Conflict: it is at work, or another experiment needs its files.
+        """
+        await self._answer("DELETE", await self._path(experiment), params={"files": "true"} if files else None)
 
     async def wait(
         self,

@@ -62,9 +62,9 @@ class Client(BlockingFleetCalls):
         """Change quotas while it runs, or keys that can change then."""
         return self._run(self._client.change, experiment, resources, **sections)
 
-    def delete(self, experiment: Reference) -> None:
-        """Delete a draft, or one that has ended."""
-        self._run(self._client.delete, experiment)
+    def delete(self, experiment: Reference, *, files: bool = False) -> None:
+        """Delete a draft, or one that has ended; with ``files`` its directory, too."""
+        self._run(self._client.delete, experiment, files=files)
 
     def wait(
         self,

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from pydantic import JsonValue
 
 from flotilla.cli.exit_codes import ExitCode
-from flotilla.cli.gateway import ACT_SECONDS, START_SECONDS, open_gateway
+from flotilla.cli.gateway import ACT_SECONDS, COPY_SECONDS, START_SECONDS, open_gateway
 from flotilla.cli.output import new_console, short_path, table_of, write_json
 from flotilla.cli.progress import number, of_rows
 from flotilla.cli.stored import Source, open_source
@@ -79,16 +79,22 @@ def row_of(view: ExperimentView) -> dict[str, str]:
 
 
 async def delete(arguments: argparse.Namespace) -> int:
-    """Delete an experiment and its series; its directory, with the checkpoints, stays."""
+    """Delete an experiment and its series; its directory, with the checkpoints, stays unless ``--files``.
+
+    Raises:
+        Conflict: another experiment needs its files.
+    """
     async with open_gateway(arguments) as client:
         view = await client.experiment(arguments.experiment, is_unique=True)
-        await client.with_deadline(ACT_SECONDS).delete(view)
+        deadline = COPY_SECONDS if arguments.files else ACT_SECONDS
+        await client.with_deadline(deadline).delete(view, files=arguments.files)
     if arguments.json:
-        write_json({"id": view.id, "name": view.name, "directory": view.directory})
+        write_json({"id": view.id, "name": view.name, "directory": view.directory, "files_deleted": arguments.files})
         return 0
     console = new_console()
     console.print(f"{view.id} is deleted, with its metrics and events", markup=False)
-    console.print(f"its directory stays: {short_path(view.directory)}", markup=False)
+    what = "its directory is deleted, too" if arguments.files else "its directory stays (--files deletes it, too)"
+    console.print(f"{what}: {short_path(view.directory)}", markup=False)
     return 0
 
 

@@ -62,6 +62,37 @@ class Retainer:
         finally:
             self._is_busy = False
 
+    async def delete(self, experiment_id: str) -> None:
+        """Delete a draft or a finished experiment with all its files.
+
+        Raises:
+            NotFound: there is no such experiment.
+            ActionNotAllowed: it is at work.
+            Conflict: another experiment needs its files, or they are not in the gateway's own directory.
+        """
+        experiment = self._repository.get(experiment_id)
+        directory = Path(experiment.record.directory)
+        if directory.parent != self._directory:
+            raise Conflict(
+                f"{directory} is not in {self._directory}, so the gateway deletes no files there: delete "
+                f"{experiment_id} without its files, and them by hand"
+            )
+        with self._commands.at_rest(experiment):
+            needed = why_needed(experiment_id, Part.RUN, await self._references())
+            if needed is not None:
+                raise Conflict(
+                    f"the files of {experiment_id} stay: {needed}. Delete that one first, or {experiment_id} without "
+                    "its files"
+                )
+            try:
+                await self._remove_files(experiment, Part.RUN)
+            except OSError as error:
+                raise Conflict(
+                    f"some files of {experiment_id} could not be deleted, and so its record stays: {error}"
+                ) from None
+        await self._commands.act(experiment_id, Action.DELETE)
+        log.info("an experiment was deleted with its files", extra={"experiment_id": experiment_id})
+
     async def _prune(self, retention: Retention, *, dry_run: bool) -> Pruning:
         found = [each for each in self._repository if self._is_finished(each)]
         left, unread = await asyncio.to_thread(_left_by, found)

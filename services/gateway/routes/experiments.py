@@ -129,13 +129,22 @@ async def adopted(experiment_id: str, request: AdoptRequest, gateway: Gateway) -
 
 
 @router.delete("/{experiment_id}", status_code=204)
-async def delete(experiment_id: str, gateway: Gateway) -> None:
-    """Delete a draft or a finished experiment with all its series; its directory stays.
+async def delete(
+    experiment_id: str,
+    gateway: Gateway,
+    files: Annotated[bool, Query(description="with its directory: checkpoints, samples, logs")] = False,
+) -> None:
+    """Delete a draft or a finished experiment with all its series; its directory stays, unless `files` is true.
 
     Raises:
         NotFound: there is no such experiment.
         ActionNotAllowed: it is at work.
+        Conflict: with `files`, another experiment needs them, or they are not in the gateway's directory.
     """
+    if files:
+        gateway.repository.record_of(experiment_id)
+        await gateway.cleaning.retainer.delete(experiment_id)
+        return
     await unusable.delete(experiment_id, gateway.commands, gateway.repository)
 
 

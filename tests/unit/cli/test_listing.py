@@ -80,7 +80,10 @@ def test_what_is_deleted_is_named_with_what_stays(
     assert main(["delete", "product"]) == 0
 
     assert gateway.asked[-1] == "DELETE /experiments/product-cc33"
-    assert "its directory stays: /data/trial-1" in capsys.readouterr().out
+    assert "its directory stays (--files deletes it, too): /data/trial-1" in capsys.readouterr().out
+
+    assert main(["delete", "product", "--files"]) == 0
+    assert "its directory is deleted, too: /data/trial-1" in capsys.readouterr().out
 
 
 def made(directory: Path, *steps: int) -> list[ListedCheckpoint]:

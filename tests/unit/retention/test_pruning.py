@@ -330,3 +330,50 @@ async def test_what_begins_again_is_not_deleted_and_what_is_deleted_does_not_beg
         with pytest.raises(ActionNotAllowed, match="is being deleted"):
             await gateway.commands.extend("old-2", 100)
     assert later.exists()
+
+
+async def test_one_is_deleted_with_its_files_only_where_that_is_asked_for(
+    gateway: GatewayState, client: httpx.AsyncClient
+) -> None:
+    first, second = [await add_finished(gateway, name) for name in ("first-1", "second-1")]
+
+    assert (await client.delete("/v1/experiments/first-1")).status_code == 204
+    assert (await client.delete("/v1/experiments/second-1", params={"files": "true"})).status_code == 204
+
+    assert first.exists() and not second.exists()
+    assert list(gateway.repository) == []
+    assert (await client.delete("/v1/experiments/second-1?files=true")).status_code == 404
+
+
+async def test_files_that_another_one_needs_or_that_lie_elsewhere_are_not_deleted(
+    gateway: GatewayState, client: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    needed = await add_finished(gateway, "first-1")
+    origin = {"experiment_id": "first-1", "step": 2, "version": 2, "path": "/nowhere", "first_group_id": 4}
+    await add_finished(gateway, "fork-1", origin=origin)
+    elsewhere = await add_finished(gateway, "far-1", directory=str(tmp_path))
+    await add_finished(gateway, "busy-1", state=ExperimentState.RUNNING, final_ledger=None)
+
+    answers = {
+        name: await client.delete(f"/v1/experiments/{name}?files=true") for name in ("first-1", "far-1", "busy-1")
+    }
+
+    assert {name: each.status_code for name, each in answers.items()} == dict.fromkeys(answers, 409)
+    assert "fork-1" in answers["first-1"].json()["detail"]
+    assert "deletes no files there" in answers["far-1"].json()["detail"]
+    assert needed.exists() and elsewhere.exists() and len(list(gateway.repository)) == 4
+
+
+async def test_where_a_file_cannot_be_deleted_the_record_stays(
+    gateway: GatewayState, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await add_finished(gateway, "first-1")
+
+    def refuses(*_: object) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(pruning, "remove", refuses)
+    answer = await client.delete("/v1/experiments/first-1?files=true")
+
+    assert (answer.status_code, "Permission denied" in answer.json()["detail"]) == (409, True)
+    assert [each.id for each in gateway.repository] == ["first-1"]

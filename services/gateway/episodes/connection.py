@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Final, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -100,8 +100,8 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See ``asyncio.Protocol``."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport, self.idle_since = transport, time.monotonic()
+        # Of the gateway's loop, uvloop, which is no subclass of asyncio's.
+        self._transport, self.idle_since = cast(asyncio.Transport, transport), time.monotonic()
 
     def data_received(self, data: bytes) -> None:
         """See ``asyncio.Protocol``."""

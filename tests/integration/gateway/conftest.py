@@ -12,6 +12,12 @@ from tests.integration.gateway.fleet import TOKEN, a_gateway
 
 
 @pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """Run these tests on the loop that the gateway runs on."""
+    return "asyncio", {"use_uvloop": True}
+
+
+@pytest.fixture
 def settings(tmp_path: Path, redis_url: str) -> GatewaySettings:
     """Settings with short patience."""
     return GatewaySettings(

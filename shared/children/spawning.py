@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from flotilla.shared.children.processes import READ_BYTES, LastWords, cause_of_death, kill, reap, unheard
 from flotilla.shared.children.secret_variables import without_secrets
+from flotilla.shared.concurrency.cancelling import to_the_end
 from flotilla.shared.host.control_groups import count_memory_kills
 
 LAST_WORDS_SECONDS = 1.0
@@ -160,15 +161,26 @@ async def spawn(
         OSError: it cannot be started.
     """
     loop = asyncio.get_running_loop()
-    # As ``create_subprocess_exec``, which keeps the transport to itself: a grandchild may hold the pipes open.
-    transport, protocol = await loop.subprocess_exec(
-        lambda: _Protocol(max_line_bytes, loop),
-        *command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=child_environment() if environment is None else environment,
-        start_new_session=leads_session,
-    )
-    process = asyncio.subprocess.Process(transport, protocol, loop)
-    return Child(process, transport, protocol.exited, LastWords(on_line), leads_session=leads_session)
+
+    async def start() -> Child:
+        # As ``create_subprocess_exec``, which keeps the transport to itself: a grandchild may hold the pipes open.
+        transport, protocol = await loop.subprocess_exec(
+            lambda: _Protocol(max_line_bytes, loop),
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=child_environment() if environment is None else environment,
+            start_new_session=leads_session,
+        )
+        process = asyncio.subprocess.Process(transport, protocol, loop)
+        return Child(process, transport, protocol.exited, LastWords(on_line), leads_session=leads_session)
+
+    starting = asyncio.create_task(start(), name="spawning")
+    try:
+        # Not every loop ends what it has begun to start for somebody who is cancelled meanwhile.
+        return await to_the_end(starting)
+    except asyncio.CancelledError:
+        if starting.done() and starting.exception() is None:
+            await starting.result().end()
+        raise

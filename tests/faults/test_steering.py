@@ -30,9 +30,20 @@ async def until_step(client: GatewayClient, path: str, step: int) -> None:
         while True:
             view: dict[str, Any] = await client.call("GET", path, deadline_seconds=PATIENCE_SECONDS)
             assert view["state"] in {"starting", "running", "stopping", "completed"}, view["problem"]
-            if view["step"] >= step:
+            if min(view["step"], view["policy_version"]) >= step:
                 return
             await asyncio.sleep(0.1)
+
+
+async def rates_of(client: GatewayClient, path: str) -> dict[int, float]:
+    """Return the learning rate by step, once the last step's is there: series are sent behind the steps."""
+    async with asyncio.timeout(60):
+        while True:
+            points = (await client.call("GET", f"{path}/metrics", params={"limit": 1000}))["items"]
+            rates = {point["step"]: point["value"] for point in points if point["name"] == "learning_rate"}
+            if STEPS in rates:
+                return rates
+            await asyncio.sleep(0.2)
 
 
 async def change_and_kill(fleet: RunningFleet, client: GatewayClient, path: str) -> list[dict[str, Any]]:
@@ -77,7 +88,7 @@ async def test_a_change_is_in_record_series_lineage_and_checkpoint_though_the_ga
             await until_step(client, path, STEPS)
 
             found = {each["effect"]: each for each in (await client.call("GET", f"{path}/changes"))["items"]}
-            points = (await client.call("GET", f"{path}/metrics", params={"limit": 1000}))["items"]
+            rates = await rates_of(client, path)
             steps = [await client.call("GET", f"{path}/steps/{step}") for step in range(1, STEPS + 1)]
             events = {each["type"] for each in (await client.call("GET", f"{path}/log"))["items"]}
 
@@ -97,7 +108,6 @@ async def test_a_change_is_in_record_series_lineage_and_checkpoint_though_the_ga
     assert {"settings_changed", "settings_held"} <= events
 
     # The series, and the steps' lineage: version V is trained by step V + 1.
-    rates = {point["step"]: point["value"] for point in points if point["name"] == "learning_rate"}
     assert rates == {step: 1e-4 if step <= first else 5e-5 for step in range(1, STEPS + 1)}
     has_rate = [rate["id"] in {each["id"] for each in step["changes"]} for step in steps]
     assert has_rate == [step["version"] >= first for step in steps]

@@ -92,7 +92,7 @@ async def test_a_second_experiment_without_a_trainer_says_who_has_it(
         cause = await until(problem)
         assert cause == f"waiting for 1 trainer to register or to fall free: {first} has 1 trainer"
         patched = await client.call("PATCH", f"/v1/experiments/{first}", body={"resources": {"rollouts": {"max": 1}}})
-        assert patched["spec"]["resources"]["rollouts"] == {"min": 1, "max": 1, "devices": "auto"}
+        assert patched["spec"]["resources"]["rollouts"] == {"min": 1, "max": 1, "devices": "auto", "on_demand": 0}
         assert patched["revision"] == 1
 
         async def is_changed() -> bool:

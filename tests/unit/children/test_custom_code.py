@@ -82,7 +82,7 @@ async def test_environments_and_tools_import_what_is_beside_them(tmp_path: Path)
         await process.start()
         number = await process.make(config)
 
-        assert (await process.ask("reset", number, 1))[0] == "a wall"
+        assert (await process.ask("reset", number, (1, {})))[0] == "a wall"
         assert await process.ask("call", 0, [{}, None]) == "hello"
     finally:
         await process.aclose()

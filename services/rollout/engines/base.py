@@ -153,6 +153,7 @@ class EngineLoad:
         reuses: prompts that began with such tokens.
         cpu_seconds: of processor time that its process took since start, on all cores; 0 where it is not known.
         takes_adapters: whether it ``AddsAdapters`` to the model that it has.
+        sharers: experiments that have their samples in one batch of it; 0: it is one experiment's own.
     """
 
     version: int
@@ -165,6 +166,7 @@ class EngineLoad:
     reuses: int = 0
     cpu_seconds: float = 0.0
     takes_adapters: bool = False
+    sharers: int = 0
 
 
 class WeightTransfer(Protocol):
@@ -257,17 +259,26 @@ class AddsAdapters(Protocol):
     until no request in flight has one.
     """
 
-    async def load_adapter(self, name: str, file: Path, scale: float, version: int) -> None:
+    async def load_adapter(
+        self,
+        name: str,
+        file: Path | None,
+        scale: float,
+        version: int,
+        on_update: OnWeightUpdate = OnWeightUpdate.CONTINUE,
+    ) -> None:
         """Let requests have an adapter from now on.
 
-        Where there is one of the name it takes its place between two tokens, also for samples in flight, which keep
-        their KV cache.
+        Where there is one of the name it takes its place between two tokens, also for samples in flight. Requests that
+        hold their weights end before, and samples of other adapters do not notice.
 
         Args:
             name: by which requests name it.
             file: with A [r, in] and B [out, r] under peft's names; it may change or vanish as soon as this returns.
+                None: of one that adds nothing.
             scale: factor of B A.
             version: of the tokens that are sampled with it.
+            on_update: what happens to samples in flight with the one before, as of ``Engine.load_weights``.
 
         Raises:
             WeightTransferFailed: it cannot be read, or does not fit the model; what was there stays.

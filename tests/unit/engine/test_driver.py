@@ -34,7 +34,7 @@ class Sampling:
             self._other.begin()
         return []
 
-    def load(self) -> dict[str, float]:
+    def load(self, adapter: str | None) -> dict[str, float]:
         return {}
 
     def abort_all(self) -> None:

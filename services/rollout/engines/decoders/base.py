@@ -13,6 +13,7 @@ from flotilla.services.rollout.engines.base import PromptImage
 from flotilla.services.rollout.engines.decoders.adapted import BaseWeights
 from flotilla.services.rollout.engines.decoders.arrival import Arrival
 from flotilla.services.rollout.engines.decoders.row_adapters import RowAdapters
+from flotilla.shared.errors import DataError, InvalidRequest
 from flotilla.shared.schemas.routing import RoutingSizes
 
 Tokens = npt.NDArray[np.int64]
@@ -146,6 +147,20 @@ class IllustratedDecoder(Protocol):
         self, sequences: Sequence[Tokens], rows: Sequence[Sequence[int]], images: Sequence[Sequence[PromptImage]]
     ) -> Tensor:
         """Do what ``prefill`` does, with the images of each sequence; none for some."""
+
+
+def check_images(decoder: Decoder, images: Sequence[PromptImage]) -> None:
+    """Process a request's images, so that none fails the batch that it is in.
+
+    Raises:
+        InvalidRequest: the model takes none, or one of them is not what the prompt has tokens for.
+    """
+    if not isinstance(decoder, IllustratedDecoder):
+        raise InvalidRequest(f"the model takes no images here: it is computed as {decoder.description}")
+    try:
+        decoder.check_images(images)
+    except DataError as error:
+        raise InvalidRequest(error.detail) from error
 
 
 @runtime_checkable

@@ -88,18 +88,19 @@ class RowAdapters:
         """Count what all of them take."""
         return sum(each.num_bytes for each in self._adapters.values())
 
-    def put(self, name: str, file: Path, scale: float) -> None:
+    def put(self, name: str, file: Path | None, scale: float) -> None:
         """Read an adapter; rows that compute with the one of this name compute with this one from now on.
 
         Args:
             name: under which rows are assigned to it.
-            file: with A [r, in] and B [out, r] under peft's names.
+            file: with A [r, in] and B [out, r] under peft's names; None: of one that adds nothing.
             scale: factor of B A.
 
         Raises:
             WeightTransferFailed: it cannot be read, or is no adapter of this model.
         """
-        self._adapters[name] = self._read(file, scale)
+        nothing = Adapter((AdapterPointers * len(self._places))(), ())
+        self._adapters[name] = nothing if file is None else self._read(file, scale)
         self._point([row for row, own in enumerate(self._of_row) if own == name])
 
     def drop(self, name: str) -> None:

@@ -1,12 +1,27 @@
 """The adapters that an engine's samples may have: by name, each under a version."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flotilla.services.rollout.engines.base import GenerationRequest
+from flotilla.services.rollout.engines.base import EngineLoad, GenerationRequest
 from flotilla.services.rollout.engines.decoders.base import AdaptingDecoder, Decoder
-from flotilla.services.rollout.engines.embedded.batch import Rows
-from flotilla.shared.errors import InvalidRequest
+from flotilla.services.rollout.engines.embedded.batch import ActiveRequest, Batch, Rows
+from flotilla.services.rollout.engines.embedded.outcomes import Updated
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
+from flotilla.shared.errors import FlotillaError, InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUpdate:
+    """An adapter, and what happens to samples in flight with the one of its name; see ``AddsAdapters``."""
+
+    update_id: int
+    name: str
+    file: Path | None
+    scale: float
+    version: int
+    mode: OnWeightUpdate
 
 
 class EngineAdapters:
@@ -14,9 +29,13 @@ class EngineAdapters:
 
     Args:
         decoder: that computes with them, if it can.
+
+    Attributes:
+        waiting: those that are asked for, in the order of asking.
     """
 
     def __init__(self, decoder: Decoder) -> None:
+        self.waiting: list[AdapterUpdate] = []
         self._rows = decoder.row_adapters if isinstance(decoder, AdaptingDecoder) else None
         self._versions: dict[str, int] = {}
 
@@ -25,7 +44,40 @@ class EngineAdapters:
         """Whether the decoder can compute with them."""
         return self._rows is not None
 
-    def load(self, name: str, file: Path, scale: float, version: int) -> None:
+    def ask(
+        self, update_id: int, name: str, file: Path | None, scale: float, version: int, mode: OnWeightUpdate
+    ) -> None:
+        """Ask for one, behind the others."""
+        self.waiting.append(AdapterUpdate(update_id, name, file, scale, version, mode))
+
+    def take_due(self, active: Collection[ActiveRequest]) -> list[AdapterUpdate]:
+        """Take those that no sample of a request in flight holds back, at most one of a name."""
+        held = {each.request.adapter for each in active if each.request.holds_weights and each.admitted}
+        running = {each.request.adapter for each in active if each.is_running}
+        due: list[AdapterUpdate] = []
+        seen: set[str] = set()
+        for update in self.waiting:
+            drains = update.mode is OnWeightUpdate.DRAIN and update.name in running
+            if not (drains or update.name in held or update.name in seen):
+                due.append(update)
+            seen.add(update.name)
+        self.waiting = [update for update in self.waiting if update not in due]
+        return due
+
+    def may_join(self, active: ActiveRequest) -> bool:
+        """Whether a request may join the batch before the adapter that waits to take the place of its own."""
+        name = active.request.adapter
+        update = next((each for each in self.waiting if each.name == name), None)
+        if update is None:
+            return True
+        return bool(active.admitted) if active.request.holds_weights else update.mode is not OnWeightUpdate.DRAIN
+
+    def forget(self, why: FlotillaError) -> list[Updated]:
+        """Forget those that wait; returns the report of each."""
+        ended, self.waiting = [Updated(update.update_id, why) for update in self.waiting], []
+        return ended
+
+    def load(self, name: str, file: Path | None, scale: float, version: int) -> None:
         """Read one, which takes the place of the one of its name.
 
         Raises:
@@ -63,9 +115,27 @@ class EngineAdapters:
         if request.adapter is not None and request.adapter not in self._versions:
             raise InvalidRequest(f"there is no adapter {request.adapter}: load it first")
 
-    def version_of(self, request: GenerationRequest, otherwise: int) -> int:
-        """Return the version of a request's adapter; that of the weights where it has none."""
-        return otherwise if request.adapter is None else self._versions[request.adapter]
+    def version_of(self, name: str | None, otherwise: int) -> int:
+        """Return the version of an adapter; that of the weights where there is none."""
+        return otherwise if name is None else self._versions.get(name, otherwise)
+
+    def part_of(
+        self, whole: EngineLoad, name: str, own: Sequence[ActiveRequest], batch: Batch, prefilled: int
+    ) -> EngineLoad:
+        """Tell the part of an engine's load that one adapter's requests make; of processor time by their tokens."""
+        sampled = batch.tokens_with(name)
+        part = (sampled + prefilled) / max(whole.generated_tokens + whole.prefilled_tokens, 1)
+        return replace(
+            whole,
+            version=self.version_of(name, whole.version),
+            running=sum(batch.rows_of(each).size for each in own),
+            waiting=sum(each.num_waiting for each in own),
+            generated_tokens=sampled,
+            prefilled_tokens=prefilled,
+            reused_tokens=0,
+            reuses=0,
+            cpu_seconds=part * whole.cpu_seconds,
+        )
 
     def assign(self, rows: Rows, request: GenerationRequest) -> None:
         """Let rows that a request joins with compute with its adapter, or with none."""

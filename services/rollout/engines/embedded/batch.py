@@ -5,6 +5,7 @@ touches a sample only when it joins, finishes or checks stop strings. A row with
 others and ignored.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -96,6 +97,11 @@ class ActiveRequest:
         return [Start(tokens, taken, images, adapter) for tokens, taken in found]
 
     @property
+    def is_running(self) -> bool:
+        """Tell whether one of its samples is in the batch."""
+        return any(completion is None for completion in self.completions[: self.admitted])
+
+    @property
     def is_finished(self) -> bool:
         """Tell whether every seed has its completion."""
         return all(completion is not None for completion in self.completions)
@@ -169,6 +175,7 @@ class Batch:
         self._sampling: RowSampling | None = None
         """None after a change of rows."""
         self._draws_ahead: list[npt.NDArray[np.float64]] = []
+        self._ended_tokens: Counter[str | None] = Counter()
 
     def alive(self) -> Rows:
         """List the rows that hold a sample."""
@@ -182,6 +189,16 @@ class Batch:
         """List the rows that hold samples of a request."""
         held = [row for row in self.alive() if (sample := self.samples[row]) is not None and sample.owner is owner]
         return np.array(held, dtype=np.int64)
+
+    def tokens_with(self, adapter: str | None) -> int:
+        """Count the tokens that were sampled with an adapter, or with none, since the start."""
+        found = self._ended_tokens[adapter]
+        for row in self.alive().tolist():
+            sample = self.samples[row]
+            assert sample is not None
+            if sample.owner.request.adapter == adapter:
+                found += int(self._counts[row]) - sample.resumed
+        return found
 
     def join(self, rows: Rows, owner: ActiveRequest, version: int) -> None:
         """Put the next seeds of a request into free rows; ``starts`` is cached and nothing is sampled yet."""
@@ -377,6 +394,7 @@ class Batch:
                 experts=None if self.experts is None or not count else self.experts.of(row),
             )
             owners.append(sample.owner)
+            self._ended_tokens[sample.owner.request.adapter] += count - sample.resumed
         self.num_running -= rows.size
         self._vacate(rows)
         return owners

@@ -6,6 +6,7 @@ samples, and gives every running sample one token. The engine knows nothing of t
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from flotilla.services.rollout.engines.admission import group_sizes, prefill_batches
 from flotilla.services.rollout.engines.base import EngineLoad, GenerationRequest
 from flotilla.services.rollout.engines.decoders.arrival import Arrival
-from flotilla.services.rollout.engines.decoders.base import IllustratedDecoder, KeptRow, RoutedDecoder
+from flotilla.services.rollout.engines.decoders.base import IllustratedDecoder, KeptRow, RoutedDecoder, check_images
 from flotilla.services.rollout.engines.decoders.checkpoint import read_eos_token_ids
 from flotilla.services.rollout.engines.decoders.host_arrays import on_device
 from flotilla.services.rollout.engines.embedded.batch import ActiveRequest, Batch, Rows, Start, merged
@@ -31,8 +32,7 @@ from flotilla.services.rollout.engines.settings import EngineSettings
 from flotilla.services.rollout.engines.stop_text import StopText, TextDecoder, load_text_decoder
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.errors import (
-    DataError,
-    InvalidRequest,
+    FlotillaError,
     ModelError,
     RequestInFlight,
     Unavailable,
@@ -79,7 +79,7 @@ class TorchEngine:
         self._outcomes: list[Outcome] = []
         self._text_decoder: TextDecoder | None = None
         self._generated_tokens = 0
-        self._prefilled_tokens = 0
+        self._prefilled_tokens: Counter[str | None] = Counter()
         # A beginning that was computed in other shapes may differ in its last bits.
         self._turns = KeptTurns(self._decoder, 0 if self._is_padded else settings.prefix_cache_mb * 10**6)
         self._is_asleep, self._has_weights = False, True
@@ -101,20 +101,28 @@ class TorchEngine:
         """How the model is computed, for people."""
         return self._decoder.description
 
-    def load(self) -> EngineLoad:
-        """Take a snapshot of the load."""
-        return EngineLoad(
+    def load(self, adapter: str | None = None) -> EngineLoad:
+        """Take a snapshot of the load, or of the part of it that one adapter's requests make."""
+        whole = EngineLoad(
             version=self.version,
             running=self._batch.num_running,
             waiting=sum(active.num_waiting for active in self._waiting),
             slots=self._settings.slots,
             generated_tokens=self._generated_tokens,
-            prefilled_tokens=self._prefilled_tokens,
+            prefilled_tokens=self._prefilled_tokens.total(),
             reused_tokens=self._turns.reused_tokens,
             reuses=self._turns.reuses,
             cpu_seconds=time.process_time(),
             takes_adapters=self._adapters.are_taken,
         )
+        if adapter is None:
+            return whole
+        return self._adapters.part_of(
+            whole, adapter, self._active_with(adapter), self._batch, self._prefilled_tokens[adapter]
+        )
+
+    def _active_with(self, adapter: str) -> list[ActiveRequest]:
+        return [active for active in self._requests.values() if active.request.adapter == adapter]
 
     def submit(self, request: GenerationRequest) -> None:
         """Accept a request; its outcome comes from a later ``step``.
@@ -129,7 +137,7 @@ class TorchEngine:
             raise Unavailable("the engine is asleep" if self._is_asleep else "the engine has no weights yet")
         check_request(request, self.context_tokens, self._decoder.vocab_size)
         if request.images:
-            self._check_images(request)
+            check_images(self._decoder, request.images)
         self._adapters.check(request)
         if request.request_id in self._requests:
             raise RequestInFlight(f"request {request.request_id} is in flight already")
@@ -140,19 +148,6 @@ class TorchEngine:
         active.completions = [None] * len(request.seeds)
         self._requests[request.request_id] = active
         self._waiting.append(active)
-
-    def _check_images(self, request: GenerationRequest) -> None:
-        """Process a request's images, so that none fails the batch that it is in.
-
-        Raises:
-            InvalidRequest: the model takes none, or one of them is not what the prompt has tokens for.
-        """
-        if not isinstance(self._decoder, IllustratedDecoder):
-            raise InvalidRequest(f"the model takes no images here: it is computed as {self._decoder.description}")
-        try:
-            self._decoder.check_images(request.images)
-        except DataError as error:
-            raise InvalidRequest(error.detail) from error
 
     def abort(self, request_id: str) -> None:
         """End a request now, with what it has; unknown ids are ignored."""
@@ -178,8 +173,14 @@ class TorchEngine:
         """
         self._updates.add(Update(update_id, image, version, mode, digest))
 
-    def load_adapter(self, name: str, file: Path, scale: float, version: int) -> None:
-        """Let samples have an adapter; see ``AddsAdapters.load_adapter``. Errors are those of ``EngineAdapters.load``.
+    def request_adapter(
+        self, update_id: int, name: str, file: Path | None, scale: float, version: int, mode: OnWeightUpdate
+    ) -> None:
+        """Ask for an adapter; a later ``step`` loads it, once its own samples in flight let it."""
+        self._adapters.ask(update_id, name, file, scale, version, mode)
+
+    def load_adapter(self, name: str, file: Path | None, scale: float, version: int) -> None:
+        """Let samples have an adapter at once; they keep their KV cache. Errors are those of ``EngineAdapters.load``.
 
         Raises:
             Unavailable: the engine has no weights.
@@ -265,6 +266,8 @@ class TorchEngine:
         """Apply updates, admit samples, and sample one token for each running one."""
         if self._updates or self._waiting:
             self._land()
+        if self._adapters.waiting:
+            self._advance_adapters()
         if self._updates:
             self._advance_updates()
         if self._waiting:
@@ -295,17 +298,28 @@ class TorchEngine:
             self._has_new_weights(update.version)
             self._batch.tag(update.version)
             if update.mode is OnWeightUpdate.INTERRUPT and self._batch.num_running:
-                rows = self._batch.alive()
-                held = self._batch
-                self._prefill(
-                    [
-                        Start(held.cached_tokens(row), rows[at : at + 1], held.images_of(row))
-                        for at, row in enumerate(rows.tolist())
-                    ]
-                )
-                self._batch.kv_versions[rows] = update.version
+                self._compute_again(self._batch.alive(), update.version)
             self._outcomes.append(Updated(update.update_id, None))
             log.info("weights updated", extra={"version": update.version, "on_update": update.mode.value})
+
+    def _advance_adapters(self) -> None:
+        for update in self._adapters.take_due(self._requests.values()):
+            try:
+                self.load_adapter(update.name, update.file, update.scale, update.version)
+            except FlotillaError as error:
+                self._outcomes.append(Updated(update.update_id, error))
+                continue
+            rows = [self._batch.rows_of(active) for active in self._active_with(update.name) if active.is_running]
+            if update.mode is OnWeightUpdate.INTERRUPT and rows:
+                self._compute_again(np.concatenate(rows), update.version)
+            self._outcomes.append(Updated(update.update_id, None))
+
+    def _compute_again(self, rows: Rows, version: int) -> None:
+        """Compute what rows have cached, under a version that has begun to serve."""
+        held = self._batch
+        places = enumerate(rows.tolist())
+        self._prefill([Start(held.cached_tokens(row), rows[at : at + 1], held.images_of(row)) for at, row in places])
+        held.kv_versions[rows] = version
 
     def _has_diverged(self, update: Update, error: WeightsDiverged) -> None:
         """Give up what is in place now: it is not what was published, and nothing was sampled with it."""
@@ -325,7 +339,8 @@ class TorchEngine:
         """Compute sequences in batches of similar length: [len(starts), V] logits after the last tokens."""
         kept = kept or [None] * len(starts)
         new = [start.tokens.size - (had[1] if had else 0) for start, had in zip(starts, kept, strict=True)]
-        self._prefilled_tokens += sum(new)
+        for start, num in zip(starts, new, strict=True):
+            self._prefilled_tokens[start.adapter] += num
         if self._is_padded:
             batches = [[index] for index in range(len(starts))]
         else:
@@ -351,12 +366,13 @@ class TorchEngine:
     def _admissible(self) -> list[ActiveRequest]:
         """List the waiting requests that may join, oldest first, given the update that waits."""
         update = self._updates.first
+        waiting = [active for active in self._waiting if self._adapters.may_join(active)]
         if update is None:
-            return self._waiting
+            return waiting
         drains = update.mode is OnWeightUpdate.DRAIN
         return [
             a
-            for a in self._waiting
+            for a in waiting
             if a.request.adapter is not None or (a.admitted if a.request.holds_weights else not drains)
         ]
 
@@ -370,7 +386,7 @@ class TorchEngine:
         joining = candidates[: len(sizes)]
         starts: list[Start] = []
         for active, group in zip(joining, rows, strict=True):
-            version = self._adapters.version_of(active.request, self.version)
+            version = self._adapters.version_of(active.request.adapter, self.version)
             starts += active.starts(group, version)
             self._adapters.assign(group, active.request)
             batch.join(group, active, version)

@@ -85,7 +85,7 @@ class UpdateQueue:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="staging") if overlap else None
 
     def __bool__(self) -> bool:
-        return bool(self._updates)
+        return bool(self._updates or self.adapters.waiting)
 
     def add(self, update: Update) -> None:
         """Add an update behind the others."""
@@ -94,10 +94,13 @@ class UpdateQueue:
     def cancel(self, update_id: int) -> None:
         """Forget an update that has not been applied."""
         self._updates = [update for update in self._updates if update.update_id != update_id]
+        waiting = self.adapters.waiting
+        self.adapters.waiting = [update for update in waiting if update.update_id != update_id]
 
     def clear(self) -> None:
         """Forget all updates, and what is read ahead of bytes that have not arrived."""
         self._updates.clear()
+        self.adapters.waiting.clear()
         if self._reading is not None:
             self._reading.give_up()
 
@@ -106,7 +109,7 @@ class UpdateQueue:
         ended = [Updated(update.update_id, why) for update in self._updates]
         self._updates.clear()
         self.forget_read()
-        return ended
+        return ended + self.adapters.forget(why)
 
     def forget_read(self) -> None:
         """Forget everything that was read."""

@@ -45,9 +45,10 @@ class LoadAdapter:
 
     call: int
     name: str
-    file: Path
+    file: Path | None
     scale: float
     version: int
+    mode: OnWeightUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +93,10 @@ class AbortTransfer:
 
 @dataclass(frozen=True, slots=True)
 class TakeLoad:
-    """Take a snapshot; the result is an ``EngineLoad``."""
+    """Take a snapshot, of all or of one adapter's part; the result is an ``EngineLoad``."""
 
     call: int
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

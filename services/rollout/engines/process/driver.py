@@ -137,8 +137,8 @@ class EngineDriver:
                     self._engine.begin_transfer(arrival)
             case CompleteTransfer(transfer):
                 self._engine.complete_transfer(self._arrivals.pop(transfer))
-            case TakeLoad(call):
-                self._reply(call, self._engine.load())
+            case TakeLoad(call, adapter):
+                self._reply(call, self._engine.load(adapter))
             case Sleep(call):
                 self._engine.sleep()
                 self._reply(call, None)
@@ -148,7 +148,7 @@ class EngineDriver:
             case Wake(call):
                 self._do(call, self._engine.wake)
             case LoadAdapter() | DropAdapter():
-                self._do(command.call, partial(self._change_adapters, command))
+                self._change_adapters(command)
             case Profile(directory, versions, num_steps, service_id):
                 self._profiler.choose(directory, versions, num_steps, service_id)
             case Abort(request_id):
@@ -159,10 +159,11 @@ class EngineDriver:
                     self._engine.abort(self._request_of[call])
 
     def _change_adapters(self, command: AdapterCall) -> None:
-        if isinstance(command, LoadAdapter):
-            self._engine.load_adapter(command.name, command.file, command.scale, command.version)
+        if isinstance(command, DropAdapter):
+            self._do(command.call, partial(self._engine.drop_adapter, command.name))
         else:
-            self._engine.drop_adapter(command.name)
+            name, file, scale = command.name, command.file, command.scale
+            self._engine.request_adapter(command.call, name, file, scale, command.version, command.mode)
 
     def _do(self, call: int, work: Callable[[], None]) -> None:
         """Do something that may fail, and reply."""

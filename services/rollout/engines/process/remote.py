@@ -96,9 +96,16 @@ class RemoteEngine(ABC):
         await self.ask(UpdateWeights(next(self._numbers), image, version, on_update, digest))
         return True
 
-    async def load_adapter(self, name: str, file: Path, scale: float, version: int) -> None:
-        """Let requests have an adapter; see ``AddsAdapters.load_adapter``."""
-        await self.ask(LoadAdapter(next(self._numbers), name, file, scale, version))
+    async def load_adapter(
+        self,
+        name: str,
+        file: Path | None,
+        scale: float,
+        version: int,
+        on_update: OnWeightUpdate = OnWeightUpdate.CONTINUE,
+    ) -> None:
+        """Let requests have an adapter; cancelling it drops it unless it is there. See ``AddsAdapters``."""
+        await self.ask(LoadAdapter(next(self._numbers), name, file, scale, version, on_update))
 
     async def drop_adapter(self, name: str) -> None:
         """Forget an adapter; see ``AddsAdapters.drop_adapter``."""
@@ -132,13 +139,13 @@ class RemoteEngine(ABC):
         """
         await self._ask_soon(Wake(next(self._numbers)), "wake up")
 
-    async def load(self) -> EngineLoad:
-        """Take a snapshot of the load.
+    async def load(self, adapter: str | None = None) -> EngineLoad:
+        """Take a snapshot of the load, or of the part of it that one adapter's requests make.
 
         Raises:
             DeadlineExceeded: the engine did not answer within ``call_seconds``.
         """
-        load = await self._ask_soon(TakeLoad(next(self._numbers)), "report its load")
+        load = await self._ask_soon(TakeLoad(next(self._numbers), adapter), "report its load")
         assert isinstance(load, EngineLoad)
         return load
 

@@ -21,6 +21,7 @@ from flotilla.shared.checkpoints.lineage import INITIAL, VersionLine
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.schemas.live_changes import CurriculumState
 from flotilla.shared.statistics.moments import NOTHING_SEEN
 from tests.fleet import tiny_model
 from tests.unit.trainer.builders import a_spec, uneven_groups
@@ -38,6 +39,22 @@ def spec_of(checkpoint: dict[str, Any], **sections: Any) -> ExperimentSpec:
 
 def tensors_in(directory: Path) -> set[str]:
     return {str(each.relative_to(directory)) for each in directory.rglob("*.safetensors")}
+
+
+def test_a_checkpoint_has_the_rows_of_groups_that_a_fork_issues_again(tmp_path: Path) -> None:
+    spec = spec_of({})
+    manager = CheckpointManager("e", CheckpointStorage(tmp_path, keep=2))
+    learner, progress = beginning(spec, CPU).learner, Progress.start()
+    drawn = tuple((group_id, group_id % 5) for group_id in range(9))
+    progress.curriculum = CurriculumState(group_id=9, rows=(), seen={}, drawn=drawn)
+    progress.step = 2
+    progress.trained.add_many([0, 1, 2, 5])
+
+    manager.save(learner, progress, LINE)
+
+    stored = find(tmp_path, 2)
+    assert stored.state.curriculum is not None
+    assert stored.state.curriculum.drawn == drawn[take(stored, spec, "f", tmp_path / "f").first_group_id :]
 
 
 @pytest.mark.parametrize("is_copied", [False, True], ids=["at once", "copied"])

@@ -3,13 +3,13 @@
 from fastapi import FastAPI
 
 from flotilla.services.gateway.access.policy import OPEN_PATHS, OPERATING, RULES, needed
-from flotilla.services.gateway.routes.experiments import SECTION_SCHEMAS
+from flotilla.services.gateway.routes.experiments import section_schemas
 from flotilla.shared.net.server.description import describe
 
 
 def describe_gateway(app: FastAPI) -> None:
     """Let the app's description name its security scheme, scopes and statuses."""
-    describe(app, "flotilla.services.gateway", lambda _method, path: path in OPEN_PATHS, _scopes, SECTION_SCHEMAS)
+    describe(app, "flotilla.services.gateway", lambda _method, path: path in OPEN_PATHS, _scopes, section_schemas)
 
 
 def _scopes(method: str, path: str) -> list[str]:

@@ -1,6 +1,7 @@
 """Experiments: create from a spec, act on them, look at them."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query, Request
@@ -16,9 +17,8 @@ from flotilla.shared.schemas.live_changes import AdoptAnswer, AdoptRequest, Curr
 
 router = APIRouter(prefix="/experiments", tags=["experiments"])
 
-SPEC_SCHEMA: Final = ExperimentSpec.model_json_schema(ref_template="#/components/schemas/{model}")
-SECTION_SCHEMAS: Final[Mapping[str, Any]] = SPEC_SCHEMA.pop("$defs")
-"""What the spec's schema refers to, for the components of the document that it is part of."""
+SPEC_SCHEMA: Final[dict[str, Any]] = {}
+"""Of the spec; filled where the document that it is part of is made, since that takes a seventh of the start."""
 SPEC_BODY = {
     "requestBody": {
         "required": True,
@@ -29,6 +29,15 @@ SPEC_BODY = {
         },
     }
 }
+
+
+@cache
+def section_schemas() -> Mapping[str, Any]:
+    """Fill ``SPEC_SCHEMA``, and return what it refers to, for the components of the document."""
+    schema = ExperimentSpec.model_json_schema(ref_template="#/components/schemas/{model}")
+    sections: Mapping[str, Any] = schema.pop("$defs")
+    SPEC_SCHEMA.update(schema)
+    return sections
 
 
 @router.post("", status_code=201, openapi_extra=SPEC_BODY)

@@ -5,7 +5,6 @@ import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Response
@@ -147,7 +146,7 @@ def describe(
     package: str,
     is_open: Callable[[str, str], bool],
     scopes: Callable[[str, str], list[str]] | None = None,
-    schemas: Mapping[str, Any] = MappingProxyType({}),
+    make_schemas: Callable[[], Mapping[str, Any]] = dict,
 ) -> None:
     """Let an app's description name its security scheme and statuses.
 
@@ -158,7 +157,7 @@ def describe(
         package: of the service, whose errors its routes may name.
         is_open: tells of a method and a path whether no token is needed.
         scopes: lists the scopes that may use them, where there are any.
-        schemas: by name, to which routes refer that describe their bodies themselves.
+        make_schemas: makes those, by name, to which routes refer that describe their bodies themselves.
     """
     plain, making = app.openapi, threading.Lock()
 
@@ -168,6 +167,7 @@ def describe(
 
     def made() -> dict[str, Any]:
         is_made = app.openapi_schema is not None
+        schemas: Mapping[str, Any] = {} if is_made else make_schemas()
         document = plain()
         if not is_made:
             known = document.setdefault("components", {}).setdefault("schemas", {})

@@ -1,7 +1,8 @@
 """Few rows in which every two values meet: a greedy covering array of strength two, with exclusions."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import combinations, product
+from itertools import chain, combinations, product
 
 Case = tuple[str, str]
 """An option and one of its values."""
@@ -42,9 +43,10 @@ def covering_rows(
     missing = wanted_pairs(values, together, excluded)
     rows = []
     while missing:
-        row = dict(next(iter(sorted(pair) for pair in missing)))
+        row = dict(sorted(next(iter(missing))))
+        left = Counter(chain.from_iterable(missing))
         while len(row) < len(values):
-            name, value = _best(values, row, missing, excluded)
+            name, value = _best(values, row, missing, left, excluded)
             row[name] = value
         rows.append({name: row[name] for name in values})
         for met in combinations(row.items(), 2):
@@ -58,19 +60,19 @@ def is_excluded(row: Mapping[str, str], excluded: Collection[frozenset[Case]]) -
 
 
 def _best(
-    values: Values, row: Row, missing: Collection[frozenset[Case]], excluded: Collection[frozenset[Case]]
+    values: Values,
+    row: Row,
+    missing: Collection[frozenset[Case]],
+    left: Mapping[Case, int],
+    excluded: Collection[frozenset[Case]],
 ) -> Case:
-    """Choose the case that meets most of what is missing; of equal ones the first."""
+    """Choose the case that meets most of what is missing; of equal ones that with most left to meet, then the first."""
 
     def gain(case: Case) -> tuple[int, int]:
-        met = sum(frozenset({case, other}) in missing for other in row.items())
-        return met, sum(case in pair for pair in missing)
+        return sum(frozenset({case, other}) in missing for other in row.items()), left[case]
 
+    nearly = [next(iter(rest)) for each in excluded if len(rest := each - row.items()) == 1]
     free = [
-        (name, value)
-        for name in values
-        if name not in row
-        for value in values[name]
-        if not is_excluded(row | {name: value}, excluded)
+        (name, value) for name in values if name not in row for value in values[name] if (name, value) not in nearly
     ]
     return max(free, key=gain)

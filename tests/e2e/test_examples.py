@@ -17,7 +17,7 @@ from flotilla.shared.net.server.ports import lasting_port
 from flotilla.shared.schemas.experiment import ExperimentState
 from tests.fleet import ROOT, make_experiment, running_fleet
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(580)]
 
 EXAMPLES = ROOT / "examples"
 STEPS = 2
@@ -77,7 +77,6 @@ def test_a_grader_over_http_grades(client: flotilla.Client, made: Path) -> None:
     assert [point.step for point in client.metrics(run, ["grader/remote/characters/mean"])] == [1, 2]
 
 
-@pytest.mark.long
 def test_two_components_are_rewarded_and_recorded(client: flotilla.Client, made: Path) -> None:
     run = train(client, made, "short_answers/experiment.yaml")
 
@@ -99,7 +98,6 @@ def test_a_run_goes_on_from_another(client: flotilla.Client, made: Path) -> None
     assert [point.step for point in client.metrics(run, ["reward/mean"])] == [3]
 
 
-@pytest.mark.long
 def test_the_sweep_trains_compares_and_fetches(client: flotilla.Client, made: Path, tmp_path: Path) -> None:
     best = sweep(made / "tiny.yaml", [1e-4, 3e-4], 1, str(tmp_path / "sweep.png"))
 

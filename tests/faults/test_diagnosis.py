@@ -27,7 +27,7 @@ from tests.faults.trial import Trial, waited
 from tests.fleet import RunningFleet, make_experiment, running_fleet
 from tests.prometheus import parse_page, value_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(580)]
 
 NAMED_SECONDS = 90
 """What a crowded machine may take; about 8 on one that is free."""
@@ -214,7 +214,7 @@ def view(fleet: RunningFleet, directory: Path) -> dict[str, Any]:
     "components",
     [
         pytest.param(("reward", "generation"), id="reward, generation"),
-        pytest.param(("trainer", "publication"), id="trainer, publication", marks=pytest.mark.long),
+        pytest.param(("trainer", "publication"), id="trainer, publication"),
     ],
 )
 async def test_each_bottleneck_is_named_while_it_lasts(
@@ -235,7 +235,7 @@ async def test_each_bottleneck_is_named_while_it_lasts(
 
 @pytest.mark.parametrize(
     "victims",
-    [pytest.param((0, 3), id="rollout, redis"), pytest.param((1, 2), id="reward, trainer", marks=pytest.mark.long)],
+    [pytest.param((0, 3), id="rollout, redis"), pytest.param((1, 2), id="reward, trainer")],
 )
 async def test_who_stands_still_is_named_until_it_goes_on(
     fleet: RunningFleet, view: dict[str, Any], victims: tuple[int, ...]

@@ -17,19 +17,21 @@ from tests.faults import test_continue as continuing
 from tests.faults.test_kill import patiently, until_completed, until_step
 from tests.fleet import RunningFleet, hold_back, make_experiment, running_fleet
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(580)]
 
 STEPS_BETWEEN = 3
 LAST_STEPS = 5
 KILLED_RUNS_STEPS = 8
-EACH = (
+VICTIMS = (
     "flotilla.services.rollout",
     "flotilla.services.rollout.engines.process.child",
     "flotilla.services.reward",
     "flotilla.services.gateway",
     "valkey-server",
+    "flotilla.services.rollout.engines.process.child",
+    "valkey-server",
 )
-AGAIN = (*EACH, "flotilla.services.rollout.engines.process.child", "valkey-server")
+"""Each process, and some again."""
 COMPARED = ("loss/total", "grad_norm", "reward/mean", "completion_tokens/mean", "advantage/mean_square")
 TOLERANCE = 1e-6
 
@@ -74,12 +76,9 @@ def quiet() -> continuing.Curve:
     return {}
 
 
-@pytest.mark.parametrize(
-    "victims", [pytest.param(EACH, id="each"), pytest.param(AGAIN, id="some again", marks=pytest.mark.long)]
-)
-async def test_faults_do_not_change_the_losses(tmp_path: Path, victims: Sequence[str], quiet: continuing.Curve) -> None:
+async def test_faults_do_not_change_the_losses(tmp_path: Path, quiet: continuing.Curve) -> None:
     # The last steps wait until everybody was killed.
-    held_steps = STEPS_BETWEEN * len(victims) - 1
+    held_steps = STEPS_BETWEEN * len(VICTIMS) - 1
     steps = held_steps + LAST_STEPS
     spec = make_experiment(
         tmp_path,
@@ -96,7 +95,7 @@ async def test_faults_do_not_change_the_losses(tmp_path: Path, victims: Sequence
             quiet |= {step: {name: found[name] for name in continuing.COMPARED} for step, found in without.items()}
             hold = hold_back(spec, tmp_path, after_step=held_steps)
             faulty = await start(client, spec)
-            await kill_in_turn(fleet, client, faulty, victims, held_steps)
+            await kill_in_turn(fleet, client, faulty, VICTIMS, held_steps)
             hold.unlink()
             view = await until_completed(client, faulty)
             under = await curve_of(client, faulty, steps)

@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping
 
+from tests.suite.rotation import SECONDS
+
 BY_DAY: Mapping[str, int] = {
     # Fleets, which half of the workers run.
-    "tests/e2e/test_examples.py": 189,
-    "tests/faults/test_loss_curve.py": 143,
     "tests/faults/test_injected.py": 113,
     "tests/faults/test_stores_disagree.py": 109,
-    "tests/faults/test_diagnosis.py": 89,
     "tests/e2e/test_learns.py": 79,
     "tests/e2e/test_run.py": 55,
     "tests/e2e/test_bad_input.py": 49,
@@ -49,5 +48,9 @@ worker, so that only their order means something. The table at the end of a run 
 
 
 def seconds_of(nodeid: str) -> int:
-    """Say how long the file of a test takes by day; 0 where that is not long."""
-    return BY_DAY.get(nodeid.partition("::")[0], 0)
+    """Say how long the file of a test takes, with the long tests of its turn; 0 where that is not long.
+
+    A turn has the longest files of all: handed out last, they would be all that runs at the end.
+    """
+    file = nodeid.partition("::")[0]
+    return BY_DAY.get(file, 0) + SECONDS.get(file, 0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.suite.file_seconds import BY_DAY
+from tests.suite.file_seconds import BY_DAY, seconds_of
 from tests.suite.rotation import missing
 from tests.suite.schedule import FileSchedule, is_alone, is_fleet, rank
 
@@ -115,7 +115,7 @@ def test_every_test_ends_once_whatever_crashes(num_workers: int) -> None:
 
 
 def test_the_longest_file_is_handed_out_first_and_unknown_ones_by_their_folder() -> None:
-    longest = max(BY_DAY, key=BY_DAY.__getitem__)
+    longest = max(BY_DAY, key=seconds_of)
     known = [f"{file}::test" for file in BY_DAY]
     others = ["tests/unit/a.py::test", "tests/pairs/b.py::test", "tests/integration/c.py::test"]
 
@@ -123,7 +123,15 @@ def test_the_longest_file_is_handed_out_first_and_unknown_ones_by_their_folder()
 
     assert ordered[0] == f"{longest}::test"
     assert ordered[-3:] == ["tests/integration/c.py::test", "tests/unit/a.py::test", "tests/pairs/b.py::test"]
-    assert [BY_DAY[each.removesuffix("::test")] for each in ordered[:-3]] == sorted(BY_DAY.values(), reverse=True)
+    assert [seconds_of(each) for each in ordered[:-3]] == sorted(map(seconds_of, BY_DAY), reverse=True)
+
+
+def test_the_long_files_of_a_turn_are_handed_out_before_shorter_ones_by_day() -> None:
+    turn = "tests/faults/test_ranks.py::test"
+    by_day = [f"{file}::test" for file in BY_DAY if is_fleet(f"{file}::test")]
+
+    assert by_day
+    assert min([*by_day, turn], key=rank) == turn
 
 
 def test_files_whose_seconds_are_known_are_there() -> None:

@@ -5,13 +5,14 @@ from typing import Any
 
 from flotilla.shared.checkpoints.folders import CHECKPOINTS, MODEL, complete
 from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.sections.data import FROM
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec, ModelError
 from flotilla.shared.models.hub import ADAPTER_CONFIG
 
 KEPT = ("name", "seed", "model", "rollout", "reward", "samples", "tracking", "resources")
 """Sections that say how problems are answered and graded, and how that is kept."""
-WHERE_ROWS_ARE = ("path", "sources", "dump", "max_rows")
+WHERE_ROWS_ARE = ("path", "sources", "dump", FROM, "max_rows")
 EVERY_EXPERIMENT = f"fleet/experiments/*/{CHECKPOINTS}"
 
 
@@ -68,8 +69,8 @@ def rollouts_of(spec: ExperimentSpec, *, model: Path | None = None) -> Experimen
         ModelError: there is no model.
     """
     data = spec.data
-    if spec.finished_job is not None or data.dump is not None:
-        raise InvalidSpec("there is nothing to sample: the rows hold answers, or data.dump holds groups")
+    if spec.finished_job is not None or data.holds_groups:
+        raise InvalidSpec("there is nothing to sample: the rows hold answers, or data.dump or data.from holds groups")
     if data.sources is not None and data.max_rows is not None:
         raise InvalidSpec("data.max_rows counts the rows of all sources together: set max_rows of each source instead")
     evaluation: dict[str, Any] = {"greedy": False, "group_size": spec.rollout.group_size}

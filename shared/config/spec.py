@@ -85,8 +85,8 @@ class ExperimentSpec(Config):
 
     @property
     def _is_sampled(self) -> bool:
-        """Whether what is trained is sampled and graded meanwhile; else rows hold answers, or a dump holds groups."""
-        return self.finished_job is None and self.data.dump is None
+        """Whether what is trained is sampled and graded for it; else rows hold answers, or others sample groups."""
+        return self.finished_job is None and not self.data.holds_groups
 
     @property
     def samples_answers(self) -> bool:

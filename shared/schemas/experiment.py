@@ -114,6 +114,8 @@ class ExperimentView(TolerantWire):
     """Whose it is; null: the fleet's own."""
     changes: tuple[LiveChange, ...] = ()
     """What was changed of ``spec``, which has it, while the experiment ran; oldest first."""
+    groups_from: str | None = None
+    """The experiment whose groups it trains: `data.from` of its spec; null: its own."""
 
     @property
     def reached(self) -> str:

@@ -8,6 +8,7 @@ from typing import Protocol
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.schemas.trajectory import GradeStatus, Group
 from flotilla.shared.streams.hop import HopName
+from flotilla.shared.streams.sharing import SharedRead, Taken
 
 
 class IssueOutcome(StrEnum):
@@ -63,6 +64,22 @@ class Admission(Protocol):
         Raises:
             ValueError: the ids are not consecutive, the hop is that of tasks, or a group for the trainer lacks a grade.
         """
+        ...
+
+    async def take(self, read: SharedRead, *, limit: int) -> Taken:
+        """Append groups that another experiment offers to the scored stream, under their ids, in one atomic step.
+
+        As many as are admitted while fewer than ``limit`` are outstanding. Those that were taken before are left out,
+        so that it may be repeated; numbers that are missing count as issued and dropped, ``trimmed``.
+        """
+        ...
+
+    async def taken_through(self) -> int:
+        """Read up to which number groups were taken, or missed."""
+        ...
+
+    async def begin_taking(self, after: int) -> None:
+        """Take, and miss, no group up to a number; without effect once a higher one was taken."""
         ...
 
     async def next_group_id(self) -> int:

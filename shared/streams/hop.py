@@ -127,6 +127,11 @@ class StreamKeys:
         return f"{self.prefix}:handed_over"
 
     @property
+    def shared(self) -> str:
+        """Stream of what is offered to subscribers; its ids are ``NUMBER-0``. See ``Sharing``."""
+        return f"{self.prefix}:shared"
+
+    @property
     def plans(self) -> str:
         """Hash: step -> its plan, until the step is committed."""
         return f"{self.prefix}:plans"
@@ -138,7 +143,8 @@ class StreamKeys:
 
     @property
     def state(self) -> str:
-        """Hash: next_group_id, published_version, trainer_incarnation, trainer_owner, what was rolled back last."""
+        """Hash: next_group_id, taken_through, published_version, trainer_incarnation, trainer_owner, what was rolled
+        back last."""
         return f"{self.prefix}:state"
 
     @property
@@ -148,7 +154,7 @@ class StreamKeys:
 
     def all(self) -> list[str]:
         """List every key of the lane but those of single claims and letters, which end by themselves."""
-        streams = [self.stream(hop) for hop in HopName]
+        streams = [*(self.stream(hop) for hop in HopName), self.shared]
         hashes = [self.ledger, self.consumed, self.outstanding, self.handed_over, self.plans, self.lineage, self.state]
         return [*streams, *hashes]
 

@@ -8,6 +8,7 @@ from flotilla.shared.streams.hop import Hop, HopName
 from flotilla.shared.streams.ledger import Ledger
 from flotilla.shared.streams.mailbox import Mailbox
 from flotilla.shared.streams.plans import TrainerQueue
+from flotilla.shared.streams.sharing import Sharing
 
 
 class DataPlane(Protocol):
@@ -21,6 +22,11 @@ class DataPlane(Protocol):
     @property
     def mailbox(self) -> Mailbox:
         """Answers that come later than they were asked for."""
+        ...
+
+    @property
+    def sharing(self) -> Sharing:
+        """What is offered to other experiments."""
         ...
 
     def hop(self, name: HopName, service_id: str) -> Hop:

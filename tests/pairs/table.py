@@ -254,6 +254,7 @@ FLEET: Options = {
     "streams": {"wide": {}, "narrow": {"resources.stream_bytes": 1024**2}},
     "samples": {"kept": {}, "none": {"samples": None}},
     "turns": {"none": {}, "taken": {"resources.sharing": "time"}},
+    "subscriber": {"none": {}, "one": {}},
     "event": {
         "none": {},
         "paused": {},
@@ -269,7 +270,8 @@ FLEET: Options = {
 
 FLEET_STATES: Mapping[str, tuple[str, ...]] = {
     "ledger and lanes": (
-        "evaluation", "staleness", "too old", "durability", "rollouts", "streams", "samples", "turns", "event",
+        "evaluation", "staleness", "too old", "durability", "rollouts", "streams", "samples", "turns", "subscriber",
+        "event",
     ),
     "publications": ("evaluation", "staleness", "transport", "overlap", "rollouts", "turns", "event"),
 }  # fmt: skip

@@ -156,6 +156,17 @@ def spec_of(row: Row, folder: Path) -> dict[str, Any]:
     }
 
 
+async def subscribe(fleet: Fleet, source: str) -> tuple[str, ScriptedTrainer]:
+    """Start another experiment on the groups of one that has not begun, with a trainer of its own; return its path."""
+    trainer: ScriptedTrainer = await fleet.stack.enter_async_context(ScriptedTrainer(fleet.url, fleet.server.url))
+    usual = a_spec(fleet.folder, optimisation={"steps": STEPS, "groups_per_mini_batch": GROUPS})
+    body = {**usual, "name": "subscriber", "data": {"from": source}}
+    created = await fleet.client.call("POST", "/v1/experiments", body=body, params={"start": True})
+    path = f"/v1/experiments/{created['id']}"
+    await wait_for(fleet.client, path, "running")
+    return path, trainer
+
+
 def marks_of(row: Row) -> list[pytest.MarkDecorator]:
     """Claims of before a lost tail are waited for as long as a lease: a minute."""
     return [pytest.mark.slow] if row["event"] == "the log loses its tail" else []
@@ -180,13 +191,15 @@ async def test_every_task_is_accounted_for_whatever_happens_to_the_fleet(row: Ro
         url, _ = await stack.enter_async_context(a_gateway(settings))
         client = await stack.enter_async_context(GatewayClient(url, TOKEN))
         fleet = Fleet(url, tmp_path, server, client, stack, EVALUATED[row["evaluation"]])
+        created = await client.call("POST", "/v1/experiments", body=spec_of(row, tmp_path))
+        fleet.path = f"/v1/experiments/{created['id']}"
+        subscriber = await subscribe(fleet, created["id"]) if row["subscriber"] == "one" else None
         kinds: list[type[Scripted]] = [ScriptedRollout, ScriptedReward, ScriptedTrainer]
         for kind in kinds + [ScriptedRollout] * (row["rollouts"] == "two"):
             await fleet.join(kind)
         trainer = fleet.trainers[0]
         trainer.waits_before = UNTIL_STEP
-        created = await client.call("POST", "/v1/experiments", body=spec_of(row, tmp_path), params={"start": True})
-        fleet.path = f"/v1/experiments/{created['id']}"
+        await client.call("POST", f"{fleet.path}/start")
         await until(fleet.may_go_on)
         for each in fleet.rollouts:
             each.is_stuck = row["event"] == "the log loses its tail"
@@ -199,6 +212,12 @@ async def test_every_task_is_accounted_for_whatever_happens_to_the_fleet(row: Ro
         view = await wait_for(client, fleet.path, "completed", "failed")
         ledgers = await fleet.ledgers()
         metrics = (await client.call("GET", f"{fleet.path}/metrics", params={"limit": 1000}))["items"]
+        if subscriber is not None:
+            await wait_for(client, subscriber[0], "completed")
+            of_subscriber = (await client.call("GET", f"{subscriber[0]}/ledger"))["train"]
+            assert of_subscriber["balanced"] and of_subscriber["trained"] == STEPS * GROUPS
+            theirs = [group for step in subscriber[1].trained for group in step]
+            assert len(theirs) == len(set(theirs)) == STEPS * GROUPS
     assert view["state"] == "completed", view["problem"]
     assert view["step"] == STEPS
     for lane in ("train", "evaluation"):

@@ -70,7 +70,7 @@ def row_of(view: ExperimentView) -> dict[str, str]:
     """What the table shows of an experiment."""
     return {
         "id": view.id,
-        "name": view.name,
+        "name": view.name if view.groups_from is None else f"{view.name} (from {view.groups_from})",
         "state": str(view.state),
         "step": view.reached,
         "version": str(view.policy_version),

@@ -48,5 +48,6 @@ async def start(arguments: argparse.Namespace) -> int:
         write_json(view.model_dump(mode="json"))
     else:
         begins = "" if view.origin is None else f" from step {view.origin.step} of {view.origin.experiment_id}"
+        begins += "" if view.groups_from is None else f" on the groups of {view.groups_from}"
         new_console().print(f"{view.id} ({view.name}) starts{begins}; `flotilla watch {view.id}` follows it")
     return 0

@@ -52,7 +52,7 @@ class Feeder:
     """Issues tasks of one experiment while it runs.
 
     Args:
-        rows: which of them each group answers.
+        rows: which of them each group answers; None where another experiment's groups are taken.
         status: what an earlier task of this experiment left, and what others read.
         finished: makes groups that need no rollout; None where rollouts answer the rows.
     """
@@ -60,7 +60,7 @@ class Feeder:
     def __init__(
         self,
         experiment: Experiment,
-        rows: RowOrder,
+        rows: RowOrder | None,
         store: Store,
         clock: Clock,
         status: FeederStatus,
@@ -160,6 +160,12 @@ class Feeder:
         self._status.ledger = ledger
         if self._experiment.state is not ExperimentState.RUNNING:
             return IDLE_SECONDS
+        return await self._supply(version, now)
+
+    async def _supply(self, version: int, now: float) -> float:
+        """Issue what the budget admits; return how long to wait, in seconds."""
+        ledger = self._status.ledger
+        assert self._rows is not None and ledger is not None
         # A changed threshold has its effect with the bound on lag that the trainer derives from it.
         spec = self._experiment.steering.in_force
         wanted = {"steps": spec.optimisation.steps - self._first_step, "groups_per_step": spec.groups_per_step}
@@ -207,7 +213,8 @@ class Feeder:
         return self._next_group_id
 
     async def _issue(self, group_ids: range, version: int, limit: int) -> IssueResult:
-        finished = self._finished
+        finished, rows = self._finished, self._rows
+        assert rows is not None
         # In a thread: the order of a new epoch of a large dataset takes seconds, and other experiments share this loop.
         if finished is None:
             # What may change is read before, on the loop that changes it.
@@ -215,7 +222,7 @@ class Feeder:
             size = settings.get(GROUP_SIZE, self._experiment.spec.rollout.group_size)
             tasks = await asyncio.to_thread(self._tasks, group_ids, version, settings, size)
             return await self._admission.issue_many(tasks, limit=limit)
-        now, dataset = self._clock.now(), self._rows.dataset
+        now, dataset = self._clock.now(), rows.dataset
         groups = await asyncio.to_thread(lambda: finished.groups(dataset, group_ids, issued_at=now))
         return await self._admission.issue_groups(groups, hop=HopName.SCORED, limit=limit)
 
@@ -243,6 +250,7 @@ class Feeder:
         self._status.full_stream = full[0] if full else None
 
     def _tasks(self, group_ids: range, version: int, settings: Mapping[str, Any], size: int) -> list[Task]:
+        assert self._rows is not None
         now = self._clock.now()
         make = partial(self._rows.dataset.task, group_size=size, min_version=version, issued_at=now)
         return [replace(make(group_id), settings=settings) for group_id in group_ids]

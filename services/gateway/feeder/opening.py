@@ -1,5 +1,6 @@
 """Puts the feeder of an experiment together: where its rows come from, and in which order."""
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from flotilla.services.gateway.datasets.dataset import Dataset
@@ -9,6 +10,7 @@ from flotilla.services.gateway.feeder.feeder import Feeder
 from flotilla.services.gateway.feeder.pools import PoolOrder
 from flotilla.services.gateway.feeder.rows import Place, RowOrder
 from flotilla.services.gateway.feeder.status import FeederStatus
+from flotilla.services.gateway.feeder.subscribed import SubscribedFeeder
 from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.store.base import Store
 from flotilla.shared.clock import Clock
@@ -39,3 +41,22 @@ def open_feeder(
     pools = PoolOrder(experiment, store, clock, sources.outcomes) if has_pools else None
     rows = RowOrder(experiment, sources.dataset, sources.place, pools)
     return Feeder(experiment, rows, store, clock, status, sources.finished)
+
+
+def open_subscribed(
+    experiment: Experiment,
+    store: Store,
+    clock: Clock,
+    status: FeederStatus,
+    *,
+    source: Callable[[], Experiment | None],
+    on_end: Callable[[Experiment], Awaitable[None]],
+) -> Feeder:
+    """Make the feeder of an experiment that trains the groups of another; see ``SubscribedFeeder``."""
+    return SubscribedFeeder(experiment, store, clock, status, source=source, on_end=on_end)
+
+
+async def unsubscribe(experiment: Experiment, source: Experiment | None) -> None:
+    """Let nothing be kept for an experiment any more; again without effect."""
+    if source is not None:
+        await source.train.sharing.unsubscribe(experiment.id)

@@ -25,7 +25,13 @@ from flotilla.services.gateway.lifecycle.states import (
 )
 from flotilla.services.gateway.preflight import checks
 from flotilla.services.gateway.publications.publications import Publications
-from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, document_of, owner_of
+from flotilla.services.gateway.records.repository import (
+    Experiment,
+    ExperimentRepository,
+    check_not_subscribed,
+    document_of,
+    owner_of,
+)
 from flotilla.services.gateway.registry.services import Registry
 from flotilla.services.gateway.store.answers import stage_answer
 from flotilla.services.gateway.store.records import ExperimentRecord
@@ -117,7 +123,7 @@ class ExperimentCommands:
     async def _create(
         self, spec: ExperimentSpec, *, start: bool, as_at: Callable[[int], ExperimentSpec] | None = None
     ) -> Experiment:
-        spec = await asyncio.to_thread(checks.pinned, spec)
+        spec = self._subscribed(await asyncio.to_thread(checks.pinned, spec))
         self.live.check(spec)
         who = caller.get()
         if who is not None and who.owner is not None:
@@ -129,11 +135,18 @@ class ExperimentCommands:
             stored = await self._stored(spec.checkpoint.resume_from)
         try:
             if stored is not None and as_at is not None:
-                spec = await asyncio.to_thread(checks.pinned, as_at(stored.state.version))
+                spec = self._subscribed(await asyncio.to_thread(checks.pinned, as_at(stored.state.version)))
             return await self._create_from(spec, stored, start=start)
         finally:
             if stored is not None and stored.path.is_relative_to(self._downloads):
                 await asyncio.to_thread(shutil.rmtree, stored.path.parent, ignore_errors=True)
+
+    def _subscribed(self, spec: ExperimentSpec) -> ExperimentSpec:
+        """Name the experiment whose groups are to be trained by its id; an owner can name only their own."""
+        if (named := spec.data.subscribes_to) is None:
+            return spec
+        source = self._repository.named(named)
+        return checks.subscribed(spec, source.id, source.spec)
 
     async def _create_from(self, spec: ExperimentSpec, stored: StoredCheckpoint | None, *, start: bool) -> Experiment:
         if stored is not None:
@@ -304,6 +317,7 @@ class ExperimentCommands:
             DataError, ModelError: what the spec points to is not there.
         """
         await asyncio.to_thread(checks.check, experiment.spec, self.places_of(experiment.record.owner))
+        self._subscribed(experiment.spec)
         await asyncio.to_thread(Path(experiment.record.directory).mkdir, parents=True, exist_ok=True)
         if await self._repository.has_lost_checkpoints(experiment):
             raise ActionNotAllowed(
@@ -376,6 +390,7 @@ class ExperimentCommands:
 
     async def _delete(self, experiment: Experiment) -> None:
         """Delete the data plane's part first: what is lost in between is deleted when somebody asks again."""
+        check_not_subscribed(experiment.id, self._repository)
         with self.at_rest(experiment, all_goes=True):
             await experiment.train.remove()
             await experiment.evaluation.remove()
@@ -479,4 +494,5 @@ class ExperimentCommands:
             origin=Origin.model_validate(record.origin) if record.origin else None,
             owner=record.owner,
             changes=experiment.steering_of(record).changes,
+            groups_from=experiment.spec.data.subscribes_to,
         )

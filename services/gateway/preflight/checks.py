@@ -1,6 +1,6 @@
 """What the gateway can check of a spec before anything starts: that its files are there and can be read."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from flotilla.services.gateway.datasets.columns import value_at
@@ -18,7 +18,7 @@ from flotilla.services.gateway.datasets.written import check_written
 from flotilla.services.gateway.preflight.models import check_model, models_of
 from flotilla.services.gateway.tracking.opening import check_trackers
 from flotilla.services.gateway.uploads.remote import check_protocol
-from flotilla.shared.config.sections.data import DataConfig, RowsConfig, is_url
+from flotilla.shared.config.sections.data import FROM, DataConfig, RowsConfig, is_url
 from flotilla.shared.config.sections.job import JobConfig, SftConfig
 from flotilla.shared.config.sections.model import ModelConfig
 from flotilla.shared.config.sections.reward import Component, CustomConfig, RecordedRewardConfig, VerlDefaultConfig
@@ -30,6 +30,8 @@ from flotilla.shared.errors import DataError, InvalidSpec, Scalar
 from flotilla.shared.locations.allowed import Places, check_episodes, checkpoint_urls_of, code_of, files_of, written_of
 from flotilla.shared.models.hub import COMMIT, fetch_small
 
+SUBSCRIBED = f"data.{FROM}"
+
 
 def paths_of(spec: ExperimentSpec) -> dict[str, str]:
     """List the local paths of a spec by their dotted field."""
@@ -37,7 +39,7 @@ def paths_of(spec: ExperimentSpec) -> dict[str, str]:
     for field, model in other_models(spec).items():
         if not model.is_hub_name:
             paths[field] = model.path
-    if spec.data.dump is None:
+    if not spec.data.holds_groups:
         paths |= _paths_of_rows("data", "sources", spec.data.path, spec.data.sources)
     if spec.evaluation is not None:
         paths |= _paths_of_rows("evaluation", "sets", spec.evaluation.path, spec.evaluation.sets)
@@ -282,7 +284,59 @@ def check(spec: ExperimentSpec, places: Places | None = None) -> None:
     check_functions(spec)
     check_trackers(spec)
     check_protocol(spec)
-    if spec.trains:
+    if spec.trains and spec.data.subscribes_to is None:
         train_dataset(spec, places)
     held_out_dataset(spec, places)
     evaluation_dataset(spec, places)
+
+
+def subscribed(spec: ExperimentSpec, source: str, theirs: ExperimentSpec) -> ExperimentSpec:
+    """Name the experiment whose groups are trained by its id.
+
+    Args:
+        spec: of the experiment that trains them.
+        source: id of the one that samples them.
+        theirs: its spec.
+
+    Raises:
+        InvalidSpec: it samples no groups, or not as the spec says, so that log-probabilities would mean another thing.
+    """
+    if not theirs.trains or theirs.finished_job is not None or theirs.data.holds_groups:
+        raise InvalidSpec(
+            f"{SUBSCRIBED}: {source} samples no groups that it trains: name an experiment of reinforcement learning "
+            "with rollouts of its own"
+        )
+    for key, ours, of_source in _shared_keys(spec, theirs):
+        if ours != of_source:
+            raise InvalidSpec(
+                f"{key} is {ours}, and the groups of {source} are made with {of_source}: write the same, or leave "
+                f"{SUBSCRIBED} out"
+            )
+    if spec.algorithm.router_replay == "R3" and theirs.algorithm.router_replay != "R3":
+        raise InvalidSpec(f"algorithm.router_replay R3 needs what the engines of {source} do not record: leave it out")
+    return spec.model_copy(update={"data": spec.data.model_copy(update={FROM: source})})
+
+
+def _shared_keys(ours: ExperimentSpec, theirs: ExperimentSpec) -> Iterator[tuple[str, object, object]]:
+    """List what both must have in common: key, value here, value there."""
+
+    def taught(spec: ExperimentSpec) -> bool:
+        return bool(spec.algorithm.distillation and spec.algorithm.distillation.servers)
+
+    def has_baseline(spec: ExperimentSpec) -> bool:
+        return spec.algorithm.advantage.kind == "remax"
+
+    yield "rollout.group_size", ours.rollout.group_size, theirs.rollout.group_size
+    yield "rollout.sampling.temperature", ours.policy_temperature, theirs.policy_temperature
+    # Whatever cuts and penalties were: what was recorded is of the policy, or it is not.
+    yield "the kind of log-probabilities that rollout.engine records", _recorded(ours), _recorded(theirs)
+    yield "rollout.agents.branches as_one", ours.joins_branches, theirs.joins_branches
+    yield "data.images", ours.data.images, theirs.data.images
+    if taught(ours):
+        yield "algorithm.distillation.servers", True, taught(theirs)
+    if has_baseline(ours):
+        yield "algorithm.advantage.kind", "remax", theirs.algorithm.advantage.kind
+
+
+def _recorded(spec: ExperimentSpec) -> str:
+    return "after the cut" if spec.rollout.records_the_cut else "of the policy"

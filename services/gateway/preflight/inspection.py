@@ -77,6 +77,8 @@ def inspect(spec: ExperimentSpec) -> Inspection:
             check_directory(Path(spec.model.path))
 
     def read_training() -> None:
+        if spec.data.subscribes_to is not None:
+            return
         datasets["data"] = checks.train_dataset(spec)
         rows.extend(_rows_of(datasets["data"], spec.data.all_sources, "data", "sources"))
 

@@ -11,7 +11,7 @@ Every room owns its own: the others are passed a value or a function, never the 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from flotilla.shared.clock import Clock, rfc3339
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.revisions import REVISION, migrated
 from flotilla.shared.config.spec import ExperimentSpec
-from flotilla.shared.errors import InvalidSpec, ModelError, NotFound, SpecRefused
+from flotilla.shared.errors import ActionNotAllowed, InvalidSpec, ModelError, NotFound, SpecRefused
 from flotilla.shared.net.authorisation.token_records import Quota
 from flotilla.shared.schemas.experiment import ExperimentState, Problem
 from flotilla.shared.schemas.task import Lane
@@ -369,6 +369,20 @@ class ExperimentRepository:
         """Record a mutation."""
         record = AuditRecord(self._clock.now(), action, f"experiments/{experiment_id}", detail, actor())
         change.write(AppendAudit(record))
+
+
+def check_not_subscribed(experiment_id: str, others: Iterable[Experiment]) -> None:
+    """Check that nobody at work trains the groups of an experiment that is about to be deleted.
+
+    Raises:
+        ActionNotAllowed: somebody does.
+    """
+    for other in others:
+        is_at_work = other.is_active or other.state is ExperimentState.STOPPING
+        if is_at_work and other.spec.data.subscribes_to == experiment_id:
+            raise ActionNotAllowed(
+                f"cannot delete {experiment_id}: {other.id}, which is {other.state}, trains its groups"
+            )
 
 
 def _differs(record: ExperimentRecord, changes: Mapping[str, Any]) -> bool:

@@ -18,7 +18,8 @@ async def load(experiment: Experiment, places: Places, events: EventLog) -> tupl
         DataError: a dataset cannot be read (any more), or all its prompts are too long.
     """
     spec, stop = experiment.spec, threading.Event()
-    dataset = await asyncio.to_thread(checks.train_dataset, spec, places) if spec.trains else None
+    has_rows = spec.trains and spec.data.subscribes_to is None
+    dataset = await asyncio.to_thread(checks.train_dataset, spec, places) if has_rows else None
     held_out = await asyncio.to_thread(checks.evaluation_dataset, spec, places)
     found: list[Dataset | None] = []
     try:

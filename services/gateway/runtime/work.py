@@ -10,7 +10,7 @@ from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.datasets.made import GroupMaker, open_maker
 from flotilla.services.gateway.datasets.written import WrittenAnswers
 from flotilla.services.gateway.evaluation.evaluator import Evaluator
-from flotilla.services.gateway.feeder.opening import RowSources, open_feeder
+from flotilla.services.gateway.feeder.opening import RowSources, open_feeder, open_subscribed, unsubscribe
 from flotilla.services.gateway.lifecycle.rules import Rules
 from flotilla.services.gateway.monitoring.health.monitor import HealthMonitor
 from flotilla.services.gateway.monitoring.watchdog import Watchdog
@@ -80,6 +80,16 @@ class ExperimentWork:
             outcomes = parts.measurements.of(experiment).outcomes
             rows_of = RowSources(dataset, parts.commands.live.place, outcomes, finished)
             lanes.append(open_feeder(experiment, rows_of, parts.store, parts.clock, feeder_status).run())
+        elif experiment.spec.data.subscribes_to is not None:
+            feeder = open_subscribed(
+                experiment,
+                parts.store,
+                parts.clock,
+                feeder_status,
+                source=functools.partial(self._source_of, experiment),
+                on_end=functools.partial(self._stop_without, experiment),
+            )
+            lanes.append(feeder.run())
         if experiment.spec.rules:
             points = parts.measurements.of(experiment).rule_points
             rules = Rules(experiment, parts.repository, parts.commands, parts.events, parts.store, parts.clock, points)
@@ -94,6 +104,17 @@ class ExperimentWork:
             evaluator = Evaluator(experiment, held_out, parts.repository, parts.events, parts.clock, written)
             lanes.append(_evaluate(evaluator, written))
         await signals.run_together(*map(asyncio.create_task, lanes))
+
+    async def _stop_without(self, experiment: Experiment, source: Experiment) -> None:
+        """Stop an experiment whose source has ended and left no groups for another step."""
+        state, step = source.state.value, experiment.record.step
+        async with self._parts.repository.transaction() as change:
+            self._parts.events.stage(change, experiment.id, "source_ended", source=source.id, state=state, step=step)
+            self._parts.commands.stage_stop(change, experiment)
+
+    def _source_of(self, experiment: Experiment) -> Experiment | None:
+        """Find the experiment whose groups this one trains; None: there is none."""
+        return self._parts.repository.find(experiment.spec.data.subscribes_to)
 
     @contextlib.contextmanager
     def _closing(self, experiment: Experiment, made: GroupMaker | None) -> Iterator[None]:
@@ -122,6 +143,7 @@ class ExperimentWork:
         parts = self._parts
         # What the last step showed: a gradient that is no number may have ended the experiment.
         await self._health(experiment).look()
+        await unsubscribe(experiment, self._source_of(experiment))
         teardown = Teardown(
             experiment,
             parts.repository,

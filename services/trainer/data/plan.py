@@ -71,8 +71,18 @@ class StepPlanner:
 
     def _bound_lag(self, spec: ExperimentSpec) -> None:
         self.max_lag = spec.asynchrony.resolved_max_lag
-        self._paces = spec.asynchrony.on_max_lag == "pace" and self.max_lag > 0 and spec.data.dump is None
+        self._paces = spec.asynchrony.on_max_lag == "pace" and self.max_lag > 0 and not spec.data.holds_groups
         self._source.bound_lag(self.max_lag)
+
+    def aged_from(self, version: int) -> tuple[int, Callable[[int, int], int]]:
+        """Say from which version lags count in a step that trains ``version``, and how they are counted."""
+        theirs = self._source.theirs
+        return (version, self._line.lag) if theirs is None else (theirs.newest, theirs.lag)
+
+    @property
+    def has_own_groups(self) -> bool:
+        """Whether a lag of 0 means the weights that are trained."""
+        return self._source.theirs is None
 
     async def spec_of(self, step: int) -> ExperimentSpec:
         """Return what a step is trained with; what was changed holds from here on if no step of its version was begun.

@@ -6,7 +6,7 @@ reward, too few members to compare, a token that is too old) is resolved with it
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 CLAIM_COUNT = 64
 CLAIM_WAIT_SECONDS = 1.0
 
+ReadVersion = Callable[[], Awaitable[int | None]]
+"""Reads the newest version that was published; None before the first."""
+
 
 @dataclass(frozen=True)
 class Requirements:
@@ -46,7 +49,7 @@ class Requirements:
         joins_branches: whether the branches of an episode are one member.
         too_old: the reason of what is dropped for its age.
         routing: sizes of the experts that every member must have a record of; None where none are replayed.
-        is_foreign: whether versions are the numbers of another run, so that no group is too old, or of a lost one.
+        is_foreign: whether versions are the numbers of another run, so that none of them is a lost one of this.
     """
 
     vocabulary: int
@@ -83,7 +86,7 @@ def requirements_of(spec: ExperimentSpec, vocabulary: int, routing: RoutingSizes
         joins_branches=spec.joins_branches,
         too_old=REDUNDANT if spec.asynchrony.redundant_groups else STALE,
         routing=routing if spec.algorithm.router_replay == "R3" else None,
-        is_foreign=spec.data.dump is not None,
+        is_foreign=spec.data.holds_groups,
     )
 
 
@@ -100,6 +103,40 @@ class ReadyGroup:
         return self.group.task.group_id
 
 
+class SourceVersions:
+    """The versions of the experiment whose groups another one trains: how old their tokens are is counted in them.
+
+    They say nothing of the subscriber's own versions, whose ratios go by the recorded log-probabilities. A number that
+    the source lost with a checkpoint counts like any other, so no token is older than it is said to be.
+
+    Args:
+        read: the newest that was published, or None before the first.
+
+    Attributes:
+        newest: when it was last looked for.
+    """
+
+    def __init__(self, read: ReadVersion) -> None:
+        self._read = read
+        self.newest = 0
+
+    async def look(self) -> None:
+        """Find the newest version.
+
+        Raises:
+            Unavailable: the data plane does not answer.
+        """
+        self.newest = max(self.newest, await self._read() or 0)
+
+    def know(self, version: int) -> None:
+        """Note a version that was published, as that which sampled a group of a standing plan."""
+        self.newest = max(self.newest, version)
+
+    def lag(self, trained: int, sampled: int) -> int:
+        """Count the versions between two; see ``VersionLine.lag``."""
+        return max(0, trained - sampled)
+
+
 class GroupSource:
     """Holds the claimed groups that wait for their step.
 
@@ -110,6 +147,8 @@ class GroupSource:
         totals: counts what is resolved here.
         line: the versions of the lineage.
         kept: told of groups that are not trained.
+        read_theirs: reads the newest version of the experiment that samples the groups; None where it is this one, or
+            one that is over.
     """
 
     def __init__(
@@ -120,7 +159,9 @@ class GroupSource:
         totals: Totals,
         line: VersionLine,
         kept: KeepsEnded | None = None,
+        read_theirs: ReadVersion | None = None,
     ) -> None:
+        self.theirs = None if read_theirs is None else SourceVersions(read_theirs)
         self._queue = queue
         self._line = line
         self._kept = NothingKept() if kept is None else kept
@@ -179,10 +220,18 @@ class GroupSource:
         return [self._ready[group_id] for group_id in sorted(self._ready)[:count]]
 
     async def drop_stale(self, version: int) -> int:
-        """Resolve the groups that have a token too old for ``version``, and count them."""
-        if self._requirements.is_foreign:
+        """Resolve the groups that have a token too old for ``version``, and count them.
+
+        Where another experiment samples them they are held against its newest version.
+        """
+        if self.theirs is not None:
+            await self.theirs.look()
+            version = self.theirs.newest
+            oldest_allowed = version - self._requirements.max_lag
+        elif self._requirements.is_foreign:
             return 0
-        oldest_allowed = self._line.oldest_allowed(version, self._requirements.max_lag)
+        else:
+            oldest_allowed = self._line.oldest_allowed(version, self._requirements.max_lag)
         stale = [
             each for each in self._ready.values() if NO_VERSION < each.claim.header.oldest_version < oldest_allowed
         ]
@@ -233,6 +282,8 @@ class GroupSource:
     def mark_planned(self, plan: Plan) -> None:
         """Note that a plan's groups are trained from here on; they are not chosen again, even if the server forgets."""
         self._plans[plan.step] = plan
+        if self.theirs is not None:
+            self.theirs.know(plan.newest_version)
         for group_id in plan.group_ids:
             self._planned.add(group_id)
             self._ready.pop(group_id, None)

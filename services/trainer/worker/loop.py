@@ -154,10 +154,12 @@ class TrainingLoop:
         values["time/compute_cores"] = (time.process_time() - cpu) / (computed - started)
         self._watch.check(result, step)
         changes = self._planner.live.trained_with(version)
-        self._samples.trained(planned, result, version, self.progress.lineage, partial(self.line.lag, version), changes)
+        newest, lag = self._planner.aged_from(version)
+        self._samples.trained(planned, result, version, self.progress.lineage, partial(lag, newest), changes)
         self.progress.add(planned.plan)
-        if result.traced is not None and len(result.updates) == 1 and self.line.is_published(step - 1):
-            values |= result.traced.engine_gaps(planned.groups, partial(self.line.lag, version))
+        is_at_version = self.line.is_published(step - 1) and self._planner.has_own_groups
+        if result.traced is not None and len(result.updates) == 1 and is_at_version:
+            values |= result.traced.engine_gaps(planned.groups, partial(lag, newest))
         values |= await self._measure(step)
         measured = time.monotonic()
         if self.is_at_version:
@@ -180,7 +182,8 @@ class TrainingLoop:
     def _describe_groups(self, planned: StepGroups, version: int) -> dict[str, float]:
         if not self._is_sampled:
             return describe_finished(planned.groups, self.progress.totals)
-        values = describe_groups(planned.groups, version, self.progress.totals, self.line.lag)
+        newest, lag = self._planner.aged_from(version)
+        values = describe_groups(planned.groups, newest, self.progress.totals, lag)
         return values | describe_rewards(with_sources(planned.groups), self._names)
 
     async def _measure(self, step: int) -> dict[str, float]:

@@ -111,7 +111,7 @@ class WorkerProcess:
         if swept:
             log.info("images of ended workers were removed", extra={"count": len(swept)})
         spec = validate_spec(launch.assignment.spec)
-        redis = connect(launch.redis_url)
+        redis, source = connect(launch.redis_url), spec.data.subscribes_to
         device = spec.parallelism.device if spec.uses_nccl else None
         endpoint = EndpointClient(bind_host=launch.host, device=device, sends_to_engines=spec.sends_to_engines)
         # It takes seconds to start, and meanwhile the model is loaded.
@@ -134,6 +134,9 @@ class WorkerProcess:
                     job=self._job(launch),
                     on_device=self._say_status,
                     on_device_failure=partial(self._set_failure, "device"),
+                    source_version=None
+                    if source is None
+                    else RedisDataPlane(redis, source).admission.published_version,
                 )
                 async with open_session(spec, around, self._control) as session:
                     self._session = session

@@ -15,7 +15,7 @@ import torch
 from flotilla.services.trainer.checkpoint.manager import CheckpointManager
 from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
 from flotilla.services.trainer.data.plan import StepPlanner
-from flotilla.services.trainer.data.source import GroupSource, requirements_of
+from flotilla.services.trainer.data.source import GroupSource, ReadVersion, requirements_of
 from flotilla.services.trainer.learning.pass_sizes import RECORD
 from flotilla.services.trainer.parallel.cores import ComputeCores
 from flotilla.services.trainer.worker.checkpoint_policy import CheckpointPolicy, CheckpointWriter
@@ -61,6 +61,7 @@ class SessionDeps:
         job: of several ranks, which this process leads; None for a process alone.
         on_device: told when there is something new to report of the device.
         on_device_failure: told why the device cannot be released for now, and None when it could.
+        source_version: reads the newest version of the experiment whose groups are trained; None where it is this one.
     """
 
     experiment_id: str
@@ -78,6 +79,7 @@ class SessionDeps:
     job: Job | None = None
     on_device: Callable[[], None] = lambda: None
     on_device_failure: Callable[[Failure | None], None] = lambda _: None
+    source_version: ReadVersion | None = None
 
 
 @dataclass(frozen=True)
@@ -151,14 +153,9 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         images = _images(spec, around, execution.snapshots(learner))
         reporter = Reporter(around.gateway, around.experiment_id, around.directory / UNSENT)
         reporter.resend(progress.step)
-        source = GroupSource(
-            queue,
-            requirements_of(spec, learner.loaded.vocabulary, getattr(learner.policy.routing, "sizes", None)),
-            progress.trained,
-            progress.totals,
-            line,
-            samples.ended,
-        )
+        needed = requirements_of(spec, learner.loaded.vocabulary, getattr(learner.policy.routing, "sizes", None))
+        ended, theirs = samples.ended, around.source_version
+        source = GroupSource(queue, needed, progress.trained, progress.totals, line, ended, theirs)
         publisher = _publisher(around, images)
         writer = CheckpointWriter(manager, learner, progress, line, queue, source, reporter, compute, around.on_failure)
         durability = CheckpointPolicy(spec.checkpoint, writer, learner, progress, line, queue)

@@ -200,7 +200,7 @@ def _why_not(key: ChangedKey, spec: ExperimentSpec, base: ExperimentSpec) -> str
         return f"{key.before} cannot be changed once an experiment was created: what it computes on is decided"
     if path.startswith("rollout.") and spec.rollout.agents is not None:
         return "cannot change while agents sample, who were told the present one"
-    if path.startswith(("rollout.", *FILTERS)) and (spec.finished_job is not None or spec.data.dump is not None):
+    if path.startswith(("rollout.", *FILTERS)) and (spec.finished_job is not None or spec.data.holds_groups):
         return "has no effect on answers that are written already"
     if path == "rollout.sampling.temperature" and _changes_what_is_recorded(key, base):
         return "engines were started to record log-probabilities as this engine has them at the present one"

@@ -132,7 +132,8 @@ def _default(field: FieldInfo) -> str:
 
 def _meaning(model: type[BaseModel], name: str) -> str:
     # A section that only changes an inherited default says nothing new about the key.
-    field, description = model.model_fields[name], descriptions_of(model).get(name)
+    field = model.model_fields[name]
+    description = descriptions_of(model).get(name, field.description)
     if description is None and get_origin(field.annotation) is Literal:
         return "Chooses this variant."
     if description is None:

@@ -128,8 +128,7 @@ def check_sections(spec: Sections) -> None:
         spec.parallelism,
         learns_from_rewards=spec.trains and spec.finished_job is None,
     )
-    _dump(spec)
-    if not spec.samples_answers and spec.data.dump is None:
+    if not spec.samples_answers and not spec.data.holds_groups:
         return
     _engine(spec)
     _lengths(spec)
@@ -147,22 +146,6 @@ def check_sections(spec: Sections) -> None:
         else:
             _advantage(spec)
         _shuffle(spec)
-
-
-def _dump(spec: Sections) -> None:
-    """The sections of what sampled a dump's groups may stay as they were, but for what cannot hold for them."""
-    if (path := spec.data.dump) is None:
-        return
-    if spec.finished_job is not None or not spec.trains:
-        kind = "evaluation" if spec.finished_job is None else spec.finished_job.kind
-        raise ValueError(
-            f"data.dump {path} holds groups with rewards, which job.kind {kind} does not train: leave one of them out"
-        )
-    if spec.algorithm.old_log_probs == "recompute_at_version":
-        raise ValueError(
-            "algorithm.old_log_probs recompute_at_version needs the weights of the versions that sampled, which "
-            "data.dump does not hold: use rollout (what the engine recorded) or recompute"
-        )
 
 
 def _weights(spec: Sections) -> None:
@@ -231,9 +214,10 @@ def _sharing(spec: Sections) -> None:
     if not spec.shares_devices:
         return
     engine = spec.rollout.engine
-    if spec.data.dump is not None:
+    if spec.data.holds_groups:
+        name = "data.dump" if spec.data.dump is not None else "data.from"
         raise ValueError(
-            "resources.sharing time lets trainer and rollouts take turns, and training from data.dump needs no "
+            f"resources.sharing time lets trainer and rollouts take turns, and training from {name} needs no "
             "rollouts: leave it out"
         )
     if not spec.trains or spec.finished_job is not None:
@@ -450,7 +434,7 @@ def _held_out_sets(spec: Sections) -> None:
 def _rows(spec: Sections) -> None:
     if spec.data.images is not None:
         check_images(spec.parallelism, spec.rollout, spec.algorithm, finished=spec.finished_job is not None)
-    if spec.data.curriculum is not None and (spec.finished_job is not None or spec.data.dump is not None):
+    if spec.data.curriculum is not None and (spec.finished_job is not None or spec.data.holds_groups):
         raise ValueError("data.curriculum needs answers that are graded now, and these are there already: leave it out")
 
 

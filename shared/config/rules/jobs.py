@@ -117,6 +117,7 @@ def check_job(spec: Sections) -> None:
     Raises:
         ValueError: something is.
     """
+    _check_held_groups(spec)
     if not spec.trains:
         _check_evaluation(spec)
     job = spec.finished_job
@@ -157,6 +158,35 @@ def check_job(spec: Sections) -> None:
                 f"data.{name} has no effect while job.kind is {kind}, which reads whole answers: remove it, or use "
                 "job.max_tokens and job.overlong"
             )
+
+
+def _check_held_groups(spec: Sections) -> None:
+    """The sections of what sampled groups may stay as they were, but for what cannot hold for them."""
+    if not spec.data.holds_groups:
+        return
+    name, where = _place_of_groups(spec)
+    if spec.finished_job is not None or not spec.trains:
+        kind = "evaluation" if spec.finished_job is None else spec.finished_job.kind
+        raise ValueError(
+            f"{name} {where} holds groups with rewards, which job.kind {kind} does not train: leave one of them out"
+        )
+    if spec.algorithm.old_log_probs == "recompute_at_version":
+        raise ValueError(
+            f"algorithm.old_log_probs recompute_at_version needs the weights of the versions that sampled, which "
+            f"{name} does not hold: use rollout (what the engine recorded) or recompute"
+        )
+    if spec.data.subscribes_to is not None and spec.asynchrony.redundant_groups:
+        raise ValueError(
+            f"asynchrony.redundant_groups {spec.asynchrony.redundant_groups} has no effect beside {name} {where}, "
+            "which issues the groups: set it there"
+        )
+
+
+def _place_of_groups(spec: Sections) -> tuple[str, str | None]:
+    """Name the key of what holds groups, and its value."""
+    if spec.data.dump is not None:
+        return "data.dump", spec.data.dump
+    return "data.from", spec.data.subscribes_to
 
 
 def _check_mismatched(job: FinishedJob, optimisation: OptimisationConfig) -> None:

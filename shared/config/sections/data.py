@@ -1,9 +1,9 @@
 """Which dataset rows become tasks, and how their prompts become tokens."""
 
 import re
-from typing import Annotated, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, create_model, field_validator, model_validator
 
 from flotilla.shared.config.base.model import Config
 from flotilla.shared.config.code_reference import CodeReference
@@ -140,7 +140,31 @@ RENDERING: Final = frozenset(
 """Arguments of a tokenizer's own rendering, which are no variables of a template."""
 
 
-class DataConfig(Config):
+FROM: Final = "from"
+"""Key that Python has no name for."""
+if TYPE_CHECKING:
+    _SubscribedConfig = Config
+else:
+    _SubscribedConfig = create_model(
+        "_SubscribedConfig",
+        __base__=Config,
+        __module__=__name__,
+        **{
+            FROM: (
+                str | None,
+                Field(
+                    None,
+                    min_length=1,
+                    description="Train the groups that another experiment of the fleet samples and grades, as it does "
+                    "and while it does, instead of sampling any: its id, or its name (the newest of it). Sources, if "
+                    "they are named too, are not read. See docs/jobs.md.",
+                ),
+            )
+        },
+    )
+
+
+class DataConfig(_SubscribedConfig):
     """Training prompts: one row, one task per epoch."""
 
     path: str | None = Field(None, min_length=1)
@@ -204,8 +228,16 @@ class DataConfig(Config):
     @model_validator(mode="after")
     def _one_place(self) -> Self:
         given = [name for name in ("path", "sources") if getattr(self, name) is not None]
-        if len(given) == 2 or not (given or self.dump):
+        if len(given) == 2 or not (given or self.holds_groups):
             raise ValueError(f"give either path or sources, got {'both' if given else 'neither'}")
+        if self.subscribes_to is None:
+            return self
+        for name in ("dump", "max_rows", "curriculum"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} has no effect beside from {self.subscribes_to}, whose groups are trained as they come: "
+                    "leave one of the two out"
+                )
         return self
 
     @model_validator(mode="after")
@@ -250,8 +282,21 @@ class DataConfig(Config):
         return self
 
     @property
+    def subscribes_to(self) -> str | None:
+        """The experiment whose groups are trained; what ``from`` says."""
+        named: str | None = getattr(self, FROM)
+        return named
+
+    @property
+    def holds_groups(self) -> bool:
+        """Whether groups are there, or come, that somebody else had sampled and graded."""
+        return self.dump is not None or self.subscribes_to is not None
+
+    @property
     def all_sources(self) -> tuple[SourceConfig, ...]:
-        """The sources, however they were written; a dump in their place."""
+        """The sources, however they were written; a dump in their place, none where another's groups are trained."""
+        if self.subscribes_to is not None:
+            return ()
         if self.dump is not None:
             return (SourceConfig(path=self.dump),)
         return self.sources if self.sources is not None else (SourceConfig(path=self.path),)

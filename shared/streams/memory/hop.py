@@ -76,6 +76,8 @@ class MemoryHop:
         if not self._holds(claim):
             return self._is_done(claim, counter)
         self._store.streams[made.destination].append(made.header, made.body, made.grades)
+        if made.destination is HopName.SCORED:
+            self._store.share(made.header, made.body, made.grades)
         self._store.count(counter, made.header.token_count)
         self._finish(claim, counter)
         return True

@@ -19,12 +19,21 @@ from flotilla.shared.streams.codec import (
     group_header,
     task_header,
 )
-from flotilla.shared.streams.hop import HANDED_BACK, LEASED, HopName, StreamsConfig, consumer_name
+from flotilla.shared.streams.hop import (
+    HANDED_BACK,
+    LEASED,
+    HopName,
+    Resolution,
+    StreamsConfig,
+    consumer_name,
+    counter_of,
+)
 from flotilla.shared.streams.ledger import Ledger, token_counters
 from flotilla.shared.streams.mailbox import KEPT_SECONDS, Delivery, Expected
 from flotilla.shared.streams.memory.hop import MemoryHop, MemoryTrainerHop
 from flotilla.shared.streams.memory.streams import Clock, MemoryStore
 from flotilla.shared.streams.memory.trainer import MemoryTrainerQueue
+from flotilla.shared.streams.sharing import TRIMMED, SharedRead, Taken
 
 
 class MemoryAdmission:
@@ -68,6 +77,40 @@ class MemoryAdmission:
         store.wake()
         outcome = IssueOutcome.ISSUED if len(admitted) == len(tasks) else IssueOutcome.BUDGET_FULL
         return IssueResult(outcome, len(admitted), store.next_group_id)
+
+    async def take(self, read: SharedRead, *, limit: int) -> Taken:
+        """See ``Admission.take``."""
+        store = self._store
+        if any(map(store.is_full, HopName)):
+            return Taken(0, store.taken_through, True)
+        fresh = [each for each in read.groups if each.number > store.taken_through]
+        admitted = fresh[: max(0, limit - len(store.outstanding))]
+        for each in admitted:
+            self._miss(each.number - 1)
+            store.streams[HopName.SCORED].append(each.header, each.payload, each.grades)
+            store.outstanding[each.header.group_id] = max(each.header.oldest_version, 0)
+            for counter in token_counters(HopName.SCORED):
+                store.count(counter, each.header.token_count)
+            store.count("issued")
+            store.taken_through = each.number
+        if len(admitted) == len(fresh):
+            self._miss(read.reached)
+        store.wake()
+        return Taken(len(admitted), store.taken_through)
+
+    def _miss(self, through: int) -> None:
+        while self._store.taken_through < through:
+            self._store.taken_through += 1
+            self._store.count("issued")
+            self._store.count_end(counter_of(Resolution.DROPPED, TRIMMED), 0)
+
+    async def taken_through(self) -> int:
+        """See ``Admission.taken_through``."""
+        return self._store.taken_through
+
+    async def begin_taking(self, after: int) -> None:
+        """See ``Admission.begin_taking``."""
+        self._store.taken_through = max(self._store.taken_through, after)
 
     async def next_group_id(self) -> int:
         """See ``Admission.next_group_id``."""
@@ -114,6 +157,38 @@ class MemoryAdmission:
         return sorted(group_id for group_id, issued_at in self._store.outstanding.items() if issued_at < version)
 
 
+class MemorySharing:
+    """See ``Sharing``."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+
+    async def subscribe(self, name: str) -> int:
+        """See ``Sharing.subscribe``."""
+        return self._store.subscribers.setdefault(name, self._store.last_shared)
+
+    async def read(self, after: int, count: int) -> SharedRead:
+        """See ``Sharing.read``."""
+        groups = tuple(each for number, each in self._store.shared.items() if number > after)[:count]
+        last = groups[-1].number if len(groups) == count else self._store.last_shared
+        return SharedRead(groups, last)
+
+    async def confirm(self, name: str, number: int) -> None:
+        """See ``Sharing.confirm``."""
+        if name in self._store.subscribers:
+            self._store.subscribers[name] = max(self._store.subscribers[name], number)
+            self._store.trim_shared()
+
+    async def unsubscribe(self, name: str) -> None:
+        """See ``Sharing.unsubscribe``."""
+        self._store.subscribers.pop(name, None)
+        self._store.trim_shared()
+
+    async def subscribers(self) -> dict[str, int]:
+        """See ``Sharing.subscribers``."""
+        return dict(self._store.subscribers)
+
+
 class MemoryDataPlane:
     """One lane of one experiment, held by this object; its hops share it."""
 
@@ -124,6 +199,7 @@ class MemoryDataPlane:
         self._config = config or StreamsConfig()
         self._store = MemoryStore(clock)
         self.admission = MemoryAdmission(self._store)
+        self.sharing = MemorySharing(self._store)
         self.mailbox = MemoryMailbox(clock)
 
     def hop(self, name: HopName, service_id: str) -> MemoryHop:

@@ -1,6 +1,7 @@
 """Streams in memory with the server's semantics, for the in-memory twin of the data plane."""
 
 import asyncio
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from flotilla.shared.streams.codec import EntryHeader
 from flotilla.shared.streams.hop import HANDED_BACK, PLANNED, HopName
 from flotilla.shared.streams.ledger import Ledger, length_field
 from flotilla.shared.streams.plans import Plan
+from flotilla.shared.streams.sharing import SharedGroup
 
 Clock = Callable[[], float]
 
@@ -139,6 +141,10 @@ class MemoryStore:
     trainer_owner: str | None = None
     rolled_back: tuple[object, tuple[int, int]] = (None, (0, 0))
     streams: dict[HopName, MemoryStream] = field(default_factory=dict)
+    shared: dict[int, SharedGroup] = field(default_factory=dict)
+    last_shared: int = 0
+    subscribers: dict[str, int] = field(default_factory=dict)
+    taken_through: int = 0
 
     followers: list[Callable[[], None]] = field(default_factory=list)
     """Told when a group has ended."""
@@ -159,6 +165,22 @@ class MemoryStore:
         """Whether a stream takes more memory than it may."""
         return self.stream_bytes is not None and self.streams[hop].size_bytes() > self.stream_bytes
 
+    def share(self, header: EntryHeader, payload: bytes, grades: bytes) -> None:
+        """Offer a group to those who subscribe."""
+        if self.subscribers:
+            self.last_shared += 1
+            self.shared[self.last_shared] = SharedGroup(self.last_shared, header, payload, grades)
+            self.trim_shared()
+
+    def trim_shared(self) -> None:
+        """Delete what everybody has taken and, of what is left, the oldest that there is no memory for."""
+        lowest = min(self.subscribers.values(), default=self.last_shared)
+        self.shared = {number: each for number, each in self.shared.items() if number > lowest}
+        bound = self.stream_bytes
+        while bound is not None and sum(len(e.payload) + len(e.grades) for e in self.shared.values()) > bound:
+            for number in sorted(self.shared)[: math.ceil(len(self.shared) / 8)]:
+                del self.shared[number]
+
     def wake(self) -> None:
         """End ``changed``."""
         if self._changed is not None and not self._changed.done():
@@ -173,6 +195,9 @@ class MemoryStore:
             stream.clear()
         self.next_group_id, self.published_version = 0, None
         self.trainer_incarnation, self.trainer_owner = 0, None
+        self.shared.clear()
+        self.subscribers.clear()
+        self.last_shared, self.taken_through = 0, 0
 
     def count(self, counter: str, amount: int = 1) -> None:
         """Change a counter."""

@@ -243,9 +243,12 @@ class RedisHop:
             facts += (held.entry_id, held.deliveries, each.tokens, str(held.header.group_id), number, *content)
         # The server's reader knows no binary type: headers and grades travel as raw strings.
         claims = msgpack.packb(facts, use_bin_type=False)
-        ends: list[Argument] = [mode, self.consumer, MARKER_SECONDS * 1000, counter, lowest, highest, claims]
+        ends: list[Argument] = [mode, self.consumer, MARKER_SECONDS * 1000, counter, lowest, highest]
+        ends += [self._keys.state, claims]
+        is_scored = next_stream == self._keys.stream(HopName.SCORED)
         keys = [self._stream, self._keys.ledger, self._keys.outstanding, next_stream or self._stream]
-        return Call([*keys, self._keys.handed_over, *markers], [*ends, *payloads], before)
+        keys += [self._keys.handed_over, self._keys.shared if is_scored else self._stream]
+        return Call([*keys, *markers], [*ends, *payloads], before)
 
     async def _sweep(self, count: int) -> list[Claim]:
         lease_ms = max(1, round(self.lease_seconds * 1000))

@@ -1,6 +1,6 @@
 """The data plane, and admission to it, on a Redis or Valkey server, 6.2 or newer."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
@@ -10,14 +10,30 @@ from flotilla.shared.errors import Unavailable
 from flotilla.shared.schemas.task import Lane, Task
 from flotilla.shared.schemas.trajectory import Group
 from flotilla.shared.streams.admission import IssueOutcome, IssueResult, check_consecutive, check_finished
-from flotilla.shared.streams.codec import encode_body, encode_grades, encode_task, group_header, task_header
-from flotilla.shared.streams.hop import LEASED, HopName, StreamKeys, StreamsConfig, consumer_name
+from flotilla.shared.streams.codec import (
+    EntryHeader,
+    encode_body,
+    encode_grades,
+    encode_task,
+    group_header,
+    task_header,
+)
+from flotilla.shared.streams.hop import (
+    LEASED,
+    HopName,
+    Resolution,
+    StreamKeys,
+    StreamsConfig,
+    consumer_name,
+    counter_of,
+)
 from flotilla.shared.streams.ledger import Ledger, token_counters
 from flotilla.shared.streams.mailbox import KEPT_SECONDS, Delivery, Expected
 from flotilla.shared.streams.redis.connection import COMPONENT
 from flotilla.shared.streams.redis.hop import RedisHop, TrainerHop
 from flotilla.shared.streams.redis.scripts import Argument, ScriptRunner
 from flotilla.shared.streams.redis.trainer import RedisTrainerQueue
+from flotilla.shared.streams.sharing import TRIMMED, SharedGroup, SharedRead, Taken
 from flotilla.shared.telemetry.tracing.recording import record_issues
 
 
@@ -72,6 +88,30 @@ class RedisAdmission:
             outcome = IssueOutcome.STREAM_FULL if is_full else IssueOutcome.BUDGET_FULL
         return IssueResult(outcome, count, next_id)
 
+    async def take(self, read: SharedRead, *, limit: int) -> Taken:
+        """See ``Admission.take``."""
+        keys = self._keys
+        entries: list[Argument] = []
+        for each in read.groups:
+            header = each.header
+            entries += [each.number, header.group_id, header.to_bytes(), each.payload, max(header.oldest_version, 0)]
+            entries += [each.grades, header.token_count]
+        names = [keys.stream(HopName.SCORED), keys.ledger, keys.outstanding, keys.state, keys.handed_over]
+        names += map(keys.stream, HopName)
+        counters = " ".join(token_counters(HopName.SCORED))
+        missing = counter_of(Resolution.DROPPED, TRIMMED)
+        answer = await self._runner.run("take", names, [read.reached, limit, counters, missing, *entries])
+        count, through, is_full = answer
+        return Taken(count, through, bool(is_full))
+
+    async def taken_through(self) -> int:
+        """See ``Admission.taken_through``."""
+        return int(await self._state("taken_through") or 0)
+
+    async def begin_taking(self, after: int) -> None:
+        """See ``Admission.begin_taking``."""
+        await self._runner.run("begin_taking", [self._keys.state], [after])
+
     async def next_group_id(self) -> int:
         """See ``Admission.next_group_id``."""
         return int(await self._state("next_group_id") or 0)
@@ -125,6 +165,45 @@ class RedisAdmission:
         return value
 
 
+class RedisSharing:
+    """See ``Sharing``."""
+
+    def __init__(self, runner: ScriptRunner, keys: StreamKeys) -> None:
+        self._runner = runner
+        self._keys = keys
+
+    async def subscribe(self, name: str) -> int:
+        """See ``Sharing.subscribe``."""
+        return int(await self._runner.run("subscribe", [self._keys.shared], [name]))
+
+    async def read(self, after: int, count: int) -> SharedRead:
+        """See ``Sharing.read``."""
+        # In this order: what comes in between is among the entries, and what is trimmed in between is missing in them.
+        newest = int(await self._runner.run("last_shared", [self._keys.shared]))
+        entries = await self._runner.command("XRANGE", self._keys.shared, f"{after + 1}-0", "+", "COUNT", count)
+        groups = tuple(_shared(entry_id, fields) for entry_id, fields in entries)
+        is_all = len(groups) < count
+        return SharedRead(groups, max([newest if is_all else 0, *(each.number for each in groups)]))
+
+    async def confirm(self, name: str, number: int) -> None:
+        """See ``Sharing.confirm``."""
+        await self._runner.run("confirm", [self._keys.shared, self._keys.state], [name, number])
+
+    async def unsubscribe(self, name: str) -> None:
+        """See ``Sharing.unsubscribe``."""
+        await self._runner.run("confirm", [self._keys.shared, self._keys.state], [name, ""])
+
+    async def subscribers(self) -> dict[str, int]:
+        """See ``Sharing.subscribers``."""
+        flat = await self._runner.run("subscribers", [self._keys.shared])
+        return {name.decode(): int(taken) for name, taken in zip(flat[::2], flat[1::2], strict=True)}
+
+
+def _shared(entry_id: bytes, fields: Mapping[bytes, bytes]) -> SharedGroup:
+    number, header = int(entry_id.partition(b"-")[0]), EntryHeader.from_bytes(fields[b"header"])
+    return SharedGroup(number, header, fields[b"payload"], fields[b"grades"])
+
+
 class RedisMailbox:
     """See ``Mailbox``."""
 
@@ -169,6 +248,7 @@ class RedisDataPlane:
         self._keys = StreamKeys(experiment_id, lane)
         self._runner = ScriptRunner(redis, deadline_seconds=self._config.deadline_seconds)
         self.admission = RedisAdmission(self._runner, self._keys)
+        self.sharing = RedisSharing(self._runner, self._keys)
         self.mailbox = RedisMailbox(self._runner, self._keys)
         self._read: tuple[Any, Ledger] | None = None
 

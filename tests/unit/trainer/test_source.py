@@ -372,3 +372,32 @@ async def test_records_of_experts_are_read_beside_the_loop(monkeypatch: pytest.M
 
     assert len(readers) == len(members)
     assert threading.get_ident() not in readers
+
+
+async def test_groups_of_another_experiment_are_held_against_its_newest_version() -> None:
+    plane, newest = MemoryDataPlane(), 5
+
+    async def read() -> int:
+        return newest
+
+    queue = plane.trainer("trainer")
+    await queue.take_over()
+    foreign = replace(STRICT, is_foreign=True)
+    [old, fresh] = await issue(plane, 4, 5)
+    async with a_running(GroupSource(queue, foreign, IntervalSet(), Totals(), LINE, read_theirs=read)) as source:
+        await answer(plane, a_group([0.0, 1.0], old, version=4))
+        await answer(plane, a_group([0.0, 1.0], fresh, version=5))
+        assert await source.until(lambda ids: len(ids) == 2, wait_seconds=5)
+        assert await source.drop_stale(0) == 0
+        planning = planner(a_spec(asynchrony={"staleness_threshold": 1.0, "max_lag": 1}), plane, source)
+        assert planning.aged_from(0)[0] == 5
+
+        newest = 6
+        plan = await source.plan(1, source.oldest(2), 0, ROOT)
+
+        assert plan is None, "the older one was dropped before the plan was written"
+        plan = await source.plan(1, source.oldest(1), 0, ROOT)
+        assert plan is not None and plan.group_ids == (fresh.group_id,)
+        assert (await plane.ledger()).dropped == {"stale": 1}
+        version, lag = planning.aged_from(0)
+        assert lag(version, 5) == 1

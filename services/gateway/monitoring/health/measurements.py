@@ -88,5 +88,5 @@ class Measurements:
             now,
             budget=spec.admission_budget,
             groups_per_step=spec.groups_per_step,
-            is_sampled=spec.finished_job is None and spec.data.dump is None,
+            is_sampled=spec.finished_job is None and not spec.data.holds_groups,
         )

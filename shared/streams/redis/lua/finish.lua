@@ -1,7 +1,9 @@
 -- Forward or resolve claims: the only ways in which an entry leaves its stream, but for a committed plan.
 -- KEYS: stream, ledger, outstanding, next stream (the stream itself when resolving), what was handed over with tasks,
---   then the marker of each claim, then markers of earlier ones, whose answers have arrived: they are forgotten
+--   what is shared with subscribers (the stream itself where nothing is), then the marker of each claim, then markers of
+--   earlier ones, whose answers have arrived: they are forgotten
 -- ARGV: 'forward' or 'resolve', consumer, marker's milliseconds, counter, lowest entry, highest entry,
+--   state (read alone: were it one of KEYS, the server would ask for the right to write it),
 --   msgpack of a list of entry, deliveries, tokens, group id, number of the payload, header, grades for each claim,
 --   then payloads. The number is -1 where the same transaction has just appended the new entry to the next stream:
 --   it is taken away again unless the claim is held. Nothing of this has a meaning when resolving. The counter grows by
@@ -9,10 +11,10 @@
 --   than its bytes.
 -- Each claim stands alone. Returns for each 1 if this claim did it, now or at an earlier call whose answer was lost;
 -- 0 if the claim is lost.
-local stream, ledger, outstanding, next_stream, handed_over_key = unpack(KEYS, 1, 5)
-local markers = after(5, KEYS)
-local mode, consumer, marker_ms, counter, lowest, highest, encoded_claims = unpack(ARGV, 1, 7)
-local payloads = after(7, ARGV)
+local stream, ledger, outstanding, next_stream, handed_over_key, shared = unpack(KEYS, 1, 6)
+local markers = after(6, KEYS)
+local mode, consumer, marker_ms, counter, lowest, highest, state, encoded_claims = unpack(ARGV, 1, 8)
+local payloads = after(8, ARGV)
 local is_forward, claims = mode == 'forward', cmsgpack.unpack(encoded_claims)
 local number = #claims / 7
 local handed_over = has_any(handed_over_key)
@@ -35,6 +37,22 @@ local function take_away_last()
   redis.call('XDEL', next_stream, redis.call('XREVRANGE', next_stream, '+', '-', 'COUNT', 1)[1][1])
 end
 
+local has_subscribers = false
+if shared ~= stream then
+  local _, lowest = subscribers_of(shared)
+  has_subscribers = lowest ~= nil
+end
+
+local function share(header, payload, grades)
+  local number = string.format('%d-0', last_shared(shared) + 1)
+  redis.call('XADD', shared, number, 'header', header, 'payload', payload, 'grades', grades)
+end
+
+local function share_last()
+  local fields = facts_of(redis.call('XREVRANGE', next_stream, '+', '-', 'COUNT', 1)[1][2])
+  share(fields['header'], fields['payload'], fields['grades'])
+end
+
 local answers, ended, total = {}, {}, 0
 for index = 1, number do
   local marker = markers[index]
@@ -42,9 +60,12 @@ for index = 1, number do
   if is_held(entry, deliveries) then
     if is_forward and payload > 0 then
       redis.call('XADD', next_stream, '*', 'header', header, 'payload', payloads[payload], 'grades', grades)
+      if has_subscribers then share(header, payloads[payload], grades) end
     elseif not is_forward then
       redis.call('ZREM', outstanding, group_id)
       count_end(ledger, counter, tokens)
+    elseif has_subscribers then
+      share_last()
     end
     -- The same claim may come twice in one call: it counts once.
     ended[#ended + 1], held[entry] = entry, false
@@ -63,5 +84,6 @@ if #ended > 0 then
   redis.call('XDEL', stream, unpack(ended))
   if not is_forward then tell_end(ledger) end
 end
+if has_subscribers and #ended > 0 then trim_shared(shared, state) end
 if is_forward and total > 0 then redis.call('HINCRBY', ledger, counter, string.format('%d', total)) end
 return answers

@@ -31,14 +31,16 @@ local function remove(stream, entry)
   redis.call('XDEL', stream, entry)
 end
 
--- Count a group's end and, unless it was trained, its length: in the bucket of the lowest power of two that is not
--- below the tokens sampled of it. Nothing else counts an end with a reason, so both numbers agree at any time.
-local function count_end(ledger, counter, tokens)
-  redis.call('HINCRBY', ledger, counter, 1)
+-- Count the end of a group, or of `number` alike, and unless it was trained its length: in the bucket of the lowest
+-- power of two that is not below the tokens sampled of it. Nothing else counts an end with a reason, so both numbers
+-- agree at any time.
+local function count_end(ledger, counter, tokens, number)
+  local ended = string.format('%d', number or 1)
+  redis.call('HINCRBY', ledger, counter, ended)
   if not string.find(counter, ':', 1, true) then return end
   local bucket = math.min(tokens, 1)
   while bucket < tokens do bucket = bucket * 2 end
-  redis.call('HINCRBY', ledger, 'length:' .. counter .. ':' .. string.format('%d', bucket), 1)
+  redis.call('HINCRBY', ledger, 'length:' .. counter .. ':' .. string.format('%d', bucket), ended)
 end
 
 -- Tell the feeder, on the channel `ends`, that groups have ended and left room. It looks now and then even if nobody
@@ -70,8 +72,52 @@ local function bytes_of(stream, handed_over)
   return redis.call('MEMORY', 'USAGE', stream, 'SAMPLES', 16) + beside
 end
 
+-- What XINFO says of a stream or a group, by name; nothing of a key that is not there.
+local function facts_of(answer)
+  local facts = {}
+  for index = 1, #answer, 2 do facts[answer[index]] = answer[index + 1] end
+  return facts
+end
+
+local function number_of(entry)
+  return tonumber(string.match(entry, '^%d+'))
+end
+
+-- Number of the last group that was ever shared; 0 without one.
+local function last_shared(shared)
+  if redis.call('EXISTS', shared) == 0 then return 0 end
+  return number_of(facts_of(redis.call('XINFO', 'STREAM', shared))['last-generated-id'])
+end
+
+-- Positions of those who subscribe to what is shared, by name, and the lowest; nil where nobody does.
+local function subscribers_of(shared)
+  if redis.call('EXISTS', shared) == 0 then return {}, nil end
+  local found, lowest = {}, nil
+  for _, each in ipairs(redis.call('XINFO', 'GROUPS', shared)) do
+    local group = facts_of(each)
+    local taken = number_of(group['last-delivered-id'])
+    found[group['name']] = taken
+    lowest = math.min(lowest or taken, taken)
+  end
+  return found, lowest
+end
+
 -- Does the stream take more memory than the experiment allows? What was handed over counts for the tasks.
 local function is_full(state, stream, handed_over)
   local bound = redis.call('HGET', state, 'stream_bytes')
   return bound and bytes_of(stream, handed_over) > tonumber(bound)
+end
+
+-- Delete what everybody has taken of what is shared and, of what is left, the oldest that there is no memory for.
+local function trim_shared(shared, state)
+  local _, lowest = subscribers_of(shared)
+  if not lowest then
+    if redis.call('EXISTS', shared) == 1 then redis.call('XTRIM', shared, 'MAXLEN', '=', 0) end
+    return
+  end
+  redis.call('XTRIM', shared, 'MINID', '=', string.format('%d-0', lowest + 1))
+  while is_full(state, shared) do
+    local length = redis.call('XLEN', shared)
+    redis.call('XTRIM', shared, 'MAXLEN', '=', string.format('%d', length - math.ceil(length / 8)))
+  end
 end

@@ -1,0 +1,97 @@
+"""The feeder of an experiment that trains the groups of another: it takes them as that one's rewards score them.
+
+    source: scored --same step--> shared --read--> subscriber: scored, trimmed --confirm--> shared, deleted
+
+Taking is one step in the subscriber's own data plane, which knows how far it came: what was taken and not confirmed is
+found taken. From there on the groups are like any others of the subscriber: claims, plans, checkpoints, ledger.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from flotilla.services.gateway.feeder.admission import admitted, check_taken
+from flotilla.services.gateway.feeder.feeder import BLOCKED_SECONDS, Feeder
+from flotilla.services.gateway.feeder.status import FeederStatus
+from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.store.base import Store
+from flotilla.shared.clock import Clock
+from flotilla.shared.errors import DataError
+
+log = logging.getLogger(__name__)
+
+BATCH = 16
+"""Groups taken at once; a large one is a megabyte."""
+SUBSCRIBE_SECONDS = 1.0
+"""A server that came back from its log may have forgotten a subscription."""
+REFUSED = 64
+"""So many groups are refused, and none trained, before that is taken for the rule."""
+
+
+class SubscribedFeeder(Feeder):
+    """Takes the groups of another experiment while this one runs.
+
+    Args:
+        source: finds the experiment whose groups are taken; None where there is none any more.
+        on_end: called, with the source, once that has ended and what it gave does not fill a step.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        store: Store,
+        clock: Clock,
+        status: FeederStatus,
+        *,
+        source: Callable[[], Experiment | None],
+        on_end: Callable[[Experiment], Awaitable[None]],
+    ) -> None:
+        super().__init__(experiment, None, store, clock, status)
+        self._find_source = source
+        self._on_end = on_end
+        self._subscribed_at: float | None = None
+
+    async def feed(self) -> float:
+        """Subscribe, however the experiment stands; take one batch while it runs.
+
+        Raises:
+            DataError: the source is gone, or none of its groups can be trained.
+        """
+        now = self._clock.monotonic()
+        if self._subscribed_at is None or now - self._subscribed_at > SUBSCRIBE_SECONDS:
+            sharing, admission = self._source().train.sharing, self._admission
+            await admission.begin_taking(await sharing.subscribe(self._experiment.id))
+            await sharing.confirm(self._experiment.id, await admission.taken_through())
+            self._subscribed_at = now
+        return await super().feed()
+
+    def _source(self) -> Experiment:
+        found = self._find_source()
+        if found is None:
+            named = self._experiment.spec.data.subscribes_to
+            raise DataError(f"data.from: the experiment {named} was deleted", field="data.from")
+        return found
+
+    async def _supply(self, version: int, now: float) -> float:
+        spec, source, ledger = self._experiment.steering.in_force, self._source(), self._status.ledger
+        assert ledger is not None
+        # Read before the groups: what ended gives no more after that.
+        is_over = source.state.is_final and source.record.final_ledger is not None
+        ledger = ledger.model_copy(update={"consumed_since_publication": 0})
+        # Those that came too late, or were too old, say nothing of the next ones.
+        check_taken(ledger.model_copy(update={"dropped": {}}), max(REFUSED, spec.admission_budget))
+        steps, groups_per_step = spec.optimisation.steps - self._first_step, spec.groups_per_step
+        room = admitted(ledger, budget=spec.admission_budget, steps=steps, groups_per_step=groups_per_step)
+        if room == 0:
+            return BLOCKED_SECONDS
+        sharing, after = source.train.sharing, await self._admission.taken_through()
+        read = await sharing.read(after, min(room, BATCH))
+        if read.reached <= after:
+            if is_over and ledger.outstanding < groups_per_step:
+                await self._on_end(source)
+            return BLOCKED_SECONDS
+        taken = await self._admission.take(read, limit=max(spec.admission_budget, ledger.outstanding + room))
+        await sharing.confirm(self._experiment.id, taken.through)
+        if (missed := taken.through - after - taken.count) > 0:
+            facts = {"experiment_id": self._experiment.id, "source": source.id, "count": missed}
+            log.warning("groups were trimmed before they could be taken", extra=facts)
+        return BLOCKED_SECONDS if taken.is_full or not taken.count else 0.0

@@ -1,0 +1,85 @@
+"""Scored groups of one experiment, offered to others that train them, too.
+
+While somebody subscribes, each group that enters the scored stream is appended in the same step to one more stream,
+under the number that follows the last one's, whatever became of that. Each subscriber has a consumer group of its own
+there, whose position is what it has surely taken; what all of them have taken is deleted. Their slowest holds no more
+than the experiment allows its streams: beyond that the oldest groups are trimmed, and since numbers are dense, who
+comes for them counts what is missing.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from flotilla.shared.streams.codec import EntryHeader
+
+TRIMMED: Final = "trimmed"
+"""Why a group is dropped that was no longer there when a subscriber came for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedGroup:
+    """A group on offer, as the scored stream has it.
+
+    Attributes:
+        number: its place among all that were ever offered, from 1.
+    """
+
+    number: int
+    header: EntryHeader
+    payload: bytes
+    grades: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRead:
+    """What is on offer behind a number.
+
+    Attributes:
+        groups: the first of them, in order.
+        reached: the highest number that this tells of: one up to it, and in no group, was trimmed.
+    """
+
+    groups: tuple[SharedGroup, ...]
+    reached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What became of groups on offer.
+
+    Attributes:
+        count: how many are in the subscriber's own scored stream now, of these.
+        through: the number up to which every group was taken, or counted as trimmed.
+        is_full: whether a stream of the subscriber takes more memory than it may.
+    """
+
+    count: int
+    through: int
+    is_full: bool = False
+
+
+class Sharing(Protocol):
+    """Groups of one experiment on offer. Every call may raise ``Unavailable``, and be repeated."""
+
+    async def subscribe(self, name: str) -> int:
+        """Keep what comes from now on for a subscriber; return the number up to which it has taken everything.
+
+        Of one that has subscribed this is what it confirmed last.
+        """
+        ...
+
+    async def read(self, after: int, count: int) -> SharedRead:
+        """Read groups behind a number, without an effect."""
+        ...
+
+    async def confirm(self, name: str, number: int) -> None:
+        """Note that a subscriber has everything up to a number, and delete what all have."""
+        ...
+
+    async def unsubscribe(self, name: str) -> None:
+        """Keep nothing for a subscriber any more."""
+        ...
+
+    async def subscribers(self) -> dict[str, int]:
+        """List the subscribers, and what each has confirmed."""
+        ...

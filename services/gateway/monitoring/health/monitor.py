@@ -48,7 +48,7 @@ def facts_of(spec: ExperimentSpec) -> Facts:
         is_graded=spec.finished_job is None,
         learns_from_rewards=not spec.algorithm.is_pure_distillation,
         records_the_cut=spec.rollout.records_the_cut,
-        is_dump=spec.data.dump is not None,
+        is_dump=spec.data.holds_groups,
         audit=spec.reward.audit,
     )
 

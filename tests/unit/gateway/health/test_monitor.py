@@ -9,17 +9,18 @@ from flotilla.services.gateway.lifecycle.states import Action
 from flotilla.services.gateway.monitoring.health.checks import find
 from flotilla.services.gateway.monitoring.health.evidence import StepFigures
 from flotilla.services.gateway.monitoring.health.keeping import restore_windows
-from flotilla.services.gateway.monitoring.health.monitor import REFRESH_SECONDS, STORE_SECONDS, HealthMonitor
+from flotilla.services.gateway.monitoring.health.monitor import REFRESH_SECONDS, STORE_SECONDS, HealthMonitor, facts_of
 from flotilla.services.gateway.monitoring.health.window import LOOKED_AT, HealthWindow
 from flotilla.services.gateway.preflight import checks
 from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.state import GatewayState
 from flotilla.services.gateway.store.memory import MemoryStore
 from flotilla.shared.clock import ManualClock
+from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.sections.reward import AuditConfig
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.health import GradingReport, SamplingReport
-from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment
+from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment, spec_document
 from tests.unit.gateway.health.builders import FIGURES, SAMPLES, evidence, facts, graded
 
 
@@ -328,3 +329,10 @@ async def test_an_audit_that_does_not_pause_warns() -> None:
 
     assert [each.check for each in gateway.commands.view(experiment).health] == ["graders_disagree"]
     assert experiment.state is ExperimentState.RUNNING
+
+
+@pytest.mark.parametrize("rows", [{"from": "tiny-1"}, {"dump": "/runs/a"}])
+def test_groups_of_another_run_may_be_of_other_weights(rows: dict[str, str]) -> None:
+    spec = validate_spec(spec_document(data=rows))
+
+    assert facts_of(spec).is_dump and not facts_of(a_spec()).is_dump

@@ -25,6 +25,8 @@ you have what you came for, or see that you will not get it, write {stop} and no
 STOP: Final = "###STOP###"
 BEGIN: Final = "(The assistant is ready.)"
 """What the model reads in the assistant's place before the user's first words."""
+NUMBER: Final = r"[ \t]{0,9}(-?\d{1,9}(?:\.\d{1,9})?)"
+THOUGHT: Final = "<think>"
 PLACE: Final = re.compile(r"\{(\w+)\}")
 
 
@@ -42,8 +44,8 @@ class SimulatedUser:
         begins: whether the user writes first, before the policy has said anything; else the row's prompt is what the
             user wrote first.
         stop: ends the episode where the user writes it.
-        score_pattern: regular expression whose last group, in the user's words, is the turn's reward; what it matched
-            is not shown to the policy. None: no rewards.
+        score: mark before a number in the user's words, such as ``SCORE:``: the last one is the turn's reward, and none
+            is shown to the policy. None: no rewards.
         temperature: of the model's sampling.
         max_tokens: most tokens of what the user writes at a time.
         networks: that are not public, and that the URL may lead to.
@@ -60,20 +62,23 @@ class SimulatedUser:
         instruction: str = INSTRUCTION,
         begins: bool = False,
         stop: str = STOP,
-        score_pattern: str | None = None,
+        score: str | None = None,
         networks: Sequence[IPNetwork] = LOOPBACK,
         **sampling: float,
     ) -> None:
         if unknown := sampling.keys() - {"temperature", "max_tokens"}:
             raise ValueError(f"there is no option {min(unknown)}")
-        if not model or not stop:
-            raise ValueError("model and stop must not be empty")
-        try:
-            self._score = None if score_pattern is None else re.compile(score_pattern, re.DOTALL)
-        except re.error as error:
-            raise ValueError(f"score_pattern is no regular expression: {error}") from error
-        if self._score is not None and not self._score.groups:
-            raise ValueError("score_pattern needs a group, which is the number")
+        for name, text in {"model": model, "instruction": instruction, "stop": stop, "score": score}.items():
+            if (text is not None or name != "score") and (not isinstance(text, str) or not text):
+                raise ValueError(f"{name} must be a text, got {text!r}")
+        if not isinstance(begins, bool):
+            raise TypeError(f"begins must be true or false, got {begins!r}")
+        for name, low in (("temperature", 0), ("max_tokens", 1)):
+            value = sampling.get(name, low)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < math.inf:
+                raise ValueError(f"{name} must be a number from {low}, got {value!r}")
+        # Marks, not patterns of the spec's: another model's words are searched beside the service's other work.
+        self._score = None if score is None else re.compile(re.escape(score) + NUMBER)
         self.name = f"user:{url}"
         self._url = f"{url.rstrip('/')}/chat/completions"
         self._body = {"model": model, "temperature": 1.0, "max_tokens": 512, **sampling}
@@ -96,7 +101,9 @@ class SimulatedUser:
             {"role": "user", "content": BEGIN},
         ]
         if self._begins:
-            shown, _, _ = await self._next()
+            shown, _, is_done = await self._next()
+            if is_done:
+                raise EpisodeFailed("the user ended the conversation before it began")
             return shown, {}
         if not row.get("prompt"):
             raise EpisodeFailed("the row has no message of the user's: give it one, or set the option begins")
@@ -141,22 +148,16 @@ class SimulatedUser:
             is_retryable=lambda error: isinstance(error, _Busy),
         )
         self._messages.append({"role": "assistant", "content": text})
-        shown, reward = self._scored(without_thought(text))
-        said, mark, _ = shown.partition(self._stop)
-        return said.strip(), reward, bool(mark)
-
-    def _scored(self, text: str) -> tuple[str, float]:
-        matches = [] if self._score is None else list(self._score.finditer(text))
-        if self._score is None or not matches:
-            return text, 0.0
-        written = matches[-1][self._score.groups]
-        try:
-            reward = float(written)
-        except (TypeError, ValueError):
-            reward = math.nan
-        if not math.isfinite(reward):
-            raise EpisodeFailed(f"score_pattern found {written!r} in the user's words, which is no number")
-        return self._score.sub("", text), reward
+        # A thought that is cut before its end is no word of the user's.
+        said = without_thought(text).partition(THOUGHT)[0]
+        reward = 0.0
+        if self._score is not None:
+            scores = self._score.findall(said)
+            reward, said = float(scores[-1]) if scores else 0.0, self._score.sub("", said)
+        shown, mark, _ = said.partition(self._stop)
+        if not mark and not shown.strip():
+            raise EpisodeFailed("the model that plays the user said nothing: if it thinks, give it more max_tokens")
+        return shown.strip(), reward, bool(mark)
 
     async def _ask(self) -> str:
         if self._client is None:

@@ -85,16 +85,16 @@ async def test_the_rows_prompt_is_the_users_first_message_and_a_mark_ends_the_ep
 
 async def test_a_user_may_begin_and_score_each_answer() -> None:
     def answer(messages: list[dict[str, Any]]) -> str:
-        return "I want a refund." if len(messages) == 2 else "Better. [score: 0.2] Done. [score: 0.75] ###STOP### bye"
+        return "I want a refund." if len(messages) == 2 else "Better. SCORE: 0.2 Done. SCORE:-0.75 ###STOP### bye"
 
     async with a_server(answer) as (_, url):
-        episode = a_conversation(url, prompt="", begins=True, score_pattern=r"\[score: ([-\d.]+)\]")
+        episode = a_conversation(url, prompt="", begins=True, score="SCORE:")
         begun = await episode.begin()
         last = await episode.answer("Here you are.", is_cut=False)
         await episode.close()
 
     assert begun.messages == (Message("system", "You help."), Message("user", "I want a refund."))
-    assert (last.messages[0].content, last.reward, last.finish) == ("Better.  Done.", 0.75, FinishReason.STOP)
+    assert (last.messages[0].content, last.reward, last.finish) == ("Better.  Done.", -0.75, FinishReason.STOP)
     assert not episode.is_replayable, "another sample of the user's words would be another episode"
 
 
@@ -135,10 +135,13 @@ async def test_what_the_row_lacks_is_named() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"score_pattern": "[0-9]+"}, "needs a group"),
-        ({"score_pattern": "("}, "no regular expression"),
+        ({"score": ""}, "score must be a text"),
+        ({"instruction": 5}, "instruction must be a text"),
+        ({"begins": "yes"}, "true or false"),
+        ({"max_tokens": "x"}, "max_tokens must be a number from 1"),
+        ({"temperature": -1}, "temperature must be a number from 0"),
         ({"warmth": 1}, "no option warmth"),
-        ({"stop": ""}, "must not be empty"),
+        ({"stop": ""}, "stop must be a text"),
         ({"networks": []}, "networks"),
     ],
 )
@@ -178,3 +181,19 @@ async def test_an_environment_in_a_file_is_given_the_row_if_its_reset_takes_one(
         await episode.close()
     finally:
         await process.aclose()
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("<think>I will say ###STOP### SCORE: 1", "said nothing: .* max_tokens"),
+        (" ", "said nothing"),
+        ("###STOP###", "ended the conversation before it began"),
+    ],
+)
+async def test_a_thought_that_is_cut_or_an_end_at_once_is_no_first_message(said: str, words: str) -> None:
+    async with a_server(lambda _: said) as (_, url):
+        episode = a_conversation(url, prompt="", begins=True, score="SCORE:")
+        with pytest.raises(EpisodeFailed, match=words):
+            await episode.begin()
+        await episode.close()

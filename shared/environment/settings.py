@@ -20,6 +20,7 @@ GRADER_NETWORKS = "FLOTILLA_GRADER_NETWORKS"
 PUBLIC_URL = "FLOTILLA_PUBLIC_URL"
 LOOPBACK: tuple[IPNetwork, ...] = (IPv4Network("127.0.0.0/8"), IPv6Network("::1/128"))
 """A grader on the reward service's own host: what a fleet on a laptop has."""
+EXPERIMENTS, MOST_EXPERIMENTS = "FLOTILLA_EXPERIMENTS", 64
 VOLATILE_REDIS = "FLOTILLA_ALLOW_VOLATILE_REDIS"
 ENGINE_PYTHONS: Mapping[str, str] = {"sglang": "FLOTILLA_SGLANG_PYTHON", "vllm": "FLOTILLA_VLLM_PYTHON"}
 """Variables that name the interpreters of engines in environments of their own, by ``rollout.engine.kind``."""
@@ -53,6 +54,7 @@ class ServiceSettings:
         notices: who is asked whether this machine will be taken away; None: nobody.
         grader_networks: networks that are not public and that a spec's graders may be in.
         engine_pythons: interpreters that have SGLang or vLLM, for rollouts, by ``rollout.engine.kind``.
+        experiments: that a trainer's, rollout's or reward's process serves at a time, as a service for each.
     """
 
     gateway_url: str
@@ -73,6 +75,7 @@ class ServiceSettings:
     grader_networks: tuple[IPNetwork, ...] = LOOPBACK
     public_url: str | None = None
     tls: Tls = field(default_factory=Tls)
+    experiments: int = 1
 
 
 def read_settings(
@@ -123,6 +126,7 @@ def read_settings(
         grader_networks=networks_from(values, GRADER_NETWORKS, LOOPBACK),
         public_url=values.get(PUBLIC_URL) or None,
         tls=tls_from(values),
+        experiments=experiments_from(values),
     )
 
 
@@ -285,6 +289,18 @@ def engine_pythons_from(values: Mapping[str, str]) -> dict[str, Path]:
             raise InvalidRequest(f"{variable} must be the absolute path of a Python interpreter, got {text!r}")
         found[kind] = path
     return found
+
+
+def experiments_from(values: Mapping[str, str]) -> int:
+    """Read ``FLOTILLA_EXPERIMENTS``: how many experiments a process of trainer, rollout or reward serves.
+
+    Raises:
+        InvalidRequest: it is no number from 1 to ``MOST_EXPERIMENTS``.
+    """
+    text = values.get(EXPERIMENTS) or "1"
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MOST_EXPERIMENTS):
+        raise InvalidRequest(f"{EXPERIMENTS} must be a number from 1 to {MOST_EXPERIMENTS}, got {text!r}")
+    return int(text)
 
 
 def allows_volatile_redis(values: Mapping[str, str]) -> bool:

@@ -11,6 +11,7 @@ the ids that a rollout would give the engine, and answers those that it would ap
 
 import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,18 +31,24 @@ def keep_torch_out() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # the advice is to install torch
 
 
+USING_TRANSFORMERS = threading.RLock()
+"""Held by who loads something on a thread: transformers imports its parts as they are first used, and two threads that
+do so at once find them half imported."""
+
+
 def load_tokenizer(path: str) -> Any:
     """Load the tokenizer of a model directory; takes seconds.
 
     Raises:
         ModelError: there is none that can be loaded.
     """
-    from transformers import AutoTokenizer
-
     if not Path(path).is_dir():
         raise ModelError(f"model.path {path} is not a directory")
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        with USING_TRANSFORMERS:
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise absent_or(error, ModelError(f"no tokenizer can be loaded from {path}: {error}")) from error
 

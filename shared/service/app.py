@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 from fastapi import FastAPI, Request
 
 from flotilla.shared.net.server.description import describe, only_reading_is_open
-from flotilla.shared.net.server.serving import add_health_routes, add_problem_handlers
+from flotilla.shared.net.server.serving import add_health_routes, add_problem_handlers, ends_alone
 from flotilla.shared.schemas.service import DesiredState, ObservedState
 from flotilla.shared.service.membership import Membership
 
@@ -62,30 +62,39 @@ OpenState = Callable[[], AbstractAsyncContextManager[ServiceState]]
 async def at_work(service: Following, membership: Membership) -> AsyncIterator[None]:
     """Keep the service following and a member while the block runs; then end its work, then leave the fleet."""
     service.notify = membership.notify
+    end_alone = ends_alone()
+
+    def say_why(task: asyncio.Task[None]) -> None:
+        _say_why(task)
+        if end_alone is not None and not task.cancelled() and task.exception() is None:
+            # It has left the fleet: other services of this process go on.
+            end_alone()
+            return
+        # A process that does nothing would look alive: end, so that whoever owns it starts it again.
+        signal.raise_signal(signal.SIGTERM)
+
     member = asyncio.create_task(membership.run(), name="membership")
     work = asyncio.create_task(service.run(), name="service")
     for task in (member, work):
-        task.add_done_callback(_say_why)
+        task.add_done_callback(say_why)
     try:
         yield
     finally:
-        await _end(work)
-        await _end(member)
+        for task in (work, member):
+            task.remove_done_callback(say_why)
+            await _end(task)
 
 
 def _say_why(task: asyncio.Task[None]) -> None:
     if task.cancelled():
         log.critical("%s was cancelled by nobody, and so ends the service", task.get_name())
     elif task.exception() is None:
-        log.info("%s is over, and so is the process", task.get_name())
+        log.info("%s is over, and so is the service", task.get_name())
     else:
         log.critical("%s ended, and so does the service", task.get_name(), exc_info=task.exception())
-    # A process that does nothing would look alive: end, so that whoever owns it starts it again.
-    signal.raise_signal(signal.SIGTERM)
 
 
 async def _end(task: asyncio.Task[None]) -> None:
-    task.remove_done_callback(_say_why)
     task.cancel()
     waiting: Awaitable[object] = asyncio.wait([task], timeout=STOP_SECONDS)
     await waiting

@@ -2,9 +2,11 @@
 
 import gc
 import os
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from fastapi import FastAPI
 
@@ -14,7 +16,7 @@ from flotilla.shared.environment.settings import ServiceSettings, gateway_urls, 
 from flotilla.shared.errors import FlotillaError
 from flotilla.shared.faults.armed import arm_process
 from flotilla.shared.net.server.ports import address_towards, check_can_be_told
-from flotilla.shared.net.server.serving import address_of, bind, serve
+from flotilla.shared.net.server.serving import address_of, bind, serve_several
 from flotilla.shared.service.app import leave
 from flotilla.shared.service.devices import limit_devices
 from flotilla.shared.service.notices import Departure, watch_notices
@@ -25,13 +27,21 @@ from flotilla.shared.telemetry.tracing.recording import trace_process
 CANNOT_START = 2
 
 
-def run_service(name: str, create_app: Callable[[ServiceSettings, str], FastAPI], *, needs_redis: bool = True) -> int:
+def run_service(
+    name: str,
+    create_app: Callable[[ServiceSettings, str], FastAPI],
+    *,
+    needs_redis: bool = True,
+    serves_several: bool = False,
+) -> int:
     """Read the settings, configure logging, bind, serve until told to end.
 
     Args:
         name: of the service, in its log lines and refusals.
         create_app: makes the app from the settings and the address that it is reached at.
         needs_redis: whether it talks to the data plane, and so must be told where that is.
+        serves_several: whether one process may serve several experiments, as many as ``FLOTILLA_EXPERIMENTS`` says,
+            and is a service for each.
 
     Returns:
         0 after an orderly end; 2, with one sentence on standard error, if it cannot start.
@@ -50,13 +60,15 @@ def run_service(name: str, create_app: Callable[[ServiceSettings, str], FastAPI]
         configure_logging(name, settings.log_level, settings.log_format, also=KeepRecent(name))
         arm_process(name)
         trace_process(name)
-        listening = bind(settings.host, settings.port)
-        check_can_be_told(listening, f"FLOTILLA_HOST={settings.host}")
-        app = create_app(settings, address_of(listening, settings.tls.scheme))
+        apps: list[tuple[FastAPI, socket.socket]] = []
+        for number in range(settings.experiments if serves_several else 1):
+            listening = bind(settings.host, settings.port + number if settings.port else 0)
+            check_can_be_told(listening, f"FLOTILLA_HOST={settings.host}")
+            apps.append((create_app(settings, address_of(listening, settings.tls.scheme)), listening))
         departure = Departure(settings.notice_seconds)
         if settings.notices is not None:
             watch_notices(settings.notices, departure.hear)
-        serve(app, listening, lambda served: leave(departure.begin(), served), settings.tls)
+        serve_several(apps, lambda: partial(leave, departure.begin()), settings.tls)
     except FlotillaError as error:
         sys.stderr.write(f"{name}: {error.detail}\n")
         return CANNOT_START

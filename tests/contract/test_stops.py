@@ -153,7 +153,6 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         "services/gateway": 14.4,
         "services/reward": 13.7,
         "services/rollout": 13.7,
-        "shared/environment": 12.3,
         "shared/locations": 14.6,
         "shared/models": 13.7,
         "shared/net": 20.5,

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 import errno
 import gc
 import json
@@ -10,7 +11,7 @@ import resource
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -109,6 +110,30 @@ def serve(
         runner.run(serve_here(app, listening, leave, tls))
 
 
+def serve_several(
+    apps: Sequence[tuple[FastAPI, socket.socket]], departs: Callable[[], Leave] | None, tls: Tls | None
+) -> None:
+    """Serve apps of one process, each on a socket of its own, as ``serve`` does, until all of them have ended.
+
+    One whose service is over ends alone; see ``ends_alone``. Errors as of ``serve``: one that cannot start ends all.
+
+    Args:
+        apps: with their sockets.
+        departs: begins a departure, once for all of them; gives what each is to do.
+        tls: as of ``serve``.
+    """
+    with asyncio.Runner() as runner:
+        runner.run(_serve_here(apps, departs, tls))
+
+
+_ENDING: contextvars.ContextVar[Callable[[], None] | None] = contextvars.ContextVar("ending", default=None)
+
+
+def ends_alone() -> Callable[[], None] | None:
+    """Tell the lifespan of an app what ends it, and no other of its process; None where it is the only one."""
+    return _ENDING.get()
+
+
 def config_of(app: ASGIApp, limits: ConnectionLimits | None = None, tls: Tls | None = None) -> uvicorn.Config:
     """Make the settings of a server that logs through us, and leaves lifespan and signals to ``serve``."""
     limits = limits or ConnectionLimits()
@@ -150,41 +175,72 @@ async def serve_here(
     app: FastAPI, listening: socket.socket, leave: Leave | None = None, tls: Tls | None = None
 ) -> None:
     """Serve in the loop that runs already, as ``serve`` does."""
-    faults = armed()
-    opened: dict[str, Any] = {}
-    guarded = app if faults is None else FaultyApp(app, faults, problem_response)
-    answering = _until_the_end(_with_state(guarded, opened), lambda: server.should_exit)
-    server = uvicorn.Server(config_of(answering, possible_limits(), tls))
+    await _serve_here([(app, listening)], None if leave is None else lambda: leave, tls)
 
-    leaving: dict[signal.Signals, asyncio.Task[None]] = {}
+
+async def _serve_here(
+    apps: Sequence[tuple[FastAPI, socket.socket]], departs: Callable[[], Leave] | None, tls: Tls | None
+) -> None:
+    served = [_Served(app, listening, tls) for app, listening in apps]
+    leaving: dict[signal.Signals, asyncio.Future[list[None]]] = {}
 
     def stop() -> None:
-        server.should_exit = True
+        for one in served:
+            one.stop()
 
     def stop_with_notice(told_by: signal.Signals) -> None:
-        if leave is None or told_by in leaving:
+        if departs is None or told_by in leaving:
             stop()
         elif told_by is not NOTICE or not leaving:
-            leaving[told_by] = asyncio.ensure_future(leave(app))
+            leave = departs()
+            leaving[told_by] = asyncio.gather(*(leave(app) for app, _ in apps))
             leaving[told_by].add_done_callback(lambda _: stop())
 
     loop = asyncio.get_running_loop()
     for each in (signal.SIGTERM, NOTICE):
         loop.add_signal_handler(each, stop_with_notice, each)
     loop.add_signal_handler(signal.SIGINT, stop)
-    # uvicorn would install handlers of its own that raise the signal again after the shutdown.
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
-    # Not left to uvicorn, which would log a traceback of a refusal and keep the reason.
-    async with contextlib.AsyncExitStack() as lifespan:
-        opened.update(await _open(app, lifespan))
-        # What was imported and opened stays until the end. A search for cycles would go through all of it, some hundred
-        # thousand objects, while everybody who calls waits.
-        gc.freeze()
-        gc.set_threshold(*CYCLE_THRESHOLDS)
-        await server.serve(sockets=[listening])
-    for task in leaving.values():
-        task.cancel()
+    if len(served) == 1:
+        await served[0].run()
+    else:
+        running = [asyncio.create_task(one.run(is_alone=False), name=f"app {at}") for at, one in enumerate(served)]
+        await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+        stop()
+        await asyncio.wait(running)
+        for task in running:
+            task.result()
+    for gone in leaving.values():
+        gone.cancel()
     await asyncio.gather(*leaving.values(), return_exceptions=True)
+
+
+class _Served:
+    """One app, and the server on its socket."""
+
+    def __init__(self, app: FastAPI, listening: socket.socket, tls: Tls | None) -> None:
+        self._app, self._listening = app, listening
+        self._opened: dict[str, Any] = {}
+        faults = armed()
+        guarded = app if faults is None else FaultyApp(app, faults, problem_response)
+        answering = _until_the_end(_with_state(guarded, self._opened), lambda: self._server.should_exit)
+        self._server = uvicorn.Server(config_of(answering, possible_limits(), tls))
+        # uvicorn would install handlers of its own that raise the signal again after the shutdown.
+        self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+
+    async def run(self, *, is_alone: bool = True) -> None:
+        if not is_alone:
+            _ENDING.set(self.stop)
+        # Not left to uvicorn, which would log a traceback of a refusal and keep the reason.
+        async with contextlib.AsyncExitStack() as lifespan:
+            self._opened.update(await _open(self._app, lifespan))
+            # What was imported and opened stays until the end. A search for cycles would go through all of it, some
+            # hundred thousand objects, while everybody who calls waits.
+            gc.freeze()
+            gc.set_threshold(*CYCLE_THRESHOLDS)
+            await self._server.serve(sockets=[self._listening])
 
 
 async def _open(app: FastAPI, lifespan: contextlib.AsyncExitStack) -> Mapping[str, Any]:

@@ -406,6 +406,7 @@ class RolloutService(SessionFollower[Session]):
                 "running": load.running,
                 "waiting": load.waiting,
                 "slots": load.slots,
+                "engine_sharers": load.sharers,
                 "generated_tokens": load.generated_tokens,
                 "prefilled_tokens": load.prefilled_tokens,
                 "reused_tokens": load.reused_tokens,

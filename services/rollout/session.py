@@ -1,7 +1,7 @@
 """Opens and closes what a rollout service needs for one experiment: engine, weights, who answers, what is kept."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,6 +68,7 @@ class SessionOpener:
         engine_pythons: interpreters that have an engine, by its kind.
         sandboxes: how the sandboxes of an experiment are reached, by its id.
         pool: of machines, which this service is in; None: it names none.
+        shared: makes an experiment's part of an engine that others use, too, where it may have one; None: none has.
     """
 
     tasks: TaskSource
@@ -78,6 +79,7 @@ class SessionOpener:
     engine_pythons: Mapping[str, Path] = field(default_factory=dict)
     sandboxes: Callable[[str], Sandboxes] | None = None
     pool: str | None = None
+    shared: Callable[[ExperimentSpec, str], Awaitable[Engine | None]] | None = None
 
     async def __call__(
         self,
@@ -93,7 +95,8 @@ class SessionOpener:
             InvalidSpec: the engine is not one that this service can start, or code is where it runs none.
         """
         check_episodes(spec.rollout.episodes, self.places)
-        loaded = await load(spec, self.engine_pythons, self.places, self.host)
+        shared = None if self.shared is None else await self.shared(spec, assignment.experiment_id)
+        loaded = await load(spec, self.engine_pythons, self.places, self.host, shared)
         try:
             return await self._open(loaded, spec, assignment, notify, on_engine_death)
         except BaseException:

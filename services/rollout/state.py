@@ -5,7 +5,8 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,19 +40,36 @@ class RolloutState:
     membership: Membership
 
 
+_SWEEPING = threading.Lock()
+_swept: list[bool] = []
+
+
+def _sweep() -> None:
+    """Remove what dead processes left behind, once: what this one's services have made since is in use."""
+    with _SWEEPING:
+        if not _swept:
+            sweep()
+            sweep_places()
+            _swept.append(True)
+
+
 @contextlib.asynccontextmanager
 async def open_state(
-    settings: ServiceSettings, address: str, credentials: Credentials, published: PublishedImages
+    settings: ServiceSettings,
+    address: str,
+    credentials: Credentials,
+    published: PublishedImages,
+    make_opener: Callable[..., SessionOpener] = SessionOpener,
 ) -> AsyncIterator[RolloutState]:
     """Open the data plane's client, the service and its membership; close them in reverse order."""
-    await asyncio.to_thread(sweep)
-    await asyncio.to_thread(sweep_places)
+    await asyncio.to_thread(_sweep)
     incarnation = secrets.token_hex(8)
+    membership: Membership
     async with contextlib.AsyncExitStack() as stack:
         redis = connect(settings.redis_url)
         stack.push_async_callback(redis.aclose)
         client = await stack.enter_async_context(GatewayClient(settings.gateway_url, settings.token))
-        opener = SessionOpener(
+        opener = make_opener(
             tasks=TaskSource(
                 redis,
                 holder_name(ServiceKind.ROLLOUT, os.getpid(), incarnation),

@@ -11,7 +11,7 @@ from flotilla.services.rollout.engines.base import PromptImage
 from flotilla.services.rollout.episodes.special_tokens import SpecialTokens
 from flotilla.shared.config.sections.images import ImagesConfig
 from flotilla.shared.errors import ModelError
-from flotilla.shared.models.prompts import PromptTemplate, load_tokenizer
+from flotilla.shared.models.prompts import USING_TRANSFORMERS, PromptTemplate, load_tokenizer
 from flotilla.shared.schemas.task import Message, Task
 from flotilla.shared.vision.processor import ImageProcessor, processor_of
 
@@ -99,16 +99,17 @@ class ChatRenderer:
         Raises:
             ModelError: there is none that can be loaded.
         """
-        from transformers import GenerationConfig
+        with USING_TRANSFORMERS:
+            from transformers import GenerationConfig
 
-        tokenizer = load_tokenizer(path)
-        stops = {tokenizer.eos_token_id} - {None}
-        try:
-            configured = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
-        except (OSError, ValueError):
-            configured = None
+            tokenizer = load_tokenizer(path)
+            stops = {tokenizer.eos_token_id} - {None}
+            try:
+                configured = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+            except (OSError, ValueError):
+                configured = None
+            processor = None if images is None else processor_of(path, images)
         stops |= set(configured if isinstance(configured, list) else [configured]) - {None}
-        processor = None if images is None else processor_of(path, images)
         return cls(tokenizer, tuple(sorted(int(token) for token in stops)), template, processor)
 
     @property

@@ -9,8 +9,9 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from flotilla.services.trainer.supervisor.process import WorkerHandle
 from flotilla.services.trainer.supervisor.served_images import ServedImages
-from flotilla.services.trainer.supervisor.supervisor import Addresses, Supervisor
+from flotilla.services.trainer.supervisor.supervisor import Addresses, StartWorker, Supervisor
 from flotilla.shared.environment.settings import ServiceSettings
 from flotilla.shared.net.authorisation.tokens import Credentials
 from flotilla.shared.net.client.client import GatewayClient
@@ -32,7 +33,11 @@ class TrainerState:
 
 @contextlib.asynccontextmanager
 async def open_state(
-    settings: ServiceSettings, address: str, images: ServedImages, credentials: Credentials
+    settings: ServiceSettings,
+    address: str,
+    images: ServedImages,
+    credentials: Credentials,
+    start_worker: StartWorker = WorkerHandle.start,
 ) -> AsyncIterator[TrainerState]:
     """Open the supervisor and its membership; close them in reverse order."""
     async with GatewayClient(settings.gateway_url, settings.token) as client:
@@ -43,7 +48,7 @@ async def open_state(
             log_level=settings.log_level,
             log_format=format_for(settings.log_format, is_terminal=sys.stderr.isatty()),
         )
-        service = Supervisor(addresses, images, service_id=lambda: membership.service_id)
+        service = Supervisor(addresses, images, service_id=lambda: membership.service_id, start_worker=start_worker)
         offered = await asyncio.to_thread(
             host_capabilities, transports=("gloo", "nccl", "pull"), shared_memory=shared_memory_identity()
         )

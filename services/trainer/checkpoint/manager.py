@@ -28,7 +28,7 @@ from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
 from flotilla.services.trainer.data.group_metrics import Totals
 from flotilla.services.trainer.learning.learner import Learner
 from flotilla.services.trainer.learning.opening import load_critic, load_teachers, make_learner
-from flotilla.services.trainer.models.loading import check_device, check_overrides, load_model
+from flotilla.services.trainer.models.loading import Share, check_device, check_overrides, load_model
 from flotilla.services.trainer.parallel.ranks import ONE_RANK, Ranks
 from flotilla.shared.checkpoints.folders import (
     AVERAGE,
@@ -295,14 +295,16 @@ class CheckpointManager:
         return self._build(spec, None)
 
 
-def build_alone(spec: ExperimentSpec, stored: StoredCheckpoint | None) -> Restored:
-    """Make the learner of a trainer that is one process.
+def build_alone(spec: ExperimentSpec, stored: StoredCheckpoint | None, share: Share | None = None) -> Restored:
+    """Make the learner of a trainer that is one process; ``share`` gives it bases that others have, too.
 
     Raises:
         ModelError: model or checkpoint cannot be used.
     """
     device = check_device(spec.parallelism.device)
-    return beginning(spec, device) if stored is None else restored_from(spec, stored, device)
+    if stored is None:
+        return beginning(spec, device, share=share)
+    return restored_from(spec, stored, device, share=share)
 
 
 def fill_alone(learner: Learner, directory: Path, contents: Contents = EVERYTHING) -> None:
@@ -329,23 +331,27 @@ def copy_alone(learner: Learner, contents: Contents = EVERYTHING) -> HostCopy | 
     return copy
 
 
-def beginning(spec: ExperimentSpec, device: torch.device, ranks: Ranks = ONE_RANK) -> Restored:
+def beginning(
+    spec: ExperimentSpec, device: torch.device, ranks: Ranks = ONE_RANK, share: Share | None = None
+) -> Restored:
     """Make a learner of the model that training begins with.
 
     Raises:
         ModelError: it cannot be used.
     """
     source = model_directory(spec.model)
-    learner = _learner(spec, source, device, ranks)
+    learner = _learner(spec, source, device, ranks, share)
     return Restored(learner, Progress.start(), Published(spec.first_version, 0), IntervalSet())
 
 
-def _learner(spec: ExperimentSpec, source: Path, device: torch.device, ranks: Ranks) -> Learner:
+def _learner(spec: ExperimentSpec, source: Path, device: torch.device, ranks: Ranks, share: Share | None) -> Learner:
     # Several ranks read what each of them keeps, when that is known.
     how = spec.model
     load = partial(load_model, device=device, in_parts=ranks.is_several, attention=how.attention, kernels=how.kernels)
     scores = isinstance(spec.job, RewardModelJobConfig)
-    loaded = load(source, dtype=how.dtype, scores=scores, quantisation=how.quantisation)
+    policy = partial(load, source, dtype=how.dtype, scores=scores, quantisation=how.quantisation)
+    key = (source, how.dtype, how.attention, how.kernels)
+    loaded = policy() if share is None else share(key, policy)
     check_overrides(loaded.model.config, how.overrides)
     reference = None
     if spec.needs_reference and spec.model.lora is None:
@@ -356,7 +362,11 @@ def _learner(spec: ExperimentSpec, source: Path, device: torch.device, ranks: Ra
 
 
 def restored_from(
-    spec: ExperimentSpec, stored: StoredCheckpoint, device: torch.device, ranks: Ranks = ONE_RANK
+    spec: ExperimentSpec,
+    stored: StoredCheckpoint,
+    device: torch.device,
+    ranks: Ranks = ONE_RANK,
+    share: Share | None = None,
 ) -> Restored:
     """Make a learner of a checkpoint.
 
@@ -364,7 +374,7 @@ def restored_from(
         ModelError: it cannot be read.
     """
     source = stored.path / MODEL if spec.model.lora is None else model_directory(spec.model)
-    learner = _learner(spec, source, device, ranks)
+    learner = _learner(spec, source, device, ranks, share)
     _load_tensors(learner, stored)
     state = stored.state
     totals = Totals(**{key: value for key, value in state.totals.items() if hasattr(Totals, key)})

@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -116,6 +116,12 @@ class LoadedModel:
     def vocabulary(self) -> int:
         """Token ids that the model can read."""
         return int(self.model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+
+
+BaseKey = tuple[Path, str, str, str]
+"""What a base is loaded of, and how: directory, dtype, attention and kernels."""
+Share = Callable[[BaseKey, Callable[[], LoadedModel]], LoadedModel]
+"""Gives a model whose weights others have, too; the function loads it where nobody has."""
 
 
 def check_device(device: str) -> torch.device:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from flotilla.services.trainer.checkpoint.host_copy import HostCopy
-from flotilla.services.trainer.checkpoint.manager import Contents, Restored, build_alone, copy_alone, fill_alone
+from flotilla.services.trainer.checkpoint.manager import Build, Contents, Restored, build_alone, copy_alone, fill_alone
 from flotilla.services.trainer.learning.learner import Learner
 from flotilla.services.trainer.learning.memory import LearnerMemory
 from flotilla.services.trainer.models.memory import check_room
@@ -73,11 +73,18 @@ class Execution(Protocol):
 
 
 class SingleRank:
-    """This process has all weights."""
+    """This process has all weights.
+
+    Args:
+        build: makes a learner.
+    """
+
+    def __init__(self, build: Build = build_alone) -> None:
+        self._build = build
 
     def build(self, spec: ExperimentSpec, stored: StoredCheckpoint | None) -> Restored:
         """Make the learner, from a checkpoint or the spec's model."""
-        return build_alone(spec, stored)
+        return self._build(spec, stored)
 
     def fill(self, learner: Learner, directory: Path, contents: Contents) -> None:
         """Write the files of a checkpoint."""
@@ -103,7 +110,7 @@ class SingleRank:
 
 @contextlib.asynccontextmanager
 async def open_execution(
-    spec: ExperimentSpec, job: Job | None, compute: Executor, directory: Path
+    spec: ExperimentSpec, job: Job | None, compute: Executor, directory: Path, build: Build = build_alone
 ) -> AsyncIterator[Execution]:
     """Form the group of a job's ranks on the thread that computes; let the followers go unless it failed.
 
@@ -112,6 +119,7 @@ async def open_execution(
         job: that this process leads; None for a process alone.
         compute: the thread.
         directory: of the checkpoints, which all ranks read.
+        build: makes the learner of a process alone.
 
     Raises:
         ModelError: a rank does not see that directory, or the model cannot be trained in the memory that there is.
@@ -120,7 +128,7 @@ async def open_execution(
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(compute, check_room, spec)
     if job is None:
-        yield SingleRank()
+        yield SingleRank(build)
         return
     store = await loop.run_in_executor(compute, job.place.store)
     await loop.run_in_executor(compute, store.set, OPENING, job.opening.model_dump_json())

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import IO, NoReturn, cast
@@ -61,10 +62,20 @@ class WorkerProcess:
         orders: lines from the supervisor.
         answers: where lines to the supervisor go.
         place: in the job of several ranks that this process leads; None where it trains alone.
+        make_deps: makes what its session is opened in.
+        sweeps: whether images of ended workers are removed first; not beside workers that may be opening their own.
     """
 
-    def __init__(self, orders: asyncio.StreamReader, answers: IO[bytes], place: Place | None = None) -> None:
-        self._place = place
+    def __init__(
+        self,
+        orders: asyncio.StreamReader,
+        answers: IO[bytes],
+        place: Place | None = None,
+        make_deps: Callable[..., SessionDeps] = SessionDeps,
+        *,
+        sweeps: bool = True,
+    ) -> None:
+        self._place, self._make_deps, self._sweeps = place, make_deps, sweeps
         self._orders = orders
         self._answers = answers
         self._control = RunControl(on_state=lambda _: self._say_status())
@@ -107,9 +118,8 @@ class WorkerProcess:
         return EXIT_DONE
 
     async def _train(self, launch: Launch) -> None:
-        swept = sweep()
-        if swept:
-            log.info("images of ended workers were removed", extra={"count": len(swept)})
+        if self._sweeps:
+            sweep_images()
         spec = validate_spec(launch.assignment.spec)
         redis, source = connect(launch.redis_url), spec.data.subscribes_to
         device = spec.parallelism.device if spec.uses_nccl else None
@@ -119,7 +129,7 @@ class WorkerProcess:
         starting = asyncio.create_task(_started(endpoint, is_wanted=is_wanted), name="weight endpoint")
         try:
             async with GatewayClient(launch.gateway_url, launch.assignment.token) as gateway:
-                around = SessionDeps(
+                around = self._make_deps(
                     experiment_id=launch.assignment.experiment_id,
                     service_id=launch.service_id,
                     directory=_directory(launch),
@@ -245,6 +255,12 @@ class WorkerProcess:
         with contextlib.suppress(BrokenPipeError):
             self._answers.write(line.line())
             self._answers.flush()
+
+
+def sweep_images() -> None:
+    """Remove the images of workers that have ended."""
+    if swept := sweep():
+        log.info("images of ended workers were removed", extra={"count": len(swept)})
 
 
 async def _started(endpoint: EndpointClient, *, is_wanted: bool) -> None:

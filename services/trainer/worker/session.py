@@ -3,22 +3,21 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 
-from flotilla.services.trainer.checkpoint.manager import CheckpointManager
+from flotilla.services.trainer.checkpoint.manager import Build, CheckpointManager, build_alone
 from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
 from flotilla.services.trainer.data.plan import StepPlanner
 from flotilla.services.trainer.data.source import GroupSource, ReadVersion, requirements_of
 from flotilla.services.trainer.learning.pass_sizes import RECORD
-from flotilla.services.trainer.parallel.cores import ComputeCores
 from flotilla.services.trainer.worker.checkpoint_policy import CheckpointPolicy, CheckpointWriter
+from flotilla.services.trainer.worker.compute import Company, compute_thread
 from flotilla.services.trainer.worker.control import RunControl
 from flotilla.services.trainer.worker.device_shift import DeviceShift
 from flotilla.services.trainer.worker.execution import Job, Memory, open_execution
@@ -38,7 +37,6 @@ from flotilla.shared.weights.group.endpoint_client import EndpointClient
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 UNSENT = "unsent_metrics.jsonl"
 OFFLOADED = "offloaded"
 """Folder of the file that takes what leaves a CPU's memory; it has no name there."""
@@ -62,6 +60,7 @@ class SessionDeps:
         on_device: told when there is something new to report of the device.
         on_device_failure: told why the device cannot be released for now, and None when it could.
         source_version: reads the newest version of the experiment whose groups are trained; None where it is this one.
+        company: what it has in common with other sessions of this process; None: there are none.
     """
 
     experiment_id: str
@@ -80,6 +79,12 @@ class SessionDeps:
     on_device: Callable[[], None] = lambda: None
     on_device_failure: Callable[[Failure | None], None] = lambda _: None
     source_version: ReadVersion | None = None
+    company: Company | None = None
+
+    @property
+    def build(self) -> Build:
+        """What makes a learner where one rank does."""
+        return build_alone if self.company is None else partial(build_alone, share=self.company.bases.model)
 
 
 @dataclass(frozen=True)
@@ -131,16 +136,16 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
     async with contextlib.AsyncExitStack() as stack:
         opened = open_samples(around.directory, spec.samples, around.on_sample_failure)
         recorder = await stack.enter_async_context(opened)
-        cores = ComputeCores(spec.parallelism.threads)
-        compute = stack.enter_context(compute_thread(cores))
+        compute = await stack.enter_async_context(compute_thread(spec, around.experiment_id, around.company))
         loop = asyncio.get_running_loop()
         checkpoints = around.directory / CHECKPOINTS
-        execution = await stack.enter_async_context(open_execution(spec, around.job, compute, checkpoints))
+        opening = open_execution(spec, around.job, compute, checkpoints, around.build)
+        execution = await stack.enter_async_context(opening)
         storage = CheckpointStorage(checkpoints, keep=spec.checkpoint.keep, best=spec.checkpoint.best)
         manager = CheckpointManager(around.experiment_id, storage, execution.build, execution.fill, execution.copy)
         restored = await loop.run_in_executor(compute, partial(manager.restore, spec))
         learner, progress = restored.learner, restored.progress
-        cores.follow(learner.policy.base)
+        compute.cores.follow(learner.policy.base)
         learner.sizes.keep(around.directory / RECORD)
         learner.on_profile_failure = from_threads("profiler", around.on_profile_failure)
         line, live = await reconcile_with(
@@ -203,31 +208,3 @@ def _publisher(around: SessionDeps, images: ImagePool) -> Publisher:
         experiment_id=around.experiment_id,
         on_image=around.on_image,
     )
-
-
-class _ComputeThread(ThreadPoolExecutor):
-    """One thread, which computes with the cores that are there for it."""
-
-    def __init__(self, cores: ComputeCores) -> None:
-        super().__init__(1, thread_name_prefix="compute")
-        self._cores = cores
-
-    def submit(self, work: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
-        """Compute something in its turn."""
-
-        def compute() -> T:
-            with self._cores.computing():
-                return work(*arguments, **named)
-
-        return super().submit(compute)
-
-
-@contextlib.contextmanager
-def compute_thread(cores: ComputeCores) -> Iterator[Executor]:
-    """Run all computation on one thread, so that weights are never touched by two and results never depend on it."""
-    executor = _ComputeThread(cores)
-    try:
-        yield executor
-    finally:
-        executor.shutdown(wait=True, cancel_futures=True)
-        cores.close()

@@ -17,8 +17,9 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 
+from flotilla.services.trainer.supervisor.process import WorkerHandle
 from flotilla.services.trainer.supervisor.served_images import ServedImages
-from flotilla.services.trainer.supervisor.supervisor import Addresses, Supervisor
+from flotilla.services.trainer.supervisor.supervisor import Addresses, StartWorker, Supervisor
 from flotilla.shared.checkpoints.takeover import TakeoverRequest
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import NotFound
@@ -97,7 +98,9 @@ async def offered(published: PublishedImages, version: int) -> WeightImage:
 
 
 @asynccontextmanager
-async def a_rig(redis_url: str, spec: ExperimentSpec, experiment_id: str) -> AsyncIterator[Rig]:
+async def a_rig(
+    redis_url: str, spec: ExperimentSpec, experiment_id: str, start_worker: StartWorker = WorkerHandle.start
+) -> AsyncIterator[Rig]:
     redis = connect(redis_url)
     plane = RedisDataPlane(redis, experiment_id)
     published = PublishedImages()
@@ -118,7 +121,7 @@ async def a_rig(redis_url: str, spec: ExperimentSpec, experiment_id: str) -> Asy
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     host, port = listening.getsockname()
     addresses = Addresses(f"http://{host}:{port}", redis_url, "127.0.0.1", "WARNING", "json")
-    supervisor = Supervisor(addresses, ServedImages(published), lambda: "trainer-1")
+    supervisor = Supervisor(addresses, ServedImages(published), lambda: "trainer-1", start_worker)
     fleet = ScriptedFleet(spec, plane, gateway)
     tasks = [asyncio.create_task(server._serve([listening])), asyncio.create_task(supervisor.run())]
     tasks.append(asyncio.create_task(fleet.run()))

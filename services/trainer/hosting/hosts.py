@@ -1,0 +1,200 @@
+"""The supervisors' side of a process in which several experiments train; see ``serving``."""
+
+import asyncio
+import itertools
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from typing import Self
+
+from pydantic import ValidationError
+
+from flotilla.services.trainer.hosting.rules import reason_not_shared
+from flotilla.services.trainer.supervisor.process import KILL_SECONDS, ExitStatus, WorkerHandle, environment_of
+from flotilla.services.trainer.supervisor.supervisor import Process, StartWorker
+from flotilla.services.trainer.wire import FROM_WORKER, FromWorker, Launch, Line
+from flotilla.shared.children.processes import READ_BYTES, python_module
+from flotilla.shared.children.spawning import Child, spawn
+from flotilla.shared.config.base.model import Threads
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.sections.parallelism import ParallelismConfig
+from flotilla.shared.config.spec import ExperimentSpec
+
+log = logging.getLogger(__name__)
+
+MODULE = "flotilla.services.trainer.hosting"
+Hear = Callable[[FromWorker], None]
+
+
+class HostedWorker:
+    """One experiment's worker in a process of several; see ``WorkerHandle``.
+
+    Args:
+        host: the process.
+        number: of the worker there.
+        on_message: told what it says.
+    """
+
+    def __init__(self, host: "WorkerHost", number: int, on_message: Hear) -> None:
+        self._host, self._number, self._on_message = host, number, on_message
+        self._ended: asyncio.Future[ExitStatus] = asyncio.get_running_loop().create_future()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._host.pid
+
+    def tell(self, line: Line) -> None:
+        """Send it a message; nothing happens where it has ended."""
+        if not self._ended.done():
+            self._host.send(self._number, line.model_dump_json())
+
+    def hear(self, text: str) -> None:
+        """Take in what it says."""
+        try:
+            message = FROM_WORKER.validate_json(text)
+        except ValidationError:
+            log.warning("a worker says what is no message", extra={"number": self._number})
+            return
+        self._on_message(message)
+
+    def end(self, code: int, cause: str) -> None:
+        """Note that it has ended."""
+        if not self._ended.done():
+            self._ended.set_result(ExitStatus(code, cause))
+
+    async def ended(self) -> ExitStatus:
+        """Wait for its end, and say how it came about."""
+        return await asyncio.shield(self._ended)
+
+    async def stop(self, wait_seconds: float) -> None:
+        """Wait for an end that was ordered; give up what does not come to it."""
+        await asyncio.wait([self._ended], timeout=wait_seconds)
+        if not self._ended.done():
+            await self.kill()
+
+    async def kill(self) -> None:
+        """Give it up now: it computes to the end of its step at most, while others train on."""
+        self._host.send(self._number, None)
+        await asyncio.wait([self._ended], timeout=KILL_SECONDS)
+
+
+class WorkerHost:
+    """A process with workers of several experiments. Made by :meth:`start`; it ends with the last of them."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+        self._workers: dict[int, HostedWorker] = {}
+        self._numbers = itertools.count(1)
+        self._reading = asyncio.create_task(self._read(), name="workers' messages")
+
+    @classmethod
+    async def start(cls, threads: Threads) -> Self:
+        """Start the process.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        environment = environment_of(os.environ, threads)
+        # Whoever kills the service's group ends the workers with it.
+        child = await spawn(
+            python_module(MODULE), environment=environment, max_line_bytes=READ_BYTES, leads_session=False
+        )
+        return cls(child)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._child.process.pid
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no worker can begin there any more."""
+        return self._reading.done() or self._child.has_ended or self._child.stdin.is_closing()
+
+    @property
+    def num_workers(self) -> int:
+        """Count those that train there."""
+        return len(self._workers)
+
+    def begin(self, launch: Launch, on_message: Hear) -> HostedWorker:
+        """Have it train one more experiment."""
+        number = next(self._numbers)
+        worker = self._workers[number] = HostedWorker(self, number, on_message)
+        worker.tell(launch)
+        return worker
+
+    def send(self, number: int, text: str | None) -> None:
+        """Send a worker a line; None: nobody speaks with it any more."""
+        if not self._child.stdin.is_closing():
+            self._child.stdin.write(json.dumps([number, text]).encode() + b"\n")
+
+    async def _read(self) -> None:
+        rest = b""
+        while data := await self._child.stdout.read(READ_BYTES):
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                self._hear(line)
+            if not self._workers:
+                # Its base is nobody's: the memory is free for others.
+                self._child.stdin.close()
+        code = await self._child.ended()
+        cause = f"the training process {self._child.cause()}"
+        await self._child.end()
+        for worker in self._workers.values():
+            worker.end(code, cause)
+        self._workers.clear()
+
+    def _hear(self, line: bytes) -> None:
+        try:
+            number, text, *code = json.loads(line)
+        except ValueError:
+            self._child.words.add(line)
+            return
+        worker = self._workers.get(number)
+        if worker is None:
+            return
+        if text is not None:
+            worker.hear(text)
+            return
+        del self._workers[number]
+        worker.end(code[0], f"the training process ended this experiment with code {code[0]}")
+
+
+StartHost = Callable[[Threads], Awaitable[WorkerHost]]
+
+
+class SharedWorkers:
+    """Starts workers: those that may share a base in one process, others in one of their own.
+
+    Args:
+        start_alone: starts a process for one experiment.
+        start_host: starts one for several.
+    """
+
+    def __init__(self, start_alone: StartWorker = WorkerHandle.start, start_host: StartHost = WorkerHost.start) -> None:
+        self._start_alone, self._start_host = start_alone, start_host
+        self._hosts: dict[tuple[object, ...], WorkerHost] = {}
+        self._starting = asyncio.Lock()
+
+    async def start(self, launch: Launch, parallelism: ParallelismConfig, on_message: Hear) -> Process:
+        """Start a worker; see ``WorkerHandle.start``."""
+        spec = validate_spec(launch.assignment.spec)
+        if (why := reason_not_shared(spec)) is not None:
+            log.info("the trainer's process is not shared", extra={"why": why})
+            return await self._start_alone(launch, parallelism, on_message)
+        key = _key(spec)
+        async with self._starting:
+            host = self._hosts.get(key)
+            if host is None or host.is_over:
+                host = self._hosts[key] = await self._start_host(parallelism.threads)
+            worker = host.begin(launch, on_message)
+        log.info("the trainer's process is shared", extra={"pid": host.pid, "sharers": host.num_workers})
+        return worker
+
+
+def _key(spec: ExperimentSpec) -> tuple[object, ...]:
+    """Name what all in one process have in common."""
+    model = spec.model
+    return model.path, model.revision, model.dtype, model.attention, model.kernels, spec.parallelism.threads

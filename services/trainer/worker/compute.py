@@ -1,0 +1,79 @@
+"""The thread that computes for a session, and whom it computes beside."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from flotilla.services.trainer.models.shared_bases import SharedBases
+from flotilla.services.trainer.parallel.cores import ComputeCores
+from flotilla.services.trainer.parallel.turns import ComputeTurns, Seat
+from flotilla.shared.concurrency.cancelling import to_the_end
+from flotilla.shared.config.spec import ExperimentSpec
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Company:
+    """What the sessions of one process have in common.
+
+    Attributes:
+        bases: of their models.
+        turns: in which they compute.
+    """
+
+    bases: SharedBases
+    turns: ComputeTurns
+
+
+class ComputeThread(ThreadPoolExecutor):
+    """One thread, which computes with the cores that are there for it, in turn with those of other sessions.
+
+    Args:
+        cores: of this process.
+        seat: among those that compute in turn; None: nobody else does.
+    """
+
+    def __init__(self, cores: ComputeCores, seat: Seat | None) -> None:
+        super().__init__(1, thread_name_prefix="compute")
+        self.cores = cores
+        self._seat = seat
+        self.is_over = False
+        """Whether what waits for its turn is not to be computed any more."""
+
+    def submit(self, work: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
+        """Compute something in its turn."""
+
+        def compute() -> T:
+            with contextlib.nullcontext() if self._seat is None else self._seat.turn():
+                if self.is_over:
+                    raise CancelledError
+                with self.cores.computing():
+                    return work(*arguments, **named)
+
+        return super().submit(compute)
+
+
+@contextlib.asynccontextmanager
+async def compute_thread(spec: ExperimentSpec, name: str, company: Company | None) -> AsyncIterator[ComputeThread]:
+    """Run all computation on one thread, so that weights are never touched by two and results never depend on it.
+
+    Args:
+        spec: of the experiment.
+        name: its id.
+        company: that the session is in.
+    """
+    seat = None if company is None else company.turns.seat(name, spec.resources.weight)
+    executor = ComputeThread(ComputeCores(spec.parallelism.threads), seat)
+    try:
+        yield executor
+    finally:
+        executor.is_over = company is not None
+        end = partial(executor.shutdown, wait=True, cancel_futures=True)
+        # What computes may wait for others, who go on meanwhile.
+        await to_the_end(asyncio.ensure_future(asyncio.to_thread(end)))
+        executor.cores.close()

@@ -1,0 +1,218 @@
+"""Who trains in whose process, in which turns, and who hears what there."""
+
+import io
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flotilla.services.trainer.hosting import hosts
+from flotilla.services.trainer.hosting.hosts import HostedWorker, SharedWorkers
+from flotilla.services.trainer.hosting.rules import reason_not_shared
+from flotilla.services.trainer.hosting.serving import Answers
+from flotilla.services.trainer.models.shared_bases import SharedBases, around_the_same
+from flotilla.services.trainer.parallel.turns import ComputeTurns
+from flotilla.services.trainer.wire import Failed, FromWorker, Launch, Line, Order, Status
+from flotilla.shared.config.sections.parallelism import ParallelismConfig
+from flotilla.shared.schemas.service import Failure, WorkState
+from tests.unit.trainer.builders import a_spec
+from tests.unit.trainer.test_supervisor import ADDRESSES, FakeWorker, an_assignment
+
+LORA: dict[str, Any] = {
+    "model": {"path": "model", "dtype": "float32", "lora": {"rank": 4}},
+    "asynchrony": {"publication": {"lora": "adapters"}},
+    "parallelism": {"device": "cpu"},
+}
+
+
+def launch_of(**sections: Any) -> Launch:
+    """Make the launch of an experiment that may share, with keys of its sections changed."""
+    merged = {name: LORA.get(name, {}) | sections.get(name, {}) for name in LORA.keys() | sections.keys()}
+    spec = a_spec(**merged).model_dump(mode="json")
+    return Launch(assignment=an_assignment(spec=spec), service_id="t", incarnation=1, **vars(ADDRESSES))
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({"model": {"lora": None}, "asynchrony": {"publication": {"lora": "auto"}}}, "all weights"),
+        ({"asynchrony": {"publication": {"lora": "merged"}}}, "merged"),
+        ({"parallelism": {"device": "cpu", "ranks": 2}}, "2 ranks"),
+        ({"parallelism": {"device": "cuda:0"}}, "cuda:0"),
+        ({"optimisation": {"compile_layers": True, "steps": 3}}, "compile_layers"),
+    ],
+)
+def test_what_trains_in_a_process_of_its_own_says_why(sections: dict[str, Any], why: str) -> None:
+    merged = {name: LORA.get(name, {}) | sections.get(name, {}) for name in LORA.keys() | sections.keys()}
+    reason = reason_not_shared(a_spec(**merged))
+
+    assert reason is not None
+    assert why in reason
+
+
+class FakeHost:
+    """A process that does what the test says."""
+
+    def __init__(self) -> None:
+        self.pid, self.is_over, self.num_workers = 7, False, 0
+        self.sent: list[tuple[int, Any]] = []
+
+    def begin(self, launch: Launch, on_message: Callable[[FromWorker], None]) -> HostedWorker:
+        """Have it train one more."""
+        self.num_workers += 1
+        worker = HostedWorker(self, self.num_workers, on_message)  # type: ignore[arg-type]
+        worker.tell(launch)
+        return worker
+
+    def send(self, number: int, text: str | None) -> None:
+        """Note what is said."""
+        self.sent.append((number, None if text is None else json.loads(text)["kind"]))
+
+
+class Rig:
+    """Starts no process."""
+
+    def __init__(self) -> None:
+        self.hosts: list[FakeHost] = []
+        self.alone: list[FakeWorker] = []
+        self.heard: list[FromWorker] = []
+        self.workers = SharedWorkers(self.start_alone, self.start_host)  # type: ignore[arg-type]
+
+    async def start_alone(self, launch: Launch, _: ParallelismConfig, hear: Callable[[Any], None]) -> FakeWorker:
+        """Start one."""
+        self.alone.append(FakeWorker(launch, hear))
+        return self.alone[-1]
+
+    async def start_host(self, _: Any) -> FakeHost:
+        """Start one."""
+        self.hosts.append(FakeHost())
+        return self.hosts[-1]
+
+    async def start(self, **sections: Any) -> Any:
+        """Start a worker."""
+        return await self.workers.start(launch_of(**sections), ParallelismConfig(), self.heard.append)
+
+
+async def test_those_on_one_base_train_in_one_process_and_others_beside_them() -> None:
+    rig = Rig()
+    await rig.start()
+    await rig.start(model={"path": "model", "dtype": "float32", "lora": {"rank": 16}})
+    await rig.start(model={"path": "other", "dtype": "float32", "lora": {"rank": 4}})
+    await rig.start(model={"path": "model", "dtype": "float32", "lora": None}, asynchrony={"publication": {}})
+
+    assert [each.num_workers for each in rig.hosts] == [2, 1]
+    assert len(rig.alone) == 1
+    rig.hosts[0].is_over = True
+    await rig.start()
+    assert [each.num_workers for each in rig.hosts] == [2, 1, 1]
+
+
+async def test_a_worker_hears_and_says_what_its_own_supervisor_and_it_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "KILL_SECONDS", 0.01)
+    rig = Rig()
+    worker = await rig.start()
+    worker.tell(Order(state=WorkState.PAUSED))
+    worker.hear(Status(state=WorkState.PAUSED, step=3, version=2).model_dump_json())
+    worker.hear("no message")
+
+    assert rig.heard == [Status(state=WorkState.PAUSED, step=3, version=2)]
+    await worker.stop(0.01)
+    assert rig.hosts[0].sent == [(1, "launch"), (1, "order"), (1, None)]
+    worker.end(0, "it ended")
+    await worker.stop(5)
+    assert (await worker.ended()).code == 0
+
+
+def test_lines_of_one_worker_keep_apart_from_those_of_others() -> None:
+    out = io.BytesIO()
+    one, other = Answers(1, out), Answers(2, out)
+    lines: list[Line] = [
+        Status(state=WorkState.RUNNING, step=1, version=None),
+        Failed(failure=Failure(component="trainer", cause="no\nnumber", fatal=True), is_permanent=True),
+    ]
+    one.write(lines[0].line()[:10])
+    other.write(lines[1].line())
+    one.write(lines[0].line()[10:])
+    one.end(1)
+
+    found = [json.loads(line) for line in out.getvalue().splitlines()]
+    texts = [each.line().decode().strip() for each in lines]
+    assert found == [[2, texts[1]], [1, texts[0]], [1, None, 1]]
+
+
+class Now:
+    """A clock that the computations move."""
+
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def test_time_is_shared_by_weight_and_one_computes_at_a_time() -> None:
+    now = Now()
+    turns = ComputeTurns(now)
+    order: list[str] = []
+    seats = {name: turns.seat(name, weight) for name, weight in (("heavy", 2.0), ("light", 1.0))}
+
+    def work(name: str) -> None:
+        for _ in range(20):
+            with seats[name].turn():
+                order.append(name)
+                now.seconds += 1.0
+                end = time.monotonic() + 5
+                # As long as both want to compute.
+                while len(order) < 20 and not turns._waiting and time.monotonic() < end:
+                    time.sleep(0.001)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in seats]
+    with turns.seat("first", 1.0).turn():
+        for each in threads:
+            each.start()
+        while len(turns._waiting) < 2:
+            time.sleep(0.001)
+    for each in threads:
+        each.join(20)
+
+    assert len(order) == 40
+    assert order[:18].count("heavy") == 12
+
+
+def test_an_error_of_one_gives_the_turn_to_the_next() -> None:
+    turns = ComputeTurns()
+    one, other = turns.seat("one", 1.0), turns.seat("other", 1.0)
+    with pytest.raises(ValueError, match="no number"), one.turn():
+        raise ValueError("no number")
+
+    with other.turn():
+        pass
+
+
+def test_layers_around_the_same_weights_are_each_ones_own() -> None:
+    base = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    base[1].weight = base[0].weight
+    bases, loads = SharedBases(), []
+
+    def load() -> Any:
+        loads.append(1)
+        from flotilla.services.trainer.models.loading import LoadedModel
+
+        return LoadedModel(base, "nowhere")  # type: ignore[arg-type]
+
+    key: Any = ("nowhere", "float32", "auto", "auto")
+    one, other = bases.model(key, load).model, bases.model(key, load).model
+    assert len(loads) == 1
+    one.requires_grad_(False)
+    one.register_forward_hook(lambda *_: torch.zeros(1))
+
+    assert all(each.requires_grad for each in other.parameters())
+    assert other(torch.ones(4)).shape == (4,)
+    assert other[1].weight is other[0].weight  # type: ignore[index]
+    pairs = list(zip(one.parameters(), other.parameters(), strict=True))
+    assert all(a is not b and a.data_ptr() == b.data_ptr() for a, b in pairs)
+    assert around_the_same(base) is not base

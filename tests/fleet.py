@@ -180,16 +180,19 @@ def running_fleet(
     rollouts: int = 1,
     trainers: int = 1,
     rewards: int = 1,
+    experiments: int = 1,
     sandbox: bool = False,
     tinker: Path | None = None,
     **environment: str,
 ) -> Iterator[RunningFleet]:
     """Run ``flotilla up`` while the block lasts; afterwards nothing of it may be left.
 
-    With ``tinker``, the directory of a model, it serves the Tinker API, and no experiments.
+    Each of its processes serves so many ``experiments`` at a time. With ``tinker``, the directory of a model, it serves
+    the Tinker API, and none.
     """
     log_path = data.parent / f"{data.name}.log"
     counts = ["--rollouts", str(rollouts), "--trainers", str(trainers), "--rewards", str(rewards)]
+    counts += ["--experiments", str(experiments)]
     if tinker is not None:
         counts = ["--tinker", "--model", str(tinker)]
     command = [*FLOTILLA, "up", "--data", str(data), "--port", "0", *counts, *([] if sandbox else ["--no-sandbox"])]

@@ -119,6 +119,7 @@ def _add_fleet(commands: "Commands") -> None:
     shared = "trainers divide all GPUs, and so do rollouts: for resources.sharing time"
     up.add_argument("--share-devices", action="store_true", help=shared)
     up.add_argument("--no-sandbox", action="store_true", help="start no sandbox service")
+    parsing.add_experiments(up, "each trainer, rollout and reward process", default=1)
     tinker = "serve the Tinker API at /api/v1 (with --model); no service for experiments that is not asked for by name"
     up.add_argument("--tinker", action="store_true", help=tinker)
     up.add_argument("--model", metavar="PATH", help="directory of the Tinker API's base model (no default)")
@@ -142,6 +143,7 @@ def _add_membership(commands: "Commands") -> None:
     rollout.add_argument("--notice", type=parsing.seconds, help="seconds it may take to leave (default: 25)")
     text = "of machines that it is in, such as spot or spot-a100 (default: FLOTILLA_POOL, else on demand)"
     rollout.add_argument("--pool", help=text)
+    parsing.add_experiments(rollout, "it", default=None)
     text = "Let a rollout finish or hand over its work, and leave the fleet."
     drain = add_command(commands, "drain", text, "membership:drain")
     drain.add_argument("service", help="whole id of the service, see `flotilla status`")

@@ -16,6 +16,7 @@ import json
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ from flotilla.cli.redis_server import LocalRedis, RedisKeeper
 from flotilla.client.asynchronous import AsyncClient
 from flotilla.connection import FLEET_FILE, FleetInfo, typed
 from flotilla.shared.children.processes import birth_of, end_family, python_module
-from flotilla.shared.environment.settings import allows_volatile_redis, scheme_from
+from flotilla.shared.environment.settings import EXPERIMENTS, allows_volatile_redis, scheme_from
 from flotilla.shared.errors import Conflict, FlotillaError, InvalidRequest, Unavailable, WorkerDied
 from flotilla.shared.host.start_patience import VARIABLE, StartDeadline, cpu_seconds, patience_from
 from flotilla.shared.net.authorisation.access import PassKey, Principal, Scope
@@ -47,6 +48,8 @@ TINKER = {
     "tinker-sampler": "flotilla.services.rollout.tinker",
 }
 """What serves the Tinker API beside the gateway; it registers nowhere, and takes requests from Redis."""
+SERVING_SEVERAL = frozenset({"trainer", "rollout", "reward"})
+"""Kinds whose processes may serve several experiments at a time."""
 LEASE_SECONDS = "15"
 """Of claims, unless the environment says otherwise."""
 
@@ -57,8 +60,10 @@ class FleetOptions:
 
     Attributes:
         data: its directory.
-        num_rollouts, num_trainers, num_rewards: services of each kind; a trainer serves one experiment at a time.
+        num_rollouts, num_trainers, num_rewards: services of each kind; a trainer serves one experiment at a time
+            unless ``num_experiments`` says more.
         num_sandboxes: sandbox services; 0 starts none.
+        num_experiments: that each process of trainer, rollout and reward serves at a time, as a service for each.
         host, port: where the gateway listens; port 0 takes a free one.
         redis_url: a server to use; None starts one.
         log_level: of every service.
@@ -74,6 +79,7 @@ class FleetOptions:
     num_trainers: int = 1
     num_rewards: int = 1
     num_sandboxes: int = 1
+    num_experiments: int = 1
     host: str = "127.0.0.1"
     port: int = 8470
     redis_url: str | None = None
@@ -244,6 +250,8 @@ class LocalFleet:
         ):
             # Each knows no more of the fleet than it needs to register as what it is.
             own = environment | {"FLOTILLA_TOKEN": PassKey(self._token).joining(ServiceKind(kind))}
+            if kind in SERVING_SEVERAL:
+                own |= {EXPERIMENTS: str(self.options.num_experiments)}
             for number in range(count):
                 name = kind if count == 1 and kind != "rollout" else f"{kind}-{number}"
                 is_optional, may_leave = kind == "sandbox", kind == "rollout"
@@ -332,10 +340,13 @@ class LocalFleet:
         except FlotillaError:
             return [GATEWAY]
         # By process: who was registered by an earlier fleet on this directory does not count.
-        registered = {service.pid for service in services}
+        registered = Counter(service.pid for service in services)
         unregistered = {GATEWAY, *TINKER}
         wanted = [each for each in self._processes if each.gave_up is None and each.spec.name not in unregistered]
-        return [each.spec.name for each in wanted if each.pid not in registered]
+        return [each.spec.name for each in wanted if registered[each.pid or 0] < self._num_services(each.spec.name)]
+
+    def _num_services(self, process: str) -> int:
+        return self.options.num_experiments if process.partition("-")[0] in SERVING_SEVERAL else 1
 
     def _write_fleet_file(self, data: Path) -> None:
         content = {"pid": os.getpid(), "birth": birth_of(os.getpid()), "gateway_url": self.gateway_url}

@@ -144,6 +144,12 @@ def add_fleet(parser: argparse.ArgumentParser, default_port: int, *, follows_fil
     parser.add_argument("--log-files", type=at_least_one, default=USUAL_OLDER, metavar="N", help=text)
 
 
+def add_experiments(parser: argparse.ArgumentParser, who: str, default: int | None) -> None:
+    """Add how many experiments a process serves at a time."""
+    text = "experiments that %s serves at a time, on one base where they train adapters (default: 1)"
+    parser.add_argument("--experiments", type=at_least_one, default=default, metavar="N", help=text % who)
+
+
 def seconds(text: str) -> float:
     """Read a number of seconds, such as a notice."""
     try:

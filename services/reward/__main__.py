@@ -11,7 +11,7 @@ with collecting_later():
 
 def main() -> int:
     """Serve; a refusal is one sentence and exit code 2."""
-    return run_service("reward", create_app)
+    return run_service("reward", create_app, serves_several=True)
 
 
 if __name__ == "__main__":

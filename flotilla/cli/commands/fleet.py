@@ -40,6 +40,7 @@ async def up(arguments: argparse.Namespace) -> int:
         num_trainers=arguments.trainers or usual,
         num_rewards=arguments.rewards or usual,
         num_sandboxes=0 if arguments.no_sandbox else arguments.sandboxes or usual,
+        num_experiments=arguments.experiments,
         tinker_model=tinker_model,
         tinker_models=arguments.tinker_models,
         tinker_disk_gb=arguments.tinker_disk_gb,

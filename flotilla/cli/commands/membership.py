@@ -14,7 +14,7 @@ from flotilla.client.asynchronous import AsyncClient
 from flotilla.connection import FleetInfo
 from flotilla.packages import check_packages
 from flotilla.shared.children.processes import python_module
-from flotilla.shared.environment.settings import secret_from
+from flotilla.shared.environment.settings import EXPERIMENTS, secret_from
 from flotilla.shared.errors import InvalidRequest, NotFound, Unavailable
 from flotilla.shared.net.authorisation.access import PassKey
 from flotilla.shared.schemas.pools import POOL, notices_from, pool_from
@@ -49,6 +49,8 @@ async def rollout(arguments: argparse.Namespace) -> int:
         del environment["FLOTILLA_PARENT_PID"]
     if arguments.notice is not None:
         environment["FLOTILLA_NOTICE_SECONDS"] = str(arguments.notice)
+    if arguments.experiments is not None:
+        environment[EXPERIMENTS] = str(arguments.experiments)
     if not environment.get("FLOTILLA_NOTICE_SECONDS"):
         environment.pop("FLOTILLA_NOTICE_SECONDS", None)
     if arguments.pool is not None:

@@ -416,6 +416,7 @@ ELSEWHERE: Final = {
     ("docs/metrics.md", "flotilla"): "as on docs/cli.md and docs/debug.md",
     ("docs/models.md", "flotilla spec check FILE --data"): "as on docs/data.md",
     ("docs/cli.md", "flotilla export"): "unit tests of the trainer export checkpoints",
+    ("docs/lora.md", "flotilla up --rollouts 2 --experiments 8"): "tests/e2e/test_many_experiments.py",
     ("docs/lora.md", "flotilla export"): "unit tests of the trainer export checkpoints",
     ("docs/lora.md", "flotilla evaluate"): "as on docs/jobs.md",
     ("docs/compatibility.md", "flotilla --version"): "as on docs/install.md",

@@ -235,8 +235,9 @@ class Membership:
                 await self._apply(desired)
                 self._acknowledged = desired.tag
                 self._num_applied += 1
-            # The next poll says what was taken in, or asks again for what was overtaken, and it follows at once.
-            if wait_seconds == 0:
+            # What was taken in the next poll says: one that waits at the gateway is answered at once, since it
+            # acknowledges what was wanted before. What was overtaken is asked for again.
+            elif wait_seconds == 0:
                 self._changed.set()
 
     def _understood(self, answer: Any) -> DesiredState:

@@ -115,10 +115,11 @@ class Admission(Protocol):
         """Forget consumers that hold nothing and were silent for so long; returns how many."""
         ...
 
-    async def follow_ends(self, ended: Callable[[], None]) -> None:
-        """Call ``ended`` once this hears of groups that end, then whenever some did, until cancelled.
+    async def follow_ends(self, ended: Callable[[int], None]) -> None:
+        """Call ``ended`` with 0 once this hears of groups that end, then with the number of those that did.
 
-        What is planned has not ended. One that nobody heard of is in the ledger all the same: look there now and then.
+        It ends when it is cancelled. What is planned has not ended. One that nobody heard of is in the ledger all the
+        same: look there now and then.
         """
         ...
 

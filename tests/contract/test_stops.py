@@ -69,7 +69,6 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         "flotilla/connection.py:FleetInfo.read": 1,
         "services/gateway/datasets/locations.py:_hub_files": 1,
         "services/gateway/evaluation/evaluator.py:Evaluator.evaluate": 1,
-        "services/gateway/feeder/feeder.py:Feeder._supply": 2,
         "services/gateway/lifecycle/commands.py:ExperimentCommands._stage_state": 1,
         "services/gateway/lifecycle/commands.py:ExperimentCommands._stage_steps": 2,
         "services/gateway/membership/fleet.py:Fleet._record_failure": 2,

@@ -20,6 +20,9 @@ from flotilla.services.gateway.datasets.mixture import ChangedMixture, Mixture
 from flotilla.shared.config.sections.data import DataConfig
 from flotilla.shared.schemas.task import Task, sample_seed
 
+QUICK_ROWS = 20_000
+"""So many are put in order in about a millisecond."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -55,6 +58,12 @@ class Dataset:
     parts: tuple[Part, ...] = ()
     mixture: Mixture | ChangedMixture | None = None
     curriculum: Curriculum | None = None
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether a few tasks are made at once: rows and their order are in memory, or made in a millisecond."""
+        is_plain = self.curriculum is None and self.mixture is None and self.config.images is None
+        return is_plain and isinstance(self.rows, list) and len(self.rows) <= QUICK_ROWS
 
     def row_of(self, group_id: int) -> int:
         """Find the row that a group answers."""

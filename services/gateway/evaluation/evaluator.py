@@ -35,7 +35,7 @@ from flotilla.shared.streams.hop import Claim, Hop, HopName, Resolution
 
 log = logging.getLogger(__name__)
 
-BATCH = 64
+BATCH = 128
 COLLECT_BATCH = 256
 COLLECT_SECONDS = 0.5
 GATHER_SECONDS = 0.25
@@ -182,9 +182,8 @@ class Evaluator:
     async def _issue(self, first: int, version: int) -> int:
         admission = self._experiment.evaluation.admission
         num_rows = len(self._dataset.rows)
-        while (issued := await admission.next_group_id() - first) < num_rows:
-            if issued < 0:
-                raise _came_back_earlier()
+        issued = 0
+        while issued < num_rows:
             batch = range(issued, min(issued + BATCH, num_rows))
             tasks = [
                 self._dataset.task(
@@ -206,6 +205,9 @@ class Evaluator:
                 result = await admission.issue_groups(groups, hop=HopName.GENERATED, limit=num_rows)
             # No room in a lane that was empty: groups returned that were resolved before.
             if result.count == 0 and result.outcome is not IssueOutcome.CURSOR_MOVED:
+                raise _came_back_earlier()
+            issued = result.next_group_id - first
+            if issued < 0:
                 raise _came_back_earlier()
         return num_rows
 

@@ -9,7 +9,8 @@ trained, of which the data plane tells. It looks at the ledger now and then all 
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from flotilla.services.gateway.feeder.status import FeederStatus, FullStream
 from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.signals import Signal, run_together, wait_for_any
 from flotilla.services.gateway.store.base import Store
-from flotilla.services.gateway.store.writes import PointRecord, PutMetrics, PutWindow, Write
+from flotilla.services.gateway.store.writes import PointRecord, PutMetrics, PutWindow
 from flotilla.shared.clock import Clock, rfc3339
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.schemas.experiment import ExperimentState
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 
 GROUP_SIZE = "rollout.group_size"
 BATCH = 64
+QUICK_TASKS = 16
 BLOCKED_SECONDS = 0.03
 """Between two looks at the ledger, where nobody tells what changes, and at least, where somebody does."""
 TOLD_SECONDS = 0.5
@@ -81,11 +83,15 @@ class Feeder:
         self._next_group_id: int | None = None
         """As the last issue left it; a server that lost its tail answers the next one with its own."""
         self._recorded_version: int | None = None
-        self._recorded_at = 0.0
+        self._recorded_at = self._measured_at = -math.inf
         self._tidied_at = clock.monotonic()
         self._kept: Mapping[str, Any] | None = None
         self._ended = Signal()
         self._is_told = False
+        self._num_ended = 0
+        """Groups that ended since the last look."""
+        self._spare: tuple[int, float] = 0, -math.inf
+        """How many groups the last look at the ledger left to issue beyond its budget, and when it was."""
 
     async def run(self) -> None:
         """Issue until cancelled. While the data plane is unavailable, nothing is issued and nothing is lost."""
@@ -94,8 +100,9 @@ class Feeder:
     async def _follow_ends(self) -> None:
         """Be told of groups that end. While nobody tells, the ledger is asked as often as is needed without."""
 
-        def ended() -> None:
+        def ended(count: int) -> None:
             self._is_told = True
+            self._num_ended += count
             self._ended.fire()
 
         while True:
@@ -127,6 +134,8 @@ class Feeder:
                 continue
             if pause:
                 await wait_for_any(pause, changed, ended)
+                if changed.done():
+                    self._spare = 0, -math.inf
                 if ended.done() and not changed.done():
                     # Many end at once: they are looked at together.
                     await wait_for_any(max(0.0, began + BLOCKED_SECONDS - self._clock.monotonic()), changed)
@@ -141,21 +150,18 @@ class Feeder:
             self._kept = await self._store.window(self._experiment.id, ADMISSION_WAIT)
             self._status.wait.restore(self._kept)
         if (ended := self._status.wait.look(version, now)) is not None:
-            await self._store_wait(*ended)
+            self._store_wait(*ended)
         # Recorded again now and then: a server that came back from its log may have forgotten it.
         if self._recorded_version != version or now - self._recorded_at > RECORD_SECONDS:
-            if self._first_group_id:
-                await self._admission.begin_at(self._first_group_id)
-            await self._admission.published(version)
-            await self._measure()
-            if (window := self._status.wait.to_window()) != self._kept:
-                await self._keep([PutWindow(self._experiment.id, ADMISSION_WAIT, window)])
-                self._kept = window
-            self._recorded_version, self._recorded_at = version, now
+            await self._record(version, now)
         if now - self._tidied_at > TIDY_SECONDS:
             self._tidied_at = now
             for plane in (self._experiment.train, self._experiment.evaluation):
                 await plane.admission.forget_consumers(SILENT_SECONDS)
+        count, self._num_ended = self._num_ended, 0
+        if 0 < count < self._spare[0] and now - self._spare[1] < TOLD_SECONDS and self._is_running_at(version):
+            return await self._replace(count, version, now)
+        self._spare = 0, -math.inf
         ledger = await self._experiment.train.ledger()
         self._status.ledger = ledger
         if self._experiment.state is not ExperimentState.RUNNING:
@@ -168,27 +174,68 @@ class Feeder:
         assert self._rows is not None and ledger is not None
         # A changed threshold has its effect with the bound on lag that the trainer derives from it.
         spec = self._experiment.steering.in_force
-        wanted = {"steps": spec.optimisation.steps - self._first_step, "groups_per_step": spec.groups_per_step}
+        steps, size = spec.optimisation.steps - self._first_step, spec.groups_per_step
         if self._finished is not None:
             # What no policy sampled does not get old, however many steps a version has.
             ledger = ledger.model_copy(update={"consumed_since_publication": 0})
             check_taken(ledger, len(self._rows.dataset.rows))
         redundant = spec.asynchrony.redundant_groups if self._finished is None else 0
-        room = admitted(ledger, budget=spec.admission_budget, redundant=redundant, **wanted)
-        left = groups_left(ledger, **wanted) if self._finished is None else 0
+        budget = spec.admission_budget
+        room = admitted(ledger, budget=budget, steps=steps, groups_per_step=size, redundant=redundant)
+        left = groups_left(ledger, steps=steps, groups_per_step=size) if self._finished is None else 0
         if room == 0:
             if left:
                 self._status.wait.hold(now)
+            self._spare = left, now
             return self._blocked_seconds()
         # A server that has lost everything is told the beginning again before anything is issued.
         first = max(self._first_group_id, await self._next_group())
         await self._rows.settle(first)
-        limit = max(spec.admission_budget, ledger.outstanding + ledger.consumed_since_publication + room)
+        limit = max(budget, ledger.outstanding + ledger.consumed_since_publication + room)
         result = await self._issue(range(first, first + min(room, BATCH)), version, limit)
         self._next_group_id = result.next_group_id
         if result.count:
             self._status.issued.add(first, now)
+        if result.count == room:
+            self._spare = left - room, now
         return self._pause_after(result.count, room, left)
+
+    async def _record(self, version: int, now: float) -> None:
+        """Record the version, from where ids begin, and what the streams may take; look at the ledger next."""
+        self._spare = 0, -math.inf
+        if self._first_group_id:
+            await self._admission.begin_at(self._first_group_id)
+        await self._admission.published(version)
+        # Not with each version as well: the streams do not grow by it.
+        if now - self._measured_at > RECORD_SECONDS:
+            self._measured_at = now
+            await self._measure()
+        if (window := self._status.wait.to_window()) != self._kept:
+            self._store.write_soon(PutWindow(self._experiment.id, ADMISSION_WAIT, window))
+            self._kept = window
+        self._recorded_version, self._recorded_at = version, now
+
+    def _is_running_at(self, version: int) -> bool:
+        is_same = self._recorded_version == version and self._blocked_seconds() == TOLD_SECONDS
+        return is_same and self._experiment.state is ExperimentState.RUNNING
+
+    async def _replace(self, count: int, version: int, now: float) -> float:
+        """Issue a group for each that ended without a look at the ledger: the script bounds them, the end is far."""
+        assert self._rows is not None
+        self._spare = self._spare[0] - count, self._spare[1]
+        first = max(self._first_group_id, await self._next_group())
+        await self._rows.settle(first)
+        limit = self._experiment.steering.in_force.admission_budget
+        result = await self._issue(range(first, first + min(count, BATCH)), version, limit)
+        self._next_group_id = result.next_group_id
+        if result.count:
+            self._status.issued.add(first, now)
+        self._status.wait.hold(self._clock.monotonic())
+        if result.count == count:
+            return self._blocked_seconds()
+        # Of some of them the last look knew already, or there is another cause: that is in the ledger.
+        self._spare = 0, -math.inf
+        return BLOCKED_SECONDS
 
     def _pause_after(self, count: int, room: int, left: int) -> float:
         """Say how long to wait after so many groups were issued of those that were admitted, and of those left."""
@@ -215,30 +262,29 @@ class Feeder:
     async def _issue(self, group_ids: range, version: int, limit: int) -> IssueResult:
         finished, rows = self._finished, self._rows
         assert rows is not None
-        # In a thread: the order of a new epoch of a large dataset takes seconds, and other experiments share this loop.
         if finished is None:
             # What may change is read before, on the loop that changes it.
             settings = self._experiment.steering.settings
             size = settings.get(GROUP_SIZE, self._experiment.spec.rollout.group_size)
-            tasks = await asyncio.to_thread(self._tasks, group_ids, version, settings, size)
-            return await self._admission.issue_many(tasks, limit=limit)
+            make = partial(self._tasks, group_ids, version, settings, size)
+            # Else in a thread: the order of a new epoch of a large dataset takes seconds, and other experiments share
+            # this loop. A thread takes longer to wake than a few tasks to make.
+            is_quick = len(group_ids) <= QUICK_TASKS and rows.dataset.is_quick
+            return await self._admission.issue_many(make() if is_quick else await asyncio.to_thread(make), limit=limit)
         now, dataset = self._clock.now(), rows.dataset
         groups = await asyncio.to_thread(lambda: finished.groups(dataset, group_ids, issued_at=now))
         return await self._admission.issue_groups(groups, hop=HopName.SCORED, limit=limit)
 
-    async def _store_wait(self, version: int, seconds: float) -> None:
+    def _store_wait(self, version: int, seconds: float) -> None:
         # The step that ended with the next publication, to which the trainer's figures of this version belong.
         step = self._experiment.record.published_step
         at = rfc3339(self._clock.now())
         point = PointRecord(name=ADMISSION_WAIT, step=step, version=version, value=seconds, at=at)
         window = self._status.wait.to_window()
         window_write = PutWindow(self._experiment.id, ADMISSION_WAIT, window)
-        await self._keep([PutMetrics(self._experiment.id, [point]), window_write])
+        # Nobody waits for it: the budget that the publication has freed is filled meanwhile.
+        self._store.write_soon(PutMetrics(self._experiment.id, [point]), window_write)
         self._kept = window
-
-    async def _keep(self, writes: Sequence[Write]) -> None:
-        async with self._store.transaction() as change:
-            change.write(*writes)
 
     async def _measure(self) -> None:
         """Set the bound on the streams' memory, which may have changed, and note which stream has reached it."""

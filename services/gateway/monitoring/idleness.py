@@ -128,5 +128,4 @@ class IdleRatios:
                 PointRecord(name=name, step=step, version=version, value=value, at=at) for name, value in values.items()
             ]
             writes.append(PutMetrics(experiment.id, points))
-        async with self._store.transaction() as change:
-            change.write(*writes)
+        self._store.write_soon(*writes)

@@ -34,7 +34,29 @@ class DeliveryStore(Protocol):
         """Forget what has been sent to web hooks, or is given up."""
 
 
-class Store(DeliveryStore, Protocol):
+class SeriesStore(Protocol):
+    """What was measured."""
+
+    def write_soon(self, *writes: Write) -> None:
+        """Store what was measured with the next transaction; see ``TransactionalStore``."""
+
+    async def window(self, experiment_id: str, name: str) -> Mapping[str, Any]:
+        """Find a measurement that had not ended; empty if there is none."""
+
+    async def put_metrics(self, experiment_id: str, points: Sequence[PointRecord]) -> None:
+        """Store points; one with the same name and step replaces the earlier one and moves to the end."""
+
+    async def metrics(self, experiment_id: str, *, names: Sequence[str], after: int, limit: int) -> list[MetricRow]:
+        """List up to ``limit`` points written after the cursor ``after``; no ``names`` means all.
+
+        A name that ends with ``*`` means all that begin so.
+        """
+
+    async def metric_names(self, experiment_id: str) -> set[str]:
+        """List the names that an experiment has points of."""
+
+
+class Store(DeliveryStore, SeriesStore, Protocol):
     """Rows by resource. Lists come in the order of writing.
 
     What changes several rows, or memory with them, is one ``transaction``.
@@ -72,21 +94,6 @@ class Store(DeliveryStore, Protocol):
             live_at: the version that is served: only this one, those that are open, and the last of the highest epoch,
                 with which a gateway that starts goes on. None: all, of which there may be thousands.
         """
-
-    async def window(self, experiment_id: str, name: str) -> Mapping[str, Any]:
-        """Find a measurement that had not ended; empty if there is none."""
-
-    async def put_metrics(self, experiment_id: str, points: Sequence[PointRecord]) -> None:
-        """Store points; one with the same name and step replaces the earlier one and moves to the end."""
-
-    async def metrics(self, experiment_id: str, *, names: Sequence[str], after: int, limit: int) -> list[MetricRow]:
-        """List up to ``limit`` points written after the cursor ``after``; no ``names`` means all.
-
-        A name that ends with ``*`` means all that begin so.
-        """
-
-    async def metric_names(self, experiment_id: str) -> set[str]:
-        """List the names that an experiment has points of."""
 
     async def append_event(self, experiment_id: str, kind: str, at: float, data: Mapping[str, Any]) -> Event:
         """Store an event under the next id."""

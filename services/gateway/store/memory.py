@@ -218,7 +218,8 @@ class MemoryStore(TransactionalStore):
         """Answer."""
 
     async def close(self) -> None:
-        """Do nothing: there is nothing to give up."""
+        """Store what waits."""
+        await self._end_waiting()
 
     async def experiments(self) -> list[ExperimentRecord]:
         """List all, oldest first."""
@@ -230,6 +231,7 @@ class MemoryStore(TransactionalStore):
 
     async def window(self, experiment_id: str, name: str) -> Mapping[str, Any]:
         """Find a measurement that had not ended; empty if there is none."""
+        await self.store_waiting()
         found: Mapping[str, Any] = json.loads(self._windows.get((experiment_id, name), "{}"))
         return found
 
@@ -247,6 +249,7 @@ class MemoryStore(TransactionalStore):
 
     async def metrics(self, experiment_id: str, *, names: Sequence[str], after: int, limit: int) -> list[MetricRow]:
         """List up to ``limit`` points written after the cursor ``after``; no ``names`` means all."""
+        await self.store_waiting()
         exact, begins = frozenset(names), tuple(name[:-1] for name in names if name.endswith("*"))
         rows = self._metrics[experiment_id].after(after) if experiment_id in self._metrics else iter(())
 
@@ -259,6 +262,7 @@ class MemoryStore(TransactionalStore):
 
     async def metric_names(self, experiment_id: str) -> set[str]:
         """List the names that an experiment has points of."""
+        await self.store_waiting()
         return self._metrics[experiment_id].names() if experiment_id in self._metrics else set()
 
     async def events(self, experiment_id: str, *, after: int, limit: int, types: Collection[str] = ()) -> list[Event]:

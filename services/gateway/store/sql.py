@@ -292,6 +292,7 @@ class SqlStore(TransactionalStore):
 
     async def close(self) -> None:
         """Close the connection, release the lock, end the thread."""
+        await self._end_waiting()
         self._is_closing.set()
 
         def give_up() -> None:
@@ -333,6 +334,7 @@ class SqlStore(TransactionalStore):
 
     async def metrics(self, experiment_id: str, *, names: Sequence[str], after: int, limit: int) -> list[MetricRow]:
         """List up to ``limit`` points written after the cursor ``after``; no ``names`` means all."""
+        await self.store_waiting()
         columns = tables.metrics.c
         query = sa.select(columns.sequence, *(columns[field] for field in PointRecord._fields)).where(
             columns.experiment_id == experiment_id, columns.sequence > after
@@ -350,6 +352,7 @@ class SqlStore(TransactionalStore):
 
     async def metric_names(self, experiment_id: str) -> set[str]:
         """List the names that an experiment has points of."""
+        await self.store_waiting()
         table = tables.metrics
         query = sa.select(table.c.name).where(table.c.experiment_id == experiment_id).distinct()
         return {row["name"] for row in await self._rows(query)}
@@ -378,6 +381,7 @@ class SqlStore(TransactionalStore):
 
     async def window(self, experiment_id: str, name: str) -> Mapping[str, Any]:
         """Find a measurement that had not ended; empty if there is none."""
+        await self.store_waiting()
         rows = await self._rows(ONE_WINDOW, experiment_id=experiment_id, name=name)
         return dict(rows[0]["data"]) if rows else {}
 

@@ -20,9 +20,10 @@ from flotilla.services.gateway.store.writes import (
     PointRecord,
     PutMetrics,
     PutRecord,
+    PutWindow,
     Write,
 )
-from flotilla.shared.errors import Unavailable
+from flotilla.shared.errors import FlotillaError, Unavailable
 from flotilla.shared.schemas.experiment import Event
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 ANSWER_SECONDS = 60.0
 """Longest time for a statement, what waits before it included. Far above the five seconds that SQLite may be locked."""
+SOON_SECONDS = 0.5
+"""How long measurements wait at most for a transaction that they are stored with."""
 
 
 class Transaction:
@@ -69,6 +72,9 @@ class TransactionalStore(ABC):
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
         self._holder: asyncio.Task[Any] | None = None
+        self._soon: list[Write] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._storing_soon: asyncio.Task[None] | None = None
 
     @abstractmethod
     async def apply(self, writes: Sequence[Write]) -> list[Event]:
@@ -107,6 +113,50 @@ class TransactionalStore(ABC):
             self._holder = None
         await in_time(asyncio.ensure_future(self._settle(change)))
 
+    def write_soon(self, *writes: Write) -> None:
+        """Store these with the next transaction, or in half a second, and before anybody reads series or windows.
+
+        For what is measured, and for nothing that anything follows from: nobody hears whether it is stored, and a
+        process that is killed before takes it along.
+        """
+        windows = {(each.experiment_id, each.name) for each in writes if isinstance(each, PutWindow)}
+        # While the database is away the last one of each is kept, however often it changes.
+        kept = [w for w in self._soon if not isinstance(w, PutWindow) or (w.experiment_id, w.name) not in windows]
+        self._soon = [*kept, *writes]
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(SOON_SECONDS, self._on_time)
+
+    def _on_time(self) -> None:
+        self._timer = None
+        if self._soon:
+            self._storing_soon = asyncio.create_task(self._store_soon(), name="store what was measured")
+
+    async def _store_soon(self) -> None:
+        try:
+            await self.store_waiting()
+        except FlotillaError as error:
+            log.warning("what was measured is not stored yet", extra={"error": error.detail})
+            self.write_soon()
+
+    async def store_waiting(self) -> None:
+        """Store now what ``write_soon`` was given.
+
+        Raises:
+            Unavailable: the database does not answer; it waits on.
+        """
+        if self._soon:
+            async with self.transaction():
+                pass
+
+    async def _end_waiting(self) -> None:
+        """Store what waits, as far as the database answers, and wait no more."""
+        if self._storing_soon is not None:
+            await asyncio.wait([self._storing_soon])
+        with contextlib.suppress(FlotillaError):
+            await self.store_waiting()
+        if self._timer is not None:
+            self._timer.cancel()
+
     async def put_metrics(self, experiment_id: str, points: Sequence[PointRecord]) -> None:
         """Store points; one with the same name and step replaces the earlier one and moves to the end."""
         if points:
@@ -134,11 +184,34 @@ class TransactionalStore(ABC):
 
     async def _settle(self, change: Transaction) -> None:
         try:
-            if change.writes:
+            # First: where an experiment is deleted, its measurements go with it.
+            soon, self._soon = self._soon, []
+            if soon:
+                await self._apply_with(soon, change.writes)
+            elif change.writes:
                 await self.apply(change.writes)
             change.take_effect()
         finally:
             self._turn.release()
+
+    async def _apply_with(self, soon: list[Write], writes: Sequence[Write]) -> None:
+        """Store a change together with what waited; neither keeps the other from being stored."""
+        try:
+            await self.apply([*soon, *writes])
+            return
+        except Unavailable:
+            self._soon = [*soon, *self._soon]
+            raise
+        except FlotillaError as error:
+            refused = error
+        try:
+            if writes:
+                await self.apply(writes)
+        except BaseException:
+            # It was the change that is refused, or the database went away.
+            self._soon = [*soon, *self._soon]
+            raise
+        log.error("what was measured is refused, and dropped", extra={"error": refused.detail})
 
 
 async def in_time(storing: "asyncio.Future[T]") -> T:

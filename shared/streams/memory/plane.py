@@ -143,11 +143,11 @@ class MemoryAdmission:
         """See ``Admission.forget_consumers``: here a consumer that holds nothing leaves nothing behind."""
         return 0
 
-    async def follow_ends(self, ended: Callable[[], None]) -> None:
+    async def follow_ends(self, ended: Callable[[int], None]) -> None:
         """See ``Admission.follow_ends``."""
         self._store.followers.append(ended)
         try:
-            ended()
+            ended(0)
             await asyncio.get_running_loop().create_future()
         finally:
             self._store.followers.remove(ended)

@@ -146,7 +146,7 @@ class MemoryStore:
     subscribers: dict[str, int] = field(default_factory=dict)
     taken_through: int = 0
 
-    followers: list[Callable[[], None]] = field(default_factory=list)
+    followers: list[Callable[[int], None]] = field(default_factory=list)
     """Told when a group has ended."""
 
     _changed: "asyncio.Future[None] | None" = None
@@ -209,7 +209,7 @@ class MemoryStore:
         if ":" in counter:
             self.count(length_field(counter, tokens))
         for follower in self.followers:
-            follower()
+            follower(1)
 
     def unconsume(self, version: int, count: int) -> None:
         """Take groups off those that were planned under a version and are covered by no publication yet."""

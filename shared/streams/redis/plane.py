@@ -129,14 +129,14 @@ class RedisAdmission:
         recorded = await self._state("published_version")
         return None if recorded is None else int(recorded)
 
-    async def follow_ends(self, ended: Callable[[], None]) -> None:
+    async def follow_ends(self, ended: Callable[[int], None]) -> None:
         """See ``Admission.follow_ends``."""
         try:
             async with self._runner.redis.pubsub() as channel:
                 await channel.subscribe(self._keys.ends)
-                # The first message is that it is heard from now on.
-                async for _ in channel.listen():
-                    ended()
+                async for message in channel.listen():
+                    # The first one is that it is heard from now on.
+                    ended(int(message["data"]) if message["type"] == "message" else 0)
         except (RedisError, OSError) as error:
             raise Unavailable(f"the Redis server tells of no group that ends: {error}", component=COMPONENT) from error
 

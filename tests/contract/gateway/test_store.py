@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
@@ -40,7 +41,7 @@ from flotilla.services.gateway.store.writes import (
     Write,
 )
 from flotilla.shared.errors import InvalidRequest, NotLeading, Unavailable
-from flotilla.shared.schemas.experiment import CheckpointView, ExperimentState
+from flotilla.shared.schemas.experiment import CheckpointView, Event, ExperimentState
 from tests.postgres import new_database
 from tests.unit.gateway.builders import a_manifest, a_record
 
@@ -628,3 +629,83 @@ async def test_a_gateway_that_starts_reads_few_of_many_publications(store: Store
     assert [each.version for each in await store.publications("nobody", live_at=0)] == []
     await store.apply([PutRecord(replace(open_one, epoch=1, ended_at=3.0))])
     assert [each.version for each in await store.publications("a", live_at=60)] == [60, 99]
+
+
+def measured(step: int) -> PutMetrics:
+    return PutMetrics("a", [a_point("reward/mean", step, 0.5)])
+
+
+async def steps_of(store: Store) -> list[int]:
+    return [point.step for _, point in await store.metrics("a", names=[], after=0, limit=9)]
+
+
+async def test_what_was_measured_is_stored_with_the_next_change_and_before_anybody_reads(store: Store) -> None:
+    store.write_soon(PutWindow("a", "w", {"at": 1}), measured(1))
+    store.write_soon(PutWindow("a", "w", {"at": 2}))
+    assert await store.window("a", "w") == {"at": 2}
+
+    store.write_soon(measured(2))
+    async with store.transaction() as change:
+        change.write(measured(3))
+    assert await steps_of(store) == [1, 2, 3]
+
+    store.write_soon(measured(4))
+    async with store.transaction() as change:
+        change.write(DeleteExperiment("a"))
+    assert await steps_of(store) == [], "the measurements of an experiment go with it"
+
+
+async def test_what_was_measured_is_stored_soon_without_another_change(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = asyncio.Event()
+    original = store.apply
+
+    async def apply(writes: Sequence[Write]) -> list[Event]:
+        found = await original(writes)
+        stored.set()
+        return found
+
+    monkeypatch.setattr(store, "apply", apply)
+    store.write_soon(measured(1))
+
+    await asyncio.wait_for(stored.wait(), 10)
+
+
+async def test_what_was_measured_waits_for_a_database_and_is_stored_when_it_closes(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'gateway.sqlite'}"
+    store = await SqlStore.open(url)
+    original, answers = store._apply, False
+
+    def apply(writes: Sequence[Write]) -> list[Event]:
+        if not answers:
+            raise Unavailable("the disk is full")
+        return original(writes)
+
+    store._apply = apply  # type: ignore[method-assign]
+    store.write_soon(measured(1))
+    with pytest.raises(Unavailable):
+        await store.store_waiting()
+    answers = True
+    store.write_soon(measured(2))
+    await store.close()
+
+    again = await SqlStore.open(url)
+    assert await steps_of(again) == [1, 2]
+    await again.close()
+
+
+async def test_neither_a_change_nor_what_was_measured_keeps_the_other_from_being_stored(tmp_path: Path) -> None:
+    store = await SqlStore.open(f"sqlite:///{tmp_path / 'gateway.sqlite'}")
+    refused = measured(2**70)
+    store.write_soon(measured(1))
+    with pytest.raises(InvalidRequest):
+        async with store.transaction() as change:
+            change.write(refused)
+    assert await steps_of(store) == [1]
+
+    store.write_soon(refused)
+    async with store.transaction() as change:
+        change.write(measured(2))
+    assert await steps_of(store) == [1, 2]
+    await store.close()

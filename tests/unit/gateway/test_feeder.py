@@ -213,14 +213,15 @@ async def test_a_group_that_ends_wakes_a_blocked_feeder_that_asks_nothing_meanwh
             await hop.resolve(claim, Resolution.FILTERED, "same_reward")
 
         assert len(await hop.claim(2, wait_seconds=5)) == 2, "both are replaced"
+        assert asked == before, "what was told is enough while the end is far"
 
 
 async def test_a_feeder_that_nobody_tells_anything_looks_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeding, "TOLD_SECONDS", 3600.0)
     rig = await a_rig(optimisation={"steps": 9, "groups_per_mini_batch": 2})
 
-    async def refused(ended: Callable[[], None]) -> None:
-        ended()
+    async def refused(ended: Callable[[int], None]) -> None:
+        ended(0)
         raise Unavailable("no permission to subscribe")
 
     monkeypatch.setattr(rig.experiment.train.admission, "follow_ends", refused)

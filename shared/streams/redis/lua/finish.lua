@@ -82,7 +82,7 @@ if #markers > number then redis.call('DEL', unpack(markers, number + 1)) end
 if #ended > 0 then
   redis.call('XACK', stream, GROUP, unpack(ended))
   redis.call('XDEL', stream, unpack(ended))
-  if not is_forward then tell_end(ledger) end
+  if not is_forward then tell_end(ledger, #ended) end
 end
 if has_subscribers and #ended > 0 then trim_shared(shared, state) end
 if is_forward and total > 0 then redis.call('HINCRBY', ledger, counter, string.format('%d', total)) end

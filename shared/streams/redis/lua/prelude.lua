@@ -43,10 +43,10 @@ local function count_end(ledger, counter, tokens, number)
   redis.call('HINCRBY', ledger, 'length:' .. counter .. ':' .. string.format('%d', bucket), ended)
 end
 
--- Tell the feeder, on the channel `ends`, that groups have ended and left room. It looks now and then even if nobody
+-- Tell the feeder, on the channel `ends`, how many groups have ended and left room. It looks now and then even if nobody
 -- tells it: where the server lets this user publish nothing, that is no error.
-local function tell_end(ledger)
-  redis.pcall('PUBLISH', (string.gsub(ledger, 'ledger$', 'ends')), '')
+local function tell_end(ledger, number)
+  redis.pcall('PUBLISH', (string.gsub(ledger, 'ledger$', 'ends')), string.format('%d', number))
 end
 
 -- Give a pending entry to a reserved consumer; the delivery that ends so does not count.

@@ -31,7 +31,7 @@ local function give_up(entry)
     count_end(ledger, 'failed:too_many_deliveries', header.token_count)
     redis.call('ZREM', outstanding, group_id)
     if handed_over then forget_tokens(handed_over, group_id) end
-    tell_end(ledger)
+    tell_end(ledger, 1)
   end
   given_up = given_up + 1
 end

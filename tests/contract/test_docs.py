@@ -4,6 +4,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +26,18 @@ SHORT = re.compile(r"`([\w.]+(?:/[\w.-]+)+\.(?:py|lua|md))`")
 LINK = re.compile(r"\]\((?!https?:)([\w./-]*)(?:#([\w-]+))?\)")
 
 
+@cache
+def files_there() -> list[str]:
+    """List our files by their paths from the root."""
+    return [path.relative_to(ROOT).as_posix() for top in OURS for path in (ROOT / top).rglob("*.*")]
+
+
+@cache
+def command_line() -> Parser:
+    """Make the parser of all commands once: it takes longer than a page's commands do."""
+    return build_parser()
+
+
 def named(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
@@ -44,11 +57,9 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_every_end_of_a_path_that_a_page_names_is_that_of_a_file(page: Path) -> None:
-    there = [path.relative_to(ROOT).as_posix() for top in OURS for path in (ROOT / top).rglob("*.*")]
-
     named = set(SHORT.findall(page.read_text(encoding="utf-8")))
 
-    assert {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in there)} == set()
+    assert {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in files_there())} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
@@ -81,7 +92,7 @@ def misuse(words: list[str], *, may_lack: bool) -> str | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Parser, "error", fail)
         try:
-            build_parser().parse_args(words)
+            command_line().parse_args(words)
         except Misused as error:
             return None if may_lack and "the following arguments are required" in str(error) else str(error)
         except SystemExit:
@@ -153,7 +164,7 @@ def test_a_command_that_does_not_exist_is_found(line: str) -> None:
 def test_every_command_is_on_the_page_of_the_command_line() -> None:
     page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
 
-    assert [command for command in leaves(build_parser()) if f"flotilla {command}" not in page] == []
+    assert [command for command in leaves(command_line()) if f"flotilla {command}" not in page] == []
 
 
 def text_of(name: str) -> str:

@@ -15,24 +15,31 @@ from flotilla.services.rollout.engines.embedded.profiling import EngineProfiler
 from flotilla.shared.config.sections.profiler import ProfilerConfig
 
 
+@pytest.fixture
+def any_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let windows have all their steps, however long a busy processor takes to end them."""
+    monkeypatch.setattr(profiling, "MOST_PAUSE_SECONDS", 1000.0)
+
+
 def step(profiler: EngineProfiler, version: int) -> None:
     with profiler.step(version):
         torch.ones(4, 4) @ torch.ones(4, 4)
 
 
+@pytest.mark.usefixtures("any_pause")
 def test_the_engine_goes_on_while_a_trace_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_write, writers = threading.Event(), []
     write_trace = profiling.write_trace
 
     def held(*arguments: Any) -> Path:
         writers.append(threading.current_thread())
-        assert may_write.wait(20)
+        assert may_write.wait(200)
         return write_trace(*arguments)
 
     monkeypatch.setattr(profiling, "write_trace", held)
     profiler = EngineProfiler()
     profiler.choose(tmp_path, frozenset({1, 2}), 2, "rollout-a")
-    timer = threading.Timer(10, may_write.set)
+    timer = threading.Timer(100, may_write.set)
     timer.start()
     for version in (1, 1, 1, 2, 2, 2):
         step(profiler, version)
@@ -100,6 +107,7 @@ def steps_of(path: Path) -> list[str]:
     return [each["name"] for each in events if each.get("cat") == "user_annotation"]
 
 
+@pytest.mark.usefixtures("any_pause")
 def test_a_version_that_changes_or_fails_in_its_trial_step_is_recorded_once_it_goes_on(tmp_path: Path) -> None:
     profiler = EngineProfiler()
     profiler.choose(tmp_path, frozenset({1}), 2, "rollout-a")

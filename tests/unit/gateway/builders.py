@@ -188,8 +188,8 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-async def until(condition: Any, seconds: float = 2.0) -> None:
-    """Wait for a state."""
+async def until(condition: Any, seconds: float = 60.0) -> None:
+    """Wait for a state, on a machine with much else to do, too."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.001)

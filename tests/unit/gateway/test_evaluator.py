@@ -203,7 +203,7 @@ async def test_one_that_a_restart_interrupted_is_abandoned_and_done_again() -> N
     async with running(evaluator.run()):
         await until(lambda: experiment.record.evaluating_version == 0)
         rollout = experiment.evaluation.hop(HopName.TASKS, "r")
-        assert await rollout.claim(1, wait_seconds=1.0)
+        assert await rollout.claim(1, wait_seconds=30)
     assert experiment.record.evaluating_version == 0, "what a killed gateway leaves in its database"
 
     dataset = Dataset(ROWS, experiment.spec.data, 0)
@@ -258,6 +258,8 @@ async def test_each_held_out_set_has_series_of_its_own() -> None:
 
 async def test_answers_that_come_one_by_one_are_taken_and_ended_together(monkeypatch: pytest.MonkeyPatch) -> None:
     _gateway, experiment, evaluator = await an_evaluator()
+    # Longer than three answers take on a machine with much else to do.
+    monkeypatch.setattr(module, "GATHER_SECONDS", 2.0)
     collected: list[int] = []
     plane = experiment.evaluation
     original = plane.hop
@@ -277,10 +279,10 @@ async def test_answers_that_come_one_by_one_are_taken_and_ended_together(monkeyp
     monkeypatch.setattr(plane, "hop", watched)
     async with running(evaluator.run()):
         rollout, reward = original(HopName.TASKS, "r"), original(HopName.GENERATED, "w")
-        claims = await rollout.claim(9, wait_seconds=5)
+        claims = await rollout.claim(9, wait_seconds=30)
         for claim in claims:
             await rollout.forward(claim, a_group(claim.task()))
-            [made] = await reward.claim(1, wait_seconds=1)
+            [made] = await reward.claim(1, wait_seconds=30)
             await reward.forward(made, a_group(claim.task(), rewards=[1.0]))
             await asyncio.sleep(0.005)
         await until(lambda: experiment.record.evaluated_version == 0)

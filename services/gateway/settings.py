@@ -18,7 +18,7 @@ from flotilla.shared.schemas.retention import MAX_DAYS, Retention
 RETENTION = "FLOTILLA_RETENTION_"
 """What the variables of how long things are kept begin with."""
 STALL_SECONDS = 30.0
-SERVICE_SILENCE_SECONDS = 10.0
+SERVICE_SILENCE_SECONDS = 8.0
 ROLLOUT_SILENCE_SECONDS = 5.0
 TAKEOVER_GRACE_SECONDS = 20.0
 """First leases after a takeover: a call to a gateway that was stopped may hang for fifteen."""

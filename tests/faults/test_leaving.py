@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from flotilla.shared.schemas.service import ServiceView
+from tests.cloud import GCP_PREEMPTED, Cloudlike, cloudlike
 from tests.faults.test_kill import until_step, watch_balance
 from tests.faults.trial import (
     PATIENCE_SECONDS,
@@ -37,18 +38,19 @@ async def test_rollouts_join_and_leave(tmp_path: Path) -> None:
     data, marks = tmp_path / "fleet", tmp_path / "marks"
     faults = "; ".join([f"marks={marks}", *FAULTS])
     balanced: list[bool] = []
-    with two_rollouts(data, faults) as fleet:
+    with two_rollouts(data, faults) as fleet, cloudlike() as cloud:
+        spot = {"FLOTILLA_NOTICES": "gcp", "FLOTILLA_METADATA_URL": cloud.url, "FLOTILLA_POOL": "spot"}
         async with fleet.client() as client:
             trial = await Trial.start(fleet, client, long_completions(tmp_path))
             watching = asyncio.create_task(watch_balance(client, trial.id, balanced))
             options = ("--notice", str(NOTICE_SECONDS))
-            with joining(data, tmp_path / "first.log", *options, FLOTILLA_FAULTS=faults) as first:
+            with joining(data, tmp_path / "first.log", *options, FLOTILLA_FAULTS=faults, **spot) as first:
                 await trial.until_served_by(3)
                 own = min(set(await trial.rollouts()) - {first.pid})
                 async with amid_answers(trial, own, marks / UNHURRIED) as view:
                     await is_drained(trial, view)
                 async with amid_answers(trial, first.pid, marks / UNHURRIED) as view:
-                    await ends_at_first_sigterm(trial, first, view)
+                    await ends_with_its_machine(trial, first, view, cloud)
             with joining(data, tmp_path / "second.log", "--notice", "120", FLOTILLA_FAULTS=faults) as second:
                 async with amid_answers(trial, second.pid, marks / UNHURRIED) as view:
                     await ends_at_second_sigterm(trial, second, view)
@@ -56,9 +58,14 @@ async def test_rollouts_join_and_leave(tmp_path: Path) -> None:
             await until_step(client, trial.id, 1)  # its metrics may come before the word that it is done
             await trial.stop()
             watching.cancel()
+            usage = await client.call("GET", f"/v1/experiments/{trial.id}/usage")
             await check_what_was_trained(trial)
 
     print(f"trained {resumed:.0f} tokens that were handed over")
+    print(usage)
+    assert usage["saved_tokens"] > 0
+    assert {(each["pool"], each["kind"]) for each in usage["uses"]} >= {("spot", "rollout"), ("on-demand", "trainer")}
+    assert sum(usage["trained_by_pool"].values()) == usage["trained_tokens"] - usage["saved_tokens"]
     assert len(balanced) > 25
     assert all(balanced)
 
@@ -128,11 +135,16 @@ async def is_drained(trial: Trial, view: ServiceView) -> None:
     assert len(trial.fleet.pids("flotilla.services.rollout")) == 1
 
 
-async def ends_at_first_sigterm(trial: Trial, process: "subprocess.Popen[bytes]", view: ServiceView) -> None:
-    """A signal is a notice too: the process hands over what it has, and ends in order."""
+async def ends_with_its_machine(
+    trial: Trial, process: "subprocess.Popen[bytes]", view: ServiceView, cloud: Cloudlike
+) -> None:
+    """The cloud gives 30 s, then shuts the machine down: the signal shortens the notice, and ends it no sooner."""
+    assert view.capabilities.pool == "spot"
+    cloud.answers = {GCP_PREEMPTED: (200, "TRUE")}
+    await waited(lambda: trial.has_begun_to_leave(view.service_id), 30, "the notice to be heard")
     process.send_signal(signal.SIGTERM)
     seconds = await seconds_to_end(process, NOTICE_SECONDS + 10)
-    report(f"SIGTERM with {NOTICE_SECONDS:.0f} s notice", seconds)
+    report(f"a cloud's notice, then SIGTERM with {NOTICE_SECONDS:.0f} s notice", seconds)
     assert process.returncode == 0
     assert seconds <= NOTICE_SECONDS
     assert (await trial.left(view.service_id))["tokens_handed_over"] > 0

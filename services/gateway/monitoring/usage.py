@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import pairwise
 from typing import Any
 
 from flotilla.services.gateway.records.repository import Experiment
@@ -87,14 +86,21 @@ def uses_of(events: Iterable[Event], until: float) -> list[PoolUse]:
 
 def _divided(spans: list[_Span]) -> Iterable[tuple[_Span, float]]:
     """Divide the time of a device among those that had it: at each moment equally."""
-    if len(spans) == 1:
-        yield spans[0], max(0.0, spans[0].end - spans[0].begin)
-        return
-    moments = sorted({moment for each in spans for moment in (each.begin, each.end)})
-    for begin, end in pairwise(moments):
-        having = [each for each in spans if each.begin <= begin and each.end >= end]
-        for each in having:
-            yield each, (end - begin) / len(having)
+    moments = [(each.begin, False, number) for number, each in enumerate(spans)]
+    moments += [(max(each.begin, each.end), True, number) for number, each in enumerate(spans)]
+    # What each of those that are there has got since the first came.
+    share, begun = 0.0, [0.0] * len(spans)
+    num_there, before = 0, 0.0
+    for moment, is_end, number in sorted(moments):
+        if num_there:
+            share += (moment - before) / num_there
+        before = moment
+        if is_end:
+            num_there -= 1
+            yield spans[number], share - begun[number]
+        else:
+            num_there += 1
+            begun[number] = share
 
 
 async def usage_of(store: Store, experiment: Experiment, now: float) -> Usage:
@@ -123,9 +129,10 @@ async def usage_of(store: Store, experiment: Experiment, now: float) -> Usage:
     unnamed = trained - saved - sum(pools.values())
     if unnamed > 0:  # of steps before any rollout named a pool
         pools[ON_DEMAND] = pools.get(ON_DEMAND, 0) + unnamed
+    uses = await asyncio.to_thread(uses_of, events, now if experiment.is_active else record.updated_at)
     return Usage(
         experiment_id=record.id,
-        uses=tuple(uses_of(events, now if experiment.is_active else record.updated_at)),
+        uses=tuple(uses),
         generated_tokens=round(generated[1]),
         trained_tokens=trained,
         saved_tokens=saved,

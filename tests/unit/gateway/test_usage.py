@@ -1,11 +1,13 @@
 """What an experiment took of each pool: from the events of its services, however often they came and went."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from flotilla.services.gateway.monitoring.usage import machine_of, usage_of, uses_of
+from flotilla.services.gateway.monitoring import usage
+from flotilla.services.gateway.monitoring.usage import _Span, machine_of, usage_of, uses_of
 from flotilla.services.gateway.store.writes import PointRecord
 from flotilla.shared.clock import ManualClock, rfc3339
 from flotilla.shared.errors import InvalidRequest
@@ -62,6 +64,41 @@ def test_devices_count_each_and_one_of_two_services_half() -> None:
         ("on-demand", "rollout", "NVIDIA H100"): 4.0 / 2,
         ("spot", "rollout", "NVIDIA A100"): 16.0,
     }
+
+
+def test_many_who_overlap_on_one_device_are_each_met_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    met = 0
+
+    class Counted(_Span):
+        def __getattribute__(self, name: str) -> object:
+            nonlocal met
+            met += name in ("begin", "end")
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr(usage, "_Span", Counted)
+    num_short = 300
+    events = [assigned(0, "t", "trainer", devices=H100)]
+    for each in range(num_short):
+        events += [assigned(1 + each / num_short, f"r{each}", devices=H100), left(3, f"r{each}")]
+
+    found = hours(*events, until=4.0)
+
+    assert sum(found.values()) == pytest.approx(4.0)
+    # Alone for an hour at first and for one at last; between, one of up to three hundred.
+    assert 2.0 < found["on-demand", "trainer", "NVIDIA H100"] < 2.05
+    assert met < 10 * num_short
+
+
+async def test_hours_are_added_up_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway)
+    where = []
+    monkeypatch.setattr(usage, "uses_of", lambda *_: where.append(threading.get_ident()) or [])
+
+    assert (await usage_of(gateway.store, experiment, 0.0)).uses == ()
+
+    assert len(where) == 1 and where[0] != threading.get_ident()
+    await stop(gateway)
 
 
 async def test_tokens_come_from_the_series_and_hours_end_with_the_experiment() -> None:

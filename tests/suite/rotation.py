@@ -20,8 +20,9 @@ SECONDS: Mapping[str, int] = {
     "tests/integration/gateway/test_agents.py": 37,
     "tests/integration/gateway/test_example_agents.py": 14,
     "tests/integration/gateway/test_standbys.py": 40,
-    # 390, 191 and 216 of these were a processor's.
-    "tests/faults/test_ranks.py": 778,
+    # Of ranks 390, of agents 191 and of the lake 216 seconds were a processor's.
+    "tests/faults/test_ranks.py": 330,
+    "tests/faults/test_dying_ranks.py": 450,
     "tests/e2e/test_agents.py": 566,  # 60 of a processor went into clients that the example's agent no longer makes
     "tests/e2e/test_frozen_lake.py": 459,
     "tests/e2e/test_images.py": 25,

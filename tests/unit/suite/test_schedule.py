@@ -127,7 +127,7 @@ def test_the_longest_file_is_handed_out_first_and_unknown_ones_by_their_folder()
 
 
 def test_the_long_files_of_a_turn_are_handed_out_before_shorter_ones_by_day() -> None:
-    turn = "tests/faults/test_ranks.py::test"
+    turn = "tests/faults/test_dying_ranks.py::test"
     by_day = [f"{file}::test" for file in BY_DAY if is_fleet(f"{file}::test")]
 
     assert by_day

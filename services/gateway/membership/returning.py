@@ -130,7 +130,7 @@ class Returning:
                 service_id=service.id,
                 service_kind=service.kind.value,
                 returns=True,
-                **machine_of(service),
+                **machine_of(service, self._repository.get(found.record.experiment_id).spec),
             )
         return service
 

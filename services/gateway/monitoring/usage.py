@@ -10,9 +10,12 @@ from typing import Any
 from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.registry.services import LiveService
 from flotilla.services.gateway.store.base import Store
+from flotilla.shared.config.rules.devices import rollout_need, trainer_need
+from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.schemas.costs import CPU, PoolUse, Usage
 from flotilla.shared.schemas.experiment import Event
 from flotilla.shared.schemas.pools import ON_DEMAND
+from flotilla.shared.schemas.service import ServiceKind
 from flotilla.shared.schemas.wire import TolerantWire
 
 ASSIGNED, LEFT = "service_assigned", "service_left"
@@ -23,11 +26,16 @@ GENERATED, TRAINED, SAVED = "tokens/generated", "tokens/trained_in_step", "token
 OF_POOL = f"{TRAINED}/"
 
 
-def machine_of(service: LiveService) -> dict[str, Any]:
-    """Say, for the event of its assignment, what a service takes of whose machines."""
+NEEDS = {ServiceKind.TRAINER: trainer_need, ServiceKind.ROLLOUT: rollout_need}
+"""Of the kinds whose devices are given with them; what others see of a machine, the experiment does not take."""
+
+
+def machine_of(service: LiveService, spec: ExperimentSpec) -> dict[str, Any]:
+    """Say, for the event of its assignment, what an experiment takes with a service, of whose machines."""
     capabilities = service.capabilities
+    need = NEEDS.get(service.kind)
     names = {}
-    for each in capabilities.devices:
+    for each in capabilities.devices if need is not None and need(spec).is_used else ():
         identity = each.uuid or f"{capabilities.machine or service.record.host}/{each.label}"
         names[identity] = each.name or "gpu"
     found: dict[str, Any] = {} if capabilities.pool is None else {"pool": capabilities.pool}

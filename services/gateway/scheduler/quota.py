@@ -329,7 +329,8 @@ class Scheduler:
             if service.kind is ServiceKind.TRAINER:
                 self._repository.stage(change, experiment, trainer_epoch=experiment.record.trainer_epoch + 1)
             self._registry.stage_assignment(change, service, experiment.id)
-            facts = {"service_id": service.id, "service_kind": service.kind.value, **machine_of(service)}
+            facts = machine_of(service, experiment.spec)
+            facts |= {"service_id": service.id, "service_kind": service.kind.value}
             self._events.stage(change, experiment.id, "service_assigned", **facts)
 
     async def _report_waiting(self, experiment: Experiment, cause: str | None) -> None:

@@ -16,7 +16,7 @@ from flotilla.shared.schemas.experiment import Event, ExperimentState
 from flotilla.shared.schemas.service import Capabilities, GpuDevice, ServiceKind
 from flotilla.shared.schemas.trajectory import Group
 from flotilla.shared.testing.builders import a_group, a_task
-from tests.unit.gateway.builders import a_gateway, add_experiment, add_service, stop
+from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment, add_service, spec_document, stop
 
 HOUR = 3600.0
 H100 = {"GPU-1": "NVIDIA H100"}
@@ -66,6 +66,27 @@ def test_devices_count_each_and_one_of_two_services_half() -> None:
     }
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+async def test_devices_are_taken_by_who_computes_on_them_alone(device: str) -> None:
+    gateway = a_gateway()
+    spec = a_spec(
+        model={"path": "/nowhere/model", "dtype": "float32"},
+        rollout=spec_document()["rollout"] | {"engine": {"kind": "torch", "device": device}},
+        parallelism={"device": device},
+    )
+    capabilities = Capabilities(pool="spot", devices=(GpuDevice(uuid="GPU-1", name="NVIDIA H100"),))
+
+    took = {}
+    for kind in ServiceKind:
+        name = await add_service(gateway, kind, kind.value, capabilities=capabilities)
+        took[kind] = machine_of(gateway.registry.get(name), spec)
+
+    computes = {"pool": "spot"} | ({"devices": H100} if device == "cuda" else {})
+    assert took.pop(ServiceKind.TRAINER) == took.pop(ServiceKind.ROLLOUT) == computes
+    assert list(took.values()) == [{"pool": "spot"}] * len(took) and took
+    await stop(gateway)
+
+
 def test_many_who_overlap_on_one_device_are_each_met_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     met = 0
 
@@ -104,11 +125,12 @@ async def test_hours_are_added_up_beside_the_loop(monkeypatch: pytest.MonkeyPatc
 async def test_tokens_come_from_the_series_and_hours_end_with_the_experiment() -> None:
     clock = ManualClock()
     gateway = a_gateway(clock=clock)
-    experiment = await add_experiment(gateway)
+    spec = a_spec(rollout=spec_document()["rollout"] | {"engine": {"kind": "vllm"}}).model_dump(mode="json")
+    experiment = await add_experiment(gateway, spec=spec)
     capabilities = Capabilities(pool="spot", devices=(GpuDevice(uuid="GPU-1", name="NVIDIA H100"),))
     name = await add_service(gateway, ServiceKind.ROLLOUT, "one", capabilities=capabilities)
     service = gateway.registry.get(name)
-    facts = {"service_id": name, "service_kind": "rollout", **machine_of(service)}
+    facts = {"service_id": name, "service_kind": "rollout", **machine_of(service, experiment.spec)}
     await gateway.events.append(experiment.id, "service_assigned", **facts)
     for step, (spot, trained, saved) in enumerate([(0, 10, 0), (20, 30, 4)], start=1):
         values = {

@@ -10,6 +10,7 @@ from typing import Any
 from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.registry.services import LiveService
 from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.store.writes import PointRecord
 from flotilla.shared.config.rules.devices import rollout_need, trainer_need
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.schemas.costs import CPU, PoolUse, Usage
@@ -121,17 +122,20 @@ async def usage_of(store: Store, experiment: Experiment, now: float) -> Usage:
         after = page[-1].id
     names = await store.metric_names(record.id)
     by_pool = sorted(name for name in names if name.startswith(OF_POOL))
-    sums: dict[str, float] = defaultdict(float)
-    generated = (-1, 0.0)
+    found: dict[str, dict[int, PointRecord]] = defaultdict(dict)
     cursor = 0
     wanted = [GENERATED, TRAINED, SAVED, *by_pool]
     while rows := await store.metrics(record.id, names=wanted, after=cursor, limit=SLICE):
         for _, point in rows:
-            sums[point.name] += point.value
-            if point.name == GENERATED:
-                generated = max(generated, (point.step, point.value))
+            found[point.name][point.step] = point
         cursor = rows[-1][0]
         await asyncio.sleep(0)
+    # A step that is trained again replaces its points; those of pools that it no longer names stay behind.
+    stored_at = {step: point.at for step, point in found[TRAINED].items()}
+    sums = {
+        name: sum(each.value for each in found[name].values() if each.at == stored_at.get(each.step)) for name in wanted
+    }
+    generated = found[GENERATED][max(found[GENERATED])].value if found[GENERATED] else 0.0
     trained, saved = round(sums[TRAINED]), round(sums[SAVED])
     pools = {name.removeprefix(OF_POOL): round(sums[name]) for name in by_pool}
     unnamed = trained - saved - sum(pools.values())
@@ -141,7 +145,7 @@ async def usage_of(store: Store, experiment: Experiment, now: float) -> Usage:
     return Usage(
         experiment_id=record.id,
         uses=tuple(uses),
-        generated_tokens=round(generated[1]),
+        generated_tokens=round(generated),
         trained_tokens=trained,
         saved_tokens=saved,
         trained_by_pool=pools,

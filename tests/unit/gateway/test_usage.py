@@ -155,6 +155,27 @@ async def test_tokens_come_from_the_series_and_hours_end_with_the_experiment() -
     await stop(gateway)
 
 
+async def test_a_step_that_is_trained_again_counts_for_the_pools_that_it_names_then() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway)
+    trained = "tokens/trained_in_step"
+    for step, at, values in [
+        (8, "1", {"": 10, "/spot-a": 10}),
+        (9, "2", {"": 10, "/spot-a": 10}),
+        (10, "3", {"": 12, "/spot-a": 12}),
+        (9, "4", {"": 14, "/spot-b": 14}),
+        (10, "5", {"": 11, "/spot-a": 5, "/spot-b": 6}),
+    ]:
+        points = [PointRecord(trained + name, step, step, float(value), at) for name, value in values.items()]
+        await gateway.store.put_metrics(experiment.id, points)
+
+    found = await usage_of(gateway.store, experiment, 0.0)
+
+    assert found.trained_tokens == 10 + 14 + 11
+    assert found.trained_by_pool == {"spot-a": 10 + 5, "spot-b": 14 + 6}
+    await stop(gateway)
+
+
 A_USAGE = Usage(
     experiment_id="sum-1",
     uses=(

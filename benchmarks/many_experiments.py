@@ -1,10 +1,10 @@
 """Eight experiments with adapters of different ranks on one base, beside one alone: tokens, rewards, memory; CPU.
 
 A fleet of one trainer process, two rollout processes and one reward process serves up to eight experiments at a time.
-First one experiment (rank 8) trains there alone, then eight (ranks 1 to 16) at once, which share the base. Tokens per
-second are those that were sampled and trained, between the end of the first step and the end of the last (of eight:
-while all of them train). Memory is what the trainer's worker and the engines have to themselves (USS) at that time. The
-reward is the share of digits in an answer.
+First one experiment (rank 8) trains there alone, then eight (ranks 1 to 16) at once, which share the base. Tokens are
+those that were sampled and trained while all of them trained, per second, and per second of a processor that the whole
+fleet took, which others' load on the machine changes less. Memory is what the trainer's worker and the engines have to
+themselves (USS) at that time. The reward is the share of digits in an answer.
 
 ``python -m benchmarks.many_experiments [--steps 20] [--json FILE]``
 """
@@ -52,12 +52,14 @@ class Found:
 
     Attributes:
         tokens_per_second: of all.
+        tokens_per_cpu_second: of all.
         rewards: of each rank: the mean of its first three and of its last three steps.
         engines_mb, trainer_mb: what the processes have to themselves.
         engines: processes.
     """
 
     tokens_per_second: float
+    tokens_per_cpu_second: float
     rewards: Mapping[int, tuple[float, float]]
     engines_mb: float
     trainer_mb: float
@@ -90,6 +92,16 @@ def memory_mb(fleet: RunningFleet, module: str) -> tuple[float, int]:
     return sum(found), len(found)
 
 
+def cpu_seconds(fleet: RunningFleet) -> float:
+    """Sum the processor time of all processes of a fleet that run."""
+    total = 0.0
+    for process in psutil.Process(fleet.process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
 async def series(client: GatewayClient, name: str) -> dict[str, dict[int, tuple[float, float]]]:
     """Read figures by name and step: value, and when the gateway was told of it."""
     found: dict[str, dict[int, tuple[float, float]]] = {}
@@ -118,6 +130,7 @@ async def measure(fleet: RunningFleet, specs: Mapping[int, dict[str, Any]]) -> F
             for rank, spec in specs.items()
         }
         end, sizes = time.monotonic() + SECONDS, ((0.0, 0), (0.0, 0))
+        looks: list[tuple[float, float]] = []
         while True:
             views = [await client.call("GET", f"/v1/experiments/{each}", deadline_seconds=60) for each in ids.values()]
             if all(view["state"] == "completed" for view in views):
@@ -126,10 +139,10 @@ async def measure(fleet: RunningFleet, specs: Mapping[int, dict[str, Any]]) -> F
                 raise SystemExit(f"the experiments are at {[(view['state'], view['problem']) for view in views]}")
             if all(view["state"] == "running" and view["step"] > 1 for view in views):
                 sizes = memory_mb(fleet, ENGINE), memory_mb(fleet, WORKER)
+                looks.append((time.time(), cpu_seconds(fleet)))
             await asyncio.sleep(1.0)
         figures = {rank: await series(client, each) for rank, each in ids.items()}
-    first = max(min(at for _, at in each[STEP_ENDS].values()) for each in figures.values())
-    last = min(max(at for _, at in each[STEP_ENDS].values()) for each in figures.values())
+    (first, before), (last, after) = looks[0], looks[-1]
     tokens = sum(
         each[MEAN_TOKENS][step][0] * each[SAMPLES][step][0]
         for each in figures.values()
@@ -139,7 +152,7 @@ async def measure(fleet: RunningFleet, specs: Mapping[int, dict[str, Any]]) -> F
     rewards = {rank: [each[REWARD][step][0] for step in sorted(each[REWARD])] for rank, each in figures.items()}
     learnt = {rank: (fmean(each[:3]), fmean(each[-3:])) for rank, each in rewards.items()}
     (engines, count), (trainer, _) = sizes
-    return Found(tokens / (last - first), learnt, engines, trainer, count)
+    return Found(tokens / (last - first), tokens / (after - before), learnt, engines, trainer, count)
 
 
 def main() -> None:
@@ -154,12 +167,16 @@ def main() -> None:
             one = asyncio.run(measure(fleet, {ALONE: spec_of(directory, ALONE, chosen.steps)}))
             specs = {rank: spec_of(directory, rank, chosen.steps) for rank in RANKS}
             eight = asyncio.run(measure(fleet, specs))
-    print(f"{'':>8} {'tokens/s':>9} {'engines':>8} {'engines MB':>11} {'trainer MB':>11}  reward, first and last steps")
+    columns = ("tokens/s", 9), ("per CPU s", 9), ("engines", 8), ("engines MB", 11), ("trainer MB", 11)
+    print(" ".join((" " * 8, *(f"{name:>{width}}" for name, width in columns))), " reward, first and last steps")
     for name, found in (("alone", one), ("eight", eight)):
         told = ", ".join(f"r{rank} {before:.2f} {after:.2f}" for rank, (before, after) in found.rewards.items())
         sizes = f"{found.engines:>8} {found.engines_mb:>11.0f} {found.trainer_mb:>11.0f}"
-        print(f"{name:>8} {found.tokens_per_second:>9.0f} {sizes}  {told}")
-    print(f"eight / alone: {eight.tokens_per_second / one.tokens_per_second:.2f}")
+        print(f"{name:>8} {found.tokens_per_second:>9.0f} {found.tokens_per_cpu_second:>9.0f} {sizes}  {told}")
+    print(
+        f"eight / alone: {eight.tokens_per_second / one.tokens_per_second:.2f}, per second of a processor "
+        f"{eight.tokens_per_cpu_second / one.tokens_per_cpu_second:.2f}"
+    )
     if chosen.json is not None:
         chosen.json.write_text(json.dumps({"alone": asdict(one), "eight": asdict(eight)}, indent=2) + "\n")
 

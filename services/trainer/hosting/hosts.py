@@ -96,7 +96,8 @@ class WorkerHost:
         Raises:
             OSError: it cannot be started.
         """
-        environment = environment_of(os.environ, threads)
+        # Workers' threads compute in turn: what one has freed the next one takes, if they have one heap.
+        environment = environment_of(os.environ, threads) | {"MALLOC_ARENA_MAX": "1"}
         # Whoever kills the service's group ends the workers with it.
         child = await spawn(
             python_module(MODULE), environment=environment, max_line_bytes=READ_BYTES, leads_session=False

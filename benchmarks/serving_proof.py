@@ -31,8 +31,9 @@ from flotilla.shared.config.sections.model import ModelConfig
 
 IMAGE_BYTES = 100 << 20
 SLOTS = 64
+GROUP = 8
 ANSWERS = 128
-"""Of a version: a step of 16 groups of 8."""
+"""Of a version: a step of 16 groups."""
 TOKENS = 256
 VERSIONS = 3
 MOST_SHARE = 0.01
@@ -44,13 +45,15 @@ def main() -> None:
     parser.add_argument("--engine", choices=["torch", "sglang", "vllm"], default="torch")
     parser.add_argument("--python", type=Path, help="interpreter of a server")
     parser.add_argument("--rank", type=int, help="publish adapters of this rank alone")
-    arguments = parser.parse_args()
+    parser.add_argument("--answers", type=int, default=ANSWERS, help="of a version, eight a group (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of an answer (%(default)s)")
     torch.set_num_threads(1)
-    asyncio.run(measure(arguments.engine, arguments.python, arguments.rank))
+    asyncio.run(measure(parser.parse_args()))
 
 
-async def measure(kind: str, python: Path | None, rank: int | None) -> None:
+async def measure(arguments: argparse.Namespace) -> None:
     """Measure and print."""
+    kind, rank, answers, tokens = arguments.engine, arguments.rank, arguments.answers, arguments.tokens
     async with AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         weights = await asyncio.to_thread(save_model, directory, IMAGE_BYTES, rank)
@@ -63,7 +66,7 @@ async def measure(kind: str, python: Path | None, rank: int | None) -> None:
         digest = images.manifest(path, 1).digest
         published = time.perf_counter() - began
         assert digest is not None
-        engine = engine_of(kind, directory, python)
+        engine = engine_of(kind, directory, arguments.python, tokens + 32)
         await engine.start()
         stack.push_async_callback(engine.close)
         # A server finds out by the weights that it begins with what it can tell, once.
@@ -72,23 +75,22 @@ async def measure(kind: str, python: Path | None, rank: int | None) -> None:
         for version in range(VERSIONS):
             plain.append(await _load(engine, path, 2 * version + 2, None))
             proved.append(await _load(engine, path, 2 * version + 3, digest))
-            sampled.append(await _sample(engine, version))
+            sampled.append(await _sample(engine, version, answers // GROUP, tokens))
     costs = statistics.median(proved) - statistics.median(plain)
     share = costs / (statistics.median(sampled) + statistics.median(plain))
     what = f"{IMAGE_BYTES >> 20} MiB" if rank is None else f"{IMAGE_BYTES >> 20} MiB with adapters of rank {rank}"
-    print(f"{kind}, {what}, {ANSWERS} answers of {TOKENS} tokens: {statistics.median(sampled):.2f} s")
+    print(f"{kind}, {what}, {answers} answers of {tokens} tokens: {statistics.median(sampled):.2f} s")
     print(f"load {statistics.median(plain):.3f} s, with its proof {statistics.median(proved):.3f} s")
     print(f"checksum and digest in the trainer, beside training: {published:.3f} s")
     print(f"share of generation: {share:.2%} ({'within' if share <= MOST_SHARE else 'ABOVE'} {MOST_SHARE:.0%})")
 
 
-def engine_of(kind: str, model: Path, python: Path | None) -> Engine:
+def engine_of(kind: str, model: Path, python: Path | None, tokens: int) -> Engine:
     """Make an engine, not yet started.
 
     Raises:
         SystemExit: no interpreter was named for a server.
     """
-    tokens = TOKENS + 32
     if kind == "torch":
         return ProcessEngine(EngineSettings(str(model), slots=SLOTS, context_tokens=tokens))
     if python is None:
@@ -107,13 +109,13 @@ async def _load(engine: Engine, image: Path, version: int, digest: str | None) -
     return time.perf_counter() - began
 
 
-async def _sample(engine: Engine, number: int) -> float:
+async def _sample(engine: Engine, number: int, groups: int, tokens: int) -> float:
     began = time.perf_counter()
-    sampling = SamplingParameters(TOKENS, ignore_eos=True)
-    prompts = [tuple(range(group, group + 16)) for group in range(ANSWERS // 8)]
+    sampling = SamplingParameters(tokens, ignore_eos=True)
+    prompts = [tuple(range(group, group + 16)) for group in range(groups)]
     async with asyncio.TaskGroup() as tasks:
         for group, prompt in enumerate(prompts):
-            request = GenerationRequest(f"{number}-{group}", prompt, tuple(range(8)), sampling)
+            request = GenerationRequest(f"{number}-{group}", prompt, tuple(range(GROUP)), sampling)
             tasks.create_task(engine.generate(request))
     return time.perf_counter() - began
 

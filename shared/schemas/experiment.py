@@ -68,6 +68,8 @@ class Origin(TolerantWire):
     """Where the experiment's own groups begin: after the last one that the checkpoint contains."""
     source_weights: tuple[WeightsFrom, ...] = ()
     """By which weights the other experiment took turns among its sources, oldest first: turns go on from there."""
+    generated_tokens: int = 0
+    """Of the checkpoint's figures, which the experiment's own go on from; 0 where an earlier release took it."""
 
 
 class ForkRequest(Wire):

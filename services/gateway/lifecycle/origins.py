@@ -286,6 +286,7 @@ def take(
         path=str(stored.path),
         first_group_id=trained[-1][1] + 1 if trained else 0,
         source_weights=weights_by_group(stored.state.spec, stored.state.changes, *begun),
+        generated_tokens=stored.state.totals.get("generated_tokens", 0),
     )
 
 

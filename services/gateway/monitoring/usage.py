@@ -14,7 +14,7 @@ from flotilla.services.gateway.store.writes import PointRecord
 from flotilla.shared.config.rules.devices import rollout_need, trainer_need
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.schemas.costs import CPU, PoolUse, Usage
-from flotilla.shared.schemas.experiment import Event
+from flotilla.shared.schemas.experiment import Event, Origin
 from flotilla.shared.schemas.pools import ON_DEMAND
 from flotilla.shared.schemas.service import ServiceKind
 from flotilla.shared.schemas.wire import TolerantWire
@@ -135,7 +135,8 @@ async def usage_of(store: Store, experiment: Experiment, now: float) -> Usage:
     sums = {
         name: sum(each.value for each in found[name].values() if each.at == stored_at.get(each.step)) for name in wanted
     }
-    generated = found[GENERATED][max(found[GENERATED])].value if found[GENERATED] else 0.0
+    before = 0 if record.origin is None else Origin.model_validate(record.origin).generated_tokens
+    generated = found[GENERATED][max(found[GENERATED])].value - before if found[GENERATED] else 0.0
     trained, saved = round(sums[TRAINED]), round(sums[SAVED])
     pools = {name.removeprefix(OF_POOL): round(sums[name]) for name in by_pool}
     unnamed = trained - saved - sum(pools.values())
@@ -145,7 +146,7 @@ async def usage_of(store: Store, experiment: Experiment, now: float) -> Usage:
     return Usage(
         experiment_id=record.id,
         uses=tuple(uses),
-        generated_tokens=round(generated),
+        generated_tokens=max(0, round(generated)),
         trained_tokens=trained,
         saved_tokens=saved,
         trained_by_pool=pools,

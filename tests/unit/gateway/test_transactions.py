@@ -223,6 +223,7 @@ async def fork(world: World) -> None:
         "path": str(world.folder / "experiments" / ID / "checkpoints" / "step-00000002"),
         "first_group_id": 4,
         "source_weights": [],
+        "generated_tokens": 0,
     }
 
 

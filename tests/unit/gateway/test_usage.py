@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from flotilla.services.gateway.lifecycle.origins import find, take
 from flotilla.services.gateway.monitoring import usage
 from flotilla.services.gateway.monitoring.usage import _Span, machine_of, usage_of, uses_of
 from flotilla.services.gateway.store.writes import PointRecord
@@ -17,6 +18,7 @@ from flotilla.shared.schemas.service import Capabilities, GpuDevice, ServiceKind
 from flotilla.shared.schemas.trajectory import Group
 from flotilla.shared.testing.builders import a_group, a_task
 from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment, add_service, spec_document, stop
+from tests.unit.gateway.stored import store_checkpoint
 
 HOUR = 3600.0
 H100 = {"GPU-1": "NVIDIA H100"}
@@ -173,6 +175,23 @@ async def test_a_step_that_is_trained_again_counts_for_the_pools_that_it_names_t
 
     assert found.trained_tokens == 10 + 14 + 11
     assert found.trained_by_pool == {"spot-a": 10 + 5, "spot-b": 14 + 6}
+    await stop(gateway)
+
+
+async def test_a_fork_generated_what_came_after_its_origin(tmp_path: Path) -> None:
+    gateway = a_gateway()
+    store_checkpoint(tmp_path / "tiny-1", 4, spec_document(), totals={"trained_tokens": 300, "generated_tokens": 400})
+    origin = take(find(tmp_path / "tiny-1", None), a_spec(), "fork-1", tmp_path / "fork-1")
+    experiment = await add_experiment(gateway, "fork-1", origin=origin.model_dump(mode="json"))
+    assert (await usage_of(gateway.store, experiment, 0.0)).generated_tokens == 0
+
+    for step, total in [(5, 450.0), (6, 520.0)]:
+        values = {"tokens/generated": total, "tokens/trained_in_step": 40.0}
+        points = [PointRecord(name, step, step, value, "1") for name, value in values.items()]
+        await gateway.store.put_metrics(experiment.id, points)
+
+    found = await usage_of(gateway.store, experiment, 0.0)
+    assert (found.generated_tokens, found.trained_tokens) == (120, 80)
     await stop(gateway)
 
 

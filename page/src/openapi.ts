@@ -102,7 +102,7 @@ export interface components {
             pool?: string | null;
             /**
              * Live Changes
-             * @description Whether a trainer or reward service takes changes of its spec while it works; earlier releases do not say so.
+             * @description Whether a trainer, rollout or reward takes changes of its spec while it works; earlier releases do not say so.
              * @default false
              */
             live_changes: boolean;
@@ -474,6 +474,11 @@ export interface components {
              * @default []
              */
             changes: components["schemas"]["LiveChange"][];
+            /**
+             * Groups From
+             * @description The experiment whose groups it trains: `data.from` of its spec; null: its own.
+             */
+            groups_from?: string | null;
         };
         /**
          * ExtendRequest

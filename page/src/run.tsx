@@ -172,6 +172,11 @@ export function Head({ experiment, shared, ids }: { experiment: Experiment; shar
           {experiment.name} <span class={`state ${experiment.state}`}>{experiment.state}</span>
           <span class="quiet small">
             step {experiment.step} of {experiment.total_steps}, version {experiment.policy_version}
+            {experiment.groups_from && (
+              <>
+                , trains the groups of <a href={`#/run/${encodeURIComponent(experiment.groups_from)}`}>{experiment.groups_from}</a>
+              </>
+            )}
           </span>
           {others.length > 0 && (
             <a class="small" href={`#/run/${others.map(encodeURIComponent).join(",")}`} aria-label={`leave out ${experiment.name}`}>

@@ -1,7 +1,7 @@
 """The data plane, and admission to it, on a Redis or Valkey server, 6.2 or newer."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -35,6 +35,9 @@ from flotilla.shared.streams.redis.scripts import Argument, ScriptRunner
 from flotilla.shared.streams.redis.trainer import RedisTrainerQueue
 from flotilla.shared.streams.sharing import TRIMMED, SharedGroup, SharedRead, Taken
 from flotilla.shared.telemetry.tracing.recording import record_issues
+
+MOST_DIGITS: Final = 9
+"""Of a number of groups that ended."""
 
 
 class RedisAdmission:
@@ -135,8 +138,9 @@ class RedisAdmission:
             async with self._runner.redis.pubsub() as channel:
                 await channel.subscribe(self._keys.ends)
                 async for message in channel.listen():
-                    # The first one is that it is heard from now on.
-                    ended(int(message["data"]) if message["type"] == "message" else 0)
+                    # The first one is that it is heard from now on. Whoever may run scripts may say anything.
+                    told = bytes(message["data"]) if message["type"] == "message" else b""
+                    ended(int(told) if told.isdigit() and len(told) <= MOST_DIGITS else 0)
         except (RedisError, OSError) as error:
             raise Unavailable(f"the Redis server tells of no group that ends: {error}", component=COMPONENT) from error
 

@@ -5,8 +5,9 @@ import time
 
 import pytest
 
+from flotilla.shared.schemas.task import Lane
 from flotilla.shared.streams.admission import IssueOutcome, IssueResult
-from flotilla.shared.streams.hop import HopName, Resolution
+from flotilla.shared.streams.hop import HopName, Resolution, StreamKeys
 from flotilla.shared.streams.plane import DataPlane
 from flotilla.shared.testing.builders import a_group, a_task, graded
 from tests.contract.streams.conftest import World, a_trainer, issue, ledger_of, move_to_scored
@@ -217,6 +218,11 @@ async def test_groups_that_end_are_told_and_planned_ones_are_not(world: World, p
     for hop, resolution, count in ((tasks, Resolution.FAILED, 1), (trainer.hop, Resolution.DROPPED, 2)):
         await hop.resolve_many(await hop.claim(count, wait_seconds=1), resolution, "test")
         assert sum([await asyncio.wait_for(told.get(), 10) for _ in range(1 if world.redis else count)]) == count
+
+    if world.redis is not None:
+        for said in (b"", b"many", b"-1", b"9" * 5000):
+            await world.redis.publish(StreamKeys(world.experiment_id, Lane.TRAIN).ends, said)
+            assert await asyncio.wait_for(told.get(), 10) == 0, "whoever may publish says anything"
 
     following.cancel()
     with pytest.raises(asyncio.CancelledError):

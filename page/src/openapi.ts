@@ -1252,6 +1252,12 @@ export interface components {
              * @default []
              */
             source_weights: components["schemas"]["WeightsFrom"][];
+            /**
+             * Generated Tokens
+             * @description Of the checkpoint's figures, which the experiment's own go on from; 0 where an earlier release took it.
+             * @default 0
+             */
+            generated_tokens: number;
         };
         /** Page[AuditEntry] */
         Page_AuditEntry_: {
@@ -2205,8 +2211,13 @@ export interface components {
             trained_by_pool: {
                 [key: string]: number;
             };
-            /** @description By the gateway's own list of prices; null where it has none. */
+            /** @description By the gateway's own list of prices; null where it has none, or ``costs_problem`` is said. */
             costs?: components["schemas"]["Costs"] | null;
+            /**
+             * Costs Problem
+             * @description What its list has no price for.
+             */
+            costs_problem?: string | null;
         };
         /**
          * WebhookView

@@ -46,6 +46,7 @@ export function Pools({ id }: { id: string }) {
         {number(data.saved_tokens)} tokens saved by hand-over; {number(data.trained_tokens)} of {number(data.generated_tokens)} generated tokens trained
         {costs ? `; ${money(costs.cost, costs.currency)} in all, ${money(costs.per_million, costs.currency)} for a million trained tokens` : ""}.
       </p>
+      {data.costs_problem && <p class="small">No costs: {data.costs_problem}.</p>}
       <p class="quiet small">
         <code>GET {experimentPath(id)}/usage</code>, <code>flotilla costs</code>
       </p>

@@ -68,7 +68,9 @@ class Usage(TolerantWire):
     trained_by_pool: Mapping[str, int]
     """The others, by the pool of the rollout that sampled them."""
     costs: Costs | None = None
-    """By the gateway's own list of prices; null where it has none."""
+    """By the gateway's own list of prices; null where it has none, or ``costs_problem`` is said."""
+    costs_problem: str | None = None
+    """What its list has no price for."""
 
 
 class Price(Wire):
@@ -118,6 +120,15 @@ def read_prices(path: Path) -> Prices:
         raise InvalidRequest(f"{path} cannot be read: {error}") from None
     except yaml.YAMLError:
         raise InvalidRequest(f"{path} is no YAML") from None
+
+
+def with_costs(usage: Usage, prices: Prices) -> Usage:
+    """Add what an experiment costs so far by a list of prices, in place of what another list said of it.
+
+    Raises:
+        InvalidRequest: a pool or device has no price.
+    """
+    return usage.model_copy(update={"costs": priced(usage, prices), "costs_problem": None})
 
 
 def priced(usage: Usage, prices: Prices) -> Costs:

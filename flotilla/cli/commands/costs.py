@@ -8,21 +8,21 @@ from rich.table import Table
 from flotilla.cli.exit_codes import ExitCode
 from flotilla.cli.gateway import open_gateway
 from flotilla.cli.output import new_console, table_of, write_json
-from flotilla.shared.schemas.costs import Costs, Usage, priced, read_prices
+from flotilla.shared.schemas.costs import Costs, Usage, read_prices, with_costs
 
 
 async def costs(arguments: argparse.Namespace) -> int:
     """Show an experiment's hours, tokens and costs.
 
     Raises:
-        InvalidRequest: the prices cannot be read, or have none for a pool or device that it used.
+        InvalidRequest: the prices that were given cannot be read, or have none for a pool or device that it used.
     """
     prices = None if arguments.prices is None else read_prices(Path(arguments.prices))
     async with open_gateway(arguments) as client:
         view = await client.experiment(arguments.experiment)
         usage = await client.usage(view.id)
     if prices is not None:
-        usage = usage.model_copy(update={"costs": priced(usage, prices)})
+        usage = with_costs(usage, prices)
     if arguments.json:
         write_json(usage.model_dump(mode="json"))
         return ExitCode.DONE
@@ -68,6 +68,8 @@ def _totals(usage: Usage) -> list[str]:
         total, a_million = _money(usage.costs.cost, usage.costs), usage.costs.per_million
         told = "" if a_million is None else f", {_money(a_million, usage.costs)} for a million trained tokens"
         lines.append(f"all services together cost {total}{told}")
+    if usage.costs_problem is not None:
+        lines.append(f"no costs by the gateway's own prices: {usage.costs_problem}; or give --prices FILE")
     return lines
 
 

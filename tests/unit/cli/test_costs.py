@@ -39,6 +39,23 @@ def test_with_prices_costs_are_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out)["costs"]["cost"] == 13.0
 
 
+def test_a_gap_in_the_gateways_prices_is_told_and_ones_own_go_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    view = a_view().model_copy(update={"id": "sum-1", "name": "sum"})
+    answer = A_USAGE.model_copy(update={"costs_problem": "no price fits cpu in the pool spot-1"})
+    serve(monkeypatch, [view], {"/experiments/sum-1/usage": answer.model_dump(mode="json")})
+    (tmp_path / "prices.yaml").write_text(PRICES)
+
+    assert main(["costs", "sum-1"]) == ExitCode.DONE
+    said = capsys.readouterr().out
+    assert "1,000,000" in said and "no price fits cpu in the pool spot-1; or give --prices FILE" in said
+
+    assert main(["costs", "sum-1", "--prices", str(tmp_path / "prices.yaml")]) == ExitCode.DONE
+    said = capsys.readouterr().out
+    assert "all services together cost 13.00 EUR" in said and "no price fits" not in said
+
+
 def test_prices_that_cannot_be_read_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["costs", "sum-1", "--prices", str(tmp_path / "none.yaml")]) != ExitCode.DONE
     assert "none.yaml cannot be read" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import pytest
 from flotilla.services.gateway.lifecycle.origins import find, take
 from flotilla.services.gateway.monitoring import usage
 from flotilla.services.gateway.monitoring.usage import _Span, machine_of, usage_of, uses_of
+from flotilla.services.gateway.routes import usage as routes
 from flotilla.services.gateway.store.writes import PointRecord
 from flotilla.shared.clock import ManualClock, rfc3339
 from flotilla.shared.errors import InvalidRequest
@@ -192,6 +193,22 @@ async def test_a_fork_generated_what_came_after_its_origin(tmp_path: Path) -> No
 
     found = await usage_of(gateway.store, experiment, 0.0)
     assert (found.generated_tokens, found.trained_tokens) == (120, 80)
+    await stop(gateway)
+
+
+async def test_a_pool_without_a_price_takes_the_costs_alone() -> None:
+    prices = Prices.model_validate({"hourly": [{"pool": "spot", "price": 1}]})
+    gateway = a_gateway(prices=prices)
+    experiment = await add_experiment(gateway)
+    await gateway.events.append(experiment.id, "service_assigned", service_id="a", service_kind="rollout", pool="spot")
+    answered = await routes.usage(experiment.id, gateway)
+    assert answered.costs is not None and answered.costs_problem is None
+
+    await gateway.events.append(experiment.id, "service_assigned", service_id="b", service_kind="rollout", pool="new")
+    answered = await routes.usage(experiment.id, gateway)
+
+    assert [use.pool for use in answered.uses] == ["new", "spot"] and answered.costs is None
+    assert (answered.costs_problem or "").startswith("no price fits cpu in the pool new")
     await stop(gateway)
 
 

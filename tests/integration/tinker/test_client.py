@@ -94,6 +94,24 @@ def test_loops_of_the_cookbook_run_as_they_are(fleet: RunningFleet, loop: str, t
         assert lines[-1]["train_mean_nll"] < 0.8 * lines[0]["train_mean_nll"]
 
 
+@pytest.mark.timeout(600)
+def test_trainers_of_the_cookbook_learn(fleet: RunningFleet, tmp_path: Path) -> None:
+    """The distilled one learns from what the supervised one saved."""
+    arguments = [fleet.url, tinker_key(fleet.token), str(tiny_model()), str(tmp_path)]
+    command = [python(), str(HERE / "cookbook_trainers.py"), *arguments]
+
+    found = subprocess.run(command, capture_output=True, text=True, timeout=2 * SECONDS, check=False)
+
+    assert found.returncode == 0, found.stderr[-6000:]
+    figures = {"supervised": "train_mean_nll", "reinforced": "env/all/reward/total", "distilled": "teacher_kl"}
+    for kind, figure in figures.items():
+        lines = [json.loads(line) for line in (tmp_path / kind / "metrics.jsonl").read_text().splitlines()]
+        values = [line[figure] for line in lines if figure in line]
+        first, last = sum(values[:4]), sum(values[-4:])
+        assert len(values) >= 14, (kind, lines[0].keys())
+        assert last > 1.05 * first if kind == "reinforced" else last < 0.8 * first, (kind, values)
+
+
 @pytest.mark.parametrize("kind", ["supervised", "reinforced"])
 def test_a_loop_ends_with_the_same_losses_whoever_is_killed_meanwhile(
     fleet: RunningFleet, kind: str, tmp_path: Path

@@ -184,6 +184,12 @@ class SimulatedService:
             return await self._status(use, wait)
 
     async def _call(self, use: str, method: str, path: str, body: Any) -> Answer:
+        try:
+            return await self._attempt(use, method, path, body)
+        except ConnectionResetError:  # closed for its idleness as this was sent: real services repeat it, too
+            return await self._attempt(use, method, path, body)
+
+    async def _attempt(self, use: str, method: str, path: str, body: Any) -> Answer:
         # The gateway closes a connection that was idle for some seconds.
         if use not in self._connections or self._connections[use].is_lost:
             loop = asyncio.get_running_loop()

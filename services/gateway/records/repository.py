@@ -374,15 +374,17 @@ class ExperimentRepository:
 def check_not_subscribed(experiment_id: str, others: Iterable[Experiment]) -> None:
     """Check that nobody at work trains the groups of an experiment that is about to be deleted.
 
+    An owner is told of no other owner's.
+
     Raises:
         ActionNotAllowed: somebody does.
     """
     for other in others:
         is_at_work = other.is_active or other.state is ExperimentState.STOPPING
         if is_at_work and other.spec.data.subscribes_to == experiment_id:
-            raise ActionNotAllowed(
-                f"cannot delete {experiment_id}: {other.id}, which is {other.state}, trains its groups"
-            )
+            is_seen = owner() in {None, other.record.owner}
+            named = f"{other.id}, which is {other.state}," if is_seen else "an experiment of another owner"
+            raise ActionNotAllowed(f"cannot delete {experiment_id}: {named} trains its groups")
 
 
 def _differs(record: ExperimentRecord, changes: Mapping[str, Any]) -> bool:

@@ -6,9 +6,11 @@ part goes its experiment cannot start. Files go before the record, so what a cra
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+from flotilla.services.gateway.access.caller import owner
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.lifecycle.commands import ExperimentCommands
 from flotilla.services.gateway.lifecycle.states import Action
@@ -78,7 +80,7 @@ class Retainer:
                 f"{experiment_id} without its files, and them by hand"
             )
         with self._commands.at_rest(experiment):
-            needed = why_needed(experiment_id, Part.RUN, await self._references())
+            needed = why_needed(experiment_id, Part.RUN, self._seen_by_owner(experiment, await self._references()))
             if needed is not None:
                 raise Conflict(
                     f"the files of {experiment_id} stay: {needed}. Delete that one first, or {experiment_id} without "
@@ -108,6 +110,15 @@ class Retainer:
         return Pruning(
             dry_run=dry_run, removed=tuple(removed), kept=tuple(kept), bytes=sum(each.bytes for each in removed)
         )
+
+    def _seen_by_owner(self, experiment: Experiment, needs: Iterable[Reference]) -> Iterator[Reference]:
+        """Leave out what another owner's experiment names and may not read; of who may, tell the caller's own alone."""
+        for each in needs:
+            of = self._repository.record_of(each.by).owner
+            if of in {None, experiment.record.owner}:
+                yield (
+                    each if owner() in {None, of} else replace(each, words="an experiment of another owner needs them")
+                )
 
     async def _references(self) -> list[Reference]:
         records = [each.record for each in (*self._repository, *self._repository.unusable())]

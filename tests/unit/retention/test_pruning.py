@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from flotilla.services.gateway.access.caller import caller
 from flotilla.services.gateway.app import create_app
 from flotilla.services.gateway.lifecycle.states import Action
 from flotilla.services.gateway.records.repository import Experiment
@@ -19,6 +20,7 @@ from flotilla.services.gateway.settings import read_retention
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.errors import ActionNotAllowed, Conflict, InvalidRequest
+from flotilla.shared.net.authorisation.access import Principal, Scope
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.retention import Part, Retention
 from tests.unit.gateway.builders import a_gateway, add_experiment, spec_document
@@ -362,6 +364,30 @@ async def test_files_that_another_one_needs_or_that_lie_elsewhere_are_not_delete
     assert "fork-1" in answers["first-1"].json()["detail"]
     assert "deletes no files there" in answers["far-1"].json()["detail"]
     assert needed.exists() and elsewhere.exists() and len(list(gateway.repository)) == 4
+
+
+@pytest.mark.parametrize(
+    ("whose", "is_kept", "told"), [(None, True, "first-1"), ("alice", True, "fork-1"), ("bob", False, "")]
+)
+async def test_an_owner_is_told_of_no_others_experiment_that_needs_the_files(
+    gateway: GatewayState, whose: str | None, is_kept: bool, told: str
+) -> None:
+    """One of the fleet's own may need them; what another owner's names, it may not read."""
+    origin = {"experiment_id": "first-1", "step": 2, "version": 2, "path": "/nowhere", "first_group_id": 4}
+    directory = await add_finished(gateway, "first-1", owner="alice")
+    await add_finished(gateway, "fork-1", origin=origin, owner=whose)
+    token = caller.set(Principal(Scope.OPERATOR, "alices", owner="alice"))
+    try:
+        if not is_kept:
+            await gateway.cleaning.retainer.delete("first-1")
+        else:
+            with pytest.raises(Conflict, match=told) as refused:
+                await gateway.cleaning.retainer.delete("first-1")
+            assert ("fork-1" in refused.value.detail) is (whose == "alice")
+    finally:
+        caller.reset(token)
+
+    assert directory.exists() is is_kept
 
 
 async def test_where_a_file_cannot_be_deleted_the_record_stays(

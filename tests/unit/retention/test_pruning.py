@@ -1,7 +1,8 @@
 """What finished experiments left goes once its time is over, by REST, by the hour, and never while it is needed."""
 
 import errno
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -366,26 +367,35 @@ async def test_files_that_another_one_needs_or_that_lie_elsewhere_are_not_delete
     assert needed.exists() and elsewhere.exists() and len(list(gateway.repository)) == 4
 
 
+@contextmanager
+def acting(owner: str | None) -> Iterator[None]:
+    token = caller.set(Principal(Scope.OPERATOR, f"{owner}s", owner=owner))
+    try:
+        yield
+    finally:
+        caller.reset(token)
+
+
 @pytest.mark.parametrize(
-    ("whose", "is_kept", "told"), [(None, True, "first-1"), ("alice", True, "fork-1"), ("bob", False, "")]
+    ("whose", "is_kept", "told"), [(None, True, "another owner"), ("alice", True, "fork-1"), ("bob", False, "")]
 )
 async def test_an_owner_is_told_of_no_others_experiment_that_needs_the_files(
     gateway: GatewayState, whose: str | None, is_kept: bool, told: str
 ) -> None:
     """One of the fleet's own may need them; what another owner's names, it may not read."""
     origin = {"experiment_id": "first-1", "step": 2, "version": 2, "path": "/nowhere", "first_group_id": 4}
-    directory = await add_finished(gateway, "first-1", owner="alice")
-    await add_finished(gateway, "fork-1", origin=origin, owner=whose)
-    token = caller.set(Principal(Scope.OPERATOR, "alices", owner="alice"))
-    try:
+    with acting("alice"):
+        directory = await add_finished(gateway, "first-1")
+    with acting(whose):
+        await add_finished(gateway, "fork-1", origin=origin)
+
+    with acting("alice"):
         if not is_kept:
             await gateway.cleaning.retainer.delete("first-1")
         else:
             with pytest.raises(Conflict, match=told) as refused:
                 await gateway.cleaning.retainer.delete("first-1")
             assert ("fork-1" in refused.value.detail) is (whose == "alice")
-    finally:
-        caller.reset(token)
 
     assert directory.exists() is is_kept
 

@@ -302,7 +302,7 @@ def test_a_gateway_that_cannot_start_says_why_in_one_sentence(
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=200,
         )
 
     assert ended.returncode == 2

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from flotilla.shared.environment.settings import ServiceSettings, gateway_urls, 
 from flotilla.shared.errors import FlotillaError
 from flotilla.shared.faults.armed import arm_process
 from flotilla.shared.net.server.ports import address_towards, check_can_be_told
-from flotilla.shared.net.server.serving import address_of, bind, serve_several
+from flotilla.shared.net.server.serving import NOTICE, address_of, bind, serve_several
 from flotilla.shared.service.app import leave
 from flotilla.shared.service.devices import limit_devices
 from flotilla.shared.service.notices import Departure, watch_notices
@@ -66,9 +67,16 @@ def run_service(
             check_can_be_told(listening, f"FLOTILLA_HOST={settings.host}")
             apps.append((create_app(settings, address_of(listening, settings.tls.scheme)), listening))
         departure = Departure(settings.notice_seconds)
+        stop = None
         if settings.notices is not None:
-            watch_notices(settings.notices, departure.hear)
-        serve_several(apps, lambda: partial(leave, departure.begin()), settings.tls)
+            # Until the service is there to leave, which is told again.
+            signal.signal(NOTICE, signal.SIG_IGN)
+            stop = watch_notices(settings.notices, departure.hear)
+        try:
+            serve_several(apps, lambda: partial(leave, departure.begin()), settings.tls)
+        finally:
+            if stop is not None:
+                stop()
     except FlotillaError as error:
         sys.stderr.write(f"{name}: {error.detail}\n")
         return CANNOT_START

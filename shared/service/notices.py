@@ -121,7 +121,7 @@ class Metadata:
 
 
 def watch_notices(source: NoticeSource, on_notice: Callable[[float], None]) -> Callable[[], None]:
-    """Look every two seconds, in a thread of its own, until there is a notice; then call, once, with the time left.
+    """Look at once and every two seconds, in a thread of its own; while there is a notice, call with the time left.
 
     Returns:
         What ends the watch.
@@ -129,20 +129,23 @@ def watch_notices(source: NoticeSource, on_notice: Callable[[float], None]) -> C
     ended = threading.Event()
 
     def wait() -> None:
-        metadata, is_told = Metadata(source), False
+        metadata, is_told, is_away = Metadata(source), False, False
         try:
-            while not ended.wait(LOOK_SECONDS):
+            while True:
                 try:
                     left = metadata.seconds_left()
+                    is_away = False
                 except OSError as error:
-                    if not is_told:
+                    left = None
+                    if not is_away:
                         log.warning("notices cannot be read", extra={"url": source.url, "error": str(error)})
+                    is_away = True
+                if left is not None and not ended.is_set():
+                    if not is_told:
+                        log.warning("this machine will be taken away", extra={"seconds": round(left, 1)})
                     is_told = True
-                    continue
-                is_told = False
-                if left is not None:
-                    log.warning("this machine will be taken away", extra={"seconds": round(left, 1)})
                     on_notice(left)
+                if ended.wait(LOOK_SECONDS):
                     return
         finally:
             metadata.close()
@@ -161,16 +164,24 @@ class Departure:
     def __init__(self, notice_seconds: float) -> None:
         self._notice_seconds = notice_seconds
         self._ends_at: float | None = None
-        self._is_new = False
+        self._is_new = self._has_begun = False
 
     def hear(self, seconds_left: float) -> None:
-        """Have the service leave by a notice, with all of its time but what the process takes to end."""
-        self._ends_at = time.monotonic() + max(0.0, seconds_left - END_SECONDS)
+        """Have the service leave by a notice, with all of its time but what the process takes to end.
+
+        Heard again, it holds again what the first one said, for a service that was not yet there to be told; once the
+        departure has begun nothing.
+        """
+        if self._has_begun:
+            return
+        ends_at = time.monotonic() + max(0.0, seconds_left - END_SECONDS)
+        self._ends_at = ends_at if self._ends_at is None else min(self._ends_at, ends_at)
         self._is_new = True
         os.kill(os.getpid(), NOTICE)
 
     def begin(self) -> float:
         """Return how long the departure that begins now may take, in seconds."""
+        self._has_begun = True
         left = None if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())
         is_told, self._is_new = self._is_new, False
         if left is None:

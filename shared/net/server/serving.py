@@ -189,9 +189,11 @@ async def _serve_here(
             one.stop()
 
     def stop_with_notice(told_by: signal.Signals) -> None:
+        if told_by is NOTICE and leaving:
+            return
         if departs is None or told_by in leaving:
             stop()
-        elif told_by is not NOTICE or not leaving:
+        else:
             leave = departs()
             leaving[told_by] = asyncio.gather(*(leave(app) for app, _ in apps))
             leaving[told_by].add_done_callback(lambda _: stop())

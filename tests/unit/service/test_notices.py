@@ -17,7 +17,7 @@ from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.net.server.serving import NOTICE, bind, serve_here
 from flotilla.shared.schemas.pools import LINK_LOCAL, Cloud, NoticeSource, is_spot, notices_from, pool_from
 from flotilla.shared.service import notices
-from flotilla.shared.service.notices import END_SECONDS, Departure, Metadata, watch_notices
+from flotilla.shared.service.notices import END_SECONDS, LOOK_SECONDS, Departure, Metadata, watch_notices
 from tests.cloud import GCP_PREEMPTED, Answers, Cloudlike, cloudlike
 
 NOW = datetime(2026, 11, 27, 20, 0, 0, tzinfo=UTC)
@@ -103,7 +103,9 @@ def test_what_is_no_documented_answer_is_no_notice(cloud: Cloudlike, kind: Cloud
         asked.seconds_left()
 
 
-def test_a_notice_is_told_once_though_the_metadata_were_away(cloud: Cloudlike, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notice_is_told_again_though_the_metadata_were_away(
+    cloud: Cloudlike, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(notices, "LOOK_SECONDS", 0.02)
     heard: list[float] = []
     told = threading.Event()
@@ -113,8 +115,20 @@ def test_a_notice_is_told_once_though_the_metadata_were_away(cloud: Cloudlike, m
     cloud.answers = {GCP_PREEMPTED: (200, "TRUE")}
 
     assert told.wait(10)
+    told.clear()
+    assert told.wait(10), "who was not there yet to be told is told again"
     end()
-    assert heard == [30.0]
+    assert set(heard) == {30.0}
+
+
+def test_a_notice_that_is_there_already_is_told_at_once(cloud: Cloudlike) -> None:
+    cloud.answers = {GCP_PREEMPTED: (200, "TRUE")}
+    told = threading.Event()
+
+    end = watch_notices(NoticeSource(Cloud.GCP, cloud.url), lambda _: told.set())
+
+    assert told.wait(LOOK_SECONDS * 0.9)
+    end()
 
 
 @pytest.mark.parametrize(
@@ -197,5 +211,7 @@ def test_a_departure_is_never_longer_than_the_machine_is_there(monkeypatch: pyte
     monkeypatch.setattr(os, "kill", lambda *_: None)
     departure = Departure(25.0)
     departure.hear(10.0)
+
+    departure.hear(30.0)  # clouds say it anew at each look
 
     assert [round(departure.begin()) for _ in range(2)] == [5, 5]

@@ -84,13 +84,13 @@ async def test_an_experiment_that_needs_a_rollout_gets_one_after_its_holder_has_
 
 async def test_a_service_that_does_not_leave_in_time_is_released() -> None:
     clock = ManualClock()
-    gateway = a_gateway(clock=clock, notice_seconds=8.0)
+    gateway = a_gateway(clock=clock, notice_seconds=4.0)
     _, rollouts = await run_alone(gateway, 2)
     await add_spares(gateway)
     await add(gateway, "second", ExperimentState.STARTING, 2.0)
 
     await gateway.reconciler.reconcile()
-    clock.advance(7.9)
+    clock.advance(3.9)
     await gateway.reconciler.reconcile()
     assert gateway.registry.get(rollouts[1]).experiment_id == "first"
 

@@ -94,6 +94,10 @@ class Demand:
         able = [each.service_id for each in services if not each.is_spot and not each.is_leaving]
         return frozenset(able[: self.floor_of(kind)])
 
+    def lacking_of_floor(self, kind: Kind, services: Sequence[Candidate]) -> int:
+        """Count what it lacks of its floor with these services; while it is paused it asks for none."""
+        return 0 if self.is_paused else self.floor_of(kind) - len(self.kept_of(kind, services))
+
     def suits(self, candidate: Candidate) -> bool:
         """Whether a service meets the requirements, even if it is assigned to another experiment now."""
         is_able = candidate.engines.issuperset(self.abilities_of(candidate.kind))

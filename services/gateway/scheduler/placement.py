@@ -20,7 +20,7 @@ from itertools import groupby
 
 from flotilla.services.gateway.scheduler.demands import Candidate, Demand
 from flotilla.services.gateway.scheduler.devices import COMPUTING, Owners, in_order_of_use, may_use, owners_of
-from flotilla.services.gateway.scheduler.uses import divided_by_use, reclaimed
+from flotilla.services.gateway.scheduler.uses import divided_by_use, of_floors_first, reclaimed
 from flotilla.shared.schemas.service import ServiceKind as Kind
 
 KINDS = (Kind.TRAINER, Kind.ROLLOUT, Kind.REWARD, Kind.SANDBOX)
@@ -179,20 +179,30 @@ def _admit(demands: Sequence[Demand], pools: "Sequence[_Pool]") -> tuple[list[De
     """Set minimums aside; return who has, or can have, what it needs, and what the others lack."""
     admitted: list[Demand] = []
     lacking: dict[str, Mapping[Kind, int]] = {}
-    for demand in demands:
-        short = {pool.kind: count for pool in pools if (count := pool.short_of(demand)) > 0}
-        if short:
-            lacking[demand.experiment_id] = short
-        if demand.is_placed or not short:
-            admitted.append(demand)
+    # What runs has its floors before others start.
+    for _, peers in groupby(demands, key=lambda demand: demand.is_placed):
+        allowed: list[Demand] = []
+        for demand in peers:
+            short = {pool.kind: count for pool in pools if (count := pool.short_of(demand)) > 0}
+            if short:
+                lacking[demand.experiment_id] = short
+            if demand.is_placed or not short:
+                allowed.append(demand)
+                for pool in pools:
+                    pool.secure(demand)
+        for demand in allowed:
             for pool in pools:
-                pool.secure(demand)
+                pool.secure_floor(demand)
+        admitted += allowed
     return admitted, lacking
 
 
 def _give(pools: "Sequence[_Pool]", admitted: Sequence[Demand]) -> dict[str, Mapping[Kind, int]]:
     """Assign what is idle; return what minimums wait for until others have given it back."""
     coming: dict[str, Mapping[Kind, int]] = {}
+    for demand in admitted:
+        for pool in pools:
+            pool.give_floor(demand)
     for demand in admitted:
         awaited = {pool.kind: count for pool in pools if (count := pool.awaited_by(demand)) > 0}
         if awaited:
@@ -243,11 +253,14 @@ class _Pool:
         self._idle = [c for c in mine if c.experiment_id is None and not c.is_leaving]
         self._has_devices = any(each.devices for each in self._idle)
         self._has_floors = any(demand.floor_of(kind) for demand in demands)
+        self._staying = sum(not each.is_spot for each in self._idle)
         self._on_their_way = sum(c.experiment_id is None and c.is_leaving for c in mine)
         self._left = len(self._idle) + self._on_their_way
         if kind is not Kind.TRAINER:
             self._left += sum(map(len, self.held.values())) - self.targets.total()
+        self._secured_of_floor: Counter[str] = Counter()
         self._given_of_floor: Counter[str] = Counter()
+        self._in_the_way: Counter[str] = Counter()
         self._needed = self._hungry = 0
 
     def serves(self, demand: Demand) -> bool:
@@ -263,6 +276,19 @@ class _Pool:
         added = max(0, min(self._minimum(demand) - self.targets[demand.experiment_id], self._left))
         self.targets[demand.experiment_id] += added
         self._left -= added
+
+    def secure_floor(self, demand: Demand) -> None:
+        """Set aside what an experiment can have of its floor, beyond its minimum or in the place of others it has."""
+        wanted = min(self._staying, self._wants_of_floor(demand))
+        if wanted <= 0 or demand.is_paused or not self.serves(demand):
+            return
+        name = demand.experiment_id
+        kept = len(demand.kept_of(self.kind, self.held[name]))
+        added = max(0, min(kept + wanted - self.targets[name], self._left))
+        self.targets[name] += added
+        self._left -= added
+        self._secured_of_floor[name] = max(0, min(wanted, self.targets[name] - kept))
+        self._staying -= self._secured_of_floor[name]
 
     def share_surplus(self, takers: Sequence[Demand]) -> None:
         """Divide what is left."""
@@ -284,6 +310,18 @@ class _Pool:
     def awaited_by(self, demand: Demand) -> int:
         """Count what of an experiment's minimum others have to give back first."""
         return max(0, self._wanted(demand) - len(self._idle))
+
+    def give_floor(self, demand: Demand) -> None:
+        """Assign what was set aside for a floor, or keep it until those in its way have left."""
+        wanted = self._secured_of_floor[demand.experiment_id]
+        if wanted <= 0 or not demand.is_placed:
+            return
+        quota, held = demand.quotas[self.kind], self.held[demand.experiment_id]
+        able = sum(not each.is_spot and may_use(demand, each, self._owners) for each in self._idle)
+        taken = self._take(demand, min(wanted, able))
+        room = len(taken) if quota.max is None else max(0, quota.max - len(held))
+        self.assigned |= dict.fromkeys(taken[:room], demand.experiment_id)
+        self._in_the_way[demand.experiment_id] = 0 if room else len(taken)
 
     def give_minimum(self, demand: Demand, *, is_kept: bool) -> None:
         """Assign what is idle, as far as the minimum needs it, or keep it aside."""
@@ -311,7 +349,7 @@ class _Pool:
         served = [demand for demand in demands if self.serves(demand)]
         maximums = {demand.experiment_id: demand.quotas[self.kind].max for demand in served}
         kept = frozenset[str]().union(*(each.kept_of(self.kind, self.held[each.experiment_id]) for each in served))
-        chosen = {each: WhyLeave.FLOOR for demand in served for each in self._in_the_way(demand)}
+        chosen = {each: WhyLeave.FLOOR for demand in served for each in self._given_up_by(demand)}
         offered: list[str] = []
         # The last served give first; of each, those that are leaving already, then the newest.
         for experiment_id in reversed(self.held):
@@ -337,13 +375,14 @@ class _Pool:
 
     def _wanted(self, demand: Demand) -> int:
         secured = min(self._minimum(demand), self.targets[demand.experiment_id])
-        return max(0, secured - len(self.held.get(demand.experiment_id, ())))
+        given = sum(taker == demand.experiment_id for taker in self.assigned.values())
+        return max(0, secured - given - len(self.held.get(demand.experiment_id, ())))
 
     def _take(self, demand: Demand, count: int) -> list[str]:
         """Take what is idle for an experiment; with devices one by one, since each changes what suits it next."""
         wanted = self._wants_of_floor(demand)
         if not self._has_devices:
-            first = self._of_floors_first(self._idle, wanted)[:count]
+            first = self._in_order(self._idle, wanted)[:count]
             self._taken(demand, first)
             return [each.service_id for each in first]
         taken: list[str] = []
@@ -352,7 +391,7 @@ class _Pool:
             if not able:
                 break
             able = in_order_of_use(demand, able, self._owners)
-            best = self._of_floors_first(able, wanted)[0]
+            best = self._in_order(able, wanted)[0]
             wanted -= not best.is_spot
             self._taken(demand, [best])
             taken.append(best.service_id)
@@ -365,24 +404,18 @@ class _Pool:
         self._idle = [each for each in self._idle if each.service_id not in taken]
         self._given_of_floor[demand.experiment_id] += sum(not each.is_spot for each in services)
 
-    def _in_the_way(self, demand: Demand) -> list[str]:
-        """Name what an experiment gives up, since with its maximum it could not take what its floor lacks."""
-        held, most = self.held[demand.experiment_id], demand.quotas[self.kind].max
-        if most is None or len(held) < most:
-            return []
-        idle = sum(not each.is_spot for each in self._idle)
+    def _given_up_by(self, demand: Demand) -> list[str]:
+        """Name what an experiment gives up, since with its maximum it could not take what is kept for its floor."""
+        held = self.held[demand.experiment_id]
         spots = sorted((each for each in reversed(held) if each.is_spot), key=lambda each: not each.is_leaving)
-        return [each.service_id for each in spots[: max(0, min(self._wants_of_floor(demand), idle))]]
+        # One after the other where it has no more than its minimum.
+        most = max(1, len(held) - self._minimum(demand))
+        return [each.service_id for each in spots[: min(most, self._in_the_way[demand.experiment_id])]]
 
     def _wants_of_floor(self, demand: Demand) -> int:
         """Count what an experiment lacks of its floor."""
         has = len(demand.kept_of(self.kind, self.held.get(demand.experiment_id, ())))
         return demand.floor_of(self.kind) - has - self._given_of_floor[demand.experiment_id]
 
-    def _of_floors_first(self, services: Sequence[Candidate], wanted: int) -> Sequence[Candidate]:
-        """Sort what is idle: as many as a floor wants of machines that stay, then those that others' floors leave."""
-        if not self._has_floors:
-            return services
-        stay = [each for each in services if not each.is_spot]
-        of_floor = stay[: max(0, wanted)]
-        return [*of_floor, *(each for each in services if each.is_spot), *stay[len(of_floor) :]]
+    def _in_order(self, services: Sequence[Candidate], wanted: int) -> Sequence[Candidate]:
+        return of_floors_first(services, wanted) if self._has_floors else services

@@ -49,7 +49,9 @@ def divided_by_use(
         demand.experiment_id: 0 if demand.experiment_id in waiting else _room(demand, kind, held, len(services))
         for demand in users
     }
-    parts = _apart(users, services, held, room, owners)
+    # With its maximum an experiment has to see what its floor can have in the place of another.
+    lacking = _lacking_of_floors(kind, users, held, waiting)
+    parts = _apart(users, services, held, room, lacking, owners)
     alone = {demand.experiment_id for part in parts for demand in part.demands}
     free = [each for each in services if each.experiment_id is None and others(each, owners) <= {SOMEBODY}]
     by_use: dict[Use, Part] = {NO_USE: Part()}
@@ -62,13 +64,33 @@ def divided_by_use(
         part = by_use[use]
         able = [each for each in free if len(each.devices) >= use[0] and each.engines.issuperset(use[1])]
         if use != NO_USE:
-            most = sum(room[demand.experiment_id] for demand in part.demands)
-            able = sorted(able, key=lambda each: (each.is_leaving, len(each.devices)))[:most]
+            names = [demand.experiment_id for demand in part.demands]
+            able = sorted(able, key=lambda each: (each.is_leaving, len(each.devices)))
+            ready = [each for each in able if not each.is_leaving]
+            if any(demand.floor_of(kind) for demand in users):
+                able = of_floors_first(ready, sum(lacking[name] for name in names)) + able[len(ready) :]
+            beyond = sum(max(0, lacking[name] - room[name]) for name in names)
+            most = sum(room[name] for name in names) + min(beyond, sum(not each.is_spot for each in ready))
+            able = able[:most]
         taken = {each.service_id for each in able}
         part.candidates += [each for each in free if each.service_id in taken]
         free = [each for each in free if each.service_id not in taken]
         parts.append(part)
     return parts
+
+
+def of_floors_first(services: Sequence[Candidate], wanted: int) -> list[Candidate]:
+    """Sort what is idle: as many as floors want of machines that stay, then those that others' floors leave."""
+    stay = [each for each in services if not each.is_spot]
+    of_floor = stay[: max(0, wanted)]
+    return [*of_floor, *(each for each in services if each.is_spot), *stay[len(of_floor) :]]
+
+
+def _lacking_of_floors(
+    kind: Kind, users: Sequence[Demand], held: Mapping[str, Sequence[Candidate]], waiting: Set[str]
+) -> Counter[str]:
+    able = [demand for demand in users if demand.experiment_id not in waiting]
+    return Counter({each.experiment_id: each.lacking_of_floor(kind, held[each.experiment_id]) for each in able})
 
 
 def _held_by(users: Sequence[Demand], services: Sequence[Candidate]) -> dict[str, list[Candidate]]:
@@ -122,6 +144,7 @@ def _apart(
     services: Sequence[Candidate],
     held: Mapping[str, Sequence[Candidate]],
     room: Mapping[str, int],
+    lacking: Mapping[str, int],
     owners: Owners,
 ) -> list[Part]:
     """Reserve services for the experiments that compute on their devices already: no other can use them."""
@@ -132,7 +155,8 @@ def _apart(
     for demand in users:
         own = [each for each in services if reserved.get(each.service_id) == demand.experiment_id]
         able = [each for each in own if demand.suits(each)]
-        if able and room[demand.experiment_id] > 0:
+        of_floor = sum(not each.is_spot and not each.is_leaving for each in able)
+        if able and max(room[demand.experiment_id], min(lacking[demand.experiment_id], of_floor)) > 0:
             parts.append(Part([demand], [*held[demand.experiment_id], *able]))
     return parts
 

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from flotilla.services.gateway.scheduler.demands import Candidate, Demand
 from flotilla.services.gateway.scheduler.placement import WhyLeave, place
 from flotilla.services.gateway.scheduler.quota import why_below_floor
+from flotilla.shared.config.rules.devices import DeviceNeed
 from flotilla.shared.config.sections.resources import RolloutQuotaConfig
 from flotilla.shared.schemas.service import ServiceKind as Kind
 
@@ -112,3 +113,125 @@ def test_one_that_was_asked_to_leave_is_none_of_the_floor() -> None:
 def test_a_floor_above_the_maximum_is_refused() -> None:
     with pytest.raises(ValidationError, match="on_demand 3 is above max 2: raise max, or lower on_demand"):
         RolloutQuotaConfig(max=2, on_demand=3)
+
+
+DEMANDING = {"gpu": {"needs": {Kind.ROLLOUT: DeviceNeed(1, is_used=True)}}, "server": {"engine": "sglang"}, "cpu": {}}
+
+
+def able(candidates: list[Candidate]) -> list[Candidate]:
+    return [replace(each, engines=frozenset({"sglang"})) for each in candidates]
+
+
+@pytest.mark.parametrize("use", DEMANDING)
+@pytest.mark.parametrize(
+    ("held", "idle", "assigned", "leaving"),
+    [
+        (["spot-1", "spot-2"], ["kept"], set(), {"spot-2": WhyLeave.FLOOR}),
+        (["spot-1"], ["spot-2", "kept"], {"kept"}, {}),
+        ([], ["spot-1", "spot-2", "kept"], {"spot-1", "kept"}, {}),
+    ],
+)
+def test_a_floor_is_one_of_whatever_its_rollouts_need(
+    use: str, held: list[str], idle: list[str], assigned: set[str], leaving: dict[str, WhyLeave]
+) -> None:
+    first = replace(demand("first", floor=1, most=2, is_placed=bool(held)), **DEMANDING[use])  # type: ignore[arg-type]
+
+    placed = place([first], able([*rollouts(*held, by="first", devices=1), *rollouts(*idle, devices=1)]))
+
+    assert set(placed.assigned) == assigned and placed.leaving == leaving
+
+
+def test_what_a_floor_cannot_have_is_left_to_others() -> None:
+    first = replace(demand("first", floor=1, most=2), engine="sglang")
+    held = [*rollouts("spot-1", "spot-2", by="first"), *rollouts("spot-3", by="plain")]
+
+    placed = place([first, demand("plain")], able([*held, *rollouts("spot-4")]))
+
+    assert placed.assigned == {"spot-4": "plain"} and placed.leaving == {}
+
+
+def settled(demands: list[Demand], candidates: list[Candidate]) -> dict[str, set[str]]:
+    """Carry placements out until nothing moves; return what each experiment has."""
+    for _ in range(12):
+        placed = place(demands, candidates)
+        after = [
+            replace(
+                each,
+                experiment_id=None
+                if each.is_leaving and each.service_id in placed.leaving
+                else placed.assigned.get(each.service_id, each.experiment_id),
+                is_leaving=each.service_id in placed.leaving,
+            )
+            for each in candidates
+        ]
+        after = [replace(each, is_leaving=each.is_leaving and each.experiment_id is not None) for each in after]
+        given = {each.experiment_id for each in after}
+        demands = [replace(each, is_placed=each.is_placed or each.experiment_id in given) for each in demands]
+        if after == candidates:
+            return {
+                each.experiment_id: {c.service_id for c in candidates if c.experiment_id == each.experiment_id}
+                for each in demands
+            }
+        candidates = after
+    raise AssertionError(f"it never comes to rest: {candidates}")
+
+
+@pytest.mark.parametrize("most", [2, 3, None])
+@pytest.mark.parametrize("is_placed", [True, False])
+@pytest.mark.parametrize("devices", [0, 1])
+def test_below_its_floor_an_experiment_gets_what_stays_and_another_its_spot(
+    most: int | None, is_placed: bool, devices: int
+) -> None:
+    demands = [demand("safe", floor=1, most=most), demand("plain", is_placed=is_placed)]
+    held = [*rollouts("spot-1", "spot-2", by="safe", devices=devices)]
+    held += rollouts("spot-3", by="plain", devices=devices) if is_placed else []
+
+    has = settled(demands, [*held, *rollouts("kept", devices=devices)])
+
+    assert has["safe"] == {"spot-1", "kept"} and has["plain"] == {"spot-2"} | ({"spot-3"} if is_placed else set())
+
+
+def test_one_idle_service_makes_one_floor_give_up_a_place() -> None:
+    demands = [demand("first", floor=1, most=1), demand("second", floor=1, most=1)]
+
+    placed = place(demands, [*rollouts("spot-1", by="first"), *rollouts("spot-2", by="second"), *rollouts("kept")])
+
+    assert placed.leaving == {"spot-1": WhyLeave.FLOOR} and placed.assigned == {}
+
+
+def test_a_floor_is_before_shares_and_starts_and_after_the_minimums_of_those_that_run() -> None:
+    heavy = replace(demand("heavy"), weight=9.0)
+    held = [*rollouts("kept-1", by="safe"), *rollouts("spot-1", by="heavy")]
+    placed = place([demand("safe", floor=2), heavy], [*held, *rollouts("kept-2")])
+    assert placed.assigned == {"kept-2": "safe"}
+
+    placed = place([demand("safe", floor=2), replace(heavy, is_placed=False)], [held[0], *rollouts("kept-2")])
+    assert placed.assigned == {"kept-2": "safe"} and placed.lacking == {"heavy": {Kind.ROLLOUT: 1}}
+
+    placed = place([demand("safe", floor=2), heavy], [held[0], *rollouts("kept-2")])
+    assert placed.assigned == {"kept-2": "heavy"}
+
+
+def test_a_paused_experiment_gives_up_nothing_for_its_floor() -> None:
+    paused = replace(demand("first", floor=1, most=2), is_paused=True)
+
+    placed = place([paused], [*rollouts("spot-1", "spot-2", by="first"), *rollouts("kept")])
+
+    assert placed.leaving == {} and placed.assigned == {}
+
+
+@pytest.mark.parametrize(("least", "num_leaving"), [(1, 2), (2, 1), (3, 1)])
+def test_a_floor_takes_no_more_places_at_once_than_the_minimum_allows(least: int, num_leaving: int) -> None:
+    held = rollouts("spot-1", "spot-2", "spot-3", by="first")
+
+    placed = place([demand("first", floor=2, least=least, most=3)], [*held, *rollouts("kept-1", "kept-2")])
+
+    assert len(placed.leaving) == num_leaving
+
+
+def test_a_floor_fills_what_a_maximum_leaves_before_it_takes_a_place() -> None:
+    held = rollouts("spot-1", "spot-2", by="first")
+
+    placed = place([demand("first", floor=2, least=2, most=3)], [*held, *rollouts("kept-1", "kept-2")])
+
+    assert placed.assigned == {"kept-1": "first"} and placed.leaving == {}

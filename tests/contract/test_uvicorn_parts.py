@@ -115,6 +115,6 @@ def test_a_malformed_request_is_logged_in_the_words_that_are_left_out() -> None:
 def test_a_server_has_what_is_used_of_it() -> None:
     server = uvicorn.Server(uvicorn.Config(lambda: None, log_config=None, lifespan="off"))
 
-    assert chains(inspect.getsource(serving), "server") == OF_SERVER
+    assert chains(inspect.getsource(serving), "self", "_server") == OF_SERVER
     assert all(hasattr(server, name) for name in OF_SERVER)
     assert "sockets" in inspect.signature(server.serve).parameters

@@ -9,7 +9,7 @@ import pytest
 
 from flotilla.services.rollout.engines.base import Completion, GenerationRequest
 from flotilla.services.rollout.engines.embedded.engine import TorchEngine
-from flotilla.services.rollout.engines.embedded.outcomes import Generated, Updated
+from flotilla.services.rollout.engines.embedded.outcomes import Generated, GenerationFailed, Updated
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.errors import Unavailable, WeightTransferFailed
 from tests.contract.engine.models import scores
@@ -115,6 +115,19 @@ def test_an_evaluation_keeps_its_weights_and_the_others_go_on_beside_it(trained:
     versions = {each.request_id: each.completions[0].versions for each in found if isinstance(each, Generated)}
     assert versions == {held.request_id: ((0, 1),), theirs.request_id: ((0, 7),)}
     assert [type(each) for each in found][:2] == [Generated, Updated]
+
+
+def test_an_adapter_that_gives_no_numbers_fails_its_samples_by_its_own_version(trained: Trained) -> None:
+    engine = trained.engine()
+    engine.load_adapter("broken", trained.older, float("nan"), 4)
+    engine.submit(asked("broken"))
+    theirs = asked("theirs")
+    engine.submit(theirs)
+    found = outcomes(engine)
+
+    [error] = [each.error for each in found if isinstance(each, GenerationFailed)]
+    assert "under policy version 4" in error.detail
+    assert [each.request_id for each in found if isinstance(each, Generated)] == [theirs.request_id]
 
 
 def test_an_adapter_that_adds_nothing_samples_as_the_base_does_to_the_bit(trained: Trained) -> None:

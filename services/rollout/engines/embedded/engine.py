@@ -479,7 +479,8 @@ class TorchEngine:
         """Fail the requests whose logits are not finite: such weights sample nothing meaningful."""
         for active in self._batch.broken():
             self._take_out(active)
-            error = ModelError(f"logits are not finite under policy version {self.version}", version=self.version)
+            version = self._adapters.version_of(active.request.adapter, self.version)
+            error = ModelError(f"logits are not finite under policy version {version}", version=version)
             self._outcomes.append(GenerationFailed(active.request.request_id, error))
         # Not only theirs: rows without a sample were computed along.
         self._decoder.clear_rows(self._batch.free_rows(self._settings.slots).tolist())

@@ -35,6 +35,7 @@ class LastWords:
         self._on_line = on_line
         self._rest = b""
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._is_hidden = False
 
     def hear(self, data: bytes) -> None:
         """Take what was read from its standard error."""
@@ -62,8 +63,14 @@ class LastWords:
             else:
                 self._on_line(text)
 
+    def hide(self) -> None:
+        """Show none of them from now on: they may be of another owner than the one who is shown them."""
+        self._is_hidden = True
+
     def shown(self) -> str:
         """Return ``; its last lines: ...``, or nothing where there are none."""
+        if self._is_hidden:
+            return "; its last lines are in the log of the service: they may be of several experiments"
         last = [*self._tail, *([self._rest.decode("utf-8", "replace")[-MAX_LINE_CHARACTERS:]] if self._rest else [])]
         return f"; its last lines: {' | '.join(last[-SHOWN_LINES:])}" if last else ""
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import Context
 
 from flotilla.shared.children.processes import READ_BYTES, LastWords, cause_of_death, kill, reap, unheard
 from flotilla.shared.children.secret_variables import without_secrets
@@ -144,6 +145,7 @@ async def spawn(
     max_line_bytes: int,
     on_line: Callable[[str], None] | None = None,
     leads_session: bool = True,
+    context: Context | None = None,
 ) -> Child:
     """Start a program with pipes.
 
@@ -156,6 +158,7 @@ async def spawn(
         on_line: see ``LastWords``.
         leads_session: whether it gets a session of its own, with all that it starts: a terminal's interrupt is its
             owner's to handle then, and all of the session ends with it.
+        context: in which its standard error is heard; None: the caller's.
 
     Raises:
         OSError: it cannot be started.
@@ -176,7 +179,7 @@ async def spawn(
         process = asyncio.subprocess.Process(transport, protocol, loop)
         return Child(process, transport, protocol.exited, LastWords(on_line), leads_session=leads_session)
 
-    starting = asyncio.create_task(start(), name="spawning")
+    starting = asyncio.create_task(start(), name="spawning", context=context)
     try:
         # Not every loop ends what it has begun to start for somebody who is cancelled meanwhile.
         return await to_the_end(starting)

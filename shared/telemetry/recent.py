@@ -24,6 +24,8 @@ LONGEST: Final = 2000
 """Characters of a message, and of its facts."""
 OURS: Final = frozenset({"at", "level", "service", "logger", "message", "exception", "experiment_id"})
 _PLAIN: Final = re.compile(r"\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR|CRITICAL) +(\S+) +(.*)", re.DOTALL)
+_OWNER: Final = re.compile(r'[^"=]* experiment_id=([\w.-]+)(?: |$)')
+"""The first of a line's facts: behind it are values that may hold the same words."""
 
 
 class RecentLines:
@@ -114,12 +116,14 @@ def _size_of(entry: LogEntry) -> int:
 
 
 def _entry_of(line: str) -> LogEntry:
-    """Read a line of a child; the experiment is what it says, else what this process works for."""
+    """Read a line of a child; the experiment is what it says, else what the child works for, which may be none."""
     record = dict(_record_of(line))
     at, owner = rfc3339(time.time()), experiment_id.get()
     if not record:
         if (found := _PLAIN.fullmatch(line)) is None:
             return LogEntry(at=at, message=line, experiment_id=owner)
+        if owner is None and (named := _OWNER.match(found[3])) is not None:
+            owner = named[1]
         return LogEntry(at=at, level=found[1].lower(), process=found[2], message=found[3], experiment_id=owner)
     trace = str(record.get("exception", "")).rstrip()
     facts = {key: value for key, value in record.items() if key not in OURS}

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Awaitable, Callable
+from contextvars import Context, copy_context
 from typing import Self
 
 from pydantic import ValidationError
@@ -38,6 +39,7 @@ class HostedWorker:
 
     def __init__(self, host: "WorkerHost", number: int, on_message: Hear) -> None:
         self._host, self._number, self._on_message = host, number, on_message
+        self._context = copy_context()
         self._ended: asyncio.Future[ExitStatus] = asyncio.get_running_loop().create_future()
 
     @property
@@ -57,7 +59,7 @@ class HostedWorker:
         except ValidationError:
             log.warning("a worker says what is no message", extra={"number": self._number})
             return
-        self._on_message(message)
+        self._context.run(self._on_message, message)
 
     def end(self, code: int, cause: str) -> None:
         """Note that it has ended."""
@@ -87,7 +89,7 @@ class WorkerHost:
         self._child = child
         self._workers: dict[int, HostedWorker] = {}
         self._numbers = itertools.count(1)
-        self._reading = asyncio.create_task(self._read(), name="workers' messages")
+        self._reading = asyncio.create_task(self._read(), name="workers' messages", context=Context())
 
     @classmethod
     async def start(cls, threads: Threads) -> Self:
@@ -98,9 +100,12 @@ class WorkerHost:
         """
         # Workers' threads compute in turn: what one has freed the next one takes, if they have one heap.
         environment = environment_of(os.environ, threads) | {"MALLOC_ARENA_MAX": "1"}
-        # Whoever kills the service's group ends the workers with it.
         child = await spawn(
-            python_module(MODULE), environment=environment, max_line_bytes=READ_BYTES, leads_session=False
+            python_module(MODULE),
+            environment=environment,
+            max_line_bytes=READ_BYTES,
+            leads_session=False,  # Whoever kills the service's group ends the workers with it.
+            context=Context(),  # A line that names no experiment is not of the one that came first.
         )
         return cls(child)
 
@@ -122,6 +127,8 @@ class WorkerHost:
     def begin(self, launch: Launch, on_message: Hear) -> HostedWorker:
         """Have it train one more experiment."""
         number = next(self._numbers)
+        if number > 1:
+            self._child.words.hide()
         worker = self._workers[number] = HostedWorker(self, number, on_message)
         worker.tell(launch)
         return worker

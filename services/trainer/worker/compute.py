@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -46,14 +47,15 @@ class ComputeThread(ThreadPoolExecutor):
         """Whether what waits for its turn is not to be computed any more."""
 
     def submit(self, work: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
-        """Compute something in its turn."""
+        """Compute something in its turn, and log it as who submits it does."""
+        context = contextvars.copy_context()
 
         def compute() -> T:
             with contextlib.nullcontext() if self._seat is None else self._seat.turn():
                 if self.is_over:
                     raise CancelledError
                 with self.cores.computing():
-                    return work(*arguments, **named)
+                    return context.run(work, *arguments, **named)
 
         return super().submit(compute)
 

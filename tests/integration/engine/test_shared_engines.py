@@ -170,6 +170,10 @@ async def test_all_lose_a_process_that_is_killed_and_have_one_again(rollout: Rol
     ended = await asyncio.gather(*sampling, return_exceptions=True)
 
     assert [type(each) for each in ended] == [WorkerDied, WorkerDied]
+    for each in ended:
+        assert isinstance(each, WorkerDied)
+        assert "SIGKILL" in each.detail
+        assert "engine loaded" not in each.detail
     await rollout.close()
     rollout.loaded.clear()
     again, _ = await rollout.begin(4, 8)

@@ -17,6 +17,7 @@ from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidRequest, ModelError, WeightTransferFailed, WorkerDied
 from flotilla.shared.models.weight_files import checksum_of, safetensors_files
+from flotilla.shared.telemetry.logging import experiment_id
 from flotilla.shared.weights.image.adapters import AdaptersHeader
 from flotilla.shared.weights.image.image import WeightImage
 from flotilla.shared.weights.image.layout import ImageLayout
@@ -49,10 +50,16 @@ class Process:
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.refusal: Exception | None = None
-        self.answers = True
+        self.answers = self.shows_last_words = True
+        self.started_for: str | None = None
+
+    def hide_last_words(self) -> None:
+        """Note it."""
+        self.shows_last_words = False
 
     async def start(self) -> None:
         """Load the base."""
+        self.started_for = experiment_id.get()
         self.num_starts += 1
         await self.may_start.wait()
         if self.refusal is not None:
@@ -185,6 +192,16 @@ async def test_one_process_serves_ranks_of_any_size_and_each_under_its_own_versi
     assert process.adapters[second.adapter or ""][:3] == (None, 1.0, 0)
     assert [(await each.load()).version for each in (one, other)] == [3, 0]
     assert (await one.load()).sharers == 2
+
+
+async def test_its_process_works_for_no_experiment_and_shows_its_last_words_to_one_alone(world: World) -> None:
+    experiment_id.set("one")
+    await world.begun("one")
+    [process] = world.made
+    assert (process.started_for, process.shows_last_words) == (None, True)
+
+    await world.begun("other")
+    assert not process.shows_last_words
 
 
 async def test_other_settings_or_another_base_get_another_process(world: World, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import json
 import logging
 
 from flotilla.shared.schemas.logs import LogEntry
-from flotilla.shared.telemetry.logging import experiment_id
+from flotilla.shared.telemetry.logging import PlainLines, experiment_id
 from flotilla.shared.telemetry.recent import LONGEST, KeepRecent, RecentLines
 
 
@@ -57,6 +57,21 @@ def test_a_childs_record_is_read_and_any_other_line_is_of_the_experiment_at_work
     assert (first.facts, first.experiment_id) == ("seconds=2", "own")
     assert (second.level, second.process, second.experiment_id) == ("error", "engine", "of-the-parent")
     assert (third.level, third.message) == ("", "INFO: of a library {")
+
+
+def test_a_line_of_a_process_that_several_use_is_of_the_experiment_that_it_names_and_else_of_none() -> None:
+    lines = RecentLines()
+    record = logging.LogRecord("x", logging.INFO, __file__, 1, "a step", (), None)
+    token = experiment_id.set("one-3f9a1c")
+    lines.hear(PlainLines("trainer-worker").format(record))
+    experiment_id.set(None)
+    record.why = "said experiment_id=other twice"
+    lines.hear(PlainLines("trainer-worker").format(record))
+    experiment_id.reset(token)
+    lines.hear('{"message": "of no experiment"}')
+    lines.hear("  File of a library, experiment_id=one-3f9a1c")
+
+    assert [entry.experiment_id for entry in lines.newest(9).items] == ["one-3f9a1c", None, None, None]
 
 
 def test_a_record_is_kept_with_its_facts_and_its_traceback() -> None:

@@ -1,7 +1,10 @@
 """Who trains in whose process, in which turns, and who hears what there."""
 
+import asyncio
+import contextlib
 import io
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,14 +15,18 @@ import torch
 from torch import nn
 
 from flotilla.services.trainer.hosting import hosts
-from flotilla.services.trainer.hosting.hosts import HostedWorker, SharedWorkers
+from flotilla.services.trainer.hosting.hosts import HostedWorker, SharedWorkers, WorkerHost
 from flotilla.services.trainer.hosting.rules import reason_not_shared
 from flotilla.services.trainer.hosting.serving import Answers
 from flotilla.services.trainer.models.shared_bases import SharedBases, around_the_same
+from flotilla.services.trainer.parallel.cores import ComputeCores
 from flotilla.services.trainer.parallel.turns import ComputeTurns
 from flotilla.services.trainer.wire import Failed, FromWorker, Launch, Line, Order, Status
+from flotilla.services.trainer.worker.compute import ComputeThread
 from flotilla.shared.config.sections.parallelism import ParallelismConfig
 from flotilla.shared.schemas.service import Failure, WorkState
+from flotilla.shared.telemetry.logging import experiment_id
+from flotilla.shared.telemetry.recent import RecentLines
 from tests.unit.trainer.builders import a_spec
 from tests.unit.trainer.test_supervisor import ADDRESSES, FakeWorker, an_assignment
 
@@ -126,6 +133,57 @@ async def test_a_worker_hears_and_says_what_its_own_supervisor_and_it_say(monkey
     worker.end(0, "it ended")
     await worker.stop(5)
     assert (await worker.ended()).code == 0
+
+
+class Told:
+    """What a supervisor hears, and for which experiment it is logged then."""
+
+    def __init__(self) -> None:
+        self.heard: list[str | None] = []
+
+    def __call__(self, _: FromWorker) -> None:
+        self.heard.append(experiment_id.get())
+
+
+async def test_what_a_process_of_several_wrote_is_told_to_none_of_them_and_filed_under_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recent, told = RecentLines(), [Told(), Told()]
+    monkeypatch.setattr("flotilla.shared.telemetry.recent.RECENT", recent)
+    status = Status(state=WorkState.RUNNING, step=1, version=None).model_dump_json()
+    answers = "".join(json.dumps([number, status]) + "\n" for number in (1, 2))
+    code = f"import sys; input(); input(); print({answers!r}, end=''); sys.exit('a line of somebody')"
+    monkeypatch.setattr(hosts, "python_module", lambda _: [sys.executable, "-c", code])
+    experiment_id.set("one")
+    host = await WorkerHost.start("auto")
+    workers = [host.begin(launch_of(), told[0])]
+    experiment_id.set("other")
+    workers.append(host.begin(launch_of(), told[1]))
+
+    ends = [await each.ended() for each in workers]
+
+    assert [each.code for each in ends] == [1, 1]
+    for each in ends:
+        assert "ended with code 1" in each.cause
+        assert "somebody" not in each.cause
+    assert [(each.message, each.experiment_id) for each in recent.newest(9).items] == [("a line of somebody", None)]
+    assert [each.heard for each in told] == [["one"], ["other"]]
+
+
+async def test_one_alone_in_its_process_hears_what_that_wrote_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import sys; input(); sys.exit('a line of its own')"
+    monkeypatch.setattr(hosts, "python_module", lambda _: [sys.executable, "-c", code])
+    host = await WorkerHost.start("auto")
+
+    assert "a line of its own" in (await host.begin(launch_of(), Told()).ended()).cause
+
+
+async def test_what_is_computed_for_an_experiment_is_logged_for_it() -> None:
+    cores = ComputeCores(1)
+    with contextlib.closing(cores), ComputeThread(cores, ComputeTurns().seat("one", 1.0)) as thread:
+        for name in ("one", "other"):
+            experiment_id.set(name)
+            assert await asyncio.get_running_loop().run_in_executor(thread, experiment_id.get) == name
 
 
 def test_lines_of_one_worker_keep_apart_from_those_of_others() -> None:

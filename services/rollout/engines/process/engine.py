@@ -66,6 +66,11 @@ class ProcessEngine(RemoteEngine):
         child = self._calls.child
         return None if child is None or child.has_ended else child.process.pid
 
+    def hide_last_words(self) -> None:
+        """Say no more, where the process ends, what it wrote last: it may be of another experiment."""
+        if self._calls.child is not None:
+            self._calls.child.words.hide()
+
     async def start(self) -> None:
         """Start the child and load the model; see ``Engine.start``.
 

@@ -8,6 +8,7 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 from contextlib import suppress
+from contextvars import Context
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -31,6 +32,9 @@ class Adapting(Engine, AddsAdapters, Protocol):
     @property
     def process_id(self) -> int | None:
         """Of its process, while that runs."""
+
+    def hide_last_words(self) -> None:
+        """Say no more, where the process ends, what it wrote last: it may be of another experiment."""
 
     async def load(self, adapter: str | None = None) -> EngineLoad:
         """Take a snapshot of the load, or of the part of it that one adapter's requests make."""
@@ -62,7 +66,8 @@ class Base:
     async def started(self) -> EngineLoad:
         """Wait until the process has the base. Errors as of ``Engine.start``; all who wait get the same."""
         if self._starting is None:
-            self._starting = asyncio.create_task(self._start(), name="shared engine")
+            # What it writes is not of the experiment that came first.
+            self._starting = asyncio.create_task(self._start(), name="shared engine", context=Context())
         # One who no longer waits does not end it for the others.
         return await asyncio.shield(self._starting)
 
@@ -133,6 +138,8 @@ class SharedEngine:
         try:
             if not (await self._base.started()).takes_adapters:
                 raise CannotShare("the engine adds no adapters to single samples of this model here")
+            if len(self._base.users) > 1:
+                self._base.engine.hide_last_words()
             await self.wake()
         except BaseException:
             await self.close()

@@ -317,7 +317,9 @@ class ExperimentCommands:
             DataError, ModelError: what the spec points to is not there.
         """
         await asyncio.to_thread(checks.check, experiment.spec, self.places_of(experiment.record.owner))
-        self._subscribed(experiment.spec)
+        # Not compared again: groups carry what the source's live changes made of them.
+        if (source := experiment.spec.data.subscribes_to) is not None:
+            self._repository.named(source)
         await asyncio.to_thread(Path(experiment.record.directory).mkdir, parents=True, exist_ok=True)
         if await self._repository.has_lost_checkpoints(experiment):
             raise ActionNotAllowed(

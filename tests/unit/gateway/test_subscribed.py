@@ -1,6 +1,7 @@
 """An experiment that trains the groups of another: what it takes, and when it ends."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,6 +196,21 @@ async def test_a_source_is_not_deleted_while_its_groups_are_trained() -> None:
 
     rig.taker.record = replace(rig.taker.record, state=ExperimentState.STOPPED)
     check_not_subscribed("tiny-1", rig.gateway.repository)
+
+
+async def test_it_resumes_though_its_source_samples_otherwise_since_a_live_change(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each group carries the temperature that it was sampled at."""
+    monkeypatch.setattr(checks, "check", lambda *_: None)
+    rig = await a_rig()
+    rig.source.spec = a_spec(rollout={"group_size": 2, "sampling": {"temperature": 0.8}})
+    left = {"state": ExperimentState.STOPPED, "final_ledger": {"train": {}}, "directory": str(tmp_path / "taker-1")}
+    rig.taker.record = replace(rig.taker.record, **left)
+
+    resumed = await rig.gateway.commands.act("taker-1", Action.RESUME)
+
+    assert resumed.state in {ExperimentState.STARTING, ExperimentState.RUNNING}
 
 
 @pytest.mark.parametrize(

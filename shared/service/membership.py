@@ -26,7 +26,8 @@ from flotilla.shared.schemas.service import DesiredState, ObservedState, Registe
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 10.0
+POLL_SECONDS = 8.0
+"""With the silence after it less than 15 s: so long it takes to name a host that is cut off."""
 CALL_SECONDS = 5.0
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 1.0
 LEAVE_SECONDS = 2.0

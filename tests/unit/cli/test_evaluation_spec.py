@@ -158,7 +158,7 @@ def test_sources_of_training_become_sets() -> None:
 
 
 def test_what_holds_answers_is_not_sampled() -> None:
-    with pytest.raises(InvalidSpec, match=r"data.dump holds groups"):
+    with pytest.raises(InvalidSpec, match=r"data\.dump or data\.from holds groups"):
         rollouts_of(an_experiment(data={"dump": "/runs/mine"}))
     with pytest.raises(InvalidSpec, match="set max_rows of each source"):
         rollouts_of(an_experiment(data={"sources": [{"path": "/rows/a.jsonl"}], "max_rows": 3}))

@@ -295,7 +295,7 @@ async def test_a_fork_goes_on_with_what_the_checkpoint_knows_of_the_rows_of_a_cu
     folder = gateway.settings.data
     data = {"path": str(folder / "train.jsonl"), "curriculum": {"pools": [{"name": "all"}]}}
     document = a_spec(model={"path": str(folder / "model")}, data=data).model_dump(mode="json")
-    known = {"group_id": 3, "rows": [[0, 2, 0.5], [4, 1, None]], "seen": {"s": 2}}
+    known = {"group_id": 3, "rows": [[0, 2, 0.5], [4, 1, None]], "seen": {"s": 2}, "drawn": []}
     store_checkpoint(folder / "experiments" / "tiny-1", 2, document, curriculum=known)
     facts: dict[str, Any] = {"step": 2, "policy_version": 2, "published_step": 2, "final_ledger": {}}
     parent = await add_experiment(

@@ -40,6 +40,10 @@ class KilledAfterTheCheckpoint:
 class Planner:
     live = SimpleNamespace(trained_with=lambda _version: ())
     max_lag = 1
+    has_own_groups = True
+
+    def aged_from(self, version: int) -> tuple[int, Callable[[int, int], int]]:
+        return version, lambda trained, sampled: trained - sampled
 
     async def spec_of(self, _step: int) -> Any:
         return Learner.spec

@@ -169,7 +169,7 @@ class CallProcess:
         line = json.dumps([number, content]).encode() + b"\n"
         if len(line) > self._max_line_bytes:
             raise WorkerDied(f"what {self._what} is to be given is too large")
-        child.stdin.write(line)
+        child.write(line)
         return child
 
     async def aclose(self) -> None:
@@ -185,12 +185,12 @@ class CallProcess:
 
     async def _give_up(self, child: Child, number: int) -> None:
         if self._gives_up:
-            child.stdin.write(json.dumps({"cancel": number}).encode() + b"\n")
+            child.write(json.dumps({"cancel": number}).encode() + b"\n")
         elif self.child is child:
             await self.aclose()
 
     async def _greet(self, child: Child) -> Any:
-        child.stdin.write(json.dumps(self._opening).encode() + b"\n")
+        child.write(json.dumps(self._opening).encode() + b"\n")
         line = b""
         while line != MARK and not child.stdout.at_eof():
             with contextlib.suppress(ValueError):  # too long a line

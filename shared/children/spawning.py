@@ -106,6 +106,11 @@ class Child:
         how = cause_of_death(self.exit_code, is_out_of_memory=is_out_of_memory, is_killed_here=self.is_killed_here)
         return how + self.words.shown()
 
+    def write(self, data: bytes) -> None:
+        """Write to its standard input; nothing where that is closed, which its end tells: not every loop ignores it."""
+        if not self.stdin.is_closing():
+            self.stdin.write(data)
+
     async def ended(self) -> int:
         """Wait until it has ended by itself, and its last words are heard."""
         await self._exited.wait()

@@ -1,8 +1,11 @@
 """Processes are started in ``children/``, by the sandbox and by the command line; others use what ``children/`` has."""
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from flotilla.shared.children.spawning import spawn
 
 ROOT = Path(__file__).parents[3]
 ROOMS = ("flotilla/", "services/sandbox/", "shared/children/")
@@ -36,3 +39,11 @@ def test_no_module_elsewhere_starts_processes_by_itself() -> None:
 
     assert "shared/children/spawning.py" in found, "what is searched for is found"
     assert {name for name in found if not name.startswith(ROOMS)} == set()
+
+
+async def test_what_is_written_to_a_child_that_has_gone_is_no_error() -> None:
+    child = await spawn([sys.executable, "-c", "pass"], max_line_bytes=100)
+    await child.ended()
+    await child.end()
+
+    child.write(b"hello\n")

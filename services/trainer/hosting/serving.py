@@ -70,6 +70,7 @@ class Workers:
         self._out = out
         self._make_deps = partial(SessionDeps, company=Company(SharedBases(), ComputeTurns()))
         self._orders: dict[int, asyncio.StreamReader] = {}
+        self._newest = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, lines: asyncio.StreamReader) -> None:
@@ -90,6 +91,9 @@ class Workers:
                 orders.feed_eof()
             return
         if orders is None:
+            if number <= self._newest:
+                return  # One who is told something later is gone: it is no new one.
+            self._newest = number
             orders = self._orders[number] = asyncio.StreamReader(limit=MAX_LINE_BYTES)
             task = asyncio.create_task(self._run(number, orders), name=f"worker {number}")
             self._tasks.add(task)
@@ -106,8 +110,7 @@ class Workers:
         except Exception:
             log.exception("a worker ended, others go on")
         finally:
-            # One who is told something later is gone: it is no new one.
-            self._orders[number] = asyncio.StreamReader()
+            del self._orders[number]
             # Layers and adapters refer to each other.
             gc.collect()
             answers.end(code)

@@ -5,8 +5,11 @@ import itertools
 import json
 import logging
 import os
+import signal
+import time
 from collections.abc import Awaitable, Callable
 from contextvars import Context, copy_context
+from functools import partial
 from typing import Self
 
 from pydantic import ValidationError
@@ -25,6 +28,8 @@ from flotilla.shared.config.spec import ExperimentSpec
 log = logging.getLogger(__name__)
 
 MODULE = "flotilla.services.trainer.hosting"
+SHARED_KILL_SECONDS = 60.0
+"""How long a worker that is given up may compute on in a process that others train in."""
 Hear = Callable[[FromWorker], None]
 
 
@@ -41,6 +46,8 @@ class HostedWorker:
         self._host, self._number, self._on_message = host, number, on_message
         self._context = copy_context()
         self._ended: asyncio.Future[ExitStatus] = asyncio.get_running_loop().create_future()
+        self.is_given_up = False
+        """Whether nobody wants it to go on."""
 
     @property
     def pid(self) -> int:
@@ -61,10 +68,14 @@ class HostedWorker:
             return
         self._context.run(self._on_message, message)
 
-    def end(self, code: int, cause: str) -> None:
+    def end(self, ending: ExitStatus) -> None:
         """Note that it has ended."""
         if not self._ended.done():
-            self._ended.set_result(ExitStatus(code, cause))
+            self._ended.set_result(ending)
+
+    def when_ended(self, note: Callable[[ExitStatus], None]) -> None:
+        """Tell somebody how it ended, before those who wait for it."""
+        self._ended.add_done_callback(lambda ended: note(ended.result()))
 
     async def ended(self) -> ExitStatus:
         """Wait for its end, and say how it came about."""
@@ -77,9 +88,18 @@ class HostedWorker:
             await self.kill()
 
     async def kill(self) -> None:
-        """Give it up now: it computes to the end of its step at most, while others train on."""
+        """Give it up now: it may compute to the end of its step while others train on.
+
+        Where it does not come to that end in time, it may keep the others from theirs: the process is ended.
+        """
+        self.is_given_up = True
         self._host.send(self._number, None)
+        began = time.monotonic()
         await asyncio.wait([self._ended], timeout=KILL_SECONDS)
+        if not self._ended.done() and self._host.is_wanted:
+            await asyncio.wait([self._ended], timeout=SHARED_KILL_SECONDS - KILL_SECONDS)
+        if not self._ended.done():
+            await self._host.end(f"an experiment in it did not end within {time.monotonic() - began:.0f} s")
 
 
 class WorkerHost:
@@ -124,6 +144,11 @@ class WorkerHost:
         """Count those that train there."""
         return len(self._workers)
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody wants one of its workers to go on."""
+        return any(not each.is_given_up for each in self._workers.values())
+
     def begin(self, launch: Launch, on_message: Hear) -> HostedWorker:
         """Have it train one more experiment."""
         number = next(self._numbers)
@@ -150,8 +175,23 @@ class WorkerHost:
         code = await self._child.ended()
         cause = f"the training process {self._child.cause()}"
         await self._child.end()
+        self._end_all(code, cause)
+
+    async def end(self, why: str) -> None:
+        """Kill the process, and end all of its workers.
+
+        Args:
+            why: completes "the training process was ended: ".
+        """
+        log.error("a training process is ended", extra={"why": why, "pid": self.pid, "sharers": self.num_workers})
+        self._reading.cancel()
+        code = await self._child.end()
+        self._end_all(-signal.SIGKILL if code is None else code, f"the training process was ended: {why}")
+
+    def _end_all(self, code: int, cause: str) -> None:
+        ending = ExitStatus(code, cause, is_with_others=len(self._workers) > 1)
         for worker in self._workers.values():
-            worker.end(code, cause)
+            worker.end(ending)
         self._workers.clear()
 
     def _hear(self, line: bytes) -> None:
@@ -167,7 +207,7 @@ class WorkerHost:
             worker.hear(text)
             return
         del self._workers[number]
-        worker.end(code[0], f"the training process ended this experiment with code {code[0]}")
+        worker.end(ExitStatus(code[0], f"the training process ended this experiment with code {code[0]}"))
 
 
 StartHost = Callable[[Threads], Awaitable[WorkerHost]]
@@ -184,12 +224,15 @@ class SharedWorkers:
     def __init__(self, start_alone: StartWorker = WorkerHandle.start, start_host: StartHost = WorkerHost.start) -> None:
         self._start_alone, self._start_host = start_alone, start_host
         self._hosts: dict[tuple[object, ...], WorkerHost] = {}
+        self._alone: dict[str, str] = {}
+        """Experiments whose process ended with several in it, and how: one of them may end the next one, too."""
         self._starting = asyncio.Lock()
 
     async def start(self, launch: Launch, parallelism: ParallelismConfig, on_message: Hear) -> Process:
         """Start a worker; see ``WorkerHandle.start``."""
         spec = validate_spec(launch.assignment.spec)
-        if (why := reason_not_shared(spec)) is not None:
+        experiment_id = launch.assignment.experiment_id
+        if (why := self._alone.get(experiment_id) or reason_not_shared(spec)) is not None:
             log.info("the trainer's process is not shared", extra={"why": why})
             return await self._start_alone(launch, parallelism, on_message)
         key = _key(spec)
@@ -198,8 +241,13 @@ class SharedWorkers:
             if host is None or host.is_over:
                 host = self._hosts[key] = await self._start_host(parallelism.threads)
             worker = host.begin(launch, on_message)
+        worker.when_ended(partial(self._note, experiment_id))
         log.info("the trainer's process is shared", extra={"pid": host.pid, "sharers": host.num_workers})
         return worker
+
+    def _note(self, experiment_id: str, ending: ExitStatus) -> None:
+        if ending.is_with_others:
+            self._alone[experiment_id] = f"it was in one with others when {ending.cause}"
 
 
 def _key(spec: ExperimentSpec) -> tuple[object, ...]:

@@ -29,10 +29,13 @@ class ExitStatus:
     Attributes:
         code: exit code; negative for the signal that ended it.
         cause: one sentence, with the last lines that it wrote.
+        is_with_others: whether its process trained several experiments and ended with all of them: whose doing that
+            was is not known.
     """
 
     code: int
     cause: str
+    is_with_others: bool = False
 
 
 class WorkerHandle:

@@ -337,7 +337,8 @@ class Supervisor(StateFollower):
             self._fail(self._told)
             return
         cause = self._told.cause if self._told else ending.cause
-        if self._is_passing:
+        if self._is_passing or ending.is_with_others:
+            # No death of this experiment's to count: where others were the cause, it goes on without them.
             self._start_again(cause, self._backoff.postpone())
             return
         step = self._status.step if self._status is not None else 0

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import io
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -14,15 +16,18 @@ import pytest
 import torch
 from torch import nn
 
-from flotilla.services.trainer.hosting import hosts
+from flotilla.services.trainer.hosting import hosts, serving
 from flotilla.services.trainer.hosting.hosts import HostedWorker, SharedWorkers, WorkerHost
 from flotilla.services.trainer.hosting.rules import reason_not_shared
-from flotilla.services.trainer.hosting.serving import Answers
+from flotilla.services.trainer.hosting.serving import Answers, Workers
 from flotilla.services.trainer.models.shared_bases import SharedBases, around_the_same
 from flotilla.services.trainer.parallel.cores import ComputeCores
 from flotilla.services.trainer.parallel.turns import ComputeTurns
+from flotilla.services.trainer.supervisor.process import ExitStatus
 from flotilla.services.trainer.wire import Failed, FromWorker, Launch, Line, Order, Status
 from flotilla.services.trainer.worker.compute import ComputeThread
+from flotilla.shared.children.processes import READ_BYTES
+from flotilla.shared.children.spawning import spawn
 from flotilla.shared.config.sections.parallelism import ParallelismConfig
 from flotilla.shared.schemas.service import Failure, WorkState
 from flotilla.shared.telemetry.logging import experiment_id
@@ -37,11 +42,12 @@ LORA: dict[str, Any] = {
 }
 
 
-def launch_of(**sections: Any) -> Launch:
+def launch_of(experiment_id: str = "e", /, **sections: Any) -> Launch:
     """Make the launch of an experiment that may share, with keys of its sections changed."""
     merged = {name: LORA.get(name, {}) | sections.get(name, {}) for name in LORA.keys() | sections.keys()}
     spec = a_spec(**merged).model_dump(mode="json")
-    return Launch(assignment=an_assignment(spec=spec), service_id="t", incarnation=1, **vars(ADDRESSES))
+    assignment = an_assignment(spec=spec, experiment_id=experiment_id)
+    return Launch(assignment=assignment, service_id="t", incarnation=1, **vars(ADDRESSES))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +72,7 @@ class FakeHost:
     """A process that does what the test says."""
 
     def __init__(self) -> None:
-        self.pid, self.is_over, self.num_workers = 7, False, 0
+        self.pid, self.is_over, self.num_workers, self.is_wanted = 7, False, 0, True
         self.sent: list[tuple[int, Any]] = []
 
     def begin(self, launch: Launch, on_message: Callable[[FromWorker], None]) -> HostedWorker:
@@ -79,6 +85,10 @@ class FakeHost:
     def send(self, number: int, text: str | None) -> None:
         """Note what is said."""
         self.sent.append((number, None if text is None else json.loads(text)["kind"]))
+
+    async def end(self, why: str) -> None:
+        """Note that it is ended."""
+        self.sent.append((0, "end"))
 
 
 class Rig:
@@ -100,9 +110,10 @@ class Rig:
         self.hosts.append(FakeHost())
         return self.hosts[-1]
 
-    async def start(self, **sections: Any) -> Any:
+    async def start(self, experiment_id: str = "e", /, **sections: Any) -> Any:
         """Start a worker."""
-        return await self.workers.start(launch_of(**sections), ParallelismConfig(), self.heard.append)
+        launch = launch_of(experiment_id, **sections)
+        return await self.workers.start(launch, ParallelismConfig(), self.heard.append)
 
 
 async def test_those_on_one_base_train_in_one_process_and_others_beside_them() -> None:
@@ -123,14 +134,15 @@ async def test_a_worker_hears_and_says_what_its_own_supervisor_and_it_say(monkey
     monkeypatch.setattr(hosts, "KILL_SECONDS", 0.01)
     rig = Rig()
     worker = await rig.start()
+    rig.hosts[0].is_wanted = False
     worker.tell(Order(state=WorkState.PAUSED))
     worker.hear(Status(state=WorkState.PAUSED, step=3, version=2).model_dump_json())
     worker.hear("no message")
 
     assert rig.heard == [Status(state=WorkState.PAUSED, step=3, version=2)]
     await worker.stop(0.01)
-    assert rig.hosts[0].sent == [(1, "launch"), (1, "order"), (1, None)]
-    worker.end(0, "it ended")
+    assert rig.hosts[0].sent == [(1, "launch"), (1, "order"), (1, None), (0, "end")]
+    worker.end(ExitStatus(0, "it ended"))
     await worker.stop(5)
     assert (await worker.ended()).code == 0
 
@@ -184,6 +196,123 @@ async def test_what_is_computed_for_an_experiment_is_logged_for_it() -> None:
         for name in ("one", "other"):
             experiment_id.set(name)
             assert await asyncio.get_running_loop().run_in_executor(thread, experiment_id.get) == name
+
+
+HOST = """
+import json, sys
+for line in sys.stdin:
+    number, said = json.loads(line)
+    if said is None and str(number) not in sys.argv[1:]:
+        print(json.dumps([number, None, 3]), flush=True)
+"""
+"""A process whose workers end when they are given up, but for those that hang."""
+
+
+class Processes(Rig):
+    """Starts processes that train nothing.
+
+    Args:
+        hanging: numbers of workers that never end.
+    """
+
+    def __init__(self, *hanging: int) -> None:
+        super().__init__()
+        self.started: list[WorkerHost] = []
+        command = [sys.executable, "-I", "-c", HOST, *map(str, hanging)]
+
+        async def start_host(_: Any) -> WorkerHost:
+            self.started.append(WorkerHost(await spawn(command, max_line_bytes=READ_BYTES)))
+            return self.started[-1]
+
+        self.workers = SharedWorkers(self.start_alone, start_host)  # type: ignore[arg-type]
+
+
+async def ending_of(worker: Any) -> ExitStatus:
+    """Wait for a worker's end."""
+    async with asyncio.timeout(10):
+        ending = await worker.ended()
+    assert isinstance(ending, ExitStatus)
+    return ending
+
+
+async def test_those_whose_process_died_with_several_in_it_start_alone_and_others_share() -> None:
+    rig = Processes()
+    sharers = [await rig.start("one"), await rig.start("other")]
+    os.kill(rig.started[0].pid, signal.SIGKILL)
+    endings = [await ending_of(each) for each in sharers]
+    assert [(each.code, each.is_with_others) for each in endings] == [(-signal.SIGKILL, True)] * 2
+    await rig.start("one")
+    await rig.start("other")
+    assert [each.launch.assignment.experiment_id for each in rig.alone] == ["one", "other"]
+
+    third = await rig.start("third")
+    os.kill(rig.started[1].pid, signal.SIGKILL)
+    assert not (await ending_of(third)).is_with_others, "nobody else can have been the cause"
+    await rig.start("third")
+    assert [len(rig.started), len(rig.alone)] == [3, 2]
+    await rig.started[2].end("the test is over")
+
+
+async def test_a_process_ends_with_the_last_of_its_workers() -> None:
+    rig = Processes()
+    one, other = await rig.start("one"), await rig.start("other")
+    await one.kill()
+    assert [(await ending_of(one)).code, rig.started[0].is_over] == [3, False]
+    await other.kill()
+    assert (await ending_of(other)).is_with_others is False
+    async with asyncio.timeout(10):
+        await rig.started[0]._child.ended()
+
+
+@pytest.mark.parametrize("num_sharers", [1, 2, 3])
+@pytest.mark.parametrize("given_up", [1, 2])
+async def test_a_worker_that_does_not_end_is_ended_with_its_process(
+    monkeypatch: pytest.MonkeyPatch, num_sharers: int, given_up: int
+) -> None:
+    monkeypatch.setattr(hosts, "KILL_SECONDS", 0.05)
+    monkeypatch.setattr(hosts, "SHARED_KILL_SECONDS", 0.5)
+    rig = Processes(1, 2, 3)
+    workers = [await rig.start(f"number {at}") for at in range(num_sharers)]
+    began = time.monotonic()
+    async with asyncio.timeout(10):
+        await asyncio.gather(*(each.kill() for each in workers[:given_up]))
+    took = time.monotonic() - began
+
+    endings = [await ending_of(each) for each in workers]
+    assert all("did not end within" in each.cause for each in endings)
+    assert {each.is_with_others for each in endings} == {num_sharers > 1}
+    assert (took >= 0.5) is (num_sharers > given_up), "others had their time to train on"
+    assert rig.started[0].is_over
+
+
+async def test_nothing_is_left_of_a_worker_that_ended_and_nobody_starts_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[Any] = []
+
+    class Worker:
+        def __init__(self, orders: asyncio.StreamReader, *_: Any, **__: Any) -> None:
+            started.append(orders)
+
+        async def run(self) -> int:
+            await started[-1].read()
+            return 0
+
+    monkeypatch.setattr(serving, "WorkerProcess", Worker)
+    monkeypatch.setattr(serving, "sweep_images", lambda: None)
+    out, lines = io.BytesIO(), asyncio.StreamReader()
+    workers = Workers(out)
+    lines.feed_data(b'[1, "launch"]\n')
+    serves = asyncio.create_task(workers.serve(lines))
+    await asyncio.sleep(0.01)
+    lines.feed_data(b"[1, null]\n")
+    await asyncio.sleep(0.05)
+    lines.feed_data(b'[1, "order"]\n[1, null]\n')
+    lines.feed_eof()
+    await serves
+
+    assert [json.loads(each) for each in out.getvalue().splitlines()] == [[1, None, 0]]
+    assert [len(started), len(workers._orders)] == [1, 0]
 
 
 def test_lines_of_one_worker_keep_apart_from_those_of_others() -> None:

@@ -46,9 +46,9 @@ class FakeWorker:
             if line.state in {WorkState.DRAINING, WorkState.IDLE}:
                 self.end(0)
 
-    def end(self, code: int, cause: str = "it ended") -> None:
+    def end(self, code: int, cause: str = "it ended", *, is_with_others: bool = False) -> None:
         if not self._ended.done():
-            self._ended.set_result(ExitStatus(code, cause))
+            self._ended.set_result(ExitStatus(code, cause, is_with_others))
 
     @property
     def has_ended(self) -> bool:
@@ -252,6 +252,23 @@ async def test_a_worker_that_dies_without_a_word_is_not_given_the_cause_of_the_o
         told = rig.supervisor.observe().failure
         assert told is not None
         assert told.cause == "killed because memory ran out"
+
+
+async def test_a_death_with_others_in_the_process_counts_against_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flotilla.shared.service.reconciling.FIRST_PAUSE_SECONDS", 0.001)
+    async with a_rig(monkeypatch) as rig:
+        await rig.desire(WorkState.RUNNING, an_assignment())
+        for number in range(1, MAX_DEATHS):
+            rig.workers[-1].end(-9, "killed")
+            await rig.until(lambda number=number: len(rig.workers) == number + 1)  # type: ignore[misc]
+        rig.workers[-1].end(-9, "killed with others", is_with_others=True)
+        await rig.until(lambda: len(rig.workers) == MAX_DEATHS + 1)
+        failure = rig.supervisor.observe().failure
+        assert failure is not None and not failure.fatal
+        assert failure.cause == "killed with others"
+
+        rig.workers[-1].end(-9, "killed")
+        await rig.until(lambda: rig.state is WorkState.FAILED)
 
 
 @pytest.mark.parametrize("error", [Unavailable("no Redis server answers"), DeadlineExceeded("too slow")])

@@ -55,7 +55,9 @@ def test_without_extras_it_is_a_client_and_says_in_a_sentence_what_a_fleet_needs
         (said,) = run(flotilla, *words, code=4, cwd=place).splitlines()
         assert LEAST in said and "pip install 'flotilla[torch]' (in a checkout: pip install '.[torch]')" in said
     assert not (place / "runs").exists() and not (place / ".flotilla").exists()
-    (said,) = run(python, "examples/arithmetic/prepare.py", "--output", "made", code=2, cwd=place).splitlines()
+    prepare = (python, "examples/arithmetic/prepare.py", "--output")
+    assert "kept in" in run(*prepare, "kept", cwd=place), "a model that is kept needs no torch"
+    (said,) = run(*prepare, "made", "--make", code=2, cwd=place).splitlines()
     assert said.startswith("torch is not installed") and "flotilla[torch]" in said
 
 

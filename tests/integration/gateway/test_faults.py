@@ -228,6 +228,12 @@ class GatewayProcess:
         return self.process.wait(60)
 
 
+def sent_to(tracked: Path) -> list[tuple[str, int, float]]:
+    """List the points in a tracker's file: name, step, value."""
+    lines = [json.loads(line) for line in tracked.read_text().splitlines()]
+    return [(name, line["step"], value) for line in lines for name, value in line["values"].items()]
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 async def test_a_gateway_that_comes_back_goes_on_where_it_was(
     settings: GatewaySettings, redis_url: str, tmp_path: Path, number: int
@@ -263,7 +269,15 @@ async def test_a_gateway_that_comes_back_goes_on_where_it_was(
                 view = await wait_for(client, path, "completed", "failed")
 
                 ledger = await client.call("GET", f"{path}/ledger")
-                metrics = (await client.call("GET", f"{path}/metrics", params={"limit": 1000}))["items"]
+
+                async def has_all() -> bool:
+                    """Whether the tracker's file has every point as it is now: some follow the last step."""
+                    metrics = (await client.call("GET", f"{path}/metrics", params={"limit": 1000}))["items"]
+                    return {(name, step): value for name, step, value in sent_to(tracked)} == {
+                        (each["name"], each["step"]): each["value"] for each in metrics
+                    }
+
+                await until(has_all, PATIENCE_SECONDS)
                 assert {service.id for service in services} == ids, "nobody had to register again"
         assert view["state"] == "completed", view["problem"]
         assert (view["step"], view["policy_version"]) == (8, 8)
@@ -271,9 +285,9 @@ async def test_a_gateway_that_comes_back_goes_on_where_it_was(
         assert (ledger["train"]["trained"], ledger["train"]["outstanding"]) == (16, 0)
         groups = [group for step in trainer.trained for group in step]
         assert sorted(groups) == sorted(set(groups)) and trainer.lags == [0] * 16
-        lines = [json.loads(line) for line in tracked.read_text().splitlines()]
-        sent = [(name, line["step"], value) for line in lines for name, value in line["values"].items()]
-        assert sorted(sent) == sorted((each["name"], each["step"], each["value"]) for each in metrics)
+        # Memory is measured on, at the step that it is at: such points are replaced.
+        sent = [(name, step) for name, step, _ in sent_to(tracked) if not name.startswith("memory/")]
+        assert len(sent) == len(set(sent)), "each once"
     finally:
         assert process.end(signal.SIGTERM) == 0
 

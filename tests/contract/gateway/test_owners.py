@@ -1,24 +1,22 @@
 """A token with an owner reaches nothing of anybody else: every route of the table, with another's experiment."""
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from flotilla.services.gateway.access.caller import caller
 from flotilla.services.gateway.access.policy import FOR_OWNERS, OPEN_PATHS, RULES
 from flotilla.services.gateway.app import create_app
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.services.gateway.state import GatewayState
-from flotilla.shared.net.authorisation.access import Principal, Scope
+from flotilla.shared.net.authorisation.access import Scope
 from flotilla.shared.net.authorisation.token_records import TokenRequest
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.service import ServiceKind
-from tests.unit.gateway.builders import a_gateway, add_experiment, add_service
+from tests.unit.gateway.builders import a_gateway, acting, add_experiment, add_service
 
 OPERATOR = "the-operators-token"
 ALICE, BOB = "alice", "bob"
@@ -26,16 +24,6 @@ OF_ONE = sorted((method, template) for method, template in RULES if "{experiment
 OF_ALL = sorted((method, template) for method, template in RULES if "{experiment_id}" not in template)
 OWN_ANSWER = "of the owner alice"
 """What alone says that an experiment is not this owner's."""
-
-
-@contextmanager
-def acting(owner: str | None) -> Iterator[None]:
-    """Act as whoever has a token of an owner."""
-    token = caller.set(Principal(Scope.OPERATOR, f"{owner}s", owner=owner))
-    try:
-        yield
-    finally:
-        caller.reset(token)
 
 
 class Fleet:

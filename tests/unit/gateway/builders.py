@@ -1,11 +1,12 @@
 """What the gateway's unit tests are made of: a spec, records, and a gateway in memory with a clock that is moved."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from flotilla.services.gateway.access.caller import caller
 from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.services.gateway.state import GatewayState
@@ -14,6 +15,7 @@ from flotilla.services.gateway.store.records import ExperimentRecord
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.net.authorisation.access import Principal, Scope
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.publication import Manifest, PublicationRequest, TensorSpec
 from flotilla.shared.schemas.service import Capabilities, ObservedState, Registration, ServiceKind, WorkState
@@ -104,6 +106,16 @@ async def stop(gateway: GatewayState) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextmanager
+def acting(owner: str | None) -> Iterator[None]:
+    """Act as whoever has a token of an owner."""
+    token = caller.set(Principal(Scope.OPERATOR, f"{owner}s", owner=owner))
+    try:
+        yield
+    finally:
+        caller.reset(token)
 
 
 async def add_experiment(gateway: GatewayState, experiment_id: str = "tiny-1", **changes: Any) -> Experiment:

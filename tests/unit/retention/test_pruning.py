@@ -1,15 +1,13 @@
 """What finished experiments left goes once its time is over, by REST, by the hour, and never while it is needed."""
 
 import errno
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from flotilla.services.gateway.access.caller import caller
 from flotilla.services.gateway.app import create_app
 from flotilla.services.gateway.lifecycle.states import Action
 from flotilla.services.gateway.records.repository import Experiment
@@ -21,10 +19,9 @@ from flotilla.services.gateway.settings import read_retention
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.errors import ActionNotAllowed, Conflict, InvalidRequest
-from flotilla.shared.net.authorisation.access import Principal, Scope
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.retention import Part, Retention
-from tests.unit.gateway.builders import a_gateway, add_experiment, spec_document
+from tests.unit.gateway.builders import a_gateway, acting, add_experiment, spec_document
 from tests.unit.gateway.stored import store_checkpoint
 
 MONTH = Retention(run_days=30)
@@ -365,15 +362,6 @@ async def test_files_that_another_one_needs_or_that_lie_elsewhere_are_not_delete
     assert "fork-1" in answers["first-1"].json()["detail"]
     assert "deletes no files there" in answers["far-1"].json()["detail"]
     assert needed.exists() and elsewhere.exists() and len(list(gateway.repository)) == 4
-
-
-@contextmanager
-def acting(owner: str | None) -> Iterator[None]:
-    token = caller.set(Principal(Scope.OPERATOR, f"{owner}s", owner=owner))
-    try:
-        yield
-    finally:
-        caller.reset(token)
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ async def _followed(spec: dict[str, Any], client: GatewayClient, shown: Shown) -
             shown.step(view["step"])
         if view["state"] != "completed":
             raise SystemExit(f"the experiment ended in state {view['state']}: {view['problem']}")
-        series = await _series(client, path)
+        series = await series_of(client, path, (STEP_ENDS, MEAN_TOKENS, SAMPLES, WAIT, COMPUTE))
         steps = range(1, view["step"] + 1)
         return Run(
             started,
@@ -132,12 +132,14 @@ async def _until_fleet(client: GatewayClient) -> None:
         await asyncio.sleep(POLL_SECONDS)
 
 
-async def _series(client: GatewayClient, path: str) -> dict[str, dict[int, tuple[float, float]]]:
+async def series_of(
+    client: GatewayClient, path: str, names: Sequence[str]
+) -> dict[str, dict[int, tuple[float, float]]]:
     """Read series: name -> step -> value, and when the gateway was told of it."""
     found: dict[str, dict[int, tuple[float, float]]] = {}
-    params: dict[str, Any] = {"limit": PAGE, "names": ",".join((STEP_ENDS, MEAN_TOKENS, SAMPLES, WAIT, COMPUTE))}
+    params: dict[str, Any] = {"limit": PAGE, "names": ",".join(names)}
     while True:
-        page = await client.call("GET", f"{path}/metrics", params=params)
+        page = await client.call("GET", f"{path}/metrics", params=params, deadline_seconds=60)
         for point in page["items"]:
             at = datetime.fromisoformat(point["at"]).timestamp()
             found.setdefault(point["name"], {})[point["step"]] = point["value"], at

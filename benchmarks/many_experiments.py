@@ -17,26 +17,21 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import psutil
 
-from flotilla.shared.net.client.client import GatewayClient
+from benchmarks.end_to_end_runs import MEAN_TOKENS, SAMPLES, STEP_ENDS, series_of
 from tests.fleet import RunningFleet, make_experiment, running_fleet
 
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16)
 ALONE = 8
 SECONDS = 780.0
 ENGINE, WORKER = "flotilla.services.rollout.engines.process.child", "flotilla.services.trainer.hosting"
-STEP_ENDS, MEAN_TOKENS, SAMPLES, REWARD = (
-    "time/step_seconds",
-    "completion_tokens/mean",
-    "samples/in_step",
-    "reward/mean",
-)
+REWARD = "reward/mean"
+NAMES = (STEP_ENDS, MEAN_TOKENS, SAMPLES, REWARD)
 GRADER = '''
 """Reward the share of digits."""
 
@@ -102,20 +97,6 @@ def cpu_seconds(fleet: RunningFleet) -> float:
     return total
 
 
-async def series(client: GatewayClient, name: str) -> dict[str, dict[int, tuple[float, float]]]:
-    """Read figures by name and step: value, and when the gateway was told of it."""
-    found: dict[str, dict[int, tuple[float, float]]] = {}
-    params: dict[str, Any] = {"limit": 1000, "names": ",".join((STEP_ENDS, MEAN_TOKENS, SAMPLES, REWARD))}
-    while True:
-        page = await client.call("GET", f"/v1/experiments/{name}/metrics", params=params, deadline_seconds=60)
-        for point in page["items"]:
-            at = datetime.fromisoformat(point["at"]).timestamp()
-            found.setdefault(point["name"], {})[point["step"]] = point["value"], at
-        if page["next"] is None:
-            return found
-        params["after"] = page["next"]
-
-
 async def measure(fleet: RunningFleet, specs: Mapping[int, dict[str, Any]]) -> Found:
     """Train experiments at once.
 
@@ -141,7 +122,7 @@ async def measure(fleet: RunningFleet, specs: Mapping[int, dict[str, Any]]) -> F
                 sizes = memory_mb(fleet, ENGINE), memory_mb(fleet, WORKER)
                 looks.append((time.time(), cpu_seconds(fleet)))
             await asyncio.sleep(1.0)
-        figures = {rank: await series(client, each) for rank, each in ids.items()}
+        figures = {rank: await series_of(client, f"/v1/experiments/{each}", NAMES) for rank, each in ids.items()}
     (first, before), (last, after) = looks[0], looks[-1]
     tokens = sum(
         each[MEAN_TOKENS][step][0] * each[SAMPLES][step][0]

@@ -93,7 +93,7 @@ class StatusCalls:
                     body = await exchange(*asked, watch)
             else:
                 # Without a task for each of a thousand waiting calls.
-                body = await exchange(*asked, lambda: connection.lost)
+                body = await exchange(*asked, connection.watched)
         except FlotillaError as error:
             await problem_response(error)(scope, receive, send)
             return

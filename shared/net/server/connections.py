@@ -10,6 +10,7 @@ another call is handled with the next few of them.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
@@ -121,7 +122,7 @@ class Connection(HttpToolsProtocol):
     by_address: Counter[str]
     strangers: Strangers
     _lost: asyncio.Future[None] | None = None
-    _is_lost = False
+    _is_lost = _is_watched = False
     _part = _Part.NONE
     _head_bytes = _headers_bytes = 0
     _deadline: asyncio.TimerHandle | None = None
@@ -139,6 +140,29 @@ class Connection(HttpToolsProtocol):
             if self._is_lost:
                 self._lost.set_result(None)
         return self._lost
+
+    def watched(self) -> asyncio.Future[None]:
+        """Return ``lost`` to a request that waits before it answers, and notice a host that is gone meanwhile.
+
+        The limit of what is unread would keep the kernel from it: where there is one, its probes end nothing before.
+        """
+        self._limit_unread(0.0)
+        self._is_watched = True
+        return self.lost
+
+    def on_response_complete(self) -> None:
+        """Bound again how long nothing of an answer may be read."""
+        if self._is_watched:
+            self._is_watched = False
+            self._limit_unread(self.limits.unread_seconds)
+        super().on_response_complete()
+
+    def _limit_unread(self, seconds: float) -> None:
+        """Bound how long the kernel keeps the last of an answer that nobody takes; 0: not at all."""
+        accepted: socket.socket | None = self.transport.get_extra_info("socket")
+        if accepted is not None and accepted.family in {socket.AF_INET, socket.AF_INET6}:
+            with contextlib.suppress(OSError):  # closed meanwhile
+                accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
     def refused(self) -> int:
         """Count a request that is refused for want of a token; returns how long its address is to wait, in seconds.
@@ -179,11 +203,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin; who has too many connections is closed, and who says nothing is, soon."""
         super().connection_made(transport)
-        accepted: socket.socket | None = transport.get_extra_info("socket")
-        if accepted is not None and accepted.family in {socket.AF_INET, socket.AF_INET6}:
-            # The last of an answer is with the kernel only: it gives up where nobody takes it.
-            milliseconds = int(self.limits.unread_seconds * 1000)
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        self._limit_unread(self.limits.unread_seconds)
         self._address = self.client[0] if self.client else None
         if self._address is not None:
             self.by_address[self._address] += 1

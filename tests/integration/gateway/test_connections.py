@@ -12,6 +12,7 @@ import pytest
 import uvicorn
 
 from flotilla.shared.net.authorisation.tokens import Credentials
+from flotilla.shared.net.server.connections import Connection, connection_of
 from flotilla.shared.net.server.gatekeeper import Gatekeeper
 from flotilla.shared.net.server.limits import ConnectionLimits
 from flotilla.shared.net.server.serving import bind, config_of
@@ -27,6 +28,7 @@ class App:
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
+        self.unread: list[int] = []
         self.broken = self.waiting = 0
         self.may_answer = asyncio.Event()
 
@@ -41,6 +43,12 @@ class App:
             if not message.get("more_body"):
                 break
         self.bodies.append(body)
+        connection = connection_of(scope)
+        assert connection is not None
+        self.unread.append(unread_of(connection))
+        if scope["path"] == "/watched":
+            connection.watched()
+            self.unread.append(unread_of(connection))
         if scope["path"] == "/slow":
             self.waiting += 1
             await self.may_answer.wait()
@@ -51,6 +59,12 @@ class App:
             piece = b"x" * min(1 << 20, size - start)
             is_last = start + len(piece) == size
             await send({"type": "http.response.body", "body": piece, "more_body": not is_last})
+
+
+def unread_of(connection: Connection) -> int:
+    """Read for how many milliseconds the kernel lets nothing of an answer be read."""
+    accepted = connection.transport.get_extra_info("socket")
+    return int(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
 
 
 @asynccontextmanager
@@ -173,6 +187,15 @@ async def test_who_does_not_read_an_answer_is_dropped(request_of: bytes) -> None
             await asyncio.get_running_loop().sock_sendall(caller, request_of)
             await until(lambda: len(app.bodies) == 1)
             await until(lambda: not server.server_state.connections, seconds=LONG_ENOUGH)
+
+
+async def test_while_a_request_waits_the_kernel_ends_a_connection_whose_host_is_gone() -> None:
+    """Where there is a limit of what is unread, its probes end nothing before: see ``tcp(7)``."""
+    async with served() as (app, _, port):
+        await sent(port, WHOLE % b"watched", WHOLE % b"after", every=0.1)
+
+    bound = int(SHORT.unread_seconds * 1000)
+    assert app.unread == [bound, 0, bound]
 
 
 async def test_one_address_has_its_share_of_the_connections_only() -> None:

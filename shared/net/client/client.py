@@ -39,8 +39,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 2.5
 """Time for the second of the kernel's attempts: one that began in a cut network is made anew soon after the mend."""
-
-
+NONE_KEPT = httpx.Limits(max_connections=64, max_keepalive_connections=0)
 HUNG_SECONDS = 5.0
 """How much longer than it may wait one of several gateways may send nothing of an answer before the next is asked."""
 
@@ -96,8 +95,10 @@ class GatewayClient:
         self.token = token
         self._pass: str | None = None
         self._clock = clock or SystemClock()
-        limits = httpx.Limits(max_connections=64, max_keepalive_connections=16)
-        self._https = [bearer_client(each, token, limits=limits, transport=transport) for each in self._urls]
+        kept = httpx.Limits(max_connections=64, max_keepalive_connections=16)
+        self._https = [bearer_client(each, token, limits=kept, transport=transport) for each in self._urls]
+        self._new_each_time = [bearer_client(each, token, limits=NONE_KEPT, transport=transport) for each in self._urls]
+        self._doubted: set[int] = set()
 
     @property
     def base_url(self) -> str:
@@ -109,6 +110,18 @@ class GatewayClient:
         if asked == self._at:
             self._at = self._urls.index(leader) if leader in self._urls else (asked + 1) % len(self._urls)
 
+    def _http(self, asked: int) -> httpx.AsyncClient:
+        """Choose the connections to one gateway: none that was kept since before one of them failed.
+
+        Where a network carries one way only, what is sent on a kept connection arrives, and its answer does not: the
+        gateway would hear a service that hears nothing. A new connection is made only where both ways are open.
+        """
+        return (self._new_each_time if asked in self._doubted else self._https)[asked]
+
+    def _failed(self, asked: int) -> None:
+        self._doubted.add(asked)
+        self._turn_from(asked)
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -119,14 +132,14 @@ class GatewayClient:
 
     async def close(self) -> None:
         """Close the connections."""
-        for each in self._https:
+        for each in (*self._https, *self._new_each_time):
             await each.aclose()
 
     def adopt(self, token: str) -> None:
         """Show a pass from now on; that one has expired is then waited for, since another will come."""
         if token != self._pass:
             self._pass = token
-            for each in self._https:
+            for each in (*self._https, *self._new_each_time):
                 each.headers["Authorization"] = f"Bearer {token}"
 
     async def call(
@@ -228,16 +241,17 @@ class GatewayClient:
         timeout = httpx.Timeout(silence_seconds, connect=CONNECT_SECONDS)
         asked, url = self._at, self.base_url
         try:
-            async with self._https[asked].stream("GET", path, headers=dict(headers), timeout=timeout) as response:
+            async with self._http(asked).stream("GET", path, headers=dict(headers), timeout=timeout) as response:
+                self._doubted.discard(asked)
                 if not response.is_success:
                     body = await response.aread()
                     raise self._refusal(asked, response, body, f"GET {url}{path}")
                 yield response
         except httpx.TimeoutException as error:
-            self._turn_from(asked)
+            self._failed(asked)
             raise DeadlineExceeded(f"GET {url}{path} sent nothing for {silence_seconds:.0f} s") from error
         except httpx.TransportError as error:
-            self._turn_from(asked)
+            self._failed(asked)
             why = why_not_believed(error) or str(error) or type(error).__name__
             raise Unavailable(f"cannot read from {url}: {why}") from error
 
@@ -263,17 +277,18 @@ class GatewayClient:
         try:
             # httpx limits each read and write; an answer that drips in would never end.
             async with asyncio.timeout(budget):
-                response = await self._https[asked].request(
+                response = await self._http(asked).request(
                     method, path, content=content, headers=dict(headers), params=dict(query), timeout=timeout
                 )
         except (httpx.TimeoutException, TimeoutError) as error:
-            self._turn_from(asked)
+            self._failed(asked)
             seconds = budget if isinstance(error, TimeoutError) else silence
             raise DeadlineExceeded(f"{method} {url}{path} did not answer in {seconds:.1f} s") from error
         except httpx.TransportError as error:
-            self._turn_from(asked)
+            self._failed(asked)
             why = why_not_believed(error) or str(error) or type(error).__name__
             raise Unavailable(f"cannot reach {url}: {why}") from error
+        self._doubted.discard(asked)
         renewed = response.headers.get(RENEWED_TOKEN)
         if renewed is not None:
             self.adopt(renewed)

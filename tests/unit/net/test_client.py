@@ -1,6 +1,7 @@
 """Calls have a deadline, retries stay within it, problems come back as the same exceptions."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -191,3 +192,49 @@ async def test_of_several_gateways_one_is_waited_for_while_bytes_come(monkeypatc
 
     assert limits[0]["read"] == 0.05, "so long it may send nothing"
     assert len(limits) >= 2
+
+
+class OneWay:
+    """A server of kept connections; while it is ``cut``, requests arrive and their answers are lost."""
+
+    def __init__(self) -> None:
+        self.connections = 0
+        self.asked_on: list[int] = []
+        self.is_cut = False
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        own = self.connections
+        self.connections += 1
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                self.asked_on.append(own)
+                # So that calls that are made together have connections of their own.
+                await asyncio.sleep(0.05)
+                if not self.is_cut:
+                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n1")
+                    await writer.drain()
+        writer.close()
+
+
+async def test_after_a_call_without_an_answer_no_connection_of_before_is_used() -> None:
+    """Where a network carries one way only, each kept one would let the gateway hear who hears nothing."""
+    server = OneWay()
+    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        async with GatewayClient(f"http://127.0.0.1:{port}", "t") as client:
+            await asyncio.gather(*(client.call("GET", "/v1/fleet") for _ in range(3)))
+            assert sorted(server.asked_on) == [0, 1, 2]
+            server.is_cut = True
+            for _ in range(2):
+                with pytest.raises(DeadlineExceeded):
+                    await client.call("GET", "/v1/fleet", deadline_seconds=0.3)
+            server.is_cut = False
+            lost = server.asked_on[3:]
+
+            await client.call("GET", "/v1/fleet")
+            again = server.asked_on[3 + len(lost) :]
+            await client.call("GET", "/v1/fleet")
+
+    assert lost[0] in {0, 1, 2}, "nothing was wrong with it before"
+    assert set(lost[1:] + again).isdisjoint({0, 1, 2}), server.asked_on
+    assert server.asked_on[-1] in {0, 1, 2} - {lost[0]}, "what was answered is trusted again"

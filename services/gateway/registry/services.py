@@ -294,9 +294,8 @@ class Registry:
         )
 
     def settle(self, service: LiveService) -> None:
-        """End the lease's extension for a wait that is over."""
-        service.heard_at = self._clock.monotonic()
-        service.lease_ends = service.heard_at + self._silence(service)
+        """End the lease's extension for a wait that is over; that it was answered says nothing of who was answered."""
+        service.lease_ends = self._clock.monotonic() + self._silence(service)
 
     def _silence(self, service: LiveService) -> float:
         """How long it may take from one call to the next."""

@@ -178,7 +178,9 @@ async def test_a_poll_waits_for_a_change_and_keeps_the_lease_while_it_waits(kind
 
     answer = await asyncio.wait_for(waiting, 30.0)
     assert answer.assignment is not None and answer.assignment.experiment_id == experiment.id
-    assert gateway.registry.get(service_id).lease_ends == clock.monotonic() + seconds
+    service = gateway.registry.get(service_id)
+    assert service.lease_ends == clock.monotonic() + seconds
+    assert service.heard_at == clock.monotonic() - 25.0, "whether the answer arrives is not known"
 
 
 async def test_a_broken_connection_leaves_a_short_rest_of_the_lease() -> None:

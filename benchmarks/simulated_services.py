@@ -16,10 +16,12 @@ from urllib.parse import urlsplit
 
 from flotilla.shared.errors import NotFound
 from flotilla.shared.schemas.service import Capabilities, Registration, ServiceKind
+from flotilla.shared.service.membership import POLL_SECONDS
 
 TOKEN = "scale-benchmark"
-POLL_SECONDS = 10
 PUSH_SECONDS = 10.0
+REPEAT_SECONDS, PAUSE_SECONDS = 10.0, 0.05
+"""How long a call whose connection breaks is repeated, as services' calls are, and after which pause."""
 
 LENGTH = re.compile(rb"content-length: ([0-9]+)", re.IGNORECASE)
 HEAD_END = b"\r\n\r\n"
@@ -104,6 +106,7 @@ class SimulatedService:
         self.pushes: list[Push] = []
         self.lost_leases = 0
         self._connections: dict[str, KeptConnection] = {}
+        self._registering = asyncio.Lock()
 
     async def run(self) -> None:
         """Register, then poll and push until cancelled."""
@@ -125,7 +128,8 @@ class SimulatedService:
             capabilities=Capabilities(transports=("gloo",)),
             incarnation=f"simulated-{self._number}-{self.lost_leases}",
         )
-        answer = await self._call("poll", "POST", "/v1/services", registration.model_dump(mode="json"))
+        # Not on the connection of a poll that still waits: its answer would be taken for this one's.
+        answer = await self._call("registration", "POST", "/v1/services", registration.model_dump(mode="json"))
         self.id, self._tag = json.loads(answer.body)["service_id"], None
 
     def _observed(self) -> dict[str, Any]:
@@ -172,22 +176,28 @@ class SimulatedService:
             self.pushes.append(Push(sent_at, answer.read_at - sent_at))
             await asyncio.sleep(PUSH_SECONDS)
 
-    async def _status(self, use: str, wait: int) -> Answer:
-        called_as = self.id
-        try:
-            return await self._call(use, "PUT", f"/v1/services/{called_as}/status?wait={wait}", self._observed())
-        except NotFound:
-            # The gateway was too slow to read its renewals.
-            if called_as == self.id:
-                self.lost_leases += 1
-                await self._register()
-            return await self._status(use, wait)
+    async def _status(self, use: str, wait: float) -> Answer:
+        while True:
+            called_as = self.id
+            try:
+                return await self._call(use, "PUT", f"/v1/services/{called_as}/status?wait={wait}", self._observed())
+            except NotFound:
+                # The gateway was too slow to read its renewals; the other call may have registered already.
+                async with self._registering:
+                    if called_as == self.id:
+                        self.lost_leases += 1
+                        await self._register()
 
     async def _call(self, use: str, method: str, path: str, body: Any) -> Answer:
-        try:
-            return await self._attempt(use, method, path, body)
-        except ConnectionResetError:  # closed for its idleness as this was sent: real services repeat it, too
-            return await self._attempt(use, method, path, body)
+        """Call, and again where the connection broke, such as one that was closed for its idleness as this was sent."""
+        end = time.monotonic() + REPEAT_SECONDS
+        while True:
+            try:
+                return await self._attempt(use, method, path, body)
+            except ConnectionError:
+                if time.monotonic() > end:
+                    raise
+                await asyncio.sleep(PAUSE_SECONDS)
 
     async def _attempt(self, use: str, method: str, path: str, body: Any) -> Answer:
         # The gateway closes a connection that was idle for some seconds.

@@ -165,6 +165,7 @@ class Watch:
 
     def __init__(self, client: GatewayClient, experiment_id: str) -> None:
         self._client, self.path = client, f"/v1/experiments/{experiment_id}"
+        self.experiment_id = experiment_id
         self.steps: list[tuple[float, int]] = []
         self.reads = 0
         self.causes: list[tuple[float, str]] = []
@@ -186,8 +187,26 @@ class Watch:
 
     async def service_ids(self) -> set[str]:
         """List the services that are registered."""
+        return {each["service_id"] for each in await self.services()}
+
+    async def services(self) -> list[dict[str, Any]]:
+        """List what is known of them."""
         listed = await self._client.call("GET", "/v1/services", deadline_seconds=20)
-        return {each["service_id"] for each in listed["items"]}
+        return list(listed["items"])
+
+    async def events(self, kind: str) -> list[dict[str, Any]]:
+        """List what the events of a kind say."""
+        listed = await self._client.call("GET", f"{self.path}/log", params={"types": kind}, deadline_seconds=20)
+        return [each["data"] for each in listed["items"]]
+
+    async def until_trainer_at(self, address: str, experiment_id: str | None, seconds: float) -> None:
+        """Wait until a host's trainer is a member and works for an experiment, or for none."""
+        async with asyncio.timeout(seconds):
+            while not any(
+                each["kind"] == "trainer" and address in each["address"] and each["experiment_id"] == experiment_id
+                for each in await self.services()
+            ):
+                await asyncio.sleep(0.2)
 
     async def until_step_after(self, moment: float, seconds: float) -> float:
         """Wait for a step after a moment; return the seconds between."""

@@ -57,7 +57,11 @@ class Switch:
                     sys.stdout.flush()
             for source, device in enumerate(self._devices):
                 if device in ready:
-                    self._forward(source, os.read(device, FRAME_BYTES))
+                    try:
+                        frame = os.read(device, FRAME_BYTES)
+                    except OSError:
+                        return  # its namespace was removed: so are all of them
+                    self._forward(source, frame)
             while self._delayed and self._delayed[0][0] <= time.monotonic():
                 _, _, target, frame = heapq.heappop(self._delayed)
                 self._write(target, frame)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from flotilla.shared.errors import NotFound
+from flotilla.shared.errors import FlotillaError, NotFound
+from flotilla.shared.net.client.client import problem_to_error
 from flotilla.shared.schemas.service import Capabilities, Registration, ServiceKind
 from flotilla.shared.service.membership import POLL_SECONDS
 
@@ -130,6 +131,7 @@ class SimulatedService:
         )
         # Not on the connection of a poll that still waits: its answer would be taken for this one's.
         answer = await self._call("registration", "POST", "/v1/services", registration.model_dump(mode="json"))
+        self._connections.pop("registration").close()
         self.id, self._tag = json.loads(answer.body)["service_id"], None
 
     def _observed(self) -> dict[str, Any]:
@@ -189,13 +191,13 @@ class SimulatedService:
                         await self._register()
 
     async def _call(self, use: str, method: str, path: str, body: Any) -> Answer:
-        """Call, and again where the connection broke, such as one that was closed for its idleness as this was sent."""
+        """Call, and again where the connection broke, such as one that was idle too long, or the gateway is busy."""
         end = time.monotonic() + REPEAT_SECONDS
         while True:
             try:
                 return await self._attempt(use, method, path, body)
-            except ConnectionError:
-                if time.monotonic() > end:
+            except (ConnectionError, FlotillaError) as error:
+                if (isinstance(error, FlotillaError) and not error.retryable) or time.monotonic() > end:
                     raise
                 await asyncio.sleep(PAUSE_SECONDS)
 
@@ -212,10 +214,8 @@ class SimulatedService:
         if method == "POST":
             head += f"Idempotency-Key: simulated-{self._number}-{self.lost_leases}\r\n"
         answer = await self._connections[use].call(head.encode() + b"\r\n" + content)
-        if answer.status == NotFound.status:
-            raise NotFound(answer.body.decode())
         if not 200 <= answer.status < 300:
-            raise RuntimeError(f"{method} {path}: {answer}")
+            raise problem_to_error(answer.status, answer.body, f"{method} {path}")
         return answer
 
 

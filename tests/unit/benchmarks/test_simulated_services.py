@@ -36,7 +36,7 @@ class Gateway:
         if "wait=0 " in head:
             await until(lambda: self.polls > 0)
             self.pushes += 1
-            return (404 if self.pushes == 1 else 200), {}
+            return (404, {"code": "not_found"}) if self.pushes == 1 else (200, {})
         self.polls += 1
         await self.may_answer.wait()
         return 200, {"tag": f"{self.polls}", "state": "paused", "policy_version": None}

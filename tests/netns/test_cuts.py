@@ -67,7 +67,8 @@ async def test_a_cut_costs_its_length_and_no_more(fleet: ThreeHosts, folder: Pat
         named = [when - cut_at for when, cause in watch.causes if f"no contact with {lost}" in cause]
         assert seconds < 20 or min(named, default=seconds) <= NAMED_SECONDS, watch.causes
         after = {host: fleet.loaded(host) for host in ("sampler", "learner")}
-        print(f"\n{what}, {seconds} s: next step after {took:.1f} s; kept {before == after}; {watch.causes}")
+        told = f"next step after {took:.1f} s; named after {min(named, default=-1):.1f} s; kept {before == after}"
+        print(f"\n{what}, {seconds} s: {told}; {watch.reads} reads of the ledger; {watch.causes}")
         assert after == before, "something was loaded again"
         assert took < (STEP_SECONDS if "the" in what.split()[0] else ONE_WAY_STEP_SECONDS)
 

@@ -1,5 +1,6 @@
 """Puts the feeder of an experiment together: where its rows come from, and in which order."""
 
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -11,9 +12,11 @@ from flotilla.services.gateway.feeder.pools import PoolOrder
 from flotilla.services.gateway.feeder.rows import Place, RowOrder
 from flotilla.services.gateway.feeder.status import FeederStatus
 from flotilla.services.gateway.feeder.subscribed import SubscribedFeeder
-from flotilla.services.gateway.records.repository import Experiment
+from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
 from flotilla.services.gateway.store.base import Store
 from flotilla.shared.clock import Clock
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,22 @@ def open_subscribed(
     return SubscribedFeeder(experiment, store, clock, status, source=source, on_end=on_end)
 
 
-async def unsubscribe(experiment: Experiment, source: Experiment | None) -> None:
-    """Let nothing be kept for an experiment any more; again without effect."""
-    if source is not None:
-        await source.train.sharing.unsubscribe(experiment.id)
+async def unsubscribe(experiment: Experiment, repository: ExperimentRepository) -> None:
+    """Let nothing be kept for an experiment any more, whatever became of its source; again without effect."""
+    if (source := experiment.spec.data.subscribes_to) is not None:
+        train, _ = repository.planes_of(source)
+        await train.sharing.unsubscribe(experiment.id)
+
+
+async def end_left_subscriptions(repository: ExperimentRepository) -> None:
+    """Let nothing be kept for those that are not at work.
+
+    One whose spec is refused, or that was deleted while it was, ends no subscription itself.
+    """
+    for each in (*repository, *repository.unusable()):
+        sharing = repository.planes_of(each.record.id)[0].sharing
+        for name in await sharing.subscribers():
+            subscriber = repository.find(name)
+            if subscriber is None or not subscriber.is_at_work:
+                log.info("a subscription was left", extra={"experiment_id": each.record.id, "subscriber": name})
+                await sharing.unsubscribe(name)

@@ -31,7 +31,7 @@ class SubscribedFeeder(Feeder):
     """Takes the groups of another experiment while this one runs.
 
     Args:
-        source: finds the experiment whose groups are taken; None where there is none any more.
+        source: finds the experiment whose groups are taken; None where there is none that can be used.
         on_end: called, with the source, once that has ended and what it gave does not fill a step.
     """
 
@@ -54,7 +54,7 @@ class SubscribedFeeder(Feeder):
         """Subscribe, however the experiment stands; take one batch while it runs.
 
         Raises:
-            DataError: the source is gone, or none of its groups can be trained.
+            DataError: the source is gone or cannot be used, or none of its groups can be trained.
         """
         now = self._clock.monotonic()
         if self._subscribed_at is None or now - self._subscribed_at > SUBSCRIBE_SECONDS:
@@ -68,7 +68,8 @@ class SubscribedFeeder(Feeder):
         found = self._find_source()
         if found is None:
             named = self._experiment.spec.data.subscribes_to
-            raise DataError(f"data.from: the experiment {named} was deleted", field="data.from")
+            cause = f"data.from: the experiment {named} was deleted, or this release cannot use it"
+            raise DataError(cause, field="data.from")
         return found
 
     async def _supply(self, version: int, now: float) -> float:

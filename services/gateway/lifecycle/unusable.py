@@ -6,7 +6,12 @@ from dataclasses import replace
 
 from flotilla.services.gateway.lifecycle.commands import ExperimentCommands
 from flotilla.services.gateway.lifecycle.states import Action
-from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, UnusableExperiment
+from flotilla.services.gateway.records.repository import (
+    Experiment,
+    ExperimentRepository,
+    UnusableExperiment,
+    check_not_subscribed,
+)
 from flotilla.shared.clock import rfc3339
 from flotilla.shared.config.redaction import redacted
 from flotilla.shared.errors import FlotillaError
@@ -49,12 +54,13 @@ async def delete(experiment_id: str, commands: ExperimentCommands, repository: E
 
     Raises:
         NotFound: there is no such experiment.
-        ActionNotAllowed: it is at work.
+        ActionNotAllowed: it is at work, or somebody at work trains its groups.
     """
     unusable = _find(repository, experiment_id)
     if unusable is None:
         await commands.act(experiment_id, Action.DELETE)
         return
+    check_not_subscribed(experiment_id, repository)
     for plane in repository.planes_of(experiment_id):
         await plane.remove()
     async with repository.transaction() as change:

@@ -136,6 +136,11 @@ class Experiment:
         return self.state in {ExperimentState.STARTING, ExperimentState.RUNNING, ExperimentState.PAUSED}
 
     @property
+    def is_at_work(self) -> bool:
+        """Whether services work for it, or come to rest."""
+        return self.is_active or self.state is ExperimentState.STOPPING
+
+    @property
     def is_trained(self) -> bool:
         """Whether all steps are done and durable, or there are none."""
         return self.record.is_trained or not self.spec.trains
@@ -380,8 +385,7 @@ def check_not_subscribed(experiment_id: str, others: Iterable[Experiment]) -> No
         ActionNotAllowed: somebody does.
     """
     for other in others:
-        is_at_work = other.is_active or other.state is ExperimentState.STOPPING
-        if is_at_work and other.spec.data.subscribes_to == experiment_id:
+        if other.is_at_work and other.spec.data.subscribes_to == experiment_id:
             is_seen = owner() in {None, other.record.owner}
             named = f"{other.id}, which is {other.state}," if is_seen else "an experiment of another owner"
             raise ActionNotAllowed(f"cannot delete {experiment_id}: {named} trains its groups")

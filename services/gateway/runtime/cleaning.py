@@ -1,4 +1,5 @@
-"""What a gateway throws away every hour: old answers to idempotency keys, expired tokens, what is kept no longer."""
+"""What a gateway throws away every hour: old answers to idempotency keys, expired tokens, what is kept no longer, and
+for nobody."""
 
 import asyncio
 import logging
@@ -6,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final
 
+from flotilla.services.gateway.feeder.opening import end_left_subscriptions
 from flotilla.services.gateway.retention.pruning import Retainer
 from flotilla.services.gateway.runtime.parts import GatewayParts
 from flotilla.shared.errors import FlotillaError
@@ -45,6 +47,7 @@ class Cleaning:
         parts: dict[str, Callable[[], Awaitable[object]]] = {
             "answers": partial(store.delete_answers, clock.now() - settings.answer_seconds),
             "tokens": self._parts.tokens.delete_expired,
+            "subscriptions": partial(end_left_subscriptions, self._parts.repository),
         }
         if settings.retention.is_set:
             parts["experiments"] = partial(self.retainer.prune, settings.retention, dry_run=False)

@@ -113,7 +113,7 @@ class ExperimentWork:
             self._parts.commands.stage_stop(change, experiment)
 
     def _source_of(self, experiment: Experiment) -> Experiment | None:
-        """Find the experiment whose groups this one trains; None: there is none."""
+        """Find the experiment whose groups this one trains; None: none can be used."""
         return self._parts.repository.find(experiment.spec.data.subscribes_to)
 
     @contextlib.contextmanager
@@ -143,7 +143,7 @@ class ExperimentWork:
         parts = self._parts
         # What the last step showed: a gradient that is no number may have ended the experiment.
         await self._health(experiment).look()
-        await unsubscribe(experiment, self._source_of(experiment))
+        await unsubscribe(experiment, parts.repository)
         teardown = Teardown(
             experiment,
             parts.repository,

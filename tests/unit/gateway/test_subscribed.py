@@ -8,12 +8,14 @@ import pytest
 
 from flotilla.services.gateway.feeder.opening import open_subscribed, unsubscribe
 from flotilla.services.gateway.feeder.status import FeederStatus
+from flotilla.services.gateway.lifecycle import unusable
 from flotilla.services.gateway.lifecycle.drain_outstanding import drain_outstanding
 from flotilla.services.gateway.lifecycle.states import Action
 from flotilla.services.gateway.preflight import checks
 from flotilla.services.gateway.records.repository import Experiment, check_not_subscribed
 from flotilla.services.gateway.state import GatewayState
 from flotilla.services.gateway.store.memory import MemoryStore
+from flotilla.services.gateway.store.writes import PutRecord
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.errors import ActionNotAllowed, DataError, InvalidSpec
@@ -21,7 +23,7 @@ from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.streams.hop import HopName, Resolution
 from flotilla.shared.testing.builders import a_group, a_task, graded
-from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment, spec_document
+from tests.unit.gateway.builders import MemoryPlanes, a_gateway, a_spec, add_experiment, spec_document
 
 
 def subscribing(**changes: Any) -> dict[str, Any]:
@@ -32,7 +34,8 @@ def subscribing(**changes: Any) -> dict[str, Any]:
 class Rig:
     """A source, a subscriber and its feeder, in memory."""
 
-    def __init__(self, gateway: GatewayState, source: Experiment, taker: Experiment) -> None:
+    def __init__(self, gateway: GatewayState, source: Experiment, taker: Experiment, planes: MemoryPlanes) -> None:
+        self.planes = planes
         self.gateway, self.source, self.taker, self.ended = gateway, source, taker, list[str]()
         self.clock = ManualClock()
         self.num_scored = 0
@@ -72,10 +75,22 @@ class Rig:
 
 
 async def a_rig(**changes: Any) -> Rig:
-    gateway = a_gateway()
+    planes = MemoryPlanes()
+    gateway = a_gateway(planes=planes)
     source = await add_experiment(gateway)
     document = validate_spec(subscribing(**changes)).model_dump(mode="json")
-    return Rig(gateway, source, await add_experiment(gateway, "taker-1", spec=document))
+    return Rig(gateway, source, await add_experiment(gateway, "taker-1", spec=document), planes)
+
+
+async def upgraded(rig: Rig, *, refuses: str) -> GatewayState:
+    """Start a gateway of another release, which refuses one of the two specs, on the same streams."""
+    store = MemoryStore()
+    for each in (rig.source, rig.taker):
+        unknown = {"key_of_before": 1} if each.id == refuses else {}
+        await store.apply([PutRecord(replace(each.record, spec={**each.record.spec, **unknown}))])
+    gateway = a_gateway(store, planes=rig.planes)
+    await gateway.repository.load()
+    return gateway
 
 
 async def test_it_takes_what_is_scored_once_it_has_subscribed() -> None:
@@ -127,7 +142,7 @@ async def test_another_gateway_goes_on_where_the_first_one_was() -> None:
     await rig.feeder.feed()
     await rig.score(1)
 
-    again = Rig(rig.gateway, rig.source, rig.taker)
+    again = Rig(rig.gateway, rig.source, rig.taker, rig.planes)
     await again.feeder.feed()
 
     assert await rig.counts() == (3, 3)
@@ -166,12 +181,53 @@ async def test_nothing_is_kept_for_one_that_has_ended() -> None:
     await rig.score(2)
     await rig.feeder.feed()
 
-    await unsubscribe(rig.taker, rig.source)
+    await unsubscribe(rig.taker, rig.gateway.repository)
     ledger = await drain_outstanding(rig.taker, Lane.TRAIN, "experiment_ended")
 
     assert (ledger.issued, ledger.dropped) == (2, {"experiment_ended": 2})
     assert await rig.source.train.sharing.subscribers() == {}
-    await unsubscribe(rig.taker, None)
+
+
+async def test_nothing_is_kept_where_the_source_cannot_be_used_any_more() -> None:
+    rig = await a_rig()
+    await rig.feeder.feed()
+    gateway = await upgraded(rig, refuses="tiny-1")
+    taker = gateway.repository.get("taker-1")
+
+    await unsubscribe(taker, gateway.repository)
+
+    assert await rig.source.train.sharing.subscribers() == {}
+
+
+async def test_nothing_is_kept_for_a_subscriber_that_cannot_be_used_any_more() -> None:
+    rig = await a_rig()
+    await rig.feeder.feed()
+    await rig.source.train.sharing.subscribe("deleted-1")
+    gateway = await upgraded(rig, refuses="taker-1")
+
+    await gateway.cleaning.clean()
+
+    assert await rig.source.train.sharing.subscribers() == {}
+
+
+async def test_a_subscription_of_one_at_work_stays() -> None:
+    rig = await a_rig()
+    await rig.feeder.feed()
+
+    await rig.gateway.cleaning.clean()
+
+    assert await rig.source.train.sharing.subscribers() == {"taker-1": 0}
+    rig.taker.record = replace(rig.taker.record, state=ExperimentState.STOPPED)
+    await rig.gateway.cleaning.clean()
+    assert await rig.source.train.sharing.subscribers() == {}
+
+
+async def test_a_source_that_cannot_be_used_is_not_deleted_while_its_groups_are_trained() -> None:
+    rig = await a_rig()
+    gateway = await upgraded(rig, refuses="tiny-1")
+
+    with pytest.raises(ActionNotAllowed, match="cannot delete tiny-1: taker-1, which is running, trains its groups"):
+        await unusable.delete("tiny-1", gateway.commands, gateway.repository)
 
 
 async def test_groups_that_are_all_refused_end_it() -> None:

@@ -134,8 +134,12 @@ class CheckpointWriter:
             Unavailable: the disk is full or not writable.
         """
         started, point = time.monotonic(), Point.of(self._progress, self._line, figure)
-        await self._on_compute_thread(self._reporter.sync)
-        save = partial(self._manager.save, self._learner, self._progress, self._line, figure)
+
+        def save() -> Path:
+            # Nobody else's turn comes between.
+            self._reporter.sync()
+            return self._manager.save(self._learner, self._progress, self._line, figure)
+
         await self._finish(point, await self._on_compute_thread(save))
         self._write_seconds = time.monotonic() - started
 

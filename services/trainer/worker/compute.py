@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import contextvars
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -43,39 +43,39 @@ class ComputeThread(ThreadPoolExecutor):
         super().__init__(1, thread_name_prefix="compute")
         self.cores = cores
         self._seat = seat
-        self.is_over = False
-        """Whether what waits for its turn is not to be computed any more."""
 
     def submit(self, work: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
         """Compute something in its turn, and log it as who submits it does."""
         context = contextvars.copy_context()
 
         def compute() -> T:
-            with contextlib.nullcontext() if self._seat is None else self._seat.turn():
-                if self.is_over:
-                    raise CancelledError
-                with self.cores.computing():
-                    return context.run(work, *arguments, **named)
+            turn = contextlib.nullcontext() if self._seat is None else self._seat.turn()
+            with turn, self.cores.computing():
+                return context.run(work, *arguments, **named)
 
         return super().submit(compute)
 
 
 @contextlib.asynccontextmanager
-async def compute_thread(spec: ExperimentSpec, name: str, company: Company | None) -> AsyncIterator[ComputeThread]:
+async def compute_thread(
+    spec: ExperimentSpec, name: str, company: Company | None, is_ending: Callable[[], bool] = lambda: False
+) -> AsyncIterator[ComputeThread]:
     """Run all computation on one thread, so that weights are never touched by two and results never depend on it.
 
     Args:
         spec: of the experiment.
         name: its id.
         company: that the session is in.
+        is_ending: says whether it was told to end: it goes before others then.
     """
-    seat = None if company is None else company.turns.seat(name, spec.resources.weight)
+    seat = None if company is None else company.turns.seat(name, spec.resources.weight, is_ending)
     executor = ComputeThread(ComputeCores(spec.parallelism.threads), seat)
     try:
         yield executor
     finally:
-        executor.is_over = company is not None
+        if seat is not None:
+            seat.leave()
         end = partial(executor.shutdown, wait=True, cancel_futures=True)
-        # What computes may wait for others, who go on meanwhile.
+        # What computes does so to its end, and others wait for that.
         await to_the_end(asyncio.ensure_future(asyncio.to_thread(end)))
         executor.cores.close()

@@ -148,9 +148,12 @@ class TrainingLoop:
 
     async def _train(self, step: int, planned: StepGroups) -> None:
         version, started, cpu = self.version, time.monotonic(), time.process_time()
-        values = self._describe_groups(planned, version)
         result = await self._on_compute_thread(lambda: self._learn(planned, step))
+        if result is None:
+            log.info("told to end before the step began: its plan stands", extra={"step": step})
+            return
         computed = time.monotonic()
+        values = self._describe_groups(planned, version)
         values["time/compute_cores"] = (time.process_time() - cpu) / (computed - started)
         self._watch.check(result, step)
         changes = self._planner.live.trained_with(version)
@@ -194,7 +197,10 @@ class TrainingLoop:
     def _describe(self, result: StepResult, times: StepTimes) -> dict[str, float]:
         return describe_step(result, times, self._publisher.last_seconds, ends_version=self.is_at_version)
 
-    def _learn(self, planned: StepGroups, step: int) -> StepResult:
+    def _learn(self, planned: StepGroups, step: int) -> StepResult | None:
+        """Train a step; None where it was told to end while it waited for its turn."""
+        if self._control.is_stopped:
+            return None
         if (faults := armed()) is not None:
             faults.hit(Site.TRAINER_STEP)
         return self._learner.train(planned.groups, step)

@@ -136,7 +136,8 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
     async with contextlib.AsyncExitStack() as stack:
         opened = open_samples(around.directory, spec.samples, around.on_sample_failure)
         recorder = await stack.enter_async_context(opened)
-        compute = await stack.enter_async_context(compute_thread(spec, around.experiment_id, around.company))
+        computing = compute_thread(spec, around.experiment_id, around.company, lambda: control.is_stopped)
+        compute = await stack.enter_async_context(computing)
         loop = asyncio.get_running_loop()
         checkpoints = around.directory / CHECKPOINTS
         opening = open_execution(spec, around.job, compute, checkpoints, around.build)

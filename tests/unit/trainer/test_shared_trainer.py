@@ -10,12 +10,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import CancelledError
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
+from flotilla.services.trainer.checkpoint.manager import Progress
 from flotilla.services.trainer.hosting import hosts, serving
 from flotilla.services.trainer.hosting.hosts import HostedWorker, SharedWorkers, WorkerHost
 from flotilla.services.trainer.hosting.rules import reason_not_shared
@@ -26,6 +29,9 @@ from flotilla.services.trainer.parallel.turns import ComputeTurns
 from flotilla.services.trainer.supervisor.process import ExitStatus
 from flotilla.services.trainer.wire import Failed, FromWorker, Launch, Line, Order, Status
 from flotilla.services.trainer.worker.compute import ComputeThread
+from flotilla.services.trainer.worker.control import RunControl
+from flotilla.services.trainer.worker.loop import TrainingLoop
+from flotilla.shared.checkpoints.lineage import INITIAL, VersionLine
 from flotilla.shared.children.processes import READ_BYTES
 from flotilla.shared.children.spawning import spawn
 from flotilla.shared.config.sections.parallelism import ParallelismConfig
@@ -33,6 +39,7 @@ from flotilla.shared.schemas.service import Failure, WorkState
 from flotilla.shared.telemetry.logging import experiment_id
 from flotilla.shared.telemetry.recent import RecentLines
 from tests.unit.trainer.builders import a_spec
+from tests.unit.trainer.test_figures_of_a_checkpoint import Learner, Planner, Publisher, Samples
 from tests.unit.trainer.test_supervisor import ADDRESSES, FakeWorker, an_assignment
 
 LORA: dict[str, Any] = {
@@ -332,6 +339,22 @@ def test_lines_of_one_worker_keep_apart_from_those_of_others() -> None:
     assert found == [[2, texts[1]], [1, texts[0]], [1, None, 1]]
 
 
+class LastCheckpoint:
+    """Notes when a checkpoint is made at the end."""
+
+    is_durable = False
+
+    def __init__(self) -> None:
+        self.progress, self.saved = Progress.start(), list[int]()
+
+    async def settled(self) -> None:
+        """Write nothing beside the steps."""
+
+    async def at_the_end(self, **_: Any) -> None:
+        """Make a checkpoint."""
+        self.saved.append(self.progress.step)
+
+
 class Now:
     """A clock that the computations move."""
 
@@ -368,6 +391,62 @@ def test_time_is_shared_by_weight_and_one_computes_at_a_time() -> None:
 
     assert len(order) == 40
     assert order[:18].count("heavy") == 12
+
+
+def test_one_that_comes_to_its_end_goes_first() -> None:
+    turns, told, order = ComputeTurns(), set[str](), list[str]()
+    seats = {name: turns.seat(name, 1.0, partial(told.__contains__, name)) for name in ("a", "b", "ending")}
+
+    def work(name: str) -> None:
+        with seats[name].turn():
+            order.append(name)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in seats]
+    with seats["ending"].turn():
+        pass  # The others have used nothing yet.
+    with turns.seat("first", 1.0).turn():
+        for each in threads:
+            each.start()
+        while len(turns._waiting) < 3:
+            time.sleep(0.001)
+        told.add("ending")
+    for each in threads:
+        each.join(20)
+
+    assert order == ["ending", "a", "b"]
+
+
+def test_one_that_is_given_up_waits_for_nobody() -> None:
+    turns, cores = ComputeTurns(), ComputeCores(1)
+    seat, other = turns.seat("given up", 1.0), turns.seat("other", 1.0)
+    with contextlib.closing(cores), ComputeThread(cores, seat) as thread, other.turn():
+        waiting = thread.submit(time.monotonic)
+        while not turns._waiting:
+            time.sleep(0.001)
+
+        seat.leave()
+
+        with pytest.raises(CancelledError):
+            waiting.result(10)
+    with other.turn():
+        assert turns._waiting == {}
+
+
+async def test_a_step_that_waits_for_its_turn_is_not_begun_when_the_experiment_ends() -> None:
+    turns, cores, control = ComputeTurns(), ComputeCores(1), RunControl(on_state=lambda _: None)
+    line = VersionLine.of([INITIAL], steps_per_version=1, total_steps=3)
+    durability, seat = LastCheckpoint(), turns.seat("ending", 1.0, lambda: control.is_stopped)
+    with contextlib.closing(cores), ComputeThread(cores, seat) as compute:
+        parts = Learner(), Planner(), Publisher(), None, durability, None, control, compute, line, Samples()
+        async with asyncio.timeout(20):
+            with turns.seat("other", 1.0).turn():
+                running = asyncio.create_task(TrainingLoop(*cast(Any, parts)).run())
+                while not turns._waiting:
+                    await asyncio.sleep(0.001)
+                control.stop(is_over=True)
+            assert not await running
+
+    assert durability.saved == [0]
 
 
 def test_an_error_of_one_gives_the_turn_to_the_next() -> None:

@@ -30,6 +30,7 @@ from flotilla.shared.errors import (
     FlotillaError,
     Forbidden,
     InvalidRequest,
+    NotFound,
     Unavailable,
 )
 from flotilla.shared.net.authorisation.access import Principal, Scope
@@ -149,7 +150,8 @@ class Episodes:
         self._tokens = tokens
         self._clock = clock
         self._turn = 0
-        self._calls: OrderedDict[str, None] = OrderedDict()
+        self._calls: OrderedDict[str, tuple[str, float] | None] = OrderedDict()
+        """By name: the rollout that began an episode by it, or may have, and until when that is open unused."""
         self._turns: dict[str, _Turn] = defaultdict(_Turn)
         self._recalls_until = clock.monotonic() + RECALL_SECONDS
         self.rollouts = Rollouts(registry, tokens.peer_of)
@@ -216,15 +218,18 @@ class Episodes:
                 is_early = call.may_be_repeated and self.rollouts.has_unheard(experiment.id)
                 if not is_early:
                     opened = await self._known(experiment, call)
-                    if opened is None and not is_counted:
+                    may_begin = opened is None and self._holder(experiment, call) is None
+                    if may_begin and not is_counted:
                         num_open = self._handed.count(call.whose, self._clock.now())
                         check_episodes(num_open, self._tokens.quota_of(call.whose), call.whose)
                         counted.enter_context(self._handed.beginning(call.whose))
                         is_counted = True
-                    opened = opened or await self._from_some_rollout(experiment, call)
+                    opened = await self._from_some_rollout(experiment, call) if may_begin else opened
                     if opened is not None:
                         return opened
                 left = call.end - self._clock.monotonic()
+                if left <= 0.0 and (holder := self._holder(experiment, call)) is not None:
+                    raise NoTask(f"{holder} has the episode of this call, and does not answer: ask again with its key")
                 if left <= 0.0:
                     raise NoTask("no task is free now: ask again", experiment_id=experiment.id)
                 await wait_for_any(min(PAUSE_SECONDS, left), experiment.changed.next)
@@ -240,7 +245,7 @@ class Episodes:
         name = hashlib.sha256(f"{who.actor} {experiment_id} {key}".encode()).hexdigest()
         is_early = self._clock.monotonic() < self._recalls_until
         call = _Call(who.actor, end, name, is_early or name in self._calls)
-        self._calls[name] = None
+        self._calls.setdefault(name, None)
         if len(self._calls) > MOST_CALLS:
             self._calls.popitem(last=False)
         return call
@@ -251,12 +256,14 @@ class Episodes:
 
     async def _known(self, experiment: Experiment, call: "_Call") -> OpenedEpisode | None:
         """Ask all rollouts at once what they have begun by a call that may have been made before."""
-        if not call.may_be_repeated:
+        holder = self._holder(experiment, call)
+        if not call.may_be_repeated and holder is None:
             return None
         least, most = KNOWN_SECONDS
         seconds = max(least, min(most, call.end - self._clock.monotonic()))
         wanted = BeginEpisode(key=call.name, only_known=True)
-        services = self._heard(experiment, call)
+        services = [each for each in self.rollouts.at_work(experiment.id) if each.id == holder]
+        services = services or self._heard(experiment, call)
         asking = [asyncio.ensure_future(self._asked(each, experiment, wanted, call, seconds)) for each in services]
         try:
             for answer in asyncio.as_completed(asking):
@@ -294,10 +301,27 @@ class Episodes:
         except FlotillaError as error:
             if isinstance(error, DeadlineExceeded):
                 call.silent.add(service.id)
+                if not wanted.only_known:
+                    self._note_holder(experiment, call, service)
+            elif error.code in {NoTask.code, NotFound.code} and self._holder(experiment, call) == service.id:
+                self._calls.pop(str(call.name))
             if not error.retryable and error.status not in {404, 503}:
                 raise
             return None
+        self._note_holder(experiment, call, service)
         return OpenedEpisode.model_validate(opened)
+
+    def _note_holder(self, experiment: Experiment, call: "_Call", service: LiveService) -> None:
+        """Note that a rollout began an episode by a call, or may have: what no agent uses is its for no longer."""
+        if call.name is not None and experiment.spec.rollout.agents is not None:
+            self._calls[call.name] = service.id, self._clock.monotonic() + experiment.spec.rollout.agents.lease_seconds
+
+    def _holder(self, experiment: Experiment, call: "_Call") -> str | None:
+        """Name the rollout that may have an episode of this call open: no other begins one meanwhile."""
+        known = None if call.name is None else self._calls.get(call.name)
+        if known is None or self._clock.monotonic() >= known[1]:
+            return None
+        return known[0] if any(each.id == known[0] for each in self.rollouts.at_work(experiment.id)) else None
 
     def _handed_out(self, experiment: Experiment, opened: OpenedEpisode, base_url: str) -> HandedOutEpisode:
         window = max(

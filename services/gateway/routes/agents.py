@@ -15,7 +15,8 @@ from flotilla.services.gateway.episodes.naming import EpisodeName
 from flotilla.services.gateway.episodes.rollouts import EpisodeGone
 from flotilla.services.gateway.routes.dependencies import Gateway
 from flotilla.services.gateway.state import GatewayState
-from flotilla.shared.errors import FlotillaError, InvalidRequest
+from flotilla.shared.concurrency.cancelling import cancelled_by
+from flotilla.shared.errors import FlotillaError, InvalidRequest, Unavailable
 from flotilla.shared.net.authorisation.access import Principal
 from flotilla.shared.net.server.model_api_problems import anthropic_problem, openai_problem
 from flotilla.shared.net.server.serving import PROBLEM_JSON
@@ -48,10 +49,10 @@ async def begin(
         NoTask: there is none now; ask again.
         QuotaExceeded: the token has as many open as it may.
     """
-    base_url = str(request.base_url).rstrip("/")
-    return await gateway.episodes.open(
-        experiment_id, wanted, _principal(request), base_url, request.headers.get("idempotency-key")
-    )
+    base_url, key = str(request.base_url).rstrip("/"), request.headers.get("idempotency-key")
+    # Nobody would work in what is begun for one who has gone.
+    async with cancelled_by(lambda: _hung_up(request.receive), Unavailable("the caller has gone"), name="agent"):
+        return await gateway.episodes.open(experiment_id, wanted, _principal(request), base_url, key)
 
 
 @router.get("/experiments/{experiment_id}/episodes")

@@ -16,10 +16,12 @@ from openai import AsyncOpenAI, Omit, OpenAI, omit
 from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessage, ResponseOutputText
 
 from flotilla.services.gateway.datasets.dataset import Dataset
+from flotilla.services.gateway.episodes.naming import EpisodeName
 from flotilla.services.gateway.evaluation.evaluator import Evaluator
 from flotilla.services.reward.grading import grading_samples
 from flotilla.services.reward.verifiers.given import AgentVerifier
 from flotilla.services.rollout.engines.scripted import log_prob_of
+from flotilla.shared.errors import DeadlineExceeded
 from flotilla.shared.net.authorisation.token_records import Quota
 from flotilla.shared.schemas.service import ObservedState, ServiceKind, WorkState
 from flotilla.shared.schemas.task import Lane
@@ -427,6 +429,52 @@ async def test_a_call_that_is_repeated_while_the_first_still_waits_begins_one_ep
         assert again.json()["episode_id"] == answer.json()["episode_id"]
         assert fleet.counts()["episodes_opened"] == 1
         assert not fleet.gateway.episodes._turns
+
+
+async def test_the_gateway_begins_no_episode_for_an_agent_that_has_gone(
+    fleet: AgentFleet, http: httpx.AsyncClient
+) -> None:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    url = f"{fleet.url}/v1/experiments/{EXPERIMENT}/episodes"
+    with pytest.raises(httpx.ReadTimeout):
+        await http.post(url, json={"wait_seconds": 20}, headers=headers, timeout=0.3)
+    async with asyncio.timeout(5):
+        while any(fleet.gateway.episodes._handed._beginning.values()):
+            await asyncio.sleep(0.01)
+        while fleet.rollouts[0].episodes._offered._waiters:  # type: ignore[attr-defined]
+            await asyncio.sleep(0.01)
+    await fleet.issue(1)
+
+    await begin(fleet, http)
+
+    assert fleet.counts()["episodes_opened"] == 1
+
+
+async def test_a_repeated_call_begins_no_second_episode_while_the_rollout_that_has_it_is_silent(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with agent_fleet(a_spec(group_size=2), writes, num_rollouts=2, max_groups=4) as fleet:
+        await fleet.issue(8)  # Each of them holds some.
+        episodes, call = fleet.gateway.episodes, fleet.gateway.episodes.rollouts.call
+        first = (await call_with(fleet, http, "k", 5)).json()
+        holder = EpisodeName.parse(first["episode_id"]).service_id
+
+        async def silent(service: Any, *given: Any) -> Any:
+            if service.id == holder:
+                raise DeadlineExceeded(f"{holder} does not answer")
+            return await call(service, *given)
+
+        monkeypatch.setattr(episodes.rollouts, "call", silent)
+        none = await call_with(fleet, http, "k", 0.3)
+        other = await call_with(fleet, http, "another", 5)
+        monkeypatch.setattr(episodes.rollouts, "call", call)
+        again = await call_with(fleet, http, "k", 5)
+
+        assert (none.status_code, none.json()["code"]) == (503, "no_task")
+        assert f"{holder} has the episode of this call" in none.json()["detail"]
+        assert again.json()["episode_id"] == first["episode_id"]
+        assert other.json()["episode_id"] != first["episode_id"]
+        assert fleet.counts()["episodes_opened"] == 2
 
 
 async def test_a_rollout_begins_no_episode_for_a_caller_that_has_gone(

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from flotilla.services.rollout.engines.decoders.checkpoint import TensorSource
 from flotilla.services.rollout.engines.embedded.engine import TorchEngine
 from flotilla.services.rollout.engines.settings import EngineSettings
 from flotilla.services.trainer.worker.images import ImagePool
@@ -13,6 +16,7 @@ from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.errors import FlotillaError, Unavailable, WeightsDiverged
 from flotilla.shared.faults.armed import arm, disarm
 from flotilla.shared.faults.plan import parse_plan
+from flotilla.shared.weights.image.adapted import added_to
 from tests.contract.engine.models import make_model
 from tests.contract.engine.requests import a_request
 from tests.integration.engine.running import answer, outcomes, update_errors
@@ -92,6 +96,55 @@ def test_an_engine_that_rounds_the_sums_otherwise_proves_them_by_its_own(tmp_pat
 
     assert world.publish(5, told="0" * 32) == [None]
     world.close()
+
+
+def test_sums_that_come_out_otherwise_when_they_are_made_again_are_those_that_were_loaded(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with another number of threads since: the publisher's digest is another machine's, too."""
+
+    def otherwise(*terms: Any) -> Tensor:
+        total = added_to(*terms)
+        return torch.nextafter(total, total.new_tensor(torch.inf))
+
+    switch = world.engine._decoder.switch
+
+    def switched() -> None:
+        switch()
+        monkeypatch.setattr("flotilla.services.rollout.engines.decoders.adapted.added_to", otherwise)
+
+    world.engine._decoder.switch = switched  # type: ignore[method-assign]
+
+    assert world.publish(5, told="0" * 32) == [None]
+
+
+@pytest.mark.parametrize("term", ["weight", "A", "B"])
+def test_a_sum_that_was_loaded_of_other_bytes_proves_nothing(
+    world: World, term: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = TensorSource.read
+
+    def damaged(source: Any, name: str) -> Tensor:
+        tensor = read(source, name)
+        names = {"weight": "q_proj.weight", "A": "lora_A.weight", "B": "lora_B.weight"}
+        if is_loading and name.endswith(names[term]):
+            tensor = tensor.clone()
+            tensor.view(torch.int32).view(-1)[5] ^= 1 << 20
+        return tensor
+
+    is_loading, switch = True, world.engine._decoder.switch
+
+    def switched() -> None:
+        nonlocal is_loading
+        switch()
+        is_loading = False
+
+    monkeypatch.setattr(TensorSource, "read", damaged)
+    world.engine._decoder.switch = switched  # type: ignore[method-assign]
+
+    [error] = world.publish(5)
+
+    assert isinstance(error, WeightsDiverged)
 
 
 @pytest.mark.parametrize("fault", ["engine.read flip", "engine.read half", "engine.switch keep"])

@@ -7,6 +7,7 @@ of it is in memory but what the kernel caches of them.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from flotilla.shared.errors import ModelError, WeightTransferFailed
 from flotilla.shared.models.weight_files import checksum_of
 from flotilla.shared.weights.image.adapted import added_to
 from flotilla.shared.weights.image.adapters import AdaptersHeader, names_of, weight_of
+from flotilla.shared.weights.image.digests import of_tensor
 from flotilla.shared.weights.image.quantised import (
     NAMES,
     SCALES,
@@ -29,6 +31,19 @@ from flotilla.shared.weights.image.quantised import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedSum:
+    """Digests of a weight to which an adapter was added when an image was loaded.
+
+    Attributes:
+        terms: of weight, A and B, as they were read.
+        total: of the sum, whose last bits depend on how many threads made it.
+    """
+
+    terms: tuple[int, int, int]
+    total: int
+
+
 class BaseWeights:
     """The weights that an engine began with, in its model's files.
 
@@ -36,11 +51,15 @@ class BaseWeights:
         files: the safetensors files.
         dtype: that the engine computes in.
         device: that it computes on.
+
+    Attributes:
+        loaded: the sums of the image that was loaded last, by the weight's name.
     """
 
     def __init__(self, files: Sequence[Path], dtype: torch.dtype, device: torch.device) -> None:
         self._files = files
         self.dtype, self.device = dtype, device
+        self.loaded: dict[str, LoadedSum] = {}
 
     def open(self) -> AbstractContextManager[TensorSource]:
         """Open them. Errors as of ``open_tensors``."""
@@ -71,13 +90,22 @@ class AdaptedTensors:
         source: of the base's tensors.
         adapters: A and B under peft's names.
         header: what their image says of them.
+        loaded: where the digests of sums are kept; None: what is read is not loaded.
 
     Raises:
         WeightTransferFailed: they are for another base, or for weights that it has not.
     """
 
-    def __init__(self, base: BaseWeights, source: TensorSource, adapters: Tensors, header: AdaptersHeader) -> None:
+    def __init__(
+        self,
+        base: BaseWeights,
+        source: TensorSource,
+        adapters: Tensors,
+        header: AdaptersHeader,
+        loaded: dict[str, LoadedSum] | None = None,
+    ) -> None:
         base.check(header)
+        self._loaded = loaded
         self._base, self._source, self._adapters, self._header = base, source, adapters, header
         self.headers = source.headers
         self._adapted = _adapted(adapters.headers, source.headers, is_transposed=header.is_transposed)
@@ -88,8 +116,20 @@ class AdaptedTensors:
         if name not in self._adapted:
             return weight
         dtype, device = self._base.dtype, self._base.device
-        low, high = (self._adapters.read(each).to(device, torch.float32) for each in names_of(name))
-        return added_to(weight.to(device, dtype), low, high, self._header)
+        low, high = (self._adapters.read(each) for each in names_of(name))
+        float_low, float_high = (each.to(device, torch.float32) for each in (low, high))
+        total = added_to(weight.to(device, dtype), float_low, float_high, self._header)
+        if self._loaded is not None:
+            self._loaded[name] = LoadedSum(_digests(weight, low, high), of_tensor(total))
+        return total
+
+    def digest_of_loaded(self, name: str) -> int | None:
+        """Return the digest of a sum as it was loaded; None where there is none, or it was made of other bytes."""
+        loaded = self._base.loaded.get(name)
+        if name not in self._adapted or loaded is None:
+            return None
+        terms = _digests(self._source.read(name), *(self._adapters.read(each) for each in names_of(name)))
+        return loaded.total if terms == loaded.terms else None
 
 
 @contextmanager
@@ -106,7 +146,8 @@ def open_staged(image: Path, arrival: Arrival | None, base: BaseWeights) -> Iter
     """
     with ExitStack() as stack:
         whole = stack.enter_context(open_tensors([image])) if arrival is None else ArrivingTensors(image, arrival)
-        yield damaged(_as_served(whole, base, stack))
+        base.loaded = {}
+        yield damaged(_as_served(whole, base, stack, base.loaded))
 
 
 @contextmanager
@@ -124,10 +165,15 @@ def open_whole(image: Path, base: BaseWeights) -> Iterator[Tensors]:
         yield _as_served(stack.enter_context(open_tensors([image])), base, stack)
 
 
-def _as_served(whole: TensorSource | ArrivingTensors, base: BaseWeights, stack: ExitStack) -> Tensors:
+def _as_served(
+    whole: TensorSource | ArrivingTensors,
+    base: BaseWeights,
+    stack: ExitStack,
+    loaded: dict[str, LoadedSum] | None = None,
+) -> Tensors:
     header = _header(whole.metadata)
     if header is not None:
-        return AdaptedTensors(base, stack.enter_context(base.open()), whole, header)
+        return AdaptedTensors(base, stack.enter_context(base.open()), whole, header, loaded)
     return whole if _quantisation(whole.metadata) is None else DequantisedTensors(whole)
 
 
@@ -161,6 +207,10 @@ class DequantisedTensors:
         """Read a weight, float32 where it was quantised."""
         numbers = self._source.read(name)
         return dequantise(numbers, self._source.read(name + SCALES)) if name in self._scaled else numbers
+
+
+def _digests(weight: Tensor, low: Tensor, high: Tensor) -> tuple[int, int, int]:
+    return of_tensor(weight), of_tensor(low), of_tensor(high)
 
 
 def _quantisation(metadata: Mapping[str, str]) -> Quantisation | None:

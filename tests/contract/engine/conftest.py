@@ -139,6 +139,11 @@ async def until_running(engine: Engine, *, running: int, new_tokens: int = 0) ->
     await _until(engine, lambda load: load.running == running and load.generated_tokens - before >= new_tokens)
 
 
+async def until_in_flight(engine: Engine) -> None:
+    """Wait until a sample runs or waits to: a server that says seldom what runs may say so of no short one."""
+    await _until(engine, lambda load: load.running + load.waiting > 0)
+
+
 async def until_sampling(engine: Engine) -> None:
     """Wait until a sample runs."""
     await _until(engine, lambda load: load.running > 0)

@@ -21,7 +21,7 @@ from flotilla.shared.errors import (
 )
 from flotilla.shared.schemas.engine import EngineCapability
 from flotilla.shared.schemas.trajectory import FinishReason
-from tests.contract.engine.conftest import CONTEXT, LONG, SLOTS, needs, until_running, until_sampling
+from tests.contract.engine.conftest import CONTEXT, LONG, SLOTS, needs, until_in_flight, until_running, until_sampling
 from tests.contract.engine.requests import a_request
 
 
@@ -102,7 +102,7 @@ async def test_a_bad_field_is_named(engine: Engine, field: str, changes: dict[st
 
 async def test_an_id_in_flight_is_refused(engine: Engine) -> None:
     running = asyncio.create_task(engine.generate(a_request(request_id="same", max_new_tokens=LONG)))
-    await until_running(engine, running=1)
+    await until_in_flight(engine)
 
     with pytest.raises(RequestInFlight, match="same is in flight"):
         await engine.generate(a_request(request_id="same"))

@@ -15,6 +15,7 @@ from flotilla.cli.redis_server import LocalRedis
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.schemas.service import WorkState
+from flotilla.shared.streams.hop import StreamsConfig
 from tests.integration.gateway.fleet import (
     TOKEN,
     Scripted,
@@ -34,6 +35,8 @@ pytestmark = pytest.mark.long
 
 STEPS, GROUPS, HELD_ROWS = 4, 2, 3
 EVALUATED = {"none": 0, "of each version": 2 * HELD_ROWS, "of sets, sampled": HELD_ROWS + 2}
+LEASES = StreamsConfig(lease_seconds=8.0)
+"""Claims of before a lost tail are waited for as long as this, once for each hop."""
 UNTIL_STEP = 2
 """The event finds the experiment with so many steps, and its trainer waits until it is over."""
 ROWS = covering_rows({name: list(values) for name, values in FLEET.items()}, FLEET_STATES.values())
@@ -58,6 +61,8 @@ class Fleet:
     async def join(self, kind: type[Scripted]) -> Any:
         """Let a service join."""
         joined = await self.stack.enter_async_context(kind(self.url, self.server.url))
+        if kind is not ScriptedTrainer:  # which holds what it claims until a step is full
+            joined.streams = LEASES
         for each, members in (
             (ScriptedRollout, self.rollouts),
             (ScriptedReward, self.rewards),
@@ -168,7 +173,7 @@ async def subscribe(fleet: Fleet, source: str) -> tuple[str, ScriptedTrainer]:
 
 
 def marks_of(row: Row) -> list[pytest.MarkDecorator]:
-    """Claims of before a lost tail are waited for as long as a lease: a minute."""
+    """Claims of before a lost tail are waited for as long as leases last."""
     return [pytest.mark.slow] if row["event"] == "the log loses its tail" else []
 
 

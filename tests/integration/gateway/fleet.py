@@ -46,7 +46,7 @@ from flotilla.shared.schemas.service import (
 )
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.service.membership import Membership
-from flotilla.shared.streams.hop import HopName, holder_name
+from flotilla.shared.streams.hop import HopName, StreamsConfig, holder_name
 from flotilla.shared.streams.redis.connection import connect
 from flotilla.shared.streams.redis.plane import RedisDataPlane
 from flotilla.shared.testing.builders import a_group, graded
@@ -108,6 +108,7 @@ class Scripted:
     """A registered service that does nothing but its membership."""
 
     kind = ServiceKind.SANDBOX
+    streams = StreamsConfig()
 
     def __init__(self, gateway_url: str, redis_url: str) -> None:
         self.client = GatewayClient(gateway_url, TOKEN)
@@ -189,7 +190,7 @@ class Scripted:
 
     def plane(self, lane: Lane) -> RedisDataPlane:
         assert self.experiment_id is not None
-        return RedisDataPlane(self.redis, self.experiment_id, lane)
+        return RedisDataPlane(self.redis, self.experiment_id, lane, self.streams)
 
     async def cancel_work(self) -> None:
         await end(*self._tasks)

@@ -148,6 +148,7 @@ async def test_the_lane_is_not_searched_again_for_every_version(monkeypatch: pyt
         return await ledger()
 
     monkeypatch.setattr(experiment.evaluation, "ledger", look)
+    monkeypatch.setattr(module, "LEFTOVERS_SECONDS", 1000.0)
     async with running(evaluator.run()):
         await until(lambda: num_looks)
         for version in range(1, 7):
@@ -258,9 +259,13 @@ async def test_each_held_out_set_has_series_of_its_own() -> None:
 
 async def test_answers_that_come_one_by_one_are_taken_and_ended_together(monkeypatch: pytest.MonkeyPatch) -> None:
     _gateway, experiment, evaluator = await an_evaluator()
-    # Longer than three answers take on a machine with much else to do.
-    monkeypatch.setattr(module, "GATHER_SECONDS", 2.0)
-    collected: list[int] = []
+    have_come, collected, sleep = asyncio.Event(), list[int](), asyncio.sleep
+
+    async def gather(seconds: float) -> None:
+        # However long three answers take on a machine with much else to do.
+        await (have_come.wait() if seconds == module.GATHER_SECONDS else sleep(seconds))
+
+    monkeypatch.setattr(asyncio, "sleep", gather)
     plane = experiment.evaluation
     original = plane.hop
 
@@ -284,7 +289,8 @@ async def test_answers_that_come_one_by_one_are_taken_and_ended_together(monkeyp
             await rollout.forward(claim, a_group(claim.task()))
             [made] = await reward.claim(1, wait_seconds=30)
             await reward.forward(made, a_group(claim.task(), rewards=[1.0]))
-            await asyncio.sleep(0.005)
+            await turns()
+        have_come.set()
         await until(lambda: experiment.record.evaluated_version == 0)
 
     assert (len(claims), sum(collected)) == (3, 3)

@@ -19,6 +19,7 @@ from flotilla.shared.errors import DataError
 
 log = logging.getLogger(__name__)
 
+READER = "gateway"
 BATCH = 16
 """Groups taken at once; a large one is a megabyte."""
 SUBSCRIBE_SECONDS = 1.0
@@ -64,6 +65,11 @@ class SubscribedFeeder(Feeder):
             self._subscribed_at = now
         return await super().feed()
 
+    async def _has_planned(self) -> bool:
+        """Whether a step has a plan, and was not trained as far as the trainer has said."""
+        queue = self._experiment.train.trainer(READER)
+        return await queue.load_plan(self._experiment.record.step + 1) is not None
+
     def _source(self) -> Experiment:
         found = self._find_source()
         if found is None:
@@ -87,7 +93,8 @@ class SubscribedFeeder(Feeder):
         sharing, after = source.train.sharing, await self._admission.taken_through()
         read = await sharing.read(after, min(room, BATCH))
         if read.reached <= after:
-            if is_over and ledger.outstanding < groups_per_step:
+            # An end stops the trainer before its next step: one that is planned is trained first.
+            if is_over and ledger.outstanding < groups_per_step and not await self._has_planned():
                 await self._on_end(source)
             return BLOCKED_SECONDS
         taken = await self._admission.take(read, limit=max(spec.admission_budget, ledger.outstanding + room))

@@ -162,6 +162,10 @@ async def test_it_ends_once_its_source_has_and_no_step_can_be_filled() -> None:
     claims = await trainer.hop.claim(2, wait_seconds=0)
     assert await trainer.plan(1, claims, version=0)
     await rig.feeder.feed()
+    assert rig.ended == []  # it is planned, and not yet trained: a stop would come before it
+
+    rig.taker.record = replace(rig.taker.record, step=1)
+    await rig.feeder.feed()
 
     assert rig.ended == ["tiny-1"]
 

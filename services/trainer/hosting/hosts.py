@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 MODULE = "flotilla.services.trainer.hosting"
 SHARED_KILL_SECONDS = 60.0
 """How long a worker that is given up may compute on in a process that others train in."""
+MOST_ALONE = 1024
+"""Experiments that are remembered as those of a process that ended."""
 Hear = Callable[[FromWorker], None]
 
 
@@ -248,6 +250,8 @@ class SharedWorkers:
     def _note(self, experiment_id: str, ending: ExitStatus) -> None:
         if ending.is_with_others:
             self._alone[experiment_id] = f"it was in one with others when {ending.cause}"
+            if len(self._alone) > MOST_ALONE:
+                del self._alone[next(iter(self._alone))]
 
 
 def _key(spec: ExperimentSpec) -> tuple[object, ...]:

@@ -182,3 +182,29 @@ def test_each_adapter_has_its_part_of_the_load(trained: Trained) -> None:
     assert whole.generated_tokens == mine.generated_tokens + theirs.generated_tokens
     assert whole.prefilled_tokens == mine.prefilled_tokens + theirs.prefilled_tokens
     assert mine.cpu_seconds + theirs.cpu_seconds == pytest.approx(whole.cpu_seconds, rel=0.1)
+
+
+def test_what_is_computed_again_for_an_adapter_is_its_own(trained: Trained) -> None:
+    engine = trained.engine()
+    engine.submit(asked("mine"))
+    steps(engine, 4)
+    before = engine.load("mine").prefilled_tokens
+    trained.update(engine, OnWeightUpdate.INTERRUPT)
+    steps(engine, 1)
+
+    assert engine.load("mine").prefilled_tokens > before
+    assert engine.load().prefilled_tokens == engine.load("mine").prefilled_tokens
+
+
+def test_of_a_dropped_adapter_nothing_is_kept_but_the_sums(trained: Trained) -> None:
+    engine = trained.engine()
+    answer(engine, asked("mine"))
+    whole = engine.load()
+    engine.drop_adapter("mine")
+
+    assert (engine.load().generated_tokens, engine.load().prefilled_tokens) == (
+        whole.generated_tokens,
+        whole.prefilled_tokens,
+    )
+    assert "mine" not in engine._batch.ended_tokens
+    assert "mine" not in engine._adapters.shares.prefilled

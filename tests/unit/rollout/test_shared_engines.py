@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -312,3 +313,12 @@ async def test_it_neither_sleeps_nor_takes_adapters_by_name(world: World) -> Non
     transfer.advance(1)
     transfer.complete()
     transfer.abort("late")
+
+
+def test_it_is_not_kept_for_ever_who_cannot_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "MOST_ALONE", 2)
+    engines = SharedEngines()
+    for number in range(4):
+        engines.cannot_share(cast(Any, SimpleNamespace(experiment_id=f"e{number}")), "its adapter cannot be read")
+
+    assert list(engines._alone) == ["e2", "e3"]

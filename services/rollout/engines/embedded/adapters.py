@@ -8,6 +8,7 @@ from flotilla.services.rollout.engines.base import EngineLoad, GenerationRequest
 from flotilla.services.rollout.engines.decoders.base import AdaptingDecoder, Decoder
 from flotilla.services.rollout.engines.embedded.batch import ActiveRequest, Batch, Rows
 from flotilla.services.rollout.engines.embedded.outcomes import Updated
+from flotilla.services.rollout.engines.embedded.shares import AdapterShares
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.errors import FlotillaError, InvalidRequest
 
@@ -32,10 +33,12 @@ class EngineAdapters:
 
     Attributes:
         waiting: those that are asked for, in the order of asking.
+        shares: what the samples of each took.
     """
 
     def __init__(self, decoder: Decoder) -> None:
         self.waiting: list[AdapterUpdate] = []
+        self.shares = AdapterShares()
         self._rows = decoder.row_adapters if isinstance(decoder, AdaptingDecoder) else None
         self._versions: dict[str, int] = {}
 
@@ -89,8 +92,8 @@ class EngineAdapters:
         self._rows.put(name, file, scale)
         self._versions[name] = version
 
-    def drop(self, name: str, in_flight: Iterable[GenerationRequest]) -> None:
-        """Forget one.
+    def drop(self, name: str, in_flight: Iterable[GenerationRequest], batch: Batch) -> None:
+        """Forget one, with its figures.
 
         Raises:
             InvalidRequest: a request in flight has it.
@@ -99,6 +102,7 @@ class EngineAdapters:
             raise InvalidRequest(f"the adapter {name} is sampled with: end those requests first")
         if self._versions.pop(name, None) is not None and self._rows is not None:
             self._rows.drop(name)
+        self.shares.forget(name, batch.ended_tokens)
 
     def clear(self) -> None:
         """Forget all of them; no sample has one."""
@@ -119,22 +123,20 @@ class EngineAdapters:
         """Return the version of an adapter; that of the weights where there is none."""
         return otherwise if name is None else self._versions.get(name, otherwise)
 
-    def part_of(
-        self, whole: EngineLoad, name: str, own: Sequence[ActiveRequest], batch: Batch, prefilled: int
-    ) -> EngineLoad:
+    def part_of(self, whole: EngineLoad, name: str, own: Sequence[ActiveRequest], batch: Batch) -> EngineLoad:
         """Tell the part of an engine's load that one adapter's requests make; of processor time by their tokens."""
-        sampled = batch.tokens_with(name)
-        part = (sampled + prefilled) / max(whole.generated_tokens + whole.prefilled_tokens, 1)
+        sampled = batch.tokens_by_adapter()
+        self.shares.account(sampled, whole.cpu_seconds)
         return replace(
             whole,
             version=self.version_of(name, whole.version),
             running=sum(batch.rows_of(each).size for each in own),
             waiting=sum(each.num_waiting for each in own),
-            generated_tokens=sampled,
-            prefilled_tokens=prefilled,
+            generated_tokens=sampled[name],
+            prefilled_tokens=self.shares.prefilled[name],
             reused_tokens=0,
             reuses=0,
-            cpu_seconds=part * whole.cpu_seconds,
+            cpu_seconds=self.shares.cpu_seconds(name),
         )
 
     def assign(self, rows: Rows, request: GenerationRequest) -> None:

@@ -175,7 +175,8 @@ class Batch:
         self._sampling: RowSampling | None = None
         """None after a change of rows."""
         self._draws_ahead: list[npt.NDArray[np.float64]] = []
-        self._ended_tokens: Counter[str | None] = Counter()
+        self.ended_tokens: Counter[str | None] = Counter()
+        """Sampled since the start, of samples that have ended, by adapter."""
 
     def alive(self) -> Rows:
         """List the rows that hold a sample."""
@@ -190,14 +191,13 @@ class Batch:
         held = [row for row in self.alive() if (sample := self.samples[row]) is not None and sample.owner is owner]
         return np.array(held, dtype=np.int64)
 
-    def tokens_with(self, adapter: str | None) -> int:
-        """Count the tokens that were sampled with an adapter, or with none, since the start."""
-        found = self._ended_tokens[adapter]
+    def tokens_by_adapter(self) -> "Counter[str | None]":
+        """Count the tokens that were sampled since the start, by adapter."""
+        found = self.ended_tokens.copy()
         for row in self.alive().tolist():
             sample = self.samples[row]
             assert sample is not None
-            if sample.owner.request.adapter == adapter:
-                found += int(self._counts[row]) - sample.resumed
+            found[sample.owner.request.adapter] += int(self._counts[row]) - sample.resumed
         return found
 
     def join(self, rows: Rows, owner: ActiveRequest, version: int) -> None:
@@ -394,7 +394,7 @@ class Batch:
                 experts=None if self.experts is None or not count else self.experts.of(row),
             )
             owners.append(sample.owner)
-            self._ended_tokens[sample.owner.request.adapter] += count - sample.resumed
+            self.ended_tokens[sample.owner.request.adapter] += count - sample.resumed
         self.num_running -= rows.size
         self._vacate(rows)
         return owners
@@ -472,3 +472,14 @@ class Batch:
         bad = alive[~np.isfinite(self._log_probs[alive, self._counts[alive] - 1])]
         owners = {id(sample.owner): sample.owner for row in bad if (sample := self.samples[row]) is not None}
         return list(owners.values())
+
+
+def cached(batch: Batch, rows: Rows) -> list[Start]:
+    """List what rows have cached, to be computed again."""
+    found = []
+    for at, row in enumerate(rows.tolist()):
+        sample = batch.samples[row]
+        assert sample is not None
+        adapter = sample.owner.request.adapter
+        found.append(Start(batch.cached_tokens(row), rows[at : at + 1], batch.images_of(row), adapter))
+    return found

@@ -6,7 +6,6 @@ samples, and gives every running sample one token. The engine knows nothing of t
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from flotilla.services.rollout.engines.decoders.arrival import Arrival
 from flotilla.services.rollout.engines.decoders.base import IllustratedDecoder, KeptRow, RoutedDecoder, check_images
 from flotilla.services.rollout.engines.decoders.checkpoint import read_eos_token_ids
 from flotilla.services.rollout.engines.decoders.host_arrays import on_device
-from flotilla.services.rollout.engines.embedded.batch import ActiveRequest, Batch, Rows, Start, merged
+from flotilla.services.rollout.engines.embedded.batch import ActiveRequest, Batch, Rows, Start, cached, merged
 from flotilla.services.rollout.engines.embedded.loading import load_decoder
 from flotilla.services.rollout.engines.embedded.outcomes import Generated, GenerationFailed, Outcome, Updated
 from flotilla.services.rollout.engines.embedded.prefix_cache import KeptTurns
@@ -79,7 +78,6 @@ class TorchEngine:
         self._outcomes: list[Outcome] = []
         self._text_decoder: TextDecoder | None = None
         self._generated_tokens = 0
-        self._prefilled_tokens: Counter[str | None] = Counter()
         # A beginning that was computed in other shapes may differ in its last bits.
         self._turns = KeptTurns(self._decoder, 0 if self._is_padded else settings.prefix_cache_mb * 10**6)
         self._is_asleep, self._has_weights = False, True
@@ -109,7 +107,7 @@ class TorchEngine:
             waiting=sum(active.num_waiting for active in self._waiting),
             slots=self._settings.slots,
             generated_tokens=self._generated_tokens,
-            prefilled_tokens=self._prefilled_tokens.total(),
+            prefilled_tokens=self._adapters.shares.prefilled.total(),
             reused_tokens=self._turns.reused_tokens,
             reuses=self._turns.reuses,
             cpu_seconds=time.process_time(),
@@ -117,9 +115,7 @@ class TorchEngine:
         )
         if adapter is None:
             return whole
-        return self._adapters.part_of(
-            whole, adapter, self._active_with(adapter), self._batch, self._prefilled_tokens[adapter]
-        )
+        return self._adapters.part_of(whole, adapter, self._active_with(adapter), self._batch)
 
     def _active_with(self, adapter: str) -> list[ActiveRequest]:
         return [active for active in self._requests.values() if active.request.adapter == adapter]
@@ -197,7 +193,8 @@ class TorchEngine:
         Raises:
             InvalidRequest: a request in flight has it.
         """
-        self._adapters.drop(name, (active.request for active in self._requests.values()))
+        requests = (active.request for active in self._requests.values())
+        self._adapters.drop(name, requests, self._batch)
 
     def begin_transfer(self, arrival: Arrival) -> None:
         """Read an image while it is received, where loading overlaps with sampling."""
@@ -316,10 +313,8 @@ class TorchEngine:
 
     def _compute_again(self, rows: Rows, version: int) -> None:
         """Compute what rows have cached, under a version that has begun to serve."""
-        held = self._batch
-        places = enumerate(rows.tolist())
-        self._prefill([Start(held.cached_tokens(row), rows[at : at + 1], held.images_of(row)) for at, row in places])
-        held.kv_versions[rows] = version
+        self._prefill(cached(self._batch, rows))
+        self._batch.kv_versions[rows] = version
 
     def _has_diverged(self, update: Update, error: WeightsDiverged) -> None:
         """Give up what is in place now: it is not what was published, and nothing was sampled with it."""
@@ -340,7 +335,7 @@ class TorchEngine:
         kept = kept or [None] * len(starts)
         new = [start.tokens.size - (had[1] if had else 0) for start, had in zip(starts, kept, strict=True)]
         for start, num in zip(starts, new, strict=True):
-            self._prefilled_tokens[start.adapter] += num
+            self._adapters.shares.prefilled[start.adapter] += num
         if self._is_padded:
             batches = [[index] for index in range(len(starts))]
         else:

@@ -17,6 +17,9 @@ from flotilla.shared.sizes.starting import check_engine
 
 log = logging.getLogger(__name__)
 
+MOST_ALONE = 1024
+"""Experiments of which it is kept that they cannot share; an older one tries once more."""
+
 
 class SharedEngines:
     """Gives experiments with the same base and engine settings one process.
@@ -70,3 +73,5 @@ class SharedEngines:
     def cannot_share(self, user: SharedEngine, why: str) -> None:
         """Let its experiment have an engine of its own from the next start on."""
         self._alone[user.experiment_id] = why
+        if len(self._alone) > MOST_ALONE:
+            del self._alone[next(iter(self._alone))]

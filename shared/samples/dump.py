@@ -53,10 +53,11 @@ class Dump:
 
     Args:
         files: at least one, in order.
+        check: called with a file each time that it is about to be read: a link may lead elsewhere by then.
     """
 
-    def __init__(self, files: Sequence[DumpFile]) -> None:
-        self.files = tuple(files)
+    def __init__(self, files: Sequence[DumpFile], check: Callable[[str], None] | None = None) -> None:
+        self.files, self._check = tuple(files), check
         self._ends = list(accumulate(each.num_groups for each in files))
         self._read: tuple[DumpFile, pa.Table, Sequence[int]] | None = None
 
@@ -78,7 +79,7 @@ class Dump:
         """Read a group as it was kept.
 
         Raises:
-            DataError: its file cannot be read any more.
+            DataError: its file cannot be read any more, or may not be.
         """
         file, place = self.place_of(index)
         table, starts = self._table(file)
@@ -93,6 +94,8 @@ class Dump:
     def _table(self, file: DumpFile) -> tuple[pa.Table, Sequence[int]]:
         if self._read is None or self._read[0] is not file:
             self._read = None
+            if self._check is not None:
+                self._check(str(file.folder / file.name))
             table = _read(file)
             try:
                 starts = np.searchsorted(table["place"].to_numpy(), np.arange(file.num_groups + 1)).tolist()
@@ -109,7 +112,7 @@ def dump_at(path: Path, check: Callable[[str], None] | None = None, *, field: st
 
     Args:
         path: the directory of a run or of an experiment, its folder of samples, or a file of it.
-        check: called with the folder that is read; raises where that is not allowed.
+        check: called with the folder that is read, and with its files later; raises where that is not allowed.
         field: of the spec, which names the place.
 
     Raises:
@@ -133,7 +136,7 @@ def dump_at(path: Path, check: Callable[[str], None] | None = None, *, field: st
             "section samples is not null",
             field=field,
         )
-    return Dump(files)
+    return Dump(files, check)
 
 
 def check_place(path: Path, check: Callable[[str], None]) -> None:

@@ -52,6 +52,26 @@ def test_ids_count_what_is_issued_and_the_rest_is_as_it_was_kept(tmp_path: Path)
         assert [t.versions for t in group.trajectories] == [t.versions for t in kept.trajectories]
 
 
+def test_a_link_that_leads_to_anothers_later_is_not_followed(tmp_path: Path) -> None:
+    mine = a_run(tmp_path / "mine", a_step(1, num_groups=2), a_step(2, num_groups=2))
+    theirs = a_run(tmp_path / "theirs", a_step(1, num_groups=2), a_step(2, num_groups=2))
+    link = tmp_path / "link"
+    link.symlink_to(mine)
+    spec = spec_of(link)
+
+    def refuse(path: str) -> None:
+        if Path(path).resolve().is_relative_to(theirs):
+            raise DataError("it is another owner's")
+
+    dumped, dataset = DumpedGroups(link, refuse), load_dump(spec.data, spec.reward, seed=0)
+    assert len(dumped.groups(dataset, range(2))) == 2
+    link.unlink()
+    link.symlink_to(theirs)
+
+    with pytest.raises(DataError, match="another owner's"):
+        dumped.groups(dataset, range(2, 4))
+
+
 def test_only_the_first_groups_may_be_taken(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", a_step(1, num_groups=3))
     spec = a_spec(data={"dump": str(run), "max_rows": 2})

@@ -129,7 +129,7 @@ def _standing(spec: ExperimentSpec, sizes: ModelSizes, size: int, trained: int, 
     has_masters = size == 2 and spec.optimisation.masters == "float32"
     of_master = 4 if has_masters else size
     on_host = spec.parallelism.offload.parameters
-    weights = _weight_bytes(spec, sizes, size) // shards
+    weights = _weight_bytes(spec, sizes, size, shards)
     parts = [Part("weights", weights, counted(sizes.parameters, size), on_host)]
     if spec.model.lora is not None:
         parts.append(Part("adapters", trained * size // shards, counted(trained, size), on_host))
@@ -173,12 +173,13 @@ def _others(
     return parts
 
 
-def _weight_bytes(spec: ExperimentSpec, sizes: ModelSizes, size: int) -> int:
+def _weight_bytes(spec: ExperimentSpec, sizes: ModelSizes, size: int, shards: int) -> int:
     packing = spec.model.quantisation
     if packing is None:
-        return sizes.parameters * size
+        return sizes.parameters * size // shards
     linear = sum(map(math.prod, sizes.linear().values()))
-    return round(linear * (4.13 if packing.double else 4.5) / 8) + (sizes.parameters - linear) * size
+    # Each rank has all that is packed.
+    return round(linear * (4.13 if packing.double else 4.5) / 8) + (sizes.parameters - linear) * size // shards
 
 
 def _how(spec: ExperimentSpec, size: int, device: str) -> How:

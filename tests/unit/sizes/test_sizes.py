@@ -191,6 +191,17 @@ def test_adapters_alone_have_moments_and_are_published() -> None:
     assert found["images to publish"] == 8 * trained
 
 
+def test_each_rank_has_all_packed_weights() -> None:
+    packed = {"lora": {"rank": 2, "quantisation": {"dtype": "nf4"}}}
+    alone, shared = (
+        parts_of(trainer_footprint(a_spec(model=packed, parallelism=ranks), sizes()))["weights"]
+        for ranks in ({"device": "cpu"}, {"ranks": 2, "device": "cpu"})
+    )
+    linear = LAYERS * (2 * Q * H + 2 * K * H + 3 * INNER * H)
+
+    assert alone - shared == 4 * (PARAMETERS - linear) // 2
+
+
 def test_ranks_divide_what_stands_between_steps() -> None:
     alone = parts_of(trainer_footprint(a_spec(), sizes()))
     shared = parts_of(trainer_footprint(a_spec(parallelism={"ranks": 2, "device": "cpu"}), sizes()))

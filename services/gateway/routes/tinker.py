@@ -10,6 +10,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 
+from flotilla.services.gateway.body_limits import limit_of
 from flotilla.services.gateway.routes.dependencies import Caller, Gateway
 from flotilla.services.gateway.state import GatewayState
 from flotilla.services.gateway.tinker.bodies import (
@@ -27,6 +28,7 @@ from flotilla.services.gateway.tinker.bodies import (
     Ttl,
     WeightsInfo,
 )
+from flotilla.services.gateway.tinker.packing import WORTHWHILE_BYTES, ZSTD, is_packed, pack, takes_packed, unpack
 from flotilla.services.gateway.tinker.tinker import Tinker
 from flotilla.shared.errors import NotFound
 from flotilla.shared.schemas.tinker import TinkerLedgers, TinkerRun, TinkerSequence
@@ -60,11 +62,11 @@ async def healthz(tinker: Served) -> dict[str, str]:
 
 @router.post("/client/config")
 async def client_config(tinker: Served) -> dict[str, bool]:
-    """Tell the client how to ask: with plain keys, bodies as they are, one wait for each answer."""
+    """Tell the client how to ask: with plain keys, what is computed in zstd, one wait for each answer."""
     return {
         "pjwt_auth_enabled": False,
         "parallel_fwdbwd_chunks": True,
-        "proto_compress_fwdbwd": False,
+        "proto_compress_fwdbwd": True,
         "sample_use_retrieve_futures": False,
         "custom_loss_server_side": False,
         "sample_join_sampling_session": False,
@@ -135,7 +137,13 @@ async def get_info(body: OfModel, tinker: Served, caller: Caller) -> dict[str, o
 @router.post("/forward_backward")
 async def forward_backward(request: Request, tinker: Served, caller: Caller) -> dict[str, str]:
     """Compute losses, and gradients unless it is forward only."""
-    return _future(await tinker.forward_backward(caller, await request.body()))
+    body = await request.body()
+    if not is_packed(request.headers.get("content-encoding", "")):
+        return _future(await tinker.forward_backward(caller, body))
+    # What is unpacked is not counted among the bodies that are held, so there is little of it at a time.
+    async with tinker.unpacking:
+        plain = await asyncio.to_thread(unpack, body, limit_of("POST", "/api/v1/forward_backward").max_bytes)
+        return _future(await tinker.forward_backward(caller, plain))
 
 
 @router.post("/optim_step")
@@ -195,14 +203,17 @@ async def asample(body: AskSample, tinker: Served, caller: Caller) -> dict[str, 
 
 
 @router.post("/retrieve_future")
-async def retrieve_future(body: Retrieve, tinker: Served, caller: Caller) -> Response:
-    """Wait for an answer; 408 after a while, and the client asks again."""
+async def retrieve_future(request: Request, body: Retrieve, tinker: Served, caller: Caller) -> Response:
+    """Wait for an answer; 408 after a while, and the client asks again. In zstd for who takes that."""
     found = await tinker.answer(caller, body.request_id)
     if found is None:
         content = b'{"type": "try_again", "queue_state": "active"}'
         return Response(content, status_code=408, media_type="application/json")
-    is_json = found.form is not queue.Form.PROTOBUF
-    return Response(found.content, media_type="application/json" if is_json else PROTOBUF)
+    media_type = PROTOBUF if found.form is queue.Form.PROTOBUF else "application/json"
+    content, headers = found.content, {"Vary": "Accept-Encoding"}
+    if len(content) >= WORTHWHILE_BYTES and takes_packed(request.headers.get("accept-encoding", "")):
+        content, headers = await asyncio.to_thread(pack, content), {**headers, "Content-Encoding": ZSTD}
+    return Response(content, headers=headers, media_type=media_type)
 
 
 @router.get("/sequences/{sequence_id}")

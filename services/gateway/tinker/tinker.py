@@ -50,6 +50,8 @@ from flotilla.shared.tinker.store import request_id_of, short_name
 LONG_POLL_SECONDS = 20.0
 SESSION_SECONDS = 24 * 3600.0
 """After so long without a word of its client a session is over; it says one every ten seconds."""
+UNPACKED_AT_A_TIME = 2
+"""Bodies; each has 32 MiB at most."""
 GRACE_SECONDS = 600.0
 """How long what belongs to a finished session is kept: answers may be on their way."""
 SAMPLE = ":sample:"
@@ -78,6 +80,7 @@ class Tinker:
         self._model, self._queue, self._sessions, self._clock = model, queue, sessions, clock
         self.saved = SavedModels(data, clock)
         self.futures = Futures(queue)
+        self.unpacking = asyncio.Semaphore(UNPACKED_AT_A_TIME)
         self.context_tokens = context_tokens_of(model)
 
     @property

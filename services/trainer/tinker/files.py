@@ -1,6 +1,7 @@
 """What is kept of trained models on disk: saved ones, which clients name, and the present state of each.
 
-Both are complete or not there: written under another name, flushed, then renamed.
+Both are complete or not there: written under another name, flushed, then renamed. What a full disk refuses leaves
+nothing there, and takes nothing of the model in memory.
 """
 
 import json
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flotilla.services.trainer.tinker.slots import ALPHA, A, B, Slot
-from flotilla.shared.errors import ModelError, NotFound
+from flotilla.shared.errors import FlotillaError, ModelError, NotFound
 from flotilla.shared.files.durable import flush
 from flotilla.shared.models.hub import ADAPTER, ADAPTER_CONFIG
 from flotilla.shared.tinker.locks import UNFINISHED, changing
@@ -30,6 +31,12 @@ PREFIX = "base_model.model."
 UNFINISHED_SECONDS = 24 * 3600
 
 
+class NotWritten(FlotillaError):
+    """The disk refuses: mostly it is full."""
+
+    code, title, status = "not_written", "The disk refuses", 507
+
+
 class Progress(Record):
     """A state on disk: its last request, updates since the model was made, whose it is, and its size."""
 
@@ -40,7 +47,11 @@ class Progress(Record):
 
 
 def save(directory: Path, slot: Slot, base: str, saved: Saved) -> Saved:
-    """Write a saved model; an older one of the name is replaced. Returns what it is, with its size."""
+    """Write a saved model; an older one of the name is replaced. Returns what it is, with its size.
+
+    Raises:
+        NotWritten: the disk refuses; an older one of the name is still there.
+    """
     with _begun(directory) as unfinished:
         found = _write_saved(unfinished, slot, base, saved)
         with changing(directory.parents[2]):
@@ -107,6 +118,9 @@ def keep_state(directory: Path, slot: Slot, seq: int, owner: str) -> None:
     """Write the present state, gradients that wait for an update included; the one before stays, older ones go.
 
     Where Redis comes back older than the newest state, the one before is gone on from.
+
+    Raises:
+        NotWritten: the disk refuses; the newest state is still there.
     """
     kept = directory / str(seq)
     with _begun(kept) as unfinished:
@@ -154,18 +168,21 @@ def load_state(directory: Path, slot: Slot, seq: int) -> None:
 
 @contextmanager
 def _begun(directory: Path) -> Iterator[Path]:
-    # Of a process of its own: one that was replaced may still write. What it left there is older than a day then.
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    for left in directory.parent.glob(f".*{UNFINISHED}"):
-        with suppress(FileNotFoundError):
-            if left.stat().st_mtime < time.time() - UNFINISHED_SECONDS:
-                shutil.rmtree(left, ignore_errors=True)
-    unfinished = _aside(directory)
     try:
-        yield unfinished
-    finally:
-        # It was renamed, unless something failed, such as a full disk: each try would take as much of it.
-        shutil.rmtree(unfinished, ignore_errors=True)
+        # Of a process of its own: one that was replaced may still write. What it left there is older than a day then.
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        for left in directory.parent.glob(f".*{UNFINISHED}"):
+            with suppress(FileNotFoundError):
+                if left.stat().st_mtime < time.time() - UNFINISHED_SECONDS:
+                    shutil.rmtree(left, ignore_errors=True)
+        unfinished = _aside(directory)
+        try:
+            yield unfinished
+        finally:
+            # It was renamed, unless something failed, such as a full disk: each try would take as much of it.
+            shutil.rmtree(unfinished, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        raise NotWritten(f"{directory.name} was not written, and what was there before stays: {error}") from error
 
 
 def _aside(directory: Path) -> Path:

@@ -1,17 +1,19 @@
 """The trainer of the Tinker API on a real model: models apart from each other, and one process that takes over."""
 
+import errno
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from flotilla.services.trainer.tinker import files
 from flotilla.services.trainer.tinker.slots import Base, micro_batches
 from flotilla.services.trainer.tinker.trainer import Trainer, Written
 from flotilla.shared.clock import ManualClock
-from flotilla.shared.errors import InvalidRequest, NotFound, QuotaExceeded
+from flotilla.shared.errors import FlotillaError, InvalidRequest, NotFound, QuotaExceeded
 from flotilla.shared.tinker.fields import (
     as_bytes,
     as_double,
@@ -22,6 +24,7 @@ from flotilla.shared.tinker.fields import (
     put_int,
     put_ints,
 )
+from flotilla.shared.tinker.paths import Kind
 from flotilla.shared.tinker.queue import Answer, Form, Request
 from flotilla.shared.tinker.records import AdamStep, Load, Lora, Model, Save, Verb
 from flotilla.shared.tinker.store import request_id_of
@@ -226,6 +229,48 @@ def test_a_name_is_not_overwritten_unless_that_is_asked_for(base: Base, tmp_path
     with pytest.raises(InvalidRequest, match="is there already"):
         client.asks(Verb.SAVE, save.model_dump_json().encode())
     client.asks(Verb.SAVE, save.model_copy(update={"overwrite": True}).model_dump_json().encode())
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_is_the_answer_to_a_save_and_the_model_goes_on_as_if_nobody_had_asked(
+    base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Exception
+) -> None:
+    expected = made(base, tmp_path / "roomy").learns(2)
+    client = made(base, tmp_path / "full")
+    saves = [
+        (verb, Save(path=f"tinker://s:train:0/{kind}/a", overwrite=True).model_dump_json().encode())
+        for verb, kind in ((Verb.SAVE, Kind.TRAINING), (Verb.SAVE_FOR_SAMPLER, Kind.SAMPLER))
+    ]
+    losses = client.learns(1)
+    client.asks(*saves[0])
+
+    def full(*_: object) -> None:
+        raise refusal
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "save_file", full)
+        for verb, body in saves:
+            with pytest.raises(FlotillaError, match=r"a was not written.*: .*No space left on device") as caught:
+                client.asks(verb, body)
+            assert caught.value.status == 507
+        with pytest.raises(FlotillaError, match="No space left"):
+            client.trainer.unload("s:train:0")
+
+    saved = tmp_path / "full/tinker/saved/s:train:0"
+    # What was saved before is still there, nothing unfinished is, and it is saved when there is room.
+    assert {kind.name: [each.name for each in kind.iterdir()] for kind in saved.iterdir()} == {
+        Kind.TRAINING: ["a"],
+        Kind.SAMPLER: [],
+    }
+    assert [*losses, *client.learns(1)] == expected
+    for verb, body in saves:
+        client.asks(verb, body)
 
 
 @pytest.mark.parametrize("name", ["../../escape", "a/b", ".hidden", ""])

@@ -1,9 +1,10 @@
-// An experiment whose steps a client of the Tinker API decides: there is no spec, no series, and nothing to steer from here.
-import { all, call, experimentPath, usePoll, type Checkpoint, type Experiment } from "./api";
+// An experiment whose steps a client of the Tinker API decides: there is no spec, and nothing to steer from here.
+import { all, call, experimentPath, usePoll, type Checkpoint, type Experiment, type SeriesPage } from "./api";
 import { Audit, auditOf } from "./audit";
-import { clock } from "./format";
+import { clock, number } from "./format";
 import type { Shared } from "./main";
 import { Notices } from "./notices";
+import { Sparkline } from "./sparkline";
 
 interface Requests {
   accepted: number;
@@ -11,6 +12,8 @@ interface Requests {
   failed: number;
   waiting: number;
 }
+
+const SERIES = { "loss/total": "Loss (sum over tokens)", grad_norm: "Norm of the gradient", learning_rate: "Learning rate" };
 
 export const isJob = (experiment: Experiment) => experiment.kind === "tinker";
 
@@ -20,6 +23,7 @@ export function Job({ id, shared }: { id: string; shared: Shared }) {
   const { data, error } = usePoll(
     async (signal) => ({
       requests: (await call<{ requests: Requests }>(`${path}/ledger`, { signal })).requests,
+      series: (await call<SeriesPage>(`${path}/series`, { query: { names: Object.keys(SERIES).join(","), points: 400 }, signal })).items,
       checkpoints: await all<Checkpoint>(`${path}/checkpoints`, { signal }),
       audit: await auditOf(id, signal),
     }),
@@ -60,6 +64,26 @@ export function Job({ id, shared }: { id: string; shared: Shared }) {
             <p>
               {data.requests.accepted} accepted = {data.requests.answered} answered + {data.requests.failed} failed + {data.requests.waiting} waiting
             </p>
+          </div>
+          <div class="panel">
+            <h2>Updates</h2>
+            {data.series.length === 0 && <p class="quiet">There is none yet.</p>}
+            <table>
+              <tbody>
+                {data.series.map((each) => (
+                  <tr key={each.name}>
+                    <td>{SERIES[each.name as keyof typeof SERIES]}</td>
+                    <td>
+                      <Sparkline values={[...each.values]} label={each.name} />
+                    </td>
+                    <td>{number(each.values.at(-1)!)}</td>
+                    <td class="quiet">
+                      updates {each.steps[0]} to {each.steps.at(-1)}
+                    </td>
+                  </tr>
+                ))}
+              </tbody>
+            </table>
           </div>
           <div class="panel">
             <h2>Checkpoints</h2>

@@ -1,7 +1,8 @@
 """Names of the Tinker API, and where what they mean lies below the fleet's data directory.
 
 ``tinker://RUN/weights/NAME`` is a state that training goes on from, ``tinker://RUN/sampler_weights/NAME`` what is
-sampled from; ``ephemeral`` ones belong to a sampling session and have no address.
+sampled from, ``tinker://RUN/external_weights/NAME`` what is downloaded; ``ephemeral`` ones belong to a sampling session
+and have no address.
 """
 
 import re
@@ -23,6 +24,7 @@ class Kind(StrEnum):
 
     TRAINING = "weights"
     SAMPLER = "sampler_weights"
+    EXTERNAL = "external_weights"
     EPHEMERAL = "ephemeral"
 
 
@@ -48,7 +50,8 @@ class SavedPath:
         parts = text.removeprefix(SCHEME).split("/")
         if not text.startswith(SCHEME) or len(parts) != 3 or parts[1] not in set(Kind):
             raise InvalidRequest(
-                f"{text!r} is no path: it is written tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME"
+                f"{text!r} is no path: it is written tinker://RUN/KIND/NAME, and KIND is weights, sampler_weights or "
+                "external_weights"
             )
         return cls(parts[0], Kind(parts[1]), parts[2])
 

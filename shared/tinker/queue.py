@@ -6,6 +6,7 @@ removal from the stream. Only the latest process of each kind may answer.
 """
 
 import json
+import math
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,7 +16,7 @@ from redis.asyncio import Redis
 
 from flotilla.shared.errors import ClaimLost, Conflict, NotFound, TooManyRequests
 from flotilla.shared.schemas.tinker import TinkerLedger
-from flotilla.shared.tinker.records import Failure, Model, Sampler, Verb
+from flotilla.shared.tinker.records import Failure, Model, Sampler, Update, Verb
 from flotilla.shared.tinker.scripts import ANSWER, ASK, ATTEMPT, LEDGER, SUBMIT
 from flotilla.shared.tinker.store import Store, answer_key, key, request_id_of, session_of
 
@@ -35,6 +36,8 @@ MOST_MODELS: Final = 256
 """Of one session."""
 MOST_OWNED_MODELS: Final = 4096
 """Of one owner that are known: of sessions that are open, or with something saved."""
+MOST_POINTS: Final = 4096
+"""Updates of a model that are remembered with their losses, the newest."""
 MOST_ATTEMPTS: Final = 3
 """A request that ended its process so often is not begun again: it would end that of all."""
 
@@ -57,10 +60,19 @@ class Form(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a request."""
+    """What became of a request.
+
+    Attributes:
+        form: of the content.
+        content: what its client is told.
+        loss: of a pass whose gradients wait for an update; noted, as is the update.
+        update: of the model, without its loss: that is counted from those of the passes.
+    """
 
     form: Form
     content: bytes
+    loss: float | None = None
+    update: Update | None = None
 
     @classmethod
     def json(cls, content: Mapping[str, object]) -> "Answer":
@@ -313,6 +325,7 @@ class TinkerQueue(Store):
             key("owner", owner),
             key("answers", owner),
             key("inflight"),
+            key("points", request.model_id),
         ]
         done = str(request.seq) if work is Work.TRAIN else ""
         failed = Failure.model_validate_json(answer.content).category if answer.form is Form.FAILED else ""
@@ -323,6 +336,10 @@ class TinkerQueue(Store):
         arguments = [incarnation, request.id, content, ANSWER_SECONDS, request.entry, DONE_LENGTH, done]
         arguments += [sampler_id, record, owner, str(work), drops_body, made.sampled, self._bounds.answer_bytes]
         arguments += [key("request", ""), str(failed), request.model_id, made.inflight]
+        # A loss that is none (inf, NaN) is no number to Redis; its update is refused anyway.
+        arguments.append("" if answer.loss is None or not math.isfinite(answer.loss) else repr(answer.loss))
+        arguments.append("" if answer.update is None else _written(answer.update))
+        arguments.append(MOST_POINTS)
         if not await self._run(ANSWER, keys, arguments):
             raise ClaimLost(f"another process does the work {work} now")
 
@@ -358,6 +375,10 @@ class TinkerQueue(Store):
             await self._retried("HDEL", request, "body")
             await self._retried("EXPIRE", request, ANSWER_SECONDS)
         await self._retried("HSET", key("model", model_id), "kept_from", last + 1)
+
+
+def _written(update: Update) -> str:
+    return f"{update.step} {update.grad_norm!r} {update.learning_rate!r}"
 
 
 def _entries(found: object) -> list[tuple[str, str]]:

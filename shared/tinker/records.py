@@ -23,6 +23,7 @@ class Verb(StrEnum):
     SAVE = "save_weights"
     LOAD = "load_weights"
     SAVE_FOR_SAMPLER = "save_weights_for_sampler"
+    SAVE_EXTERNAL = "save_weights_external"
     UNLOAD = "unload_model"
 
 
@@ -195,6 +196,19 @@ class Session(Record):
     sdk_version: str = ""
     tags: list[str] = Field(default_factory=list)
     is_finished: bool = False
+
+
+class Update(Record):
+    """What is known of one update of a model."""
+
+    step: int
+    """Updates of its weights with this one; loaded weights bring theirs along."""
+    grad_norm: float
+    learning_rate: float
+    loss: float | None = None
+    """Sum of the losses whose gradients it used; None where there was none."""
+    seconds: int = 0
+    """When it was done, since the epoch."""
 
 
 class Category(StrEnum):

@@ -174,6 +174,19 @@ if is_new then
       if ended == 'done' and redis.call('HGET', request, 'verb') == 'optim_step' then
         redis.call('HINCRBY', model, 'updates', 1)
       end
+      if ARGV[19] ~= '' then
+        local loss = tonumber(redis.call('HGET', model, 'loss') or '0') + tonumber(ARGV[19])
+        redis.call('HSET', model, 'loss', string.format('%.17g', loss))
+      elseif ARGV[20] ~= '' then
+        local number = redis.call('HINCRBY', model, 'points', 1)
+        local loss = redis.call('HGET', model, 'loss') or ''
+        local point = {number, redis.call('TIME')[1], ARGV[20], loss}
+        redis.call('RPUSH', KEYS[13], table.concat(point, ' '))
+        redis.call('LTRIM', KEYS[13], -ARGV[21], -1)
+      end
+      -- Of gradients that were used, refused or replaced, the losses count in no later update.
+      local verb = redis.call('HGET', request, 'verb')
+      if verb == 'optim_step' or verb == 'load_weights' then redis.call('HDEL', model, 'loss') end
     end
     if ARGV[12] ~= '' then redis.call('HDEL', request, 'body') end
     if redis.call('HEXISTS', request, 'parts') == 1 then redis.call('EXPIRE', request, ARGV[4]) end

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from flotilla.shared.errors import TooManyRequests
 from flotilla.shared.tinker.queue import ANSWER_SECONDS, DONE_LENGTH, Answer, Form, TinkerQueue, Work
-from flotilla.shared.tinker.records import Category, Failure, Model, Sampler, Session
+from flotilla.shared.tinker.records import Category, Failure, Model, Sampler, Session, Update
 from flotilla.shared.tinker.scripts import CLOSE, GAPS, OPEN, RUNS, SKIP
 from flotilla.shared.tinker.store import Store, key, session_of
 
@@ -167,7 +167,7 @@ class TinkerSessions(Store):
             whose = await self._owner_of(model_id)
             await self._retried("ZREM", key("created"), model_id)
             await self._retried("ZREM", key("created", whose), model_id)
-            await self._retried("DEL", key("model", model_id))
+            await self._retried("DEL", key("model", model_id), key("points", model_id))
 
     async def end(self, session_id: str, session: Session, owner: str, seen: float) -> None:
         """Mark a session as finished, and as last heard of at a moment, so that it is let go of when that is past."""
@@ -217,6 +217,25 @@ class TinkerSessions(Store):
         arguments = [key("model", ""), key("pending", ""), model_id, offset, limit, key("created", "")]
         count, rows = await self._run(RUNS, keys, arguments)
         return count, [Run.read(row) for row in rows]
+
+    async def updates(self, model_id: str, after: int = 0) -> tuple[int, list[Update]]:
+        """List what is known of a model's newest updates, oldest first, behind the first ``after``; return their count.
+
+        The count is of all that were ever noted: the next call begins behind it.
+        """
+        rows = [each.decode().split(" ") for each in await self._retried("LRANGE", key("points", model_id), 0, -1)]
+        found = [
+            Update(
+                step=int(step),
+                grad_norm=float(norm),
+                learning_rate=float(rate),
+                loss=float(loss) if loss else None,
+                seconds=int(seconds),
+            )
+            for number, seconds, step, norm, rate, loss in rows
+            if int(number) > after
+        ]
+        return int(rows[-1][0]) if rows else after, found
 
     async def inflight(self, model_id: str) -> str | None:
         """Return from what the sampling sessions in flight of a model sample."""

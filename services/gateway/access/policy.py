@@ -149,6 +149,7 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
             "get_info",
             "save_weights",
             "save_weights_for_sampler",
+            "save_weights_external",
             "load_weights",
             "create_sampling_session",
             "weights_info",
@@ -169,6 +170,9 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
             "ledger",
         )
     },
+    ("GET", f"{CHECKPOINT}/external_weights_urls"): TINKER,
+    # Its own signature lets in whoever was told the address.
+    ("GET", f"{API}/downloads/{{run}}/{{name}}/{{file}}"): TINKER,
     ("DELETE", CHECKPOINT): TINKER,
     ("PUT", f"{CHECKPOINT}/ttl"): TINKER,
     ("POST", f"{CHECKPOINT}/publish"): TINKER,

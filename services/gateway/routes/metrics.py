@@ -5,12 +5,13 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import datetime
+from fnmatch import fnmatchcase
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
 from flotilla.services.gateway.page.thinning import in_common, thinned
-from flotilla.services.gateway.routes.dependencies import LARGEST_PAGE, OF_TRAINER, Cursor, Gateway, number_of
+from flotilla.services.gateway.routes.dependencies import LARGEST_PAGE, OF_TRAINER, Cursor, Gateway, Jobs, number_of
 from flotilla.services.gateway.store.answers import stage_answer
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.writes import PointRecord, PutMetrics
@@ -19,6 +20,7 @@ from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.schemas.experiment import MetricBatch, MetricPoint, Page, Series, SeriesPage
 from flotilla.shared.schemas.metric_names import check_names, is_known
 from flotilla.shared.schemas.wire import Wire
+from flotilla.shared.tinker.records import Update
 
 router = APIRouter(prefix="/experiments/{experiment_id}", tags=["series"])
 
@@ -100,6 +102,7 @@ async def metrics(
 async def series(
     experiment_id: str,
     gateway: Gateway,
+    jobs: Jobs,
     request: Request,
     names: Annotated[
         str, Query(description="names, separated by commas; `reward/*` for all that begin with `reward/`")
@@ -109,17 +112,25 @@ async def series(
 ) -> Response:
     """Return metric values as columns, each series by step. ``after`` continues; then ``next`` is the cursor again.
 
+    Of an experiment of the kind tinker there are `loss/total`, `grad_norm` and `learning_rate`, by update.
+
     Raises:
         NotFound: there is no such experiment.
         InvalidRequest: no name is given, or more than 100; or they have more than a million values.
         TooManyRequests: the token has as many of these and of samples open as it may.
     """
-    gateway.repository.record_of(experiment_id)
+    is_job = jobs.is_one(experiment_id)
+    if not is_job:
+        gateway.repository.record_of(experiment_id)
     wanted = [name for name in names.split(",") if name]
     if not 0 < len(wanted) <= MOST_NAMES:
         raise InvalidRequest(f"names: 1 to {MOST_NAMES} are wanted, {len(wanted)} are given")
     async with gateway.samples.reads.turn(request.state.shown.principal.actor):
-        values, cursor = await _read(gateway.store, experiment_id, wanted, number_of(after))
+        if is_job:
+            cursor, updates = await jobs.updates(experiment_id, number_of(after))
+            values = _of_updates(updates, wanted)
+        else:
+            values, cursor = await _read(gateway.store, experiment_id, wanted, number_of(after))
         following = str(cursor) if cursor else None
         text = await asyncio.to_thread(lambda: _page_of(values, points, following).model_dump_json())
     return Response(text, media_type="application/json", headers={"Cache-Control": "no-store"})
@@ -141,6 +152,18 @@ async def _read(store: Store, experiment_id: str, names: list[str], cursor: int)
             return values, cursor
         # Of a store in memory nothing else would have waited.
         await asyncio.sleep(0)
+
+
+def _of_updates(updates: Sequence[Update], names: Sequence[str]) -> _Values:
+    values: _Values = defaultdict(dict)
+    for each in updates:
+        found = {"loss/total": each.loss, "grad_norm": each.grad_norm, "learning_rate": each.learning_rate}
+        for name, value in found.items():
+            # The store's patterns are of this kind, too: `loss/*`.
+            if value is not None and any(fnmatchcase(name, wanted) for wanted in names):
+                point = PointRecord(name=name, step=each.step, version=each.step, value=value, at=rfc3339(each.seconds))
+                values[name][each.step] = point
+    return values
 
 
 def _page_of(values: _Values, points: int, following: str | None) -> SeriesPage:

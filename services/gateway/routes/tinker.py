@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import FileResponse
 
 from flotilla.services.gateway.body_limits import limit_of
 from flotilla.services.gateway.routes.dependencies import Caller, Gateway
@@ -23,6 +24,7 @@ from flotilla.services.gateway.tinker.bodies import (
     OfSession,
     OptimStep,
     Retrieve,
+    SaveExternal,
     SaveForSampler,
     SaveWeights,
     Ttl,
@@ -30,7 +32,9 @@ from flotilla.services.gateway.tinker.bodies import (
 )
 from flotilla.services.gateway.tinker.packing import WORTHWHILE_BYTES, ZSTD, is_packed, pack, takes_packed, unpack
 from flotilla.services.gateway.tinker.tinker import Tinker
-from flotilla.shared.errors import NotFound
+from flotilla.shared.errors import NotFound, Unauthorized
+from flotilla.shared.net.authorisation.tokens import callback_key, is_same_secret
+from flotilla.shared.net.authorisation.tokens import signature as signature_of
 from flotilla.shared.schemas.tinker import TinkerLedgers, TinkerRun, TinkerSequence
 from flotilla.shared.tinker import queue
 from flotilla.shared.tinker.paths import Kind, SavedPath
@@ -41,7 +45,9 @@ router = APIRouter(include_in_schema=False)
 
 PROTOBUF = "application/x-protobuf"
 CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
-KINDS = {Kind.TRAINING: "training", Kind.SAMPLER: "sampler"}
+DOWNLOAD = "/downloads/{run}/{name}/{file}"
+DOWNLOAD_SECONDS = 3600
+KINDS = {Kind.TRAINING: "training", Kind.SAMPLER: "sampler", Kind.EXTERNAL: "external"}
 
 
 async def _tinker(request: Request) -> Tinker:
@@ -52,6 +58,7 @@ async def _tinker(request: Request) -> Tinker:
 
 
 Served = Annotated[Tinker, Depends(_tinker)]
+Text = Annotated[str, Query(max_length=200)]
 
 
 @router.get("/healthz")
@@ -170,6 +177,12 @@ async def save_weights_for_sampler(body: SaveForSampler, tinker: Served, caller:
     return _future(await tinker.save_for_sampler(caller, body))
 
 
+@router.post("/save_weights_external")
+async def save_weights_external(body: SaveExternal, tinker: Served, caller: Caller) -> dict[str, str]:
+    """Save a model's adapter, in peft's format, to be downloaded."""
+    return _future(await tinker.save(caller, body))
+
+
 @router.post("/load_weights")
 async def load_weights(body: LoadWeights, tinker: Served, caller: Caller, gateway: Gateway) -> dict[str, str]:
     """Go on from what was saved."""
@@ -285,6 +298,39 @@ async def all_checkpoints(
     return {"checkpoints": rows, "cursor": {"offset": offset, "limit": limit, "total_count": len(found)}}
 
 
+@router.get(f"{CHECKPOINT}/external_weights_urls")
+async def external_weights_urls(
+    request: Request, run: str, kind: Kind, name: str, tinker: Served, caller: Caller, gateway: Gateway
+) -> dict[str, object]:
+    """Sign an address for each file: whoever has one downloads that file, without a key, for an hour."""
+    path = SavedPath(run, kind, name)
+    await asyncio.to_thread(tinker.saved.read, caller, path)
+    names = await asyncio.to_thread(tinker.saved.files, path)
+    expires = int(gateway.clock.now()) + DOWNLOAD_SECONDS
+    urls = {
+        file: f"{request.url_for('download', run=run, name=name, file=file)}?expires={expires}"
+        f"&signature={_signature(gateway, run, name, file, str(expires))}"
+        for file in names
+    }
+    return {"urls": urls, "expires": _time(expires)}
+
+
+async def _signed(run: str, name: str, file: str, gateway: Gateway, expires: Text = "", signature: Text = "") -> None:
+    """Let in whoever shows an address that was signed here and is not too old."""
+    is_right = is_same_secret(signature, _signature(gateway, run, name, file, expires))
+    if not is_right or not expires.isdigit() or int(expires) <= gateway.clock.now():
+        raise Unauthorized("this address was not signed here, or is too old: ask for external_weights_urls again")
+
+
+@router.get(DOWNLOAD, dependencies=[Depends(_signed)])
+async def download(run: str, name: str, file: str, tinker: Served) -> FileResponse:
+    """Send one file of what was saved to be downloaded."""
+    path = SavedPath(run, Kind.EXTERNAL, name)
+    if file not in await asyncio.to_thread(tinker.saved.files, path):
+        raise NotFound(f"{path} has no file {file}")
+    return FileResponse(tinker.saved.directory(path) / file, media_type="application/octet-stream")
+
+
 @router.delete(CHECKPOINT, status_code=204)
 async def delete(run: str, kind: Kind, name: str, tinker: Served, caller: Caller, gateway: Gateway) -> None:
     """Delete what was saved."""
@@ -323,6 +369,11 @@ async def _record_creation(gateway: GatewayState, run: str, **facts: object) -> 
 async def _record(gateway: GatewayState, run: str, action: str, **facts: object) -> None:
     async with gateway.store.transaction() as change:
         gateway.repository.stage_audit(change, run, action, **facts)
+
+
+def _signature(gateway: GatewayState, run: str, name: str, file: str, expires: str) -> str:
+    key = callback_key(gateway.settings.token, "tinker downloads")
+    return signature_of(key, expires, f"{run}/{name}/{file}".encode())
 
 
 def _future(request: queue.Request) -> dict[str, str]:

@@ -80,6 +80,14 @@ class SaveForSampler(OfModel):
     user_metadata: Metadata | None = None
 
 
+class SaveExternal(OfModel):
+    """Save a model to download it."""
+
+    path: str
+    ttl_seconds: int | None = Field(None, ge=1, le=LONGEST_SECONDS)
+    age_encryption_recipients: list[str] | None = None
+
+
 class LoadWeights(Record):
     """Load what was saved: as a model's first request, or into one that was just made."""
 

@@ -18,6 +18,7 @@ from flotilla.shared.schemas.experiment import (
 )
 from flotilla.shared.schemas.tinker import RequestLedger
 from flotilla.shared.tinker.paths import RUN, SavedPath, saved_of
+from flotilla.shared.tinker.records import Update
 from flotilla.shared.tinker.sessions import ENDED, Run
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,16 @@ class TinkerJobs:
             ListedCheckpoint(step=each.step, version=each.step, path=each.path, at=rfc3339(each.created))
             for each in found
         ]
+
+    async def updates(self, run: str, after: int) -> tuple[int, list[Update]]:
+        """List what is known of its newest updates, behind the first ``after`` of all; return their count.
+
+        Raises:
+            NotFound: there is none of this id.
+        """
+        await self._get(run)
+        assert self._tinker is not None
+        return await self._tinker.sessions.updates(run, after)
 
     async def _get(self, run: str) -> Run:
         if self._tinker is not None:

@@ -15,6 +15,8 @@ from flotilla.shared.tinker.locks import UNFINISHED, changing
 from flotilla.shared.tinker.paths import FOLDER, RUN, Kind, SavedPath, saved_of, state_of
 from flotilla.shared.tinker.records import MANIFEST, Saved
 
+OURS = frozenset({MANIFEST, f".{MANIFEST}"})
+
 
 class SavedModels:
     """Those below the fleet's data directory.
@@ -42,6 +44,16 @@ class SavedModels:
     def of_run(self, run: str) -> list[Saved]:
         """List those of a training run that have an address, oldest first."""
         return sorted(self._all(run), key=lambda saved: (saved.created, saved.path))
+
+    def files(self, path: SavedPath) -> list[str]:
+        """List the files of one that is downloaded.
+
+        Raises:
+            NotFound: there is none, or it is not to be downloaded.
+        """
+        if path.kind is not Kind.EXTERNAL or self._found(path) is None:
+            raise NotFound(f"there is no saved model {path} to download: save_weights_external makes one")
+        return sorted(each.name for each in self.directory(path).iterdir() if each.name not in OURS)
 
     def directory(self, path: SavedPath) -> Path:
         """Return where one lies."""

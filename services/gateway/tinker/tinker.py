@@ -20,6 +20,7 @@ from flotilla.services.gateway.tinker.bodies import (
     LoadWeights,
     OfModel,
     OptimStep,
+    SaveExternal,
     SaveForSampler,
     SaveWeights,
 )
@@ -77,7 +78,7 @@ class Tinker:
     """
 
     def __init__(self, model: Path, data: Path, queue: TinkerQueue, sessions: TinkerSessions, clock: Clock) -> None:
-        self._model, self._queue, self._sessions, self._clock = model, queue, sessions, clock
+        self._model, self._queue, self.sessions, self._clock = model, queue, sessions, clock
         self.saved = SavedModels(data, clock)
         self.futures = Futures(queue)
         self.unpacking = asyncio.Semaphore(UNPACKED_AT_A_TIME)
@@ -92,7 +93,7 @@ class Tinker:
         """Open a session; returns its id."""
         session_id = secrets.token_hex(8)
         session = Session(owner=who.actor, created=self._clock.now(), tags=tags, sdk_version=sdk_version)
-        await self._sessions.put_session(session_id, session, short_name(who.actor))
+        await self.sessions.put_session(session_id, session, short_name(who.actor))
         return session_id
 
     async def heartbeat(self, who: Principal, session_id: str) -> None:
@@ -105,7 +106,7 @@ class Tinker:
             session = await self.session(who, session_id)
         except NotFound as error:
             raise Gone(error.detail) from None
-        await self._sessions.seen(session_id, short_name(session.owner), self._clock.now())
+        await self.sessions.seen(session_id, short_name(session.owner), self._clock.now())
 
     async def session(self, who: Principal, session_id: str) -> Session:
         """Find an open session.
@@ -114,7 +115,7 @@ class Tinker:
             NotFound: it is not the caller's.
             Gone: it was finished.
         """
-        found = await self._sessions.session(session_id)
+        found = await self.sessions.session(session_id)
         if found is None or not _may_touch(who, found.owner):
             raise NotFound(f"there is no session {session_id}")
         if found.is_finished:
@@ -125,7 +126,7 @@ class Tinker:
         """End a session: nothing is asked in it from here on."""
         session = await self.session(who, session_id)
         soon = self._clock.now() - SESSION_SECONDS + GRACE_SECONDS
-        await self._sessions.end(session_id, session, short_name(session.owner), soon)
+        await self.sessions.end(session_id, session, short_name(session.owner), soon)
 
     async def model(self, who: Principal, model_id: str) -> Model:
         """Find a model.
@@ -146,7 +147,7 @@ class Tinker:
         With an id that one alone, whoever's it is.
         """
         owner = "" if who is None or who.scope is Scope.OPERATOR else short_name(who.actor)
-        return await self._sessions.runs(model_id, owner, offset, min(limit, MOST_LISTED))
+        return await self.sessions.runs(model_id, owner, offset, min(limit, MOST_LISTED))
 
     async def create_model(self, who: Principal, body: CreateModel) -> Request:
         """Take the first request of a model."""
@@ -188,18 +189,19 @@ class Tinker:
         content = body.optim_params.model_dump_json().encode()
         return await self._submit(model.owner, Verb.OPTIM_STEP, body.model_id, body.seq_id, content, body)
 
-    async def save(self, who: Principal, body: SaveWeights) -> Request:
-        """Take a request to save a model to train from it."""
+    async def save(self, who: Principal, body: SaveWeights | SaveExternal) -> Request:
+        """Take a request to save a model to train from it, or its adapter to be downloaded."""
         model = await self._open_model(who, body.model_id)
-        path = SavedPath(body.model_id, Kind.TRAINING, body.path or f"{body.seq_id:06d}")
-        save = Save(
-            path=str(path),
-            ttl_seconds=body.ttl_seconds,
-            overwrite=body.overwrite,
-            user_metadata=body.user_metadata or {},
-        )
-        content = save.model_dump_json().encode()
-        return await self._submit(model.owner, Verb.SAVE, body.model_id, body.seq_id, content, body)
+        verb, kind, save = Verb.SAVE, Kind.TRAINING, Save(path="", ttl_seconds=body.ttl_seconds)
+        if isinstance(body, SaveWeights):
+            update = {"overwrite": body.overwrite, "user_metadata": body.user_metadata or {}}
+            save = save.model_copy(update=update)
+        else:
+            _check_external(body, model)
+            verb, kind = Verb.SAVE_EXTERNAL, Kind.EXTERNAL
+        path = SavedPath(body.model_id, kind, body.path or f"{body.seq_id:06d}")
+        content = save.model_copy(update={"path": str(path)}).model_dump_json().encode()
+        return await self._submit(model.owner, verb, body.model_id, body.seq_id, content, body)
 
     async def save_for_sampler(self, who: Principal, body: SaveForSampler) -> Request:
         """Take a request to save a model to sample from it: under a name, or for one sampling session."""
@@ -245,7 +247,7 @@ class Tinker:
             self._check_base(body.base_model)
         sampler_id = f"{body.session_id}{SAMPLE}{body.sampling_session_seq_id}"
         sampler = Sampler(session_id=body.session_id, owner=who.actor, path=body.model_path)
-        await self._sessions.put_sampler(sampler_id, sampler)
+        await self.sessions.put_sampler(sampler_id, sampler)
         return sampler_id
 
     async def sampler(self, who: Principal, sampler_id: str) -> Sampler:
@@ -254,7 +256,7 @@ class Tinker:
         Raises:
             NotFound: it is not the caller's.
         """
-        found = await self._sessions.sampler(sampler_id)
+        found = await self.sessions.sampler(sampler_id)
         if found is None or not _may_touch(who, found.owner):
             raise NotFound(f"there is no sampling session {sampler_id}")
         return found
@@ -322,7 +324,7 @@ class Tinker:
 
     async def ledgers(self, who: Principal) -> list[TinkerLedger]:
         """Count what became of the caller's requests; for an operator, of everybody's."""
-        owners = await self._sessions.owners() if who.scope is Scope.OPERATOR else [short_name(who.actor)]
+        owners = await self.sessions.owners() if who.scope is Scope.OPERATOR else [short_name(who.actor)]
         return [await self._queue.ledger(owner) for owner in owners]
 
     async def _open_model(self, who: Principal, model_id: str) -> Model:
@@ -360,6 +362,13 @@ class Tinker:
 def _check_optimizer(kind: str) -> None:
     if kind != "adamw":
         raise InvalidRequest(f"optimizer_config: {kind!r} is not served here: adamw")
+
+
+def _check_external(body: SaveExternal, model: Model) -> None:
+    if body.age_encryption_recipients:
+        raise InvalidRequest("age_encryption_recipients are not served here: leave them out")
+    if model.lora is None:
+        raise InvalidRequest("save_weights_external is of adapters here; this model trains whole: use save_weights")
 
 
 def _may_touch(who: Principal, owner: str) -> bool:

@@ -9,7 +9,7 @@ import logging
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ from flotilla.shared.errors import InvalidRequest, NotFound
 from flotilla.shared.tinker.messages import Datum, ForwardBackwardRequest, write_output
 from flotilla.shared.tinker.paths import Kind, SavedPath, runs_with_state, state_of
 from flotilla.shared.tinker.queue import Answer, Form, Request
-from flotilla.shared.tinker.records import AdamStep, Load, Lora, Model, Save, Saved, Verb
+from flotilla.shared.tinker.records import AdamStep, Load, Lora, Model, Save, Saved, Update, Verb
 
 log = logging.getLogger(__name__)
 
@@ -187,9 +187,12 @@ class Trainer:
             case Verb.FORWARD | Verb.FORWARD_BACKWARD:
                 return self._forward_backward(kept.slot, ForwardBackwardRequest.read(request.body))
             case Verb.OPTIM_STEP:
-                norm = kept.slot.update(AdamStep.model_validate_json(request.body))
-                return Answer.json({"metrics": {"grad_norm": norm, "step": float(kept.slot.step)}})
-            case Verb.SAVE | Verb.SAVE_FOR_SAMPLER:
+                how = AdamStep.model_validate_json(request.body)
+                norm = kept.slot.update(how)
+                answer = Answer.json({"metrics": {"grad_norm": norm, "step": float(kept.slot.step)}})
+                update = Update(step=kept.slot.step, grad_norm=norm, learning_rate=how.learning_rate)
+                return replace(answer, update=update)
+            case Verb.SAVE | Verb.SAVE_FOR_SAMPLER | Verb.SAVE_EXTERNAL:
                 return self._save(kept, Save.model_validate_json(request.body), request)
         raise InvalidRequest(f"{request.verb} is not served")
 
@@ -332,7 +335,8 @@ class Trainer:
             for name, each in slot.parameters.items():
                 each.grad = before[name]
             raise
-        return Answer(Form.PROTOBUF, write_output(outputs, {"loss:sum": total}))
+        content = write_output(outputs, {"loss:sum": total})
+        return Answer(Form.PROTOBUF, content, loss=None if wanted.is_forward_only else total)
 
     def _checked(self, datum: Datum) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         targets = datum.inputs.get(TARGETS)

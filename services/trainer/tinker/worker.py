@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 SCORES_AT_A_TIME = 16
-DONE_ONCE = frozenset({Verb.SAVE, Verb.SAVE_FOR_SAMPLER, Verb.FORWARD, Verb.UNLOAD})
+DONE_ONCE = frozenset({Verb.SAVE, Verb.SAVE_FOR_SAMPLER, Verb.SAVE_EXTERNAL, Verb.FORWARD, Verb.UNLOAD})
 """They change nothing of the model; their files are there, or were deleted since."""
 CLEANING_SECONDS = 60.0
 GAPS_SECONDS = 5.0

@@ -13,9 +13,9 @@ from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.services.gateway.tinker.tinker import Tinker
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.errors import Unavailable
-from flotilla.shared.tinker.paths import SavedPath
+from flotilla.shared.tinker.paths import Kind, SavedPath
 from flotilla.shared.tinker.queue import Request
-from flotilla.shared.tinker.records import MANIFEST, Model, Saved, Session
+from flotilla.shared.tinker.records import MANIFEST, Model, Saved, Session, Update
 from flotilla.shared.tinker.sessions import ENDED, Run
 from tests.unit.gateway.builders import a_gateway
 
@@ -30,6 +30,7 @@ class MemoryRedis:
     def __init__(self) -> None:
         self.kept: dict[str, Run] = {}
         self.taken: set[str] = set()
+        self.noted: list[Update] = []
         self.is_away = False
 
     async def session(self, session_id: str) -> Session:
@@ -54,6 +55,10 @@ class MemoryRedis:
             raise Unavailable("Redis is away")
         found = [run for name, run in reversed(self.kept.items()) if model_id in {"", name}]
         return len(found), found[offset : offset + limit]
+
+    async def updates(self, model_id: str, after: int = 0) -> tuple[int, list[Update]]:
+        """List what is known of a model's updates."""
+        return len(self.noted), self.noted[after:]
 
 
 @pytest.fixture
@@ -141,6 +146,29 @@ async def test_its_ledger_counts_its_requests(client: httpx.AsyncClient, tmp_pat
     assert found == {"requests": {"accepted": 9, "answered": 7, "failed": 1, "waiting": 1}}
 
 
+async def test_its_losses_are_series_by_update_and_a_cursor_continues_them(
+    client: httpx.AsyncClient, redis: MemoryRedis, tmp_path: Path
+) -> None:
+    await make(client, tmp_path)
+    redis.noted = [
+        Update(step=step, grad_norm=0.5 * step, learning_rate=1e-3, loss=9.0 - step if step < 3 else None, seconds=step)
+        for step in (1, 2, 3)
+    ]
+
+    found = await shown(client, f"/{RUN}/series?names=loss/*,grad_norm")
+    later = await shown(client, f"/{RUN}/series?names=grad_norm&after=2")
+
+    columns = {each["name"]: (each["steps"], each["values"], each["seconds"]) for each in found["items"]}
+    assert columns == {
+        "grad_norm": ([1, 2, 3], [0.5, 1.0, 1.5], [1.0, 2.0, 3.0]),
+        "loss/total": ([1, 2], [8.0, 7.0], [1.0, 2.0]),
+    }
+    assert [(each["name"], each["steps"]) for each in later["items"]] == [("grad_norm", [3])]
+    assert (found["next"], later["next"]) == ("3", "3")
+    strange = await client.get("/v1/experiments/x:train:0/series?names=grad_norm")
+    assert strange.status_code == 404
+
+
 async def test_what_was_saved_of_it_are_its_checkpoints_and_what_came_of_them_its_lineage(
     client: httpx.AsyncClient, tmp_path: Path
 ) -> None:
@@ -181,6 +209,55 @@ async def test_a_load_that_is_asked_for_again_is_audited_once(client: httpx.Asyn
 
     found = (await shown(client, f"/{RUN}/audit"))["items"]
     assert [each["action"] for each in found] == ["load", "create"]
+
+
+async def test_what_was_saved_for_it_is_downloaded_by_whoever_has_a_signed_address(
+    client: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    await make(client, tmp_path)
+    path = SavedPath(RUN, Kind.EXTERNAL, "a")
+    path.below(tmp_path).mkdir(parents=True)
+    (path.below(tmp_path) / "adapter_config.json").write_text("{}")
+    (path.below(tmp_path) / "adapter_model.safetensors").write_bytes(b"weights")
+    saved = Saved(path=str(path), owner="operator", created=5.0, step=3, num_bytes=9)
+    (path.below(tmp_path) / MANIFEST).write_text(saved.model_dump_json())
+    asked = f"/api/v1/training_runs/{RUN}/checkpoints/external_weights/a/external_weights_urls"
+
+    urls = (await client.get(asked)).json()["urls"]
+
+    nobody: dict[str, str] = {"Authorization": "", "X-API-Key": ""}
+    assert sorted(urls) == ["adapter_config.json", "adapter_model.safetensors"]
+    url = urls["adapter_model.safetensors"]
+    assert (await client.get(url, headers=nobody)).content == b"weights"
+    wrong = (
+        url.replace("adapter_model.safetensors", "adapter_config.json"),
+        url.replace("expires=", "expires=9"),
+        url.partition("&")[0],
+        url.replace("/a/", "/b/"),
+    )
+    for each in wrong:
+        assert (await client.get(each, headers=nobody)).status_code == 401, each
+    assert (await client.get(asked.replace("/external_weights/", "/weights/"))).status_code == 404
+    deleted = await client.delete(f"/api/v1/training_runs/{RUN}/checkpoints/external_weights/a")
+    assert deleted.status_code == 204
+    assert (await client.get(url, headers=nobody)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("lora", "recipients", "detail"),
+    [({"rank": 4}, ["age1x"], "age_encryption_recipients"), (None, None, "is of adapters here")],
+)
+async def test_what_cannot_be_saved_to_be_downloaded_is_refused(
+    client: httpx.AsyncClient, tmp_path: Path, lora: dict[str, int] | None, recipients: list[str] | None, detail: str
+) -> None:
+    made = {"session_id": "s", "model_seq_id": 0, "base_model": tmp_path.name, "lora_config": lora}
+    await client.post("/api/v1/create_model", json=made)
+    body = {"model_id": RUN, "seq_id": 1, "path": "a", "age_encryption_recipients": recipients}
+
+    answer = await client.post("/api/v1/save_weights_external", json=body)
+
+    assert answer.status_code == 422
+    assert detail in answer.json()["detail"]
 
 
 async def test_experiments_are_listed_while_redis_is_away(client: httpx.AsyncClient, redis: MemoryRedis) -> None:

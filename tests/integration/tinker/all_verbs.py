@@ -3,7 +3,11 @@
 Runs in the client's environment, without anything of ours.
 """
 
+import json
+import os
 import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import tinker
@@ -83,8 +87,23 @@ def in_flight(client: tinker.TrainingClient, prompt: list[int], data: list[types
     assert first.compute_logprobs(given).result() != before, "what is in flight follows the newest weights"
 
 
+def downloads(client: tinker.TrainingClient, rest: tinker.RestClient) -> None:
+    path = client.save_weights_external("c", ttl_seconds=3600).result().path
+    answer = rest.get_external_weights_urls(path).result()
+    assert sorted(answer.urls) == ["adapter_config.json", "adapter_model.safetensors"], answer.urls
+    with tempfile.TemporaryDirectory() as folder:
+        from tinker_cookbook.weights import download
+
+        base_url = answer.urls["adapter_config.json"].partition("/api/")[0]
+        found = Path(download(tinker_path=path, output_dir=folder, base_url=base_url))
+        assert json.loads((found / "adapter_config.json").read_text())["r"] == 8
+        assert (found / "adapter_model.safetensors").stat().st_size > 1000
+    rest.delete_checkpoint_from_tinker_path(path).result()
+
+
 def main() -> None:
     url, key, model = sys.argv[1:]
+    os.environ["TINKER_API_KEY"] = key
     service = tinker.ServiceClient(base_url=url, api_key=key)
     rest = tinker.RestClient(base_url=url, api_key=key)
     served = rest.get_server_capabilities().result().supported_models
@@ -129,6 +148,7 @@ def main() -> None:
         ],
     )
     in_flight(client, prompt, data)
+    downloads(client, rest)
     named = client.save_weights_for_sampler("b").result().path
     service.create_sampling_client(model_path=named).result().sample(
         types.ModelInput.from_ints(prompt), 1, types.SamplingParams(max_tokens=2, stop=[])

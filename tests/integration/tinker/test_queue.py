@@ -7,8 +7,8 @@ import pytest
 from flotilla.shared.errors import ClaimLost, Conflict, NotFound, TooManyRequests
 from flotilla.shared.schemas.tinker import TinkerLedger
 from flotilla.shared.streams.redis.connection import connect
-from flotilla.shared.tinker.queue import Answer, Bounds, Made, Request, TinkerQueue, Work
-from flotilla.shared.tinker.records import Category, Failure, Model, Sampler, Session, Verb
+from flotilla.shared.tinker.queue import Answer, Bounds, Form, Made, Request, TinkerQueue, Work
+from flotilla.shared.tinker.records import Category, Failure, Model, Sampler, Session, Update, Verb
 from flotilla.shared.tinker.sessions import TinkerSessions
 from flotilla.shared.tinker.store import key, request_id_of
 
@@ -119,6 +119,43 @@ async def test_an_answer_is_written_once_and_moves_the_model_on(queue: TinkerQue
     assert await sessions.sampler("s:sample:0") == sampler
     assert await sessions.inflight(MODEL) == "tinker://newest"
     assert (await queue.done_since("0"))[1][0] == request.id
+
+
+async def test_each_update_is_noted_once_with_the_losses_whose_gradients_it_used(
+    queue: TinkerQueue, sessions: TinkerSessions
+) -> None:
+    await make(queue)
+    mine = await queue.begin(Work.TRAIN)
+    update = Update(step=1, grad_norm=0.25, learning_rate=1e-5)
+    refused = Answer.failed(Failure(error="not finite", category=Category.USER))
+    passed, updated, loaded = Verb.FORWARD_BACKWARD, Verb.OPTIM_STEP, Verb.LOAD
+    asked: list[tuple[Verb, Answer]] = [
+        (Verb.CREATE, Answer.json({})),
+        (passed, Answer(Form.PROTOBUF, b"", loss=0.1)),
+        (passed, Answer(Form.PROTOBUF, b"", loss=0.2)),
+        (passed, Answer(Form.PROTOBUF, b"", loss=float("inf"))),
+        (updated, Answer(Form.JSON, b"{}", update=update)),
+        (passed, Answer(Form.PROTOBUF, b"", loss=7.0)),
+        (updated, refused),
+        (passed, Answer(Form.PROTOBUF, b"", loss=8.0)),
+        (loaded, Answer.json({})),
+        (updated, Answer(Form.JSON, b"{}", update=update.model_copy(update={"step": 2}))),
+    ]
+    for seq, (verb, answer) in enumerate(asked):
+        if seq:
+            await queue.submit(a_request(seq, verb=verb), f"d{seq}", NOW)
+        (request,) = await waiting(queue)
+        for _ in range(2):
+            await queue.reply(Work.TRAIN, mine, request, answer)
+
+    count, found = await sessions.updates(MODEL)
+
+    assert (count, [(each.step, each.loss) for each in found]) == (2, [(1, 0.1 + 0.2), (2, None)])
+    assert (found[0].grad_norm, found[0].learning_rate) == (0.25, 1e-5)
+    assert found[0].seconds > 1_000_000_000
+    assert [each.step for each in (await sessions.updates(MODEL, 1))[1]] == [2]
+    await sessions.forget_model(MODEL, keeps_record=False)
+    assert await sessions.updates(MODEL) == (0, [])
 
 
 async def test_a_process_that_was_replaced_answers_nothing(queue: TinkerQueue) -> None:

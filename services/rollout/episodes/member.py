@@ -36,6 +36,8 @@ class Member:
         requests: to the engine.
         renderer, turns: how messages become tokens, and how a turn is sampled.
         max_turns, max_tokens, max_response_tokens: bounds of the episode; of tokens, those that one turn sees.
+        may_branch: whether the whole conversation is rendered before each turn, and begins a new sequence where that
+            is not what the turn before has seen and sampled.
         request_id: of the group; those of turns begin with it.
         rule: which tokens of an earlier rollout may be kept.
         renders: counts what was shown.
@@ -57,11 +59,13 @@ class Member:
     rule: ResumeRule
     renders: RenderTally
     interrupted: asyncio.Event
+    may_branch: bool = False
     is_greedy: bool = False
     _builder: TrajectoryBuilder = field(init=False)
     _sampling_seconds: float = 0.0
     _resumed: int = 0
     _images: tuple[PromptImage, ...] = ()
+    _said: tuple[Message, ...] = ()
 
     async def play(self) -> Trajectory:
         """Play the episode to its end, or to the interruption.
@@ -97,6 +101,7 @@ class Member:
         if self.max_response_tokens is not None:
             self.max_tokens = min(self.max_tokens, len(prompt) + self.max_response_tokens)
         self._builder.show(prompt, state=opening.state)
+        self._said = opening.messages
         prefix = None
         if self.before is not None and self._begins_alike(prompt):
             ended, prefix = await self._replay(self.before)
@@ -125,16 +130,26 @@ class Member:
             return reply.finish
         if len(self._builder.turns) >= self.max_turns:
             return FinishReason.TURNS
-        before = () if reply.is_fresh else self._builder.prompt_ids
-        if reply.is_fresh:
-            context = await asyncio.to_thread(self.renderer.prompt_ids, reply.messages)
-        else:
-            context = await asyncio.to_thread(self.renderer.continuation_ids, reply.messages, before[-1])
-        if len(before) + len(context) >= self.max_tokens:
+        self._said += (Message("assistant", turn.text), *reply.messages)
+        context, is_fresh = await asyncio.to_thread(self._context, reply)
+        if len(context) + (0 if is_fresh else len(self._builder.prompt_ids)) >= self.max_tokens:
             return FinishReason.TOKENS
         shown = reply.messages[-1:] if reply.is_fresh else reply.messages
-        self._builder.show(context, _text(shown), state=reply.state, is_fresh=reply.is_fresh)
+        self._builder.show(context, _text(shown), state=reply.state, is_fresh=is_fresh)
         return None
+
+    def _context(self, reply: Reply) -> tuple[tuple[int, ...], bool]:
+        """Render what is shown next, and say whether it is a whole prompt. Blocks."""
+        if reply.is_fresh:
+            return self.renderer.prompt_ids(reply.messages), True
+        before = self._builder.prompt_ids
+        appended = self.renderer.continuation_ids(reply.messages, before[-1])
+        if not self.may_branch:
+            return appended, False
+        whole = self.renderer.prompt_ids(self._said)
+        # As texts: the tokens that were sampled need not be those that the tokenizer would make of them.
+        texts = (self.renderer.text(each, with_special_tokens=True) for each in ((*before, *appended), whole))
+        return (appended, False) if len({*texts}) == 1 else (whole, True)
 
     async def _sample(self, prefix: Prefix | None) -> Completion:
         """Sample a turn and append it."""
@@ -243,7 +258,10 @@ class Member:
 
     def _metrics(self) -> dict[str, float]:
         turns = len(self._builder.turns)
-        return {**self.conversation.metrics, "episode/turns": float(turns)}
+        found = {**self.conversation.metrics, "episode/turns": float(turns)}
+        if self.may_branch:
+            found["episode/sequences"] = 1.0 + sum(turn.is_fresh for turn in self._builder.turns)
+        return found
 
     async def _failed(self, error: EpisodeFailed) -> Trajectory:
         if not self._builder.num_tokens:

@@ -1,7 +1,8 @@
 """Episodes of many turns: each member of a group talks to a conversation of its own until one of the two ends it.
 
-Tokens are only appended. A group that was handed over goes on: finished members stay, the conversation of each other
-one is replayed from its beginning with the recorded answers, and must say what it said before.
+Tokens are only appended: what the template shows otherwise than it was sampled is a sequence behind the others. A group
+that was handed over goes on: finished members stay, the conversation of each other one is replayed from its beginning
+with the recorded answers, and must say what it said before.
 
 Redundant members are played beside a group that begins. The first that are finished without an error are its members:
 one that is neither finished nor needed any more is ended, with its environment.
@@ -34,17 +35,20 @@ class Limits:
         max_turns: completions.
         max_tokens: all tokens, sampled or not.
         max_response_tokens: those after the first prompt; None for no bound of their own.
+        may_branch: whether a turn that the template shows otherwise than it was sampled begins a new sequence, which
+            ``max_tokens`` then bounds.
     """
 
     max_turns: int
     max_tokens: int
     max_response_tokens: int | None = None
+    may_branch: bool = False
 
     @classmethod
     def of(cls, config: TurnLimits, context_tokens: int) -> "Limits":
         """Read what a spec says of it."""
         most = min(config.max_tokens or context_tokens, context_tokens)
-        return cls(config.max_turns, most, config.max_response_tokens)
+        return cls(config.max_turns, most, config.max_response_tokens, config.history == "branch")
 
 
 class MultiTurnEpisodes:
@@ -134,6 +138,7 @@ class MultiTurnEpisodes:
             max_turns=self._limits.max_turns,
             max_tokens=self._limits.max_tokens,
             max_response_tokens=self._limits.max_response_tokens,
+            may_branch=self._limits.may_branch,
             request_id=request_id,
             rule=rule_of(task, self._resume),
             renders=self.renders,

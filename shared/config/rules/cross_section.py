@@ -19,7 +19,7 @@ from flotilla.shared.config.sections.asynchrony import AsynchronyConfig
 from flotilla.shared.config.sections.checkpoint import CheckpointConfig
 from flotilla.shared.config.sections.data import DataConfig, check_data_source_column
 from flotilla.shared.config.sections.engine import ServerEngineConfig, SglangEngineConfig
-from flotilla.shared.config.sections.episodes import SingleTurnConfig, check_memory
+from flotilla.shared.config.sections.episodes import SingleTurnConfig, check_sequences
 from flotilla.shared.config.sections.evaluation import EvaluationConfig
 from flotilla.shared.config.sections.health import HealthConfig
 from flotilla.shared.config.sections.job import FinishedJob
@@ -356,7 +356,7 @@ def _episodes(spec: Sections) -> None:
 
 def _memory(spec: Sections) -> None:
     distillation = spec.algorithm.distillation
-    check_memory(
+    check_sequences(
         spec.rollout.episodes,
         spec.algorithm.advantage.kind,
         has_images=spec.data.images is not None,

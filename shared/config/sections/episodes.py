@@ -126,6 +126,10 @@ class TurnLimits(Config):
     beside `max_tokens`."""
     step_seconds: float = Field(60.0, gt=0)
     """Time for one step of an environment or one call of a tool; one that takes longer is an error of the episode."""
+    history: Literal["append", "branch"] = "append"
+    """What the policy is shown of earlier turns where the chat template would render them in another way than they
+    were sampled, such as without their thoughts. append: what was sampled, as it was. branch: what the template makes
+    of the whole conversation; such a turn begins a new sequence, in which earlier answers are context."""
 
 
 class EnvironmentEpisodesConfig(TurnLimits):
@@ -267,8 +271,8 @@ ALONG_AN_EPISODE: Final = frozenset(
 """Estimators that carry rewards from later turns to earlier ones within one sequence."""
 
 
-def check_memory(episodes: EpisodesConfig, estimator: str, *, has_images: bool, asks_teachers: bool) -> None:
-    """Check what does not go with turns that have prompts of their own.
+def check_sequences(episodes: EpisodesConfig, estimator: str, *, has_images: bool, asks_teachers: bool) -> None:
+    """Check what does not go with episodes of several sequences: turns with prompts of their own, and branches.
 
     Args:
         episodes: of the spec.
@@ -279,22 +283,31 @@ def check_memory(episodes: EpisodesConfig, estimator: str, *, has_images: bool, 
     Raises:
         ValueError: something of it is asked for.
     """
-    if not isinstance(episodes, EnvironmentEpisodesConfig):
+    if isinstance(episodes, SingleTurnConfig):
         return
-    number = next((at for at, each in enumerate(episodes.environments) if each.memory is not None), None)
-    if number is None:
+    environments = episodes.environments if isinstance(episodes, EnvironmentEpisodesConfig) else ()
+    number = next((at for at, each in enumerate(environments) if each.memory is not None), None)
+    memory = None if number is None else f"rollout.episodes.environments.{number}.memory"
+    if memory is not None and episodes.history == "branch":
+        raise ValueError(
+            f"rollout.episodes.history branch has no effect beside {memory}, whose turns have prompts of their own: "
+            "remove one of both"
+        )
+    if memory is not None:
+        what, undo = f"{memory} makes each turn a sequence of its own, which does not go with", "remove memory"
+    elif episodes.history == "branch":
+        what = "rollout.episodes.history branch makes several sequences of an episode, which does not go with"
+        undo = "let history be append"
+    else:
         return
     for is_asked, name, way in (
         (estimator in ALONG_AN_EPISODE, f"algorithm.advantage.kind {estimator}",
          "use gigpo or step_reinforce, or one that compares episodes, such as grpo"),
         (episodes.max_response_tokens is not None, "rollout.episodes.max_response_tokens",
-         "remove it (max_tokens bounds each turn)"),
+         "remove it (max_tokens bounds each sequence)"),
         (has_images, "data.images", "remove it"),
         (asks_teachers, "algorithm.distillation.servers",
          "let the trainer load the teacher (algorithm.distillation.path)"),
     ):  # fmt: skip
         if is_asked:
-            raise ValueError(
-                f"rollout.episodes.environments.{number}.memory makes each turn a sequence of its own, which does "
-                f"not go with {name}: {way}, or remove memory"
-            )
+            raise ValueError(f"{what} {name}: {way}, or {undo}")

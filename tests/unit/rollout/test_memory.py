@@ -21,7 +21,7 @@ from flotilla.shared.config.sections.episodes import (
     EnvironmentConfig,
     EnvironmentEpisodesConfig,
     MemoryConfig,
-    check_memory,
+    check_sequences,
 )
 from flotilla.shared.schemas.routing import Ids, RoutedExperts
 from flotilla.shared.schemas.task import Message, Task
@@ -215,6 +215,11 @@ def test_a_template_and_a_memory_that_miss_each_other_are_refused(given: dict[st
         EnvironmentConfig(environment="frozen_lake", **given)
 
 
+MEMORY: dict[str, Any] = {"environments": (EnvironmentConfig(environment="frozen_lake", memory=MemoryConfig()),)}
+BRANCHES: dict[str, Any] = {"environments": (EnvironmentConfig(environment="frozen_lake"),), "history": "branch"}
+
+
+@pytest.mark.parametrize("several", [MEMORY, BRANCHES])
 @pytest.mark.parametrize(
     ("kind", "given", "words"),
     [
@@ -224,17 +229,26 @@ def test_a_template_and_a_memory_that_miss_each_other_are_refused(given: dict[st
         ("grpo", {"asks_teachers": True}, "distillation.servers"),
     ],
 )
-def test_what_does_not_go_with_a_memory_is_refused(kind: str, given: dict[str, Any], words: str) -> None:
-    environment = EnvironmentConfig(environment="frozen_lake", memory=MemoryConfig())
-    episodes = EnvironmentEpisodesConfig(
-        kind="environment", environments=(environment,), max_response_tokens=given.pop("most", None)
-    )
+def test_what_does_not_go_with_several_sequences_is_refused(
+    kind: str, given: dict[str, Any], words: str, several: dict[str, Any]
+) -> None:
     told = {"has_images": False, "asks_teachers": False} | given
+    most = told.pop("most", None)
+    episodes = EnvironmentEpisodesConfig(kind="environment", max_response_tokens=most, **several)
 
-    with pytest.raises(ValueError, match=words):
-        check_memory(episodes, kind, **told)
-    check_memory(episodes.model_copy(update={"max_response_tokens": None}), "gigpo", has_images=False,
-                 asks_teachers=False)  # fmt: skip
+    with pytest.raises(ValueError, match=words) as caught:
+        check_sequences(episodes, kind, **told)
+
+    assert ("history branch" in str(caught.value)) is (several is BRANCHES)
+    check_sequences(episodes.model_copy(update={"max_response_tokens": None}), "gigpo", has_images=False,
+                    asks_teachers=False)  # fmt: skip
+
+
+def test_a_memory_and_branches_are_refused_beside_each_other() -> None:
+    episodes = EnvironmentEpisodesConfig(kind="environment", **{**MEMORY, "history": "branch"})
+
+    with pytest.raises(ValueError, match=r"history branch has no effect beside .*environments.0.memory"):
+        check_sequences(episodes, "grpo", has_images=False, asks_teachers=False)
 
 
 class Routed(ScriptedEngine):

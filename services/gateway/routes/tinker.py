@@ -6,14 +6,16 @@ Not in ``/openapi.json``: the interface is another's, and part of it is protobuf
 import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from email.utils import format_datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request, Response
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, RedirectResponse, StreamingResponse
 
 from flotilla.services.gateway.body_limits import limit_of
 from flotilla.services.gateway.routes.dependencies import Caller, Gateway
 from flotilla.services.gateway.state import GatewayState
+from flotilla.services.gateway.tinker.archives import archive
 from flotilla.services.gateway.tinker.bodies import (
     AskSample,
     CreateModel,
@@ -32,7 +34,7 @@ from flotilla.services.gateway.tinker.bodies import (
 )
 from flotilla.services.gateway.tinker.packing import WORTHWHILE_BYTES, ZSTD, is_packed, pack, takes_packed, unpack
 from flotilla.services.gateway.tinker.tinker import Tinker
-from flotilla.shared.errors import NotFound, Unauthorized
+from flotilla.shared.errors import InvalidRequest, NotFound, Unauthorized
 from flotilla.shared.net.authorisation.tokens import callback_key, is_same_secret
 from flotilla.shared.net.authorisation.tokens import signature as signature_of
 from flotilla.shared.schemas.tinker import TinkerLedgers, TinkerRun, TinkerSequence
@@ -45,7 +47,8 @@ router = APIRouter(include_in_schema=False)
 
 PROTOBUF = "application/x-protobuf"
 CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
-DOWNLOAD = "/downloads/{run}/{name}/{file}"
+DOWNLOAD = "/downloads/{run}/{kind}/{name}/{file}"
+ARCHIVE = "archive.tar"
 DOWNLOAD_SECONDS = 3600
 KINDS = {Kind.TRAINING: "training", Kind.SAMPLER: "sampler", Kind.EXTERNAL: "external"}
 
@@ -305,30 +308,45 @@ async def external_weights_urls(
     """Sign an address for each file: whoever has one downloads that file, without a key, for an hour."""
     path = SavedPath(run, kind, name)
     await asyncio.to_thread(tinker.saved.read, caller, path)
-    names = await asyncio.to_thread(tinker.saved.files, path)
+    if kind is not Kind.EXTERNAL:
+        raise InvalidRequest(f"{path} is not to be downloaded by file: save_weights_external makes what is")
     expires = int(gateway.clock.now()) + DOWNLOAD_SECONDS
-    urls = {
-        file: f"{request.url_for('download', run=run, name=name, file=file)}?expires={expires}"
-        f"&signature={_signature(gateway, run, name, file, str(expires))}"
-        for file in names
-    }
-    return {"urls": urls, "expires": _time(expires)}
+    names = await asyncio.to_thread(tinker.saved.files, path)
+    return {"urls": {file: _address(request, path, file, expires) for file in names}, "expires": _time(expires)}
 
 
-async def _signed(run: str, name: str, file: str, gateway: Gateway, expires: Text = "", signature: Text = "") -> None:
+@router.get(f"{CHECKPOINT}/archive", status_code=302, response_class=RedirectResponse)
+async def archive_url(
+    request: Request, run: str, kind: Kind, name: str, tinker: Served, caller: Caller, gateway: Gateway
+) -> RedirectResponse:
+    """Lead to the signed address of all files as a tar, as earlier clients ask for it."""
+    path = SavedPath(run, kind, name)
+    await asyncio.to_thread(tinker.saved.read, caller, path)
+    expires = int(gateway.clock.now()) + DOWNLOAD_SECONDS
+    headers = {"Expires": format_datetime(datetime.fromtimestamp(expires, UTC), usegmt=True)}
+    return RedirectResponse(_address(request, path, ARCHIVE, expires), 302, headers)
+
+
+async def _signed(
+    run: str, kind: str, name: str, file: str, gateway: Gateway, expires: Text = "", signature: Text = ""
+) -> None:
     """Let in whoever shows an address that was signed here and is not too old."""
-    is_right = is_same_secret(signature, _signature(gateway, run, name, file, expires))
-    if not is_right or not expires.isdigit() or int(expires) <= gateway.clock.now():
-        raise Unauthorized("this address was not signed here, or is too old: ask for external_weights_urls again")
+    expected = _signature(gateway, f"{run}/{kind}/{name}/{file}", expires)
+    if not is_same_secret(signature, expected) or int(expires) <= gateway.clock.now():
+        raise Unauthorized("this address was not signed here, or is too old: ask for another one")
 
 
 @router.get(DOWNLOAD, dependencies=[Depends(_signed)])
-async def download(run: str, name: str, file: str, tinker: Served) -> FileResponse:
-    """Send one file of what was saved to be downloaded."""
-    path = SavedPath(run, Kind.EXTERNAL, name)
-    if file not in await asyncio.to_thread(tinker.saved.files, path):
+async def download(run: str, kind: Kind, name: str, file: str, tinker: Served) -> Response:
+    """Send one file of what was saved, or all as a tar."""
+    path = SavedPath(run, kind, name)
+    names, directory = await asyncio.to_thread(tinker.saved.files, path), tinker.saved.directory(path)
+    if file == ARCHIVE:
+        size, pieces = await asyncio.to_thread(archive, directory, names)
+        return StreamingResponse(pieces, media_type="application/x-tar", headers={"Content-Length": str(size)})
+    if file not in names:
         raise NotFound(f"{path} has no file {file}")
-    return FileResponse(tinker.saved.directory(path) / file, media_type="application/octet-stream")
+    return FileResponse(directory / file, media_type="application/octet-stream")
 
 
 @router.delete(CHECKPOINT, status_code=204)
@@ -371,9 +389,15 @@ async def _record(gateway: GatewayState, run: str, action: str, **facts: object)
         gateway.repository.stage_audit(change, run, action, **facts)
 
 
-def _signature(gateway: GatewayState, run: str, name: str, file: str, expires: str) -> str:
-    key = callback_key(gateway.settings.token, "tinker downloads")
-    return signature_of(key, expires, f"{run}/{name}/{file}".encode())
+def _address(request: Request, path: SavedPath, file: str, expires: int) -> str:
+    gateway: GatewayState = request.state.gateway
+    signed = _signature(gateway, f"{path.run}/{path.kind}/{path.name}/{file}", str(expires))
+    url = request.url_for("download", run=path.run, kind=path.kind.value, name=path.name, file=file)
+    return f"{url}?expires={expires}&signature={signed}"
+
+
+def _signature(gateway: GatewayState, what: str, expires: str) -> str:
+    return signature_of(callback_key(gateway.settings.token, "tinker downloads"), expires, what.encode())
 
 
 def _future(request: queue.Request) -> dict[str, str]:

@@ -46,13 +46,13 @@ class SavedModels:
         return sorted(self._all(run), key=lambda saved: (saved.created, saved.path))
 
     def files(self, path: SavedPath) -> list[str]:
-        """List the files of one that is downloaded.
+        """List the files of one that has an address.
 
         Raises:
-            NotFound: there is none, or it is not to be downloaded.
+            NotFound: there is none.
         """
-        if path.kind is not Kind.EXTERNAL or self._found(path) is None:
-            raise NotFound(f"there is no saved model {path} to download: save_weights_external makes one")
+        if path.kind is Kind.EPHEMERAL or self._found(path) is None:
+            raise NotFound(f"there is no saved model {path}")
         return sorted(each.name for each in self.directory(path).iterdir() if each.name not in OURS)
 
     def directory(self, path: SavedPath) -> Path:

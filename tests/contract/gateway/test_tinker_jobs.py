@@ -1,6 +1,8 @@
 """Training jobs of the Tinker API among the experiments: listed, shown, audited, with checkpoints and a ledger."""
 
+import io
 import json
+import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -238,6 +240,15 @@ async def test_what_was_saved_for_it_is_downloaded_by_whoever_has_a_signed_addre
     for each in wrong:
         assert (await client.get(each, headers=nobody)).status_code == 401, each
     assert (await client.get(asked.replace("/external_weights/", "/weights/"))).status_code == 404
+    led = await client.get(asked.replace("external_weights_urls", "archive"))
+    assert (led.status_code, "Expires" in led.headers) == (302, True)
+    whole = await client.get(led.headers["Location"], headers=nobody)
+    assert int(whole.headers["Content-Length"]) == len(whole.content)
+    with tarfile.open(fileobj=io.BytesIO(whole.content)) as tar:
+        assert {each.name: tar.extractfile(each).read() for each in tar} == {  # type: ignore[union-attr]
+            "adapter_config.json": b"{}",
+            "adapter_model.safetensors": b"weights",
+        }
     deleted = await client.delete(f"/api/v1/training_runs/{RUN}/checkpoints/external_weights/a")
     assert deleted.status_code == 204
     assert (await client.get(url, headers=nobody)).status_code == 404

@@ -22,7 +22,7 @@ from flotilla.shared.schemas.task import Message, Task
 from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
 from flotilla.shared.schemas.turns import FinishReason
 from flotilla.shared.testing.builders import a_task
-from tests.unit.rollout.chat_templates import tokenizer_of
+from tests.unit.rollout.chat_templates import FAMILIES, tokenizer_of
 from tests.unit.rollout.test_rendering import renderer_of
 from tests.unit.trainer.builders import a_spec
 
@@ -46,14 +46,15 @@ NOTHING: dict[str, Any] = dict.fromkeys(("values", "old_log_probs", "ref_log_pro
 class Sampler:
     """Samples what it was told; of every second answer in tokens that no tokenizer would make of the text."""
 
-    def __init__(self) -> None:
+    def __init__(self, family: str) -> None:
+        self.family = family
         self.prompts: list[tuple[int, list[int]]] = []
 
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
         """Sample one turn."""
         member, number = map(int, request.request_id.rpartition("-")[2].split("."))
         self.prompts.append((member, list(request.prompt_ids)))
-        ids = tokens_of(EPISODES[member][number][1], in_pieces=number % 2 == 1)
+        ids = tokens_of(EPISODES[member][number][1], in_pieces=number % 2 == 1, family=self.family)
         log_probs = np.full(len(ids), -1.0 - member, np.float32)
         return (Completion(np.array(ids, np.int32), log_probs, ((0, 3),), FinishReason.STOP),)
 
@@ -61,11 +62,11 @@ class Sampler:
         """End nothing."""
 
 
-def tokens_of(text: str, *, in_pieces: bool) -> list[int]:
-    tokenizer = tokenizer_of(QWEN)
+def tokens_of(text: str, *, in_pieces: bool, family: str = QWEN) -> list[int]:
+    tokenizer = tokenizer_of(family)
     texts = list(text) if in_pieces and "<" not in text else [text]
     ids = [token for each in texts for token in tokenizer(each, add_special_tokens=False)["input_ids"]]
-    return [*ids, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    return [*ids, tokenizer.convert_tokens_to_ids(FAMILIES[family].end)]
 
 
 @dataclass
@@ -93,8 +94,8 @@ class Script:
         """Close."""
 
 
-async def played(*, may_branch: bool, before: Sequence[Trajectory] = ()) -> tuple[Group, Sampler]:
-    sampler: Any = Sampler()
+async def played(*, may_branch: bool, before: Sequence[Trajectory] = (), family: str = QWEN) -> tuple[Group, Sampler]:
+    sampler: Any = Sampler(family)
     sampling = SamplingConfig(max_new_tokens=64)
     limits = Limits(max_turns=10, max_tokens=400, may_branch=may_branch)
 
@@ -103,7 +104,7 @@ async def played(*, may_branch: bool, before: Sequence[Trajectory] = ()) -> tupl
 
     resume = ResumeRule(mixes_versions=True, max_lag=3)
     turns = Turns(sampling, sampling)
-    episodes = MultiTurnEpisodes(sampler, renderer_of(QWEN), turns, limits, opened, resume)
+    episodes = MultiTurnEpisodes(sampler, renderer_of(family), turns, limits, opened, resume)
     group = await episodes.run(a_task(0, group_size=len(EPISODES)), before, 3)
     return group, sampler
 
@@ -189,6 +190,17 @@ def test_appended_history_shows_what_was_sampled_as_it_was() -> None:
         assert len(pieces(trajectory)) == 1
         assert "episode/sequences" not in trajectory.metrics
     assert tokenizer_of(QWEN).decode(group.trajectories[0].token_ids).count("<think>") == 2
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama 3"])
+def test_a_template_that_shows_answers_as_they_were_makes_no_difference(family: str) -> None:
+    whole, branched = (asyncio.run(played(may_branch=each, family=family)) for each in (False, True))
+
+    assert sorted(branched[1].prompts) == sorted(whole[1].prompts)
+    for one, other in zip(whole[0].trajectories, branched[0].trajectories, strict=True):
+        assert other.token_ids.tolist() == one.token_ids.tolist()
+        assert other.turns == one.turns
+        assert other.metrics == {**one.metrics, "episode/sequences": 1.0}
 
 
 def test_an_episode_that_was_handed_over_branches_where_it_did() -> None:
